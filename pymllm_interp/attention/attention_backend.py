@@ -1,0 +1,52 @@
+"""The contract of an attention backend.
+
+A backend plans once a pass (`init_forward_metadata`) and then serves every layer of it (`forward`), reading and writing
+the paged KV pool that the batch points to.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from ..core.forward_batch import ForwardBatch
+    from .radix_attention import RadixAttention
+
+
+class AttentionBackend(ABC):
+    """Attention over paged KV. One conformance suite (tests/test_attention.py) holds for every implementation."""
+
+    @abstractmethod
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Plan the pass: whatever all layers share goes into `forward_batch.attn_metadata`. No layer has run yet."""
+
+    @abstractmethod
+    def forward(
+        self,
+        q: torch.Tensor,  # [tokens, heads, head_dim]
+        k: torch.Tensor,  # [tokens, kv_heads, head_dim]
+        v: torch.Tensor,  # [tokens, kv_heads, head_dim]
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """Write `k` and `v` to the rows' slots, then attend causally to each request's positions so far.
+
+        Returns:
+            [tokens, heads * head_dim], in `q`'s dtype; fresh memory.
+        """
+
+    def init_cuda_graph_state(self, max_bs: int) -> None:
+        """Allocate the static buffers that captured decode passes read their plan from."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be captured in a CUDA graph")
+
+    def init_forward_metadata_capture_cuda_graph(self, forward_batch: ForwardBatch) -> None:
+        """Plan a decode pass into the static buffers, for capture."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be captured in a CUDA graph")
+
+    def init_forward_metadata_replay_cuda_graph(self, forward_batch: ForwardBatch) -> None:
+        """Plan a decode pass into the static buffers, for replay."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be captured in a CUDA graph")

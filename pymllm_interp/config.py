@@ -1,0 +1,133 @@
+"""Configuration: two frozen dataclasses, validated where they are made. Every field is read by somebody."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
+
+
+def resolve_dtype(dtype: str | torch.dtype, device: str) -> torch.dtype:
+    """The torch dtype that `dtype` names. "auto" is float32 on the CPU and bfloat16 on CUDA.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if isinstance(dtype, torch.dtype):
+        if dtype not in DTYPES.values():
+            raise ValueError(f"dtype {dtype} is not supported; use one of {sorted(DTYPES)} or 'auto'")
+        return dtype
+    if dtype == "auto":
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}; use one of {sorted(DTYPES)} or 'auto'")
+    return DTYPES[dtype]
+
+
+def resolve_device(device: str) -> str:
+    """ "cpu" or "cuda[:n]"; "auto" is CUDA where there is one.
+
+    Raises:
+        RuntimeError: CUDA is asked for and not there.
+        ValueError: another kind of device.
+    """
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind = device.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device={device!r} is not supported; use 'cpu', 'cuda', 'cuda:N' or 'auto'")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"device={device!r}, but torch sees no CUDA device (torch {torch.__version__}); use device='cpu', or "
+            "install a CUDA build of torch"
+        )
+    return device
+
+
+def _positive(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError(f"{type(owner).__name__}({name}={value!r}): expected a whole number of at least 1, or None")
+
+
+def _one_of(owner: object, name: str, allowed: tuple) -> None:
+    if getattr(owner, name) not in allowed:
+        raise ValueError(f"{type(owner).__name__}({name}={getattr(owner, name)!r}): expected one of {allowed}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how its weights are held."""
+
+    model: str = "demo"
+    """ "demo", a folder with config.json and safetensors, a .gguf file, or a hub id."""
+    dtype: str | torch.dtype = "auto"
+    load_format: str = "auto"
+    """ "auto" reads weights; "dummy" makes seeded random ones from config.json alone."""
+    impl: str = "auto"
+    """ "native": our modules; "transformers": the family's own class."""
+    seed: int = 0
+    """Of dummy weights, and of requests that bring no seed."""
+    hf_config: Any = None
+    """A transformers config that takes the place of config.json (with load_format="dummy")."""
+
+    def __post_init__(self) -> None:
+        _one_of(self, "load_format", ("auto", "safetensors", "gguf", "dummy"))
+        _one_of(self, "impl", ("auto", "native", "transformers"))
+        if not isinstance(self.dtype, torch.dtype) and self.dtype != "auto" and self.dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {self.dtype!r}; use one of {sorted(DTYPES)} or 'auto'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """How requests are served. None means: derived from the model and the machine."""
+
+    device: str = "auto"
+    max_model_len: int | None = None
+    """Prompt and generated tokens of one request at most; the model's own limit where None."""
+    max_running_requests: int = 256
+    """Requests in one step at most."""
+    max_num_tokens: int | None = None
+    """Token rows in one step at most: what chunked prefill fills a step up to (default 2048 on a CPU, 8192 on CUDA)."""
+    kv_cache_tokens: int | None = None
+    """Slots of the KV pool. Derived from the free memory where None."""
+    kv_cache_dtype: str = "auto"
+    """The KV pool's dtype; "auto" is the model's."""
+    page_size: int = 16
+    """Slots that are handed out together."""
+    schedule_policy: str = "mixed"
+    """ "mixed" steps decode and prefill together; "prefill_first" gives prompts steps of their own, one in two at most."""
+    attention_backend: str = "auto"
+    """ "torch", or "flashinfer" on CUDA."""
+    disable_cuda_graph: bool = False
+    gpu_memory_utilization: float = 0.9
+    """Share of the device's memory for weights, activations and KV."""
+    trace_step_warning: float = 5.0
+    """Seconds that one visit of a trace's block may take before it is reported."""
+    trace_step_timeout: float | None = 60.0
+    """Seconds after which the block's request ends with an error; None never."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "max_model_len", "max_running_requests", "max_num_tokens", "kv_cache_tokens", "page_size")
+        _one_of(self, "schedule_policy", ("mixed", "prefill_first"))
+        _one_of(self, "attention_backend", ("auto", "torch", "flashinfer"))
+        if self.kv_cache_dtype != "auto" and self.kv_cache_dtype not in DTYPES:
+            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: expected 'auto' or one of {sorted(DTYPES)}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization}: expected above 0 and at most 1")
+        for name in ("trace_step_warning", "trace_step_timeout"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value}: expected seconds above 0")

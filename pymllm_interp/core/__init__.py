@@ -1,0 +1,1 @@
+"""Plain data that everybody may import; imports nothing of ours."""

@@ -1,0 +1,141 @@
+"""What comes back: to the user, and between the parts of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from .request import Request
+
+
+class Logprob(NamedTuple):
+    """A token's log probability under the raw logits."""
+
+    logprob: float
+    rank: int
+    """1 is the most likely token."""
+    decoded_token: str | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """One of a prompt's `n` completions."""
+
+    index: int
+    text: str
+    """Without the stop string and, by default, special tokens."""
+    token_ids: list[int]
+    """With the token that stopped the generation."""
+    finish_reason: str | None = None
+    """stop, length, abort, timeout or error; None while it runs."""
+    stop_reason: int | str | None = None
+    """The stop string or token id, where that was the reason."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    error: BaseException | None = None
+
+
+@dataclass
+class RequestOutput:
+    """A prompt and its completions. `text`, `token_ids`, `finish_reason` and `logprobs` are the first one's."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    finished: bool = True
+    warnings: list[str] = field(default_factory=list)
+    receipt: Any = None
+    """What was applied for this request, and how its steps ran (hooks.receipt.Receipt)."""
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.outputs[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        return self.outputs[0].logprobs
+
+
+class ScheduledRequest(NamedTuple):
+    """A request's share of a step: its tokens from `num_computed_tokens` on."""
+
+    request: Request
+    num_tokens: int
+    """Tokens to compute in this step."""
+    start: int
+    """Positions that had KV before the step."""
+
+    @property
+    def samples(self) -> bool:
+        """Whether this step computes the request's last known token, so that the next one is sampled."""
+        return self.start + self.num_tokens == self.request.num_tokens
+
+
+@dataclass
+class SchedulerOutput:
+    """One step's work, in the order of the batch's rows: decode first, then prefill."""
+
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    scheduled_new_reqs: list[Request] = field(default_factory=list)
+    """Scheduled for the first time, or again after a preemption."""
+    finished_req_ids: set[str] = field(default_factory=set)
+    """Finished since the last step."""
+    preempted_req_ids: set[str] = field(default_factory=set)
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(entry.num_tokens for entry in self.scheduled)
+
+    @property
+    def num_scheduled_tokens(self) -> dict[str, int]:
+        return {entry.request.request_id: entry.num_tokens for entry in self.scheduled}
+
+
+@dataclass
+class SampledLogprobs:
+    """Log probabilities of one row: the sampled token's first, then the top ones."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+
+
+@dataclass
+class ModelRunnerOutput:
+    """What a step made, by request."""
+
+    req_ids: list[str] = field(default_factory=list)
+    req_id_to_index: dict[str, int] = field(default_factory=dict)
+    sampled_token_ids: list[int | None] = field(default_factory=list)
+    """The next token of each request; None where its prompt is not complete yet."""
+    logprobs: list[SampledLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: dict[str, list[SampledLogprobs]] = field(default_factory=dict)
+    """For prompt positions computed in this step, in order; position 0 has none."""
+    errors: dict[str, BaseException] = field(default_factory=dict)
+    """Requests whose hooks raised in this step."""
+    stopped: set[str] = field(default_factory=set)
+    """Requests whose trace called `tracer.stop()`."""
+
+
+@dataclass
+class LogitsProcessorOutput:
+    """What a model's forward pass made."""
+
+    next_token_logits: torch.Tensor
+    """[batch, vocab]: the last token's of each request that has its prompt complete in a step, in batch order."""
+    hidden_states: torch.Tensor | None = None
+    """[tokens, hidden] after the final norm, where asked for."""
+    all_logits: torch.Tensor | None = None
+    """[logit rows, vocab]: every row that lm_head ran on, where that is more than `next_token_logits`."""

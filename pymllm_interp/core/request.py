@@ -1,0 +1,186 @@
+"""A request and its sampling parameters."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+MAX_LOGPROBS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to pick the next token, and when to stop. Names and defaults are vLLM's.
+
+    Raises:
+        ValueError: a value is out of its range; the message names it, what is allowed, and what came.
+    """
+
+    n: int = 1
+    """Completions for each prompt."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches it: in (0, 1]."""
+    top_k: int = 0
+    """Keep this many tokens; 0 and -1 keep all."""
+    min_p: float = 0.0
+    """Drop tokens below this fraction of the most likely one: in [0, 1]."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in the prompt or the output: above 0."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for each time that a token stands in the output: in [-2, 2]."""
+    presence_penalty: float = 0.0
+    """Subtracted from tokens that stand in the output: in [-2, 2]."""
+    seed: int | None = None
+    """Equal seeds and equal logits give equal tokens, whatever else is in the batch."""
+    stop: str | list[str] | tuple[str, ...] | None = None
+    """Strings that end the generation; they are cut from the text."""
+    stop_token_ids: list[int] | tuple[int, ...] | None = None
+    """Token ids that end the generation, beside the model's end-of-sequence ids."""
+    ignore_eos: bool = False
+    """Generate past the end-of-sequence token."""
+    max_tokens: int | None = 16
+    """New tokens at most; None is as many as the context holds."""
+    min_tokens: int = 0
+    """No end-of-sequence and no stop before this many new tokens."""
+    logprobs: int | None = None
+    """Log probabilities of this many tokens at each step, and of the sampled one."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits of these tokens."""
+    include_stop_str_in_output: bool = False
+    """Leave the stop string in the text."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"SamplingParams({spec.name}={value}): a finite number is expected")
+        self._check("n", self.n >= 1, "at least 1")
+        self._check("temperature", self.temperature >= 0, "0 (greedy) or above")
+        self._check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        self._check("top_k", self.top_k >= -1 and self.top_k == int(self.top_k), "-1 or 0 (all tokens), or a count")
+        self._check("min_p", 0 <= self.min_p <= 1, "from 0 to 1")
+        self._check("repetition_penalty", self.repetition_penalty > 0, "above 0")
+        self._check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "from -2 to 2")
+        self._check("presence_penalty", -2 <= self.presence_penalty <= 2, "from -2 to 2")
+        self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None")
+        self._check("min_tokens", self.min_tokens >= 0, "at least 0")
+        if self.max_tokens is not None:
+            self._check("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens ({self.max_tokens})")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            self._check(name, value is None or 0 <= value <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}, or None")
+        for token, bias in (self.logit_bias or {}).items():
+            if not math.isfinite(bias):
+                raise ValueError(f"SamplingParams(logit_bias={{{token}: {bias}}}): a finite number is expected")
+        if any(not text for text in self.stop_strings):
+            raise ValueError("SamplingParams(stop=...): an empty stop string would end every generation at once")
+
+    def _check(self, name: str, holds: bool, expected: str) -> None:
+        if not holds:
+            raise ValueError(f"SamplingParams({name}={getattr(self, name)!r}): expected {expected}")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature == 0
+
+
+class RequestStatus(Enum):
+    """Where a request stands. A finished request never comes back."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt and its generation, as the engine carries it.
+
+    `trace` is opaque here: what stands behind it belongs to `hooks`. The scheduler needs only to know that a request with
+    a trace is not split into chunks and never computed twice.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    """New tokens at most, with the context's limit applied."""
+    seed: int
+    """Of the sampling noise."""
+    sample_index: int = 0
+    """Which of the prompt's `n` completions this is; part of the noise's key."""
+    deadline: float | None = None
+    """`time.monotonic()` at which the request ends with "timeout"."""
+    eos_token_ids: frozenset[int] = frozenset()
+    """Token ids that end the generation: the model's, unless `ignore_eos`, and the caller's."""
+    trace: Any = None
+    """What watches this request's forward passes (hooks.trace.RequestTrace), or None."""
+    forward_only: bool = False
+    """One forward pass that serves the logits of all positions, and no generation."""
+    gang: Any = None
+    """Requests that share it are admitted, stepped and moved together."""
+    leader: Request | None = None
+    """The completion of the same prompt whose prefill this one takes over, or None."""
+
+    # State, owned by the scheduler.
+    status: RequestStatus = RequestStatus.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    """Positions that have KV."""
+    req_pool_idx: int | None = None
+    pages: list[int] = field(default_factory=list)
+    """KV pages, in order of position."""
+    host_kv: Any = None
+    """The KV while swapped out."""
+    num_preemptions: int = 0
+    arrival: int = 0
+
+    # Results, written by the engine.
+    logprobs: list[dict] | None = None
+    prompt_logprobs: list[dict | None] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: BaseException | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens. All but the last generated one get KV."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Positions that the request may come to need KV for."""
+        return self.prompt_len + self.max_tokens - 1
+
+    @property
+    def finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether one token is left to compute: the last one sampled."""
+        return bool(self.output_token_ids) and self.num_tokens - self.num_computed_tokens == 1
