@@ -59,7 +59,9 @@ def _positive(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ValueError(f"{type(owner).__name__}({name}={value!r}): expected a whole number of at least 1, or None")
+            raise ValueError(
+                f"{type(owner).__name__}({name}={value!r}): expected a whole number of at least 1, or None"
+            )
 
 
 def _one_of(owner: object, name: str, allowed: tuple) -> None:

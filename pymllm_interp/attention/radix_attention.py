@@ -28,9 +28,7 @@ class RadixAttention:
     logit_cap: float | None = None
     """Scores become ``cap * tanh(scores / cap)`` before the softmax."""
 
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, forward_batch: ForwardBatch
-    ) -> torch.Tensor:
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads * head_dim]."""
         assert forward_batch.attn_backend is not None, "prepare_forward_batch_* sets the attention backend"
         return forward_batch.attn_backend.forward(q, k, v, self, forward_batch)

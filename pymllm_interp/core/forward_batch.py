@@ -90,6 +90,8 @@ class ForwardBatch:
     logits_indices:  torch.Tensor | None = None  # [logit rows] int64, the token rows that lm_head runs on; None: all
     rope_lens:       torch.Tensor | None = None  # [tokens] int64, the length that length-dependent RoPE scalings see
     fresh_kv_only:   bool = False                # attend to this pass's own K and V (a pass with gradients)
+    return_hidden_states: bool = False
+    hidden_states:   torch.Tensor | None = None  # [tokens, hidden] after the final norm; set by the model when asked for
     attn_metadata:   Any = field(default=None, repr=False)  # the backend's plan for this pass
     # fmt: on
 

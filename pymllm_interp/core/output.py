@@ -82,6 +82,13 @@ class ScheduledRequest(NamedTuple):
         """Whether this step computes the request's last known token, so that the next one is sampled."""
         return self.start + self.num_tokens == self.request.num_tokens
 
+    @property
+    def logit_rows(self) -> int:
+        """Rows that the head runs on: all where every position's logits are asked for, else the last one's."""
+        if self.request.forward_only or self.request.params.prompt_logprobs is not None:
+            return self.num_tokens
+        return int(self.samples)
+
 
 @dataclass
 class SchedulerOutput:
@@ -127,6 +134,8 @@ class ModelRunnerOutput:
     """Requests whose hooks raised in this step."""
     stopped: set[str] = field(default_factory=set)
     """Requests whose trace called `tracer.stop()`."""
+    saves: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What the traces of finished requests saved, by request and name."""
 
 
 @dataclass

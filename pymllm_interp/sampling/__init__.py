@@ -1,0 +1,20 @@
+"""Sampling: from logits to tokens and their log probabilities."""
+
+from .logprobs import gather_logprobs, prompt_logprobs
+from .noise import uniform_noise
+from .penalties import PenaltyBatch, apply_penalties
+from .sampler import Sampler, SamplerOutput, sample_tokens
+from .sampling_batch import LogitBias, SamplingBatch
+
+__all__ = [
+    "LogitBias",
+    "PenaltyBatch",
+    "Sampler",
+    "SamplerOutput",
+    "SamplingBatch",
+    "apply_penalties",
+    "gather_logprobs",
+    "prompt_logprobs",
+    "sample_tokens",
+    "uniform_noise",
+]

@@ -1,0 +1,118 @@
+"""Attention in plain torch: what CPU users run, fp32 on CUDA, and the oracle of the other backends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from .attention_backend import AttentionBackend
+from .torch_plan import AttnGroup, AttnMetadata, AttnPlan, build_plan, effective_window, make_segments
+
+if TYPE_CHECKING:
+    from ..core.forward_batch import ForwardBatch
+    from .radix_attention import RadixAttention
+
+# Below this many scores one fused call beats two matmuls and a softmax.
+FUSED_SCORES = 8192
+
+
+class TorchAttnBackend(AttentionBackend):
+    """Padded groups of requests over gathered K and V (see `torch_plan`).
+
+    A request's rows depend on its own slots, its own rows and the batch's lengths: nothing that another request computed, NaN
+    included, is read for them.
+
+    Raises (from `init_forward_metadata`):
+        ValueError: `fresh_kv_only` with a prefix, or lengths that contradict each other.
+    """
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        forward_batch.attn_metadata = AttnMetadata(make_segments(forward_batch))
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        if forward_batch.fresh_kv_only:
+            k, v = (torch.cat((x.new_zeros(1, *x.shape[1:]), x)) for x in (k, v))
+        else:
+            pool = forward_batch.token_to_kv_pool
+            assert pool is not None, "prepare_forward_batch_* sets the pools"
+            if save_kv_cache:
+                pool.set_kv(layer.layer_id, forward_batch.out_cache_loc, k, v)
+            k, v = pool.get_kv(layer.layer_id)
+        plan = self._plan(layer, forward_batch, q.dtype)
+        outs = [_attend_group(q, k, v, layer, group) for group in plan.groups]
+        if not outs:
+            return q.new_zeros(q.shape[0], layer.num_heads * layer.head_dim)
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return out if plan.inverse is None else out.index_select(0, plan.inverse)
+
+    def _plan(self, layer: RadixAttention, forward_batch: ForwardBatch, dtype: torch.dtype) -> AttnPlan:
+        metadata = forward_batch.attn_metadata
+        assert isinstance(metadata, AttnMetadata), "init_forward_metadata plans the pass before its first layer"
+        key = effective_window(metadata.segments, layer), layer.logit_cap is not None
+        if key not in metadata.plans:
+            metadata.plans[key] = build_plan(metadata.segments, layer, forward_batch, dtype)
+        return metadata.plans[key]
+
+
+def _attend_group(
+    q: torch.Tensor,  # [tokens, heads, head_dim]
+    k: torch.Tensor,  # [slots, kv_heads, head_dim]
+    v: torch.Tensor,  # [slots, kv_heads, head_dim]
+    layer: RadixAttention,
+    group: AttnGroup,
+) -> torch.Tensor:
+    """The group's outputs, [size * q_len, heads * head_dim], padding included."""
+    size, kv_heads, heads_per_kv = group.size, layer.num_kv_heads, layer.num_heads // layer.num_kv_heads
+    keys, values = (
+        x.view(-1, layer.head_dim)
+        .index_select(0, group.kv_index)
+        .view(size * kv_heads, group.kv_len, layer.head_dim)
+        .to(q.dtype)
+        for x in (k, v)
+    )
+    if group.q_index is not None:
+        q = q.index_select(0, group.q_index)
+    # The query heads of a KV head are further queries of it, so K and V are not repeated.
+    q = q.view(size, group.q_len, kv_heads, heads_per_kv, layer.head_dim).permute(0, 2, 3, 1, 4)
+    if group.mask is None:
+        shared = (-1, heads_per_kv, -1, -1)
+        out = F.scaled_dot_product_attention(
+            q.flatten(0, 1),
+            keys.unsqueeze(1).expand(shared),
+            values.unsqueeze(1).expand(shared),
+            is_causal=True,
+            scale=layer.scaling,
+        )
+    else:
+        out = _attend(q.reshape(size * kv_heads, -1, layer.head_dim), keys, values, group.mask, layer)
+    return (
+        out.view(size, kv_heads, heads_per_kv, group.q_len, -1).permute(0, 3, 1, 2, 4).reshape(size * group.q_len, -1)
+    )
+
+
+def _attend(
+    q: torch.Tensor,  # [size * kv_heads, heads_per_kv * q_len, head_dim]
+    k: torch.Tensor,  # [size * kv_heads, kv_len, head_dim]
+    v: torch.Tensor,  # [size * kv_heads, kv_len, head_dim]
+    mask: torch.Tensor,
+    layer: RadixAttention,
+) -> torch.Tensor:
+    if layer.logit_cap is not None:
+        scores = torch.bmm(q.float(), k.float().transpose(1, 2)) * layer.scaling
+        scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap) + mask
+        return torch.bmm(torch.softmax(scores, -1), v.float()).to(q.dtype)
+    if q.shape[0] * q.shape[1] * k.shape[1] < FUSED_SCORES:
+        q, k, v, mask = (x.unsqueeze(0) for x in (q, k, v, mask))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=layer.scaling).squeeze(0)
+    scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=layer.scaling)
+    return torch.bmm(torch.softmax(scores, -1), v)

@@ -1,0 +1,240 @@
+"""How the torch backend cuts a pass into padded attention problems.
+
+The requests of a flat batch differ in length, while torch's kernels want rectangles. `build_plan` packs requests of similar
+lengths into groups, each of which is one small batched matmul for the scores and one for the values, and makes the index
+tensors and masks that all layers share:
+
+    4 decode rows (kv 70, 65, 80, 77) and prompts of 9, 16, 2000 tokens
+        -> [4 x 1 query, 80 kv]   [2 x 16 queries, 16 kv]   [1 x 2000 queries, causal, no mask]
+
+Padding keys read row 0 of the K and V, which is the pool's dummy slot and always finite.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from ..core.forward_batch import ForwardBatch
+    from .radix_attention import RadixAttention
+
+# Lengths are rounded up: a CPU matmul of a shape not seen before is compiled first, about a millisecond.
+QUERY_MULTIPLE = 8
+KV_MULTIPLE = 16
+# A group's scores should stay in the cache.
+MAX_SCORE_BYTES = 2 << 20
+# A group may hold as much padding as real scores; below this many pairs, padding costs less than one more group.
+SMALL_PAIRS = 4096
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Query rows of one request that lie behind each other, and the KV positions ``[start, end)`` that they may see."""
+
+    request: int  # in batch order
+    row: int  # of the first query, in the flat batch
+    num: int
+    prefix: int  # position of the first query
+    start: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.prefix + self.num
+
+    @property
+    def kv_len(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class AttnGroup:
+    """Requests that are attended to as one padded problem."""
+
+    # fmt: off
+    size:     int                  # requests in it
+    q_len:    int                  # queries of each, padded
+    kv_len:   int                  # keys of each, padded
+    q_index:  torch.Tensor | None  # [size * q_len] rows of the flat batch; None: all of them, in order
+    kv_index: torch.Tensor         # [size * kv_heads * kv_len] rows of K and V seen as [slots * kv_heads, head_dim]
+    mask:     torch.Tensor | None  # added to scores [size * kv_heads, heads_per_kv * q_len, kv_len]; None: causal
+    # fmt: on
+
+
+@dataclass(frozen=True)
+class AttnPlan:
+    """The groups of a pass, and where each token's row lies in their concatenated outputs (None: in place)."""
+
+    groups: list[AttnGroup]
+    inverse: torch.Tensor | None  # [tokens]
+
+
+@dataclass
+class AttnMetadata:
+    """A pass's segments, and the plans made of them: one for each kind of layer (sliding window, soft cap)."""
+
+    segments: list[Segment]
+    plans: dict[tuple[int | None, bool], AttnPlan] = field(default_factory=dict)
+
+
+def make_segments(forward_batch: ForwardBatch) -> list[Segment]:
+    """One segment for each request with rows in the pass.
+
+    Raises:
+        ValueError: the lengths contradict each other, or `fresh_kv_only` with a prefix.
+    """
+    seq_lens = forward_batch.seq_lens if forward_batch.seq_lens_cpu is None else forward_batch.seq_lens_cpu
+    segments = []
+    for request, ((row, num), length) in enumerate(zip(forward_batch.batch_groups, seq_lens.tolist(), strict=True)):
+        if length < num:
+            raise ValueError(f"request {request} of the batch has seq_len {length}, but {num} new tokens")
+        if forward_batch.fresh_kv_only and length > num:
+            raise ValueError(
+                f"request {request} of the batch has {length - num} tokens in the KV pool, but fresh_kv_only attends to "
+                "this pass's own K and V alone; compute the whole sequence in one pass"
+            )
+        if num:
+            segments.append(Segment(request, row, num, length - num))
+    return segments
+
+
+def build_plan(
+    segments: list[Segment], layer: RadixAttention, forward_batch: ForwardBatch, dtype: torch.dtype
+) -> AttnPlan:
+    """The plan for layers like `layer` (window, soft cap and heads), with masks in `dtype`."""
+    window = effective_window(segments, layer)
+    capped = layer.logit_cap is not None
+    max_pairs = MAX_SCORE_BYTES // (layer.num_heads * (4 if capped else dtype.itemsize))
+    lone, pieces = [], []
+    for segment in segments:
+        if segment.num * segment.kv_len <= max_pairs:
+            pieces.append(_narrow(segment, window))
+        elif segment.prefix == 0 and window is None and not capped:
+            lone.append([segment])
+        else:
+            pieces.extend(_split(segment, window, max_pairs))
+    packed = _pack([p for p in pieces if p.num == 1], max_pairs) + _pack([p for p in pieces if p.num > 1], max_pairs)
+    groups = [_build_group(group, layer, forward_batch, window, dtype, causal=False) for group in packed]
+    groups += [_build_group(group, layer, forward_batch, window, dtype, causal=True) for group in lone]
+    if len(groups) == 1 and all(segment.num == groups[0].q_len for segment in segments):
+        return AttnPlan([replace(groups[0], q_index=None)], None)
+    return AttnPlan(groups, _inverse(packed + lone, groups, forward_batch))
+
+
+def effective_window(segments: list[Segment], layer: RadixAttention) -> int | None:
+    """The layer's sliding window, or None where it hides nothing."""
+    window = layer.sliding_window
+    return window if window is not None and any(segment.end > window for segment in segments) else None
+
+
+def _narrow(segment: Segment, window: int | None) -> Segment:
+    return segment if window is None else replace(segment, start=max(0, segment.prefix - window + 1))
+
+
+def _split(segment: Segment, window: int | None, max_pairs: int) -> list[Segment]:
+    """Pieces of a long segment, each with at most `max_pairs` scores where that leaves it `QUERY_MULTIPLE` queries."""
+    step = max(max_pairs // segment.end // QUERY_MULTIPLE, 1) * QUERY_MULTIPLE
+    return [
+        _narrow(
+            replace(
+                segment,
+                row=segment.row + done,
+                num=min(step, segment.num - done),
+                prefix=segment.prefix + done,
+            ),
+            window,
+        )
+        for done in range(0, segment.num, step)
+    ]
+
+
+def _pack(segments: list[Segment], max_pairs: int) -> list[list[Segment]]:
+    """Groups of similar lengths, each within `max_pairs` and at most half padding, in order of their rows."""
+    groups: list[list[Segment]] = []
+    q_len = kv_len = real = 0
+    for segment in sorted(segments, key=lambda segment: ((segment.num - 1).bit_length(), segment.kv_len)):
+        q_len, kv_len = max(q_len, segment.num), max(kv_len, segment.kv_len)
+        real += segment.num * segment.kv_len
+        padded = q_len * kv_len * (len(groups[-1]) + 1 if groups else 1)
+        if groups and padded <= max_pairs and padded <= max(2 * real, SMALL_PAIRS):
+            groups[-1].append(segment)
+        else:
+            groups.append([segment])
+            q_len, kv_len, real = segment.num, segment.kv_len, segment.num * segment.kv_len
+    return [sorted(group, key=lambda segment: segment.row) for group in groups]
+
+
+def _build_group(
+    segments: list[Segment],
+    layer: RadixAttention,
+    forward_batch: ForwardBatch,
+    window: int | None,
+    dtype: torch.dtype,
+    causal: bool,
+) -> AttnGroup:
+    device = forward_batch.input_ids.device
+    q_len = max(segment.num for segment in segments)
+    kv_len = max(segment.kv_len for segment in segments)
+    if not causal:
+        q_len = q_len if q_len == 1 else _round_up(q_len, QUERY_MULTIPLE)
+        kv_len = _round_up(kv_len, KV_MULTIPLE)
+    fields = torch.tensor([[s.request, s.row, s.num, s.prefix, s.start] for s in segments], dtype=torch.int64)
+    request, row, num, prefix, start = fields.to(device, non_blocking=True).unsqueeze(2).unbind(1)  # [size, 1] each
+    queries = torch.arange(q_len, device=device)
+    kv_positions = start + torch.arange(kv_len, device=device)  # [size, kv_len]
+    slots = _slots(forward_batch, request, row - prefix, kv_positions).masked_fill_(kv_positions >= prefix + num, 0)
+    heads = torch.arange(layer.num_kv_heads, device=device).unsqueeze(1)
+    kv_index = slots.unsqueeze(1) * layer.num_kv_heads + heads  # [size, kv_heads, kv_len]
+    mask = None
+    if not causal:
+        same = len({(segment.prefix, segment.start) for segment in segments}) == 1
+        rows = slice(0, 1) if same else slice(None)
+        mask = _mask(prefix[rows] + queries, kv_positions[rows], layer, window, dtype)
+    q_index = row + torch.minimum(queries, num - 1)  # padding repeats the request's own last row
+    return AttnGroup(len(segments), q_len, kv_len, q_index.flatten(), kv_index.flatten(), mask)
+
+
+def _slots(
+    forward_batch: ForwardBatch, request: torch.Tensor, first_row: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Row of the K and V for each of `positions` [size, kv_len]; past a request's end it may be any."""
+    if forward_batch.fresh_kv_only:
+        return first_row + positions + 1  # row 0 is a dummy there, too
+    assert forward_batch.req_to_token_pool is not None, "prepare_forward_batch_* sets the pools"
+    table = forward_batch.req_to_token_pool.req_to_token
+    return table[forward_batch.req_pool_indices[request], positions.clamp(max=table.shape[1] - 1)]
+
+
+def _mask(
+    q_positions: torch.Tensor,  # [size or 1, q_len]
+    kv_positions: torch.Tensor,  # [size or 1, kv_len]
+    layer: RadixAttention,
+    window: int | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """0 where a query may look and -inf elsewhere: [size * kv_heads or 1, heads_per_kv * q_len or 1, kv_len].
+
+    A query of padding stands after its request's last one; it sees some key, so no row is all -inf (NaN).
+    """
+    back = q_positions.unsqueeze(2) - kv_positions.unsqueeze(1)  # [size, q_len, kv_len]
+    hidden = back < 0 if window is None else (back < 0) | (back >= window)
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+    if mask.shape[1] > 1:
+        mask = mask.repeat(1, layer.num_heads // layer.num_kv_heads, 1)
+    return mask if mask.shape[0] == 1 else mask.repeat_interleave(layer.num_kv_heads, 0)
+
+
+def _inverse(packed: list[list[Segment]], groups: list[AttnGroup], forward_batch: ForwardBatch) -> torch.Tensor:
+    inverse = torch.empty(forward_batch.num_tokens, dtype=torch.int64)
+    base = 0
+    for segments, group in zip(packed, groups, strict=True):
+        for segment in segments:
+            inverse[segment.row : segment.row + segment.num] = torch.arange(base, base + segment.num)
+            base += group.q_len
+    return inverse.to(forward_batch.input_ids.device, non_blocking=True)
+
+
+def _round_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple

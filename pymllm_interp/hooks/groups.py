@@ -1,0 +1,121 @@
+"""Batch groups: which rows of a step belong to which request's trace.
+
+A step's batch is flat. `process_new_reqs` gives each traced request its ``[start, size]`` token rows, in the order of the
+batch's rows; after the forward pass `unflatten` re-points it to its row among the sampled ones; `process_finished_reqs`
+winds it up. Requests without a trace are skipped, but their rows are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from ..core.output import ScheduledRequest
+from .rows import Rows
+
+if TYPE_CHECKING:
+    from ..core.request import Request
+    from .model import TracedModel
+    from .trace import RequestTrace
+
+
+class NNsightRequestHelper:
+    """The traces of the requests in flight, and their rows in the current step.
+
+    Attributes:
+        req_id_to_batch_group_idx: request -> its place in this step's batch.
+        num_prompts_in_mediator: trace -> requests of it that are still in flight.
+    """
+
+    def __init__(self) -> None:
+        self.req_id_to_batch_group_idx: dict[str, int] = {}
+        self.num_prompts_in_mediator: dict[int, int] = {}
+        self._traces: dict[str, RequestTrace] = {}
+        self._groups: list[tuple[int, int]] = []
+        self._step: list[tuple[ScheduledRequest, RequestTrace]] = []
+
+    @property
+    def ids_to_batch_group(self) -> Mapping[str, tuple[int, int]]:
+        """Request -> its ``(start, size)`` token rows in this step."""
+        return MappingProxyType({rid: self._groups[i] for rid, i in self.req_id_to_batch_group_idx.items()})
+
+    @property
+    def interleaver_to_ids(self) -> Mapping[int, set[str]]:
+        """Trace -> its requests in flight."""
+        ids: dict[int, set[str]] = {}
+        for rid, trace in self._traces.items():
+            ids.setdefault(trace.trace_id, set()).add(rid)
+        return MappingProxyType(ids)
+
+    @property
+    def flat_batch_groups(self) -> Mapping[int, list[tuple[int, int]]]:
+        """Trace -> the token rows of its requests in this step, in batch order."""
+        groups: dict[int, list[tuple[int, int]]] = {}
+        for entry, trace in self._step:
+            group = self._groups[self.req_id_to_batch_group_idx[entry.request.request_id]]
+            groups.setdefault(trace.trace_id, []).append(group)
+        return MappingProxyType(groups)
+
+    @property
+    def traces(self) -> list[RequestTrace]:
+        """The traces that take part in this step, in batch order."""
+        return [trace for _, trace in self._step]
+
+    def process_new_reqs(self, new_reqs: list[ScheduledRequest], model: TracedModel) -> None:
+        """Start the traces of requests that are here for the first time, and give every traced one its rows of this step.
+
+        Args:
+            new_reqs: the step's requests, in the order of the batch's rows.
+            model: that the traces were written against.
+        """
+        self._groups, self._step, self.req_id_to_batch_group_idx = [], [], {}
+        start = logit_start = 0
+        logit_total = sum(entry.logit_rows for entry in new_reqs)
+        total = sum(entry.num_tokens for entry in new_reqs)
+        for entry in new_reqs:
+            trace: RequestTrace | None = entry.request.trace
+            size, logit_size = entry.num_tokens, entry.logit_rows
+            if trace is not None:
+                self.req_id_to_batch_group_idx[entry.request.request_id] = len(self._groups)
+                self._groups.append((start, size))
+                self._step.append((entry, trace))
+                self._admit(entry.request, trace, model)
+                trace.rows = Rows(start, size, total, logit_start, logit_size, logit_total)
+            start += size
+            logit_start += logit_size
+
+    def unflatten(self, model: TracedModel, rows: list[ScheduledRequest]) -> None:
+        """Re-point each trace from its tokens to its row among `rows`, the requests that sample in this step."""
+        index = {entry.request.request_id: row for row, entry in enumerate(rows)}
+        for entry, trace in self._step:
+            row = index.get(entry.request.request_id)
+            if row is not None:
+                trace.rows = Rows(row, 1, len(rows), row, 1, len(rows))
+
+    def process_finished_reqs(
+        self, finished_request_ids: set[str], requests: Mapping[str, Request], model: TracedModel
+    ) -> None:
+        """Serve the results that only a finished request has, end the blocks that still wait, and forget the requests."""
+        for rid in finished_request_ids:
+            trace = self._traces.pop(rid, None)
+            self.req_id_to_batch_group_idx.pop(rid, None)
+            request = requests.get(rid)
+            if trace is None and request is not None:
+                trace = request.trace  # ended before its first step
+            if trace is None:
+                continue
+            left = self.num_prompts_in_mediator.get(trace.trace_id, 1) - 1
+            if left > 0:
+                self.num_prompts_in_mediator[trace.trace_id] = left
+            else:
+                self.num_prompts_in_mediator.pop(trace.trace_id, None)
+            if request is not None:
+                trace.finish(request, model)
+
+    def _admit(self, request: Request, trace: RequestTrace, model: TracedModel) -> None:
+        if request.request_id in self._traces:
+            return
+        self._traces[request.request_id] = trace
+        self.num_prompts_in_mediator.setdefault(trace.trace_id, trace.num_prompts)
+        trace.start(request, model)

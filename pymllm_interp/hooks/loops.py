@@ -1,0 +1,119 @@
+"""``for step in tracer.iter[...]`` that ends when the generation ends.
+
+A block waits inside the body of such a loop, at a module of the step that never came. nnsight unwinds the whole block
+there, and what stands after the loop does not run. Here the loop ends as a loop does, and the block goes on::
+
+    with lm.generate("Once upon", max_new_tokens=5) as tracer:
+        steps = list().save()
+        for step in tracer.iter[:]:
+            steps.append(lm.model.layers[3].output[0, -1])
+        out = tracer.result.save()          # runs
+
+`LoopEnd` is raised where the block waits; a handler that `with_loop_ends` puts around each ``for`` of the block catches
+it, if the loop is over occurrences. A loop in a function that the block calls has no such handler: there the block ends,
+as in nnsight, with its warning.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterator
+from types import CodeType
+
+from greenlet import getcurrent
+
+from .nnsight_compat import Iterations, OutOfOrderError
+
+PREFIX = "__pymllm_"
+"""Of names that the rewritten code uses; they are not the user's, and never pushed to the caller."""
+
+
+class LoopEnd(OutOfOrderError):
+    """The generation is over: the loop over its steps ends."""
+
+
+class StepIterations(Iterations):
+    """``tracer.iter``: pins the block to one occurrence after the other, and stops when the generation is over."""
+
+    def __getitem__(self, key: slice | int | list[int]) -> StepIterations:
+        """Steps to go through. Raises ValueError on negative ones: how many there will be is not known yet."""
+        if isinstance(key, slice):
+            if key.step not in (None, 1) or (key.start or 0) < 0 or (key.stop or 0) < 0:
+                raise ValueError(f"tracer.iter[{key.start}:{key.stop}:{key.step}]: steps count from 0, one by one")
+            return StepIterations(key.start or 0, key.stop)
+        if isinstance(key, (list, tuple)):
+            return StepIterations(steps=list(key))
+        return StepIterations(key, key + 1)
+
+    def __iter__(self) -> Iterator[int]:
+        block = getcurrent().mediator()  # pyright: ignore[reportAttributeAccessIssue]
+        trace, previous = block.trace, block.iteration
+        try:
+            for step in self._indices():
+                if step < 0:
+                    raise ValueError(f"tracer.iter step {step}: steps count from 0")
+                if trace.over:
+                    break
+                block.iteration = step
+                yield step
+        finally:
+            if trace.over and (self.steps is not None or self.stop is not None):
+                wanted = self.steps if self.steps is not None else f"{self.start}:{self.stop}"
+                trace.warn(
+                    f"tracer.iter[{wanted}] asked for more steps than the {trace.passes} that ran: the loop was cut "
+                    "short (min_tokens= or ignore_eos=True holds a generation to its length)"
+                )
+            block.iteration = previous
+
+
+_REWRITTEN: dict[tuple[str, CodeType], CodeType] = {}
+
+
+def with_loop_ends(node: ast.With | ast.AsyncWith, code: CodeType) -> CodeType:
+    """The block's code with a handler around each ``for``; the code itself where it has none.
+
+    Args:
+        node: the block, as nnsight parsed it.
+        code: its body, compiled.
+    """
+    key = (code.co_filename, code)
+    if key not in _REWRITTEN:
+        _REWRITTEN[key] = _rewrite(node, code) if any(isinstance(n, ast.For) for n in ast.walk(node)) else code
+    return _REWRITTEN[key]
+
+
+def _rewrite(node: ast.With | ast.AsyncWith, code: CodeType) -> CodeType:
+    module = ast.Module(body=copy.deepcopy(node.body), type_ignores=[])
+    _Handlers().visit(module)
+    ast.fix_missing_locations(module)
+    return compile(module, code.co_filename, "exec").replace(co_name=code.co_name)
+
+
+class _Handlers(ast.NodeTransformer):
+    """``for t in it: body`` -> ``x = it; try: for t in x: body; except LoopEnd as e: ends(x, e)``."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def visit_For(self, node: ast.For) -> list[ast.stmt]:
+        self.generic_visit(node)
+        name = f"{PREFIX}steps_{self.count}"
+        self.count += 1
+        assign = ast.Assign(targets=[ast.Name(name, ast.Store())], value=node.iter)
+        node.iter = ast.Name(name, ast.Load())
+        call = ast.Call(ast.Name(f"{PREFIX}ends", ast.Load()), [ast.Name(name, ast.Load())], [])
+        handler = ast.ExceptHandler(
+            type=ast.Name(f"{PREFIX}loop_end", ast.Load()),
+            name=None,
+            body=[ast.If(test=ast.UnaryOp(ast.Not(), call), body=[ast.Raise()], orelse=[])],
+        )
+        guarded = ast.Try(body=[node], handlers=[handler], orelse=[], finalbody=[])
+        return [ast.copy_location(assign, node), ast.copy_location(guarded, node)]
+
+
+LOOP_NAMES: dict[str, object] = {
+    f"{PREFIX}loop_end": LoopEnd,
+    f"{PREFIX}ends": lambda steps: isinstance(steps, Iterations),
+}
+"""What the rewritten code needs in its scope."""

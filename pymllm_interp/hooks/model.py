@@ -1,0 +1,225 @@
+"""The nnsight model over a runner's weights: what a trace is written against.
+
+`TracedModel` is the envoy tree of the module that the runner serves. `LM` (engine/lm.py) is the one that users hold; the
+runner's own `nnsight_model` is the same object. Opening a trace collects its blocks here and hands them to
+`TracedModel.run_traces`, which the engine implements.
+"""
+
+from __future__ import annotations
+
+import difflib
+from types import CodeType, TracebackType
+from typing import Any
+
+from torch import nn
+
+from .barrier import EngineBarrier
+from .interleaver import EngineInterleaver
+from .loops import StepIterations, with_loop_ends
+from .nnsight_compat import (
+    Envoy,
+    Generator,
+    InterleavingTracer,
+    Invoker,
+    Mediator,
+    Scope,
+    clear_shared_locals,
+    eproperty,
+    mark,
+    push_result,
+    shared_locals,
+    thread_saves,
+)
+from .trace import RequestTrace, emit
+
+
+class TracedEnvoy(Envoy):
+    """An envoy whose errors name what there is."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_"):
+                raise
+            raise AttributeError(self._unknown(name)) from None
+
+    def _unknown(self, name: str) -> str:
+        names = [child for child, _ in self._named_children()]
+        if names and all(child.isdigit() for child in names):
+            return f"`{self.path}` has no entry {name}: it holds {len(names)} modules, 0 to {len(names) - 1}"
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean `{close[0]}`?" if close else ""
+        return f"`{self.path}` has no module or attribute `{name}`{hint} (modules: {', '.join(names) or 'none'})"
+
+
+class TracedModel(TracedEnvoy):
+    """The root of the tree: the model's modules, the step's `logits` and `samples`, and the `generator`.
+
+    Args:
+        module: the runner's model; its weights are not copied.
+        rename: aliases for modules, as in nnsight.
+    """
+
+    interleaver: EngineInterleaver
+
+    def __init__(self, module: nn.Module, rename: dict[Any, Any] | None = None) -> None:
+        super().__init__(
+            module,
+            path="model",
+            interleaver=EngineInterleaver(),
+            rename=rename,
+            envoys=TracedEnvoy,  # pyright: ignore
+        )
+        self.interleaver.bind(self)
+        self.generator = TracedEnvoy(
+            Generator(), path=f"{self.path}.generator", interleaver=self.interleaver, parent=self
+        )
+        self._children.append(self.generator)
+
+    @eproperty(description="this step's logits, before sampling")
+    def logits(self, value: Any) -> Any:
+        """[1, vocab]: of the request's next token. Assigning replaces what is sampled from."""
+        return value
+
+    @eproperty(description="this step's sampled token")
+    def samples(self, value: Any) -> Any:
+        """[1, 1] int64: the token id that was drawn. Assigning replaces the token that generation goes on with."""
+        return value
+
+    def run_traces(self, tracer: EngineTracer, traces: list[RequestTrace], inputs: list[tuple[tuple, dict]]) -> None:
+        """Serve the traces' requests and return when all have ended. `inputs` are each trace's ``(args, kwargs)``.
+
+        Raises:
+            RuntimeError: this tree has no engine behind it.
+        """
+        raise RuntimeError("this model has no engine to run a trace on: open traces on an LM")
+
+
+class EngineTracer(InterleavingTracer):
+    """A ``with lm.trace(...)`` or ``with lm.generate(...)`` block. Each invoke is one request.
+
+    Attributes:
+        mode: "trace" (one forward pass) or "generate".
+        receipts: what happened to each request, in the order of the invokes; set when the block has run.
+    """
+
+    def __init__(self, envoy: TracedModel, mode: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__(envoy, mode, *args, **kwargs)
+        self.mode = mode
+        self.receipts: list[Any] = []
+        self._invocations: list[tuple[Mediator, tuple, dict]] = []
+
+    @property
+    def receipt(self) -> Any:
+        """The only request's receipt."""
+        if len(self.receipts) != 1:
+            raise ValueError(f"this trace has {len(self.receipts)} requests: use tracer.receipts[i]")
+        return self.receipts[0]
+
+    @property
+    def iter(self) -> StepIterations:
+        """Steps of the generation: ``for step in tracer.iter[:]``, ``tracer.iter[2:5]``, ``tracer.iter[3]``."""
+        return StepIterations()
+
+    def barrier(self, n: int) -> EngineBarrier:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """A meeting point for `n` of this trace's blocks."""
+        return EngineBarrier(n)
+
+    def invoke(self, *args: Any, **kwargs: Any) -> EngineInvoker:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One prompt of this trace, with a block of its own: ``with tracer.invoke(prompt): ...``."""
+        return EngineInvoker(self, *args, **kwargs)
+
+    def execute(self, code: CodeType) -> None:
+        """Collect the blocks, have the engine serve their requests, and put the saved names into the caller's frame."""
+        model, frame = self.envoy, self.info.frame  # pyright: ignore[reportOptionalMemberAccess]
+        try:
+            traces, inputs = self._collect(code)
+            model.run_traces(self, traces, inputs)
+            self.receipts = [trace.receipt for trace in traces]
+            for trace in traces:
+                trace.release_all()
+                for value in trace.saved_values():
+                    mark(value)
+                push_result(frame, trace.written())
+                emit(trace.warnings, stacklevel=5)
+            for trace in traces:
+                if trace.error is not None:
+                    raise trace.error.with_traceback(block_traceback(trace.error))
+        finally:
+            self._invocations = []
+            clear_shared_locals()
+
+    def _collect(self, code: CodeType) -> tuple[list[RequestTrace], list[tuple[tuple, dict]]]:
+        """One trace for each prompt: of the ``with`` itself, or of its invokes (whose bodies' surroundings run now)."""
+        frame = self.info.frame  # pyright: ignore[reportOptionalMemberAccess]
+        code = with_loop_ends(self.node, code)  # pyright: ignore[reportArgumentType]
+        if self.envoy._batch_size(*self.args, **self.kwargs):
+            block = Mediator(code, frame.f_globals, dict(frame.f_locals), node=self.node)
+            self._invocations = [(block, self.args, self.kwargs)]
+        else:
+            from .loops import LOOP_NAMES, PREFIX
+
+            body = Scope({**frame.f_locals, **LOOP_NAMES}, shared_locals(frame), frame.f_globals)
+            exec(code, body)
+            push_result(frame, {n: v for n, v in body.writes().items() if not n.startswith(PREFIX)})
+            if not self._invocations:
+                raise ValueError(
+                    f"lm.{self.mode}() needs a prompt, or at least one `with tracer.invoke(prompt):` in its block"
+                )
+        return self._traces()
+
+    def _traces(self) -> tuple[list[RequestTrace], list[tuple[tuple, dict]]]:
+        saved = thread_saves()
+        traces, inputs = [], []
+        for block, args, kwargs in self._invocations:
+            trace = RequestTrace(block, self.envoy.interleaver, list(self.envoy._edits))
+            trace.outer = {n: v for n, v in block.lcls.items() if id(v) in saved} if saved else {}
+            if traces:
+                trace.trace_id = traces[0].trace_id
+            trace.num_prompts = len(self._invocations)
+            traces.append(trace)
+            inputs.append((args, kwargs))
+        return traces, inputs
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        exc_traceback: TracebackType | None,
+    ) -> bool:
+        try:
+            return super().__exit__(exc_type, exc_value, exc_traceback)
+        except BaseException as error:
+            raise error.with_traceback(block_traceback(error)) from error.__cause__
+
+
+class EngineInvoker(Invoker):
+    """One ``with tracer.invoke(prompt):`` block."""
+
+    def execute(self, code: CodeType) -> None:
+        """Register the block with its trace; it runs when the trace's ``with`` ends."""
+        frame = self.info.frame  # pyright: ignore[reportOptionalMemberAccess]
+        block = Mediator(
+            with_loop_ends(self.node, code),  # pyright: ignore[reportArgumentType]
+            frame.f_globals,
+            dict(frame.f_locals),
+            node=self.node,
+            shared=shared_locals(frame),
+        )
+        self.tracer._invocations.append((block, self.args, {**self.tracer.kwargs, **self.kwargs}))
+
+
+def block_traceback(error: BaseException) -> TracebackType | None:
+    """The traceback of what a block raised: its own lines, without the engine's and nnsight's."""
+    traceback = getattr(error, "__intervention_tb__", error.__traceback__)
+    kept = []
+    while traceback is not None:
+        module = traceback.tb_frame.f_globals.get("__name__", "")
+        if not module.startswith(("nnsight.", "pymllm_interp.", "greenlet")):
+            kept.append(traceback)
+        traceback = traceback.tb_next
+    result = None
+    for entry in reversed(kept):
+        result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return result

@@ -1,0 +1,29 @@
+"""What happened to a request: nothing that was asked for is dropped without a word here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Receipt:
+    """How a request's steps ran, and what its trace did."""
+
+    steps: Counter[str] = field(default_factory=Counter)
+    """Steps by how they ran: "plain" (no module was called), "modules" (module by module, hooks served)."""
+    reads: int = 0
+    """Values served to the trace."""
+    edits: int = 0
+    """Values that the trace assigned."""
+    nan_edits: int = 0
+    """Assigned values that held NaN."""
+    preemptions: int = 0
+    """Times that the request gave way and came back."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences for the user."""
+        if self.nan_edits:
+            return [f"{self.nan_edits} edit{'s' if self.nan_edits > 1 else ''} held NaN"]
+        return []

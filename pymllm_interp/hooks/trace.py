@@ -1,0 +1,268 @@
+"""A request's trace: its blocks, its saves, and where it stands.
+
+A `RequestTrace` is what `Request.trace` points to. It is made on the caller's thread, where the ``with`` block was
+written, and from then on lives on the engine's: `start` runs the block to where it first waits, the passes serve it
+(hooks/interleaver.py), `finish` winds it up. Nothing is serialised: a local block runs on the caller's own objects.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .interleaver import Block, EngineInterleaver
+from .loops import LOOP_NAMES, PREFIX, LoopEnd
+from .nnsight_compat import EarlyStopException, Event, Mediator, apply, dangling_unwind
+from .receipt import Receipt
+from .rows import Rows
+from .saves import detach, release
+
+if TYPE_CHECKING:
+    from ..core.request import Request
+    from .model import TracedModel
+
+_trace_ids = itertools.count()
+
+
+class RequestTrace:
+    """The blocks that watch one request.
+
+    Attributes:
+        trace_id: shared by the requests of one ``with`` block.
+        num_prompts: how many requests that block has.
+        blocks: persistent edits first, then the request's own block.
+        rows: the request's rows in the current pass; None while it is in none.
+        passes: passes of the model that the request took part in.
+        over: no further pass comes.
+        ended: no block of this trace is served any more.
+        error: what a block raised, other than ``tracer.stop()``.
+        stopped: a block called ``tracer.stop()``.
+        visit_started: `time.monotonic()` since when a block runs; None while none does.
+    """
+
+    def __init__(self, block: Mediator | None, interleaver: EngineInterleaver, edits: list[Mediator]) -> None:
+        self.trace_id = next(_trace_ids)
+        self.num_prompts = 1
+        self.request_id = ""
+        self.interleaver = interleaver
+        self.saves: set[int] = set()
+        self.outer: dict[str, Any] = {}
+        self.blocks = [self._block(edit, edit.lcls.copy()) for edit in edits]
+        self.own = self._block(block, block.lcls) if block is not None else None
+        if self.own is not None:
+            self.blocks.append(self.own)
+        self.rows: Rows | None = None
+        self.passes = 0
+        self.in_pass = self.over = self.ended = self.stopped = False
+        self.error: BaseException | None = None
+        self.result: Any = None
+        self.receipt = Receipt()
+        self.warnings: list[str] = []
+        self.visit_started: float | None = None
+        self.dirty = False
+        self.calls: dict[str, int] = {}
+        self.missed: dict[str, int] = {}
+        self.skipping: list[str] = []
+        self._nan: torch.Tensor | None = None
+        self._seen: dict[int, int] = {}
+
+    def _block(self, source: Mediator, scope: Any) -> Block:
+        block = Block(source.code, source.glbls, {}, node=source.node)
+        block.lcls = scope
+        block.trace = self
+        for name, value in LOOP_NAMES.items():
+            dict.__setitem__(scope, name, value)  # not a name that the block binds
+        return block
+
+    # -- where it stands ---------------------------------------------------------
+
+    def occurrence(self, location: str) -> int:
+        """How many times this request's passes have reached `location`."""
+        interleaver = self.interleaver
+        if not interleaver.in_model(location):
+            return self.calls.get(location, 0)
+        count = self.passes * interleaver.per_pass.get(location, 1)
+        if self.in_pass and not self.skips(location):
+            count += interleaver.visits.get(location, 0)
+        for path, missed in self.missed.items():
+            if _inside(path, location):
+                count -= missed
+        return count
+
+    def reaches(self, block: Block, location: str) -> bool:
+        """Whether `block` waits for this visit of `location`."""
+        pending = block.pending
+        return (
+            pending is not None
+            and pending.provider == location
+            and not self.ended
+            and pending.iteration == self.occurrence(location)
+            and not self.skips(location)
+        )
+
+    def skips(self, location: str) -> bool:
+        """Whether `location` lies inside a module that this request skips in this pass."""
+        return any(_inside(path, location) for path in self.skipping)
+
+    def hooks_next_pass(self) -> bool:
+        """Whether a block waits for a module that the next pass reaches, so that the pass must go module by module."""
+        return not self.ended and any(
+            block.caches or (block.pending is not None and self._waits_for_module(block)) for block in self.blocks
+        )
+
+    def _waits_for_module(self, block: Block) -> bool:
+        location = block.pending.provider
+        if location is None:
+            return False
+        if not self.interleaver.in_model(location) or location in self.interleaver.run_locations:
+            return False
+        return block.pending.iteration in range(
+            self.occurrence(location), self.occurrence(location) + self.interleaver.per_pass.get(location, 1)
+        )
+
+    # -- life --------------------------------------------------------------------
+
+    def start(self, request: Request, model: TracedModel) -> None:
+        """Run each block to where it first waits."""
+        self.request_id = request.request_id
+        for block in self.blocks:
+            if self.ended:
+                return
+            try:
+                with block._running():
+                    Mediator.start(block, self.interleaver)
+            except BaseException as raised:
+                block.exception = raised
+                self.fail(raised)
+        prompt = torch.tensor([request.prompt_token_ids])
+        self.interleaver.offer(self, f"{model.path}.generator.streamer.output", prompt)
+
+    def end_pass(self) -> None:
+        """Count the pass, and free what was saved in it from the batch."""
+        self.in_pass = False
+        self.passes += 1
+        for path in self.skipping:
+            self.missed[path] = self.missed.get(path, 0) + 1
+        self.skipping.clear()
+        self.rows = None
+        if self.dirty:
+            self.dirty = False
+            self.release_saves()
+
+    def fail(self, raised: BaseException) -> None:
+        """A block raised: no block of this request is served any more."""
+        self.ended = True
+        if isinstance(raised, EarlyStopException):
+            self.stopped = True
+        elif self.error is None:
+            self.error = raised
+
+    def finish(self, request: Request, model: TracedModel) -> None:
+        """Serve what only a finished request has, then end the blocks that still wait."""
+        self.over = True
+        self.rows = None
+        result = self.result
+        if not request.forward_only:
+            result = torch.tensor([request.all_token_ids])
+        for block in self.blocks:
+            self._wind_up(block, result, model)
+            if self.ended and block.alive:
+                self._kill(block)
+        if self._nan is not None:
+            self.receipt.nan_edits = int(self._nan)
+        self.receipt.preemptions = request.num_preemptions
+        self.warnings += self.receipt.warnings
+        self.release_saves()
+        self.result = None
+
+    def _wind_up(self, block: Block, result: Any, model: TracedModel) -> None:
+        served = {"result": result, f"{model.path}.generator.output": result}
+        while block.alive and not self.ended and (pending := block.pending) is not None:
+            if pending.provider in served and pending.iteration == self.calls.get(pending.provider, 0):
+                self.interleaver.offer(self, pending.provider, served[pending.provider])
+                continue
+            if pending.event is not Event.BARRIER and block.iteration != 0:
+                error: BaseException = LoopEnd(f"'{pending}' was never reached: the generation is over")
+            else:
+                error, _ = dangling_unwind(block)
+                error = type(error)(f"request {self.request_id}: {error}")
+            self.interleaver.resume(block, error=error)
+            if self.error is error and isinstance(error, LoopEnd):
+                self.error, self.ended = None, False
+                self.warn(
+                    f"'{pending}' was never reached: the generation was over, and the block ended inside the function "
+                    "that holds the loop; values that were saved are kept"
+                )
+
+    def _kill(self, block: Block) -> None:
+        """Unwind a block that will not be served any more, so that its frame is freed."""
+        from greenlet import GreenletExit
+
+        try:
+            with block._running():
+                block.worker.throw(GreenletExit)  # pyright: ignore[reportOptionalMemberAccess]
+        except BaseException as raised:
+            self.warn(f"the block raised {raised!r} while it was unwound")
+
+    # -- what it made --------------------------------------------------------------
+
+    def saved_values(self) -> list[Any]:
+        """What the block marked with ``.save()`` and still has under a name, and what was saved above it."""
+        if self.own is None:
+            return []
+        bound = self.own.lcls
+        own = [bound[name] for name in bound.written if name in bound and id(bound[name]) in self.saves]
+        return own + list(self.outer.values())
+
+    def written(self) -> dict[str, Any]:
+        """The names that the block bound, with their values; for the caller's frame."""
+        if self.own is None:
+            return {}
+        return {n: v for n, v in self.own.lcls.writes().items() if not n.startswith(PREFIX)}
+
+    def release_saves(self) -> None:
+        """Give saved tensors memory of their own."""
+        for value in self.saved_values():
+            release(value, self._seen)
+
+    def release_all(self) -> None:
+        """The same for every name that the block bound: inside a session they all live on."""
+        for name, value in self.written().items():
+            if isinstance(value, torch.Tensor) and value.requires_grad and id(value) in self.saves:
+                dict.__setitem__(self.own.lcls, name, detach(value))  # pyright: ignore[reportOptionalMemberAccess]
+            else:
+                release(value, {})
+
+    def warn(self, text: str) -> None:
+        """Note something that the user should know; it reaches them with the result."""
+        if text not in self.warnings:
+            self.warnings.append(text)
+
+    def count_edit(self, edited: Any) -> None:
+        """Count an assignment, and whether it held NaN (without waiting for the device)."""
+        self.receipt.edits += 1
+
+        def check(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.is_floating_point():
+                found = tensor.detach().isnan().any().to(torch.int64)
+                self._nan = found if self._nan is None else self._nan + found
+            return tensor
+
+        if isinstance(edited, torch.Tensor):
+            check(edited)
+        else:
+            apply(edited, check, torch.Tensor)
+
+
+def emit(texts: list[str], stacklevel: int) -> None:
+    """Give each text to Python's warnings, at the caller's line."""
+    for text in texts:
+        warnings.warn(text, UserWarning, stacklevel=stacklevel)
+
+
+def _inside(path: str, location: str) -> bool:
+    """Whether `location` lies inside the module at `path`: deeper than its own input, skip gate and output."""
+    return location.startswith(path + ".") and location[len(path) + 1 :] not in ("input", "skip", "output")

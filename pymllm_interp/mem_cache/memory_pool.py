@@ -1,0 +1,309 @@
+"""The three pools behind paged attention.
+
+`ReqToTokenPool` gives each running request a row that lists the KV slot of each of its positions, `TokenToKVPoolAllocator`
+hands out pages of slots, and `KVPool` holds the K and V that the slots stand for:
+
+    pages = allocator.alloc_pages(2)                                   # [7, 3]
+    row = req_to_token_pool.alloc()
+    req_to_token_pool.write(row, 0, allocator.slots_of(pages, 0, 20))  # page_size 16: 112..127, 48..51
+    req_to_token_pool.apply_staged_writes()
+
+Row 0 and page 0 are dummies that padding points to. They are never handed out, so a padded row of a captured graph reads
+and writes nobody's memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+class ReqToTokenPool:
+    """Rows that map a request's positions to KV slots.
+
+    Args:
+        size: rows to hand out, numbered 1..size; row 0 is the dummy.
+        max_context_len: positions in a row.
+        device: where `req_to_token` lives.
+
+    `req_to_token`: [size + 1, max_context_len] int32. It changes in `apply_staged_writes` and `clear` only, never behind
+    the back of a pass that is under way. Entries past what a request has written are stale: read up to its length.
+    """
+
+    def __init__(self, size: int, max_context_len: int, device: str | torch.device) -> None:
+        for name, value in (("size", size), ("max_context_len", max_context_len)):
+            if value < 1:
+                raise ValueError(f"ReqToTokenPool({name}={value}): expected at least 1")
+        self.size = size
+        self.max_context_len = max_context_len
+        self.device = torch.device(device)
+        self.req_to_token = torch.zeros(size + 1, max_context_len, dtype=torch.int32, device=self.device)
+        self._host = np.zeros((size + 1, max_context_len), dtype=np.int32)
+        self.clear()
+
+    def clear(self) -> None:
+        """Take every row back, drop what is staged, and zero the table."""
+        self._free = list(range(self.size, 0, -1))
+        self._live: set[int] = set()
+        self._dirty: dict[int, tuple[int, int]] = {}
+        self._host.fill(0)
+        self.req_to_token.zero_()
+
+    def available_size(self) -> int:
+        """Rows that can be handed out."""
+        return len(self._free)
+
+    def alloc(self) -> int | None:
+        """A row, or None when all are in use."""
+        if not self._free:
+            return None
+        row = self._free.pop()
+        self._live.add(row)
+        return row
+
+    def free(self, row: int) -> None:
+        """Take `row` back; its staged writes are dropped.
+
+        Raises:
+            ValueError: the row is not in use (freed twice, or the dummy row 0).
+        """
+        self._check_live("free", row)
+        self._live.remove(row)
+        self._dirty.pop(row, None)
+        self._free.append(row)
+
+    def write(self, row: int, start: int, slots: Sequence[int] | torch.Tensor) -> None:
+        """Stage the slots of positions ``start, start + 1, ...`` of `row`: visible after `apply_staged_writes`.
+
+        Raises:
+            ValueError: the row is not in use, or the positions do not fit in it.
+        """
+        self._check_live("write", row)
+        stop = start + len(slots)
+        if start < 0 or stop > self.max_context_len:
+            raise ValueError(
+                f"write(row={row}) to positions {start}..{stop - 1}, but a row is {self.max_context_len} wide; admit only "
+                "requests whose prompt and new tokens fit in max_context_len"
+            )
+        if stop == start:
+            return
+        self._host[row, start:stop] = slots.cpu().numpy() if isinstance(slots, torch.Tensor) else slots
+        low, high = self._dirty.get(row, (start, stop))
+        self._dirty[row] = min(low, start), max(high, stop)
+
+    def apply_staged_writes(self) -> None:
+        """Make the staged writes visible: one transfer and one index copy, whatever their number."""
+        if not self._dirty:
+            return
+        rows = np.fromiter(self._dirty, dtype=np.int64)
+        low, high = np.array(list(self._dirty.values()), dtype=np.int64).T
+        sizes = high - low
+        first = np.cumsum(sizes) - sizes
+        index = np.repeat(rows * self.max_context_len + low - first, sizes) + np.arange(sizes.sum())
+        staged = torch.from_numpy(np.stack((index, self._host.reshape(-1)[index])))
+        if self.device.type == "cuda":
+            staged = staged.pin_memory().to(self.device, non_blocking=True)
+        self.req_to_token.view(-1).index_copy_(0, staged[0], staged[1].to(torch.int32))
+        self._dirty.clear()
+
+    def _check_live(self, action: str, row: int) -> None:
+        if row not in self._live:
+            why = "row 0 is the dummy row of padding" if row == 0 else "it was freed already, or never handed out"
+            raise ValueError(f"{action}(row={row}): expected a row that alloc() handed out; {why}")
+
+
+class TokenToKVPoolAllocator:
+    """Hands out pages of KV slots; page ``p`` is the slots ``p * page_size`` up to ``(p + 1) * page_size``.
+
+    Args:
+        size: slots to hand out; rounded down to whole pages. The dummy page 0 comes on top.
+        page_size: slots in a page.
+    """
+
+    def __init__(self, size: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.num_pages = _num_pages(size, page_size)
+        self.size = self.num_pages * page_size
+        self.clear()
+
+    def clear(self) -> None:
+        """Take every page back."""
+        self._free = list(range(self.num_pages, 0, -1))
+        self._live: set[int] = set()
+
+    def available_pages(self) -> int:
+        return len(self._free)
+
+    def available_size(self) -> int:
+        """Slots in the free pages."""
+        return len(self._free) * self.page_size
+
+    def alloc_pages(self, n: int) -> list[int] | None:
+        """`n` pages, or None (and nothing taken) when fewer are free."""
+        if n < 0:
+            raise ValueError(f"alloc_pages(n={n}): expected 0 or more")
+        if n > len(self._free):
+            return None
+        pages = [self._free.pop() for _ in range(n)]
+        self._live.update(pages)
+        return pages
+
+    def free_pages(self, pages: Iterable[int]) -> None:
+        """Take `pages` back: all of them, or none when it raises.
+
+        Raises:
+            ValueError: a page is not in use (freed twice, or the dummy page 0).
+        """
+        pages = list(pages)
+        if len(set(pages)) != len(pages) or not self._live.issuperset(pages):
+            wrong = sorted({page for page in pages if page not in self._live or pages.count(page) > 1})
+            raise ValueError(
+                f"free_pages: pages {wrong} are not in use or come twice; free each page that alloc_pages() handed out "
+                "once (page 0 is the dummy page of padding)"
+            )
+        self._live.difference_update(pages)
+        self._free.extend(pages)
+
+    def slots_of(self, pages: Sequence[int], start: int, stop: int) -> list[int]:
+        """Slots of positions ``start`` up to `stop` of a request whose `pages` are in order of position.
+
+        Raises:
+            ValueError: the pages do not reach that far.
+        """
+        size = self.page_size
+        if start < 0 or stop > len(pages) * size:
+            raise ValueError(
+                f"slots_of(start={start}, stop={stop}): {len(pages)} pages of {size} slots do not reach there"
+            )
+        return [pages[position // size] * size + position % size for position in range(start, stop)]
+
+    def check_integrity(self, live: Iterable[int]) -> None:
+        """Check that the free pages and `live` (the pages that requests and caches hold) are all pages, each once.
+
+        Raises:
+            AssertionError: a page is lost, held twice, free and held, or the dummy page 0.
+        """
+        held = list(live)
+        if sorted(self._free + held) == list(range(1, self.num_pages + 1)):
+            return
+        counts = Counter(self._free + held)
+        wrong = [
+            page for page in {*range(1, self.num_pages + 1), *counts} if counts[page] != (1 <= page <= self.num_pages)
+        ]
+        raise AssertionError(
+            f"{len(self._free)} pages are free and {len(held)} held of {self.num_pages}; each of 1..{self.num_pages} must "
+            f"stand there once and no other, but found { ({page: counts[page] for page in sorted(wrong)[:16]}) } times"
+        )
+
+
+@dataclass(frozen=True)
+class HostKV:
+    """The K and V of some tokens, all layers, on the host; what `KVPool.swap_out` made."""
+
+    kv: torch.Tensor  # [layers, 2, tokens, kv_heads, head_dim] on the CPU
+
+    @property
+    def num_tokens(self) -> int:
+        return self.kv.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return self.kv.nbytes
+
+
+class KVPool:
+    """K and V of all layers, in one allocation that starts as zeros.
+
+    Args:
+        num_layers, num_kv_heads, head_dim: the model's.
+        size: slots to hand out; rounded down to whole pages. The dummy page 0 comes on top.
+        dtype, device: of the memory.
+        page_size: slots in a page.
+
+    `k_buffer[layer]` and `v_buffer[layer]`: [num_slots, num_kv_heads, head_dim], contiguous.
+    Padding reads and writes page 0, so it must stay finite.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: str | torch.device,
+        page_size: int,
+    ) -> None:
+        self.num_layers = num_layers
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.page_size = page_size
+        self.num_pages = _num_pages(size, page_size)
+        self.size = self.num_pages * page_size
+        self.num_slots = self.size + page_size
+        self._kv = torch.zeros(num_layers, 2, self.num_slots, num_kv_heads, head_dim, dtype=dtype, device=self.device)
+        self.k_buffer = list(self._kv[:, 0].unbind())
+        self.v_buffer = list(self._kv[:, 1].unbind())
+
+    @property
+    def nbytes(self) -> int:
+        return self._kv.nbytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """K and V of one token in all layers."""
+        return self._kv.nbytes // self.num_slots
+
+    def get_kv(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer, [num_slots, kv_heads, head_dim] each: the pool's own memory."""
+        return self.k_buffer[layer_id], self.v_buffer[layer_id]
+
+    def paged(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same memory as [num_pages + 1, page_size, kv_heads, head_dim]."""
+        shape = (-1, self.page_size, self.num_kv_heads, self.head_dim)
+        return self.k_buffer[layer_id].view(shape), self.v_buffer[layer_id].view(shape)
+
+    def set_kv(self, layer_id: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write `k` and `v` [tokens, kv_heads, head_dim] to `slots` [tokens] int64, cast to the pool's dtype.
+
+        The values are detached: the pool outlives every autograd graph.
+        """
+        self.k_buffer[layer_id].index_copy_(0, slots, k.detach().to(self.dtype))
+        self.v_buffer[layer_id].index_copy_(0, slots, v.detach().to(self.dtype))
+
+    def swap_out(self, slots: Sequence[int] | torch.Tensor) -> HostKV:
+        """A copy of the slots' K and V on the host, bit for bit."""
+        return HostKV(self._kv.index_select(2, self._index(slots)).cpu())
+
+    def swap_in(self, slots: Sequence[int] | torch.Tensor, host: HostKV) -> None:
+        """Write what `swap_out` made to `slots`, bit for bit.
+
+        Raises:
+            ValueError: the numbers of slots and tokens differ.
+        """
+        if len(slots) != host.num_tokens:
+            raise ValueError(f"swap_in got {len(slots)} slots for the K and V of {host.num_tokens} tokens")
+        self._kv.index_copy_(2, self._index(slots), host.kv.to(self.device))
+
+    def copy(self, src_slots: Sequence[int] | torch.Tensor, dst_slots: Sequence[int] | torch.Tensor) -> None:
+        """Copy K and V of all layers from slot to slot; `src_slots` are read before `dst_slots` are written."""
+        if len(src_slots) != len(dst_slots):
+            raise ValueError(f"copy got {len(src_slots)} source slots and {len(dst_slots)} destination slots")
+        self._kv.index_copy_(2, self._index(dst_slots), self._kv.index_select(2, self._index(src_slots)))
+
+    def _index(self, slots: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(slots, dtype=torch.int64, device=self.device)
+
+
+def _num_pages(size: int, page_size: int) -> int:
+    if page_size < 1:
+        raise ValueError(f"page_size={page_size}: expected at least 1")
+    if size < page_size:
+        raise ValueError(f"size={size} slots do not make one page of page_size={page_size}; raise kv_cache_tokens")
+    return size // page_size

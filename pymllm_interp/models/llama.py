@@ -1,0 +1,246 @@
+"""Llama and its kin: one file, two forward passes.
+
+`forward` goes module by module, under the names and with the tensors of the family's `transformers` class: it is what a
+trace sees, and what runs when one is looking. `forward_fused` computes the same with the same kernels at the same shapes
+and calls no module: it is what plain passes run. The two differ only in where Python may stand between kernels, hence
+they are bit-equal (tests/test_models.py).
+
+Module boundaries carry [1, tokens, hidden]; the batch is flat along dim 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from ..attention.radix_attention import RadixAttention
+from ..core.forward_batch import ForwardBatch
+from ..layers.linear import Embedding, Linear, MergedLinear
+from ..layers.norm import RMSNorm, rms_norm
+from ..layers.rope import RotaryEmbedding, apply_rope
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+
+
+class LlamaAttention(nn.Module):
+    """Multi-head attention with grouped keys and values, over the paged KV cache."""
+
+    def __init__(self, config: PretrainedConfig, layer_idx: int, dtype: torch.dtype, device: str) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.head_dim = head_dim_of(config)
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        qkv_bias, o_bias = self.biases(config)
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self._qkv = MergedLinear(config.hidden_size, [q_size, kv_size, kv_size], qkv_bias, dtype, device)
+        self.q_proj, self.k_proj, self.v_proj = self._qkv.projections
+        self.o_proj = Linear(q_size, config.hidden_size, o_bias, dtype, device)
+        self.attn = RadixAttention(
+            layer_idx, self.num_heads, self.num_kv_heads, self.head_dim, self.scaling, self.window(config, layer_idx)
+        )
+
+    @staticmethod
+    def biases(config: PretrainedConfig) -> tuple[bool, bool]:
+        """Whether q, k and v have a bias, and whether o has."""
+        return config.attention_bias, config.attention_bias
+
+    @staticmethod
+    def window(config: PretrainedConfig, layer_idx: int) -> int | None:
+        """The layer's sliding window."""
+        return None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [1, tokens, hidden]
+        position_embeddings: Rotation,
+        forward_batch: ForwardBatch,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """([1, tokens, hidden], None): transformers returns the attention weights in the second place, when it has them."""
+        tokens = hidden_states.shape[1]
+        cos, sin = (table[0].unsqueeze(1) for table in position_embeddings)
+        with self._qkv.product(hidden_states):
+            q = self.normed(self.q_proj(hidden_states), "q_norm")
+            k = self.normed(self.k_proj(hidden_states), "k_norm")
+            v = self.v_proj(hidden_states).reshape(tokens, -1, self.head_dim)
+        z = self.attn(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, forward_batch)
+        return self.o_proj(z.unsqueeze(0)), None
+
+    def normed(self, projected: torch.Tensor, norm: str) -> torch.Tensor:
+        """[1, tokens, heads * head_dim] -> [tokens, heads, head_dim], through the module `norm` in families that have one."""
+        return projected.reshape(projected.shape[1], -1, self.head_dim)
+
+    def forward_fused(self, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """`forward` without a call to a module. h [1, tokens, hidden]; cos, sin [tokens, 1, head_dim]."""
+        tokens = h.shape[1]
+        q, k, v = (x.reshape(tokens, -1, self.head_dim) for x in self._qkv.gemm(h).split(self._qkv.sizes, dim=-1))
+        q, k = self.normed_fused(q, k)
+        return self.o_proj.gemm(self.attn(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, batch).unsqueeze(0))
+
+    def normed_fused(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return q, k
+
+
+class LlamaMLP(nn.Module):
+    """The gated feed-forward block: ``down(act(gate(x)) * up(x))``."""
+
+    def __init__(self, config: PretrainedConfig, dtype: torch.dtype, device: str) -> None:
+        super().__init__()
+        bias = getattr(config, "mlp_bias", False)
+        sizes = [config.intermediate_size] * 2
+        self._gate_up = MergedLinear(config.hidden_size, sizes, bias, dtype, device)
+        self.gate_proj, self.up_proj = self._gate_up.projections
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias, dtype, device)
+        self.act_fn = ACT2FN[config.hidden_act]
+        # The fused pass calls its own copy: `act_fn` is a module of the tree, and a trace may stand there.
+        self._act = [F.silu if config.hidden_act == "silu" else ACT2FN[config.hidden_act]]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self._gate_up.product(x):
+            act = self.act_fn(self.gate_proj(x))
+            return self.down_proj(act * self.up_proj(x))
+
+    def forward_fused(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self._gate_up.gemm(x).split(self._gate_up.sizes, dim=-1)
+        return self.down_proj.gemm(self._act[0](gate) * up)
+
+
+class LlamaDecoderLayer(nn.Module):
+    """``h += attention(norm(h)); h += mlp(norm(h))``, out of place: a saved hidden state stays what it was."""
+
+    attention_cls: type[LlamaAttention] = LlamaAttention
+
+    def __init__(self, config: PretrainedConfig, layer_idx: int, dtype: torch.dtype, device: str) -> None:
+        super().__init__()
+        self.self_attn = self.attention_cls(config, layer_idx, dtype, device)
+        self.mlp = LlamaMLP(config, dtype, device)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        attn_out, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + attn_out
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+    def forward_fused(self, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        normed = rms_norm(h, self.input_layernorm.weight, self.input_layernorm.variance_epsilon)
+        h = h + self.self_attn.forward_fused(normed, cos, sin, batch)
+        norm = self.post_attention_layernorm
+        return h + self.mlp.forward_fused(rms_norm(h, norm.weight, norm.variance_epsilon))
+
+
+class LlamaModel(nn.Module):
+    """The decoder without its head."""
+
+    layer_cls: type[LlamaDecoderLayer] = LlamaDecoderLayer
+
+    def __init__(self, config: PretrainedConfig, dtype: torch.dtype, device: str, max_positions: int) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
+        self.layers = nn.ModuleList([self.layer_cls(config, i, dtype, device) for i in range(config.num_hidden_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.rotary_emb = RotaryEmbedding(config, head_dim_of(config), max_positions, dtype, device)
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
+    ) -> BaseModelOutputWithPast:
+        """input_ids and position_ids [1, tokens]."""
+        h = self.embed_tokens(input_ids)
+        lens = {"rope_lens": forward_batch.rope_lens} if self.rotary_emb.length_dependent else {}
+        position_embeddings = self.rotary_emb(h, position_ids=position_ids, **lens)
+        for layer in self.layers:
+            h = layer(
+                h, position_embeddings=position_embeddings, position_ids=position_ids, forward_batch=forward_batch
+            )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(h))  # pyright: ignore[reportArgumentType]
+
+    def forward_fused(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        h = F.embedding(input_ids, self.embed_tokens.weight)
+        cos, sin = self.rotary_emb.lookup(position_ids, forward_batch.rope_lens)
+        cos, sin = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
+        for layer in self.layers:
+            h = layer.forward_fused(h, cos, sin, forward_batch)  # pyright: ignore[reportCallIssue]
+        return rms_norm(h, self.norm.weight, self.norm.variance_epsilon)
+
+
+class LlamaForCausalLM(nn.Module):
+    """A decoder with its head.
+
+    Args:
+        config: the family's transformers config.
+        max_positions: the longest sequence that will be served.
+    """
+
+    model_cls: type[LlamaModel] = LlamaModel
+
+    def __init__(self, config: PretrainedConfig, dtype: torch.dtype, device: str, max_positions: int) -> None:
+        super().__init__()
+        self.config = config
+        self.model = self.model_cls(config, dtype, device, max_positions)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, False, dtype, device)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+            self.lm_head.bind()
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
+    ) -> CausalLMOutputWithPast:
+        """input_ids and position_ids [1, tokens] -> logits [1, logit rows, vocab].
+
+        The head runs on the rows that `forward_batch.logits_indices` names.
+        """
+        outputs = self.model(input_ids=input_ids, position_ids=position_ids, forward_batch=forward_batch)
+        h = outputs.last_hidden_state
+        if forward_batch.return_hidden_states:
+            forward_batch.hidden_states = h[0]
+        rows = forward_batch.logits_indices
+        logits = self.lm_head(h if rows is None else h[:, rows])
+        return CausalLMOutputWithPast(logits=logits)
+
+    def forward_fused(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """`forward`'s logits, without a call to a module of the tree."""
+        h = self.model.forward_fused(input_ids, position_ids, forward_batch)
+        if forward_batch.return_hidden_states:
+            forward_batch.hidden_states = h[0]
+        rows = forward_batch.logits_indices
+        return self.lm_head.gemm(h if rows is None else h[:, rows])
+
+
+class MistralAttention(LlamaAttention):
+    """Llama's, without biases, every layer with the config's sliding window."""
+
+    @staticmethod
+    def biases(config: PretrainedConfig) -> tuple[bool, bool]:
+        return False, False
+
+    @staticmethod
+    def window(config: PretrainedConfig, layer_idx: int) -> int | None:
+        return getattr(config, "sliding_window", None)
+
+
+class MistralDecoderLayer(LlamaDecoderLayer):
+    attention_cls = MistralAttention
+
+
+class MistralModel(LlamaModel):
+    layer_cls = MistralDecoderLayer
+
+
+class MistralForCausalLM(LlamaForCausalLM):
+    model_cls = MistralModel
+
+
+def head_dim_of(config: PretrainedConfig) -> int:
+    """The width of an attention head: the config's, else hidden over heads."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

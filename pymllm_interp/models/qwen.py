@@ -1,0 +1,64 @@
+"""Qwen2 (biases on q, k and v) and Qwen3 (a norm on each head's q and k); both with sliding windows on some layers."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PretrainedConfig
+
+from ..layers.norm import RMSNorm, rms_norm
+from .llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+
+
+class Qwen2Attention(LlamaAttention):
+    @staticmethod
+    def biases(config: PretrainedConfig) -> tuple[bool, bool]:
+        return True, False
+
+    @staticmethod
+    def window(config: PretrainedConfig, layer_idx: int) -> int | None:
+        return config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
+
+
+class Qwen2DecoderLayer(LlamaDecoderLayer):
+    attention_cls = Qwen2Attention
+
+
+class Qwen2Model(LlamaModel):
+    layer_cls = Qwen2DecoderLayer
+
+
+class Qwen2ForCausalLM(LlamaForCausalLM):
+    model_cls = Qwen2Model
+
+
+class Qwen3Attention(Qwen2Attention):
+    def __init__(self, config: PretrainedConfig, layer_idx: int, dtype: torch.dtype, device: str) -> None:
+        super().__init__(config, layer_idx, dtype, device)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype, device)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype, device)
+
+    @staticmethod
+    def biases(config: PretrainedConfig) -> tuple[bool, bool]:
+        return config.attention_bias, config.attention_bias
+
+    def normed(self, projected: torch.Tensor, norm: str) -> torch.Tensor:
+        heads = projected.reshape(1, projected.shape[1], -1, self.head_dim)
+        return getattr(self, norm)(heads)[0]
+
+    def normed_fused(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (
+            rms_norm(q, self.q_norm.weight, self.q_norm.variance_epsilon),
+            rms_norm(k, self.k_norm.weight, self.k_norm.variance_epsilon),
+        )
+
+
+class Qwen3DecoderLayer(LlamaDecoderLayer):
+    attention_cls = Qwen3Attention
+
+
+class Qwen3Model(LlamaModel):
+    layer_cls = Qwen3DecoderLayer
+
+
+class Qwen3ForCausalLM(LlamaForCausalLM):
+    model_cls = Qwen3Model

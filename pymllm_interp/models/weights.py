@@ -1,0 +1,180 @@
+"""Weights: read from safetensors, checked name by name, or made up from a seed.
+
+    load_weights(model, iter_safetensors(folder))   # real ones
+    init_dummy_weights(model, seed=0)               # random ones: config.json is enough
+
+A parameter that no file fills, or a tensor that no parameter takes, is an error that lists the names: a model never runs
+on memory that nobody wrote.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_NAMES_LISTED = 10
+HARMLESS_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias")
+CPU_DRAW_LIMIT = 2**20
+"""Parameters of up to this many elements are drawn on the CPU, so that they are the same on every device."""
+
+
+class WeightsError(ValueError):
+    """Weights that cannot be read, or that do not fit the model."""
+
+
+def safetensors_files(folder: Path) -> dict[Path, set[str]]:
+    """The weight files of `folder`, each with the tensor names that the index promises in it (none without an index).
+
+    Raises:
+        WeightsError: there are none, only pickled ones, or the index is broken or names a file that is not there.
+    """
+    if (folder / SINGLE_FILE).is_file():
+        return {folder / SINGLE_FILE: set()}
+    if not (folder / INDEX_FILE).is_file():
+        raise WeightsError(_no_safetensors(folder))
+    files: dict[Path, set[str]] = {}
+    for name, shard in _weight_map(folder / INDEX_FILE).items():
+        files.setdefault(folder / shard, set()).add(name)
+    missing = sorted(path.name for path in files if not path.is_file())
+    if missing:
+        raise WeightsError(
+            f"{folder}: {INDEX_FILE} names {len(files)} files, and {len(missing)} of them are not there: "
+            f"{_listed(missing)}; download the folder again"
+        )
+    return dict(sorted(files.items()))
+
+
+def iter_safetensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor of a folder's safetensors with its name, on the CPU and mapped from the file.
+
+    Reads `model.safetensors`, or the shards that `model.safetensors.index.json` names. What can be checked without
+    reading tensors is checked before the first one comes.
+
+    Raises:
+        WeightsError: a file is missing, truncated or corrupt, or lacks a tensor that the index promises.
+    """
+    return _read(safetensors_files(Path(folder)))
+
+
+def is_harmless(name: str) -> bool:
+    """Whether a tensor that the model has no place for is a buffer that old checkpoints carry, derived from the config."""
+    return name.endswith(HARMLESS_SUFFIXES)
+
+
+@torch.no_grad()
+def load_weights(
+    model: nn.Module, weights: Iterable[tuple[str, Tensor]], *, ignore: Callable[[str], bool] = is_harmless
+) -> None:
+    """Copy `weights` into the parameters (and saved buffers) of `model`, cast to their dtypes, on their devices.
+
+    Parameters may be views of merged storage: they are written in place. Of the names of one shared parameter, such as
+    a tied `lm_head.weight`, one is enough; if several come, they must be equal.
+
+    Args:
+        ignore: which names may come without a place in the model.
+
+    Raises:
+        WeightsError: missing, unexpected or misshapen tensors, all of them in one message. The model is then half
+            loaded and not to be used.
+    """
+    targets: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    tied_head = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    seen: set[int] = set()
+    unexpected, misfits = [], []
+    for name, tensor in weights:
+        target = targets.get(name)
+        if target is None:
+            if not ignore(name) and not (tied_head and name == "lm_head.weight"):
+                unexpected.append(name)
+        elif target.shape != tensor.shape:
+            misfits.append(f"{name} is {list(tensor.shape)}, the model's is {list(target.shape)}")
+            seen.add(id(target))
+        elif id(target) not in seen:
+            target.copy_(tensor)
+            seen.add(id(target))
+        elif not torch.equal(target, tensor.to(target)):
+            misfits.append(f"{name} differs from the weight that the config ties it to")
+    missing = [name for name, target in targets.items() if id(target) not in seen]
+    problems = {"missing": missing, "unexpected": unexpected, "unfit": misfits}
+    if any(problems.values()):
+        lines = [f"  {len(names)} {kind}: {_listed(names)}" for kind, names in problems.items() if names]
+        raise WeightsError(
+            "\n".join([f"these weights are not those of this {type(model).__name__}:", *lines])
+            + "\nCheck that config.json and the weight files belong together."
+        )
+
+
+@torch.no_grad()
+def init_dummy_weights(model: nn.Module, seed: int) -> None:
+    """Fill the parameters of `model` with random values that keep activations sane at any depth.
+
+    Matrices and embeddings are N(0, 1/sqrt(last dimension)), vectors named `weight` (norms) 1 + 0.1 N(0, 1), other
+    vectors 0.02 N(0, 1). A parameter's values depend on `seed`, its name and its shape alone, and are drawn in float32
+    before they are cast; those above `CPU_DRAW_LIMIT` are drawn on their own device, and so depend on its kind too.
+    """
+    drawn: set[int] = set()
+    for name, param in sorted(model.named_parameters(remove_duplicate=False)):
+        if id(param) not in drawn:
+            drawn.add(id(param))
+            _draw(param, name, seed)
+
+
+def _draw(param: nn.Parameter, name: str, seed: int) -> None:
+    if param.ndim >= 2:
+        mean, std = 0.0, 1 / math.sqrt(param.shape[-1])
+    else:
+        mean, std = (1.0, 0.1) if name.endswith("weight") else (0.0, 0.02)
+    device = param.device if param.numel() > CPU_DRAW_LIMIT else torch.device("cpu")
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest) >> 1)
+    values = torch.randn(param.shape, generator=generator, device=device, dtype=torch.float32)
+    param.copy_(values.mul_(std).add_(mean))
+
+
+def _read(files: dict[Path, set[str]]) -> Iterator[tuple[str, Tensor]]:
+    for path, promised in files.items():
+        try:
+            with safe_open(path, framework="pt") as file:
+                names = list(file.keys())
+                lacking = sorted(promised - set(names))
+                if lacking:
+                    raise WeightsError(f"{path} lacks tensors that {INDEX_FILE} promises: {_listed(lacking)}")
+                for name in names:
+                    yield name, file.get_tensor(name)
+        except SafetensorError as error:
+            raise WeightsError(
+                f"{path} is truncated or corrupt ({error}); delete it, and download or save it again"
+            ) from error
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Which file holds which tensor, by the index's word."""
+    try:
+        return dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"{index} is not an index of safetensors ({error!r}); download it again") from error
+
+
+def _no_safetensors(folder: Path) -> str:
+    pickled = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth"))
+    if pickled:
+        return (
+            f"{folder} has pickled weights only ({_listed(pickled)}), and those are not read, because unpickling runs "
+            "code. Where you trust them, convert them once: AutoModelForCausalLM.from_pretrained(folder)"
+            ".save_pretrained(folder)"
+        )
+    return f"{folder} has no weights: {SINGLE_FILE} or {INDEX_FILE} is expected; load_format='dummy' makes random ones"
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - MAX_NAMES_LISTED
+    return ", ".join(names[:MAX_NAMES_LISTED]) + (f" and {more} more" if more > 0 else "")

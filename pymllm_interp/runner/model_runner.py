@@ -1,0 +1,708 @@
+"""ModelRunner runs the forward passes of the models: it owns the model, the memory pools and the attention backend.
+
+Life cycle, by hand::
+
+    runner = ModelRunner(server_config, model_config)
+    runner.initialize()
+    batch = runner.prepare_forward_batch_extend(input_ids, rows, seq_lens, extend_seq_lens, extend_prefix_lens, slots)
+    next_token_ids = runner.sample(runner.forward(batch), batch)
+
+An engine drives it by steps instead: `execute_model(scheduler_output)` runs the pass, `sample_tokens()` picks the tokens.
+Nothing here knows of interpretability; `InterpModelRunner` is where the two meet.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..attention import create_attention_backend
+from ..attention.attention_backend import AttentionBackend
+from ..attention.radix_attention import RadixAttention
+from ..config import ModelConfig, ServerConfig, resolve_device, resolve_dtype
+from ..core.forward_batch import ForwardBatch, ForwardMode
+from ..core.output import LogitsProcessorOutput, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from ..mem_cache.memory_pool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
+from ..models.llama import head_dim_of
+from ..models.registry import build_model
+from ..models.source import ModelSource, resolve_model
+from ..models.weights import init_dummy_weights, iter_safetensors, load_weights
+from ..sampling import Sampler, SamplingBatch, apply_penalties, prompt_logprobs, sample_tokens
+from .input_batch import ExecuteModelState, InputBatch, InputBuffers
+from .partition import BatchExecutionDescriptor, Execution, Partition
+from .request_state import RequestState
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_NUM_TOKENS = {"cpu": 2048, "cuda": 8192}
+DEFAULT_CPU_KV_TOKENS = 4096
+
+
+def get_available_gpu_memory(device: str = "cuda", gpu_id: int = 0) -> float:
+    """Free memory of the device in GB; 0.0 off CUDA."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return 0.0
+    return torch.cuda.mem_get_info(gpu_id)[0] / 2**30
+
+
+def get_total_gpu_memory(device: str = "cuda", gpu_id: int = 0) -> float:
+    """Memory of the device in GB; 0.0 off CUDA."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return 0.0
+    return torch.cuda.mem_get_info(gpu_id)[1] / 2**30
+
+
+class ModelRunner:
+    """Runs the forward passes of one model on one device.
+
+    Args:
+        server_config, model_config: the defaults where None.
+        gpu_id: the CUDA device.
+
+    Attributes:
+        model, req_to_token_pool, token_to_kv_pool, token_to_kv_pool_allocator, attn_backend: None before `initialize` and
+            after `shutdown`.
+        graph_runner: None where passes are not captured (a CPU, `disable_cuda_graph`).
+        gdn_pool: of hybrid recurrent models, which are not served: always None.
+        max_total_num_tokens: KV slots that requests can have.
+        forward_pass_id: passes so far, idle ones included.
+    """
+
+    def __init__(
+        self, server_config: ServerConfig | None = None, model_config: ModelConfig | None = None, gpu_id: int = 0
+    ) -> None:
+        self.server_config = server_config or ServerConfig()
+        self.model_config = model_config or ModelConfig()
+        self.gpu_id = gpu_id
+        self.device = resolve_device(self.server_config.device)
+        self.dtype = resolve_dtype(self.model_config.dtype, self.device)
+        self.kv_cache_dtype = self.dtype
+        self.source: ModelSource | None = None
+        self.model: nn.Module | None = None
+        self.req_to_token_pool: ReqToTokenPool | None = None
+        self.token_to_kv_pool: KVPool | None = None
+        self.token_to_kv_pool_allocator: TokenToKVPoolAllocator | None = None
+        self.gdn_pool = None
+        self.attn_backend: AttentionBackend | None = None
+        self.graph_runner = None
+        self.max_total_num_tokens = self.max_running_requests = self.max_num_tokens = 0
+        self.num_hidden_layers = self.num_attention_heads = self.num_kv_heads = self.head_dim = 0
+        self.hidden_size = self.vocab_size = self.context_len = 0
+        self.forward_pass_id = 0
+        self.model_memory_usage = 0.0
+        self.partition = Partition()
+        self.execute_model_state: ExecuteModelState | None = None
+        self.sampler = Sampler()
+
+    # -- life cycle --------------------------------------------------------------
+
+    def initialize(self) -> None:
+        """Load the model and set up memory, attention and graphs. A second call raises RuntimeError."""
+        if self.model is not None:
+            raise RuntimeError("this runner is initialised already; shut it down first, or make another")
+        if self.device.startswith("cuda"):
+            torch.cuda.set_device(self.gpu_id)
+        self.source = resolve_model(self.model_config)
+        self._init_metadata(self.source.hf_config)
+        self.load_model()
+        self._init_kv_cache_dtype()
+        self.init_memory_pool()
+        self.init_attention_backend()
+        self.init_cuda_graphs()
+
+    def load_model(self) -> None:
+        """Build the architecture's class and write its weights.
+
+        Raises:
+            UnsupportedModelError: an architecture that has no implementation.
+            WeightsError: weights that are missing, unexpected, misshapen or unreadable.
+        """
+        assert self.source is not None, "initialize() resolves the model first"
+        started, free = time.perf_counter(), get_available_gpu_memory(self.device, self.gpu_id)
+        with torch.no_grad():
+            model = build_model(
+                self.source.hf_config, self.model_config.impl, self.dtype, self.device, self.context_len
+            )
+            if self.model_config.load_format == "dummy":
+                init_dummy_weights(model, self.model_config.seed)
+            else:
+                assert self.source.folder is not None
+                load_weights(model, iter_safetensors(self.source.folder))
+        self.model = model.eval().requires_grad_(False)
+        self.model_memory_usage = free - get_available_gpu_memory(self.device, self.gpu_id)
+        logger.info("model loaded in %.1f s, %.2f GiB on the device", time.perf_counter() - started, self.model_memory_usage)
+
+    def init_memory_pool(self) -> None:
+        """Size and create the pools: request rows, KV slots, and the slots' allocator.
+
+        Raises:
+            ValueError: no room for a single page of KV.
+        """
+        config = self.server_config
+        self.max_running_requests = config.max_running_requests
+        self.max_total_num_tokens = self._profile_kv_tokens() // config.page_size * config.page_size
+        if self.max_total_num_tokens <= 0:
+            raise ValueError(
+                f"the KV pool would hold {self.max_total_num_tokens} tokens: raise kv_cache_tokens to at least page_size "
+                f"({config.page_size}), raise gpu_memory_utilization, or take a smaller model"
+            )
+        self.req_to_token_pool = ReqToTokenPool(self.max_running_requests, self.context_len, self.device)
+        self.token_to_kv_pool = KVPool(
+            num_layers=self.num_hidden_layers,
+            size=self.max_total_num_tokens,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.kv_cache_dtype,
+            device=self.device,
+            page_size=config.page_size,
+        )
+        self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(self.max_total_num_tokens, config.page_size)
+        self.req_states = RequestState(self.max_running_requests, self.context_len, self.device)
+        self.input_buffers = InputBuffers(max(self.max_num_tokens, self.max_running_requests), self.device)
+
+    def init_attention_backend(self) -> None:
+        """Create the attention backend that the configuration asks for."""
+        self.attn_backend = create_attention_backend(self.server_config.attention_backend, self.device, self.dtype)
+
+    def init_cuda_graphs(self) -> None:
+        """Capture decode passes. Skipped off CUDA, with `disable_cuda_graph`, and for models that do not generate."""
+        self.graph_runner = None
+
+    def capture_model(self) -> int:
+        """Capture the decode graphs; returns the device memory that they take, in bytes (0, with a warning, off CUDA)."""
+        if not self.device.startswith("cuda"):
+            logger.warning("no CUDA graphs are captured on device=%r", self.device)
+        return 0
+
+    def shutdown(self) -> None:
+        """Release the model and all memory. A second call does nothing."""
+        self.model = None
+        self.attn_backend = self.graph_runner = self.execute_model_state = None
+        self.req_to_token_pool = self.token_to_kv_pool = self.token_to_kv_pool_allocator = None
+        gc.collect()
+        if self.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+
+    @property
+    def is_generation(self) -> bool:
+        """Whether the model is a causal language model."""
+        return self.model is None or hasattr(self.model, "lm_head")
+
+    @property
+    def sliding_window_size(self) -> int | None:
+        """The widest sliding window of the layers, or None where some layer sees the whole context."""
+        windows = [layer.sliding_window for layer in self._attention_layers()]
+        return max(windows) if windows and all(windows) else None  # pyright: ignore[reportArgumentType]
+
+    def get_model(self) -> nn.Module:
+        """The loaded model."""
+        assert self.model is not None, "call initialize() first"
+        return self.model
+
+    def get_kv_cache_spec(self) -> dict[int, tuple[int, int, torch.dtype]]:
+        """Layer -> (kv heads, head_dim, dtype) of its KV."""
+        return {
+            layer.layer_id: (layer.num_kv_heads, layer.head_dim, self.kv_cache_dtype)
+            for layer in self._attention_layers()
+        }
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """What the model can be asked for."""
+        return ("generate",)
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        """Lower the longest sequence that is served, here and in the request table.
+
+        Raises:
+            ValueError: above what the tables were made for.
+        """
+        if not 1 <= max_model_len <= self.context_len:
+            raise ValueError(f"max_model_len={max_model_len}: the tables hold 1 to {self.context_len} tokens")
+        self.context_len = self.req_states.max_model_len = max_model_len
+
+    def _attention_layers(self) -> list[RadixAttention]:
+        found = [getattr(module, "attn", None) for module in self.get_model().modules()]
+        return [layer for layer in found if isinstance(layer, RadixAttention)]
+
+    def _init_metadata(self, config: Any) -> None:
+        text = getattr(config, "text_config", None) or config
+        self.num_hidden_layers = text.num_hidden_layers
+        self.num_attention_heads = text.num_attention_heads
+        self.num_kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        self.head_dim = head_dim_of(text)
+        self.hidden_size, self.vocab_size = text.hidden_size, text.vocab_size
+        self.context_len = self._context_len(text)
+        device_default = DEFAULT_NUM_TOKENS[self.device.partition(":")[0]]
+        self.max_num_tokens = self.server_config.max_num_tokens or device_default
+
+    def _context_len(self, config: Any) -> int:
+        limit, asked = config.max_position_embeddings, self.server_config.max_model_len
+        rope = getattr(config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "dynamic":
+            limit = int(limit * rope.get("factor", 1.0))
+        if asked is not None and asked > limit:
+            raise ValueError(f"max_model_len={asked}, but the model's positions end at {limit}")
+        return asked or limit
+
+    def _init_kv_cache_dtype(self) -> None:
+        name = self.server_config.kv_cache_dtype
+        self.kv_cache_dtype = self.dtype if name == "auto" else resolve_dtype(name, self.device)
+
+    def _profile_kv_tokens(self) -> int:
+        if self.server_config.kv_cache_tokens is not None:
+            return self.server_config.kv_cache_tokens
+        spec = self.num_hidden_layers * 2 * self.num_kv_heads * self.head_dim * self.kv_cache_dtype.itemsize
+        if not self.device.startswith("cuda"):
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            return min(max(DEFAULT_CPU_KV_TOKENS, self.context_len), memory // 4 // spec)
+        self.profile_run()
+        total = get_total_gpu_memory(self.device.partition(":")[0], self.gpu_id)
+        peak = torch.cuda.max_memory_reserved(self.gpu_id) / 2**30
+        return int((total * self.server_config.gpu_memory_utilization - peak) * 2**30 // spec)
+
+    # -- building batches ----------------------------------------------------------
+
+    def prepare_forward_batch_extend(
+        self,
+        input_ids: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        extend_seq_lens: torch.Tensor,
+        extend_prefix_lens: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+        return_logprob: bool = False,
+        top_logprobs_nums: list[int] | None = None,
+        *,
+        extend_seq_lens_cpu: list[int] | None = None,
+        extend_prefix_lens_cpu: list[int] | None = None,
+    ) -> ForwardBatch:
+        """A batch that extends each request by `extend_seq_lens` tokens behind its `extend_prefix_lens` cached ones.
+
+        Args:
+            input_ids: [tokens], all new tokens, request by request.
+            req_pool_indices, seq_lens, extend_seq_lens, extend_prefix_lens: [batch].
+            out_cache_loc: [tokens], the KV slot of each new token.
+            extend_seq_lens_cpu, extend_prefix_lens_cpu: the same on the host, so that nothing waits for the device.
+
+        Raises:
+            ValueError: lengths that do not add up, or a request without a new token.
+        """
+        sizes = extend_seq_lens_cpu if extend_seq_lens_cpu is not None else extend_seq_lens.tolist()
+        prefixes = extend_prefix_lens_cpu if extend_prefix_lens_cpu is not None else extend_prefix_lens.tolist()
+        if sum(sizes) != input_ids.shape[0]:
+            raise ValueError(f"extend_seq_lens add up to {sum(sizes)}, but input_ids has {input_ids.shape[0]} tokens")
+        if min(sizes, default=1) < 1:
+            raise ValueError(f"request {sizes.index(min(sizes))} has no new token: extend_seq_lens={sizes}")
+        device = input_ids.device
+        positions = np.concatenate([np.arange(p, p + n) for p, n in zip(prefixes, sizes, strict=True)] or [np.zeros(0)])
+        starts = np.cumsum([0, *sizes])[:-1].astype(np.int32)
+        seq_lens_cpu = torch.tensor([p + n for p, n in zip(prefixes, sizes, strict=True)], dtype=torch.int32)
+        return ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=len(sizes),
+            input_ids=input_ids,
+            req_pool_indices=req_pool_indices,
+            seq_lens=seq_lens,
+            out_cache_loc=out_cache_loc,
+            seq_lens_sum=int(seq_lens_cpu.sum()),
+            seq_lens_cpu=seq_lens_cpu,
+            positions=torch.from_numpy(positions.astype(np.int64)).to(device),
+            extend_num_tokens=int(sum(sizes)),
+            extend_seq_lens=extend_seq_lens,
+            extend_prefix_lens=extend_prefix_lens,
+            extend_start_loc=torch.from_numpy(starts).to(device),
+            extend_prefix_lens_cpu=list(prefixes),
+            extend_seq_lens_cpu=list(sizes),
+            return_logprob=return_logprob,
+            top_logprobs_nums=top_logprobs_nums,
+            req_to_token_pool=self.req_to_token_pool,
+            token_to_kv_pool=self.token_to_kv_pool,
+            attn_backend=self.attn_backend,
+            logits_indices=torch.from_numpy(np.cumsum(sizes).astype(np.int64) - 1).to(device),
+        )
+
+    def prepare_forward_batch_decode(
+        self,
+        input_ids: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+        return_logprob: bool = False,
+        top_logprobs_nums: list[int] | None = None,
+        mrope_position_deltas: torch.Tensor | None = None,
+        *,
+        seq_lens_cpu: torch.Tensor | None = None,
+    ) -> ForwardBatch:
+        """A batch of one new token for each request. All arguments are [batch]; `seq_lens` counts the new token.
+
+        Args:
+            seq_lens_cpu: `seq_lens` on the host, so that nothing waits for the device.
+        """
+        lens = seq_lens_cpu if seq_lens_cpu is not None else seq_lens.cpu()
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=input_ids.shape[0],
+            input_ids=input_ids,
+            req_pool_indices=req_pool_indices,
+            seq_lens=seq_lens,
+            out_cache_loc=out_cache_loc,
+            seq_lens_sum=int(lens.sum()),
+            seq_lens_cpu=lens,
+            positions=seq_lens.to(torch.int64) - 1,
+            return_logprob=return_logprob,
+            top_logprobs_nums=top_logprobs_nums,
+            req_to_token_pool=self.req_to_token_pool,
+            token_to_kv_pool=self.token_to_kv_pool,
+            attn_backend=self.attn_backend,
+            mrope_position_deltas=mrope_position_deltas,
+        )
+
+    # -- forward and sample ---------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(self, forward_batch: ForwardBatch, execution: Execution = Execution.PLAIN) -> LogitsProcessorOutput:
+        """Run one pass of the model.
+
+        Args:
+            execution: PLAIN runs the fused pass; MODULES goes module by module.
+
+        Raises:
+            ValueError: an unknown forward mode.
+        """
+        self.forward_pass_id += 1
+        mode = forward_batch.forward_mode
+        if mode == ForwardMode.IDLE:
+            return LogitsProcessorOutput(torch.empty(0, self.vocab_size, dtype=self.dtype, device=self.device))
+        if mode == ForwardMode.DECODE:
+            return self.forward_decode(forward_batch, execution)
+        if mode in (ForwardMode.EXTEND, ForwardMode.MIXED):
+            return self.forward_extend(forward_batch, execution)
+        raise ValueError(f"unknown forward mode {mode!r}: expected one of {[m.name for m in ForwardMode]}")
+
+    def forward_decode(
+        self, forward_batch: ForwardBatch, execution: Execution = Execution.PLAIN
+    ) -> LogitsProcessorOutput:
+        """One new token for each request."""
+        return self._plan_and_call(forward_batch, execution)
+
+    def forward_extend(
+        self, forward_batch: ForwardBatch, execution: Execution = Execution.PLAIN
+    ) -> LogitsProcessorOutput:
+        """New tokens behind cached ones, for each request."""
+        return self._plan_and_call(forward_batch, execution)
+
+    def _plan_and_call(self, batch: ForwardBatch, execution: Execution) -> LogitsProcessorOutput:
+        assert batch.attn_backend is not None
+        batch.attn_backend.init_forward_metadata(batch)
+        logits = self._call_model(batch, execution)[0]
+        return LogitsProcessorOutput(logits, hidden_states=batch.hidden_states)
+
+    def _call_model(self, batch: ForwardBatch, execution: Execution) -> torch.Tensor:
+        """Logits [1, logit rows, vocab]."""
+        assert batch.positions is not None
+        model: Any = self.get_model()
+        input_ids, positions = batch.input_ids.unsqueeze(0), batch.positions.unsqueeze(0)
+        if execution is Execution.PLAIN:
+            return model.forward_fused(input_ids, positions, batch)
+        return model(input_ids=input_ids, position_ids=positions, forward_batch=batch).logits
+
+    def sample(
+        self,
+        logits_output: LogitsProcessorOutput,
+        forward_batch: ForwardBatch,
+        temperatures: torch.Tensor | None = None,
+        top_ps: torch.Tensor | None = None,
+        top_ks: torch.Tensor | None = None,
+        penalty_params: dict[str, Any] | None = None,
+    ) -> torch.Tensor:
+        """Next token ids, int32 [batch]. Greedy without temperatures, or where they are 0.
+
+        Args:
+            temperatures, top_ps, top_ks: [batch]; a top_k of -1 or 0 keeps all tokens.
+            penalty_params: `repetition_penalties`, `frequency_penalties`, `presence_penalties` ([batch] each) and
+                `token_histories` (a list of token ids for each request).
+        """
+        logits = logits_output.next_token_logits
+        if penalty_params is not None:
+            logits = apply_penalties(logits, **penalty_params)
+        return sample_tokens(logits, temperatures, top_ps, top_ks)
+
+    # -- steps ------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, intermediate_tensors: None = None
+    ) -> ModelRunnerOutput | None:
+        """Run a step's forward pass; `sample_tokens` has the result. A step without tokens returns an empty output.
+
+        Raises:
+            NotImplementedError: `intermediate_tensors` (pipeline parallelism) is given.
+        """
+        if intermediate_tensors is not None:
+            raise NotImplementedError("intermediate_tensors: pipeline parallelism is not supported")
+        self.finish_requests(scheduler_output)
+        self.add_requests(scheduler_output)
+        self.update_requests(scheduler_output)
+        if scheduler_output.total_num_scheduled_tokens == 0:
+            return ModelRunnerOutput()
+        input_batch = self.prepare_inputs(scheduler_output)
+        forward_batch = self.make_forward_batch(input_batch)
+        descriptor = self.dispatch(forward_batch)
+        logits_output = self._run(forward_batch, descriptor)
+        self.execute_model_state = ExecuteModelState(
+            scheduler_output, input_batch, forward_batch, descriptor, logits_output
+        )
+        return None
+
+    @torch.no_grad()
+    def sample_tokens(self) -> ModelRunnerOutput | None:
+        """Pick the next token of each request that computed its last known one. None: no pass ran before."""
+        state, self.execute_model_state = self.execute_model_state, None
+        if state is None:
+            return None
+        all_logits = state.logits_output.next_token_logits
+        rows = state.input_batch.sample_rows
+        whole = len(rows) == all_logits.shape[0]
+        logits = all_logits if whole else all_logits[torch.tensor(rows, dtype=torch.int64, device=all_logits.device)]
+        output = self._sample(logits, state)
+        output.prompt_logprobs = self._prompt_logprobs(all_logits, state)
+        self.postprocess(state.input_batch, output)
+        return output
+
+    def dispatch(self, forward_batch: ForwardBatch) -> BatchExecutionDescriptor:
+        """Decide how the batch runs."""
+        return self.partition.decide(
+            forward_batch.forward_mode, forward_batch.num_tokens, forward_batch.batch_size, hooked=0
+        )
+
+    def _run(self, forward_batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
+        return self.forward(forward_batch, descriptor.execution)
+
+    def _sample(self, logits: torch.Tensor, state: ExecuteModelState) -> ModelRunnerOutput:
+        """logits [sampling requests, vocab]."""
+        requests = [entry.request for entry in state.input_batch.sampling]
+        sampled = self.sampler(logits, SamplingBatch.from_requests(requests, self.vocab_size, self.device))
+        return self._output(state.input_batch, sampled.token_ids.tolist(), sampled.logprobs)
+
+    @staticmethod
+    def _output(batch: InputBatch, token_ids: list[int], logprobs: list) -> ModelRunnerOutput:
+        drawn = {e.request.request_id: i for i, e in enumerate(batch.sampling)}
+        rows = [drawn.get(rid) for rid in batch.req_ids]
+        return ModelRunnerOutput(
+            req_ids=batch.req_ids,
+            req_id_to_index={rid: i for i, rid in enumerate(batch.req_ids)},
+            sampled_token_ids=[None if row is None else token_ids[row] for row in rows],
+            logprobs=[None if row is None else logprobs[row] for row in rows],
+        )
+
+    def _prompt_logprobs(self, logits: torch.Tensor, state: ExecuteModelState) -> dict:
+        """For each request that asks: log probabilities of the prompt tokens behind the positions of this step."""
+        found, first = {}, 0
+        for entry in state.input_batch.entries:
+            request, rows = entry.request, entry.logit_rows
+            if request.params.prompt_logprobs is not None and entry.start < request.prompt_len - 1:
+                count = min(rows, request.prompt_len - 1 - entry.start)
+                targets = request.prompt_token_ids[entry.start + 1 : entry.start + 1 + count]
+                found[request.request_id] = prompt_logprobs(
+                    logits[first : first + count], torch.tensor(targets, device=logits.device), request.params.prompt_logprobs
+                )
+            first += rows
+        return found
+
+    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Take requests that are scheduled for the first time, or again after they gave way, into the table."""
+        for request in scheduler_output.scheduled_new_reqs:
+            assert request.req_pool_idx is not None
+            self.req_states.add_request(
+                request.request_id,
+                request.req_pool_idx,
+                request.prompt_len,
+                request.all_token_ids,
+                request.num_computed_tokens,
+            )
+        self.req_states.apply_staged_writes()
+
+    def update_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Write the KV slots of the positions that this step computes."""
+        assert self.req_to_token_pool is not None and self.token_to_kv_pool_allocator is not None
+        resumed = {id(request) for request in scheduler_output.scheduled_new_reqs}
+        for request, num_tokens, start in scheduler_output.scheduled:
+            assert request.req_pool_idx is not None
+            first = 0 if id(request) in resumed else start
+            slots = self.token_to_kv_pool_allocator.slots_of(request.pages, first, start + num_tokens)
+            self.req_to_token_pool.write(request.req_pool_idx, first, slots)
+        self.req_to_token_pool.apply_staged_writes()
+
+    def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Drop finished and preempted requests from the table."""
+        for req_id in scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids:
+            self._remove_request(req_id)
+
+    def _remove_request(self, req_id: str) -> bool:
+        return self.req_states.remove_request(req_id)
+
+    def prepare_inputs(self, scheduler_output: SchedulerOutput) -> InputBatch:
+        """Lay the step's tokens out in batch rows: token ids, positions, and the rows that the head runs on."""
+        entries, states = scheduler_output.scheduled, self.req_states
+        index = np.array([states.req_id_to_index[e.request.request_id] for e in entries], dtype=np.int64)
+        sizes = np.array([e.num_tokens for e in entries], dtype=np.int32)
+        starts = states.num_computed_tokens_np[index]
+        loc = np.zeros(len(entries) + 1, dtype=np.int32)
+        np.cumsum(sizes, out=loc[1:])
+        rows = np.repeat(index, sizes)
+        positions = np.arange(loc[-1], dtype=np.int64) - np.repeat(loc[:-1] - starts, sizes)
+        sampling, sample_rows, logits_indices = [], [], []
+        for entry, start, size in zip(entries, loc.tolist(), sizes.tolist(), strict=False):
+            logit_count = entry.logit_rows
+            logits_indices.extend(range(start + size - logit_count, start + size))
+            if entry.samples:
+                sampling.append(entry)
+                sample_rows.append(len(logits_indices) - 1)
+        return InputBatch(
+            req_ids=[e.request.request_id for e in entries],
+            entries=entries,
+            idx_mapping_np=index,
+            num_scheduled_tokens=sizes,
+            query_start_loc=loc,
+            input_ids=self.input_buffers.fill("input_ids", states.all_token_ids[rows, positions].astype(np.int64)),
+            positions=self.input_buffers.fill("positions", positions),
+            seq_lens_cpu=torch.from_numpy(starts + sizes),
+            logits_indices=torch.tensor(logits_indices, dtype=torch.int64, device=self.device),
+            sampling=sampling,
+            sample_rows=sample_rows,
+        )
+
+    def prepare_attn(self, input_batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows of the requests in `req_to_token`, [reqs]; KV slot of each token row, [tokens]), both int64."""
+        assert self.req_to_token_pool is not None
+        rows = torch.from_numpy(np.repeat(input_batch.idx_mapping_np, input_batch.num_scheduled_tokens)).to(self.device)
+        slots = self.req_to_token_pool.req_to_token[rows, input_batch.positions].to(torch.int64)
+        out_cache_loc = self.input_buffers.out_cache_loc[: slots.shape[0]]
+        out_cache_loc.copy_(slots)
+        return torch.from_numpy(input_batch.idx_mapping_np).to(self.device), out_cache_loc
+
+    def prepare_dummy_attn(self, num_reqs: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for rows that belong to nobody: the dummy row, and slot 0."""
+        zeros = torch.zeros(max(num_reqs, num_tokens), dtype=torch.int64, device=self.device)
+        return zeros[:num_reqs], zeros[:num_tokens]
+
+    def make_forward_batch(self, input_batch: InputBatch) -> ForwardBatch:
+        """The step's `ForwardBatch`: DECODE where each request computes one token, else EXTEND or MIXED."""
+        rows, slots = self.prepare_attn(input_batch)
+        sizes = input_batch.num_scheduled_tokens
+        seq_lens = input_batch.seq_lens_cpu.to(self.device)
+        decoding = [entry.request.is_decoding for entry in input_batch.entries]
+        if all(decoding):
+            batch = self.prepare_forward_batch_decode(
+                input_batch.input_ids, rows, seq_lens, slots, seq_lens_cpu=input_batch.seq_lens_cpu
+            )
+        else:
+            extend = torch.from_numpy(sizes).to(self.device)
+            batch = self.prepare_forward_batch_extend(
+                input_batch.input_ids,
+                rows,
+                seq_lens,
+                extend,
+                seq_lens - extend,
+                slots,
+                extend_seq_lens_cpu=sizes.tolist(),
+                extend_prefix_lens_cpu=(input_batch.seq_lens_cpu.numpy() - sizes).tolist(),
+            )
+            if any(decoding):
+                batch.forward_mode = ForwardMode.MIXED
+        batch.positions = input_batch.positions
+        batch.logits_indices = None if len(input_batch.logits_indices) == batch.num_tokens else input_batch.logits_indices
+        if self._rope_depends_on_length():
+            batch.rope_lens = self._rope_lens(input_batch)
+        return batch
+
+    def _rope_depends_on_length(self) -> bool:
+        return getattr(getattr(getattr(self.model, "model", None), "rotary_emb", None), "length_dependent", False)
+
+    def _rope_lens(self, batch: InputBatch) -> torch.Tensor:
+        """[tokens]: a prompt is rotated for its whole length, however it is chunked; a generated token for its own."""
+        prompts = np.repeat([e.request.prompt_len for e in batch.entries], batch.num_scheduled_tokens)
+        return torch.maximum(batch.positions + 1, torch.from_numpy(prompts).to(self.device))
+
+    def postprocess(self, input_batch: InputBatch, output: ModelRunnerOutput) -> None:
+        """Count the step's tokens as computed, and take the sampled ones as the next inputs."""
+        index = input_batch.idx_mapping_np
+        self.req_states.advance(index, input_batch.num_scheduled_tokens)
+        drawn = [(i, token) for i, token in zip(index.tolist(), output.sampled_token_ids, strict=True) if token is not None]
+        if drawn:
+            rows, tokens = zip(*drawn, strict=True)
+            self.req_states.append_sampled(np.array(rows), np.array(tokens))
+
+    # -- dummy runs ---------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _dummy_run(
+        self, num_tokens: int, *, skip_attn: bool = False, uniform_decode: bool = False, is_profile: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a made-up batch that touches no request and no KV but the dummy page's.
+
+        Returns:
+            hidden states [num_tokens, hidden], and those that would be sampled from [requests, hidden].
+
+        Raises:
+            ValueError: `skip_attn` outside of profiling.
+        """
+        if skip_attn and not is_profile:
+            raise ValueError("skip_attn is for the profile run alone: a pass without attention serves nobody")
+        num_reqs = num_tokens if uniform_decode else min(num_tokens, self.max_running_requests or 1)
+        sizes = [num_tokens // num_reqs] * num_reqs
+        sizes[-1] += num_tokens % num_reqs
+        rows, slots = self.prepare_dummy_attn(num_reqs, num_tokens)
+        ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
+        lens = torch.tensor(sizes, dtype=torch.int32, device=self.device)
+        batch = self.prepare_forward_batch_extend(
+            ids, rows, lens, lens, torch.zeros_like(lens), slots,
+            extend_seq_lens_cpu=sizes, extend_prefix_lens_cpu=[0] * num_reqs,
+        )  # fmt: skip
+        batch.return_hidden_states = True
+        batch.rope_lens = torch.ones_like(ids)
+        if skip_attn:
+            batch.attn_backend = _NoAttention()
+        else:
+            batch.fresh_kv_only = True
+        self.forward(batch, Execution.MODULES if is_profile else Execution.PLAIN)
+        assert batch.hidden_states is not None and batch.logits_indices is not None
+        return batch.hidden_states, batch.hidden_states[batch.logits_indices]
+
+    @torch.no_grad()
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Sample from hidden states [rows, hidden] with every filter on, as the widest step would."""
+        logits = self.get_model().lm_head(hidden_states.unsqueeze(0))[0]  # pyright: ignore[reportCallIssue]
+        ones = torch.ones(logits.shape[0], device=logits.device)
+        return sample_tokens(logits, ones, ones * 0.9, (ones * 50).to(torch.int64))
+
+    def profile_run(self) -> None:
+        """Run the largest step that there can be, so that its peak of memory is known."""
+        _, sampled_from = self._dummy_run(self.max_num_tokens, skip_attn=True, is_profile=True)
+        self._dummy_sampler_run(sampled_from)
+        gc.collect()
+
+
+class _NoAttention(AttentionBackend):
+    """Attention of a pass that only measures memory: zeros."""
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Nothing to plan."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        return torch.zeros_like(q).flatten(1)

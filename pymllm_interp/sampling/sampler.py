@@ -1,0 +1,148 @@
+"""From logits to the next tokens.
+
+    sampler = Sampler()
+    output = sampler(logits, SamplingBatch.from_requests(requests, logits.shape[-1], logits.device))
+    output.token_ids  # [rows] int32
+
+The order is vLLM's: raw log probabilities, logit bias and min_tokens, penalties, temperature, top_k, top_p, min_p, draw.
+A row's token is a function of its logits and of its key (seed, sample index, generated index), of nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..core.output import SampledLogprobs
+from .filters import filter_width, filtered_weights
+from .logprobs import gather_logprobs
+from .noise import uniform_noise
+from .sampling_batch import SamplingBatch
+
+
+@dataclass
+class SamplerOutput:
+    """One step's tokens, by row."""
+
+    token_ids: torch.Tensor
+    """[rows] int32, on the logits' device."""
+    logprobs: list[SampledLogprobs | None]
+    """Under the raw logits; None for rows that do not ask."""
+
+
+class Sampler:
+    """Samples one token for each row.
+
+    Temperature 0 and top_k 1 take the largest logit, the first of equals. So does a row that defines no distribution,
+    because it has a NaN (which counts as largest) or +inf, or nothing above -inf: it gets a token, and the others theirs.
+    """
+
+    def __call__(
+        self,
+        logits: torch.Tensor,  # [rows, vocab], any float dtype; not changed
+        batch: SamplingBatch,
+    ) -> SamplerOutput:
+        """Waits for the device only where a row asks for log probabilities.
+
+        Raises:
+            ValueError: `logits` is not [batch.rows, vocab].
+        """
+        if logits.dim() != 2 or logits.shape[0] != batch.rows:
+            raise ValueError(
+                f"logits has shape {tuple(logits.shape)}, expected ({batch.rows}, vocab): one row a request"
+            )
+        token_ids = _sample(_adjusted(logits, batch), batch)
+        logprobs: list[SampledLogprobs | None] = [None] * batch.rows
+        if batch.any_logprobs:
+            logprobs = gather_logprobs(logits, token_ids, batch.num_logprobs)
+        return SamplerOutput(token_ids, logprobs)
+
+
+def sample_tokens(
+    logits: torch.Tensor,  # [batch, vocab]
+    temperatures: torch.Tensor | None = None,  # [batch], 0 is greedy; None: all are
+    top_ps: torch.Tensor | None = None,  # [batch], 1 is off
+    top_ks: torch.Tensor | None = None,  # [batch] int; -1, 0, vocab and above are off
+    uniforms: torch.Tensor | None = None,  # [batch] in [0, 1); None: torch's global generator
+) -> torch.Tensor:
+    """Sample by plain tensors: `Sampler` without requests, with the same rules.
+
+    Returns:
+        [batch] int32.
+
+    Raises:
+        ValueError: a tensor does not have the batch's shape.
+    """
+    batch, vocab = logits.shape
+    limits = {"temperatures": temperatures, "top_ps": top_ps, "top_ks": top_ks, "uniforms": uniforms}
+    for name, values in limits.items():
+        if values is not None and values.shape != (batch,):
+            raise ValueError(f"{name} has shape {tuple(values.shape)}, expected ({batch},): one value for each row")
+    if temperatures is None:
+        return _greedy(logits)
+    if uniforms is None:
+        uniforms = torch.rand(batch, dtype=torch.float64, device=logits.device)
+    width = vocab
+    if logits.device.type == "cpu":
+        ks = [0] * batch if top_ks is None else top_ks.tolist()
+        ps = [1.0] * batch if top_ps is None else top_ps.tolist()
+        width = filter_width(ks, ps, vocab, logits.device)
+    return _draw(logits, temperatures, uniforms, top_ks, top_ps, None, width)
+
+
+def _adjusted(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """The logits after bias, min_tokens and penalties: a float32 copy, or `logits` themselves where there are none."""
+    if batch.logit_bias is None and batch.penalties is None:
+        return logits
+    scores = logits.to(torch.float32, copy=True)
+    if batch.logit_bias is not None:
+        rows, tokens, values = batch.logit_bias
+        scores[rows, tokens] += values
+    if batch.penalties is not None:
+        batch.penalties.apply_(scores)
+    return scores
+
+
+def _sample(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    if batch.temperatures is None:
+        return _greedy(scores)
+    if batch.seeds is None or batch.sample_indices is None or batch.gen_indices is None:
+        raise ValueError(
+            "SamplingBatch has temperatures, but seeds, sample_indices or gen_indices is None: set all three"
+        )
+    uniforms = uniform_noise(batch.seeds, batch.sample_indices, batch.gen_indices)
+    return _draw(scores, batch.temperatures, uniforms, batch.top_ks, batch.top_ps, batch.min_ps, batch.filter_width)
+
+
+def _greedy(scores: torch.Tensor) -> torch.Tensor:
+    return scores.argmax(dim=-1).to(torch.int32)
+
+
+def _draw(
+    scores: torch.Tensor,
+    temperatures: torch.Tensor,
+    uniforms: torch.Tensor,
+    top_ks: torch.Tensor | None,
+    top_ps: torch.Tensor | None,
+    min_ps: torch.Tensor | None,
+    width: int | None,
+) -> torch.Tensor:
+    """Inverse CDF over the filtered weights in vocabulary order; the largest score for rows that have no distribution.
+
+    The target lies below the total and a token without weight does not raise the CDF, so none is ever returned.
+    """
+    scores = scores.to(torch.float32)
+    temperatures = temperatures.to(torch.float32)
+    peak, best = scores.max(dim=-1)
+    sampled = temperatures > 0
+    if top_ks is not None:
+        sampled &= top_ks != 1  # the filters keep equals of the largest score; one token is asked for
+    # Subtract first: no temperature, however small, can then overflow the largest score.
+    cooled = (scores - peak[:, None]) / torch.where(sampled, temperatures, 1.0)[:, None]
+    cdf = filtered_weights(cooled, top_ks, top_ps, min_ps, width).cumsum(dim=-1)
+    total = cdf[:, -1]
+    target = (uniforms.to(torch.float64) * total).floor().to(torch.int64)
+    target = torch.minimum(target, total - 1)
+    drawn = torch.searchsorted(cdf, target[:, None], right=True).squeeze(1)
+    return torch.where(sampled & peak.isfinite(), drawn, best).to(torch.int32)

@@ -1,0 +1,133 @@
+"""What sampling one step's rows needs, and nothing that no row asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .filters import filter_width
+from .penalties import PenaltyBatch
+
+if TYPE_CHECKING:
+    from ..core.request import Request
+
+
+class LogitBias(NamedTuple):
+    """``logits[rows[i], tokens[i]] += values[i]``; no pair of row and token comes twice."""
+
+    rows: torch.Tensor  # [m] int64
+    tokens: torch.Tensor  # [m] int64
+    values: torch.Tensor  # [m] float32, -inf for tokens that may not be sampled yet
+
+
+@dataclass
+class SamplingBatch:
+    """Sampling parameters by row, on the logits' device. A field is None where no row asks for it.
+
+    A greedy row in a mixed batch has temperature 0 and its filters off.
+    """
+
+    # fmt: off
+    rows:           int
+    temperatures:   torch.Tensor | None = None  # [rows] float32, 0 is greedy; None: all are
+    seeds:          torch.Tensor | None = None  # [rows] int64; set with temperatures, as the next two
+    sample_indices: torch.Tensor | None = None  # [rows] int64
+    gen_indices:    torch.Tensor | None = None  # [rows] int64
+    top_ks:         torch.Tensor | None = None  # [rows] int64; below 1, or vocab and above: off
+    top_ps:         torch.Tensor | None = None  # [rows] float32
+    min_ps:         torch.Tensor | None = None  # [rows] float32
+    filter_width:   int | None          = None  # filters.filter_width of top_ks and top_ps; None: the whole vocabulary
+    logit_bias:     LogitBias | None    = None  # with -inf for the tokens that min_tokens forbids
+    penalties:      PenaltyBatch | None = None
+    num_logprobs:   list[int | None]    = field(default_factory=list)  # by row; empty: none asks
+    # fmt: on
+
+    @property
+    def all_greedy(self) -> bool:
+        return self.temperatures is None
+
+    @property
+    def any_top_k(self) -> bool:
+        return self.top_ks is not None
+
+    @property
+    def any_top_p(self) -> bool:
+        return self.top_ps is not None
+
+    @property
+    def any_min_p(self) -> bool:
+        return self.min_ps is not None
+
+    @property
+    def any_logprobs(self) -> bool:
+        return any(num is not None for num in self.num_logprobs)
+
+    @classmethod
+    def from_requests(cls, requests: Sequence[Request], vocab_size: int, device: torch.device | str) -> SamplingBatch:
+        """The batch whose row i samples the next token of `requests[i]`; nothing waits for the device.
+
+        Raises:
+            ValueError: a token of a request's `logit_bias`, or one that a penalty counts, is outside the vocabulary.
+        """
+        device = torch.device(device)
+        batch = cls(
+            rows=len(requests),
+            logit_bias=_logit_bias(requests, vocab_size, device),
+            penalties=PenaltyBatch.from_requests(requests, vocab_size, device),
+        )
+        if any(request.params.logprobs is not None for request in requests):
+            batch.num_logprobs = [request.params.logprobs for request in requests]
+        if not all(request.params.greedy for request in requests):
+            batch._set_sampling(requests, vocab_size, device)
+        return batch
+
+    def _set_sampling(self, requests: Sequence[Request], vocab_size: int, device: torch.device) -> None:
+        """Fill temperatures, keys and filters: two copies to the device, whatever the number of rows."""
+        params = [request.params for request in requests]
+        top_ks = [0 if p.greedy or p.top_k >= vocab_size else p.top_k for p in params]
+        top_ps = [1.0 if p.greedy else p.top_p for p in params]
+        min_ps = [0.0 if p.greedy else p.min_p for p in params]
+        floats = [[p.temperature for p in params], top_ps, min_ps]
+        ints = [
+            [_int64(request.seed) for request in requests],
+            [request.sample_index for request in requests],
+            [len(request.output_token_ids) for request in requests],
+            top_ks,
+        ]
+        self.temperatures, on_device_ps, on_device_mins = torch.tensor(floats, dtype=torch.float32).to(device).unbind()
+        self.seeds, self.sample_indices, self.gen_indices, on_device_ks = torch.tensor(ints).to(device).unbind()
+        self.top_ks = on_device_ks if any(k > 0 for k in top_ks) else None
+        self.top_ps = on_device_ps if any(p < 1 for p in top_ps) else None
+        self.min_ps = on_device_mins if any(p > 0 for p in min_ps) else None
+        self.filter_width = filter_width(top_ks, top_ps, vocab_size, device)
+
+
+def _int64(seed: int) -> int:
+    """Any whole number's low 64 bits, as the signed number that torch holds."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def _logit_bias(requests: Sequence[Request], vocab_size: int, device: torch.device) -> LogitBias | None:
+    """The requests' `logit_bias`, and -inf for what ends a generation that is still below its `min_tokens`."""
+    rows, tokens, values = [], [], []
+    for row, request in enumerate(requests):
+        bias = dict(request.params.logit_bias or {})
+        wrong = next((token for token in bias if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise ValueError(
+                f"request {request.request_id!r}: logit_bias names token {wrong}; expected 0 to {vocab_size - 1}, "
+                "the vocabulary of the logits"
+            )
+        if len(request.output_token_ids) < request.params.min_tokens:
+            # An id past the logits cannot be sampled in any case.
+            bias |= dict.fromkeys((t for t in request.eos_token_ids if 0 <= t < vocab_size), float("-inf"))
+        rows += [row] * len(bias)
+        tokens += bias.keys()
+        values += bias.values()
+    if not rows:
+        return None
+    on_device = torch.tensor([rows, tokens]).to(device)
+    return LogitBias(on_device[0], on_device[1], torch.tensor(values, dtype=torch.float32).to(device))
