@@ -335,6 +335,22 @@ def test_a_batch_of_another_length_is_refused():
         Sampler()(torch.zeros(3, 5), SamplingBatch(rows=2))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_draws_as_the_cpu_does_and_waits_for_nothing():
+    logits = random_logits(27, 3001)
+    requests = mixed_requests(27)
+    expected = sample(logits, requests)
+    on_device = logits.cuda()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tokens = Sampler()(on_device, SamplingBatch.from_requests(requests, 3001, "cuda")).token_ids
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert tokens.tolist() == expected
+
+
 # --- sample_tokens, the form of seed 000 ---
 
 

@@ -223,6 +223,10 @@ class RequestTrace:
             return {}
         return {n: v for n, v in self.own.lcls.writes().items() if not n.startswith(PREFIX)}
 
+    def saved_names(self) -> dict[str, Any]:
+        """What the block saved, by name."""
+        return {name: value for name, value in self.written().items() if id(value) in self.saves}
+
     def release_saves(self) -> None:
         """Give saved tensors memory of their own."""
         for value in self.saved_values():

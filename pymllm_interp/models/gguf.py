@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -208,13 +209,14 @@ def _explained_errors(cache: Path, space: int) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        full = getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC}" in str(error)
-        if not full and not isinstance(error, PermissionError):
+        in_text = re.search(r"os error (\d+)", str(error))  # all that a SafetensorError tells
+        code = int(in_text[1]) if in_text else getattr(error, "errno", None)
+        if code in (errno.ENOSPC, errno.EDQUOT):
+            reason = f"{space / 1e9:.2g} GB are needed in {cache}, and there is less"
+        elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
+            reason = f"cannot write to {cache}"
+        else:
             raise
-        code = errno.ENOSPC if full else errno.EACCES
-        reason = (
-            f"{space / 1e9:.2g} GB are needed in {cache}, and there is less" if full else f"cannot write to {cache}"
-        )
         raise OSError(code, f"{reason}; set {CACHE_VARIABLE} to a folder elsewhere") from error
 
 

@@ -28,7 +28,7 @@ from ..attention.attention_backend import AttentionBackend
 from ..attention.radix_attention import RadixAttention
 from ..config import ModelConfig, ServerConfig, resolve_device, resolve_dtype
 from ..core.forward_batch import ForwardBatch, ForwardMode
-from ..core.output import LogitsProcessorOutput, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from ..core.output import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
 from ..mem_cache.memory_pool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
 from ..models.llama import head_dim_of
 from ..models.registry import build_model
@@ -137,7 +137,9 @@ class ModelRunner:
                 load_weights(model, iter_safetensors(self.source.folder))
         self.model = model.eval().requires_grad_(False)
         self.model_memory_usage = free - get_available_gpu_memory(self.device, self.gpu_id)
-        logger.info("model loaded in %.1f s, %.2f GiB on the device", time.perf_counter() - started, self.model_memory_usage)
+        logger.info(
+            "model loaded in %.1f s, %.2f GiB on the device", time.perf_counter() - started, self.model_memory_usage
+        )
 
     def init_memory_pool(self) -> None:
         """Size and create the pools: request rows, KV slots, and the slots' allocator.
@@ -511,7 +513,9 @@ class ModelRunner:
                 count = min(rows, request.prompt_len - 1 - entry.start)
                 targets = request.prompt_token_ids[entry.start + 1 : entry.start + 1 + count]
                 found[request.request_id] = prompt_logprobs(
-                    logits[first : first + count], torch.tensor(targets, device=logits.device), request.params.prompt_logprobs
+                    logits[first : first + count],
+                    torch.tensor(targets, device=logits.device),
+                    request.params.prompt_logprobs,
                 )
             first += rows
         return found
@@ -618,7 +622,9 @@ class ModelRunner:
             if any(decoding):
                 batch.forward_mode = ForwardMode.MIXED
         batch.positions = input_batch.positions
-        batch.logits_indices = None if len(input_batch.logits_indices) == batch.num_tokens else input_batch.logits_indices
+        batch.logits_indices = (
+            None if len(input_batch.logits_indices) == batch.num_tokens else input_batch.logits_indices
+        )
         if self._rope_depends_on_length():
             batch.rope_lens = self._rope_lens(input_batch)
         return batch
@@ -635,7 +641,9 @@ class ModelRunner:
         """Count the step's tokens as computed, and take the sampled ones as the next inputs."""
         index = input_batch.idx_mapping_np
         self.req_states.advance(index, input_batch.num_scheduled_tokens)
-        drawn = [(i, token) for i, token in zip(index.tolist(), output.sampled_token_ids, strict=True) if token is not None]
+        drawn = [
+            (i, token) for i, token in zip(index.tolist(), output.sampled_token_ids, strict=True) if token is not None
+        ]
         if drawn:
             rows, tokens = zip(*drawn, strict=True)
             self.req_states.append_sampled(np.array(rows), np.array(tokens))

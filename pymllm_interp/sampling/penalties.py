@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .upload import upload
+
 if TYPE_CHECKING:
     from ..core.request import Request, SamplingParams
 
@@ -37,7 +39,7 @@ def count_tokens(token_lists: Sequence[Sequence[int]], vocab_size: int, device: 
         raise ValueError(f"a token history holds token {wrong}; expected 0 to {vocab_size - 1}, the logits' vocabulary")
     lengths = torch.tensor([len(token_list) for token_list in token_lists], dtype=torch.int64)
     places = torch.arange(len(token_lists)).repeat_interleave(lengths) * vocab_size + tokens
-    places = places.to(device)
+    places = upload(places, device)
     counts = torch.zeros(len(token_lists) * vocab_size, dtype=torch.int32, device=device)
     counts.scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))
     return counts.view(len(token_lists), vocab_size)
@@ -92,11 +94,11 @@ class PenaltyBatch:
         asking = [requests[row] for row in rows]
         params = [request.params for request in asking]
         values = [[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in params]
-        repetition, frequency, presence = torch.tensor(values, dtype=torch.float32).T.contiguous().to(device).unbind()
+        repetition, frequency, presence = upload(torch.tensor(values, dtype=torch.float32), device).unbind(1)
         # Only the repetition penalty looks at the prompt, which may be long.
         prompts = [request.prompt_token_ids if request.params.repetition_penalty != 1 else [] for request in asking]
         return cls(
-            rows=torch.tensor(rows).to(device),
+            rows=upload(torch.tensor(rows), device),
             repetition=repetition,
             frequency=frequency,
             presence=presence,

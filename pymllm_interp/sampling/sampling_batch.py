@@ -10,6 +10,7 @@ import torch
 
 from .filters import filter_width
 from .penalties import PenaltyBatch
+from .upload import upload
 
 if TYPE_CHECKING:
     from ..core.request import Request
@@ -87,7 +88,7 @@ class SamplingBatch:
     def _set_sampling(self, requests: Sequence[Request], vocab_size: int, device: torch.device) -> None:
         """Fill temperatures, keys and filters: two copies to the device, whatever the number of rows."""
         params = [request.params for request in requests]
-        top_ks = [0 if p.greedy or p.top_k >= vocab_size else p.top_k for p in params]
+        top_ks = [0 if p.greedy or p.top_k >= vocab_size else int(p.top_k) for p in params]
         top_ps = [1.0 if p.greedy else p.top_p for p in params]
         min_ps = [0.0 if p.greedy else p.min_p for p in params]
         floats = [[p.temperature for p in params], top_ps, min_ps]
@@ -97,11 +98,13 @@ class SamplingBatch:
             [len(request.output_token_ids) for request in requests],
             top_ks,
         ]
-        self.temperatures, on_device_ps, on_device_mins = torch.tensor(floats, dtype=torch.float32).to(device).unbind()
-        self.seeds, self.sample_indices, self.gen_indices, on_device_ks = torch.tensor(ints).to(device).unbind()
-        self.top_ks = on_device_ks if any(k > 0 for k in top_ks) else None
-        self.top_ps = on_device_ps if any(p < 1 for p in top_ps) else None
-        self.min_ps = on_device_mins if any(p > 0 for p in min_ps) else None
+        on_device = upload(torch.tensor(floats, dtype=torch.float32), device)
+        self.temperatures = on_device[0]
+        self.top_ps = on_device[1] if any(p < 1 for p in top_ps) else None
+        self.min_ps = on_device[2] if any(p > 0 for p in min_ps) else None
+        on_device = upload(torch.tensor(ints, dtype=torch.int64), device)
+        self.seeds, self.sample_indices, self.gen_indices = on_device[:3]
+        self.top_ks = on_device[3] if any(k > 0 for k in top_ks) else None
         self.filter_width = filter_width(top_ks, top_ps, vocab_size, device)
 
 
@@ -129,5 +132,5 @@ def _logit_bias(requests: Sequence[Request], vocab_size: int, device: torch.devi
         values += bias.values()
     if not rows:
         return None
-    on_device = torch.tensor([rows, tokens]).to(device)
-    return LogitBias(on_device[0], on_device[1], torch.tensor(values, dtype=torch.float32).to(device))
+    on_device = upload(torch.tensor([rows, tokens]), device)
+    return LogitBias(on_device[0], on_device[1], upload(torch.tensor(values, dtype=torch.float32), device))

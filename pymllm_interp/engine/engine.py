@@ -1,0 +1,247 @@
+"""The engine: one thread that owns the runner, the scheduler and every trace.
+
+Callers hand it requests and wait; it steps while there is work, and sleeps while there is none. A step that fails ends the
+requests that may have made it fail, and the others go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+from ..core.output import Logprob, ModelRunnerOutput, SampledLogprobs, SchedulerOutput
+from ..core.request import Request
+from ..runner.interp_model_runner import InterpModelRunner
+from .handle import EngineClosedError, RequestHandle
+from .scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Serves requests on a thread of its own.
+
+    Args:
+        runner: initialised.
+
+    Attributes:
+        steps: steps so far, by how they ran.
+    """
+
+    def __init__(self, runner: InterpModelRunner) -> None:
+        assert runner.req_to_token_pool and runner.token_to_kv_pool_allocator and runner.token_to_kv_pool
+        self.runner = runner
+        self.scheduler = Scheduler(
+            runner.server_config,
+            runner.max_num_tokens,
+            runner.req_to_token_pool,
+            runner.token_to_kv_pool_allocator,
+            runner.token_to_kv_pool,
+        )
+        self.num_steps = 0
+        self._handles: dict[str, RequestHandle] = {}
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._closing: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="pymllm-interp-engine", daemon=True)
+        self._thread.start()
+
+    # -- callers -----------------------------------------------------------------
+
+    def submit(self, handles: list[RequestHandle]) -> None:
+        """Queue the handles' requests, all at once. Raises EngineClosedError after `shutdown`."""
+
+        def add() -> None:
+            for handle in handles:
+                for request in handle.requests:
+                    self._handles[request.request_id] = handle
+                self.scheduler.add(handle.requests)
+
+        self._post(add)
+
+    def abort(self, requests: list[Request]) -> None:
+        """End requests with finish_reason "abort". Those that have finished, or are unknown, are left as they are."""
+        if not self._closing:
+            self._post(lambda: self._end([r for r in requests if r.request_id in self._handles], "abort"))
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Run `function` on the engine's thread, between steps, and return what it returns."""
+        done, box = threading.Event(), []
+
+        def run() -> None:
+            try:
+                box.append((function(), None))
+            except BaseException as error:
+                box.append((None, error))
+            done.set()
+
+        self._post(run)
+        done.wait()
+        value, error = box[0]
+        if error is not None:
+            raise error
+        return value
+
+    def stats(self) -> dict[str, Any]:
+        """Counters: steps by way and reason, requests in each state, free pages, preemptions."""
+        scheduler = self.scheduler
+        return {
+            "steps": self.num_steps,
+            "execution": {f"{how}: {why}": n for (how, why), n in Counter(self.runner.partition.counts).items()},
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "swapped": len(scheduler.swapped),
+            "free_kv_tokens": scheduler.allocator.available_size(),
+            "preempted": scheduler.num_preempted,
+            "moved_to_host": scheduler.num_swapped,
+        }
+
+    @property
+    def on_engine_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def shutdown(self) -> None:
+        """End what runs, stop the thread and release the runner. A second call does nothing."""
+        with self._wake:
+            if self._closing is None:
+                self._closing = EngineClosedError("the engine was shut down")
+            self._wake.notify()
+        if not self.on_engine_thread:
+            self._thread.join()
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            if self._closing is not None:
+                raise EngineClosedError(f"{self._closing}: it takes no more requests") from self._closing
+            self._inbox.append(command)
+            self._wake.notify()
+
+    # -- the thread -----------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                self._expire()
+                if self.scheduler.has_work():
+                    self.step()
+        except BaseException as error:
+            logger.exception("the engine stopped")
+            self._closing = error
+        finally:
+            self._close()
+
+    def _take_commands(self) -> bool:
+        """Wait for work; False when the engine closes."""
+        with self._wake:
+            while not (self._inbox or self._closing or self.scheduler.has_work()):
+                self._wake.wait()
+            commands = list(self._inbox)
+            self._inbox.clear()
+        for command in commands:
+            command()
+        return self._closing is None
+
+    def step(self) -> None:
+        """Schedule, run and sample once; deliver what came of it."""
+        step = self.scheduler.schedule()
+        self.num_steps += 1
+        if not step.scheduled:
+            self.runner.execute_model(step)
+            return
+        try:
+            output = self.runner.execute_model(step) or self.runner.sample_tokens()
+        except Exception as error:
+            self._blame(step, error)
+            return
+        assert output is not None
+        self._collect_logprobs(step, output)
+        for request in self.scheduler.update(step, output):
+            self._finished(request)
+        for entry in step.scheduled:
+            self._deliver(entry.request)
+
+    def _deliver(self, request: Request) -> None:
+        handle = self._handles.get(request.request_id)
+        if handle is None or request.finished or not request.output_token_ids:
+            return
+        stop = handle.on_token(request)
+        if stop is not None:
+            request.stop_reason = stop
+            self._end([request], "stop")
+
+    def _blame(self, step: SchedulerOutput, error: Exception) -> None:
+        """A pass failed. Its traced requests cannot be run again; plain ones are, unless the pass had no trace in it."""
+        logger.warning("a step failed: %r", error)
+        requests = [entry.request for entry in step.scheduled]
+        traced = [request for request in requests if request.trace is not None]
+        for request in traced or requests:
+            request.error = error
+        self._end(traced or requests, "error")
+        for request in requests:
+            if not request.finished:
+                self.runner.req_states.add_request(
+                    request.request_id, request.req_pool_idx or 0, request.prompt_len, request.all_token_ids,
+                    request.num_computed_tokens,
+                )  # fmt: skip
+        self.runner.req_states.apply_staged_writes()
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        late = [r for r in self.scheduler.live if r.deadline is not None and r.deadline < now]
+        self._end(late, "timeout")
+
+    def _end(self, requests: list[Request], reason: str) -> None:
+        for request in requests:
+            if not request.finished:
+                self.scheduler.finish(request, reason)
+                self._finished(request)
+
+    def _finished(self, request: Request) -> None:
+        """Wind up a request that the scheduler has ended, and tell its caller."""
+        if request.trace is not None:
+            self.runner.finish_nnsight([request])
+            request.error = request.error or request.trace.error
+            request.warnings += request.trace.warnings
+        handle = self._handles.pop(request.request_id, None)
+        if handle is not None:
+            if request.output_token_ids and request.finish_reason in ("stop", "length") and request.stop_reason is None:
+                stop = handle.on_token(request)
+                if stop is not None:
+                    request.finish_reason, request.stop_reason = "stop", stop
+            handle.on_finish(request)
+
+    def _collect_logprobs(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        for entry, sampled in zip(step.scheduled, output.logprobs, strict=True):
+            request = entry.request
+            if sampled is not None and request.logprobs is not None and not request.forward_only:
+                request.logprobs.append(as_dict(sampled))
+            found = output.prompt_logprobs.get(request.request_id)
+            if found and request.prompt_logprobs is not None:
+                # A request that gave way computes positions again; those it has stay.
+                known = len(request.prompt_logprobs) - 1
+                request.prompt_logprobs.extend(as_dict(e) for e in found[max(0, known - entry.start) :])
+
+    def _close(self) -> None:
+        error = self._closing or EngineClosedError("the engine was shut down")
+        for request in self.scheduler.live:
+            request.error = EngineClosedError(f"request {request.request_id} was ended: {error}")
+            try:
+                self._end([request], "abort")
+            except Exception:
+                logger.exception("request %s could not be wound up", request.request_id)
+        for command in self._inbox:
+            command()  # handles that came too late still get their answer
+        for request in list(self.scheduler.live):
+            request.error = EngineClosedError(f"request {request.request_id} was ended: {error}")
+            self._end([request], "abort")
+        self.runner.shutdown()
+
+
+def as_dict(sampled: SampledLogprobs) -> dict[int, Logprob]:
+    """Token id -> its log probability; the sampled token first."""
+    entries = zip(sampled.token_ids, sampled.logprobs, sampled.ranks, strict=True)
+    return {token: Logprob(logprob, rank) for token, logprob, rank in entries}

@@ -1,0 +1,347 @@
+"""LM: the model that users hold. Generate with it as with vLLM, trace it as with nnsight.
+
+lm = LM("demo")
+outs = lm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8))
+
+with lm.trace("The Eiffel Tower is in") as tracer:
+    h = lm.model.layers[12].output.save()     # [1, tokens, hidden]
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import weakref
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import GenerationConfig, PretrainedConfig
+
+from ..config import ModelConfig, ServerConfig
+from ..core.output import RequestOutput
+from ..core.request import Request, SamplingParams
+from ..hooks.model import EngineTracer, TracedModel
+from ..hooks.nnsight_compat import WithBlockNotFoundError
+from ..hooks.trace import RequestTrace
+from ..models.source import load_tokenizer
+from ..runner.interp_model_runner import InterpModelRunner
+from .engine import Engine
+from .handle import RequestHandle, StreamPiece
+from .prompts import Limits, PromptError, RequestFactory, as_prompts, sampling_from_kwargs
+
+FORWARD = SamplingParams(temperature=0.0, max_tokens=1)
+"""What a trace's single pass samples with, for blocks that read `lm.samples`."""
+
+
+class LM(TracedModel):
+    """A language model, its engine, and the tree that traces are written against.
+
+    Args:
+        model: "demo", a folder (config.json and safetensors), a .gguf file, or a hub id.
+        dtype: "auto" is float32 on a CPU and bfloat16 on CUDA.
+        device: "auto" is CUDA where there is one.
+        load_format: "dummy" makes seeded random weights; config.json is enough, and no tokenizer is needed.
+        impl: "native", "transformers", or "auto".
+        max_model_len: tokens of one request, prompt and new ones.
+        max_running_requests: requests in one step.
+        max_num_tokens: token rows in one step; longer prompts run in chunks, traced ones must fit.
+        kv_cache_tokens: slots of the KV pool.
+        seed: of dummy weights, and of requests without a seed.
+        rename: aliases for modules, as in nnsight.
+        hf_config: a transformers config in place of config.json (with load_format="dummy").
+        server: further fields of `ServerConfig`, by name.
+
+    Raises:
+        FileNotFoundError, ValueError: no such model, or one that cannot be served; see `models`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "demo",
+        *,
+        dtype: Any = "auto",
+        device: str = "auto",
+        load_format: str = "auto",
+        impl: str = "auto",
+        max_model_len: int | None = None,
+        max_running_requests: int = 256,
+        max_num_tokens: int | None = None,
+        kv_cache_tokens: int | None = None,
+        seed: int = 0,
+        rename: dict[Any, Any] | None = None,
+        hf_config: PretrainedConfig | None = None,
+        **server: Any,
+    ) -> None:
+        model_config = ModelConfig(
+            model=str(model), dtype=dtype, load_format=load_format, impl=impl, seed=seed, hf_config=hf_config
+        )
+        server_config = ServerConfig(
+            device=device,
+            max_model_len=max_model_len,
+            max_running_requests=max_running_requests,
+            max_num_tokens=max_num_tokens,
+            kv_cache_tokens=kv_cache_tokens,
+            **server,
+        )
+
+        def wrap(module: nn.Module) -> TracedModel:
+            TracedModel.__init__(self, module, rename=rename)
+            return self
+
+        self.runner = InterpModelRunner(server_config, model_config, wrap=wrap)
+        self.runner.initialize()
+        assert self.runner.source is not None
+        self.tokenizer = load_tokenizer(self.runner.source)
+        self.hf_config: PretrainedConfig = self.runner.source.hf_config
+        limits = Limits(
+            vocab_size=self.runner.vocab_size,
+            max_model_len=self.runner.context_len,
+            max_num_tokens=self.runner.max_num_tokens,
+            kv_tokens=self.runner.max_total_num_tokens,
+            max_running=self.runner.max_running_requests,
+        )
+        eos = eos_token_ids(self.hf_config, self.runner.source.folder)
+        self._factory = RequestFactory(self.tokenizer, eos, limits, seed)
+        self.engine = Engine(self.runner)
+        _open_models.add(self)
+
+    # -- plain requests --------------------------------------------------------------
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate: as a call for outputs, as a ``with`` block to trace the generation.
+
+        ``lm.generate(prompts, SamplingParams(...))`` returns a list of `RequestOutput`, in the order of the prompts. A prompt is
+        text or token ids. One set of parameters serves all prompts, or a list gives each its own. `timeout` is in seconds.
+
+        ``with lm.generate(prompt, max_new_tokens=n) as tracer:`` is greedy unless asked otherwise, takes transformers' and
+        vLLM's names for its parameters, and serves every step to the block.
+
+        Raises:
+            PromptError, ValueError: a prompt or a parameter that cannot be served; nothing was scheduled then.
+            RuntimeError: the engine was shut down.
+        """
+        tracer = EngineTracer(self, "generate", *args, **kwargs)
+        try:
+            tracer.capture()
+        except WithBlockNotFoundError:
+            return self._generate(*args, **kwargs)
+        return tracer if _opens(tracer.node, "generate") else self._generate(*args, **kwargs)
+
+    def _generate(
+        self,
+        prompts: Any = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> list[RequestOutput]:
+        if prompts is None:
+            raise TypeError("lm.generate() needs prompts: lm.generate(['text'], SamplingParams(...))")
+        handles = self._handles(as_prompts(prompts), sampling_params, timeout)
+        self.engine.submit(handles)
+        try:
+            return [handle.result() for handle in handles]
+        except BaseException:
+            for handle in handles:
+                handle.cancel()
+            raise
+
+    def submit(
+        self, prompt: Any, sampling_params: SamplingParams | None = None, *, timeout: float | None = None
+    ) -> RequestHandle:
+        """Start a request and return at once: ``h.result()`` waits for its `RequestOutput`, ``h.cancel()`` ends it."""
+        return self._submit(prompt, sampling_params, timeout, streaming=False)
+
+    def stream(
+        self, prompt: Any, sampling_params: SamplingParams | None = None, *, timeout: float | None = None
+    ) -> Iterator[StreamPiece]:
+        """The text as it comes, in pieces. Each is a string with `token_ids`, `output_index` and, at the end, `finish_reason`.
+
+        Leaving the loop early ends the request.
+        """
+        return iter(self._submit(prompt, sampling_params, timeout, streaming=True))
+
+    def astream(
+        self, prompt: Any, sampling_params: SamplingParams | None = None, *, timeout: float | None = None
+    ) -> AsyncIterator[StreamPiece]:
+        """`stream` for ``async for``."""
+        return self._submit(prompt, sampling_params, timeout, streaming=True).__aiter__()
+
+    def _submit(
+        self, prompt: Any, params: SamplingParams | None, timeout: float | None, streaming: bool
+    ) -> RequestHandle:
+        prompts = as_prompts(prompt)
+        if len(prompts) != 1:
+            raise PromptError(f"one prompt is expected, got {len(prompts)}: lm.generate takes lists")
+        handle = self._handles(prompts, params, timeout, streaming)[0]
+        self.engine.submit([handle])
+        return handle
+
+    def _handles(
+        self,
+        prompts: list[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        timeout: float | None,
+        streaming: bool = False,
+    ) -> list[RequestHandle]:
+        """A handle for each prompt. What is wrong with any of them is raised before one is scheduled."""
+        params = self._params_for(prompts, sampling_params)
+        handles = []
+        for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+            what = f"prompt {i}" if len(prompts) > 1 else "the prompt"
+            text, ids = self._factory.tokens(prompt, what)
+            traced = bool(self._edits)
+            if traced and param.n > 1:
+                raise PromptError(
+                    f"{what} asks for n={param.n}, but this model has edits, which follow one generation each"
+                )
+            requests = self._factory.requests(ids, param, what=what, timeout=timeout, traced=traced)
+            for request in requests if traced else ():
+                request.trace = RequestTrace(None, self.interleaver, list(self._edits))
+            handles.append(RequestHandle(text, requests, self.tokenizer, self.engine.abort, streaming))
+        return handles
+
+    @staticmethod
+    def _params_for(
+        prompts: list[Any], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            return [sampling_params or SamplingParams()] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise PromptError(
+                f"{len(prompts)} prompts, but {len(sampling_params)} SamplingParams: one, or one for each"
+            )
+        for params in sampling_params:
+            if not isinstance(params, SamplingParams):
+                raise TypeError(f"sampling_params holds a {type(params).__name__}: SamplingParams is expected")
+        return list(sampling_params)
+
+    # -- traces ------------------------------------------------------------------------
+
+    def trace(self, *inputs: Any, **kwargs: Any) -> EngineTracer:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One forward pass, with a block that reads and edits it: ``with lm.trace(prompt) as tracer:``.
+
+        Without a prompt, the block opens one ``with tracer.invoke(prompt):`` for each of its prompts.
+        """
+        return EngineTracer(self, "trace", *inputs, **kwargs)
+
+    def run_traces(self, tracer: EngineTracer, traces: list[RequestTrace], inputs: list[tuple[tuple, dict]]) -> None:
+        if self.engine.on_engine_thread:
+            raise RuntimeError("a trace cannot be opened inside the block of another: use a session, or invokes")
+        handles = []
+        for i, (trace, (args, kwargs)) in enumerate(zip(traces, inputs, strict=True)):
+            what = f"invoke {i}" if len(traces) > 1 else "the prompt"
+            request = self._traced_request(tracer.mode, args, kwargs, what)
+            request.trace = trace
+            handles.append(RequestHandle(None, [request], None, self.engine.abort))
+        self.engine.submit(handles)
+        try:
+            for handle in handles:
+                handle.wait()
+        except BaseException:
+            for handle in handles:
+                handle.cancel()
+            for handle in handles:
+                handle.wait()
+            raise
+        for handle, trace in zip(handles, traces, strict=True):
+            request = handle.requests[0]
+            trace.error = trace.error or request.error or _ended_early(request)
+
+    def _traced_request(self, mode: str, args: tuple, kwargs: dict[str, Any], what: str) -> Request:
+        kwargs = dict(kwargs)
+        timeout = kwargs.pop("timeout", None)
+        prompt, kwargs = _prompt_of(args, kwargs, what)
+        _, ids = self._factory.tokens(prompt, what)
+        if mode == "trace":
+            if kwargs:
+                raise TypeError(
+                    f"lm.trace() got {', '.join(sorted(kwargs))}: it runs one forward pass and takes a prompt and timeout; "
+                    "`with lm.generate(...)` takes sampling parameters"
+                )
+            params = FORWARD
+        else:
+            params = kwargs.pop("sampling_params", None) or sampling_from_kwargs(kwargs, len(ids))
+        if params.n > 1:
+            raise PromptError(f"{what} asks for n={params.n}: a trace follows one generation; use one invoke for each")
+        (request,) = self._factory.requests(
+            ids, params, what=what, timeout=timeout, traced=True, forward_only=mode == "trace"
+        )
+        return request
+
+    def _batch_size(self, *inputs: Any, **kwargs: Any) -> int:
+        """Prompts in an invoke's input: 1, or 0 where there are only parameters."""
+        if not inputs and kwargs.get("input_ids") is None:
+            return 0
+        _prompt_of(inputs, kwargs, "the prompt")
+        return 1
+
+    # -- life ----------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """End what runs and release the model. A second call does nothing."""
+        engine = self.__dict__.get("engine")
+        if engine is not None:
+            engine.shutdown()
+        _open_models.discard(self)
+
+    def __enter__(self) -> LM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+
+_open_models: weakref.WeakSet[LM] = weakref.WeakSet()
+
+
+@atexit.register
+def _shutdown_all() -> None:
+    for lm in list(_open_models):
+        lm.shutdown()
+
+
+def eos_token_ids(config: PretrainedConfig, folder: Path | None) -> frozenset[int]:
+    """The end-of-sequence ids: generation_config.json's where there is one, else the config's."""
+    eos = getattr(config, "eos_token_id", None)
+    if folder is not None and (folder / "generation_config.json").is_file():
+        eos = GenerationConfig.from_pretrained(folder).eos_token_id or eos
+    if eos is None:
+        return frozenset()
+    return frozenset([eos] if isinstance(eos, int) else eos)
+
+
+def _opens(node: Any, method: str) -> bool:
+    """Whether the ``with`` at a call site opens the call to `method` itself, and not something around it."""
+    return any(
+        isinstance(item.context_expr, ast.Call)
+        and isinstance(item.context_expr.func, ast.Attribute)
+        and item.context_expr.func.attr == method
+        for item in node.items
+    )
+
+
+def _prompt_of(args: tuple, kwargs: Mapping[str, Any], what: str) -> tuple[Any, dict[str, Any]]:
+    """(prompt, the other keywords) of an invoke."""
+    rest = dict(kwargs)
+    encoded = {name: rest.pop(name) for name in ("input_ids", "attention_mask") if name in rest}
+    if len(args) > 1 or (args and "input_ids" in encoded):
+        raise TypeError(f"{what}: one prompt is expected, got {len(args) + len(encoded)}")
+    prompt = args[0] if args else encoded
+    if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], (str, list, tuple)):
+        if len(prompt) > 1:
+            raise PromptError(
+                f"{what} is a list of {len(prompt)} prompts; each needs a block of its own: open `with lm.trace() as tracer:` "
+                "and one `with tracer.invoke(prompt):` for each"
+            )
+        prompt = prompt[0]
+    if args and "attention_mask" in encoded:
+        prompt = {"input_ids": prompt, **encoded}
+    return prompt, rest
+
+
+def _ended_early(request: Request) -> BaseException | None:
+    if request.finish_reason == "timeout":
+        return TimeoutError(f"request {request.request_id} ran into its timeout")
+    return None

@@ -1,0 +1,337 @@
+"""Which requests take part in the next step, and with how many tokens.
+
+Continuous batching over a paged KV pool. A step holds every request that decodes and, with what is left of its token
+budget, prompts: in chunks, but for requests with a trace, whose prompt runs in one pass. When the pool is full the
+latest request gives way: a plain one is computed again later, one with a trace has its KV moved to host memory and back.
+
+Invariant (`check_integrity`): the free pages and those of live requests are all pages, disjoint, without page 0.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from ..config import ServerConfig
+from ..core.output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from ..core.request import Request, RequestStatus
+from ..mem_cache.memory_pool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
+
+
+class Scheduler:
+    """Owns every live request's rows and pages.
+
+    Args:
+        config: `schedule_policy`, `max_running_requests` and `page_size` are read.
+        max_num_tokens: token rows of one step at most.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        max_num_tokens: int,
+        rows: ReqToTokenPool,
+        allocator: TokenToKVPoolAllocator,
+        kv_pool: KVPool,
+    ) -> None:
+        self.config = config
+        self.max_num_tokens = max_num_tokens
+        self.max_running = min(config.max_running_requests, max_num_tokens)
+        self.rows, self.allocator, self.kv_pool = rows, allocator, kv_pool
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.swapped: list[Request] = []
+        self.num_preempted = self.num_swapped = 0
+        self._arrivals = 0
+        self._finished_ids: set[str] = set()
+        self._preempted_ids: set[str] = set()
+        self._last_was_prefill = False
+
+    # -- requests in and out -------------------------------------------------------
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queue requests, behind those that are there."""
+        for request in requests:
+            request.arrival = self._arrivals
+            self._arrivals += 1
+            self.waiting.append(request)
+
+    @property
+    def live(self) -> list[Request]:
+        """All requests that have not finished."""
+        return [*self.running, *self.swapped, *self.waiting]
+
+    def has_work(self) -> bool:
+        return bool(self.running or self.swapped or self.waiting)
+
+    def finish(self, request: Request, reason: str) -> None:
+        """End a request and take back what it holds. A finished one is left as it is."""
+        if request.finished:
+            return
+        queue = {RequestStatus.RUNNING: self.running, RequestStatus.SWAPPED: self.swapped}.get(request.status)
+        (self.waiting if queue is None else queue).remove(request)
+        self._release(request)
+        request.host_kv = None
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        self._finished_ids.add(request.request_id)
+
+    # -- a step ----------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """Pick the next step's requests. Decode rows come first, then prompts."""
+        step = self._pick()
+        if not step.scheduled and any(self._give_back(request) for request in self.waiting):
+            step = self._pick()
+        step.finished_req_ids, self._finished_ids = self._finished_ids, set()
+        step.preempted_req_ids, self._preempted_ids = self._preempted_ids, set()
+        return step
+
+    def _pick(self) -> SchedulerOutput:
+        step = SchedulerOutput()
+        budget = self.max_num_tokens
+        if not self._prompts_have_this_step():
+            budget = self._schedule_decodes(step, budget)
+        if not (self.config.schedule_policy == "prefill_first" and step.scheduled):
+            budget = self._schedule_chunks(step, budget)
+            budget = self._schedule_swapped(step, budget)
+            self._schedule_waiting(step, budget)
+        step.scheduled.sort(key=lambda entry: not entry.request.is_decoding)  # stable: decode first
+        self._last_was_prefill = not any(entry.request.is_decoding for entry in step.scheduled)
+        return step
+
+    def _prompts_have_this_step(self) -> bool:
+        """Whether decoding requests sit this step out, for prompts. Never two steps in a row."""
+        decoding = sum(request.is_decoding for request in self.running)
+        if not decoding or self._last_was_prefill:
+            return False
+        head = self._admissible_head()
+        if self.config.schedule_policy == "prefill_first":
+            return head is not None or any(not request.is_decoding for request in self.running)
+        if head is None or head[0].trace is None:
+            return False
+        # A traced prompt needs one pass; beside many decoding requests the budget would never hold it.
+        tokens = sum(request.num_tokens - request.num_computed_tokens for request in head)
+        return tokens + decoding > self.max_num_tokens
+
+    def _admissible_head(self) -> list[Request] | None:
+        """The requests that would be admitted next, if rows and pages allow it."""
+        for request in self.waiting:
+            if not self._waits_for_leader(request):
+                unit = self._unit(request)
+                tokens = sum(r.num_tokens for r in unit)
+                fits = len(self.running) + len(unit) <= self.max_running
+                return unit if fits and self._pages_for(tokens) <= self.allocator.available_pages() else None
+        return None
+
+    def _schedule_decodes(self, step: SchedulerOutput, budget: int) -> int:
+        for request in sorted((r for r in self.running if r.is_decoding), key=lambda r: r.arrival):
+            if request.status is RequestStatus.RUNNING and self._make_room(request, 1, step):
+                step.scheduled.append(ScheduledRequest(request, 1, request.num_computed_tokens))
+                budget -= 1
+        return budget
+
+    def _schedule_chunks(self, step: SchedulerOutput, budget: int) -> int:
+        """Go on with prompts that earlier steps began."""
+        for request in sorted((r for r in self.running if not r.is_decoding), key=lambda r: r.arrival):
+            tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            if tokens and request.status is RequestStatus.RUNNING and self._make_room(request, tokens, step):
+                step.scheduled.append(ScheduledRequest(request, tokens, request.num_computed_tokens))
+                budget -= tokens
+        return budget
+
+    def _schedule_swapped(self, step: SchedulerOutput, budget: int) -> int:
+        """Bring requests back whose KV is in host memory, the earliest first."""
+        for request in sorted(self.swapped, key=lambda r: r.arrival):
+            unit = [r for r in self._unit(request) if r.status is RequestStatus.SWAPPED]
+            if request.status is not RequestStatus.SWAPPED or len(unit) > budget or not self._can_admit(unit):
+                continue
+            for member in unit:
+                self._admit(member, step)
+                slots = self.allocator.slots_of(member.pages, 0, member.num_computed_tokens)
+                self.kv_pool.swap_in(slots, member.host_kv)
+                member.host_kv = None
+                step.scheduled.append(ScheduledRequest(member, 1, member.num_computed_tokens))
+                budget -= 1
+        return budget
+
+    def _schedule_waiting(self, step: SchedulerOutput, budget: int) -> None:
+        for request in list(self.waiting):
+            if budget <= 0 or self.swapped:
+                return
+            if request.status is not RequestStatus.WAITING or self._waits_for_leader(request):
+                continue
+            if any(entry.request is request for entry in step.scheduled):
+                continue
+            unit = self._unit(request)
+            needed = sum(r.num_tokens - r.num_computed_tokens for r in unit)
+            whole = request.trace is not None or len(unit) > 1
+            if (whole and needed > budget) or not self._can_admit(unit):
+                return  # first come, first served
+            for member in unit:
+                tokens = min(member.num_tokens - member.num_computed_tokens, budget)
+                self._admit(member, step)
+                step.scheduled.append(ScheduledRequest(member, tokens, member.num_computed_tokens))
+                budget -= tokens
+
+    def _can_admit(self, unit: list[Request]) -> bool:
+        """Whether rows and pages are free for all tokens that the requests have so far."""
+        pages = sum(self._pages_for(r.num_tokens) - len(r.pages) for r in unit)
+        return len(self.running) + len(unit) <= self.max_running and pages <= self.allocator.available_pages()
+
+    def _admit(self, request: Request, step: SchedulerOutput) -> None:
+        row = self.rows.alloc()
+        assert row is not None, "there are as many rows as running requests"
+        request.req_pool_idx = row
+        (self.swapped if request.status is RequestStatus.SWAPPED else self.waiting).remove(request)
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+        self._preempted_ids.discard(request.request_id)
+        step.scheduled_new_reqs.append(request)
+        grown = self._grow(request, request.num_tokens)
+        assert grown, "_can_admit counted the pages"
+
+    # -- what a step made ---------------------------------------------------------------
+
+    def update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[Request]:
+        """Take a step's tokens, and end the requests that are through. Returns those that ended."""
+        ended = []
+        for (request, num_tokens, _), token in zip(step.scheduled, output.sampled_token_ids, strict=True):
+            if request.finished:
+                continue
+            request.num_computed_tokens += num_tokens
+            first = token is not None and not request.output_token_ids
+            reason = self._take(request, token, output)
+            if first:
+                self._hand_over(request)
+            if reason is not None:
+                self.finish(request, reason)
+                ended.append(request)
+        return ended
+
+    def _take(self, request: Request, token: int | None, output: ModelRunnerOutput) -> str | None:
+        """Append the token; the reason to end, or None."""
+        error = output.errors.get(request.request_id)
+        if error is not None:
+            request.error = error
+            return "error"
+        if token is None:
+            return None
+        if request.forward_only:
+            return "length"
+        request.output_token_ids.append(token)
+        if request.request_id in output.stopped:
+            return "stop"
+        if token in request.eos_token_ids and len(request.output_token_ids) >= request.params.min_tokens:
+            request.stop_reason = token
+            return "stop"
+        return "length" if len(request.output_token_ids) >= request.max_tokens else None
+
+    def _hand_over(self, leader: Request) -> None:
+        """Give the completions that wait for this prompt its KV: they start at its last token."""
+        for request in self.waiting:
+            if request.leader is not leader:
+                continue
+            request.leader = None
+            shared = leader.prompt_len - 1
+            if shared and not request.pages and self._grow(request, shared):
+                source = self.allocator.slots_of(leader.pages, 0, shared)
+                self.kv_pool.copy(source, self.allocator.slots_of(request.pages, 0, shared))
+                request.num_computed_tokens = shared
+
+    @staticmethod
+    def _waits_for_leader(request: Request) -> bool:
+        if request.leader is not None and request.leader.finished:
+            request.leader = None
+        return request.leader is not None
+
+    # -- pages ----------------------------------------------------------------------------
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.config.page_size)
+
+    def _grow(self, request: Request, tokens: int) -> bool:
+        """Give the request pages for `tokens` positions in all. False: there are not as many."""
+        missing = self._pages_for(tokens) - len(request.pages)
+        if missing <= 0:
+            return True
+        pages = self.allocator.alloc_pages(missing)
+        if pages is None:
+            return False
+        request.pages.extend(pages)
+        return True
+
+    def _make_room(self, request: Request, tokens: int, step: SchedulerOutput) -> bool:
+        """Pages for `tokens` more positions, if others must give way for them. False: it was the request that did."""
+        while not self._grow(request, request.num_computed_tokens + tokens):
+            victim = self._victim()
+            self._preempt(victim, step)
+            if request.status is not RequestStatus.RUNNING:
+                return False
+        return True
+
+    def _victim(self) -> Request:
+        """Who gives way: prompts that only wait, then the latest plain request, then the latest with a trace."""
+        holding = [r for r in self.waiting if r.pages]
+        plain = [r for r in self.running if r.trace is None]
+        candidates = holding or plain or self.running
+        return max(candidates, key=lambda r: r.arrival)
+
+    def _preempt(self, request: Request, step: SchedulerOutput) -> None:
+        """Take a request, and those of its gang, out of the running ones."""
+        for member in self._unit(request):
+            if member.status is RequestStatus.WAITING:
+                self._give_back(member)
+            if member.status is not RequestStatus.RUNNING:
+                continue
+            step.scheduled[:] = [entry for entry in step.scheduled if entry.request is not member]
+            self.running.remove(member)
+            member.num_preemptions += 1
+            self._preempted_ids.add(member.request_id)
+            if member.trace is None:
+                self._release(member)
+                member.num_computed_tokens = 0
+                member.status = RequestStatus.WAITING
+                self.waiting.appendleft(member)
+                self.num_preempted += 1
+            else:
+                slots = self.allocator.slots_of(member.pages, 0, member.num_computed_tokens)
+                member.host_kv = self.kv_pool.swap_out(slots)
+                self._release(member)
+                member.status = RequestStatus.SWAPPED
+                self.swapped.append(member)
+                self.num_swapped += 1
+
+    def _give_back(self, request: Request) -> bool:
+        """Take the pages of a prompt that only waits (it was handed another's KV). False: it has none."""
+        if not request.pages:
+            return False
+        self._release(request)
+        request.num_computed_tokens = 0
+        return True
+
+    def _release(self, request: Request) -> None:
+        if request.pages:
+            self.allocator.free_pages(request.pages)
+            request.pages = []
+        if request.req_pool_idx is not None:
+            self.rows.free(request.req_pool_idx)
+            request.req_pool_idx = None
+
+    @staticmethod
+    def _unit(request: Request) -> list[Request]:
+        """The request, or its gang's members that have not finished."""
+        return [r for r in request.gang if not r.finished] if request.gang else [request]
+
+    def check_integrity(self) -> None:
+        """Every page and row is free or one live request's. Raises AssertionError otherwise."""
+        live = self.live
+        self.allocator.check_integrity([page for request in live for page in request.pages])
+        rows = [request.req_pool_idx for request in self.running]
+        assert None not in rows and 0 not in rows and len(set(rows)) == len(rows), f"rows {rows}"
+        assert self.rows.available_size() + len(rows) == self.rows.size, "rows leaked"
+        for request in live:
+            held = len(request.pages) * self.config.page_size
+            assert request.num_computed_tokens <= held or request.status is RequestStatus.SWAPPED, request.request_id
+        idle = [r for r in [*self.swapped, *self.waiting] if r.req_pool_idx is not None]
+        assert not idle, f"rows held by requests that do not run: {[r.request_id for r in idle]}"

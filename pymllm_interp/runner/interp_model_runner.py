@@ -1,0 +1,178 @@
+"""InterpModelRunner: a ModelRunner whose requests may carry traces.
+
+One step, with what it adds to the plain one::
+
+    execute_model   process_new_reqs      every traced request gets its rows; new blocks run to where they first wait
+                    dispatch              does a block wait for a module that this pass reaches?
+                    forward               plain (no module is called), or module by module with the blocks served
+    sample_tokens   unflatten             from token rows to sampled rows
+                    logits, samples       offered to the blocks; each sees and changes its own row
+    finish_nnsight  process_finished_reqs results, blocks that still wait, saves
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ..config import ModelConfig, ServerConfig
+from ..core.forward_batch import ForwardBatch
+from ..core.output import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
+from ..core.request import Request
+from ..hooks.groups import NNsightRequestHelper
+from ..hooks.model import TracedModel
+from .input_batch import ExecuteModelState
+from .model_runner import ModelRunner
+from .partition import BatchExecutionDescriptor, Execution
+
+
+class InterpModelRunner(ModelRunner):
+    """A ModelRunner that lets each request's blocks read and change its own hidden states, logits and samples.
+
+    Args:
+        wrap: makes the nnsight model over the loaded weights; `LM` passes itself.
+
+    Attributes:
+        nnsight_model: the envoy tree over the served module, which it does not copy.
+        nnsight_request_helper: the traces in flight, and their rows.
+    """
+
+    def __init__(
+        self,
+        server_config: ServerConfig | None = None,
+        model_config: ModelConfig | None = None,
+        gpu_id: int = 0,
+        *,
+        wrap: Callable[[nn.Module], TracedModel] = TracedModel,
+    ) -> None:
+        super().__init__(server_config, model_config, gpu_id)
+        self._wrap = wrap
+        self.nnsight_model: TracedModel | None = None
+        self.nnsight_request_helper = NNsightRequestHelper()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the weights, then wrap the module."""
+        super().load_model(*args, **kwargs)
+        self.nnsight_model = self._wrap(self.get_model())
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.nnsight_model = None
+
+    @torch.no_grad()
+    def execute_model(
+        self, scheduler_output: SchedulerOutput, intermediate_tensors: None = None
+    ) -> ModelRunnerOutput | None:
+        """Run a step's forward pass with the blocks of its traced requests. What a block raises stays with its request."""
+        if not any(entry.request.trace is not None for entry in scheduler_output.scheduled):
+            return super().execute_model(scheduler_output, intermediate_tensors)
+        model, helper = self._traced(), self.nnsight_request_helper
+        helper.process_new_reqs(scheduler_output.scheduled, model)
+        model.interleaver.begin_pass(helper.traces)
+        try:
+            return super().execute_model(scheduler_output, intermediate_tensors)
+        except BaseException:
+            model.interleaver.end_pass()
+            raise
+
+    @torch.no_grad()
+    def sample_tokens(self) -> ModelRunnerOutput | None:
+        state = self.execute_model_state
+        if state is None or not self._traced().interleaver.traces:
+            return super().sample_tokens()
+        traces = self.nnsight_request_helper.traces
+        try:
+            output = super().sample_tokens()
+        finally:
+            self._traced().interleaver.end_pass()
+        assert output is not None
+        for trace in traces:
+            trace.receipt.steps[state.descriptor.execution.value] += 1
+            if trace.error is not None:
+                output.errors[trace.request_id] = trace.error
+            elif trace.stopped:
+                output.stopped.add(trace.request_id)
+        return output
+
+    def finish_nnsight(self, finished_requests: list[Request]) -> ModelRunnerOutput:
+        """Wind up the traces of finished requests: their results, their saves, and what went wrong."""
+        model = self._traced()
+        traced = {r.request_id: r for r in finished_requests if r.trace is not None}
+        self.nnsight_request_helper.process_finished_reqs(set(traced), traced, model)
+        output = ModelRunnerOutput(req_ids=list(traced))
+        for rid, request in traced.items():
+            output.saves[rid] = request.trace.saved_names()
+            if request.trace.error is not None:
+                output.errors[rid] = request.trace.error
+        return output
+
+    def dispatch(self, forward_batch: ForwardBatch) -> BatchExecutionDescriptor:
+        hooked = sum(trace.hooks_next_pass() for trace in self._traced().interleaver.traces)
+        return self.partition.decide(
+            forward_batch.forward_mode, forward_batch.num_tokens, forward_batch.batch_size, hooked
+        )
+
+    def _run(self, forward_batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
+        if descriptor.execution is Execution.MODULES:
+            # Blocks may save what modules read: not the input buffers, which the next step overwrites.
+            assert forward_batch.positions is not None
+            forward_batch.input_ids = forward_batch.input_ids.clone()
+            forward_batch.positions = forward_batch.positions.clone()
+        return super()._run(forward_batch, descriptor)
+
+    def _plan_and_call(self, batch: ForwardBatch, execution: Execution) -> LogitsProcessorOutput:
+        output = super()._plan_and_call(batch, execution)
+        model = self.nnsight_model
+        if model is not None and model.interleaver.interleaving:
+            for trace in model.interleaver.traces:
+                if trace.rows is not None:
+                    logits = trace.rows.narrow(output.next_token_logits, of_logits=True)
+                    trace.result = CausalLMOutputWithPast(logits=logits.unsqueeze(0))
+        return output
+
+    def _sample(self, logits: torch.Tensor, state: ExecuteModelState) -> ModelRunnerOutput:
+        interleaver = self._traced().interleaver
+        if not interleaver.interleaving:
+            return super()._sample(logits, state)
+        model, sampling = self._traced(), state.input_batch.sampling
+        self.nnsight_request_helper.unflatten(model, sampling)
+        logits = interleaver.handle(f"{model.path}.logits", logits)
+        output = super()._sample(logits, state)
+        sampled = [token for token in output.sampled_token_ids if token is not None]
+        offered = torch.tensor(sampled, dtype=torch.int64, device=logits.device).unsqueeze(1)
+        chosen = interleaver.handle(f"{model.path}.samples", offered)
+        if chosen is not offered or not torch.equal(chosen, torch.tensor(sampled, device=logits.device).unsqueeze(1)):
+            output = self._replace_samples(output, chosen.squeeze(1).tolist(), state)
+        for entry, token in zip(sampling, chosen.squeeze(1).tolist(), strict=True):
+            if entry.request.trace is not None and not entry.request.forward_only:
+                location = f"{model.path}.generator.streamer.output"
+                interleaver.offer(entry.request.trace, location, torch.tensor([token]))
+        return output
+
+    def _replace_samples(
+        self, output: ModelRunnerOutput, chosen: list[int], state: ExecuteModelState
+    ) -> ModelRunnerOutput:
+        """The output with the tokens that blocks chose. A token outside of the vocabulary is its request's error."""
+        replaced = iter(chosen)
+        for i, (entry, token) in enumerate(zip(state.input_batch.entries, output.sampled_token_ids, strict=True)):
+            if token is None:
+                continue
+            new = next(replaced)
+            if 0 <= new < self.vocab_size:
+                output.sampled_token_ids[i] = new
+            else:
+                entry.request.trace.fail(
+                    ValueError(
+                        f"request {entry.request.request_id}: `samples` was set to {new}, but token ids go from 0 to "
+                        f"{self.vocab_size - 1}"
+                    )
+                )
+        return output
+
+    def _traced(self) -> TracedModel:
+        assert self.nnsight_model is not None, "call initialize() first"
+        return self.nnsight_model
