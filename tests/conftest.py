@@ -1,0 +1,132 @@
+"""Shared fixtures: tiny random models of each family, with a tokenizer, saved once a session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from pymllm_interp import LM
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+VOCAB = 97
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "intermediate_size": 56,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "initializer_range": 0.2,
+}
+
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    # 9 heads over 3, tied embeddings
+    "llama": lambda: LlamaConfig(
+        **COMMON, hidden_size=72, num_hidden_layers=3, num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True
+    ),
+    # biases everywhere, llama3 RoPE scaling, head_dim not hidden over heads
+    "llama-rope": lambda: LlamaConfig(
+        **COMMON, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, head_dim=24,
+        attention_bias=True, mlp_bias=True,
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    "mistral": lambda: MistralConfig(
+        **COMMON, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, sliding_window=5
+    ),
+    "qwen2": lambda: Qwen2Config(
+        **COMMON, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, use_sliding_window=True,
+        sliding_window=4, max_window_layers=1, tie_word_embeddings=True,
+    ),
+    "qwen3": lambda: Qwen3Config(
+        **COMMON, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=24
+    ),
+}  # fmt: skip
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A word-level tokenizer over w0 ... w94, with an unknown and a padding token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocab = {f"w{i}": i for i in range(VOCAB - 2)} | {"<unk>": VOCAB - 2, "<pad>": VOCAB - 1}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", padding_side="left")
+
+
+def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """transformers' own class with seeded random weights, float32, in eval mode; every parameter random, norms and biases too."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.1)
+            elif "norm" in name:
+                parameter.normal_(1, 0.1)
+    return model
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """family -> a folder with config, safetensors and a tokenizer."""
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            random_model(CONFIGS[family]()).save_pretrained(made[family])
+            tiny_tokenizer().save_pretrained(made[family])
+        return made[family]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def oracle(model_folder: Callable[[str], Path]) -> Callable[[str], PreTrainedModel]:
+    """family -> transformers' model over the folder's weights, eager attention, float32."""
+    made: dict[str, PreTrainedModel] = {}
+
+    def load(family: str) -> PreTrainedModel:
+        if family not in made:
+            made[family] = AutoModelForCausalLM.from_pretrained(
+                model_folder(family), dtype=torch.float32, attn_implementation="eager"
+            ).eval()
+        return made[family]
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def lm_of(model_folder: Callable[[str], Path]) -> Iterator[Callable[..., LM]]:
+    """(family, **arguments) -> an LM over the folder's weights, float32; made once for equal arguments, shut down at the end."""
+    made: dict[tuple, LM] = {}
+
+    def load(family: str, **kwargs: Any) -> LM:
+        key = (family, *sorted(kwargs.items()))
+        if key not in made:
+            made[key] = LM(model_folder(family), **{"dtype": "float32", "device": "cpu", **kwargs})
+        return made[key]
+
+    yield load
+    for lm in made.values():
+        lm.shutdown()
