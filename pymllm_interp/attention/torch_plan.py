@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 QUERY_MULTIPLE = 8
 KV_MULTIPLE = 16
 # A group's scores should stay in the cache.
-MAX_SCORE_BYTES = 2 << 20
+MAX_SCORE_BYTES = 4 << 20
 # A group may hold as much padding as real scores; below this many pairs, padding costs less than one more group.
 SMALL_PAIRS = 4096
 
@@ -103,10 +103,11 @@ def make_segments(forward_batch: ForwardBatch) -> list[Segment]:
 def build_plan(
     segments: list[Segment], layer: RadixAttention, forward_batch: ForwardBatch, dtype: torch.dtype
 ) -> AttnPlan:
-    """The plan for layers like `layer` (window, soft cap and heads), with masks in `dtype`."""
+    """The plan for layers like `layer` (window, soft cap and heads), with masks in `dtype` (under a soft cap: float32)."""
     window = effective_window(segments, layer)
     capped = layer.logit_cap is not None
-    max_pairs = MAX_SCORE_BYTES // (layer.num_heads * (4 if capped else dtype.itemsize))
+    dtype = torch.float32 if capped else dtype
+    max_pairs = MAX_SCORE_BYTES // (layer.num_heads * dtype.itemsize)
     lone, pieces = [], []
     for segment in segments:
         if segment.num * segment.kv_len <= max_pairs:

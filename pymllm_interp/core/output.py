@@ -143,8 +143,8 @@ class LogitsProcessorOutput:
     """What a model's forward pass made."""
 
     next_token_logits: torch.Tensor
-    """[batch, vocab]: the last token's of each request that has its prompt complete in a step, in batch order."""
+    """[batch, vocab]: the last token's, in batch order. In a step: [logit rows, vocab], those of its `InputBatch`."""
     hidden_states: torch.Tensor | None = None
     """[tokens, hidden] after the final norm, where asked for."""
-    all_logits: torch.Tensor | None = None
-    """[logit rows, vocab]: every row that lm_head ran on, where that is more than `next_token_logits`."""
+    next_token_logprobs: list[SampledLogprobs] | None = None
+    """Of each request's sampled token; set by `ModelRunner.sample` for a batch with `return_logprob`."""

@@ -132,8 +132,10 @@ class Request:
     """What watches this request's forward passes (hooks.trace.RequestTrace), or None."""
     forward_only: bool = False
     """One forward pass that serves the logits of all positions, and no generation."""
-    gang: Any = None
-    """Requests that share it are admitted, stepped and moved together."""
+    alone: bool = False
+    """No other request may take part in its pass (gradients)."""
+    gang: list[Request] | None = None
+    """The requests that are admitted, stepped and moved together with this one, itself included."""
     leader: Request | None = None
     """The completion of the same prompt whose prefill this one takes over, or None."""
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..core.output import Logprob, ModelRunnerOutput, SampledLogprobs, SchedulerOutput
 from ..core.request import Request
+from ..hooks.watchdog import Watchdog
 from ..runner.interp_model_runner import InterpModelRunner
 from .handle import EngineClosedError, RequestHandle
 from .scheduler import Scheduler
@@ -47,6 +48,10 @@ class Engine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closing: BaseException | None = None
+        config = runner.server_config
+        self._watchdog = Watchdog(config.trace_step_warning, config.trace_step_timeout)
+        assert runner.nnsight_model is not None
+        runner.nnsight_model.interleaver.watchdog = self._watchdog
         self._thread = threading.Thread(target=self._run, name="pymllm-interp-engine", daemon=True)
         self._thread.start()
 
@@ -202,8 +207,19 @@ class Engine:
 
     def _finished(self, request: Request) -> None:
         """Wind up a request that the scheduler has ended, and tell its caller."""
+        if request.gang is not None:
+            if not all(member.finished for member in request.gang):
+                return  # its blocks may still wait for those of the others
+            ending, request.gang[:] = list(request.gang), []
+        else:
+            ending = [request]
         if request.trace is not None:
-            self.runner.finish_nnsight([request])
+            self.runner.finish_nnsight(ending)
+        for member in ending:
+            self._tell(member)
+
+    def _tell(self, request: Request) -> None:
+        if request.trace is not None:
             request.error = request.error or request.trace.error
             request.warnings += request.trace.warnings
         handle = self._handles.pop(request.request_id, None)
@@ -238,6 +254,7 @@ class Engine:
         for request in list(self.scheduler.live):
             request.error = EngineClosedError(f"request {request.request_id} was ended: {error}")
             self._end([request], "abort")
+        self._watchdog.close()
         self.runner.shutdown()
 
 

@@ -135,10 +135,11 @@ class LM(TracedModel):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         timeout: float | None = None,
+        edits: list[str] | None = None,
     ) -> list[RequestOutput]:
         if prompts is None:
             raise TypeError("lm.generate() needs prompts: lm.generate(['text'], SamplingParams(...))")
-        handles = self._handles(as_prompts(prompts), sampling_params, timeout)
+        handles = self._handles(as_prompts(prompts), sampling_params, timeout, edits)
         self.engine.submit(handles)
         try:
             return [handle.result() for handle in handles]
@@ -148,33 +149,53 @@ class LM(TracedModel):
             raise
 
     def submit(
-        self, prompt: Any, sampling_params: SamplingParams | None = None, *, timeout: float | None = None
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        edits: list[str] | None = None,
     ) -> RequestHandle:
         """Start a request and return at once: ``h.result()`` waits for its `RequestOutput`, ``h.cancel()`` ends it."""
-        return self._submit(prompt, sampling_params, timeout, streaming=False)
+        return self._submit(prompt, sampling_params, timeout, edits, streaming=False)
 
     def stream(
-        self, prompt: Any, sampling_params: SamplingParams | None = None, *, timeout: float | None = None
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        edits: list[str] | None = None,
     ) -> Iterator[StreamPiece]:
         """The text as it comes, in pieces. Each is a string with `token_ids`, `output_index` and, at the end, `finish_reason`.
 
         Leaving the loop early ends the request.
         """
-        return iter(self._submit(prompt, sampling_params, timeout, streaming=True))
+        return iter(self._submit(prompt, sampling_params, timeout, edits, streaming=True))
 
     def astream(
-        self, prompt: Any, sampling_params: SamplingParams | None = None, *, timeout: float | None = None
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+        edits: list[str] | None = None,
     ) -> AsyncIterator[StreamPiece]:
         """`stream` for ``async for``."""
-        return self._submit(prompt, sampling_params, timeout, streaming=True).__aiter__()
+        return self._submit(prompt, sampling_params, timeout, edits, streaming=True).__aiter__()
 
     def _submit(
-        self, prompt: Any, params: SamplingParams | None, timeout: float | None, streaming: bool
+        self,
+        prompt: Any,
+        params: SamplingParams | None,
+        timeout: float | None,
+        edits: list[str] | None,
+        streaming: bool,
     ) -> RequestHandle:
         prompts = as_prompts(prompt)
         if len(prompts) != 1:
             raise PromptError(f"one prompt is expected, got {len(prompts)}: lm.generate takes lists")
-        handle = self._handles(prompts, params, timeout, streaming)[0]
+        handle = self._handles(prompts, params, timeout, edits, streaming)[0]
         self.engine.submit([handle])
         return handle
 
@@ -183,6 +204,7 @@ class LM(TracedModel):
         prompts: list[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         timeout: float | None,
+        edits: list[str] | None = None,
         streaming: bool = False,
     ) -> list[RequestHandle]:
         """A handle for each prompt. What is wrong with any of them is raised before one is scheduled."""
@@ -191,14 +213,15 @@ class LM(TracedModel):
         for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             what = f"prompt {i}" if len(prompts) > 1 else "the prompt"
             text, ids = self._factory.tokens(prompt, what)
-            traced = bool(self._edits)
+            blocks = self.edits_of(edits)
+            traced = bool(blocks)
             if traced and param.n > 1:
                 raise PromptError(
                     f"{what} asks for n={param.n}, but this model has edits, which follow one generation each"
                 )
             requests = self._factory.requests(ids, param, what=what, timeout=timeout, traced=traced)
             for request in requests if traced else ():
-                request.trace = RequestTrace(None, self.interleaver, list(self._edits))
+                request.trace = RequestTrace(None, self.interleaver, blocks)
             handles.append(RequestHandle(text, requests, self.tokenizer, self.engine.abort, streaming))
         return handles
 
@@ -234,7 +257,15 @@ class LM(TracedModel):
             what = f"invoke {i}" if len(traces) > 1 else "the prompt"
             request = self._traced_request(tracer.mode, args, kwargs, what)
             request.trace = trace
+            request.alone = trace.grad
+            if trace.grad and tracer.mode != "trace":
+                raise PromptError(
+                    f"{what}: gradients need a single forward pass: use `with lm.trace(...)` (the block names "
+                    "backward, grad, requires_grad_, retain_grad or autograd, or grad=True was given)"
+                )
             handles.append(RequestHandle(None, [request], None, self.engine.abort))
+        if traces[0].gang:
+            self._form_gang([handle.requests[0] for handle in handles])
         self.engine.submit(handles)
         try:
             for handle in handles:
@@ -248,6 +279,23 @@ class LM(TracedModel):
         for handle, trace in zip(handles, traces, strict=True):
             request = handle.requests[0]
             trace.error = trace.error or request.error or _ended_early(request)
+
+    def _form_gang(self, requests: list[Request]) -> None:
+        """Bind the requests of a trace whose blocks need each other: one step must hold them all."""
+        limits, tokens = self._factory.limits, sum(request.prompt_len for request in requests)
+        kv = sum(request.max_total_tokens for request in requests)
+        for need, limit, setting in (
+            (tokens, limits.max_num_tokens, "max_num_tokens"),
+            (len(requests), limits.max_running, "max_running_requests"),
+            (kv, limits.kv_tokens - len(requests) * self.runner.server_config.page_size, "kv_cache_tokens"),
+        ):
+            if need > limit:
+                raise PromptError(
+                    f"the {len(requests)} invokes of this trace need each other (a barrier, or a name that one binds and another "
+                    f"reads), so they run in the same steps; that takes {setting} of at least {need}, and it is {limit}"
+                )
+        for request in requests:
+            request.gang = requests
 
     def _traced_request(self, mode: str, args: tuple, kwargs: dict[str, Any], what: str) -> Request:
         kwargs = dict(kwargs)
@@ -271,7 +319,7 @@ class LM(TracedModel):
         return request
 
     def _batch_size(self, *inputs: Any, **kwargs: Any) -> int:
-        """Prompts in an invoke's input: 1, or 0 where there are only parameters."""
+        """Prompts in a trace's input: 1, or 0 where there are only parameters and the block holds invokes."""
         if not inputs and kwargs.get("input_ids") is None:
             return 0
         _prompt_of(inputs, kwargs, "the prompt")
@@ -326,6 +374,11 @@ def _prompt_of(args: tuple, kwargs: Mapping[str, Any], what: str) -> tuple[Any, 
     """(prompt, the other keywords) of an invoke."""
     rest = dict(kwargs)
     encoded = {name: rest.pop(name) for name in ("input_ids", "attention_mask") if name in rest}
+    if not args and not encoded:
+        raise PromptError(
+            f"{what} has no prompt; nnsight's empty invoke sees the whole batch, but here a block sees its own request's "
+            "rows and no others': give each invoke its prompt"
+        )
     if len(args) > 1 or (args and "input_ids" in encoded):
         raise TypeError(f"{what}: one prompt is expected, got {len(args) + len(encoded)}")
     prompt = args[0] if args else encoded

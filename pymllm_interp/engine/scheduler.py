@@ -92,7 +92,11 @@ class Scheduler:
         budget = self.max_num_tokens
         if not self._prompts_have_this_step():
             budget = self._schedule_decodes(step, budget)
-        if not (self.config.schedule_policy == "prefill_first" and step.scheduled):
+        head = self._admissible_head()
+        if head is not None and head[0].alone:
+            if not step.scheduled:
+                self._schedule_waiting(step, budget)
+        elif not (self.config.schedule_policy == "prefill_first" and step.scheduled):
             budget = self._schedule_chunks(step, budget)
             budget = self._schedule_swapped(step, budget)
             self._schedule_waiting(step, budget)
@@ -110,6 +114,8 @@ class Scheduler:
             return head is not None or any(not request.is_decoding for request in self.running)
         if head is None or head[0].trace is None:
             return False
+        if head[0].alone:
+            return True
         # A traced prompt needs one pass; beside many decoding requests the budget would never hold it.
         tokens = sum(request.num_tokens - request.num_computed_tokens for request in head)
         return tokens + decoding > self.max_num_tokens
@@ -166,13 +172,15 @@ class Scheduler:
             unit = self._unit(request)
             needed = sum(r.num_tokens - r.num_computed_tokens for r in unit)
             whole = request.trace is not None or len(unit) > 1
-            if (whole and needed > budget) or not self._can_admit(unit):
+            if (whole and needed > budget) or not self._can_admit(unit) or (request.alone and step.scheduled):
                 return  # first come, first served
             for member in unit:
                 tokens = min(member.num_tokens - member.num_computed_tokens, budget)
                 self._admit(member, step)
                 step.scheduled.append(ScheduledRequest(member, tokens, member.num_computed_tokens))
                 budget -= tokens
+            if request.alone:
+                return
 
     def _can_admit(self, unit: list[Request]) -> bool:
         """Whether rows and pages are free for all tokens that the requests have so far."""

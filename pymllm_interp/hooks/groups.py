@@ -62,6 +62,11 @@ class NNsightRequestHelper:
         """The traces that take part in this step, in batch order."""
         return [trace for _, trace in self._step]
 
+    @property
+    def forward_traces(self) -> list[RequestTrace]:
+        """Those of them whose request is a single forward pass, whose result is the model's output."""
+        return [trace for entry, trace in self._step if entry.request.forward_only]
+
     def process_new_reqs(self, new_reqs: list[ScheduledRequest], model: TracedModel) -> None:
         """Start the traces of requests that are here for the first time, and give every traced one its rows of this step.
 
@@ -96,7 +101,11 @@ class NNsightRequestHelper:
     def process_finished_reqs(
         self, finished_request_ids: set[str], requests: Mapping[str, Request], model: TracedModel
     ) -> None:
-        """Serve the results that only a finished request has, end the blocks that still wait, and forget the requests."""
+        """Serve the results that only a finished request has, end the blocks that still wait, and forget the requests.
+
+        The requests of a gang come together: their blocks may still wait for each other.
+        """
+        ending: list[tuple[RequestTrace, Request]] = []
         for rid in finished_request_ids:
             trace = self._traces.pop(rid, None)
             self.req_id_to_batch_group_idx.pop(rid, None)
@@ -111,7 +120,21 @@ class NNsightRequestHelper:
             else:
                 self.num_prompts_in_mediator.pop(trace.trace_id, None)
             if request is not None:
-                trace.finish(request, model)
+                trace.over, trace.rows = True, None
+                ending.append((trace, request))
+        self._wind_up(ending, model)
+        for trace, request in ending:
+            trace.close(request)
+
+    @staticmethod
+    def _wind_up(ending: list[tuple[RequestTrace, Request]], model: TracedModel) -> None:
+        """Results first, then loops that end, then blocks that wait for what never comes; barriers are given up last."""
+        while (
+            any(trace.serve_results(request, model) for trace, request in ending)
+            or any(trace.end_waiting(barriers=False) for trace, _ in ending)
+            or any(trace.end_waiting(barriers=True) for trace, _ in ending)
+        ):
+            pass
 
     def _admit(self, request: Request, trace: RequestTrace, model: TracedModel) -> None:
         if request.request_id in self._traces:

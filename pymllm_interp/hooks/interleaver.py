@@ -14,7 +14,6 @@ somebody waits, and lets each request count its own passes. What it keeps of nns
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ import torch
 
 from .nnsight_compat import Envoy, Event, Interleaver, Mediator, Pending, apply, save_scope
 from .rows import EditError
+from .watchdog import TraceTimeoutError, Watchdog
 
 if TYPE_CHECKING:
     from .trace import RequestTrace
@@ -58,14 +58,15 @@ class Block(Mediator):
         # nnsight keeps the saved ids and the nesting depth with the thread; here they belong to the request.
         trace, interleaver = self.trace, self.trace.interleaver
         depth, saves = getattr(save_scope, "depth", 0), getattr(save_scope, "saves", None)
-        outer = interleaver.serving
+        outer, watchdog = interleaver.serving, interleaver.watchdog
         save_scope.depth, save_scope.saves, interleaver.serving = 1, trace.saves, trace
-        trace.visit_started = time.monotonic()
+        visit = watchdog.enter(trace) if watchdog is not None else None
         try:
             yield
         finally:
-            trace.visit_started = None
             save_scope.depth, save_scope.saves, interleaver.serving = depth, saves, outer
+            if watchdog is not None:
+                watchdog.leave(visit)
 
 
 @dataclass(eq=False)
@@ -94,6 +95,7 @@ class EngineInterleaver(Interleaver):
         per_pass: visits that a pass makes to a location, where it is not one.
         visits: this pass's visits.
         serving: the request whose block runs now.
+        watchdog: watches for blocks that take long; None where nobody does.
     """
 
     def __init__(self) -> None:
@@ -108,6 +110,7 @@ class EngineInterleaver(Interleaver):
         self.points: dict[str, Point] = {}
         self.traces: list[RequestTrace] = []
         self.serving: RequestTrace | None = None
+        self.watchdog: Watchdog | None = None
 
     def bind(self, model: Envoy) -> None:
         """Learn the model's own locations, before users attach modules of theirs."""
@@ -176,6 +179,11 @@ class EngineInterleaver(Interleaver):
         try:
             block.pending = block.switch(*args) if error is None else block.throw(error)
         except BaseException as raised:
+            if isinstance(raised, TraceTimeoutError) and self.watchdog is not None:
+                raised.args = (
+                    f"request {block.trace.request_id}: its block ran for more than trace_step_timeout="
+                    f"{self.watchdog.end_after} s without reaching the model",
+                )
             block.exception = raised
             block.trace.fail(raised)
 

@@ -8,15 +8,18 @@ runner's own `nnsight_model` is the same object. Opening a trace collects its bl
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from types import CodeType, TracebackType
 from typing import Any
 
 from torch import nn
 
+from .analysis import depend_on_each_other
 from .barrier import EngineBarrier
 from .interleaver import EngineInterleaver
 from .loops import StepIterations, with_loop_ends
 from .nnsight_compat import (
+    EditingTracer,
     Envoy,
     Generator,
     InterleavingTracer,
@@ -30,11 +33,16 @@ from .nnsight_compat import (
     shared_locals,
     thread_saves,
 )
-from .trace import RequestTrace, emit
+from .trace import GangError, RequestTrace, emit
 
 
 class TracedEnvoy(Envoy):
     """An envoy whose errors name what there is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # A serialised block names its envoys by path; without this it would carry the tree.
+        self._persistent_id = f"Envoy:{self.path}"
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -87,6 +95,38 @@ class TracedModel(TracedEnvoy):
         """[1, 1] int64: the token id that was drawn. Assigning replaces the token that generation goes on with."""
         return value
 
+    def edit(self, *, inplace: bool = False, name: str | None = None, backend: Any = None) -> EditingTracer:
+        """A block that runs with every later request, ahead of its own: ``with lm.edit() as (tracer, edited):``.
+
+        The edit belongs to the copy `edited`; with `inplace` to this model, and then only the tracer is bound. A `name` implies
+        `inplace`; requests may say which named edits they want (``edits=["name"]``), and have all of them otherwise.
+        """
+        tracer = EditingTracer(self, inplace=inplace or name is not None, backend=backend)
+        if name is not None:
+            tracer.execute = _NamedEdit(self, name, tracer.execute)  # pyright: ignore[reportAttributeAccessIssue]
+        return tracer
+
+    def clear_edits(self, name: str | None = None) -> None:
+        """Drop the edits of this name, or all."""
+        known = {getattr(edit, "name", None) for edit in self._edits}
+        if name is not None and name not in known:
+            raise KeyError(f"no edit is named {name!r}: {sorted(n for n in known if n)}")
+        self._edits = [edit for edit in self._edits if name is not None and getattr(edit, "name", None) != name]
+
+    def edits_of(self, wanted: list[str] | None) -> list[Mediator]:
+        """The edits that a request gets: all, or the unnamed ones and those of `wanted`. Raises KeyError on unknown names."""
+        names = {getattr(edit, "name", None) for edit in self._edits}
+        unknown = set(wanted or ()) - names
+        if unknown:
+            raise KeyError(
+                f"edits={wanted}: no edit is named {sorted(unknown)}; there are {sorted(n for n in names if n)}"
+            )
+        return [e for e in self._edits if wanted is None or getattr(e, "name", None) in (None, *wanted)]
+
+    def scan(self, *args: Any, **kwargs: Any) -> Any:
+        """Not supported: the engine's passes run on real weights."""
+        raise NotImplementedError("lm.scan is not supported: read the shapes in a trace of a short prompt")
+
     def run_traces(self, tracer: EngineTracer, traces: list[RequestTrace], inputs: list[tuple[tuple, dict]]) -> None:
         """Serve the traces' requests and return when all have ended. `inputs` are each trace's ``(args, kwargs)``.
 
@@ -108,6 +148,7 @@ class EngineTracer(InterleavingTracer):
         super().__init__(envoy, mode, *args, **kwargs)
         self.mode = mode
         self.receipts: list[Any] = []
+        self.barriers = 0
         self._invocations: list[tuple[Mediator, tuple, dict]] = []
 
     @property
@@ -123,7 +164,8 @@ class EngineTracer(InterleavingTracer):
         return StepIterations()
 
     def barrier(self, n: int) -> EngineBarrier:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """A meeting point for `n` of this trace's blocks."""
+        """A meeting point for `n` of this trace's blocks, which are stepped together then."""
+        self.barriers += 1
         return EngineBarrier(n)
 
     def invoke(self, *args: Any, **kwargs: Any) -> EngineInvoker:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -143,9 +185,9 @@ class EngineTracer(InterleavingTracer):
                     mark(value)
                 push_result(frame, trace.written())
                 emit(trace.warnings, stacklevel=5)
-            for trace in traces:
-                if trace.error is not None:
-                    raise trace.error.with_traceback(block_traceback(trace.error))
+            errors = [trace.error for trace in traces if trace.error is not None]
+            for error in sorted(errors, key=lambda e: isinstance(e, GangError)):  # the cause before its consequences
+                raise error.with_traceback(block_traceback(error))
         finally:
             self._invocations = []
             clear_shared_locals()
@@ -173,13 +215,23 @@ class EngineTracer(InterleavingTracer):
         saved = thread_saves()
         traces, inputs = [], []
         for block, args, kwargs in self._invocations:
-            trace = RequestTrace(block, self.envoy.interleaver, list(self.envoy._edits))
+            kwargs = dict(kwargs)
+            trace = RequestTrace(
+                block,
+                self.envoy.interleaver,
+                self.envoy.edits_of(kwargs.pop("edits", None)),
+                grad=kwargs.pop("grad", False),
+                on_step=kwargs.pop("on_step", None),
+            )
             trace.outer = {n: v for n, v in block.lcls.items() if id(v) in saved} if saved else {}
             if traces:
                 trace.trace_id = traces[0].trace_id
             trace.num_prompts = len(self._invocations)
             traces.append(trace)
             inputs.append((args, kwargs))
+        if len(traces) > 1 and (self.barriers or depend_on_each_other([block for block, _, _ in self._invocations])):
+            for trace in traces:
+                trace.gang = traces
         return traces, inputs
 
     def __exit__(
@@ -192,6 +244,18 @@ class EngineTracer(InterleavingTracer):
             return super().__exit__(exc_type, exc_value, exc_traceback)
         except BaseException as error:
             raise error.with_traceback(block_traceback(error)) from error.__cause__
+
+
+class _NamedEdit:
+    """Stores an edit block under a name, in place of the one that had it."""
+
+    def __init__(self, model: TracedModel, name: str, store: Callable[[CodeType], None]) -> None:
+        self.model, self.name, self.store = model, name, store
+
+    def __call__(self, code: CodeType) -> None:
+        self.model._edits = [e for e in self.model._edits if getattr(e, "name", None) != self.name]
+        self.store(code)
+        self.model._edits[-1].name = self.name  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class EngineInvoker(Invoker):

@@ -38,7 +38,14 @@ def _own(tensor: torch.Tensor) -> None:
 
 
 def detach(value: Any) -> Any:
-    """`value` without its autograd graph."""
+    """`value` without its autograd graph; lists and dicts keep their identity, their tensors are replaced."""
     if isinstance(value, torch.Tensor):
         return value.detach() if value.requires_grad and not isinstance(value, torch.nn.Parameter) else value
+    if isinstance(value, list):
+        value[:] = [detach(item) for item in value]
+    elif isinstance(value, dict):
+        for key, item in list(value.items()):
+            value[key] = detach(item)
+    elif type(value) is tuple:
+        return tuple(detach(item) for item in value)
     return value

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .analysis import wants_gradients
 from .interleaver import Block, EngineInterleaver
-from .loops import LOOP_NAMES, PREFIX, LoopEnd
+from .loops import LOOP_NAMES, PREFIX, LoopEnd, with_loop_ends
 from .nnsight_compat import EarlyStopException, Event, Mediator, apply, dangling_unwind
 from .receipt import Receipt
 from .rows import Rows
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
     from .model import TracedModel
 
 _trace_ids = itertools.count()
+
+
+class GangError(RuntimeError):
+    """Another request of the same gang failed."""
 
 
 class RequestTrace:
@@ -40,10 +46,20 @@ class RequestTrace:
         ended: no block of this trace is served any more.
         error: what a block raised, other than ``tracer.stop()``.
         stopped: a block called ``tracer.stop()``.
-        visit_started: `time.monotonic()` since when a block runs; None while none does.
+        gang: the traces that are stepped together with this one, itself included; empty where it goes alone.
+        grad: its pass runs alone, and with gradients.
+        on_step: called after each pass with its number and the saved values by name, on the engine's thread.
     """
 
-    def __init__(self, block: Mediator | None, interleaver: EngineInterleaver, edits: list[Mediator]) -> None:
+    def __init__(
+        self,
+        block: Mediator | None,
+        interleaver: EngineInterleaver,
+        edits: list[Mediator],
+        *,
+        grad: bool = False,
+        on_step: Callable[[int, dict[str, Any]], None] | None = None,
+    ) -> None:
         self.trace_id = next(_trace_ids)
         self.num_prompts = 1
         self.request_id = ""
@@ -61,7 +77,10 @@ class RequestTrace:
         self.result: Any = None
         self.receipt = Receipt()
         self.warnings: list[str] = []
-        self.visit_started: float | None = None
+        self.gang: list[RequestTrace] = []
+        self.grad = grad or any(wants_gradients(b.code) for b in self.blocks)
+        self.on_step = on_step
+        self.reported_slow = False
         self.dirty = False
         self.calls: dict[str, int] = {}
         self.missed: dict[str, int] = {}
@@ -70,7 +89,8 @@ class RequestTrace:
         self._seen: dict[int, int] = {}
 
     def _block(self, source: Mediator, scope: Any) -> Block:
-        block = Block(source.code, source.glbls, {}, node=source.node)
+        code = with_loop_ends(source.node, source.code) if source.node is not None else source.code
+        block = Block(code, source.glbls, {}, node=source.node)
         block.lcls = scope
         block.trace = self
         for name, value in LOOP_NAMES.items():
@@ -151,6 +171,11 @@ class RequestTrace:
         if self.dirty:
             self.dirty = False
             self.release_saves()
+        if self.on_step is not None and not self.ended:
+            try:
+                self.on_step(self.passes - 1, self.saved_names())
+            except Exception as raised:
+                self.fail(raised)
 
     def fail(self, raised: BaseException) -> None:
         """A block raised: no block of this request is served any more."""
@@ -159,30 +184,36 @@ class RequestTrace:
             self.stopped = True
         elif self.error is None:
             self.error = raised
+            for other in self.gang:
+                if not other.ended:
+                    other.fail(
+                        GangError(f"request {self.request_id}, which runs together with this one, failed: {raised!r}")
+                    )
 
-    def finish(self, request: Request, model: TracedModel) -> None:
-        """Serve what only a finished request has, then end the blocks that still wait."""
-        self.over = True
-        self.rows = None
+    def serve_results(self, request: Request, model: TracedModel) -> bool:
+        """Serve what only a finished request has. False: no block asks for it."""
         result = self.result
         if not request.forward_only:
             result = torch.tensor([request.all_token_ids])
-        for block in self.blocks:
-            self._wind_up(block, result, model)
-            if self.ended and block.alive:
-                self._kill(block)
-        if self._nan is not None:
-            self.receipt.nan_edits = int(self._nan)
-        self.receipt.preemptions = request.num_preemptions
-        self.warnings += self.receipt.warnings
-        self.release_saves()
-        self.result = None
+        served = False
+        for location in (f"{model.path}.generator.output", "result"):
+            while not self.ended and any(self.reaches(block, location) for block in self.blocks):
+                result = self.interleaver.offer(self, location, result)
+                served = True
+        return served
 
-    def _wind_up(self, block: Block, result: Any, model: TracedModel) -> None:
-        served = {"result": result, f"{model.path}.generator.output": result}
-        while block.alive and not self.ended and (pending := block.pending) is not None:
-            if pending.provider in served and pending.iteration == self.calls.get(pending.provider, 0):
-                self.interleaver.offer(self, pending.provider, served[pending.provider])
+    def end_waiting(self, barriers: bool) -> bool:
+        """End a wait that nothing will come of: of a loop for its next step, or of a block that came too late for a value.
+
+        Args:
+            barriers: also those at a barrier.
+
+        Returns:
+            False: no block waits.
+        """
+        for block in self.blocks:
+            pending = block.pending
+            if self.ended or not block.alive or pending is None or (pending.event is Event.BARRIER and not barriers):
                 continue
             if pending.event is not Event.BARRIER and block.iteration != 0:
                 error: BaseException = LoopEnd(f"'{pending}' was never reached: the generation is over")
@@ -196,6 +227,21 @@ class RequestTrace:
                     f"'{pending}' was never reached: the generation was over, and the block ended inside the function "
                     "that holds the loop; values that were saved are kept"
                 )
+            return True
+        return False
+
+    def close(self, request: Request) -> None:
+        """Free the blocks' frames, and what was saved from the batch."""
+        for block in self.blocks:
+            if block.alive:
+                self._kill(block)
+        if self._nan is not None:
+            self.receipt.nan_edits = int(self._nan)
+        self.receipt.preemptions = request.num_preemptions
+        self.warnings += self.receipt.warnings
+        self.release_saves()
+        self.result = None
+        self.gang = []
 
     def _kill(self, block: Block) -> None:
         """Unwind a block that will not be served any more, so that its frame is freed."""
@@ -235,10 +281,11 @@ class RequestTrace:
     def release_all(self) -> None:
         """The same for every name that the block bound: inside a session they all live on."""
         for name, value in self.written().items():
-            if isinstance(value, torch.Tensor) and value.requires_grad and id(value) in self.saves:
-                dict.__setitem__(self.own.lcls, name, detach(value))  # pyright: ignore[reportOptionalMemberAccess]
-            else:
-                release(value, {})
+            kept = detach(value) if self.grad and id(value) in self.saves else value
+            if kept is not value and self.own is not None:
+                dict.__setitem__(self.own.lcls, name, kept)
+                self.saves.add(id(kept))
+            release(kept, {})
 
     def warn(self, text: str) -> None:
         """Note something that the user should know; it reaches them with the result."""

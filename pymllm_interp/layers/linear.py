@@ -127,7 +127,11 @@ class MergedLinear:
 
     def _compute(self, x: torch.Tensor) -> None:
         self._input, self._version = x, x._version
-        self._parts = self.gemm(x).split(self.sizes, dim=-1)
+        out, start, parts = self.gemm(x), 0, []
+        for size in self.sizes:  # not `split`: autograd refuses to write to its views
+            parts.append(out.narrow(-1, start, size))
+            start += size
+        self._parts = tuple(parts)
 
 
 class Embedding(nn.Module):
@@ -139,7 +143,9 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_embeddings, embedding_dim, dtype=dtype, device=device), False)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(input_ids, self.weight)
+        out = F.embedding(input_ids, self.weight)
+        # A pass with gradients: weights ask for none, so the graph begins here.
+        return out.requires_grad_() if torch.is_grad_enabled() else out
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"

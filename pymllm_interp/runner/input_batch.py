@@ -31,6 +31,7 @@ class InputBatch:
     positions:            torch.Tensor  # [tokens] int64
     seq_lens_cpu:         torch.Tensor  # [reqs] int32
     logits_indices:       torch.Tensor  # [logit rows] int64
+    cu_num_logits:        np.ndarray    # [reqs + 1] int32, first logit row of each request
     sampling:             list[ScheduledRequest]
     sample_rows:          list[int]
     # fmt: on

@@ -60,14 +60,18 @@ class InterpModelRunner(ModelRunner):
         self.nnsight_model = self._wrap(self.get_model())
 
     def shutdown(self) -> None:
-        super().shutdown()
         self.nnsight_model = None
+        super().shutdown()
 
     @torch.no_grad()
     def execute_model(
         self, scheduler_output: SchedulerOutput, intermediate_tensors: None = None
     ) -> ModelRunnerOutput | None:
         """Run a step's forward pass with the blocks of its traced requests. What a block raises stays with its request."""
+        if self._traced().interleaver.interleaving:
+            raise RuntimeError(
+                "a pass is under way: its blocks, or sample_tokens(), come before the next execute_model()"
+            )
         if not any(entry.request.trace is not None for entry in scheduler_output.scheduled):
             return super().execute_model(scheduler_output, intermediate_tensors)
         model, helper = self._traced(), self.nnsight_request_helper
@@ -111,7 +115,7 @@ class InterpModelRunner(ModelRunner):
         return output
 
     def dispatch(self, forward_batch: ForwardBatch) -> BatchExecutionDescriptor:
-        hooked = sum(trace.hooks_next_pass() for trace in self._traced().interleaver.traces)
+        hooked = sum(trace.grad or trace.hooks_next_pass() for trace in self._traced().interleaver.traces)
         return self.partition.decide(
             forward_batch.forward_mode, forward_batch.num_tokens, forward_batch.batch_size, hooked
         )
@@ -122,16 +126,21 @@ class InterpModelRunner(ModelRunner):
             assert forward_batch.positions is not None
             forward_batch.input_ids = forward_batch.input_ids.clone()
             forward_batch.positions = forward_batch.positions.clone()
+        if any(trace.grad for trace in self._traced().interleaver.traces):
+            self.forward_pass_id += 1
+            forward_batch.fresh_kv_only = True
+            with torch.enable_grad():
+                return self._plan_and_call(forward_batch, descriptor.execution)
         return super()._run(forward_batch, descriptor)
 
     def _plan_and_call(self, batch: ForwardBatch, execution: Execution) -> LogitsProcessorOutput:
         output = super()._plan_and_call(batch, execution)
         model = self.nnsight_model
         if model is not None and model.interleaver.interleaving:
-            for trace in model.interleaver.traces:
-                if trace.rows is not None:
-                    logits = trace.rows.narrow(output.next_token_logits, of_logits=True)
-                    trace.result = CausalLMOutputWithPast(logits=logits.unsqueeze(0))
+            for trace in self.nnsight_request_helper.forward_traces:
+                assert trace.rows is not None
+                logits = trace.rows.narrow(output.next_token_logits, of_logits=True)
+                trace.result = CausalLMOutputWithPast(logits=logits.unsqueeze(0))
         return output
 
     def _sample(self, logits: torch.Tensor, state: ExecuteModelState) -> ModelRunnerOutput:

@@ -34,7 +34,7 @@ from ..models.llama import head_dim_of
 from ..models.registry import build_model
 from ..models.source import ModelSource, resolve_model
 from ..models.weights import init_dummy_weights, iter_safetensors, load_weights
-from ..sampling import Sampler, SamplingBatch, apply_penalties, prompt_logprobs, sample_tokens
+from ..sampling import Sampler, SamplingBatch, apply_penalties, gather_logprobs, prompt_logprobs, sample_tokens
 from .input_batch import ExecuteModelState, InputBatch, InputBuffers
 from .partition import BatchExecutionDescriptor, Execution, Partition
 from .request_state import RequestState
@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_NUM_TOKENS = {"cpu": 2048, "cuda": 8192}
 DEFAULT_CPU_KV_TOKENS = 4096
+PAD_SLOT_ID = 0
+"""The KV slot of rows that belong to nobody. Never handed out; unlike a negative one it can be written to."""
 
 
 def get_available_gpu_memory(device: str = "cuda", gpu_id: int = 0) -> float:
@@ -117,8 +119,11 @@ class ModelRunner:
         self.init_attention_backend()
         self.init_cuda_graphs()
 
-    def load_model(self) -> None:
+    def load_model(self, load_dummy_weights: bool = False) -> None:
         """Build the architecture's class and write its weights.
+
+        Args:
+            load_dummy_weights: make seeded random ones, whatever `load_format` says.
 
         Raises:
             UnsupportedModelError: an architecture that has no implementation.
@@ -130,7 +135,7 @@ class ModelRunner:
             model = build_model(
                 self.source.hf_config, self.model_config.impl, self.dtype, self.device, self.context_len
             )
-            if self.model_config.load_format == "dummy":
+            if load_dummy_weights or self.model_config.load_format == "dummy":
                 init_dummy_weights(model, self.model_config.seed)
             else:
                 assert self.source.folder is not None
@@ -176,18 +181,32 @@ class ModelRunner:
     def init_cuda_graphs(self) -> None:
         """Capture decode passes. Skipped off CUDA, with `disable_cuda_graph`, and for models that do not generate."""
         self.graph_runner = None
+        if self._why_no_graphs() is None:
+            self.capture_model()
 
     def capture_model(self) -> int:
-        """Capture the decode graphs; returns the device memory that they take, in bytes (0, with a warning, off CUDA)."""
-        if not self.device.startswith("cuda"):
-            logger.warning("no CUDA graphs are captured on device=%r", self.device)
+        """Capture the decode graphs; returns the device memory that they take, in bytes: 0, with a warning, where skipped."""
+        logger.warning("no CUDA graphs are captured: %s", self._why_no_graphs() or "they are not there yet")
         return 0
+
+    def profile_cudagraph_memory(self) -> int:
+        """Device memory to leave for the graphs when the KV pool is sized, in bytes: 0 as long as none are captured."""
+        return 0
+
+    def _why_no_graphs(self) -> str | None:
+        if not self.device.startswith("cuda"):
+            return f"device={self.device!r}"
+        if self.server_config.disable_cuda_graph:
+            return "disable_cuda_graph=True"
+        return None if self.is_generation else "the model does not generate"
 
     def shutdown(self) -> None:
         """Release the model and all memory. A second call does nothing."""
         self.model = None
         self.attn_backend = self.graph_runner = self.execute_model_state = None
         self.req_to_token_pool = self.token_to_kv_pool = self.token_to_kv_pool_allocator = None
+        if hasattr(self, "req_states"):
+            del self.req_states, self.input_buffers
         gc.collect()
         if self.device.startswith("cuda"):
             torch.cuda.empty_cache()
@@ -220,13 +239,15 @@ class ModelRunner:
         return ("generate",)
 
     def update_max_model_len(self, max_model_len: int) -> None:
-        """Lower the longest sequence that is served, here and in the request table.
+        """Set the longest sequence that is served, here and in the request table.
 
         Raises:
             ValueError: above what the tables were made for.
         """
-        if not 1 <= max_model_len <= self.context_len:
-            raise ValueError(f"max_model_len={max_model_len}: the tables hold 1 to {self.context_len} tokens")
+        assert self.req_to_token_pool is not None, "call initialize() first"
+        limit = self.req_to_token_pool.max_context_len
+        if not 1 <= max_model_len <= limit:
+            raise ValueError(f"max_model_len={max_model_len}: the tables hold 1 to {limit} tokens")
         self.context_len = self.req_states.max_model_len = max_model_len
 
     def _attention_layers(self) -> list[RadixAttention]:
@@ -267,7 +288,8 @@ class ModelRunner:
         self.profile_run()
         total = get_total_gpu_memory(self.device.partition(":")[0], self.gpu_id)
         peak = torch.cuda.max_memory_reserved(self.gpu_id) / 2**30
-        return int((total * self.server_config.gpu_memory_utilization - peak) * 2**30 // spec)
+        room = (total * self.server_config.gpu_memory_utilization - peak) * 2**30 - self.profile_cudagraph_memory()
+        return int(room // spec)
 
     # -- building batches ----------------------------------------------------------
 
@@ -328,6 +350,9 @@ class ModelRunner:
             token_to_kv_pool=self.token_to_kv_pool,
             attn_backend=self.attn_backend,
             logits_indices=torch.from_numpy(np.cumsum(sizes).astype(np.int64) - 1).to(device),
+            rope_lens=torch.from_numpy(np.repeat(seq_lens_cpu.numpy(), sizes)).to(device, torch.int64)
+            if self._rope_depends_on_length()
+            else None,
         )
 
     def prepare_forward_batch_decode(
@@ -364,6 +389,7 @@ class ModelRunner:
             token_to_kv_pool=self.token_to_kv_pool,
             attn_backend=self.attn_backend,
             mrope_position_deltas=mrope_position_deltas,
+            rope_lens=seq_lens.to(torch.int64) if self._rope_depends_on_length() else None,
         )
 
     # -- forward and sample ---------------------------------------------------------
@@ -430,11 +456,17 @@ class ModelRunner:
             temperatures, top_ps, top_ks: [batch]; a top_k of -1 or 0 keeps all tokens.
             penalty_params: `repetition_penalties`, `frequency_penalties`, `presence_penalties` ([batch] each) and
                 `token_histories` (a list of token ids for each request).
+
+        A batch with `return_logprob` gets `logits_output.next_token_logprobs`, under the raw logits.
         """
-        logits = logits_output.next_token_logits
+        logits = raw = logits_output.next_token_logits
         if penalty_params is not None:
             logits = apply_penalties(logits, **penalty_params)
-        return sample_tokens(logits, temperatures, top_ps, top_ks)
+        token_ids = sample_tokens(logits, temperatures, top_ps, top_ks)
+        if forward_batch.return_logprob:
+            top = forward_batch.top_logprobs_nums or [0] * forward_batch.batch_size
+            logits_output.next_token_logprobs = [e for e in gather_logprobs(raw, token_ids, top) if e is not None]
+        return token_ids
 
     # -- steps ------------------------------------------------------------------------
 
@@ -446,7 +478,10 @@ class ModelRunner:
 
         Raises:
             NotImplementedError: `intermediate_tensors` (pipeline parallelism) is given.
+            RuntimeError: the last step's tokens were not sampled yet, or a block calls it in the middle of a pass.
         """
+        if self.execute_model_state is not None:
+            raise RuntimeError("a step is under way: call sample_tokens() before the next execute_model()")
         if intermediate_tensors is not None:
             raise NotImplementedError("intermediate_tensors: pipeline parallelism is not supported")
         self.finish_requests(scheduler_output)
@@ -506,18 +541,17 @@ class ModelRunner:
 
     def _prompt_logprobs(self, logits: torch.Tensor, state: ExecuteModelState) -> dict:
         """For each request that asks: log probabilities of the prompt tokens behind the positions of this step."""
-        found, first = {}, 0
-        for entry in state.input_batch.entries:
-            request, rows = entry.request, entry.logit_rows
+        batch, found = state.input_batch, {}
+        for entry, first in zip(batch.entries, batch.cu_num_logits.tolist(), strict=False):
+            request = entry.request
             if request.params.prompt_logprobs is not None and entry.start < request.prompt_len - 1:
-                count = min(rows, request.prompt_len - 1 - entry.start)
+                count = min(entry.logit_rows, request.prompt_len - 1 - entry.start)
                 targets = request.prompt_token_ids[entry.start + 1 : entry.start + 1 + count]
                 found[request.request_id] = prompt_logprobs(
                     logits[first : first + count],
                     torch.tensor(targets, device=logits.device),
                     request.params.prompt_logprobs,
                 )
-            first += rows
         return found
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
@@ -579,23 +613,27 @@ class ModelRunner:
             positions=self.input_buffers.fill("positions", positions),
             seq_lens_cpu=torch.from_numpy(starts + sizes),
             logits_indices=torch.tensor(logits_indices, dtype=torch.int64, device=self.device),
+            cu_num_logits=np.cumsum([0, *(e.logit_rows for e in entries)], dtype=np.int32),
             sampling=sampling,
             sample_rows=sample_rows,
         )
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows of the requests in `req_to_token`, [reqs]; KV slot of each token row, [tokens]), both int64."""
-        assert self.req_to_token_pool is not None
-        rows = torch.from_numpy(np.repeat(input_batch.idx_mapping_np, input_batch.num_scheduled_tokens)).to(self.device)
-        slots = self.req_to_token_pool.req_to_token[rows, input_batch.positions].to(torch.int64)
-        out_cache_loc = self.input_buffers.out_cache_loc[: slots.shape[0]]
-        out_cache_loc.copy_(slots)
+        out_cache_loc = self.input_buffers.out_cache_loc[: input_batch.num_tokens]
+        out_cache_loc.copy_(self.compute_slot_mappings(input_batch))
         return torch.from_numpy(input_batch.idx_mapping_np).to(self.device), out_cache_loc
 
+    def compute_slot_mappings(self, input_batch: InputBatch) -> torch.Tensor:
+        """[tokens] int32: the KV slot of each token row, by its request's row of the table and its position."""
+        assert self.req_to_token_pool is not None
+        rows = torch.from_numpy(np.repeat(input_batch.idx_mapping_np, input_batch.num_scheduled_tokens)).to(self.device)
+        return self.req_to_token_pool.req_to_token[rows, input_batch.positions]
+
     def prepare_dummy_attn(self, num_reqs: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for rows that belong to nobody: the dummy row, and slot 0."""
-        zeros = torch.zeros(max(num_reqs, num_tokens), dtype=torch.int64, device=self.device)
-        return zeros[:num_reqs], zeros[:num_tokens]
+        """The same for rows that belong to nobody: the dummy row, and the dummy slot."""
+        slots = torch.full((num_tokens,), PAD_SLOT_ID, dtype=torch.int64, device=self.device)
+        return torch.zeros(num_reqs, dtype=torch.int64, device=self.device), slots
 
     def make_forward_batch(self, input_batch: InputBatch) -> ForwardBatch:
         """The step's `ForwardBatch`: DECODE where each request computes one token, else EXTEND or MIXED."""

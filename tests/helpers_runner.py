@@ -1,0 +1,84 @@
+"""Runners driven by hand: pools, rows and slots without a scheduler."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from pymllm_interp import ModelRunner
+from pymllm_interp.config import ModelConfig, ServerConfig
+from pymllm_interp.core.forward_batch import ForwardBatch, ForwardMode
+from pymllm_interp.core.output import LogitsProcessorOutput
+from pymllm_interp.runner.partition import Execution
+
+
+def make_runner(
+    source: Path | PretrainedConfig, cls: type[ModelRunner] = ModelRunner, dtype: str = "float32", **server: Any
+) -> ModelRunner:
+    """An initialised runner over a folder's weights, or over dummy ones for a config."""
+    if isinstance(source, PretrainedConfig):
+        model = ModelConfig(model="dummy", load_format="dummy", hf_config=copy.deepcopy(source), dtype=dtype)
+    else:
+        model = ModelConfig(model=str(source), dtype=dtype)
+    runner = cls(ServerConfig(**{"device": "cpu", "kv_cache_tokens": 512, "max_running_requests": 8, **server}), model)
+    runner.initialize()
+    return runner
+
+
+class ByHand:
+    """Sequences whose passes are asked for one by one: ``hand.extend({0: [5, 6], 1: [7]})``."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.rows: dict[int, int] = {}
+        self.pages: dict[int, list[int]] = {}
+        self.lengths: dict[int, int] = {}
+
+    def batch(self, tokens: dict[int, list[int]], mode: ForwardMode | None = None) -> ForwardBatch:
+        """A pass over the next tokens of each sequence, in the order of `tokens`. The pools are written, the pass is not run."""
+        table, allocator = self.runner.req_to_token_pool, self.runner.token_to_kv_pool_allocator
+        assert table is not None and allocator is not None
+        slots: list[int] = []
+        for key, new in tokens.items():
+            if key not in self.rows:
+                row = table.alloc()
+                assert row is not None
+                self.rows[key], self.pages[key], self.lengths[key] = row, [], 0
+            start = self.lengths[key]
+            missing = -(-(start + len(new)) // allocator.page_size) - len(self.pages[key])
+            self.pages[key] += allocator.alloc_pages(max(missing, 0)) or []
+            own = allocator.slots_of(self.pages[key], start, start + len(new))
+            table.write(self.rows[key], start, own)
+            slots += own
+            self.lengths[key] += len(new)
+        table.apply_staged_writes()
+        ids = torch.tensor([token for new in tokens.values() for token in new])
+        rows = torch.tensor([self.rows[key] for key in tokens])
+        lens = torch.tensor([self.lengths[key] for key in tokens], dtype=torch.int32)
+        sizes = torch.tensor([len(new) for new in tokens.values()], dtype=torch.int32)
+        if mode is ForwardMode.DECODE:
+            return self.runner.prepare_forward_batch_decode(ids, rows, lens, torch.tensor(slots))
+        batch = self.runner.prepare_forward_batch_extend(ids, rows, lens, sizes, lens - sizes, torch.tensor(slots))
+        batch.forward_mode = mode or ForwardMode.EXTEND
+        return batch
+
+    def extend(
+        self, tokens: dict[int, list[int]], execution: Execution = Execution.PLAIN, every_row: bool = False
+    ) -> LogitsProcessorOutput:
+        """Run such a pass. `every_row`: the head runs on all rows."""
+        batch = self.batch(tokens)
+        if every_row:
+            batch.logits_indices = None
+        return self.runner.forward(batch, execution)
+
+    def decode(self, tokens: dict[int, int], execution: Execution = Execution.PLAIN) -> LogitsProcessorOutput:
+        """One token for each sequence."""
+        return self.runner.forward(self.batch({k: [t] for k, t in tokens.items()}, ForwardMode.DECODE), execution)
+
+
+def random_ids(count: int, vocab: int = 97, seed: int = 0) -> list[int]:
+    return torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -1,0 +1,395 @@
+"""The scheduler over real pools, driven by random arrivals, ends, aborts and preemptions; a made-up model writes the KV.
+
+The oracle is `Simulation`: it keeps what each request's KV must hold, and checks after every step what must never happen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from pymllm_interp.config import ServerConfig
+from pymllm_interp.core.output import ModelRunnerOutput, SchedulerOutput
+from pymllm_interp.core.request import Request, RequestStatus, SamplingParams
+from pymllm_interp.engine.scheduler import Scheduler
+from pymllm_interp.mem_cache.memory_pool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
+
+CONTEXT = 64
+EOS = 0
+POLICIES = ("mixed", "prefill_first")
+
+
+class Simulation:
+    """A scheduler with real pools, and a model that writes `kv_of` at each position and draws tokens from a seeded source."""
+
+    def __init__(
+        self, *, num_pages: int, page_size: int = 4, max_num_tokens: int = 16, max_running: int = 8,
+        policy: str = "mixed", seed: int = 0, eos_rate: float = 0.1,
+    ) -> None:  # fmt: skip
+        self.num_pages, self.page_size, self.max_num_tokens = num_pages, page_size, max_num_tokens
+        self.rows = ReqToTokenPool(max_running, CONTEXT, "cpu")
+        self.allocator = TokenToKVPoolAllocator(num_pages * page_size, page_size)
+        self.kv_pool = KVPool(2, num_pages * page_size, 1, 3, torch.float32, "cpu", page_size)
+        config = ServerConfig(max_running_requests=max_running, page_size=page_size, schedule_policy=policy)
+        self.scheduler = Scheduler(config, max_num_tokens, self.rows, self.allocator, self.kv_pool)
+        self.policy, self.eos_rate = policy, eos_rate
+        self.random = random.Random(seed)
+        self.ids = itertools.count()
+        self.requests: list[Request] = []
+        self.steps: list[SchedulerOutput] = []
+        self.reported: set[str] = set()
+        self.computed: dict[str, int] = {}
+        self.sat_out: dict[str, int] = {}
+        self.last_sampled: dict[str, int] = {}
+
+    # -- arrivals ------------------------------------------------------------------
+
+    def add(self, prompt_len: int, max_tokens: int, *, n: int = 1, traced: bool = False, **kwargs) -> list[Request]:
+        """Queue a prompt's `n` requests; its lengths are cut to what a `RequestFactory` lets through."""
+        capacity = min(CONTEXT, self.num_pages * self.page_size)
+        prompt_len = min(prompt_len, capacity, self.max_num_tokens if traced else capacity)
+        requests = self.make(prompt_len, min(max_tokens, capacity - prompt_len + 1), n=n, traced=traced, **kwargs)
+        self.queue(requests)
+        return requests
+
+    def make(self, prompt_len: int, max_tokens: int, *, n: int = 1, traced: bool = False, **kwargs) -> list[Request]:
+        number = next(self.ids)
+        prompt = [self.random.randrange(1, 1000) for _ in range(prompt_len)]
+        requests: list[Request] = []
+        for index in range(n):
+            request = Request(
+                f"{number}-{index}", prompt, SamplingParams(max_tokens=max_tokens, n=n), max_tokens, seed=number,
+                sample_index=index, eos_token_ids=frozenset([EOS]), trace=object() if traced else None,
+                leader=requests[0] if requests else None, **kwargs,
+            )  # fmt: skip
+            requests.append(request)
+        return requests
+
+    def queue(self, requests: list[Request]) -> None:
+        self.requests += requests
+        self.scheduler.add(requests)
+        self.scheduler.check_integrity()
+
+    def add_gang(self, prompts: list[tuple[int, int]]) -> list[Request]:
+        """Queue traced requests that move together; those past what one step and the pool hold are left out."""
+        gang: list[Request] = []
+        tokens = pages = 0
+        for prompt_len, max_tokens in prompts:
+            tokens += prompt_len
+            pages += -(-(prompt_len + max_tokens - 1) // self.page_size)
+            fits = tokens <= self.max_num_tokens and pages <= self.num_pages and len(gang) < self.scheduler.max_running
+            if not fits or prompt_len + max_tokens > CONTEXT:
+                break
+            gang += self.make(prompt_len, max_tokens, traced=True)
+        for request in gang:
+            request.gang = gang
+        self.queue(gang)
+        return gang
+
+    def abort(self, request: Request) -> None:
+        self.scheduler.finish(request, "abort")
+        self.scheduler.check_integrity()
+
+    # -- a step ----------------------------------------------------------------------
+
+    def step(self) -> SchedulerOutput:
+        scheduler = self.scheduler
+        decoding = [r for r in scheduler.running if r.is_decoding]
+        step = scheduler.schedule()
+        scheduler.check_integrity()
+        self.check_step(step)
+        self.check_sat_out(decoding, step)
+        for request, num_tokens, start in step.scheduled:
+            self.check_kv(request, start)
+            self.write_kv(request, start, start + num_tokens)
+        tokens = [self.draw() if entry.samples else None for entry in step.scheduled]
+        ended = scheduler.update(step, ModelRunnerOutput(sampled_token_ids=tokens))
+        scheduler.check_integrity()
+        assert all(request.finished and not request.pages and request.host_kv is None for request in ended)
+        for request in scheduler.live:
+            self.check_progress(request)
+            if request.status is not RequestStatus.SWAPPED:
+                self.check_kv(request, request.num_computed_tokens)
+        self.steps.append(step)
+        return step
+
+    def draw(self) -> int:
+        return EOS if self.random.random() < self.eos_rate else self.random.randrange(1, 1000)
+
+    def run(self, limit: int) -> None:
+        """Step until nothing is left. A step may not come back empty while there is work."""
+        for _ in range(limit):
+            if not self.scheduler.has_work():
+                break
+            step = self.step()
+            assert step.scheduled, f"nothing runs, but {len(self.scheduler.live)} requests are there"
+        left = [(r.request_id, r.status, r.num_computed_tokens, r.num_tokens) for r in self.scheduler.live]
+        assert not left, f"after {limit} steps there are {left}"
+        assert self.allocator.available_pages() == self.num_pages and self.rows.available_size() == self.rows.size
+
+    # -- what must hold -----------------------------------------------------------------
+
+    def check_step(self, step: SchedulerOutput) -> None:
+        requests = [entry.request for entry in step.scheduled]
+        names = [request.request_id for request in requests]
+        assert len(set(names)) == len(names), f"scheduled twice: {names}"
+        assert step.total_num_scheduled_tokens <= self.max_num_tokens
+        assert len(requests) <= len(self.scheduler.running) <= self.scheduler.max_running
+        assert set(step.scheduled_new_reqs) <= set(requests)
+        phases = [request.is_decoding for request in requests]
+        assert phases == sorted(phases, reverse=True), f"decode rows come first: {phases}"
+        for request, num_tokens, start in step.scheduled:
+            assert request.status is RequestStatus.RUNNING and request.req_pool_idx
+            assert start == request.num_computed_tokens and 1 <= num_tokens <= request.num_tokens - start
+            assert len(request.pages) * self.page_size >= start + num_tokens
+            assert 0 not in self.allocator.slots_of(request.pages, 0, start + num_tokens) and 0 not in request.pages
+            if request.trace is not None:
+                whole = num_tokens == request.num_tokens - start
+                assert whole, f"traced {request.request_id} got {num_tokens} of its tokens from {start}"
+            if request.gang:
+                missing = [r.request_id for r in request.gang if not r.finished and r not in requests]
+                assert not missing, f"{request.request_id} runs without {missing} of its gang"
+        assert not step.finished_req_ids & self.reported, "reported as finished twice"
+        self.reported |= step.finished_req_ids
+        new = {request.request_id for request in step.scheduled_new_reqs}
+        assert not step.preempted_req_ids & new, "a resumed request would be dropped from the runner's table"
+
+    def check_sat_out(self, decoding: list[Request], step: SchedulerOutput) -> None:
+        """A request that decodes sits out at most one step in a row, unless it gives way."""
+        scheduled = {entry.request.request_id for entry in step.scheduled}
+        sat_out = self.sat_out
+        self.sat_out = {
+            r.request_id: sat_out.get(r.request_id, 0) + 1
+            for r in decoding
+            if r.status is RequestStatus.RUNNING and r.request_id not in scheduled
+        }
+        assert max(self.sat_out.values(), default=0) <= 1, f"decode starves: {self.sat_out}"
+
+    def check_progress(self, request: Request) -> None:
+        before, now = self.computed.get(request.request_id, 0), request.num_computed_tokens
+        self.computed[request.request_id] = now
+        if request.trace is not None:
+            assert now >= before, f"traced {request.request_id} went back from {before} to {now}"
+            assert request.num_preemptions == 0 or now, "a traced prompt was given up"
+
+    def kv_of(self, request: Request, start: int, stop: int) -> torch.Tensor:
+        """[layers, 2, tokens, 1, 3]: KV that names its layer, prompt, position and token."""
+        tokens = request.all_token_ids[start:stop]
+        number = float(request.request_id.split("-")[0])
+        rows = torch.tensor([[number, float(start + i), float(token)] for i, token in enumerate(tokens)])
+        return rows.view(1, 1, -1, 1, 3) + torch.arange(4).view(2, 2, 1, 1, 1) * 10_000.0
+
+    def write_kv(self, request: Request, start: int, stop: int) -> None:
+        slots = torch.tensor(self.allocator.slots_of(request.pages, start, stop))
+        values = self.kv_of(request, start, stop)
+        for layer in range(2):
+            self.kv_pool.set_kv(layer, slots, values[layer, 0], values[layer, 1])
+
+    def check_kv(self, request: Request, stop: int) -> None:
+        """The pool holds the request's own KV at its first `stop` positions, bit for bit."""
+        if stop:
+            found = self.kv_pool.swap_out(self.allocator.slots_of(request.pages, 0, stop)).kv
+            assert torch.equal(found, self.kv_of(request, 0, stop)), f"KV of {request.request_id} changed"
+
+    def limit(self) -> int:
+        """Steps that all live requests need at most, with each computed again a few times."""
+        return 40 + 6 * sum(r.prompt_len + r.max_tokens for r in self.scheduler.live)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random traffic over pools so small that requests must give way."""
+
+    @initialize(
+        num_pages=st.integers(3, 14), page_size=st.sampled_from([1, 2, 4]), max_num_tokens=st.integers(1, 20),
+        max_running=st.integers(1, 7), policy=st.sampled_from(POLICIES), seed=st.integers(0, 99),
+        eos_rate=st.sampled_from([0.0, 0.1, 0.4]),
+    )  # fmt: skip
+    def begin(self, **kwargs) -> None:
+        self.sim = Simulation(**kwargs)
+
+    @rule(prompt_len=st.integers(1, 40), max_tokens=st.integers(1, 24))
+    def plain(self, prompt_len: int, max_tokens: int) -> None:
+        self.sim.add(prompt_len, max_tokens)
+
+    @rule(prompt_len=st.integers(1, 12), max_tokens=st.integers(1, 12), n=st.integers(2, 4))
+    def family(self, prompt_len: int, max_tokens: int, n: int) -> None:
+        self.sim.add(prompt_len, max_tokens, n=n)
+
+    @rule(prompt_len=st.integers(1, 20), max_tokens=st.integers(1, 16), forward_only=st.booleans())
+    def traced(self, prompt_len: int, max_tokens: int, forward_only: bool) -> None:
+        self.sim.add(prompt_len, 1 if forward_only else max_tokens, traced=True, forward_only=forward_only)
+
+    @rule(prompts=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 10)), min_size=2, max_size=3))
+    def gang(self, prompts: list[tuple[int, int]]) -> None:
+        self.sim.add_gang(prompts)
+
+    @precondition(lambda self: self.sim.scheduler.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.sim.abort(data.draw(st.sampled_from(self.sim.scheduler.live)))
+
+    @rule(count=st.integers(1, 8))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            busy = self.sim.scheduler.has_work()
+            assert bool(self.sim.step().scheduled) == busy, "nothing runs, but there is work"
+
+    def teardown(self) -> None:
+        if hasattr(self, "sim"):
+            self.sim.run(self.sim.limit())
+            assert all(request.finish_reason in ("stop", "length", "abort") for request in self.sim.requests)
+
+
+def test_random_traffic_keeps_every_page_row_and_promise() -> None:
+    run_state_machine_as_test(
+        SchedulerMachine,
+        settings=settings(
+            max_examples=120, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(6))
+def test_heavy_mixed_load_preempts_swaps_and_finishes(policy: str, seed: int) -> None:
+    sim = Simulation(num_pages=8, page_size=2, max_num_tokens=12, max_running=6, policy=policy, seed=seed, eos_rate=0)
+    for i in range(10):
+        sim.add(1 + (i * 5 + seed) % 11, 9, traced=i % 2 == 0)
+        sim.add(4, 6, n=1 + i % 3)
+    sim.run(sim.limit())
+    assert sim.scheduler.num_preempted > 0 and sim.scheduler.num_swapped > 0
+    assert all(len(r.output_token_ids) == r.max_tokens for r in sim.requests)
+
+
+def test_swapped_kv_comes_back_bit_for_bit_and_nothing_is_computed_twice() -> None:
+    sim = Simulation(num_pages=6, page_size=2, max_num_tokens=16, eos_rate=0)
+    requests = [sim.add(3, 9, traced=True)[0] for _ in range(3)]
+    sim.run(200)
+    assert sim.scheduler.num_swapped > 0 and sim.scheduler.num_preempted == 0
+    for request in requests:
+        shares = [e.num_tokens for step in sim.steps for e in step.scheduled if e.request is request]
+        assert sum(shares) == request.prompt_len + 9 - 1 and shares[0] == 3
+
+
+def test_plain_requests_give_way_before_traced_ones_and_the_latest_first() -> None:
+    sim = Simulation(num_pages=9, page_size=1, max_num_tokens=16, eos_rate=0)
+    first, traced, last = sim.add(2, 6)[0], sim.add(2, 6, traced=True)[0], sim.add(2, 6)[0]
+    gave_way: list[str] = []
+    while sim.scheduler.has_work():
+        gave_way += sorted(sim.step().preempted_req_ids)
+    assert gave_way[0] == last.request_id and traced.num_preemptions == 0
+    assert first.num_preemptions <= last.num_preemptions
+
+
+def test_a_familys_prompt_is_computed_once() -> None:
+    sim = Simulation(num_pages=30, page_size=4, max_num_tokens=8, eos_rate=0)
+    family = sim.add(19, 5, n=4)
+    sim.run(100)
+    tokens = {r.request_id: sum(s.num_scheduled_tokens.get(r.request_id, 0) for s in sim.steps) for r in family}
+    assert tokens == {r.request_id: (19 if r is family[0] else 1) + 5 - 1 for r in family}
+
+
+@pytest.mark.parametrize("abort_leader_at", range(5))
+def test_a_familys_other_members_finish_when_the_first_is_aborted(abort_leader_at: int) -> None:
+    sim = Simulation(num_pages=12, page_size=4, max_num_tokens=4, eos_rate=0)
+    family = sim.add(9, 4, n=3)
+    for _ in range(abort_leader_at):
+        sim.step()
+    sim.abort(family[0])
+    sim.run(100)
+    assert [r.finish_reason for r in family] == ["abort", "length", "length"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_early_requests_finish_while_others_keep_arriving(policy: str) -> None:
+    sim = Simulation(num_pages=16, page_size=2, max_num_tokens=10, max_running=6, policy=policy, eos_rate=0)
+    early = [sim.add(6, 8, traced=i % 2 == 0)[0] for i in range(4)]
+    for i in range(150):
+        sim.add(1 + i % 9, 6, traced=i % 3 == 0)
+        sim.step()
+        if all(request.finished for request in early):
+            break
+    assert all(request.finished for request in early)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_decode_goes_on_beside_a_long_prompt(policy: str) -> None:
+    sim = Simulation(num_pages=40, page_size=2, max_num_tokens=4, policy=policy, eos_rate=0)
+    (short,) = sim.add(2, 12)
+    sim.step()
+    (long,) = sim.add(40, 2)
+    steps = 0
+    while not short.finished:
+        sim.step()
+        steps += 1
+    assert steps <= (11 if policy == "mixed" else 22) and long.num_computed_tokens > 0
+    sim.run(100)
+
+
+def test_a_traced_prompt_gets_a_pass_beside_many_that_decode() -> None:
+    sim = Simulation(num_pages=60, page_size=2, max_num_tokens=8, eos_rate=0)
+    for _ in range(4):
+        sim.add(1, 30)
+    sim.step()
+    (traced,) = sim.add(8, 2, traced=True)
+    sim.step()
+    sim.step()
+    assert traced.num_computed_tokens >= 8
+    sim.run(200)
+
+
+def test_a_prompt_longer_than_a_step_runs_in_chunks_and_one_longer_than_nothing_is_left_waiting() -> None:
+    sim = Simulation(num_pages=16, page_size=4, max_num_tokens=5, eos_rate=0)
+    (request,) = sim.add(17, 2)
+    sizes = []
+    while sim.scheduler.has_work():
+        sizes += [entry.num_tokens for entry in sim.step().scheduled]
+    assert sizes == [5, 5, 5, 2, 1] and request.finish_reason == "length"
+
+
+def test_rows_and_requests_in_a_step_stay_within_their_limits() -> None:
+    sim = Simulation(num_pages=60, page_size=1, max_num_tokens=64, max_running=3, eos_rate=0)
+    for _ in range(7):
+        sim.add(3, 4)
+    sim.step()
+    assert len(sim.scheduler.running) == 3 and sim.rows.available_size() == 0
+    sim.run(50)
+
+
+def lose_a_page(sim: Simulation, request: Request) -> None:
+    request.pages.pop()
+
+
+def hold_a_page_twice(sim: Simulation, request: Request) -> None:
+    request.pages.append(request.pages[0])
+
+
+def hold_the_dummy_page(sim: Simulation, request: Request) -> None:
+    request.pages.append(0)
+
+
+def lose_a_row(sim: Simulation, request: Request) -> None:
+    sim.rows.alloc()
+
+
+def claim_kv_that_no_page_holds(sim: Simulation, request: Request) -> None:
+    request.num_computed_tokens = CONTEXT
+
+
+@pytest.mark.parametrize(
+    "damage", [lose_a_page, hold_a_page_twice, hold_the_dummy_page, lose_a_row, claim_kv_that_no_page_holds]
+)
+def test_check_integrity_sees(damage: Callable[[Simulation, Request], None]) -> None:
+    sim = Simulation(num_pages=8)
+    (request,) = sim.add(5, 5)
+    sim.step()
+    damage(sim, request)
+    with pytest.raises(AssertionError):
+        sim.scheduler.check_integrity()
