@@ -55,7 +55,7 @@ class Sequences:
         slots = []
         for length, count in zip(lengths, pages, strict=True):
             row = table.alloc()
-            assert row == len(slots) + 1
+            assert row is not None and row == len(slots) + 1
             own, free = free[:count], free[count:]
             slots.append(allocator.slots_of(own, 0, length))
             table.write(row, 0, slots[-1])

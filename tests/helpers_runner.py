@@ -12,7 +12,9 @@ from transformers import PretrainedConfig
 from pymllm_interp import ModelRunner
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.forward_batch import ForwardBatch, ForwardMode
-from pymllm_interp.core.output import LogitsProcessorOutput
+from pymllm_interp.core.output import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
+from pymllm_interp.core.request import Request, SamplingParams
+from pymllm_interp.engine.scheduler import Scheduler
 from pymllm_interp.runner.partition import Execution
 
 
@@ -24,7 +26,7 @@ def make_runner(
         model = ModelConfig(model="dummy", load_format="dummy", hf_config=copy.deepcopy(source), dtype=dtype)
     else:
         model = ModelConfig(model=str(source), dtype=dtype)
-    runner = cls(ServerConfig(**{"device": "cpu", "kv_cache_tokens": 512, "max_running_requests": 8, **server}), model)
+    runner = cls(ServerConfig(**{"device": "cpu", "kv_cache_tokens": 512, "max_running_requests": 64, **server}), model)
     runner.initialize()
     return runner
 
@@ -78,6 +80,45 @@ class ByHand:
     def decode(self, tokens: dict[int, int], execution: Execution = Execution.PLAIN) -> LogitsProcessorOutput:
         """One token for each sequence."""
         return self.runner.forward(self.batch({k: [t] for k, t in tokens.items()}, ForwardMode.DECODE), execution)
+
+
+class Steps:
+    """A runner and a scheduler, stepped by hand on this thread."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        assert runner.req_to_token_pool and runner.token_to_kv_pool_allocator and runner.token_to_kv_pool
+        self.runner = runner
+        self.scheduler = Scheduler(
+            runner.server_config, runner.max_num_tokens, runner.req_to_token_pool, runner.token_to_kv_pool_allocator,
+            runner.token_to_kv_pool,
+        )  # fmt: skip
+        self.count = 0
+
+    def request(self, prompt: list[int], max_tokens: int = 4, request_id: str | None = None, **params: Any) -> Request:
+        self.count += 1
+        sampling = SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, **params})
+        return Request(request_id or f"r{self.count}", prompt, sampling, max_tokens, seed=sampling.seed or 0)
+
+    def add(self, prompt: list[int], max_tokens: int = 4, **params: Any) -> Request:
+        request = self.request(prompt, max_tokens, **params)
+        self.scheduler.add([request])
+        return request
+
+    def step(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
+        schedule = self.scheduler.schedule()
+        output = self.runner.execute_model(schedule) or self.runner.sample_tokens()
+        assert output is not None
+        self.scheduler.update(schedule, output)
+        self.scheduler.check_integrity()
+        return schedule, output
+
+    def run(self) -> list[tuple[SchedulerOutput, ModelRunnerOutput]]:
+        """Step until no request is left; one step more tells the runner who finished."""
+        steps = []
+        while self.scheduler.has_work():
+            steps.append(self.step())
+        steps.append(self.step())
+        return steps
 
 
 def random_ids(count: int, vocab: int = 97, seed: int = 0) -> list[int]:

@@ -31,7 +31,7 @@ def nudged(x: torch.Tensor) -> torch.Tensor:
 def tensors(inputs: Any) -> list[torch.Tensor]:
     """The hidden states of a module's ``(args, kwargs)``: no mask, no cache, nothing else that has no counterpart."""
     args, kwargs = inputs
-    values = [*args, *(v for k, v in kwargs.items() if k in ("hidden_states", "input_ids"))]
+    values = [*args[:1], *(v for k, v in kwargs.items() if k in ("hidden_states", "input_ids"))]
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
@@ -317,6 +317,37 @@ def stop_generation(model: Any, prompt: Any) -> Any:
     return states
 
 
+def step_logits(model: Any, prompt: Any) -> Any:
+    with model.generate(prompt, max_new_tokens=6) as tracer:
+        logits = list().save()
+        for _ in tracer.iter[0:6]:
+            logits.append(model.lm_head.output)
+    return logits
+
+
+def identity_edits(model: Any, prompt: Any) -> Any:
+    """Every kind of edit, each writing what was there."""
+    with model.generate(prompt, max_new_tokens=6) as tracer:
+        logits = list().save()
+        for _ in tracer.iter[0:6]:
+            model.model.embed_tokens.output[:] = model.model.embed_tokens.output
+            for layer in model.model.layers:
+                layer.input = layer.input.clone()
+                layer.self_attn.q_proj.input = layer.self_attn.q_proj.input.clone()
+                layer.self_attn.q_proj.output[:] = layer.self_attn.q_proj.output.clone()
+                layer.self_attn.k_proj.input[:] = layer.self_attn.k_proj.input.clone()
+                layer.self_attn.v_proj.output = layer.self_attn.v_proj.output.clone()
+                layer.self_attn.o_proj.input[:] = layer.self_attn.o_proj.input.clone()
+                layer.self_attn.output = layer.self_attn.output
+                layer.mlp.gate_proj.input = layer.mlp.gate_proj.input.clone()
+                layer.mlp.act_fn.output += 0
+                layer.mlp.down_proj.output *= 1
+                layer.output = layer.output.clone()
+            model.model.norm.output = model.model.norm.output.clone()
+            logits.append(model.lm_head.output)
+    return logits
+
+
 # -- prompts, invokes -----------------------------------------------------------------------
 
 
@@ -455,7 +486,7 @@ def cache_all(model: Any, prompt: Any) -> Any:
     with model.trace(prompt) as tracer:
         cache = tracer.cache()
         model.model.layers[0].mlp.output = model.model.layers[0].mlp.output * 0
-    return {path: cache[path].output for path in cache.keys()}  # noqa: SIM118
+    return {path: cache[path].output for path in cache.keys()}
 
 
 def cache_some(model: Any, prompt: Any) -> Any:
@@ -628,7 +659,7 @@ def functions(model: Any, prompt: Any) -> Any:
 
         factor = 2.0
         states = [last(layer) for layer in model.model.layers].save()
-        double = list(map(lambda x: x * factor, states)).save()
+        double = [x * factor for x in states].save()
         scaled_one = scaled(states[0]).save()
         norms = {i: (x.norm() * factor).item() for i, x in enumerate(states)}
         nnsight.save(norms)
@@ -675,3 +706,345 @@ def names_from_outside(model: Any, prompt: Any, delta: torch.Tensor) -> Any:
         collected.append(model.model.layers[1].output.clone())
         count = nnsight.save(len(collected))
     return collected, count
+
+
+# -- corners ------------------------------------------------------------------------------------
+
+
+def negative_and_sliced_layers(model: Any, prompt: Any) -> Any:
+    with model.trace(prompt):
+        found = list().save()
+        for layer in model.model.layers[1:]:
+            found.append(layer.output)
+        last = model.model.layers[-1].output.save()
+    return found, last
+
+
+def weights_in_block(model: Any, prompt: Any) -> Any:
+    with model.trace(prompt):
+        attn = model.model.layers[0].self_attn
+        x = attn.v_proj.input
+        v = (x @ attn.v_proj.weight.T).save()
+        unembed = (model.model.norm.output @ model.lm_head.weight.T).save()
+        n = nnsight.save(model.config.num_hidden_layers)
+    return v, unembed, n
+
+
+def heads_of_z(model: Any, prompt: Any) -> Any:
+    with model.trace(prompt):
+        z = model.model.layers[0].self_attn.o_proj.input
+        heads = z.view(z.shape[0], z.shape[1], -1, 8)
+        heads[:, :, 3] = 0
+        logits = model.output.logits.save()
+    return logits
+
+
+def heads_of_q(model: Any, prompt: Any) -> Any:
+    with model.trace(prompt):
+        q = model.model.layers[0].self_attn.q_proj.output
+        q.view(q.shape[0], q.shape[1], -1, 8)[:, :, 1] = 0
+        logits = model.output.logits.save()
+    return logits
+
+
+def flat_heads_of_q(model: Any, prompt: Any) -> Any:
+    with model.trace(prompt):
+        q = model.model.layers[0].self_attn.q_proj.output
+        q.view(-1, 8)[::2] = 0
+        logits = model.output.logits.save()
+    return logits
+
+
+def reshaped_k(model: Any, prompt: Any) -> Any:
+    with model.trace(prompt):
+        k = model.model.layers[0].self_attn.k_proj.output
+        k.reshape(-1, 8)[::2] = 0
+        logits = model.output.logits.save()
+    return logits
+
+
+def sequential_loops(model: Any, prompt: Any) -> Any:
+    with model.generate(prompt, max_new_tokens=5) as tracer:
+        a, b = list().save(), dict().save()
+        first = model.model.layers[0].output.save()
+        for _ in tracer.iter[1:3]:
+            a.append(model.model.layers[0].output)
+        for step in tracer.iter[3:5]:
+            b[step] = model.lm_head.output
+        out = tracer.result.save()
+    return first, a, b, out
+
+
+def break_and_else(model: Any, prompt: Any) -> Any:
+    with model.generate(prompt, max_new_tokens=5) as tracer:
+        a = list().save()
+        for step in tracer.iter[:]:
+            h = model.model.layers[0].output
+            if step == 1:
+                continue
+            a.append(h)
+            if step == 3:
+                break
+        else:
+            a.append("else")
+        for step in tracer.iter[4:5]:
+            a.append(model.lm_head.output)
+        else:
+            a.append("else2")
+        out = tracer.result.save()
+    return a, out
+
+
+def comprehension_over_steps(model: Any, prompt: Any) -> Any:
+    with model.generate(prompt, max_new_tokens=4) as tracer:
+        a = [model.lm_head.output.argmax(-1).item() for _ in tracer.iter[0:3]].save()
+    return a
+
+
+def enumerate_steps(model: Any, prompt: Any) -> Any:
+    with model.generate(prompt, max_new_tokens=4) as tracer:
+        a = list().save()
+        for i, step in enumerate(tracer.iter[:]):
+            a.append((i, step, model.lm_head.output))
+    return a
+
+
+def bounded_loop_outruns(model: Any, prompt: Any) -> Any:
+    with model.generate(prompt, max_new_tokens=2) as tracer:
+        a = list().save()
+        for _ in tracer.iter[0:5]:
+            a.append(model.lm_head.output)
+    return a
+
+
+def eos_ends(model: Any, prompt: Any, eos: int) -> Any:
+    with model.generate(prompt, max_new_tokens=8, eos_token_id=eos) as tracer:
+        a = list().save()
+        for _ in tracer.iter[:]:
+            a.append(model.lm_head.output.argmax(-1))
+    with model.generate(prompt, max_new_tokens=8, eos_token_id=eos) as tracer:
+        out = tracer.result.save()
+    return a, out
+
+
+def a_later_step_after_the_first(model: Any, prompt: Any) -> Any:
+    with model.generate(prompt, max_new_tokens=3) as tracer:
+        a = model.lm_head.output.save()
+        for _ in tracer.iter[2]:
+            c = model.lm_head.output.save()
+    return a, c
+
+
+def save_model_output(model: Any, prompt: Any) -> Any:
+    with model.trace(prompt) as tracer:
+        out = model.output.save()
+    with model.trace(prompt) as tracer:
+        res = tracer.result.save()
+    return out.logits, res.logits, type(out).__name__, out["logits"], out[0]
+
+
+def edited_copy_generates(model: Any, prompt: Any) -> Any:
+    with model.edit() as (tracer, edited):
+        for _ in tracer.iter[:]:
+            edited.model.layers[0].mlp.output[:, -1] = 0.5
+    with edited.generate(prompt, max_new_tokens=4) as tracer:
+        a = tracer.result.save()
+    with model.generate(prompt, max_new_tokens=4) as tracer:
+        b = tracer.result.save()
+    with edited.edit() as (tracer, twice):
+        twice.model.layers[1].output[:] = 0
+    with twice.trace(prompt):
+        c = twice.output.logits.save()
+    with edited.trace(prompt):
+        d = edited.output.logits.save()
+    return a, b, c, d
+
+
+def session_generate(model: Any, prompt: Any) -> Any:
+    with model.session():
+        with model.generate(prompt, max_new_tokens=3) as tracer:
+            hs = list()
+            for _ in tracer.iter[0:3]:
+                hs.append(model.model.layers[0].output[:, -1])
+            tokens = tracer.result
+        with model.trace(tokens):
+            model.model.layers[0].output[:, -1] = hs[0]
+            logits = model.output.logits.save()
+        final = nnsight.save(len(hs))
+    return logits, final
+
+
+def statements(model: Any, prompt: Any) -> Any:
+    outer = 1
+    with model.trace(prompt):
+        import math
+
+        class Box:
+            def __init__(self, x):
+                self.x = x
+
+            def double(self):
+                return self.x * 2
+
+        if (h := model.model.layers[0].output).shape[1] > 2:
+            box = Box(h)
+        del h
+        a, *rest = [box.double(), 1, 2]
+        match len(rest):
+            case 2:
+                word = f"two {math.pi:.2f}"
+            case _:
+                word = "other"
+        outer += 1
+        gen = sum(x for x in rest)
+        n = 0
+        while n < 3:
+            n += 1
+        nnsight.save(word)
+        nnsight.save(outer)
+        nnsight.save(gen)
+        nnsight.save(n)
+        a.save()
+    return a, word, outer, gen, n
+
+
+def several_contexts(model: Any, prompt: Any) -> Any:
+    with torch.no_grad(), model.trace(prompt):
+        h = model.model.layers[0].output.save()
+    return h
+
+
+def embed_ids_in_place_generate(model: Any, prompt: Any) -> Any:
+    with model.generate(prompt, max_new_tokens=3) as tracer:
+        model.model.embed_tokens.input[:, -1] = 3
+        out = tracer.result.save()
+    return out
+
+
+def rename_many(model: Any, prompt: Any) -> Any:
+    with model.trace(prompt):
+        a = model.layers[0].attention.output[0].save()
+        m = model.layers[0].ffn.output.save()
+        model.layers[1].ffn.output[:] = 0
+        o = model.output.logits.save()
+    return a, m, o
+
+
+def input_kwargs_read(model: Any, prompt: Any) -> Any:
+    with model.trace(prompt):
+        args, kwargs = model.model.layers[0].self_attn.inputs
+        h = kwargs["hidden_states"].save()
+        n = nnsight.save(len(args))
+    return h, n
+
+
+def accumulated_over_steps(model: Any, prompt: Any) -> Any:
+    with model.generate(prompt, max_new_tokens=3) as tracer:
+        acc = torch.zeros(1, model.config.hidden_size).save()
+        for _ in tracer.iter[0:3]:
+            acc += model.model.layers[0].output[:, -1].detach()
+    return acc
+
+
+def session_with_invokes(model: Any, prompts: list[Any]) -> Any:
+    with model.session():
+        with model.trace() as tracer:
+            with tracer.invoke(prompts[0]):
+                h = model.model.layers[0].output[:, -1].clone()
+            with tracer.invoke(prompts[1]):
+                h2 = model.model.layers[0].output[:, -1].clone()
+        with model.trace(prompts[0]):
+            model.model.layers[0].output[:, -1] = h + h2
+            logits = model.output.logits.save()
+    return logits
+
+
+def call_plain_outside(model: Any, prompt: Any) -> Any:
+    with model.trace(prompt):
+        h = model.model.layers[1].output.save()
+    return model.lm_head(model.model.norm(h))
+
+
+def caught_inside(model: Any, prompt: Any) -> Any:
+    with model.trace(prompt):
+        got = "no"
+        try:
+            model.model.layers[0].output[:, 99] = 0
+        except IndexError:
+            got = "yes"
+        nnsight.save(got)
+        h = model.model.layers[1].output.save()
+    return got, h
+
+
+def caught_outside(model: Any, prompt: Any) -> Any:
+    try:
+        with model.trace(prompt):
+            model.model.layers[0].output.save()
+            raise KeyError("x")
+    except KeyError:
+        return "caught"
+
+
+# -- mistakes: both raise -------------------------------------------------------------------------
+
+
+def raise_value(model: Any, prompt: Any) -> Any:
+    with model.trace(prompt):
+        model.model.layers[0].output
+        raise ValueError("mine")
+
+
+def unknown_module(model: Any, prompt: Any) -> Any:
+    with model.trace(prompt):
+        model.model.layerz[0].output.save()
+
+
+def unknown_layer(model: Any, prompt: Any) -> Any:
+    with model.trace(prompt):
+        model.model.layers[99].output.save()
+
+
+def out_of_order(model: Any, prompt: Any) -> Any:
+    with model.trace(prompt):
+        model.model.layers[1].output.save()
+        model.model.layers[0].output.save()
+
+
+def inside_skipped(model: Any, prompt: Any) -> Any:
+    with model.trace(prompt):
+        model.model.layers[0].mlp.skip(model.model.layers[0].mlp.input)
+        model.model.layers[0].mlp.down_proj.output.save()
+
+
+def invoke_in_prompted(model: Any, prompt: Any) -> Any:
+    with model.trace(prompt) as tracer:
+        with tracer.invoke(prompt):
+            model.model.layers[0].output.save()
+
+
+def empty_trace(model: Any, prompt: Any) -> Any:
+    with model.trace():
+        pass
+
+
+def negative_step(model: Any, prompt: Any) -> Any:
+    with model.generate(prompt, max_new_tokens=3) as tracer:
+        for _ in tracer.iter[-1]:
+            model.lm_head.output.save()
+
+
+def read_outside(model: Any, prompt: Any) -> Any:
+    return model.model.layers[0].output
+
+
+def source_unknown(model: Any, prompt: Any) -> Any:
+    with model.trace(prompt):
+        model.model.layers[0].mlp.source.nothing_0.output.save()
+
+
+def cache_late(model: Any, prompt: Any) -> Any:
+    with model.trace(prompt) as tracer:
+        model.model.layers[0].output
+        cache = tracer.cache()
+    return len(cache.keys())

@@ -208,7 +208,8 @@ def test_padded_decode_rows_change_nobody(case: BackendCase) -> None:
         seq_lens_cpu=pad(batch.seq_lens_cpu, 1),
     )
     backend.init_forward_metadata(padded)
-    out = backend.forward(*(pad(x, 3.0) for x in sequences.rows(ranges)), sequences.layer, padded)
+    q, k, v = (pad(x, 3.0) for x in sequences.rows(ranges))
+    out = backend.forward(q, k, v, sequences.layer, padded)
     close(out[:-2], torch.cat([sequences.expected(i, *span) for i, span in ranges.items()]), out.dtype)
     assert out[-2:].isfinite().all()
     for buffers, rows in ((sequences.pool.k_buffer, sequences.k), (sequences.pool.v_buffer, sequences.v)):

@@ -199,6 +199,17 @@ def test_rows_that_are_not_in_use_are_not_written(row: int) -> None:
         pool.write(row, 0, [3])
 
 
+def test_freeing_a_row_drops_its_staged_writes_alone() -> None:
+    pool = ReqToTokenPool(2, 8, "cpu")
+    first, second = pool.alloc(), pool.alloc()
+    assert first is not None and second is not None
+    pool.write(first, 0, [5, 6])
+    pool.write(second, 0, [7])
+    pool.free(first)
+    pool.apply_staged_writes()
+    assert not pool.req_to_token[first].any() and pool.req_to_token[second, 0] == 7
+
+
 def make_pool(page_size: int, dtype: torch.dtype = torch.bfloat16) -> KVPool:
     pool = KVPool(3, 4 * page_size + page_size - 1, 2, 8, dtype, "cpu", page_size)
     for buffer in (*pool.k_buffer, *pool.v_buffer):

@@ -229,7 +229,7 @@ def rope_model(scaling: str) -> PreTrainedModel:
 def test_rope_scalings_equal_transformers_below_at_and_above_the_original_length(scaling, tmp_path):
     hf = rope_model(scaling)
     hf.save_pretrained(tmp_path)
-    runner = make_runner(tmp_path, max_running_requests=16)
+    runner = make_runner(tmp_path)
     # Of different lengths in one batch, so that one's length must not reach another's rows.
     prompts = {i: random_ids(n, seed=i) for i, n in enumerate((3, 24, 25, 61))}
     for execution in (Execution.PLAIN, Execution.MODULES):

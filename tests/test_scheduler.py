@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
@@ -153,6 +155,7 @@ class Simulation:
             if request.trace is not None:
                 whole = num_tokens == request.num_tokens - start
                 assert whole, f"traced {request.request_id} got {num_tokens} of its tokens from {start}"
+            assert not request.alone or len(requests) == 1, f"{request.request_id} does not have its step alone"
             if request.gang:
                 missing = [r.request_id for r in request.gang if not r.finished and r not in requests]
                 assert not missing, f"{request.request_id} runs without {missing} of its gang"
@@ -206,6 +209,8 @@ class Simulation:
 class SchedulerMachine(RuleBasedStateMachine):
     """Random traffic over pools so small that requests must give way."""
 
+    seen: ClassVar[Counter[str]] = Counter()
+
     @initialize(
         num_pages=st.integers(3, 14), page_size=st.sampled_from([1, 2, 4]), max_num_tokens=st.integers(1, 20),
         max_running=st.integers(1, 7), policy=st.sampled_from(POLICIES), seed=st.integers(0, 99),
@@ -222,9 +227,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     def family(self, prompt_len: int, max_tokens: int, n: int) -> None:
         self.sim.add(prompt_len, max_tokens, n=n)
 
-    @rule(prompt_len=st.integers(1, 20), max_tokens=st.integers(1, 16), forward_only=st.booleans())
-    def traced(self, prompt_len: int, max_tokens: int, forward_only: bool) -> None:
-        self.sim.add(prompt_len, 1 if forward_only else max_tokens, traced=True, forward_only=forward_only)
+    @rule(prompt_len=st.integers(1, 20), max_tokens=st.integers(1, 16))
+    def traced(self, prompt_len: int, max_tokens: int) -> None:
+        self.sim.add(prompt_len, max_tokens, traced=True)
+
+    @rule(traffic=st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=3, max_size=6))
+    def burst(self, traffic: list[tuple[int, bool]]) -> None:
+        for prompt_len, traced in traffic:
+            self.sim.add(prompt_len, 12, traced=traced)
+
+    @rule(prompt_len=st.integers(1, 20), alone=st.booleans())
+    def single_pass(self, prompt_len: int, alone: bool) -> None:
+        self.sim.add(prompt_len, 1, traced=True, forward_only=True, alone=alone)
 
     @rule(prompts=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 10)), min_size=2, max_size=3))
     def gang(self, prompts: list[tuple[int, int]]) -> None:
@@ -244,16 +258,21 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "sim"):
             self.sim.run(self.sim.limit())
+            self.seen["preempted"] += self.sim.scheduler.num_preempted
+            self.seen["swapped"] += self.sim.scheduler.num_swapped
             assert all(request.finish_reason in ("stop", "length", "abort") for request in self.sim.requests)
 
 
 def test_random_traffic_keeps_every_page_row_and_promise() -> None:
+    # Shrinking a failure takes minutes: add Phase.shrink by hand.
     run_state_machine_as_test(
         SchedulerMachine,
         settings=settings(
-            max_examples=120, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=120, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck),
+            phases=[Phase.explicit, Phase.generate], report_multiple_bugs=False, database=None,
         ),
     )
+    assert min(SchedulerMachine.seen[kind] for kind in ("preempted", "swapped")) > 20, "the traffic was too light"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -261,8 +280,8 @@ def test_random_traffic_keeps_every_page_row_and_promise() -> None:
 def test_heavy_mixed_load_preempts_swaps_and_finishes(policy: str, seed: int) -> None:
     sim = Simulation(num_pages=8, page_size=2, max_num_tokens=12, max_running=6, policy=policy, seed=seed, eos_rate=0)
     for i in range(10):
-        sim.add(1 + (i * 5 + seed) % 11, 9, traced=i % 2 == 0)
-        sim.add(4, 6, n=1 + i % 3)
+        sim.add(1 + (i * 5 + seed) % 11, 6, traced=True)
+        sim.add(2, 12, traced=i % 3 != 0, n=1 if i % 3 else 3)
     sim.run(sim.limit())
     assert sim.scheduler.num_preempted > 0 and sim.scheduler.num_swapped > 0
     assert all(len(r.output_token_ids) == r.max_tokens for r in sim.requests)
@@ -313,6 +332,8 @@ def test_early_requests_finish_while_others_keep_arriving(policy: str) -> None:
     early = [sim.add(6, 8, traced=i % 2 == 0)[0] for i in range(4)]
     for i in range(150):
         sim.add(1 + i % 9, 6, traced=i % 3 == 0)
+        if i % 5 == 0:
+            sim.add(1 + i % 7, 1, traced=True, forward_only=True, alone=True)
         sim.step()
         if all(request.finished for request in early):
             break
@@ -354,6 +375,20 @@ def test_a_prompt_longer_than_a_step_runs_in_chunks_and_one_longer_than_nothing_
     assert sizes == [5, 5, 5, 2, 1] and request.finish_reason == "length"
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_requests_that_go_alone_do_not_stop_what_was_there_before(policy: str) -> None:
+    sim = Simulation(num_pages=40, page_size=2, max_num_tokens=5, policy=policy, eos_rate=0)
+    (decoding,) = sim.add(2, 10)
+    sim.step()
+    (chunked,) = sim.add(30, 3)
+    sim.step()
+    for _ in range(60):
+        sim.add(4, 1, traced=True, forward_only=True, alone=True)
+        sim.step()
+    assert decoding.finished and chunked.finished
+    sim.run(200)
+
+
 def test_rows_and_requests_in_a_step_stay_within_their_limits() -> None:
     sim = Simulation(num_pages=60, page_size=1, max_num_tokens=64, max_running=3, eos_rate=0)
     for _ in range(7):
@@ -387,7 +422,7 @@ def claim_kv_that_no_page_holds(sim: Simulation, request: Request) -> None:
     "damage", [lose_a_page, hold_a_page_twice, hold_the_dummy_page, lose_a_row, claim_kv_that_no_page_holds]
 )
 def test_check_integrity_sees(damage: Callable[[Simulation, Request], None]) -> None:
-    sim = Simulation(num_pages=8)
+    sim = Simulation(num_pages=8, eos_rate=0)
     (request,) = sim.add(5, 5)
     sim.step()
     damage(sim, request)

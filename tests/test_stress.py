@@ -1,23 +1,26 @@
 """Many traces at once, beside plain requests, broken blocks and aborts, in a pool so small that requests give way.
 
-Each trace must equal its solo run. The oracle is the same engine with room for all and one request at a time; that a solo
-run equals nnsight's own is tests/test_trace_parity.py's claim.
+Each trace must equal its own run on nnsight's TransformersModel, each plain request transformers' generate.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import greenlet
 import pytest
 import torch
+from conftest import VOCAB, tiny_tokenizer
+from nnsight.modeling.transformers import TransformersModel
 
-from conftest import VOCAB
 from pymllm_interp import LM, SamplingParams
+from pymllm_interp.hooks.nnsight_compat import OutOfOrderError
+from pymllm_interp.hooks.rows import EditError
 
 READS = ["model.layers.{}.output", "model.layers.{}.mlp.output", "model.layers.{}.self_attn.o_proj.input",
          "model.layers.{}.mlp.down_proj.input"]  # fmt: skip
@@ -31,6 +34,7 @@ class Plan:
     new_tokens: int
     actions: dict[int, list[tuple[str, float | None]]]
     fault: str | None = None
+    logits: bool = False
     delay: float = 0.0
     result: dict[str, Any] = field(default_factory=dict)
     error: BaseException | None = None
@@ -50,63 +54,71 @@ class Plan:
             new_tokens=new_tokens,
             actions=actions,
             fault=rng.choice(["raise", "order", "shape", None, None]) if faults else None,
+            logits=rng.random() < 0.3,
             delay=rng.random() * 0.05,
         )
 
 
-def value_of(lm: LM, path: str) -> torch.Tensor:
-    """Read a location of the model inside of a trace."""
-    return lm.get(path)
-
-
-def run(lm: LM, plan: Plan) -> None:
-    """Carry out a plan as one traced generation; what it read goes to `plan.result`."""
+def run(model: Any, plan: Plan) -> None:
+    """Carry out a plan as one traced generation, on ours or on nnsight's model; what it read goes to `plan.result`."""
+    ours = isinstance(model, LM)
     try:
-        with lm.generate(plan.prompt, max_new_tokens=plan.new_tokens) as tracer:
+        with model.generate(torch.tensor([plan.prompt]), max_new_tokens=plan.new_tokens) as tracer:
             seen = list().save()
-            for step in tracer.iter[:]:
+            if plan.fault == "order":
+                seen.append(model.model.norm.output)
+                seen.append(model.model.layers[0].output)
+            for step in tracer.iter[:] if ours else tracer.iter[: plan.new_tokens]:
                 for path, factor in plan.actions.get(step, []):
-                    value = value_of(lm, path)
+                    value = model.get(path)
                     seen.append((step, path, value.clone()))
                     if factor is not None:
                         value[:] = value * factor
                 if plan.fault == "raise" and step == plan.new_tokens // 2:
                     raise ZeroDivisionError("planned")
-                if plan.fault == "order" and step == plan.new_tokens // 2:
-                    lm.model.norm.output
-                    lm.model.layers[0].output
                 if plan.fault == "shape" and step == plan.new_tokens // 2:
-                    lm.model.norm.output = torch.zeros(1, 99, 3)
-                lm.logits
+                    model.model.norm.output = torch.zeros(1, 99, 3)
+                if plan.logits:
+                    seen.append((step, "logits", model.logits.clone() if ours else model.lm_head.output[:, -1].clone()))
             ids = tracer.result.save()
         plan.result = {"seen": seen, "ids": ids}
     except Exception as error:
         plan.error = error
 
 
+FAULTS = {"raise": ZeroDivisionError, "order": OutOfOrderError, "shape": EditError}
+
+
 def assert_same(got: Plan, wanted: Plan) -> None:
-    assert type(got.error) is type(wanted.error), (got.error, wanted.error)
-    if wanted.error is not None:
+    if got.fault is not None:
+        assert type(got.error) is FAULTS[got.fault], got.error
         return
+    assert got.error is None and wanted.error is None, (got.error, wanted.error)
     assert torch.equal(got.result["ids"], wanted.result["ids"])
     assert [(s, p) for s, p, _ in got.result["seen"]] == [(s, p) for s, p, _ in wanted.result["seen"]]
     for (step, path, value), (_, _, reference) in zip(got.result["seen"], wanted.result["seen"], strict=True):
         assert value.shape == reference.shape
-        assert torch.allclose(value, reference, atol=1e-4), (step, path, (value - reference).abs().max())
+        assert torch.allclose(value, reference, atol=1e-3), (step, path, (value - reference).abs().max())
 
 
-def stress(lm_of: Any, seed: int, count: int, policy: str) -> LM:
+def stress(lm_of: Any, oracle: Any, seed: int, count: int, policy: str) -> None:
     rng = random.Random(seed)
     plans = [Plan.random(rng, layers=3, faults=True) for _ in range(count)]
-    solo = lm_of("llama", kv_cache_tokens=4096)
-    references = [Plan(p.prompt, p.new_tokens, p.actions, p.fault) for p in plans]
+    references = [replace(plan, result={}) for plan in plans]
+    nnsight_model = TransformersModel(copy.deepcopy(oracle("llama")), tokenizer=tiny_tokenizer())
     for reference in references:
-        run(solo, reference)
+        if reference.fault is None:
+            run(nnsight_model, reference)
     plain_prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))] for _ in range(count // 4)]
     params = SamplingParams(temperature=0, max_tokens=16)
-    plain_wanted = [solo.generate([p], params)[0].token_ids for p in plain_prompts]
+    plain_wanted = [
+        oracle("llama").generate(torch.tensor([p]), max_new_tokens=16, do_sample=False)[0, len(p) :].tolist()
+        for p in plain_prompts
+    ]
 
-    lm = lm_of("llama", kv_cache_tokens=56, page_size=4, schedule_policy=policy, max_running_requests=8, max_num_tokens=48)
+    lm = lm_of(
+        "llama", kv_cache_tokens=56, page_size=4, schedule_policy=policy, max_running_requests=8, max_num_tokens=48
+    )
     before = lm.engine.stats()
     timers = [threading.Timer(plan.delay, run, (lm, plan)) for plan in plans]
     for timer in timers:
@@ -125,7 +137,6 @@ def stress(lm_of: Any, seed: int, count: int, policy: str) -> LM:
     after = lm.engine.stats()
     assert after["preempted"] > before["preempted"] and after["moved_to_host"] > before["moved_to_host"]
     assert_nothing_left(lm)
-    return lm
 
 
 def assert_nothing_left(lm: LM) -> None:
@@ -143,12 +154,12 @@ def assert_nothing_left(lm: LM) -> None:
 
 @pytest.mark.parametrize("policy", ["mixed", "prefill_first"])
 @pytest.mark.parametrize("seed", range(2))
-def test_concurrent_traces_equal_their_solo_runs(lm_of, seed: int, policy: str) -> None:
-    stress(lm_of, seed, 40, policy)
+def test_concurrent_traces_equal_their_solo_runs(lm_of, oracle, seed: int, policy: str) -> None:
+    stress(lm_of, oracle, seed, 40, policy)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed", "prefill_first"])
 @pytest.mark.parametrize("seed", range(100, 110))
-def test_four_hundred_concurrent_traces_equal_their_solo_runs(lm_of, seed: int, policy: str) -> None:
-    stress(lm_of, seed, 400, policy)
+def test_four_hundred_concurrent_traces_equal_their_solo_runs(lm_of, oracle, seed: int, policy: str) -> None:
+    stress(lm_of, oracle, seed, 400, policy)

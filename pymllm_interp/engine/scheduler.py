@@ -45,7 +45,7 @@ class Scheduler:
         self._arrivals = 0
         self._finished_ids: set[str] = set()
         self._preempted_ids: set[str] = set()
-        self._last_was_prefill = False
+        self._decodes_wait = False
 
     # -- requests in and out -------------------------------------------------------
 
@@ -81,7 +81,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Pick the next step's requests. Decode rows come first, then prompts."""
         step = self._pick()
-        if not step.scheduled and any(self._give_back(request) for request in self.waiting):
+        while not step.scheduled and (self._decodes_wait or any(map(self._give_back, reversed(self.waiting)))):
             step = self._pick()
         step.finished_req_ids, self._finished_ids = self._finished_ids, set()
         step.preempted_req_ids, self._preempted_ids = self._preempted_ids, set()
@@ -90,44 +90,37 @@ class Scheduler:
     def _pick(self) -> SchedulerOutput:
         step = SchedulerOutput()
         budget = self.max_num_tokens
-        if not self._prompts_have_this_step():
+        self._decodes_wait = self._prompts_have_this_step()
+        if not self._decodes_wait:
             budget = self._schedule_decodes(step, budget)
-        head = self._admissible_head()
-        if head is not None and head[0].alone:
-            if not step.scheduled:
-                self._schedule_waiting(step, budget)
-        elif not (self.config.schedule_policy == "prefill_first" and step.scheduled):
+        if not (self.config.schedule_policy == "prefill_first" and step.scheduled):
             budget = self._schedule_chunks(step, budget)
             budget = self._schedule_swapped(step, budget)
             self._schedule_waiting(step, budget)
         step.scheduled.sort(key=lambda entry: not entry.request.is_decoding)  # stable: decode first
-        self._last_was_prefill = not any(entry.request.is_decoding for entry in step.scheduled)
         return step
 
     def _prompts_have_this_step(self) -> bool:
         """Whether decoding requests sit this step out, for prompts. Never two steps in a row."""
         decoding = sum(request.is_decoding for request in self.running)
-        if not decoding or self._last_was_prefill:
+        if not decoding or self._decodes_wait:
             return False
         head = self._admissible_head()
         if self.config.schedule_policy == "prefill_first":
-            return head is not None or any(not request.is_decoding for request in self.running)
-        if head is None or head[0].trace is None:
+            back = any(self._can_admit(self._unit(request)) for request in self.swapped)
+            return back or head is not None or any(not request.is_decoding for request in self.running)
+        if head is None or head[0].trace is None or decoding < len(self.running):
             return False
-        if head[0].alone:
-            return True
         # A traced prompt needs one pass; beside many decoding requests the budget would never hold it.
         tokens = sum(request.num_tokens - request.num_computed_tokens for request in head)
-        return tokens + decoding > self.max_num_tokens
+        return head[0].alone or tokens + decoding > self.max_num_tokens
 
     def _admissible_head(self) -> list[Request] | None:
-        """The requests that would be admitted next, if rows and pages allow it."""
-        for request in self.waiting:
+        """The requests that would be admitted next, if rows and pages allow it and nobody is in host memory."""
+        for request in () if self.swapped else self.waiting:
             if not self._waits_for_leader(request):
                 unit = self._unit(request)
-                tokens = sum(r.num_tokens for r in unit)
-                fits = len(self.running) + len(unit) <= self.max_running
-                return unit if fits and self._pages_for(tokens) <= self.allocator.available_pages() else None
+                return unit if self._can_admit(unit) else None
         return None
 
     def _schedule_decodes(self, step: SchedulerOutput, budget: int) -> int:

@@ -34,9 +34,13 @@ class Block(Mediator):
 
     A block that takes part in every second step of the engine must not notice the others: which occurrence of a location
     it meets is a matter of its own request's passes.
+
+    Attributes:
+        served: the block is past its first wait.
     """
 
     trace: RequestTrace
+    served = False
 
     def occurrence(self, location: str) -> int:
         """How many times the request's passes have reached `location`."""
@@ -176,6 +180,7 @@ class EngineInterleaver(Interleaver):
     def resume(self, block: Block, *args: Any, error: BaseException | None = None) -> None:
         """Run a block on. What it raises ends its own request and no other."""
         block.pending = None
+        block.served = True
         try:
             block.pending = block.switch(*args) if error is None else block.throw(error)
         except BaseException as raised:

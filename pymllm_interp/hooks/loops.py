@@ -53,8 +53,8 @@ class StepIterations(Iterations):
             for step in self._indices():
                 if step < 0:
                     raise ValueError(f"tracer.iter step {step}: steps count from 0")
-                if trace.over:
-                    break
+                if trace.over or (step >= trace.max_passes and self.steps is None and self.stop is None):
+                    break  # an open loop whose body reads nothing would run for ever
                 block.iteration = step
                 yield step
         finally:

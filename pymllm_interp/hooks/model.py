@@ -12,13 +12,15 @@ from collections.abc import Callable
 from types import CodeType, TracebackType
 from typing import Any
 
+from greenlet import getcurrent
 from torch import nn
 
 from .analysis import depend_on_each_other
 from .barrier import EngineBarrier
-from .interleaver import EngineInterleaver
+from .interleaver import Block, EngineInterleaver
 from .loops import StepIterations, with_loop_ends
 from .nnsight_compat import (
+    CacheView,
     EditingTracer,
     Envoy,
     Generator,
@@ -168,8 +170,28 @@ class EngineTracer(InterleavingTracer):
         self.barriers += 1
         return EngineBarrier(n)
 
+    def cache(self, *args: Any, **kwargs: Any) -> CacheView:
+        """Record modules' values as the request's passes reach them; see nnsight's. Each is what its module went on with.
+
+        Raises:
+            ValueError: the block has read or changed a value of the model before.
+        """
+        block = Mediator.current("tracer.cache()")
+        if isinstance(block, Block) and block.served:
+            raise ValueError("tracer.cache() comes too late: declare it before the block reads or changes a value")
+        return super().cache(*args, **kwargs)
+
     def invoke(self, *args: Any, **kwargs: Any) -> EngineInvoker:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One prompt of this trace, with a block of its own: ``with tracer.invoke(prompt): ...``."""
+        """One prompt of this trace, with a block of its own: ``with tracer.invoke(prompt): ...``.
+
+        Raises:
+            ValueError: the trace has a prompt already, and this is its block.
+        """
+        if hasattr(getcurrent(), "mediator"):
+            raise ValueError(
+                f"tracer.invoke() inside a block that has a prompt: open `with lm.{self.mode}() as tracer:` without one, "
+                "and give each invoke its own"
+            )
         return EngineInvoker(self, *args, **kwargs)
 
     def execute(self, code: CodeType) -> None:

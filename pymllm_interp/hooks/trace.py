@@ -42,6 +42,7 @@ class RequestTrace:
         blocks: persistent edits first, then the request's own block.
         rows: the request's rows in the current pass; None while it is in none.
         passes: passes of the model that the request took part in.
+        max_passes: as many as there can be.
         over: no further pass comes.
         ended: no block of this trace is served any more.
         error: what a block raised, other than ``tracer.stop()``.
@@ -72,6 +73,7 @@ class RequestTrace:
             self.blocks.append(self.own)
         self.rows: Rows | None = None
         self.passes = 0
+        self.max_passes = 1
         self.in_pass = self.over = self.ended = self.stopped = False
         self.error: BaseException | None = None
         self.result: Any = None
@@ -148,6 +150,7 @@ class RequestTrace:
     def start(self, request: Request, model: TracedModel) -> None:
         """Run each block to where it first waits."""
         self.request_id = request.request_id
+        self.max_passes = 1 if request.forward_only else request.max_tokens
         for block in self.blocks:
             if self.ended:
                 return

@@ -70,10 +70,10 @@ class RequestState:
         return int(self.num_computed_tokens_np[self.req_id_to_index[req_id]])
 
     def next_prefill_tokens(self, req_id: str, count: int) -> list[int]:
-        """The next `count` tokens of the request that have no KV yet."""
+        """The next tokens of the request that have no KV yet: `count` of them, or as many as there are."""
         index = self.req_id_to_index[req_id]
         start = self.num_computed_tokens_np[index]
-        return self.all_token_ids[index, start : start + count].tolist()
+        return self.all_token_ids[index, start : min(start + count, self.total_len[index])].tolist()
 
     def any_prefills(self, indices: np.ndarray) -> bool:
         """Whether one of the rows has tokens of its prompt left to compute."""

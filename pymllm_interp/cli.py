@@ -1,0 +1,133 @@
+"""The command line: `pymllm-interp demo | generate | bench | doctor`.
+
+Heavy imports happen inside the commands, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0, or 2 with one line on stderr where it cannot be done."""
+    args = make_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        print(f"pymllm-interp {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pymllm-interp", description="An LLM serving runtime that a researcher can reach into."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    demo = commands.add_parser("demo", help="plain prompts, a logit lens and a steered request on one engine")
+    _add_model(demo)
+    demo.add_argument(
+        "--out", type=Path, default=Path("demo_out"), help="folder for the heatmap (default: %(default)s)"
+    )
+    demo.add_argument("--max-tokens", type=_count, default=40, help="new tokens of each request (default: %(default)s)")
+    demo.set_defaults(run=_demo)
+
+    generate = commands.add_parser("generate", help="continue one prompt, or several at once")
+    generate.add_argument("prompts", nargs="+", metavar="PROMPT")
+    _add_model(generate)
+    generate.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
+    generate.add_argument("--max-tokens", type=_count, default=64, help="new tokens at most (default: %(default)s)")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
+    generate.add_argument("--top-p", type=float, default=1.0)
+    generate.add_argument("--seed", type=int, default=None, help="of the sampling noise")
+    generate.set_defaults(run=_generate)
+
+    bench = commands.add_parser("bench", help="speed of plain decoding, and what reading layers costs")
+    _add_model(bench)
+    bench.add_argument("--suite", choices=["cpu"], default="cpu")
+    bench.add_argument("--config", metavar="FOLDER", help="folder with a config.json, in place of --model")
+    bench.add_argument("--load-format", default=None, help="dummy: random weights (with --config: the default)")
+    bench.add_argument("--out", type=Path, default=None, metavar="FILE", help="where the JSON goes")
+    bench.add_argument("--quick", action="store_true", help="a few tokens: shows that it runs, measures nothing")
+    bench.set_defaults(run=_bench)
+
+    doctor = commands.add_parser("doctor", help="what is installed, and what is missing")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", default="demo", help="demo, a folder, a .gguf file or a hub id (default: %(default)s)"
+    )
+    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (default: %(default)s)")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: at least 1 is expected")
+    return value
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from .demo import run_demo
+
+    run_demo(model=args.model, dtype=args.dtype, out=args.out, max_tokens=args.max_tokens)
+    return 0
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from .core.request import SamplingParams
+    from .engine.lm import LM
+
+    params = SamplingParams(
+        temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_tokens, seed=args.seed
+    )  # before the model is loaded: a bad value is told at once
+    with LM(args.model, dtype=args.dtype) as lm:
+        prompts = [as_chat(lm, text) for text in args.prompts] if args.chat else args.prompts
+        if len(prompts) == 1:
+            for piece in lm.stream(prompts[0], params):
+                print(piece, end="", flush=True)
+            print()
+            return 0
+        for text, output in zip(args.prompts, lm.generate(prompts, params), strict=True):
+            print(f">>> {text}\n{output.text}\n")
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from .bench import BenchSettings, run_bench
+
+    load_format = args.load_format or ("dummy" if args.config else "auto")
+    settings = BenchSettings.quick() if args.quick else BenchSettings()
+    run_bench(args.suite, args.config or args.model, args.dtype, load_format, settings, args.out)
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from .doctor import run_doctor
+
+    return run_doctor()
+
+
+def as_chat(lm: Any, text: str) -> list[int]:
+    """The token ids of a user's message in the model's chat template, up to where the answer begins.
+
+    Raises:
+        ValueError: the model has no tokenizer, or one without a chat template.
+    """
+    if lm.tokenizer is None or not lm.tokenizer.chat_template:
+        raise ValueError("this model has no chat template: give it text to continue instead")
+    message = [{"role": "user", "content": text}]
+    return lm.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""`pymllm-interp doctor`: what this machine has, what is missing, and the command that brings it. For bug reports, too."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from .models.gguf import default_cache_dir
+from .models.source import find_demo_gguf
+
+REQUIRED = ("torch", "transformers", "nnsight", "greenlet", "einops", "safetensors", "numpy", "rich")
+OPTIONAL = {"gguf": "reads .gguf files and the demo model", "matplotlib": "draws the demo's heatmap"}
+
+
+def run_doctor() -> int:
+    """Print the table; returns 0 where the demo can run, else 1."""
+    table = Table("", "", title="pymllm-interp doctor", show_header=False, title_justify="left")
+    table.columns[1].overflow = "fold"
+    rows, ok = _package_rows()
+    demo, demo_ok = _demo_row()
+    for name, value in [*_machine_rows(), *rows, demo, _cache_row()]:
+        table.add_row(name, value)
+    Console().print(table)
+    return 0 if ok and demo_ok else 1
+
+
+def cpu_model() -> str:
+    """The processor's name, as well as the system tells it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _machine_rows() -> list[tuple[str, str]]:
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return [
+        ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        ("processor", f"{cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} used by torch"),
+        ("CUDA", ", ".join(gpus) if gpus else "none (models run on the CPU)"),
+    ]
+
+
+def _package_rows() -> tuple[list[tuple[str, str]], bool]:
+    rows, ok = [("pymllm-interp", version("pymllm-interp"))], True
+    for name in REQUIRED:
+        found = _version(name)
+        ok = ok and found is not None
+        rows.append((name, found or "[red]missing[/]; run: pip install pymllm-interp"))
+    for name, what in OPTIONAL.items():
+        rows.append((name, _version(name) or f"[yellow]missing[/] ({what}); run: pip install {name}"))
+    return rows, ok
+
+
+def _demo_row() -> tuple[tuple[str, str], bool]:
+    try:
+        return ("demo model", str(find_demo_gguf())), _version("gguf") is not None
+    except FileNotFoundError as error:
+        return ("demo model", f"[red]missing[/]: {error}"), False
+
+
+def _cache_row() -> tuple[str, str]:
+    cache = default_cache_dir()
+    existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    return "cache", f"{cache} ({shutil.disk_usage(existing).free / 1e9:.1f} GB free)"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

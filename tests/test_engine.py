@@ -1,0 +1,839 @@
+"""LM end to end on tiny random models in float32: the oracle is transformers' model over the same weights."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import random
+import shutil
+import threading
+import tracemalloc
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import CONFIGS, VOCAB
+from pymllm_interp import LM, RequestOutput, SamplingParams
+from pymllm_interp.core.output import SchedulerOutput
+
+LmOf = Callable[..., LM]
+Oracle = Callable[[str], Any]
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+PAGE = 16
+LENGTHS = [1, 2, 7, PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 1, 1]
+WAIT = 30.0
+"""Seconds after which a test that would hang fails instead."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB - 2) for _ in range(length)] for length in lengths]
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
+def greedy(**kwargs: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": 8, **kwargs})
+
+
+@torch.no_grad()
+def logits_of(model: Any, ids: list[int]) -> torch.Tensor:
+    """[tokens, vocab]."""
+    return model(torch.tensor([ids])).logits[0].float()
+
+
+def reference(
+    model: Any, prompt: list[int], steps: int, adjust: Callable[[torch.Tensor, list[int]], torch.Tensor]
+) -> list[int]:
+    """Greedy tokens under logits that `adjust(logits, generated so far)` changes, each step from the whole sequence."""
+    generated: list[int] = []
+    for _ in range(steps):
+        generated.append(int(adjust(logits_of(model, prompt + generated)[-1].clone(), generated).argmax()))
+    return generated
+
+
+@contextmanager
+def hold(lm: LM) -> Iterator[None]:
+    """Keep the engine between two steps."""
+    held, gate = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        held.set()
+        gate.wait(WAIT)
+
+    thread = threading.Thread(target=lm.engine.call, args=(wait,))
+    thread.start()
+    assert held.wait(WAIT)
+    try:
+        yield
+    finally:
+        gate.set()
+        thread.join(WAIT)
+
+
+@contextmanager
+def recorded_steps(lm: LM) -> Iterator[list[SchedulerOutput]]:
+    """The steps that the scheduler makes meanwhile."""
+    steps: list[SchedulerOutput] = []
+    schedule = lm.engine.scheduler.schedule
+
+    def record() -> SchedulerOutput:
+        step = schedule()
+        steps.append(step)
+        return step
+
+    lm.engine.scheduler.schedule = record  # type: ignore[method-assign]
+    try:
+        yield steps
+    finally:
+        del lm.engine.scheduler.schedule
+
+
+def assert_idle(lm: LM) -> None:
+    """Nothing runs, and every page and row is free."""
+
+    def check() -> None:
+        scheduler = lm.engine.scheduler
+        assert not scheduler.has_work() and not lm.engine._handles
+        scheduler.check_integrity()
+        assert scheduler.allocator.available_pages() == scheduler.allocator.num_pages
+        assert scheduler.rows.available_size() == scheduler.rows.size
+
+    lm.engine.call(check)
+
+
+# -- greedy ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_greedy_tokens_of_a_ragged_batch_are_those_of_transformers_generate(
+    family: str, lm_of: LmOf, oracle: Oracle
+) -> None:
+    prompts, model = prompts_of(LENGTHS), oracle(family)
+    outs = lm_of(family).generate(prompts, greedy(max_tokens=18))
+    for prompt, out in zip(prompts, outs, strict=True):
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=18, do_sample=False)[0, len(prompt) :].tolist()
+        assert out.token_ids == expected
+        assert (out.prompt_token_ids, out.finish_reason, out.finished) == (prompt, "length", True)
+    assert_idle(lm_of(family))
+
+
+@pytest.mark.parametrize("max_num_tokens", [1, 4, 7, 64])
+@pytest.mark.parametrize("family", ["llama", "llama-rope", "mistral", "qwen2"])
+def test_chunks_change_neither_tokens_nor_prompt_logprobs(family: str, max_num_tokens: int, lm_of: LmOf) -> None:
+    prompts, params = prompts_of([1, 9, 17, 30]), greedy(max_tokens=5, prompt_logprobs=2, logprobs=1)
+    whole = lm_of(family).generate(prompts, params)
+    chunked = lm_of(family, max_num_tokens=max_num_tokens).generate(prompts, params)
+    assert tokens(chunked) == tokens(whole)
+    for a, b in zip(chunked, whole, strict=True):
+        assert_logprobs_close(a, b)
+
+
+def assert_logprobs_close(a: RequestOutput, b: RequestOutput) -> None:
+    for mine, other in ((a.prompt_logprobs, b.prompt_logprobs), (a.logprobs, b.logprobs)):
+        assert mine is not None and other is not None and len(mine) == len(other)
+        for left, right in zip(mine, other, strict=True):
+            if left is None or right is None:
+                assert left is right
+                continue
+            assert left.keys() == right.keys()
+            assert all(abs(left[t].logprob - right[t].logprob) < 1e-4 for t in left)
+            assert [left[t].rank for t in left] == [right[t].rank for t in right]
+
+
+def test_requests_that_gave_way_have_the_tokens_and_logprobs_of_a_roomy_engine(lm_of: LmOf) -> None:
+    prompts, params = prompts_of([3, 9, 6, 12, 1, 8], seed=4), greedy(max_tokens=14, logprobs=2, prompt_logprobs=1)
+    tight = lm_of("llama", kv_cache_tokens=48, page_size=4)
+    before = tight.engine.scheduler.num_preempted
+    outs, roomy = tight.generate(prompts, params), lm_of("llama").generate(prompts, params)
+    assert tight.engine.scheduler.num_preempted > before
+    assert tokens(outs) == tokens(roomy)
+    for a, b in zip(outs, roomy, strict=True):
+        assert_logprobs_close(a, b)
+    assert_idle(tight)
+
+
+@pytest.mark.parametrize("kwargs", [{"schedule_policy": "prefill_first"}, {"page_size": 1}, {"max_running_requests": 2}])
+def test_scheduling_does_not_change_tokens(kwargs: dict[str, Any], lm_of: LmOf) -> None:
+    prompts = prompts_of(LENGTHS, seed=2)
+    lm = lm_of("qwen3", max_num_tokens=20, **kwargs)
+    handles = [lm.submit(prompt, GREEDY) for prompt in prompts]
+    assert tokens([h.result(WAIT) for h in handles]) == tokens(lm_of("qwen3").generate(prompts, GREEDY))
+
+
+# -- sampling ------------------------------------------------------------------------
+
+SAMPLED = [
+    SamplingParams(max_tokens=12, seed=11),
+    SamplingParams(max_tokens=12, seed=2**64 - 1, temperature=1.7, top_k=20),
+    SamplingParams(max_tokens=12, seed=-5, top_p=0.8),
+    SamplingParams(max_tokens=12, seed=0, min_p=0.05, temperature=0.7),
+    SamplingParams(max_tokens=12, temperature=0),
+    SamplingParams(max_tokens=12, seed=11, frequency_penalty=0.5, presence_penalty=0.2, repetition_penalty=1.2),
+]
+
+
+def test_seeded_requests_draw_the_same_alone_in_a_batch_in_any_order_and_after_giving_way(lm_of: LmOf) -> None:
+    prompts, lm = prompts_of([4, 7, 1, 9, 5, 11], seed=6), lm_of("llama")
+    alone = [lm.generate([prompt], params)[0].token_ids for prompt, params in zip(prompts, SAMPLED, strict=True)]
+    assert tokens(lm.generate(prompts, SAMPLED)) == alone
+    assert tokens(lm.generate(prompts[::-1], SAMPLED[::-1])) == alone[::-1]
+    tight = lm_of("llama", kv_cache_tokens=48, page_size=4)
+    before = tight.engine.scheduler.num_preempted
+    assert tokens(tight.generate(prompts, SAMPLED)) == alone
+    assert tight.engine.scheduler.num_preempted > before
+    assert tokens(lm.generate([prompts[0]] * 2, [SAMPLED[0], SamplingParams(max_tokens=12, seed=12)]))[1] != alone[0]
+
+
+def test_requests_without_a_seed_differ_but_an_engine_with_the_same_seed_repeats_them(
+    model_folder: Callable[[str], Path],
+) -> None:
+    params, found = SamplingParams(max_tokens=12), []
+    for seed in (3, 3, 4):
+        with LM(model_folder("llama"), dtype="float32", device="cpu", seed=seed) as lm:
+            found.append(tokens(lm.generate([[5, 6]] * 3, params)))
+    assert found[0] == found[1] != found[2]
+    assert len(set(map(tuple, found[0]))) == 3
+
+
+@pytest.mark.parametrize("length", [1, PAGE, 30])
+def test_n_completions_differ_repeat_and_share_one_prefill(length: int, lm_of: LmOf) -> None:
+    (prompt,), lm = prompts_of([length], seed=7), lm_of("llama")
+    params = SamplingParams(n=3, seed=8, max_tokens=6, logprobs=1, prompt_logprobs=1)
+    with recorded_steps(lm) as steps:
+        (out,) = lm.generate([prompt], params)
+    assert sum(step.total_num_scheduled_tokens for step in steps) == length + 2 + 3 * 5
+    found = [tuple(c.token_ids) for c in out.outputs]
+    assert len(set(found)) == 3 and [c.index for c in out.outputs] == [0, 1, 2]
+    assert [tuple(c.token_ids) for c in lm.generate([prompt], params)[0].outputs] == found
+    assert out.prompt_logprobs is not None and len(out.prompt_logprobs) == length
+    assert all(c.logprobs is not None and len(c.logprobs) == 6 for c in out.outputs)
+    single = lm.generate([prompt], SamplingParams(seed=8, max_tokens=6))[0]
+    assert tuple(single.token_ids) == found[0]
+    tight = lm_of("llama", kv_cache_tokens=48, page_size=4)
+    assert [tuple(c.token_ids) for c in tight.generate([prompt], params)[0].outputs] == found
+    assert_idle(tight)
+
+
+def test_greedy_completions_of_one_prompt_are_equal(lm_of: LmOf) -> None:
+    (out,) = lm_of("llama").generate([[3, 4, 5]], greedy(n=3))
+    assert out.outputs[0].token_ids == out.outputs[1].token_ids == out.outputs[2].token_ids
+
+
+# -- when a generation ends -----------------------------------------------------------
+
+
+def test_stop_strings_end_where_they_first_appear_also_across_tokens(lm_of: LmOf) -> None:
+    (prompt,), lm = prompts_of([5], seed=9), lm_of("llama")
+    params = SamplingParams(max_tokens=12, seed=1)
+    plain = lm.generate([prompt], params)[0]
+    texts = [lm.tokenizer.decode(plain.token_ids[: i + 1]) for i in range(12)]
+    assert plain.text == texts[-1]
+    rng, cases = random.Random(0), []
+    for _ in range(60):
+        picks = [sorted(rng.sample(range(len(plain.text) + 1), 2)) for _ in range(rng.choice([1, 1, 2]))]
+        stops = [plain.text[i : min(j, i + 7)] for i, j in picks] + rng.choice([[], ["never"]])
+        cases.append((stops, rng.choice([0, 0, 4]), rng.random() < 0.5))
+    outs = lm.generate(
+        [prompt] * len(cases),
+        [
+            SamplingParams(max_tokens=12, seed=1, stop=stops, min_tokens=least, include_stop_str_in_output=kept)
+            for stops, least, kept in cases
+        ],
+    )
+    crossed = 0
+    for (stops, least, kept), out in zip(cases, outs, strict=True):
+        length, text, reason, stop = first_stop(texts, stops, least, kept)
+        assert (out.token_ids, out.text) == (plain.token_ids[:length], text), (stops, least, kept)
+        assert (out.finish_reason, out.outputs[0].stop_reason) == (reason, stop)
+        crossed += stop is not None and "w" in stop[1:]
+    assert crossed > 10
+
+
+def first_stop(texts: list[str], stops: list[str], least: int, kept: bool) -> tuple[int, str, str, str | None]:
+    """(tokens, text, finish_reason, stop_reason): the first of `stops` that a token completes, from the `least`-th on."""
+    before = ""
+    for length, text in enumerate(texts, 1):
+        ends = [
+            (start, stop) for stop in stops for start in range(len(text))
+            if text.startswith(stop, start) and start + len(stop) > len(before)
+        ]  # fmt: skip
+        if ends and length >= least:
+            start, stop = min(ends)
+            return length, text[: start + len(stop) * kept], "stop", stop
+        before = text
+    return len(texts), texts[-1], "length", None
+
+
+def test_stop_token_ids_end_a_generation_after_min_tokens(lm_of: LmOf) -> None:
+    (prompt,), lm = prompts_of([6], seed=10), lm_of("llama")
+    plain = lm.generate([prompt], SamplingParams(max_tokens=12, seed=4))[0].token_ids
+    stop = plain[5]
+    out = lm.generate([prompt], SamplingParams(max_tokens=12, seed=4, stop_token_ids=[stop, 96]))[0]
+    assert out.token_ids == plain[: plain.index(stop) + 1] and out.finish_reason == "stop"
+    assert out.outputs[0].stop_reason == stop and out.text == lm.tokenizer.decode(out.token_ids[:-1])
+
+
+@pytest.fixture(scope="module")
+def with_eos(
+    model_folder: Callable[[str], Path], lm_of: LmOf, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[LM, LM, list[int], list[int]]]:
+    """(LM with one eos id, LM with two in generation_config.json, a prompt, its greedy tokens without any eos)."""
+    prompt = prompts_of([7], seed=11)[0]
+    plain = lm_of("llama").generate([prompt], greedy(max_tokens=20))[0].token_ids
+    made = []
+    for name, config, generation in (("one", plain[4], plain[4]), ("two", None, [plain[6], plain[3]])):
+        folder = tmp_path_factory.mktemp("eos") / name
+        shutil.copytree(model_folder("llama"), folder)
+        values = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(values | {"eos_token_id": config}))
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+        made.append(LM(folder, dtype="float32", device="cpu"))
+    yield made[0], made[1], prompt, plain
+    for lm in made:
+        lm.shutdown()
+
+
+def test_the_models_eos_ends_a_generation_unless_ignored(with_eos: tuple[LM, LM, list[int], list[int]]) -> None:
+    one, two, prompt, plain = with_eos
+    for lm, ends in ((one, plain[4:5]), (two, [plain[6], plain[3]])):
+        length = min(plain.index(eos) for eos in ends) + 1
+        out, ignored, asked = lm.generate(
+            [prompt] * 3,
+            [greedy(max_tokens=20), greedy(max_tokens=20, ignore_eos=True), greedy(max_tokens=20, ignore_eos=True, stop_token_ids=ends)],
+        )  # fmt: skip
+        assert (out.token_ids, out.finish_reason) == (plain[:length], "stop")
+        assert out.text == lm.tokenizer.decode(plain[: length - 1])
+        assert (ignored.token_ids, ignored.finish_reason) == (plain, "length")
+        assert asked.token_ids == plain[:length]
+
+
+@pytest.mark.parametrize("least", [1, 5, 9, 20])
+def test_no_eos_before_min_tokens(least: int, with_eos: tuple[LM, LM, list[int], list[int]], oracle: Oracle) -> None:
+    one, _, prompt, plain = with_eos
+    eos = plain[4]
+
+    def forbid(logits: torch.Tensor, generated: list[int]) -> torch.Tensor:
+        if len(generated) < least:
+            logits[eos] = -torch.inf
+        return logits
+
+    expected = reference(oracle("llama"), prompt, 20, forbid)
+    if eos in expected:
+        expected = expected[: expected.index(eos) + 1]
+    assert one.generate([prompt], greedy(max_tokens=20, min_tokens=least))[0].token_ids == expected
+    assert len(expected) >= least
+
+
+def test_no_max_tokens_fills_the_context(lm_of: LmOf) -> None:
+    lm = lm_of("qwen3", max_model_len=24)
+    prompts = prompts_of([1, 10, 23])
+    outs = lm.generate(prompts, greedy(max_tokens=None))
+    assert [len(out.token_ids) for out in outs] == [23, 14, 1]
+    assert {out.finish_reason for out in outs} == {"length"}
+    assert outs[1].token_ids == lm_of("qwen3").generate([prompts[1]], greedy(max_tokens=14))[0].token_ids
+
+
+# -- logits ------------------------------------------------------------------------------
+
+
+def test_logit_bias_and_penalties_are_those_of_a_python_reimplementation(lm_of: LmOf, oracle: Oracle) -> None:
+    prompts = prompts_of([5, 9, 6, 8], seed=12)
+    cases: list[dict[str, Any]] = [
+        {"logit_bias": {3: 4.0, 40: -100.0, 17: 2.5}},
+        {"repetition_penalty": 1.8},
+        {"frequency_penalty": 1.1, "presence_penalty": -0.7},
+        {"logit_bias": {9: 3.0}, "repetition_penalty": 0.7, "frequency_penalty": 2.0, "presence_penalty": 0.4},
+    ]
+    outs = lm_of("qwen2").generate(prompts, [greedy(max_tokens=14, **case) for case in cases])
+    changed = 0
+    for prompt, case, out in zip(prompts, cases, outs, strict=True):
+        model = oracle("qwen2")
+        assert out.token_ids == reference(model, prompt, 14, lambda x, seen, p=prompt, c=case: penalise(x, p, seen, c))
+        changed += out.token_ids != reference(model, prompt, 14, lambda x, _: x)
+    assert changed >= 3
+
+
+def penalise(logits: torch.Tensor, prompt: list[int], generated: list[int], case: dict[str, Any]) -> torch.Tensor:
+    for token, bias in case.get("logit_bias", {}).items():
+        logits[token] += bias
+    factor = case.get("repetition_penalty", 1.0)
+    for token in {*prompt, *generated}:
+        logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+    for token in set(generated):
+        logits[token] -= case.get("frequency_penalty", 0.0) * generated.count(token) + case.get("presence_penalty", 0.0)
+    return logits
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_logprobs_and_prompt_logprobs_are_those_of_log_softmax(family: str, lm_of: LmOf, oracle: Oracle) -> None:
+    prompts, lm = prompts_of([1, 6, PAGE + 1], seed=13), lm_of(family)
+    params = SamplingParams(max_tokens=6, seed=3, temperature=1.5, logprobs=3, prompt_logprobs=2, presence_penalty=1.0)
+    for prompt, out in zip(prompts, lm.generate(prompts, params), strict=True):
+        rows = logits_of(oracle(family), prompt + out.token_ids).log_softmax(-1)
+        assert out.prompt_logprobs is not None and out.logprobs is not None
+        assert out.prompt_logprobs[0] is None and len(out.prompt_logprobs) == len(prompt)
+        found = [*out.prompt_logprobs[1:], *out.logprobs]
+        sequence = prompt + out.token_ids
+        assert len(found) == len(sequence) - 1
+        for position, entry in enumerate(found):
+            assert entry is not None
+            check_entry(lm, entry, rows[position], sequence[position + 1], 2 if position < len(prompt) - 1 else 3)
+
+
+def check_entry(lm: LM, entry: dict, row: torch.Tensor, token: int, top: int) -> None:
+    order = row.argsort(descending=True).tolist()
+    assert next(iter(entry)) == token and set(entry) == {token, *order[:top]}
+    for candidate, value in entry.items():
+        assert value.logprob == pytest.approx(row[candidate].item(), abs=1e-4)
+        assert value.rank == order.index(candidate) + 1
+        assert value.decoded_token == lm.tokenizer.decode([candidate])
+
+
+def test_logprobs_of_zero_hold_the_sampled_token_alone(lm_of: LmOf) -> None:
+    (out,) = lm_of("llama").generate([[1, 2, 3]], greedy(logprobs=0, prompt_logprobs=0))
+    assert out.logprobs is not None and [list(entry) for entry in out.logprobs] == [[t] for t in out.token_ids]
+    assert out.prompt_logprobs is not None and [list(entry or ()) for entry in out.prompt_logprobs] == [[], [2], [3]]
+
+
+# -- streaming, handles -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", [None, "w4"])
+def test_streamed_pieces_join_to_the_output(stop: str | None, lm_of: LmOf) -> None:
+    lm, params = lm_of("llama"), SamplingParams(max_tokens=20, seed=21, stop=stop)
+    (whole,) = lm.generate([[7, 8, 9]], params)
+    pieces = list(lm.stream([7, 8, 9], params))
+    assert "".join(pieces) == whole.text == "".join(piece.text for piece in pieces)
+    assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [whole.finish_reason]
+    assert stop is None or whole.finish_reason == "stop"
+
+
+def test_streamed_completions_of_one_prompt_are_told_apart(lm_of: LmOf) -> None:
+    lm, params = lm_of("llama"), SamplingParams(max_tokens=5, seed=22, n=2)
+    (whole,) = lm.generate("w1 w2", params)
+    pieces = list(lm.stream("w1 w2", params))
+    for index in range(2):
+        mine = [piece for piece in pieces if piece.output_index == index]
+        assert "".join(mine) == whole.outputs[index].text and mine[-1].finish_reason == "length"
+
+
+def test_leaving_a_stream_early_ends_its_request(lm_of: LmOf) -> None:
+    lm = lm_of("llama")
+    with hold(lm):
+        stream = lm.stream([1, 2], greedy(max_tokens=120))
+    live: list[Any] = lm.engine.call(lambda: lm.engine.scheduler.live)
+    for _ in stream:
+        break
+    stream.close()  # type: ignore[attr-defined]
+    assert_idle(lm)
+    assert [request.finish_reason for request in live] == ["abort"]
+
+
+def test_async_streams_run_together_and_end_early(lm_of: LmOf) -> None:
+    lm, params = lm_of("llama"), [SamplingParams(max_tokens=10, seed=s) for s in range(4)]
+    expected = [out.text for out in lm.generate([[3, 4]] * 4, params)]
+
+    async def collect(param: SamplingParams) -> str:
+        return "".join([piece async for piece in lm.astream([3, 4], param)])
+
+    async def leave() -> None:
+        stream: Any = lm.astream([3, 4], greedy(max_tokens=120))
+        async for _ in stream:
+            break
+        await stream.aclose()
+
+    async def main() -> list[str]:
+        *texts, _ = await asyncio.gather(*map(collect, params), leave())
+        return texts
+
+    assert asyncio.run(asyncio.wait_for(main(), WAIT)) == expected
+    assert_idle(lm)
+
+
+def test_a_handle_waits_cancels_and_calls_back(lm_of: LmOf) -> None:
+    lm, called = lm_of("llama"), []
+    with hold(lm):
+        handle = lm.submit([1, 2, 3], GREEDY)
+        handle.add_done_callback(lambda: called.append(1))
+        with pytest.raises(TimeoutError, match=handle.requests[0].request_id):
+            handle.result(0.01)
+        assert not handle.done
+        cancelled = lm.submit([4], greedy(max_tokens=100))
+        cancelled.cancel()
+    assert len(handle.result(WAIT).token_ids) == 8 and handle.done and called == [1]
+    handle.add_done_callback(lambda: called.append(2))
+    assert called == [1, 2]
+    handle.cancel()  # a finished request stays as it is
+    assert handle.result(WAIT).finish_reason == "length"
+    out = cancelled.result(WAIT)
+    assert (out.finish_reason, out.token_ids, out.text) == ("abort", [], "")
+
+
+def test_a_cancelled_request_keeps_what_it_has_and_the_others_go_on(lm_of: LmOf) -> None:
+    lm = lm_of("llama")
+    prompts = prompts_of([5, 6, 7], seed=14)
+    plain = lm.generate(prompts, greedy(max_tokens=100))
+    handles = [lm.submit(prompt, greedy(max_tokens=100)) for prompt in prompts]
+    while len(handles[1].requests[0].output_token_ids) < 3:
+        pass
+    handles[1].cancel()
+    outs = [handle.result(WAIT) for handle in handles]
+    assert [outs[0].token_ids, outs[2].token_ids] == [plain[0].token_ids, plain[2].token_ids]
+    kept = outs[1].token_ids
+    assert outs[1].finish_reason == "abort" and 3 <= len(kept) < 100 and kept == plain[1].token_ids[: len(kept)]
+    assert outs[1].text == lm.tokenizer.decode(kept)
+
+
+def test_a_timeout_ends_a_request_and_no_other(lm_of: LmOf) -> None:
+    lm = lm_of("llama")
+    with hold(lm):
+        late, other = lm.submit([1, 2], GREEDY, timeout=1e-6), lm.submit([1, 2], GREEDY, timeout=1000.0)
+    assert late.result(WAIT).finish_reason == "timeout"
+    assert other.result(WAIT).finish_reason == "length"
+    assert_idle(lm)
+
+
+def test_a_callback_that_raises_hurts_nobody(lm_of: LmOf) -> None:
+    lm = lm_of("llama")
+    with hold(lm):
+        handle = lm.submit([1, 2], GREEDY)
+        handle.add_done_callback(lambda: 1 / 0)
+    assert handle.result(WAIT).finish_reason == "length"
+    assert lm.generate([[1, 2]], GREEDY)[0].finish_reason == "length"
+
+
+# -- several at once ------------------------------------------------------------------
+
+
+def test_client_threads_get_what_they_would_get_alone(lm_of: LmOf) -> None:
+    lm = lm_of("llama")
+    work = [(prompts_of([1 + i, 20 - i], seed=i), SamplingParams(max_tokens=10, seed=i)) for i in range(12)]
+    alone = [tokens(lm.generate(*item)) for item in work]
+    with ThreadPoolExecutor(6) as threads:
+        assert [tokens(outs) for outs in threads.map(lambda item: lm.generate(*item), work)] == alone
+    assert_idle(lm)
+
+
+def test_two_engines_interleaved_give_the_same_answers_as_alone(lm_of: LmOf) -> None:
+    engines = [lm_of("llama"), lm_of("mistral"), lm_of("llama", kv_cache_tokens=48, page_size=4)]
+    prompts = prompts_of([9, 3, 17], seed=16)
+    alone = [tokens(lm.generate(prompts, greedy(max_tokens=15))) for lm in engines]
+    assert alone[0] == alone[2] != alone[1]
+    for _ in range(3):
+        handles = [[lm.submit(prompt, greedy(max_tokens=15)) for prompt in prompts] for lm in engines]
+        assert [tokens([h.result(WAIT) for h in mine]) for mine in handles] == alone
+
+
+def test_a_thousand_requests_leave_nothing_behind(lm_of: LmOf) -> None:
+    lm, refs = lm_of("qwen2"), []
+    params = [SamplingParams(max_tokens=2), greedy(max_tokens=1, logprobs=1), SamplingParams(max_tokens=2, n=2, stop="w1")]
+
+    def batch(seed: int, size: int) -> None:
+        prompts = prompts_of([1 + i % 3 for i in range(size)], seed)
+        handles = lm._handles(prompts, [params[i % 3] for i in range(size)], None)
+        refs.extend(weakref.ref(request) for handle in handles for request in handle.requests)
+        lm.engine.submit(handles)
+        for handle in handles:
+            handle.result(WAIT)
+
+    batch(0, 200)
+    gc.collect()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for seed in range(1, 5):
+        batch(seed, 200)
+    assert_idle(lm)
+    gc.collect()
+    grown = tracemalloc.get_traced_memory()[0] - before - len(refs) * 200
+    tracemalloc.stop()
+    batch(5, 1)  # a step drops what the one before it finished
+    assert len(refs) > 1000 and sum(ref() is not None for ref in refs) <= 1
+    assert grown < 100_000, f"{grown} bytes were kept"
+    states, helper = lm.runner.req_states, lm.runner.nnsight_request_helper
+    assert len(states.req_id_to_index) <= 1 and not states._staged
+    assert not helper.req_id_to_batch_group_idx and not helper._traces and not helper.num_prompts_in_mediator
+
+
+# -- failures -------------------------------------------------------------------------
+
+
+class Boom(RuntimeError):
+    pass
+
+
+def raise_once(function: Callable[..., Any], when: Callable[..., bool] = lambda *args: True) -> Callable[..., Any]:
+    """`function`, whose first call for which `when` holds raises Boom."""
+    left = [1]
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if left[0] and when(*args):
+            left[0] = 0
+            raise Boom("boom in a kernel")
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+@pytest.mark.parametrize("at", ["prefill", "decode"])
+def test_a_step_that_fails_ends_its_requests_with_an_error_and_the_engine_goes_on(
+    at: str, lm_of: LmOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm, prompts = lm_of("llama", max_running_requests=2), prompts_of([4, 5, 6, 7], seed=17)
+    expected = tokens(lm.generate(prompts, GREEDY))
+    model: Any = lm.runner.model
+    failing = raise_once(model.forward_fused, lambda ids, *_: (ids.shape[1] > 2) == (at == "prefill"))
+    monkeypatch.setattr(model, "forward_fused", failing)
+    outs = lm.generate(prompts, GREEDY)
+    assert [out.finish_reason for out in outs] == ["error", "error", "length", "length"]
+    assert all(isinstance(out.outputs[0].error, Boom) for out in outs[:2])
+    assert outs[0].token_ids == ([] if at == "prefill" else expected[0][:1])
+    assert tokens(outs[2:]) == expected[2:] and outs[2].outputs[0].error is None
+    assert tokens(lm.generate(prompts, GREEDY)) == expected
+    assert_idle(lm)
+
+
+def test_sampling_that_fails_ends_its_requests_and_the_engine_goes_on(
+    lm_of: LmOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm, params = lm_of("llama"), greedy(logprobs=1)
+    expected = tokens(lm.generate([[1, 2, 3]], params))
+    monkeypatch.setattr(lm.runner, "sampler", raise_once(lm.runner.sampler))
+    (out,) = lm.generate([[1, 2, 3]], params)
+    assert out.finish_reason == "error" and isinstance(out.outputs[0].error, Boom)
+    assert tokens(lm.generate([[1, 2, 3]], params)) == expected
+    assert_idle(lm)
+
+
+def test_a_step_that_fails_with_a_trace_in_it_ends_the_trace_and_plain_requests_are_run_again(
+    lm_of: LmOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm, prompts = lm_of("llama"), prompts_of([4, 9], seed=18)
+    expected = tokens(lm.generate(prompts, greedy(max_tokens=30)))
+    monkeypatch.setattr(
+        lm.runner, "forward", raise_once(lm.runner.forward, lambda *_: bool(lm.runner.nnsight_request_helper.traces))
+    )
+    with hold(lm):
+        handles = [lm.submit(prompt, greedy(max_tokens=30)) for prompt in prompts]
+    with pytest.raises(Boom, match="boom"):
+        with lm.trace([1, 2, 3]):
+            lm.model.layers[1].output.save()
+    assert tokens([handle.result(WAIT) for handle in handles]) == expected
+    assert_idle(lm)
+
+
+def fresh(model_folder: Callable[[str], Path]) -> LM:
+    return LM(model_folder("llama"), dtype="float32", device="cpu")
+
+
+def test_shutdown_raises_in_every_waiter(model_folder: Callable[[str], Path]) -> None:
+    lm = fresh(model_folder)
+    errors: dict[str, BaseException | None] = {}
+
+    async def astream() -> None:
+        async for _ in lm.astream([1], greedy(max_tokens=120)):
+            pass
+
+    def trace() -> None:
+        with lm.generate([1, 2], max_new_tokens=100):
+            lm.lm_head.output.save()
+
+    waiters: dict[str, Callable[[], Any]] = {
+        "generate": lambda: lm.generate([[1], [2]], greedy(max_tokens=120)),
+        "n": lambda: lm.generate([[1]], SamplingParams(max_tokens=120, n=3)),
+        "result": lambda: lm.submit([1], greedy(max_tokens=120)).result(),
+        "stream": lambda: list(lm.stream([1], greedy(max_tokens=120))),
+        "astream": lambda: asyncio.run(astream()),
+        "trace": trace,
+    }
+
+    def run(name: str) -> None:
+        try:
+            waiters[name]()
+            errors[name] = None
+        except BaseException as error:
+            errors[name] = error
+
+    threads = [threading.Thread(target=run, args=(name,), daemon=True) for name in waiters]
+    with hold(lm):
+        for thread in threads:
+            thread.start()
+        while len(lm.engine._inbox) < len(waiters):
+            pass
+        closing = threading.Thread(target=lm.shutdown)
+        closing.start()
+        while lm.engine._closing is None:
+            pass
+    for thread in (*threads, closing):
+        thread.join(WAIT)
+    assert sorted(errors) == sorted(waiters), "a waiter hangs"
+    assert {name: type(error) for name, error in errors.items() if not isinstance(error, RuntimeError)} == {}
+    assert lm.runner.model is None and not lm.engine._thread.is_alive()
+
+
+def test_shutdown_in_the_midst_of_steps_gives_every_request_an_end(model_folder: Callable[[str], Path]) -> None:
+    lm = fresh(model_folder)
+    handles = [lm.submit([i], greedy(max_tokens=120)) for i in range(1, 9)]
+    while len(handles[0].requests[0].output_token_ids) < 3:
+        pass
+    lm.shutdown()
+    for handle in handles:
+        with pytest.raises(RuntimeError, match=rf"request {handle.requests[0].request_id} .*shut down"):
+            handle.result(WAIT)
+        assert handle.requests[0].finish_reason == "abort"
+
+
+def test_after_shutdown_nothing_is_taken(model_folder: Callable[[str], Path]) -> None:
+    lm = fresh(model_folder)
+    handle = lm.submit([1], GREEDY)
+    assert handle.result(WAIT).finish_reason == "length"
+    lm.shutdown()
+    lm.shutdown()
+    for call in (lm.generate, lm.submit, lm.stream, lm.astream):
+        with pytest.raises(RuntimeError, match="shut down"):
+            call([1, 2], GREEDY)
+    with pytest.raises(RuntimeError, match="shut down"), lm.trace([1, 2]):
+        lm.lm_head.output.save()
+    handle.cancel()
+    assert handle.result().finish_reason == "length"
+
+
+def test_generating_inside_of_a_trace_raises_and_does_not_hang(lm_of: LmOf) -> None:
+    lm = lm_of("llama")
+    with pytest.raises(RuntimeError, match="inside the block"):
+        with lm.trace([1, 2, 3]):
+            lm.model.layers[0].output.save()
+            lm.generate([[4, 5]], GREEDY)
+    assert_idle(lm)
+
+
+# -- bad input --------------------------------------------------------------------------
+
+BAD_PROMPTS: list[tuple[Any, str]] = [
+    ([], r"is empty"),
+    ("", r"is empty"),
+    ([1, VOCAB, 2], rf"token id {VOCAB}, but the vocabulary goes from 0 to {VOCAB - 1}"),
+    ([-1], r"token id -1"),
+    ([1.5, 2], r"expected text, or token ids"),
+    ([[True]], r"expected text, or token ids as whole numbers"),
+    ([1, None], r"expected text, or token ids"),
+    (torch.tensor([0.5]), r"expected text, or token ids as whole numbers"),
+    (torch.tensor(3), r"expected text, or token ids"),
+    (torch.tensor([[1], [2]]), r"2 prompts"),
+    ({"attention_mask": [1]}, r"input_ids"),
+    (object(), r"object.*expected text, token ids, or a list of them"),
+    (list(range(94)) + [1] * 30, r"124 tokens and asks for 8 new ones \(132 in all\).* 128 \(max_model_len\)"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS, ids=[message[:24] for _, message in BAD_PROMPTS])
+def test_a_bad_prompt_is_named_and_no_other_request_changes(prompt: Any, message: str, lm_of: LmOf) -> None:
+    lm = lm_of("llama")
+    expected = tokens(lm.generate([[1, 2, 3]], GREEDY))
+    with hold(lm):
+        other = lm.submit([1, 2, 3], GREEDY)
+        if isinstance(prompt, (str, list)) and message != r"expected text, or token ids":
+            listed = prompt[0] if prompt and isinstance(prompt, list) and isinstance(prompt[0], list) else prompt
+            with pytest.raises(ValueError, match=r"prompt 1 .*" + message):
+                lm.generate([[1], listed, [2]], GREEDY)
+        for call in (lm.submit, lm.stream):
+            with pytest.raises(ValueError, match=message if prompt != [] else "one prompt is expected, got 0"):
+                call(prompt, GREEDY)
+        assert len(lm.engine._inbox) == 1, "something of a bad list was scheduled"
+    assert [other.result(WAIT).token_ids] == expected
+
+
+def test_what_the_pool_or_the_vocabulary_cannot_hold_is_refused(lm_of: LmOf) -> None:
+    tight = lm_of("llama", kv_cache_tokens=48, page_size=4)
+    with pytest.raises(ValueError, match=r"KV for 59 tokens, but the pool holds 48: raise kv_cache_tokens"):
+        tight.generate([[1] * 40], greedy(max_tokens=20))
+    assert len(tight.generate([[1] * 40], greedy(max_tokens=9))[0].token_ids) == 9
+    lm = lm_of("llama")
+    with pytest.raises(ValueError, match=rf"logit_bias names token id {VOCAB}"):
+        lm.generate([[1]], greedy(logit_bias={VOCAB: 1.0}))
+    with pytest.raises(ValueError, match=r"stop_token_ids names token id -3"):
+        lm.generate([[1]], greedy(stop_token_ids=[-3]))
+    with pytest.raises(ValueError, match=r"timeout=nan"):
+        lm.generate([[1]], GREEDY, timeout=float("nan"))
+
+
+BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": float("nan")}, r"temperature=nan.*finite"),
+    ({"temperature": -0.1}, r"temperature=-0.1.*0 \(greedy\) or above"),
+    ({"temperature": float("inf")}, r"temperature=inf"),
+    ({"top_p": 0.0}, r"top_p=0.0.*above 0 and at most 1"),
+    ({"top_p": float("nan")}, r"top_p=nan"),
+    ({"top_k": -2}, r"top_k=-2"),
+    ({"min_p": 1.5}, r"min_p=1.5.*from 0 to 1"),
+    ({"repetition_penalty": 0.0}, r"repetition_penalty=0.0.*above 0"),
+    ({"frequency_penalty": -2.5}, r"frequency_penalty=-2.5.*from -2 to 2"),
+    ({"presence_penalty": float("nan")}, r"presence_penalty=nan"),
+    ({"max_tokens": 0}, r"max_tokens=0.*at least 1"),
+    ({"min_tokens": 9, "max_tokens": 8}, r"min_tokens=9.*at most max_tokens \(8\)"),
+    ({"n": 0}, r"n=0.*at least 1"),
+    ({"logprobs": -1}, r"logprobs=-1"),
+    ({"prompt_logprobs": 65}, r"prompt_logprobs=65.*from 0 to 64"),
+    ({"logit_bias": {3: float("nan")}}, r"logit_bias=\{3: nan\}.*finite"),
+    ({"stop": ["a", ""]}, r"empty stop string"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), BAD_PARAMS, ids=[str(values) for values, _ in BAD_PARAMS])
+def test_a_bad_sampling_value_is_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**values)
+
+
+WRONG_TYPES: list[dict[str, Any]] = [
+    {"n": 1.5}, {"temperature": "hot"}, {"top_k": 2.5}, {"max_tokens": 2.5}, {"min_tokens": "1"}, {"seed": "x"}, {"seed": 1.5},
+    {"stop": [1]}, {"stop": 5}, {"stop_token_ids": ["a"]}, {"stop_token_ids": 5}, {"logprobs": 1.5},
+    {"logit_bias": {"a": 1.0}}, {"logit_bias": {1: "x"}}, {"logit_bias": [1]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("values", WRONG_TYPES, ids=str)
+def test_a_sampling_value_of_a_wrong_type_is_named(values: dict[str, Any]) -> None:
+    (name,) = values
+    with pytest.raises((TypeError, ValueError), match=rf"SamplingParams\({name}="):
+        SamplingParams(**values)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, 5, "greedy", [None], [GREEDY, 3]], ids=str)
+def test_sampling_params_of_a_wrong_type_are_refused(params: Any, lm_of: LmOf) -> None:
+    prompts = [[1], [2]] if params == [GREEDY, 3] else [[1]]
+    with pytest.raises(TypeError, match=r"SamplingParams is expected"):
+        lm_of("llama").generate(prompts, params)
+
+
+def test_as_many_params_as_prompts_are_expected(lm_of: LmOf) -> None:
+    with pytest.raises(ValueError, match=r"2 prompts, but 3 SamplingParams"):
+        lm_of("llama").generate([[1], [2]], [GREEDY] * 3)
+
+
+def test_text_needs_a_tokenizer(lm_of: LmOf) -> None:
+    with LM("tiny", load_format="dummy", hf_config=CONFIGS["llama"](), device="cpu") as lm:
+        with pytest.raises(ValueError, match="no tokenizer: pass a list of token ids"):
+            lm.generate("text")
+        with pytest.raises(ValueError, match="stop strings need a tokenizer.*stop_token_ids"):
+            lm.generate([[1]], SamplingParams(stop="a"))
+        (out,) = lm.generate([[1, 2]], GREEDY)
+        assert out.text == "" and len(out.token_ids) == 8
+        assert [t for piece in lm.stream([1, 2], GREEDY) for t in piece.token_ids] == out.token_ids
