@@ -1,7 +1,4 @@
-"""The command line: `pymllm-interp demo | generate | bench | doctor`.
-
-Heavy imports happen inside the commands, so that `--help` answers at once.
-"""
+"""The command line: `pymllm-interp demo | generate | bench | doctor`. Each command imports what it needs."""
 
 from __future__ import annotations
 

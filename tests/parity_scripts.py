@@ -787,7 +787,7 @@ def break_and_else(model: Any, prompt: Any) -> Any:
                 break
         else:
             a.append("else")
-        for step in tracer.iter[4:5]:
+        for _ in tracer.iter[4:5]:
             a.append(model.lm_head.output)
         else:
             a.append("else2")
@@ -991,7 +991,7 @@ def caught_outside(model: Any, prompt: Any) -> Any:
 
 def raise_value(model: Any, prompt: Any) -> Any:
     with model.trace(prompt):
-        model.model.layers[0].output
+        _ = model.model.layers[0].output
         raise ValueError("mine")
 
 
@@ -1045,6 +1045,6 @@ def source_unknown(model: Any, prompt: Any) -> Any:
 
 def cache_late(model: Any, prompt: Any) -> Any:
     with model.trace(prompt) as tracer:
-        model.model.layers[0].output
+        _ = model.model.layers[0].output
         cache = tracer.cache()
     return len(cache.keys())

@@ -246,18 +246,17 @@ def idle_batch() -> ForwardBatch:
 def test_r13_initialize_runs_its_parts_in_order_once_and_leaves_torchs_default_dtype(monkeypatch):
     """R13."""
     order = []
-    for name in ("load_model", "init_memory_pool", "init_attention_backend", "init_cuda_graphs"):
+    parts = ("load_model", "init_memory_pool", "init_attention_backend", "init_cuda_graphs")
+    for name, real in [(name, getattr(ModelRunner, name)) for name in parts]:
 
-        def spy(self: ModelRunner, *args: Any, name: str = name, real: Any = getattr(ModelRunner, name)) -> Any:
+        def spy(self: ModelRunner, *args: Any, name: str = name, real: Any = real) -> Any:
             order.append((name, self.hidden_size > 0, self.kv_cache_dtype))
             return real(self, *args)
 
         monkeypatch.setattr(ModelRunner, name, spy)
     before = torch.get_default_dtype(), torch.get_num_threads()
     runner = make_runner(CONFIGS["llama"](), dtype="bfloat16", kv_cache_dtype="fp16")
-    assert [name for name, *_ in order] == [
-        "load_model", "init_memory_pool", "init_attention_backend", "init_cuda_graphs",
-    ]  # fmt: skip
+    assert tuple(name for name, *_ in order) == parts
     assert all(known for _, known, _ in order), "metadata comes first"
     assert order[1][2] is torch.float16, "the KV dtype is known before the pools are made"
     assert (torch.get_default_dtype(), torch.get_num_threads()) == before
@@ -270,7 +269,9 @@ def test_r13_initialize_runs_its_parts_in_order_once_and_leaves_torchs_default_d
 
 def test_r14_a_known_architecture_gets_its_native_class_and_its_weights(runner, oracle):
     """R14."""
-    assert type(runner.model).__name__ == "LlamaForCausalLM" and type(runner.model).__module__.startswith("pymllm_interp")
+    assert type(runner.model).__name__ == "LlamaForCausalLM" and type(runner.model).__module__.startswith(
+        "pymllm_interp"
+    )
     theirs = oracle("llama").state_dict()
     for name, parameter in runner.model.state_dict().items():
         assert torch.equal(parameter, theirs[name]), name
@@ -313,7 +314,7 @@ def test_r16_the_torch_backend_serves_a_cpu_and_flashinfer_is_refused_there(runn
     """R16: the conformance suite is tests/test_attention.py."""
     assert isinstance(runner.attn_backend, TorchAttnBackend)
     assert isinstance(make_runner(CONFIGS["llama"](), attention_backend="torch").attn_backend, TorchAttnBackend)
-    with pytest.raises(ValueError, match="flashinfer.*CUDA"):
+    with pytest.raises(ValueError, match=r"flashinfer.*CUDA"):
         make_runner(CONFIGS["llama"](), attention_backend="flashinfer")
 
 
@@ -485,7 +486,11 @@ def test_r24_penalties_equal_a_loop_and_leave_the_logits(runner):
     """R24."""
     logits = torch.randn(3, 12, generator=torch.Generator().manual_seed(1))
     histories = [[1, 1, 2], [], [11, 0, 11, 11]]
-    repetition, frequency, presence = torch.tensor([1.5, 2.0, 0.7]), torch.tensor([0.5, 1.0, -0.3]), torch.tensor([0.2, 1.0, 0.4])
+    repetition, frequency, presence = (
+        torch.tensor([1.5, 2.0, 0.7]),
+        torch.tensor([0.5, 1.0, -0.3]),
+        torch.tensor([0.2, 1.0, 0.4]),
+    )
     expected = logits.clone()
     for row, history in enumerate(histories):
         for token, count in Counter(history).items():
@@ -499,7 +504,11 @@ def test_r24_penalties_equal_a_loop_and_leave_the_logits(runner):
     }  # fmt: skip
     assert sampled(runner, logits, penalty_params=params).tolist() == expected.argmax(-1).tolist()
     assert torch.equal(logits, kept)
-    strong = {**params, "frequency_penalties": torch.full((3,), 100.0), "token_histories": [[int(t)] for t in kept.argmax(-1)]}
+    strong = {
+        **params,
+        "frequency_penalties": torch.full((3,), 100.0),
+        "token_histories": [[int(t)] for t in kept.argmax(-1)],
+    }
     assert not (sampled(runner, logits, penalty_params=strong) == kept.argmax(-1)).any()
 
 

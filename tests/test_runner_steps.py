@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -204,9 +205,7 @@ def test_v20_v40_prompt_logprobs_and_tokens_equal_transformers_in_chunks_of_any_
     for position, entry in enumerate(found):
         assert entry.token_ids[0] == prompt[position + 1]
         assert entry.token_ids[1:] == logprobs[position].topk(2).indices.tolist()
-        torch.testing.assert_close(
-            torch.tensor(entry.logprobs), logprobs[position][entry.token_ids], rtol=0, atol=2e-4
-        )
+        torch.testing.assert_close(torch.tensor(entry.logprobs), logprobs[position][entry.token_ids], rtol=0, atol=2e-4)
     assert request.output_token_ids == greedy_oracle(oracle("mistral"), prompt, 4)
     prefills = -(-len(prompt) // chunk)
     assert sampled_in == [False] * (prefills - 1) + [True] * 4, "nothing is sampled until the prompt is complete"
@@ -237,7 +236,7 @@ def test_v26_accessors(steps):
     runner = steps.runner
     assert runner.get_model() is runner.model
     spec = runner.get_kv_cache_spec()
-    assert spec == {layer: (3, 8, torch.float32) for layer in range(3)}
+    assert spec == dict.fromkeys(range(3), (3, 8, torch.float32))
     by_spec = sum(2 * heads * dim * dtype.itemsize for heads, dim, dtype in spec.values())
     pool = runner.token_to_kv_pool
     assert by_spec == pool.bytes_per_token == pool.nbytes // pool.num_slots
@@ -641,26 +640,30 @@ def test_v54_no_entry_point_records_a_graph(steps):
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 def test_v54_a_module_by_module_pass_over_fresh_kv_has_the_gradients_of_transformers(family, model_folder, oracle):
     """V54: what a pass with gradients stands on."""
-    runner, ids = make_runner(model_folder(family)), random_ids(11)
-    grads = []
-    for model, call in (
-        (runner.get_model(), lambda: runner._call_model(batch, Execution.MODULES)),
-        (oracle(family), lambda: model(input_ids=torch.tensor([ids]), use_cache=False).logits),
-    ):
-        batch = ByHand(runner).batch({0: ids})
-        batch.fresh_kv_only, batch.logits_indices = True, None
-        runner.attn_backend.init_forward_metadata(batch)
-        kept = []
+    runner, hf, ids = make_runner(model_folder(family)), oracle(family), random_ids(11)
+    batch = ByHand(runner).batch({0: ids})
+    batch.fresh_kv_only, batch.logits_indices = True, None
+    runner.attn_backend.init_forward_metadata(batch)
 
-        def watch(module: Any, args: Any, output: torch.Tensor, kept: list = kept) -> torch.Tensor:
-            kept.append(output.detach().requires_grad_())
-            return kept[0]
+    def gradient(model: Any, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Of a logit, by the embeddings."""
+        leaves: list[torch.Tensor] = []
+
+        def watch(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+            leaves.append(output.detach().requires_grad_())
+            return leaves[0]
 
         handle = model.model.embed_tokens.register_forward_hook(watch)
         with torch.enable_grad():
             call()[0, :, 7].sum().backward()
         handle.remove()
-        grads.append(kept[0].grad)
+        assert leaves[0].grad is not None
+        return leaves[0].grad
+
+    grads = (
+        gradient(runner.get_model(), lambda: runner._call_model(batch, Execution.MODULES)),
+        gradient(hf, lambda: hf(input_ids=torch.tensor([ids]), use_cache=False).logits),
+    )
     scale = grads[1].abs().max().item()
     assert scale > 0
     torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=1e-4 * max(scale, 1.0))
@@ -675,4 +678,3 @@ def test_v55_load_time_memory_and_captures_are_logged(caplog):
     with caplog.at_level(logging.INFO):
         runner.capture_model()
     assert "CUDA graphs" in caplog.text
-

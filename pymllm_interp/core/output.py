@@ -53,18 +53,22 @@ class RequestOutput:
 
     @property
     def text(self) -> str:
+        """The first completion's text."""
         return self.outputs[0].text
 
     @property
     def token_ids(self) -> list[int]:
+        """The first completion's token ids."""
         return self.outputs[0].token_ids
 
     @property
     def finish_reason(self) -> str | None:
+        """Why the first completion ended."""
         return self.outputs[0].finish_reason
 
     @property
     def logprobs(self) -> list[dict[int, Logprob]] | None:
+        """The first completion's log probabilities, a dict for each token; None where not asked for."""
         return self.outputs[0].logprobs
 
 

@@ -6,6 +6,7 @@ requests that may have made it fail, and the others go on.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -66,15 +67,19 @@ class Engine:
                     self._handles[request.request_id] = handle
                 self.scheduler.add(handle.requests)
 
+        for handle in handles:
+            handle.engine_thread = self._thread
         self._post(add)
 
     def abort(self, requests: list[Request]) -> None:
         """End requests with finish_reason "abort". Those that have finished, or are unknown, are left as they are."""
-        if not self._closing:
+        with contextlib.suppress(EngineClosedError):  # closing ends them all
             self._post(lambda: self._end([r for r in requests if r.request_id in self._handles], "abort"))
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Run `function` on the engine's thread, between steps, and return what it returns."""
+        """Run `function` on the engine's thread and return what it returns: between steps, or at once where it is called there."""
+        if self.on_engine_thread:
+            return function()
         done, box = threading.Event(), []
 
         def run() -> None:

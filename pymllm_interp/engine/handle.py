@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -11,6 +12,8 @@ from typing import Any
 from ..core.output import CompletionOutput, Logprob, RequestOutput
 from ..core.request import Request
 from .detokenizer import Detokenizer, find_stop
+
+logger = logging.getLogger(__name__)
 
 
 class StreamPiece(str):
@@ -133,6 +136,7 @@ class RequestHandle:
         self._tokenizer = tokenizer
         self._abort = abort
         self._left = len(requests)
+        self.engine_thread: threading.Thread | None = None  # set when it is submitted
         self._done = threading.Event()
         self._pieces: queue.SimpleQueue[StreamPiece | None] | None = queue.SimpleQueue() if streaming else None
         self._callbacks: list[Callable[[], None]] = []
@@ -162,7 +166,10 @@ class RequestHandle:
                 self._done.set()
                 callbacks, self._callbacks = self._callbacks, []
             for callback in callbacks:
-                callback()
+                try:
+                    callback()
+                except Exception:  # a caller's mistake must not stop the engine
+                    logger.exception("a callback of request %s failed", request.request_id)
 
     # -- the caller's side -----------------------------------------------------------
 
@@ -172,8 +179,16 @@ class RequestHandle:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all completions have ended. Raises TimeoutError after `timeout` seconds; the request goes on."""
+        self._refuse_engine_thread()
         if not self._done.wait(timeout):
             raise TimeoutError(f"request {self.requests[0].request_id} is still running after {timeout} s")
+
+    def _refuse_engine_thread(self) -> None:
+        if not self.done and threading.current_thread() is self.engine_thread:
+            raise RuntimeError(
+                f"request {self.requests[0].request_id} is waited for inside the block of a trace or a callback, where the "
+                "engine would wait for itself: submit it there, and wait for it outside"
+            )
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the output.
@@ -219,6 +234,7 @@ class RequestHandle:
     def __iter__(self) -> Iterator[StreamPiece]:
         if self._pieces is None:
             raise TypeError("this request was not submitted for streaming: use lm.stream(...)")
+        self._refuse_engine_thread()
         try:
             while (piece := self._pieces.get()) is not None:
                 yield piece

@@ -231,13 +231,17 @@ class LM(TracedModel):
     ) -> list[SamplingParams]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             return [sampling_params or SamplingParams()] * len(prompts)
-        if len(sampling_params) != len(prompts):
-            raise PromptError(
-                f"{len(prompts)} prompts, but {len(sampling_params)} SamplingParams: one, or one for each"
+        if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str):
+            raise TypeError(
+                f"sampling_params is a {type(sampling_params).__name__}: SamplingParams is expected, or a list of them"
             )
         for params in sampling_params:
             if not isinstance(params, SamplingParams):
                 raise TypeError(f"sampling_params holds a {type(params).__name__}: SamplingParams is expected")
+        if len(sampling_params) != len(prompts):
+            raise PromptError(
+                f"{len(prompts)} prompts, but {len(sampling_params)} SamplingParams: one, or one for each"
+            )
         return list(sampling_params)
 
     # -- traces ------------------------------------------------------------------------
@@ -278,7 +282,8 @@ class LM(TracedModel):
             raise
         for handle, trace in zip(handles, traces, strict=True):
             request = handle.requests[0]
-            trace.error = trace.error or request.error or _ended_early(request)
+            # Why it ended comes before what its block, which still waited, made of that.
+            trace.error = _ended_early(request) or request.error or trace.error
 
     def _form_gang(self, requests: list[Request]) -> None:
         """Bind the requests of a trace whose blocks need each other: one step must hold them all."""

@@ -200,7 +200,8 @@ def _ids_of(prompt: Any, what: str) -> list[int]:
 
 
 def _one_row(value: Any, what: str) -> list[int]:
-    rows = value.tolist() if isinstance(value, torch.Tensor) else list(value) if isinstance(value, Sequence) else None
+    given = value.tolist() if isinstance(value, torch.Tensor) else value
+    rows = list(given) if isinstance(given, Sequence) else None
     if rows and isinstance(rows[0], (list, tuple)):
         if len(rows) > 1:
             raise PromptError(f"{what} holds {len(rows)} prompts: give each its own `with tracer.invoke(prompt):`")

@@ -14,8 +14,7 @@ somebody waits, and lets each request count its own passes. What it keeps of nns
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -48,27 +47,27 @@ class Block(Mediator):
 
     def switch(self, *args: Any) -> Any:
         """Run the block to where it parks next; returns its `Pending`, or None at its end."""
-        with self._running():
-            return super().switch(*args)
+        return self.run(super().switch, *args)
 
     def throw(self, error: BaseException) -> Any:
         """Raise `error` in the block, at the line where it waits; returns as `switch` does."""
         assert self.worker is not None
-        with self._running():
-            return self.worker.throw(error)
+        return self.run(self.worker.throw, error)
 
-    @contextmanager
-    def _running(self) -> Iterator[None]:
+    def run(self, resume: Callable[..., Any], *args: Any) -> Any:
+        """Call `resume`, which runs the block, with its request's saves as the thread's and the watchdog on."""
         # nnsight keeps the saved ids and the nesting depth with the thread; here they belong to the request.
-        trace, interleaver = self.trace, self.trace.interleaver
-        depth, saves = getattr(save_scope, "depth", 0), getattr(save_scope, "saves", None)
+        trace = self.trace
+        interleaver = trace.interleaver
+        scope = save_scope.__dict__
+        depth, saves = scope.get("depth", 0), scope.get("saves")
         outer, watchdog = interleaver.serving, interleaver.watchdog
-        save_scope.depth, save_scope.saves, interleaver.serving = 1, trace.saves, trace
+        scope["depth"], scope["saves"], interleaver.serving = 1, trace.saves, trace
         visit = watchdog.enter(trace) if watchdog is not None else None
         try:
-            yield
+            return resume(*args)
         finally:
-            save_scope.depth, save_scope.saves, interleaver.serving = depth, saves, outer
+            scope["depth"], scope["saves"], interleaver.serving = depth, saves, outer
             if watchdog is not None:
                 watchdog.leave(visit)
 
@@ -210,8 +209,8 @@ class EngineInterleaver(Interleaver):
                 block.trace.fail(EditError(f"request {block.trace.request_id}: skip of `{provider}`: {error}"))
         point.skips.clear()
         while ready := [block for block in point.parked if block.trace.reaches(block, provider)]:
+            point.parked = [block for block in point.parked if block not in ready] if len(ready) < len(point.parked) else []
             for block in ready:
-                point.parked.remove(block)
                 value = self._serve(block, provider, value, of_logits, owned)
                 self._park(block)
         for block, cache, slot in point.caches:
@@ -305,7 +304,10 @@ class EngineInterleaver(Interleaver):
     # -- points ------------------------------------------------------------------
 
     def _point(self, location: str) -> Point:
-        return self.points.setdefault(location, Point())
+        point = self.points.get(location)
+        if point is None:
+            point = self.points[location] = Point()
+        return point
 
     def _park(self, block: Block) -> None:
         if (pending := block.pending) is not None and pending.provider is not None:

@@ -106,8 +106,10 @@ class RequestTrace:
         interleaver = self.interleaver
         if not interleaver.in_model(location):
             return self.calls.get(location, 0)
-        count = self.passes * interleaver.per_pass.get(location, 1)
-        if self.in_pass and not self.skips(location):
+        count = self.passes
+        if interleaver.per_pass:
+            count *= interleaver.per_pass.get(location, 1)
+        if self.in_pass and not (self.skipping and self.skips(location)):
             count += interleaver.visits.get(location, 0)
         for path, missed in self.missed.items():
             if _inside(path, location):
@@ -122,7 +124,7 @@ class RequestTrace:
             and pending.provider == location
             and not self.ended
             and pending.iteration == self.occurrence(location)
-            and not self.skips(location)
+            and not (self.skipping and self.skips(location))
         )
 
     def skips(self, location: str) -> bool:
@@ -155,8 +157,7 @@ class RequestTrace:
             if self.ended:
                 return
             try:
-                with block._running():
-                    Mediator.start(block, self.interleaver)
+                Mediator.start(block, self.interleaver)
             except BaseException as raised:
                 block.exception = raised
                 self.fail(raised)
@@ -251,8 +252,7 @@ class RequestTrace:
         from greenlet import GreenletExit
 
         try:
-            with block._running():
-                block.worker.throw(GreenletExit)  # pyright: ignore[reportOptionalMemberAccess]
+            block.throw(GreenletExit())
         except BaseException as raised:
             self.warn(f"the block raised {raised!r} while it was unwound")
 

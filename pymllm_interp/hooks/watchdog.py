@@ -10,7 +10,7 @@ import ctypes
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .trace import RequestTrace
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-Visit = tuple["RequestTrace", float, int]
-"""The trace whose block runs, since when (`time.monotonic()`), and on which thread."""
+Visit = list[Any]
+"""[the trace whose block runs, since when as the watchdog knows (`time.monotonic()`), or None]"""
 
 
 class TraceTimeoutError(TimeoutError):
@@ -37,6 +37,7 @@ class Watchdog:
     def __init__(self, warn_after: float, end_after: float | None) -> None:
         self.warn_after, self.end_after = warn_after, end_after
         self._lock = threading.Lock()
+        self.thread_id: int | None = None
         self._visit: Visit | None = None
         self._posted = False
         self._awake = threading.Event()
@@ -45,8 +46,9 @@ class Watchdog:
 
     def enter(self, trace: RequestTrace) -> Visit | None:
         """A block of `trace` begins to run on this thread. Returns what `leave` takes."""
-        outer, self._visit = self._visit, (trace, time.monotonic(), threading.get_ident())
+        outer, self._visit = self._visit, [trace, None]  # its time is taken when the watchdog first sees it
         if self._thread is None and not self._closed:
+            self.thread_id = threading.get_ident()
             self._thread = threading.Thread(target=self._run, name="pymllm-interp-watchdog", daemon=True)
             self._thread.start()
         return outer
@@ -57,7 +59,7 @@ class Watchdog:
         if self._posted and visit is not None:
             with self._lock:
                 self._posted = False
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(visit[2]), None)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread_id or 0), None)
 
     def close(self) -> None:
         """Stop watching."""
@@ -69,9 +71,13 @@ class Watchdog:
         while not self._awake.wait(pause):
             visit = self._visit
             if visit is not None:
-                self._check(*visit)
+                self._check(visit)
 
-    def _check(self, trace: RequestTrace, since: float, thread: int) -> None:
+    def _check(self, visit: Visit) -> None:
+        trace, since = visit
+        if since is None:
+            visit[1] = time.monotonic()
+            return
         elapsed = time.monotonic() - since
         if elapsed > self.warn_after and not trace.reported_slow:
             trace.reported_slow = True
@@ -80,8 +86,8 @@ class Watchdog:
             trace.warn(text)
         if self.end_after is not None and elapsed > self.end_after and not self._posted:
             with self._lock:
-                if self._visit == (trace, since, thread):
+                if self._visit is visit:
                     self._posted = True
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                        ctypes.c_ulong(thread), ctypes.py_object(TraceTimeoutError)
+                        ctypes.c_ulong(self.thread_id or 0), ctypes.py_object(TraceTimeoutError)
                     )

@@ -1,0 +1,226 @@
+"""The rules of the code base, read from its syntax trees."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import pymllm_interp
+from pymllm_interp.config import ModelConfig, ServerConfig
+
+ROOT = Path(pymllm_interp.__file__).parent
+ORDER = (
+    ("config", "core"), ("mem_cache",), ("attention",), ("layers",), ("sampling",), ("hooks",), ("models",), ("runner",),
+    ("engine",), ("server",), ("cli", "bench", "demo", "doctor"),
+)  # fmt: skip
+"""An import goes to an earlier place, or stays in its own."""
+LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
+FILES = {
+    ".".join(("pymllm_interp", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in sorted(ROOT.rglob("*.py"))
+}
+CONFIG_FIELDS = [(cls, field.name) for cls in (ModelConfig, ServerConfig) for field in dataclasses.fields(cls)]
+
+
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(FILES[module].read_text())
+
+
+def at_run_time(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node below, but for what stands under ``if TYPE_CHECKING``."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+            for other in child.orelse:
+                yield from at_run_time(other)
+            continue
+        yield child
+        yield from at_run_time(child)
+
+
+def imports_of(module: str) -> Iterator[tuple[str, int]]:
+    """(module of ours that `module` imports, line), wherever the import stands."""
+    package = module.split(".") if FILES[module].name == "__init__.py" else module.split(".")[:-1]
+    for node in at_run_time(tree_of(module)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            base = ".".join(part for part in (base, node.module) if part)
+            whole = [f"{base}.{alias.name}" for alias in node.names]
+            names = [name if name in FILES else base for name in whole]
+        else:
+            continue
+        yield from ((name, node.lineno) for name in names if name.split(".")[0] == "pymllm_interp")
+
+
+def place(module: str) -> str:
+    """The folder, or the file at the top, that the module belongs to; "" is the package itself."""
+    return module.partition(".")[2].partition(".")[0]
+
+
+def test_every_module_has_a_place_in_the_order():
+    places = {place(module) for module in FILES} - {""}
+    assert places <= LEVEL.keys(), f"no place in ORDER for {sorted(places - LEVEL.keys())}"
+
+
+def allowed(importer: str, imported: str) -> bool:
+    """The commands of the last place stand beside each other, and take the package as a user does."""
+    if LEVEL[importer] == len(ORDER) - 1:
+        return True
+    return imported in LEVEL and LEVEL[imported] < LEVEL[importer]
+
+
+@pytest.mark.parametrize("module", [name for name in FILES if place(name)])
+def test_an_import_goes_to_the_left_only(module):
+    wrong = [
+        f"{FILES[module].name}:{line} imports {imported}"
+        for imported, line in imports_of(module)
+        if place(imported) != place(module) and not allowed(place(module), place(imported))
+    ]
+    assert not wrong, wrong
+
+
+def test_the_import_reader_reads_imports():
+    """It would see a wrong one: known imports are found, and what is for type checkers only is left out."""
+    found = {name for name, _ in imports_of("pymllm_interp.runner.interp_model_runner")}
+    assert {"pymllm_interp.hooks.groups", "pymllm_interp.runner.model_runner", "pymllm_interp.config"} <= found
+    assert not any(place(name) == "attention" for name, _ in imports_of("pymllm_interp.core.forward_batch"))
+
+
+def test_n01_the_plain_runner_reaches_no_hooks_by_any_way():
+    """N1: plain serving has no interpretability code on its path."""
+    seen, todo = set(), ["pymllm_interp.runner.model_runner"]
+    while todo:
+        module = todo.pop()
+        if module not in seen and place(module):
+            seen.add(module)
+            todo += [name for name, _ in imports_of(module) if name in FILES]
+    assert {place(module) for module in seen} >= {"config", "core", "models", "sampling"}
+    assert not [module for module in seen if place(module) == "hooks"]
+    assert not any(name.startswith("nnsight") for module in seen for name in outside_imports(module))
+
+
+def outside_imports(module: str) -> Iterator[str]:
+    for node in at_run_time(tree_of(module)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module or ""
+
+
+def test_core_imports_nothing_of_ours():
+    ours = [(module, name) for module in FILES if place(module) == "core" for name, _ in imports_of(module)]
+    assert not [pair for pair in ours if place(pair[1]) != "core"]
+
+
+@pytest.mark.parametrize(("cls", "name"), CONFIG_FIELDS, ids=[f"{c.__name__}.{n}" for c, n in CONFIG_FIELDS])
+def test_v01_every_config_field_is_read_by_somebody(cls, name):
+    """V1: an attribute of something that is called a config, outside of config.py."""
+
+    def is_config(node: ast.expr) -> bool:
+        last = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        return last.endswith("config")
+
+    readers = [
+        module
+        for module in FILES
+        if place(module) != "config"
+        for node in ast.walk(tree_of(module))
+        if isinstance(node, ast.Attribute)
+        and node.attr == name
+        and isinstance(node.ctx, ast.Load)
+        and is_config(node.value)
+    ]
+    assert readers, f"{cls.__name__}.{name} is read by nobody"
+
+
+def test_modules_classes_and_functions_that_are_public_are_documented():
+    missing = []
+    for module, path in FILES.items():
+        tree = tree_of(module)
+        if tree.body and ast.get_docstring(tree) is None:
+            missing.append(str(path.relative_to(ROOT)))
+        for node in tree.body:
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and not node.name.startswith(
+                "_"
+            ):
+                inherits = isinstance(node, ast.ClassDef) and any(
+                    isinstance(base, ast.Name) and base.id.startswith(("Llama", "Mistral", "Qwen"))
+                    for base in node.bases
+                )  # a family's parts: what they are stands at the head of their file
+                if ast.get_docstring(node) is None and not inherits:
+                    missing.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
+    assert not missing, missing
+
+
+def test_the_public_surface_is_small_and_each_of_its_names_and_methods_is_documented():
+    names = pymllm_interp.__all__
+    assert len(names) <= 20 and len(set(names)) == len(names)
+    missing = []
+    for name in names:
+        value = getattr(pymllm_interp, name)
+        if not inspect.getdoc(value):
+            missing.append(name)
+        for attribute, member in vars(value).items() if inspect.isclass(value) else ():
+            if attribute.startswith("_") or not (inspect.isfunction(member) or isinstance(member, property)):
+                continue
+            if not inspect.getdoc(getattr(value, attribute)):
+                missing.append(f"{name}.{attribute}")
+    overridden = {"InterpModelRunner.shutdown", "InterpModelRunner.sample_tokens", "InterpModelRunner.dispatch"}
+    assert not set(missing) - overridden, missing
+
+
+def test_no_module_is_called_through_forward():
+    """Hooks hang on ``module(x)``. What is not a module: attention backends, a runner itself, and super()."""
+    wrong = []
+    for module in FILES:
+        for node in ast.walk(tree_of(module)):
+            if not (
+                isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "forward"
+            ):
+                continue
+            receiver = node.func.value
+            is_super = (
+                isinstance(receiver, ast.Call) and isinstance(receiver.func, ast.Name) and receiver.func.id == "super"
+            )
+            name = receiver.attr if isinstance(receiver, ast.Attribute) else getattr(receiver, "id", "")
+            own = name == "self" and module == "pymllm_interp.runner.model_runner"
+            if not (is_super or own or name.endswith(("backend", "runner"))):
+                wrong.append(f"{FILES[module].relative_to(ROOT)}:{node.lineno}")
+    assert not wrong, wrong
+
+
+def test_no_except_exception_around_computation():
+    """Only engine/ and hooks/ stand between users' code and the engine; elsewhere a broad handler must raise again."""
+    wrong = []
+    for module in FILES:
+        for node in ast.walk(tree_of(module)):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            names = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} if node.type else {"Exception"}
+            again = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
+            if names & {"Exception", "BaseException"} and not again and place(module) not in ("engine", "hooks"):
+                wrong.append(f"{FILES[module].relative_to(ROOT)}:{node.lineno}")
+            if node.type is None:
+                wrong.append(f"{FILES[module].relative_to(ROOT)}:{node.lineno} (bare except)")
+    assert not wrong, wrong
+
+
+def test_importing_the_package_touches_no_environment_and_no_device():
+    """No import-time ``os.environ`` and ``torch.cuda`` work: only inside of functions."""
+    wrong = []
+    for module in FILES:
+        for statement in tree_of(module).body:
+            if isinstance(statement, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
+                continue
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Attribute) and node.attr in ("environ", "cuda"):
+                    wrong.append(f"{FILES[module].relative_to(ROOT)}:{node.lineno}")
+    assert not wrong, wrong

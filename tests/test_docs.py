@@ -1,0 +1,71 @@
+"""What README and docs show is true: their Python runs, their links lead somewhere, their commands exist."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from pymllm_interp.cli import make_parser
+
+ROOT = Path(__file__).parent.parent
+COMMANDS = ("demo", "generate", "bench", "doctor")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def script_of(page: Path) -> str:
+    """The page's Python blocks as one script, each line where it stands in the page."""
+    lines, inside = [], False
+    for line in page.read_text().splitlines():
+        fence = line.startswith("```")
+        lines.append(line if inside and not fence else "")
+        inside = line == "```python" if fence else inside
+    return "\n".join(lines) + "\n"
+
+
+def name_of(page: Path) -> str:
+    return page.stem
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if script_of(page).strip()], ids=name_of)
+def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
+    script = tmp_path / f"{page.stem}.py"
+    script.write_text(script_of(page))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def test_a_page_that_is_wrong_would_be_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("text\n```\nnot python\n```\n```python\nx = 1\n```\n```python\nassert x == 2\n```\n")
+    (tmp_path / "page.py").write_text(script_of(page))
+    with pytest.raises(AssertionError) as failure:
+        runpy.run_path(str(tmp_path / "page.py"))
+    assert failure.traceback[-1].lineno + 1 == 9
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_to_files_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    for name in re.findall(r"\b(?:engine|runner|models|sampling|hooks|tests|examples)/\w+\.py\b", page.read_text()):
+        assert (ROOT / name).exists() or (ROOT / "pymllm_interp" / name).exists(), f"{page.name} names {name}"
+
+
+def test_commands_that_are_shown_exist() -> None:
+    text = "\n".join(page.read_text() for page in PAGES)
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    shown = re.findall(r"(?:^|`|cpu )make (\w+)", text, flags=re.MULTILINE)
+    assert {"demo", "test"} <= set(shown) <= targets
+    commands = re.findall(r"pymllm-interp ([a-z]+)\b", text)
+    assert {"demo", "bench", "doctor"} <= set(commands) <= set(COMMANDS)
+    for command in COMMANDS:
+        with pytest.raises(SystemExit) as exit_status:
+            make_parser().parse_args([command, "--help"])
+        assert exit_status.value.code == 0

@@ -1,0 +1,52 @@
+"""Each script in examples/ runs on the demo model and shows what it says."""
+
+from __future__ import annotations
+
+import ast
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(name: str, *args: Any) -> Any:
+    """What the example's `main` returns."""
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](*args)
+
+
+def test_the_logit_lens_ends_at_the_models_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    words = run("logit_lens")
+    assert len(words) == 30 and words[-1] == " Paris" and words[0] != " Paris"
+    assert "layer 29  ' Paris'" in capsys.readouterr().out
+
+
+def test_steering_changes_the_subject_and_not_the_twins() -> None:
+    unsteered, steered = run("steering")
+    assert "sea" in steered and "sea" not in unsteered
+    same, unchanged = run("steering", 0.0)
+    assert same == unsteered and unchanged == unsteered
+
+
+def test_patching_early_brings_the_clean_answer_back_and_late_does_not() -> None:
+    gaps = run("activation_patching")
+    assert len(gaps) == 30
+    assert gaps[0] > 1 and gaps[-1] < -1
+
+
+def test_streams_give_each_reader_its_own_text(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = run("streaming")
+    out = capsys.readouterr().out
+    assert len(texts) == len(set(texts)) == 3
+    for prompt, text in zip(("Once upon a time", "The best way to learn is", "In the year 2050"), texts, strict=True):
+        assert text and f"{prompt}{text}" in out
+
+
+def test_every_example_is_tested_and_says_how_to_use_it() -> None:
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert names == {"logit_lens", "steering", "activation_patching", "streaming"}
+    for name in names:
+        doc = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text()))
+        assert doc and f"Usage: python examples/{name}.py" in doc
