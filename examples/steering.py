@@ -18,7 +18,7 @@ PROMPT = "My neighbour told me that"
 TOWARDS = "The ocean, the sea, waves, ships, sailors, whales and the deep blue water"
 AWAY = "The office, the desk, papers, clerks, managers, meetings and the long grey hours"
 LAYER = 15
-SAMPLING = {"max_tokens": 30, "temperature": 0, "repetition_penalty": 1.1}
+SAMPLING = {"max_tokens": 24, "temperature": 0, "repetition_penalty": 1.1}
 
 
 def direction(lm: LM) -> torch.Tensor:

@@ -91,8 +91,8 @@ def run_bench(suite: str, model: str, dtype: str, load_format: str, settings: Be
     console = Console()
     machine = describe_machine()  # before anything runs: the load of others
     _warn_if_busy(console, machine["load_average_before"])
-    with console.status(f"Loading {model}"):
-        lm = LM(model, dtype=dtype, device=suite, load_format=load_format)
+    console.print(f"Loading {model} ...")
+    lm = LM(model, dtype=dtype, device=suite, load_format=load_format)
     with lm:
         reference = _transformers_model(lm)
         with Progress(console=console, transient=True) as progress:

@@ -60,8 +60,8 @@ def run_demo(model: str = "demo", dtype: str = "auto", out: Path = Path("demo_ou
         FileNotFoundError, ValueError: no such model; see `LM`.
     """
     console, started = Console(), time.perf_counter()
-    with console.status(f"Loading {model}"):
-        lm = LM(model, dtype=dtype)
+    console.print(f"Loading {model} ...")  # no spinner: the conversion of a GGUF file has its own
+    lm = LM(model, dtype=dtype)
     if lm.tokenizer is None:
         lm.shutdown()
         raise ValueError(f"{model} has no tokenizer, and the demo's prompts are text")

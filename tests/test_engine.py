@@ -10,17 +10,19 @@ import shutil
 import threading
 import time
 import tracemalloc
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
 from conftest import CONFIGS, VOCAB
+
 from pymllm_interp import LM, RequestOutput, SamplingParams
 from pymllm_interp.core.output import SchedulerOutput
 
@@ -107,6 +109,13 @@ def recorded_steps(lm: LM) -> Iterator[list[SchedulerOutput]]:
         del lm.engine.scheduler.schedule
 
 
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT
+    while not holds():
+        assert time.monotonic() < end, "this never came to hold"
+        time.sleep(0)
+
+
 def assert_idle(lm: LM) -> None:
     """Nothing runs, and every page and row is free."""
 
@@ -171,7 +180,9 @@ def test_requests_that_gave_way_have_the_tokens_and_logprobs_of_a_roomy_engine(l
     assert_idle(tight)
 
 
-@pytest.mark.parametrize("kwargs", [{"schedule_policy": "prefill_first"}, {"page_size": 1}, {"max_running_requests": 2}])
+@pytest.mark.parametrize(
+    "kwargs", [{"schedule_policy": "prefill_first"}, {"page_size": 1}, {"max_running_requests": 2}]
+)
 def test_scheduling_does_not_change_tokens(kwargs: dict[str, Any], lm_of: LmOf) -> None:
     prompts = prompts_of(LENGTHS, seed=2)
     lm = lm_of("qwen3", max_num_tokens=20, **kwargs)
@@ -316,10 +327,8 @@ def test_the_models_eos_ends_a_generation_unless_ignored(with_eos: tuple[LM, LM,
     one, two, prompt, plain = with_eos
     for lm, ends in ((one, plain[4:5]), (two, [plain[6], plain[3]])):
         length = min(plain.index(eos) for eos in ends) + 1
-        out, ignored, asked = lm.generate(
-            [prompt] * 3,
-            [greedy(max_tokens=20), greedy(max_tokens=20, ignore_eos=True), greedy(max_tokens=20, ignore_eos=True, stop_token_ids=ends)],
-        )  # fmt: skip
+        params = [{}, {"ignore_eos": True}, {"ignore_eos": True, "stop_token_ids": ends}]
+        out, ignored, asked = lm.generate([prompt] * 3, [greedy(max_tokens=20, **param) for param in params])
         assert (out.token_ids, out.finish_reason) == (plain[:length], "stop")
         assert out.text == lm.tokenizer.decode(plain[: length - 1])
         assert (ignored.token_ids, ignored.finish_reason) == (plain, "length")
@@ -417,15 +426,19 @@ def test_logprobs_of_zero_hold_the_sampled_token_alone(lm_of: LmOf) -> None:
 # -- streaming, handles -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stop", [None, "w4"])
-def test_streamed_pieces_join_to_the_output(stop: str | None, lm_of: LmOf) -> None:
-    lm, params = lm_of("llama"), SamplingParams(max_tokens=20, seed=21, stop=stop)
+@pytest.mark.parametrize("stops", [False, True])
+def test_streamed_pieces_join_to_the_output(stops: bool, lm_of: LmOf) -> None:
+    lm, params = lm_of("llama"), SamplingParams(max_tokens=20, seed=21)
     (whole,) = lm.generate([[7, 8, 9]], params)
+    if stops:  # the end of one token, a whole one, and the beginning of the next: none of it may be streamed
+        words = [lm.tokenizer.decode([token]) for token in whole.token_ids]
+        params = replace(params, stop=words[6][-1] + words[7] + words[8][:2])
+        (whole,) = lm.generate([[7, 8, 9]], params)
     pieces = list(lm.stream([7, 8, 9], params))
     assert "".join(pieces) == whole.text == "".join(piece.text for piece in pieces)
     assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
     assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + [whole.finish_reason]
-    assert stop is None or whole.finish_reason == "stop"
+    assert whole.finish_reason == ("stop" if stops else "length")
 
 
 def test_streamed_completions_of_one_prompt_are_told_apart(lm_of: LmOf) -> None:
@@ -494,8 +507,7 @@ def test_a_cancelled_request_keeps_what_it_has_and_the_others_go_on(lm_of: LmOf)
     prompts = prompts_of([5, 6, 7], seed=14)
     plain = lm.generate(prompts, greedy(max_tokens=100))
     handles = [lm.submit(prompt, greedy(max_tokens=100)) for prompt in prompts]
-    while len(handles[1].requests[0].output_token_ids) < 3:
-        pass
+    until(lambda: len(handles[1].requests[0].output_token_ids) >= 3)
     handles[1].cancel()
     outs = [handle.result(WAIT) for handle in handles]
     assert [outs[0].token_ids, outs[2].token_ids] == [plain[0].token_ids, plain[2].token_ids]
@@ -515,6 +527,7 @@ def test_a_timeout_ends_a_request_and_no_other(lm_of: LmOf) -> None:
 
 @pytest.mark.parametrize("step", [0, 90])
 def test_a_trace_that_runs_into_its_timeout_raises_timeout_error(step: int, lm_of: LmOf) -> None:
+    warnings.simplefilter("ignore")
     lm = lm_of("llama")
     with pytest.raises(TimeoutError, match="ran into its timeout"):
         with lm.generate([1, 2], max_new_tokens=100, timeout=0.02) as tracer:
@@ -559,7 +572,11 @@ def test_two_engines_interleaved_give_the_same_answers_as_alone(lm_of: LmOf) -> 
 
 def test_a_thousand_requests_leave_nothing_behind(lm_of: LmOf) -> None:
     lm, refs = lm_of("qwen2"), []
-    params = [SamplingParams(max_tokens=2), greedy(max_tokens=1, logprobs=1), SamplingParams(max_tokens=2, n=2, stop="w1")]
+    params = [
+        SamplingParams(max_tokens=2),
+        greedy(max_tokens=1, logprobs=1),
+        SamplingParams(max_tokens=2, n=2, stop="w1"),
+    ]
 
     def batch(seed: int, size: int) -> None:
         prompts = prompts_of([1 + i % 3 for i in range(size)], seed)
@@ -585,6 +602,18 @@ def test_a_thousand_requests_leave_nothing_behind(lm_of: LmOf) -> None:
     states, helper = lm.runner.req_states, lm.runner.nnsight_request_helper
     assert len(states.req_id_to_index) <= 1 and not states._staged
     assert not helper.req_id_to_batch_group_idx and not helper._traces and not helper.num_prompts_in_mediator
+
+
+@pytest.mark.xfail(strict=True, reason="NNsightRequestHelper._step holds the last traced step until the next one")
+def test_an_engine_keeps_nothing_of_a_trace_that_is_over(lm_of: LmOf) -> None:
+    lm = lm_of("llama")
+    with lm.trace([1, 2, 3]) as tracer:
+        hidden = lm.model.layers[0].output.save()
+    refs = [weakref.ref(hidden), weakref.ref(tracer)]
+    del hidden, tracer
+    lm.generate([[1]], greedy(max_tokens=2))
+    gc.collect()
+    assert [ref() is None for ref in refs] == [True, True]
 
 
 # -- failures -------------------------------------------------------------------------
@@ -642,15 +671,15 @@ def test_a_step_that_fails_with_a_trace_in_it_ends_the_trace_and_plain_requests_
 ) -> None:
     lm, prompts = lm_of("llama"), prompts_of([4, 9], seed=18)
     expected = tokens(lm.generate(prompts, greedy(max_tokens=30)))
-    monkeypatch.setattr(
-        lm.runner, "forward", raise_once(lm.runner.forward, lambda *_: bool(lm.runner.nnsight_request_helper.traces))
-    )
+    interleaver = lm.interleaver
+    monkeypatch.setattr(lm.runner, "forward", raise_once(lm.runner.forward, lambda *_: bool(interleaver.traces)))
     with hold(lm):
         handles = [lm.submit(prompt, greedy(max_tokens=30)) for prompt in prompts]
     with pytest.raises(Boom, match="boom"):
         with lm.trace([1, 2, 3]):
             lm.model.layers[1].output.save()
-    assert tokens([handle.result(WAIT) for handle in handles]) == expected
+    outs = [handle.result(WAIT) for handle in handles]
+    assert tokens(outs) == expected and [out.outputs[0].error for out in outs] == [None, None]
     assert_idle(lm)
 
 
@@ -690,12 +719,10 @@ def test_shutdown_raises_in_every_waiter(model_folder: Callable[[str], Path]) ->
     with hold(lm):
         for thread in threads:
             thread.start()
-        while len(lm.engine._inbox) < len(waiters):
-            pass
+        until(lambda: len(lm.engine._inbox) == len(waiters))
         closing = threading.Thread(target=lm.shutdown)
         closing.start()
-        while lm.engine._closing is None:
-            pass
+        until(lambda: lm.engine._closing is not None)
     for thread in (*threads, closing):
         thread.join(WAIT)
     assert sorted(errors) == sorted(waiters), "a waiter hangs"
@@ -706,8 +733,7 @@ def test_shutdown_raises_in_every_waiter(model_folder: Callable[[str], Path]) ->
 def test_shutdown_in_the_midst_of_steps_gives_every_request_an_end(model_folder: Callable[[str], Path]) -> None:
     lm = fresh(model_folder)
     handles = [lm.submit([i], greedy(max_tokens=120)) for i in range(1, 9)]
-    while len(handles[0].requests[0].output_token_ids) < 3:
-        pass
+    until(lambda: len(handles[0].requests[0].output_token_ids) >= 3)
     lm.shutdown()
     for handle in handles:
         with pytest.raises(RuntimeError, match=rf"request {handle.requests[0].request_id} .*shut down"):
@@ -796,6 +822,7 @@ BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
     ({"top_p": 0.0}, r"top_p=0.0.*above 0 and at most 1"),
     ({"top_p": float("nan")}, r"top_p=nan"),
     ({"top_k": -2}, r"top_k=-2"),
+    ({"top_k": 2.5}, r"top_k=2.5.*a count"),
     ({"min_p": 1.5}, r"min_p=1.5.*from 0 to 1"),
     ({"repetition_penalty": 0.0}, r"repetition_penalty=0.0.*above 0"),
     ({"frequency_penalty": -2.5}, r"frequency_penalty=-2.5.*from -2 to 2"),
@@ -817,13 +844,15 @@ def test_a_bad_sampling_value_is_named(values: dict[str, Any], message: str) -> 
 
 
 WRONG_TYPES: list[dict[str, Any]] = [
-    {"n": 1.5}, {"temperature": "hot"}, {"top_k": 2.5}, {"max_tokens": 2.5}, {"min_tokens": "1"}, {"seed": "x"}, {"seed": 1.5},
+    {"n": 1.5}, {"temperature": "hot"}, {"max_tokens": 2.5}, {"min_tokens": "1"}, {"seed": "x"}, {"seed": 1.5},
     {"stop": [1]}, {"stop": 5}, {"stop_token_ids": ["a"]}, {"stop_token_ids": 5}, {"logprobs": 1.5},
     {"logit_bias": {"a": 1.0}}, {"logit_bias": {1: "x"}}, {"logit_bias": [1]},
 ]  # fmt: skip
 
 
-@pytest.mark.xfail(strict=True, reason="SamplingParams does not check types; a wrong one fails its step or stops the engine")
+@pytest.mark.xfail(
+    strict=True, reason="SamplingParams does not check types; a wrong one fails its step or stops the engine"
+)
 @pytest.mark.parametrize("values", WRONG_TYPES, ids=str)
 def test_a_sampling_value_of_a_wrong_type_is_named(values: dict[str, Any]) -> None:
     (name,) = values
@@ -847,7 +876,7 @@ def test_text_needs_a_tokenizer(lm_of: LmOf) -> None:
     with LM("tiny", load_format="dummy", hf_config=CONFIGS["llama"](), device="cpu") as lm:
         with pytest.raises(ValueError, match="no tokenizer: pass a list of token ids"):
             lm.generate("text")
-        with pytest.raises(ValueError, match="stop strings need a tokenizer.*stop_token_ids"):
+        with pytest.raises(ValueError, match=r"stop strings need a tokenizer.*stop_token_ids"):
             lm.generate([[1]], SamplingParams(stop="a"))
         (out,) = lm.generate([[1, 2]], GREEDY)
         assert out.text == "" and len(out.token_ids) == 8

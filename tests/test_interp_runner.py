@@ -360,7 +360,7 @@ def test_n14_finish_nnsight_gives_each_requests_saves_under_its_own_id(lm, monke
     with lm.trace() as tracer:
         with tracer.invoke(PROMPT):
             h = lm.model.layers[0].output.save()
-            other = lm.model.layers[1].output  # not saved
+            unsaved = lm.model.layers[1].output  # noqa: F841
         with tracer.invoke([4, 5]):
             h = lm.model.layers[0].output.save()
     assert h.shape[1] in (2, len(PROMPT))

@@ -268,8 +268,13 @@ def test_random_traffic_keeps_every_page_row_and_promise() -> None:
     run_state_machine_as_test(
         SchedulerMachine,
         settings=settings(
-            max_examples=120, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck),
-            phases=[Phase.explicit, Phase.generate], report_multiple_bugs=False, database=None,
+            max_examples=120,
+            stateful_step_count=25,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.explicit, Phase.generate],
+            report_multiple_bugs=False,
+            database=None,
         ),
     )
     assert min(SchedulerMachine.seen[kind] for kind in ("preempted", "swapped")) > 20, "the traffic was too light"

@@ -95,17 +95,20 @@ class LM(TracedModel):
         assert self.runner.source is not None
         self.tokenizer = load_tokenizer(self.runner.source)
         self.hf_config: PretrainedConfig = self.runner.source.hf_config
-        limits = Limits(
-            vocab_size=self.runner.vocab_size,
-            max_model_len=self.runner.context_len,
-            max_num_tokens=self.runner.max_num_tokens,
-            kv_tokens=self.runner.max_total_num_tokens,
-            max_running=self.runner.max_running_requests,
-        )
         eos = eos_token_ids(self.hf_config, self.runner.source.folder)
-        self._factory = RequestFactory(self.tokenizer, eos, limits, seed)
+        self._factory = RequestFactory(self.tokenizer, eos, self._limits, seed)
         self.engine = Engine(self.runner)
         _open_models.add(self)
+
+    def _limits(self) -> Limits:
+        runner = self.runner
+        return Limits(
+            vocab_size=runner.vocab_size,
+            max_model_len=runner.context_len,
+            max_num_tokens=runner.max_num_tokens,
+            kv_tokens=runner.max_total_num_tokens,
+            max_running=runner.max_running_requests,
+        )
 
     # -- plain requests --------------------------------------------------------------
 
@@ -136,7 +139,13 @@ class LM(TracedModel):
         *,
         timeout: float | None = None,
         edits: list[str] | None = None,
+        **unknown: Any,
     ) -> list[RequestOutput]:
+        if unknown:
+            raise TypeError(
+                f"lm.generate(prompts, SamplingParams(...)) got {', '.join(sorted(unknown))}: a call takes SamplingParams; as "
+                "keywords they belong to `with lm.generate(prompt, ...) as tracer:`"
+            )
         if prompts is None:
             raise TypeError("lm.generate() needs prompts: lm.generate(['text'], SamplingParams(...))")
         handles = self._handles(as_prompts(prompts), sampling_params, timeout, edits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,9 +45,15 @@ class RequestFactory:
         seed: of requests that bring none.
     """
 
-    def __init__(self, tokenizer: Any, eos_token_ids: frozenset[int], limits: Limits, seed: int) -> None:
-        self.tokenizer, self.eos_token_ids, self.limits, self.seed = tokenizer, eos_token_ids, limits, seed
+    def __init__(self, tokenizer: Any, eos_token_ids: frozenset[int], limits: Callable[[], Limits], seed: int) -> None:
+        self.tokenizer, self.eos_token_ids, self.seed = tokenizer, eos_token_ids, seed
+        self._limits = limits
         self._ordinals = itertools.count()
+
+    @property
+    def limits(self) -> Limits:
+        """As they are now: `ModelRunner.update_max_model_len` may lower them."""
+        return self._limits()
 
     def tokens(self, prompt: Any, what: str = "prompt") -> tuple[str | None, list[int]]:
         """(text, token ids) of a prompt: text, token ids (list or tensor), or a tokenizer's dict.

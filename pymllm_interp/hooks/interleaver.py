@@ -209,7 +209,9 @@ class EngineInterleaver(Interleaver):
                 block.trace.fail(EditError(f"request {block.trace.request_id}: skip of `{provider}`: {error}"))
         point.skips.clear()
         while ready := [block for block in point.parked if block.trace.reaches(block, provider)]:
-            point.parked = [block for block in point.parked if block not in ready] if len(ready) < len(point.parked) else []
+            point.parked = (
+                [block for block in point.parked if block not in ready] if len(ready) < len(point.parked) else []
+            )
             for block in ready:
                 value = self._serve(block, provider, value, of_logits, owned)
                 self._park(block)
@@ -238,7 +240,10 @@ class EngineInterleaver(Interleaver):
             if pending.event is Event.VALUE:
                 trace.receipt.reads += 1
                 served = trace.rows.narrow(value, of_logits) if trace.rows else value
+                version = served._version if isinstance(served, torch.Tensor) else None
                 self.resume(block, without_batch(served))
+                if version is not None and served._version != version:
+                    trace.count_edit(served)  # in place
             elif pending.event is Event.SKIP:
                 value = self._skip(block, provider, value, pending)
                 self.resume(block)

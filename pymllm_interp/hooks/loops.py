@@ -36,15 +36,18 @@ class LoopEnd(OutOfOrderError):
 class StepIterations(Iterations):
     """``tracer.iter``: pins the block to one occurrence after the other, and stops when the generation is over."""
 
+    named = False
+    """Whether the caller named each step, rather than a range that a generation may cut short."""
+
     def __getitem__(self, key: slice | int | list[int]) -> StepIterations:
         """Steps to go through. Raises ValueError on negative ones: how many there will be is not known yet."""
         if isinstance(key, slice):
             if key.step not in (None, 1) or (key.start or 0) < 0 or (key.stop or 0) < 0:
                 raise ValueError(f"tracer.iter[{key.start}:{key.stop}:{key.step}]: steps count from 0, one by one")
             return StepIterations(key.start or 0, key.stop)
-        if isinstance(key, (list, tuple)):
-            return StepIterations(steps=list(key))
-        return StepIterations(key, key + 1)
+        chosen = StepIterations(steps=list(key) if isinstance(key, (list, tuple)) else [key])
+        chosen.named = True
+        return chosen
 
     def __iter__(self) -> Iterator[int]:
         block = getcurrent().mediator()  # pyright: ignore[reportAttributeAccessIssue]
@@ -53,6 +56,11 @@ class StepIterations(Iterations):
             for step in self._indices():
                 if step < 0:
                     raise ValueError(f"tracer.iter step {step}: steps count from 0")
+                if self.named and step >= trace.max_passes:
+                    raise OutOfOrderError(
+                        f"request {trace.request_id}: tracer.iter[{step}] asks for step {step}, but there are at most "
+                        f"{trace.max_passes} (0 to {trace.max_passes - 1}): raise max_tokens"
+                    )
                 if trace.over or (step >= trace.max_passes and self.steps is None and self.stop is None):
                     break  # an open loop whose body reads nothing would run for ever
                 block.iteration = step

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from types import CodeType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from greenlet import getcurrent
 from torch import nn
@@ -256,16 +256,19 @@ class EngineTracer(InterleavingTracer):
                 trace.gang = traces
         return traces, inputs
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        exc_traceback: TracebackType | None,
-    ) -> bool:
-        try:
-            return super().__exit__(exc_type, exc_value, exc_traceback)
-        except BaseException as error:
-            raise error.with_traceback(block_traceback(error)) from error.__cause__
+    if TYPE_CHECKING:  # for callers: their block runs, and the names that it binds are bound
+
+        def __enter__(self) -> Self: ...
+
+        def __exit__(self, *exc: object) -> None: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    else:
+
+        def __exit__(self, *exc: Any) -> bool:
+            try:
+                return super().__exit__(*exc)
+            except BaseException as error:
+                raise error.with_traceback(block_traceback(error)) from error.__cause__
 
 
 class _NamedEdit:

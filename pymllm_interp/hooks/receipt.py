@@ -15,9 +15,9 @@ class Receipt:
     reads: int = 0
     """Values served to the trace."""
     edits: int = 0
-    """Values that the trace assigned."""
+    """Values that the trace assigned, or wrote to in place before it went on."""
     nan_edits: int = 0
-    """Assigned values that held NaN."""
+    """Those of them that held NaN."""
     preemptions: int = 0
     """Times that the request gave way and came back."""
 

@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 _trace_ids = itertools.count()
 
 
+ORDER_HINT = (
+    "; a block reads in the order in which the model runs: what is inside of a module before the module's own output"
+)
+
+
 class GangError(RuntimeError):
     """Another request of the same gang failed."""
 
@@ -223,7 +228,7 @@ class RequestTrace:
                 error: BaseException = LoopEnd(f"'{pending}' was never reached: the generation is over")
             else:
                 error, _ = dangling_unwind(block)
-                error = type(error)(f"request {self.request_id}: {error}")
+                error = type(error)(f"request {self.request_id}: {error}{ORDER_HINT if pending.provider else ''}")
             self.interleaver.resume(block, error=error)
             if self.error is error and isinstance(error, LoopEnd):
                 self.error, self.ended = None, False

@@ -99,7 +99,7 @@ class MergedLinear:
         self.gemm = Gemm([projection.weight for projection in self.projections], weight, merged_bias)
         self._input: torch.Tensor | None = None
         self._version = 0
-        self._parts: tuple[torch.Tensor, ...] = ()
+        self._product: torch.Tensor | None = None
 
     @contextmanager
     def product(self, x: torch.Tensor) -> Iterator[None]:
@@ -108,7 +108,7 @@ class MergedLinear:
         try:
             yield
         finally:
-            self._input, self._parts = None, ()
+            self._input = self._product = None
 
     def slice(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """The projection `index` of `x`.
@@ -120,18 +120,18 @@ class MergedLinear:
             projection = self.projections[index]
             return F.linear(x, projection.weight, projection.bias)
         if x is not self._input:
-            return self.gemm(x).split(self.sizes, dim=-1)[index]
+            return self._part(self.gemm(x), index)
         if x._version != self._version:
             self._compute(x)
-        return self._parts[index]
+        assert self._product is not None
+        return self._part(self._product, index)
 
     def _compute(self, x: torch.Tensor) -> None:
-        self._input, self._version = x, x._version
-        out, start, parts = self.gemm(x), 0, []
-        for size in self.sizes:  # not `split`: autograd refuses to write to its views
-            parts.append(out.narrow(-1, start, size))
-            start += size
-        self._parts = tuple(parts)
+        self._input, self._version, self._product = x, x._version, self.gemm(x)
+
+    def _part(self, product: torch.Tensor, index: int) -> torch.Tensor:
+        """A copy: what a block is served is contiguous, as in transformers, and it may write to it."""
+        return product.narrow(-1, sum(self.sizes[:index]), self.sizes[index]).contiguous()
 
 
 class Embedding(nn.Module):

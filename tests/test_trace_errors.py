@@ -1,0 +1,303 @@
+"""What goes wrong in a trace: raised in the right caller, at the line of its block, and nobody else notices."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from pymllm_interp import LM, SamplingParams
+from pymllm_interp.engine.prompts import PromptError
+from pymllm_interp.hooks.nnsight_compat import OutOfOrderError
+from pymllm_interp.hooks.rows import EditError
+from pymllm_interp.hooks.watchdog import TraceTimeoutError
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+@pytest.fixture()
+def lm(lm_of) -> LM:
+    return lm_of("llama")
+
+
+def lines_of(error: BaseException) -> list[str]:
+    """The lines of this file in an error's traceback."""
+    return [frame.line or "" for frame in traceback.extract_tb(error.__traceback__) if frame.filename == __file__]
+
+
+def test_an_exception_is_raised_in_the_caller_at_its_line(lm: LM) -> None:
+    with pytest.raises(ZeroDivisionError) as caught, lm.trace(PROMPT):
+        h = lm.model.layers[0].output
+        h.sum() / (1 // 0)
+    assert any("1 // 0" in line for line in lines_of(caught.value))
+    inside = [f.filename for f in traceback.extract_tb(caught.value.__traceback__)]
+    assert not any("hooks/interleaver" in name or "engine/engine" in name for name in inside), inside
+
+
+def test_an_error_before_the_first_read_is_raised_too(lm: LM) -> None:
+    with pytest.raises(KeyError, match="early"), lm.trace(PROMPT):
+        raise KeyError("early")
+
+
+@pytest.mark.parametrize(
+    ("replacement", "expected"),
+    [
+        (torch.zeros(1, 4, 72), r"expected a tensor \[1, 5, 72\] of float32 on cpu, got a tensor \[1, 4, 72\]"),
+        (torch.zeros(1, 5, 72, dtype=torch.float64), r"expected .* of float32 .*, got .* of float64"),
+        (torch.zeros(72), r"expected a tensor \[1, 5, 72\].*, got a tensor \[72\]"),
+        (None, r"expected a tensor \[1, 5, 72\].*, got NoneType"),
+        ((torch.zeros(1, 5, 72), None), r"expected a tensor \[1, 5, 72\].*, got a tuple of 2 values"),
+    ],
+)
+def test_an_edit_that_does_not_fit_says_what_was_expected(lm: LM, replacement: Any, expected: str) -> None:
+    with (
+        pytest.raises(EditError, match=r"request \d+: edit of `model\.model\.layers\.1\.mlp\.output`: " + expected),
+        lm.trace(PROMPT),
+    ):
+        lm.model.layers[1].mlp.output = replacement
+
+
+def test_an_edit_that_does_not_fit_is_raised_at_its_line_and_can_be_caught_there(lm: LM) -> None:
+    with lm.trace(PROMPT):
+        text = "nothing"
+        try:
+            lm.model.layers[1].mlp.output = torch.zeros(1)
+        except ValueError as error:
+            text = str(error).save()  # pyright: ignore
+        h = lm.model.layers[1].output.save()
+    assert "got a tensor [1]" in text and h.shape == (1, 5, 72)
+
+
+def test_an_attention_output_must_stay_a_pair(lm: LM) -> None:
+    with pytest.raises(EditError, match=r"expected a tuple of 2 values, got a tensor"), lm.trace(PROMPT):
+        lm.model.layers[0].self_attn.output = torch.zeros(1, 5, 72)
+
+
+def test_a_nan_edit_is_allowed_and_counted(lm: LM) -> None:
+    with pytest.warns(UserWarning, match="1 edit held NaN"), lm.trace(PROMPT) as tracer:
+        lm.model.layers[1].output = lm.model.layers[1].output * float("nan")
+        logits = lm.lm_head.output.save()
+    assert logits.isnan().all() and tracer.receipt.nan_edits == 1
+    with pytest.warns(UserWarning, match="1 edit held NaN"), lm.trace(PROMPT) as tracer:
+        lm.model.layers[1].output[:] = float("nan")
+    assert tracer.receipt.nan_edits == 1 and tracer.receipt.edits == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with lm.trace(PROMPT) as tracer:
+            lm.model.layers[1].output = lm.model.layers[1].output * 2
+    assert tracer.receipt.nan_edits == 0 and tracer.receipt.edits == 1
+
+
+def test_an_unknown_module_is_named_with_what_there_is(lm: LM) -> None:
+    with pytest.raises(AttributeError, match=r"no module or attribute `mpl`; did you mean `mlp`\?"), lm.trace(PROMPT):
+        lm.model.layers[0].mpl.output.save()
+    with pytest.raises(AttributeError, match=r"has no entry 99: it holds 3 modules, 0 to 2"), lm.trace(PROMPT):
+        lm.model.layers[99].output.save()
+
+
+def test_reads_out_of_order_are_refused(lm: LM) -> None:
+    with pytest.raises(
+        OutOfOrderError, match=r"request \d+: 'model\.model\.layers\.0\.output\.i0'.*already ran past"
+    ) as caught:
+        with lm.trace(PROMPT):
+            late = lm.model.layers[2].output
+            early = lm.model.layers[0].output
+            print(late, early)
+    assert any("early =" in line for line in lines_of(caught.value))
+
+
+def test_a_step_that_never_comes_ends_its_loop_with_a_warning(lm: LM) -> None:
+    with pytest.warns(UserWarning, match=r"tracer\.iter\[3:100\] asked for more steps than the 5 that ran"):
+        with lm.generate(PROMPT, max_new_tokens=5) as tracer:
+            for _ in tracer.iter[3:100]:
+                lm.model.layers[0].output.save()
+            after = tracer.result.save()
+    assert after.shape == (1, 10)
+
+
+def test_step_100_of_5_is_refused_where_it_is_named(lm: LM) -> None:
+    with pytest.raises(
+        OutOfOrderError, match=r"iter\[100\] asks for step 100, but there are at most 5 \(0 to 4\)"
+    ) as caught:
+        with lm.generate(PROMPT, max_new_tokens=5) as tracer:
+            for _ in tracer.iter[100]:
+                lm.model.layers[0].output.save()
+    assert any("tracer.iter[100]" in line for line in lines_of(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda lm: lm.trace([]), PromptError, "the prompt is empty"),
+        (lambda lm: lm.trace([1, 97]), PromptError, "token id 97, but the vocabulary goes from 0 to 96"),
+        (lambda lm: lm.trace([1.5]), PromptError, "expected text, or token ids"),
+        (lambda lm: lm.trace([[1, 2], [3, 4]]), PromptError, "list of 2 prompts; each needs a block of its own"),
+        (lambda lm: lm.trace(["w1", "w2"]), PromptError, "list of 2 prompts; each needs a block of its own"),
+        (lambda lm: lm.trace([1] * 129), PromptError, r"129 tokens .* context holds 128"),
+        (lambda lm: lm.trace([1, 2], max_new_tokens=3), TypeError, r"lm\.trace\(\) got max_new_tokens"),
+        (lambda lm: lm.trace([1, 2], edits=["nope"]), KeyError, "no edit is named"),
+    ],
+)
+def test_a_wrong_call_teaches(lm: LM, call: Any, error: type[Exception], message: str) -> None:
+    steps = lm.engine.num_steps
+    with pytest.raises(error, match=message), call(lm):
+        lm.model.layers[0].output.save()
+    assert lm.engine.num_steps == steps, "something was scheduled"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"max_new_tokens": 500}, PromptError, r"2 tokens and asks for 500 .* context holds 128"),
+        ({"max_newtokens": 5}, TypeError, "unknown argument max_newtokens; known: .*max_new_tokens"),
+        ({"temperature": -1.0}, ValueError, "temperature=-1.0"),
+        ({"n": 2}, PromptError, "n=2: a trace follows one generation"),
+    ],
+)
+def test_a_wrong_traced_generation_teaches(lm: LM, kwargs: Any, error: type[Exception], message: str) -> None:
+    steps = lm.engine.num_steps
+    with pytest.raises(error, match=message), lm.generate([1, 2], **kwargs):
+        lm.model.layers[0].output.save()
+    assert lm.engine.num_steps == steps, "something was scheduled"
+
+
+def test_keywords_of_a_plain_call_are_refused_with_their_place(lm: LM) -> None:
+    with pytest.raises(TypeError, match=r"got max_new_tokens: .* SamplingParams"):
+        lm.generate([1, 2], max_new_tokens=3)
+
+
+def test_one_bad_invoke_schedules_none_of_them(lm: LM) -> None:
+    steps = lm.engine.num_steps
+    with pytest.raises(PromptError, match="invoke 1 is empty"), lm.trace() as tracer:
+        with tracer.invoke([1, 2]):
+            lm.model.layers[0].output.save()
+        with tracer.invoke([]):
+            lm.model.layers[0].output.save()
+    assert lm.engine.num_steps == steps
+
+
+def test_an_empty_invoke_is_refused_with_the_reason(lm: LM) -> None:
+    with pytest.raises(PromptError, match="a block sees its own request's rows"), lm.trace() as tracer:
+        with tracer.invoke():
+            lm.model.layers[0].output.save()
+
+
+def test_a_prompt_that_cannot_fit_one_pass_names_the_setting(lm_of) -> None:
+    lm = lm_of("llama", max_num_tokens=8)
+    with pytest.raises(
+        PromptError, match=r"9 tokens; a traced prompt runs in one pass, .* holds 8: raise max_num_tokens"
+    ):
+        with lm.trace([1] * 9):
+            lm.model.layers[0].output.save()
+    assert lm.generate([[1] * 9], SamplingParams(max_tokens=2))[0].finish_reason == "length"
+
+
+def test_a_trace_inside_of_a_block_is_refused_and_the_engine_lives(lm: LM) -> None:
+    with pytest.raises(RuntimeError, match="cannot be opened inside the block of another"), lm.trace(PROMPT):
+        h = lm.model.layers[0].output
+        with lm.trace(PROMPT):
+            g = lm.model.layers[0].output
+        print(h, g)
+    assert lm.generate([PROMPT], SamplingParams(max_tokens=2))[0].finish_reason == "length"
+
+
+def test_scan_is_refused(lm: LM) -> None:
+    with pytest.raises(NotImplementedError, match="read the shapes in a trace"):
+        lm.scan(PROMPT)
+
+
+def test_a_block_that_never_returns_is_reported_and_ended_while_others_go_on(lm_of) -> None:
+    lm = lm_of("llama", trace_step_warning=0.05, trace_step_timeout=0.3)
+    wanted = lm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=8))[0].token_ids
+    handle = lm.submit(PROMPT, SamplingParams(temperature=0, max_tokens=8))
+    with (
+        pytest.warns(UserWarning, match="held up the engine"),
+        pytest.raises(TraceTimeoutError, match=r"trace_step_timeout=0\.3") as caught,
+    ):
+        with lm.trace(PROMPT):
+            h = lm.model.layers[0].output
+            while h is not None:
+                pass
+    assert any("while h" in line or "pass" in line for line in lines_of(caught.value))
+    assert handle.result(timeout=30).token_ids == wanted
+    with lm.trace(PROMPT):
+        h = lm.model.layers[0].output.save()
+    assert h.shape == (1, 5, 72)
+
+
+def test_a_slow_block_that_ends_is_only_reported(lm_of) -> None:
+    lm = lm_of("llama", trace_step_warning=0.05, trace_step_timeout=0.3)
+    with pytest.warns(UserWarning, match="held up the engine"), lm.trace(PROMPT):
+        h = lm.model.layers[0].output.save()
+        time.sleep(0.2)
+    assert h.shape == (1, 5, 72)
+
+
+def test_a_timeout_ends_a_traced_request(lm: LM) -> None:
+    with pytest.raises(TimeoutError, match="ran into its timeout"):
+        with lm.generate(PROMPT, max_new_tokens=100, timeout=0.05) as tracer:
+            for _ in tracer.iter[:]:
+                lm.model.layers[0].output.save()
+                time.sleep(0.01)
+
+
+def test_an_interrupted_caller_leaves_nothing_behind(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a trace runs: the request is ended, its greenlet is freed."""
+    from pymllm_interp.engine.handle import RequestHandle
+
+    wait, calls = RequestHandle.wait, []
+
+    def interrupted(self: RequestHandle, timeout: float | None = None) -> None:
+        if not calls:
+            calls.append(1)
+            raise KeyboardInterrupt
+        wait(self, timeout)
+
+    monkeypatch.setattr(RequestHandle, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt), lm.generate(PROMPT, max_new_tokens=60) as tracer:
+        for _ in tracer.iter[:]:
+            lm.model.layers[0].output.save()
+    monkeypatch.undo()
+    lm.engine.call(lm.engine.scheduler.check_integrity)
+    assert not lm.engine._handles and not lm.runner.nnsight_request_helper._traces
+
+
+def test_shutdown_ends_a_trace_in_flight(model_folder) -> None:
+    lm = LM(model_folder("llama"), dtype="float32", device="cpu")
+    started, caught = threading.Event(), []
+
+    def client() -> None:
+        try:
+            with lm.generate(PROMPT, max_new_tokens=100) as tracer:
+                for _ in tracer.iter[:]:
+                    lm.model.layers[0].output.save()
+                    started.set()
+                    time.sleep(0.005)
+        except Exception as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    assert started.wait(20)
+    lm.shutdown()
+    thread.join(20)
+    assert not thread.is_alive() and isinstance(caught[0], RuntimeError) and "shut down" in str(caught[0])
+    with pytest.raises(RuntimeError, match="takes no more requests"), lm.trace(PROMPT):
+        lm.model.layers[0].output.save()
+
+
+def test_a_block_that_saves_past_its_request_keeps_values_of_an_error_free_sibling(lm: LM) -> None:
+    """One invoke fails: the other's saves arrive, and the error is raised."""
+    x = None
+    with pytest.raises(KeyError, match="mine"), lm.trace() as tracer:
+        with tracer.invoke([1, 2]):
+            x = lm.model.layers[0].output.save()
+        with tracer.invoke([3, 4]):
+            y = lm.model.layers[1].output
+            raise KeyError("mine", y.shape)
+    assert x is not None and x.shape == (1, 2, 72)

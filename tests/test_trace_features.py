@@ -1,0 +1,399 @@
+"""What a trace can do beyond the scripts of tests/test_trace_parity.py: gangs, gradients, edits by name, streamed saves."""
+
+from __future__ import annotations
+
+import copy
+import queue
+import threading
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_tokenizer
+from nnsight.modeling.transformers import TransformersModel
+
+from pymllm_interp import LM, SamplingParams
+from pymllm_interp.engine.prompts import PromptError
+from pymllm_interp.hooks.trace import GangError
+
+A, B = [3, 1, 4, 1, 5], [9, 2, 6, 5, 3]
+
+
+@pytest.fixture(params=["llama", "qwen3"])
+def pair(request: Any, lm_of: Any, oracle: Any) -> tuple[LM, TransformersModel]:
+    model = TransformersModel(copy.deepcopy(oracle(request.param)), tokenizer=tiny_tokenizer())
+    return lm_of(request.param), model
+
+
+@pytest.fixture()
+def lm(lm_of: Any) -> LM:
+    return lm_of("llama")
+
+
+def as_prompt(ids: list[int]) -> torch.Tensor:
+    return torch.tensor([ids])
+
+
+# -- gangs ---------------------------------------------------------------------------------------
+
+
+def patched_through_a_barrier(model: Any) -> Any:
+    with model.trace() as tracer:
+        barrier = tracer.barrier(2)
+        with tracer.invoke(as_prompt(A)):
+            taken = model.model.layers[0].output
+            barrier()
+            clean = model.lm_head.output.save()
+        with tracer.invoke(as_prompt(B)):
+            barrier()
+            model.model.layers[0].output = taken
+            patched = model.lm_head.output.save()
+    return clean, patched
+
+
+def generated_through_a_barrier(model: Any) -> Any:
+    with model.generate(max_new_tokens=4) as tracer:
+        barrier = tracer.barrier(2)
+        with tracer.invoke(as_prompt(A)):
+            embeddings = model.model.embed_tokens.output
+            barrier()
+            first = tracer.result.save()
+        with tracer.invoke(as_prompt(B)):
+            barrier()
+            model.model.embed_tokens.output = embeddings
+            second = tracer.result.save()
+    return first, second
+
+
+def a_name_of_the_sibling(model: Any) -> Any:
+    with model.trace() as tracer:
+        with tracer.invoke(as_prompt(A)):
+            taken = model.model.layers[0].output
+        with tracer.invoke(as_prompt(B)):
+            value = model.model.layers[1].output
+            value[:] = taken
+            patched = model.lm_head.output.save()
+    return patched
+
+
+@pytest.mark.parametrize("script", [patched_through_a_barrier, a_name_of_the_sibling])
+def test_invokes_that_need_each_other_run_together_as_in_nnsight(pair: Any, script: Any) -> None:
+    ours, theirs = script(pair[0]), script(pair[1])
+    for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (ours, theirs)), strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+
+
+def test_a_gang_generates_as_in_nnsight(pair: Any) -> None:
+    (first, second), (their_first, their_second) = (generated_through_a_barrier(model) for model in pair)
+    # nnsight's result holds both prompts' rows in both blocks' slices
+    assert torch.equal(first, their_first[:1]) and torch.equal(second, their_second[-1:])
+
+
+def test_a_gang_survives_a_full_pool(lm_of: Any) -> None:
+    """Its members are moved to host memory together, and come back together."""
+    lm = lm_of("llama", kv_cache_tokens=48, page_size=4)
+    moved = lm.engine.stats()["moved_to_host"]
+
+    def gang(tokens: int, out: list) -> None:
+        with lm.generate(max_new_tokens=tokens) as tracer:
+            barrier = tracer.barrier(2)
+            with tracer.invoke(A):
+                barrier()
+                out.append(tracer.result)
+            with tracer.invoke(B):
+                barrier()
+                out.append(tracer.result)
+
+    alone: list = []
+    gang(12, alone)
+    results: list[list] = [[], [], []]
+    threads = [threading.Thread(target=gang, args=(12, out)) for out in results]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    for out in results:
+        assert sorted(t.tolist() for t in out) == sorted(t.tolist() for t in alone)
+    assert lm.engine.stats()["moved_to_host"] > moved
+    lm.engine.call(lm.engine.scheduler.check_integrity)
+
+
+def test_one_failing_fails_the_gang_and_the_cause_is_raised(lm: LM) -> None:
+    with pytest.raises(KeyError, match="cause"), lm.trace() as tracer:
+        barrier = tracer.barrier(2)
+        with tracer.invoke(A):
+            barrier()
+            lm.model.layers[1].output.save()
+        with tracer.invoke(B):
+            barrier()
+            raise KeyError("cause")
+    assert any(isinstance(r, type(tracer.receipts[0])) for r in tracer.receipts)
+
+
+def test_a_gang_that_cannot_fit_one_step_is_refused_with_the_setting(lm_of: Any) -> None:
+    lm = lm_of("llama", max_num_tokens=8)
+    with pytest.raises(
+        PromptError, match=r"2 invokes .* need each other .* max_num_tokens of at least 10, and it is 8"
+    ):
+        with lm.trace() as tracer:
+            barrier = tracer.barrier(2)
+            with tracer.invoke(A):
+                barrier()
+            with tracer.invoke(B):
+                barrier()
+    with lm.trace() as tracer:  # without the barrier they are independent, and take two steps
+        with tracer.invoke(A):
+            x = lm.model.layers[0].output.save()
+        with tracer.invoke(B):
+            y = lm.model.layers[0].output.save()
+    assert x.shape == y.shape == (1, 5, 72)
+
+
+def test_a_barrier_that_too_few_reach_says_so(lm: LM) -> None:
+    with pytest.raises(ValueError, match="barrier was never reached by every block"), lm.trace() as tracer:
+        barrier = tracer.barrier(3)
+        with tracer.invoke(A):
+            barrier()
+        with tracer.invoke(B):
+            barrier()
+    assert GangError is not None
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+
+def gradients(model: Any) -> Any:
+    with model.trace(as_prompt(A)):
+        embeddings = model.model.embed_tokens.output
+        middle = model.model.layers[1].output
+        loss = model.lm_head.output[0, -1].logsumexp(0)
+        with loss.backward():
+            late = middle.grad.save()
+            early = embeddings.grad.save()
+    return early, late
+
+
+def edited_gradient(model: Any) -> Any:
+    with model.trace(as_prompt(A)):
+        embeddings = model.model.embed_tokens.output
+        middle = model.model.layers[1].output
+        loss = model.lm_head.output[0, -1, 7]
+        with loss.backward():
+            middle.grad = middle.grad * 2
+            early = embeddings.grad.save()
+    return early
+
+
+def attribution(model: Any) -> Any:
+    """Attribution patching: gradient times activation, of values inside the layer."""
+    with model.trace(as_prompt(A)):
+        z = model.model.layers[0].self_attn.o_proj.input
+        act = model.model.layers[1].mlp.down_proj.input
+        loss = model.lm_head.output[0, -1, 3] - model.lm_head.output[0, -1, 4]
+        with loss.backward():
+            act_score = (act.grad * act).sum(-1).save()
+            z_score = (z.grad * z).sum(-1).save()
+    return act_score, z_score
+
+
+def one_read_attribution(model: Any) -> Any:
+    with model.trace(as_prompt(A)):
+        z = model.model.layers[0].self_attn.o_proj.input
+        logits = model.lm_head.output
+        loss = logits[0, -1, 3] - logits[0, -1, 4]
+        with loss.backward():
+            score = (z.grad * z).sum(-1).save()
+    return score
+
+
+@pytest.mark.parametrize("script", [gradients, edited_gradient, one_read_attribution])
+def test_gradients_equal_nnsights(pair: Any, script: Any) -> None:
+    with torch.enable_grad():
+        theirs = script(pair[1])
+    ours = script(pair[0])
+    for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (ours, theirs)), strict=True):
+        assert torch.allclose(a, b, atol=1e-4), (a - b).abs().max()
+        assert not a.requires_grad, "a save is detached"
+
+
+def test_gradients_run_alone_and_others_are_bit_equal(lm: LM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=1)
+    wanted = lm.generate([A, B], params)
+    handles = [lm.submit(p, params) for p in (A, B)]
+    early, _ = gradients(lm)
+    assert early.abs().sum() > 0
+    for handle, reference in zip(handles, wanted, strict=True):
+        assert handle.result(30).token_ids == reference.token_ids
+
+
+def test_grad_is_asked_for_by_name_or_by_argument(lm: LM) -> None:
+    with lm.trace(A, grad=True):
+        h = lm.model.layers[0].output
+        asked = h.requires_grad
+        nnsight_saved = [asked].save()  # pyright: ignore
+    assert nnsight_saved == [True]
+    with lm.trace(A):
+        h = lm.model.layers[0].output
+        plain = [h.is_leaf, "x"].save()  # pyright: ignore
+    assert plain[0] is True, "no graph without need"
+
+
+def test_gradients_of_a_generation_are_refused(lm: LM) -> None:
+    with pytest.raises(PromptError, match=r"gradients need a single forward pass: use `with lm\.trace"):
+        with lm.generate(A, max_new_tokens=2):
+            loss = lm.lm_head.output.sum()
+            loss.backward()
+
+
+# -- edits by name ---------------------------------------------------------------------------------
+
+
+def test_named_edits_apply_to_those_who_ask_and_by_default_to_all(model_folder: Any) -> None:
+    with LM(model_folder("llama"), dtype="float32", device="cpu") as lm:
+        params = SamplingParams(temperature=0, max_tokens=3)
+        plain = lm.generate([A], params)[0].token_ids
+        with lm.edit(name="seven") as tracer:
+            for _ in tracer.iter[:]:
+                lm.lm_head.output[..., 7] = 1e4
+        with lm.edit(name="eight") as tracer:
+            for _ in tracer.iter[:]:
+                lm.lm_head.output[..., 8] = 2e4
+        assert lm.generate([A], params, edits=[])[0].token_ids == plain
+        assert lm.generate([A], params, edits=["seven"])[0].token_ids == [7, 7, 7]
+        assert lm.generate([A], params)[0].token_ids == [8, 8, 8]
+        with lm.generate(A, max_new_tokens=3, edits=["seven"]) as tracer:
+            ids = tracer.result.save()
+        assert ids[0, -3:].tolist() == [7, 7, 7]
+        assert "".join(lm.stream(A, params, edits=["seven"])) == "w7w7w7"
+        lm.clear_edits("eight")
+        assert lm.generate([A], params)[0].token_ids == [7, 7, 7]
+        with lm.edit(name="seven"):
+            lm.lm_head.output[..., 9] = 1e4
+        assert lm.generate([A], params)[0].token_ids[0] == 9, "the same name replaces"
+        lm.clear_edits()
+        assert lm.generate([A], params)[0].token_ids == plain
+
+
+# -- saves -----------------------------------------------------------------------------------------
+
+
+def test_saves_are_streamed_while_the_request_runs(lm: LM) -> None:
+    seen: list[tuple[int, torch.Size]] = []
+    with lm.generate(A, max_new_tokens=4, on_step=lambda step, saved: seen.append((step, saved["h"].shape))) as tracer:
+        for _ in tracer.iter[:]:
+            h = lm.model.layers[0].output.save()
+    assert seen == [(0, (1, 5, 72)), (1, (1, 1, 72)), (2, (1, 1, 72)), (3, (1, 1, 72))]
+    assert h.shape == (1, 1, 72)
+
+
+def test_a_block_writes_to_the_callers_own_queue(lm: LM) -> None:
+    out: queue.Queue = queue.Queue()
+    first = threading.Event()
+
+    def client() -> None:
+        with lm.generate(A, max_new_tokens=6) as tracer:
+            for step in tracer.iter[:]:
+                out.put((step, lm.model.layers[1].output[0, -1].clone()))
+                if step == 1:
+                    assert first.wait(20), "the consumer saw nothing while the request ran"
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    assert out.get(timeout=20)[0] == 0
+    first.set()
+    thread.join(20)
+    assert not thread.is_alive() and out.qsize() == 5
+
+
+def test_a_callback_that_raises_ends_its_own_request(lm: LM) -> None:
+    def fails(step: int, saved: dict) -> None:
+        raise LookupError(step)
+
+    with pytest.raises(LookupError, match="0"), lm.generate(A, max_new_tokens=4, on_step=fails):
+        lm.model.layers[0].output.save()
+
+
+def test_saves_never_pin_the_batch(lm: LM) -> None:
+    """Beside 20 other requests, what is kept is as large as it looks, in lists and dicts too."""
+    handles = [lm.submit([i, i + 1], SamplingParams(max_tokens=20)) for i in range(20)]
+    with lm.generate(A, max_new_tokens=6) as tracer:
+        rows, named = list().save(), dict().save()
+        for step in tracer.iter[:]:
+            h = lm.model.layers[1].output
+            rows.append([h[0, -1], h])
+            named[step] = (h[..., :3],)
+    for handle in handles:
+        handle.result(30)
+    kept = [t for pair in rows for t in pair] + [t for (t,) in named.values()]
+    assert len(kept) == 18
+    for tensor in kept:
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def test_an_assigned_input_leaves_the_saved_output_of_the_layer_before(lm: LM) -> None:
+    """Both are one tensor in the model; beside another request, whose rows it holds too, it must not be written to."""
+    with lm.trace() as tracer:
+        with tracer.invoke(A):
+            before = lm.model.layers[0].output.save()
+            copied = before.clone().save()
+            lm.model.layers[1].input = torch.zeros_like(before)
+        with tracer.invoke(B):
+            lm.model.layers[1].output.save()
+    assert torch.equal(before, copied) and before.abs().sum() > 0
+
+
+def test_two_traces_with_the_same_names_do_not_collide(lm: LM) -> None:
+    results: dict[int, torch.Tensor] = {}
+
+    def client(i: int) -> None:
+        with lm.trace([i + 1] * (i + 1)):
+            h = lm.model.layers[1].output.save()
+        results[i] = h
+
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [results[i].shape[1] for i in range(8)] == list(range(1, 9))
+
+
+def test_a_value_that_was_not_saved_does_not_leave_the_trace(lm: LM) -> None:
+    kept = other = None
+    with lm.trace(A):
+        other = lm.model.layers[0].output
+        kept = lm.model.layers[1].output.save()
+    assert kept is not None and other is None
+
+
+# -- what a step costs those who do not look ----------------------------------------------------------
+
+
+def test_a_step_without_a_live_block_calls_no_module(lm: LM) -> None:
+    """Only the steps that a block waits for go module by module; iter[3] of 6 tokens is one of six."""
+    with lm.generate(A, max_new_tokens=6) as tracer:
+        for _ in tracer.iter[3]:
+            h = lm.model.layers[1].output.save()
+    assert h.shape == (1, 1, 72) and tracer.receipt.steps == {"plain": 5, "modules": 1}
+    with lm.generate(A, max_new_tokens=6) as tracer:
+        logits = list().save()
+        for _ in tracer.iter[:]:
+            logits.append(lm.logits)
+    assert len(logits) == 6 and tracer.receipt.steps == {"plain": 6}
+
+
+def test_samples_and_logits_are_read_and_forced(lm: LM) -> None:
+    with lm.generate(A, max_new_tokens=3) as tracer:
+        drawn = list().save()
+        for step in tracer.iter[:]:
+            scores = lm.logits
+            if step == 1:
+                lm.logits = torch.where(torch.arange(97) == 11, 1e4, scores)
+            drawn.append(lm.samples.clone())
+            if step == 2:
+                lm.samples = torch.full_like(drawn[-1], 12)
+        ids = tracer.result.save()
+    assert drawn[0].shape == (1, 1) and ids[0, -2:].tolist() == [11, 12]
+    with pytest.raises(ValueError, match="token ids go from 0 to 96"), lm.generate(A, max_new_tokens=2):
+        lm.samples = torch.tensor([[97]])
