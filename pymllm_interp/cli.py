@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """The commands and their options."""
     parser = argparse.ArgumentParser(
         prog="pymllm-interp", description="An LLM serving runtime that a researcher can reach into."
     )

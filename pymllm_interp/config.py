@@ -114,6 +114,10 @@ class ServerConfig:
     attention_backend: str = "auto"
     """ "torch", or "flashinfer" on CUDA."""
     disable_cuda_graph: bool = False
+    enable_torch_compile: bool = False
+    """Compile decode passes before they are captured as CUDA graphs: a longer start."""
+    torch_compile_max_bs: int = 32
+    """The largest batch whose pass is compiled."""
     gpu_memory_utilization: float = 0.9
     """Share of the device's memory for weights, activations and KV."""
     trace_step_warning: float = 5.0
@@ -123,6 +127,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "max_model_len", "max_running_requests", "max_num_tokens", "kv_cache_tokens", "page_size")
+        _positive(self, "torch_compile_max_bs")
         _one_of(self, "schedule_policy", ("mixed", "prefill_first"))
         _one_of(self, "attention_backend", ("auto", "torch", "flashinfer"))
         if self.kv_cache_dtype != "auto" and self.kv_cache_dtype not in DTYPES:

@@ -24,6 +24,16 @@ from pymllm_interp import LM
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need a CUDA device are skipped where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu") is not None:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none here"))
+
+
 VOCAB = 97
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,

@@ -123,8 +123,8 @@ def make_layer(num_heads: int, num_kv_heads: int, head_dim: int, **options: obje
 
 
 def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
-    """Causal attention of one whole sequence, one head and one query at a time, in float64."""
-    q, k, v = q.double(), k.double(), v.double()
+    """Causal attention of one whole sequence, one head and one query at a time, in float64 on the CPU."""
+    q, k, v = q.double().cpu(), k.double().cpu(), v.double().cpu()
     out = torch.empty_like(q)
     for t in range(q.shape[0]):
         first = 0 if layer.sliding_window is None else max(0, t - layer.sliding_window + 1)

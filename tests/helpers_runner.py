@@ -58,13 +58,15 @@ class ByHand:
             slots += own
             self.lengths[key] += len(new)
         table.apply_staged_writes()
-        ids = torch.tensor([token for new in tokens.values() for token in new])
-        rows = torch.tensor([self.rows[key] for key in tokens])
-        lens = torch.tensor([self.lengths[key] for key in tokens], dtype=torch.int32)
-        sizes = torch.tensor([len(new) for new in tokens.values()], dtype=torch.int32)
+        device = self.runner.device
+        ids = torch.tensor([token for new in tokens.values() for token in new], device=device)
+        rows = torch.tensor([self.rows[key] for key in tokens], device=device)
+        lens = torch.tensor([self.lengths[key] for key in tokens], dtype=torch.int32, device=device)
+        sizes = torch.tensor([len(new) for new in tokens.values()], dtype=torch.int32, device=device)
+        out_cache_loc = torch.tensor(slots, device=device)
         if mode is ForwardMode.DECODE:
-            return self.runner.prepare_forward_batch_decode(ids, rows, lens, torch.tensor(slots))
-        batch = self.runner.prepare_forward_batch_extend(ids, rows, lens, sizes, lens - sizes, torch.tensor(slots))
+            return self.runner.prepare_forward_batch_decode(ids, rows, lens, out_cache_loc)
+        batch = self.runner.prepare_forward_batch_extend(ids, rows, lens, sizes, lens - sizes, out_cache_loc)
         batch.forward_mode = mode or ForwardMode.EXTEND
         return batch
 

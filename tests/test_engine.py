@@ -719,7 +719,8 @@ def test_shutdown_raises_in_every_waiter(model_folder: Callable[[str], Path]) ->
     with hold(lm):
         for thread in threads:
             thread.start()
-        until(lambda: len(lm.engine._inbox) == len(waiters))
+        until(lambda: len(lm.engine._inbox) == len(waiters) or bool(errors))
+        assert not errors, "a waiter did not come as far as to wait"
         closing = threading.Thread(target=lm.shutdown)
         closing.start()
         until(lambda: lm.engine._closing is not None)

@@ -601,9 +601,6 @@ def test_a_notebooks_other_habits_work_as_in_nnsight(pair: Pair, script: Callabl
     same(pair, script, PROMPT)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="q, k and v are slices of one product, not contiguous: .view over rows raises, .reshape copies"
-)
 @pytest.mark.parametrize("script", [scripts.flat_heads_of_q, scripts.reshaped_k], ids=lambda s: s.__name__)
 def test_projections_are_contiguous_as_in_transformers(pair: Pair, script: Callable[..., Any]) -> None:
     same(pair, script, PROMPT)

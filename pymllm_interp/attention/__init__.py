@@ -2,32 +2,61 @@
 
 from __future__ import annotations
 
+import logging
+from importlib.util import find_spec
+
 import torch
 
 from .attention_backend import AttentionBackend
+from .flashinfer_backend import DTYPES, HEAD_DIMS, FlashInferAttnBackend, check_head_dim
 from .radix_attention import RadixAttention
 from .torch_backend import TorchAttnBackend
 
-__all__ = ["AttentionBackend", "RadixAttention", "TorchAttnBackend", "create_attention_backend"]
+__all__ = [
+    "AttentionBackend",
+    "FlashInferAttnBackend",
+    "RadixAttention",
+    "TorchAttnBackend",
+    "create_attention_backend",
+]
+
+logger = logging.getLogger(__name__)
 
 
-def create_attention_backend(name: str, device: str | torch.device, dtype: torch.dtype) -> AttentionBackend:
+def create_attention_backend(
+    name: str, device: str | torch.device, dtype: torch.dtype, head_dim: int | None = None
+) -> AttentionBackend:
     """The backend that `name` ("auto", "torch" or "flashinfer") stands for on `device` with `dtype`.
 
+    "auto" is FlashInfer for half precision on CUDA where it is installed and has kernels for `head_dim`, else torch.
+
     Raises:
-        ValueError: an unknown name, or a backend that cannot serve this device or dtype.
-        NotImplementedError: a backend that is not there yet.
+        ValueError: an unknown name, or a backend that cannot serve this device, dtype or head size.
+        ImportError: FlashInfer is asked for and not installed.
     """
-    if name in ("auto", "torch"):
-        return TorchAttnBackend()
-    if name != "flashinfer":
+    if name not in ("auto", "torch", "flashinfer"):
         raise ValueError(f"attention_backend={name!r}: expected 'auto', 'torch' or 'flashinfer'")
-    if torch.device(device).type != "cuda":
+    on_cuda = torch.device(device).type == "cuda"
+    if name == "auto":
+        name = "torch"
+        if on_cuda and dtype in DTYPES:
+            why_not = _why_no_flashinfer(head_dim)
+            if why_not is None:
+                name = "flashinfer"
+            else:
+                logger.warning("attention runs on the torch backend, which is slower: %s", why_not)
+    if name == "torch":
+        return TorchAttnBackend()
+    if not on_cuda:
         raise ValueError(f"attention_backend='flashinfer' needs a CUDA device, not {device}; use 'torch'")
-    if dtype == torch.float32:
-        raise ValueError(
-            "attention_backend='flashinfer' has no float32 kernels; use dtype='bfloat16', or attention_backend='torch'"
-        )
-    raise NotImplementedError(
-        "attention_backend='flashinfer' is not there yet (it will come with the extra pymllm-interp[cuda]); use 'torch'"
-    )
+    if head_dim is not None:
+        check_head_dim(head_dim)
+    return FlashInferAttnBackend(device, dtype)
+
+
+def _why_no_flashinfer(head_dim: int | None) -> str | None:
+    if find_spec("flashinfer") is None:
+        return "FlashInfer is not installed (pip install 'pymllm-interp[cuda]')"
+    if head_dim is not None and head_dim not in HEAD_DIMS:
+        return f"FlashInfer has kernels for head sizes {HEAD_DIMS}, not {head_dim}"
+    return None

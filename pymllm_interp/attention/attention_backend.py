@@ -39,6 +39,10 @@ class AttentionBackend(ABC):
             [tokens, heads * head_dim], in `q`'s dtype; fresh memory.
         """
 
+    def can_replay(self, forward_batch: ForwardBatch, bs: int) -> bool:
+        """Whether the decode pass that was captured for `bs` rows serves the lengths of this batch."""
+        return True
+
     def init_cuda_graph_state(self, max_bs: int) -> None:
         """Allocate the static buffers that captured decode passes read their plan from."""
         raise NotImplementedError(f"{type(self).__name__} cannot be captured in a CUDA graph")

@@ -8,7 +8,16 @@ import torch
 import torch.nn.functional as F
 
 from .attention_backend import AttentionBackend
-from .torch_plan import AttnGroup, AttnMetadata, AttnPlan, build_plan, effective_window, make_segments
+from .torch_plan import (
+    AttnGroup,
+    AttnMetadata,
+    AttnPlan,
+    StaticDecode,
+    build_plan,
+    build_static_plan,
+    effective_window,
+    make_segments,
+)
 
 if TYPE_CHECKING:
     from ..core.forward_batch import ForwardBatch
@@ -16,6 +25,8 @@ if TYPE_CHECKING:
 
 # Below this many scores one fused call beats two matmuls and a softmax.
 FUSED_SCORES = 8192
+# Captured decode passes gather K and V up to a fixed length: what this holds for all rows, at most the context.
+STATIC_KV_BYTES = 512 << 20
 
 
 class TorchAttnBackend(AttentionBackend):
@@ -55,8 +66,32 @@ class TorchAttnBackend(AttentionBackend):
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return out if plan.inverse is None else out.index_select(0, plan.inverse)
 
+    def can_replay(self, forward_batch: ForwardBatch, bs: int) -> bool:
+        """Captured passes read up to a fixed length; a batch that reaches further runs as it comes."""
+        lens = forward_batch.seq_lens if forward_batch.seq_lens_cpu is None else forward_batch.seq_lens_cpu
+        return int(lens.max()) <= self._static_lens[bs]
+
+    def init_cuda_graph_state(self, max_bs: int) -> None:
+        self._static_lens: dict[int, int] = {}
+
+    def init_forward_metadata_capture_cuda_graph(self, forward_batch: ForwardBatch) -> None:
+        """The captured pass makes its plan itself, from the lengths on the device."""
+        pool, table, bs = forward_batch.token_to_kv_pool, forward_batch.req_to_token_pool, forward_batch.batch_size
+        assert pool is not None and table is not None, "prepare_forward_batch_* sets the pools"
+        per_token = 2 * bs * pool.num_kv_heads * pool.head_dim * pool.dtype.itemsize
+        self._static_lens[bs] = kv_len = max(1, min(table.max_context_len, STATIC_KV_BYTES // per_token))
+        forward_batch.attn_metadata = StaticDecode(kv_len)
+
+    def init_forward_metadata_replay_cuda_graph(self, forward_batch: ForwardBatch) -> None:
+        """Nothing to do: the captured pass reads the lengths where they are."""
+
     def _plan(self, layer: RadixAttention, forward_batch: ForwardBatch, dtype: torch.dtype) -> AttnPlan:
         metadata = forward_batch.attn_metadata
+        if isinstance(metadata, StaticDecode):
+            key = layer.sliding_window, layer.logit_cap is not None
+            if key not in metadata.plans:
+                metadata.plans[key] = build_static_plan(metadata.kv_len, layer, forward_batch, dtype)
+            return metadata.plans[key]
         assert isinstance(metadata, AttnMetadata), "init_forward_metadata plans the pass before its first layer"
         key = effective_window(metadata.segments, layer), layer.logit_cap is not None
         if key not in metadata.plans:

@@ -79,6 +79,14 @@ class AttnMetadata:
     plans: dict[tuple[int | None, bool], AttnPlan] = field(default_factory=dict)
 
 
+@dataclass
+class StaticDecode:
+    """A decode pass whose shapes do not depend on its lengths: each row gathers `kv_len` positions and masks those it lacks."""
+
+    kv_len: int
+    plans: dict[tuple[int | None, bool], AttnPlan] = field(default_factory=dict)
+
+
 def make_segments(forward_batch: ForwardBatch) -> list[Segment]:
     """One segment for each request with rows in the pass.
 
@@ -195,6 +203,20 @@ def _build_group(
         mask = _mask(prefix[rows] + queries, kv_positions[rows], layer, window, dtype)
     q_index = row + torch.minimum(queries, num - 1)  # padding repeats the request's own last row
     return AttnGroup(len(segments), q_len, kv_len, q_index.flatten(), kv_index.flatten(), mask)
+
+
+def build_static_plan(kv_len: int, layer: RadixAttention, forward_batch: ForwardBatch, dtype: torch.dtype) -> AttnPlan:
+    """The plan of a decode pass from what is on the device alone, so that a CUDA graph can hold its making."""
+    bs, device = forward_batch.batch_size, forward_batch.input_ids.device
+    last = forward_batch.seq_lens.to(torch.int64).unsqueeze(1) - 1  # [bs, 1], the query's position
+    rows = torch.arange(bs, device=device).unsqueeze(1)
+    positions = torch.arange(kv_len, device=device).expand(bs, -1)
+    slots = _slots(forward_batch, rows, last, positions).masked_fill(positions > last, 0)
+    heads = torch.arange(layer.num_kv_heads, device=device).unsqueeze(1)
+    kv_index = slots.unsqueeze(1) * layer.num_kv_heads + heads  # [bs, kv_heads, kv_len]
+    dtype = torch.float32 if layer.logit_cap is not None else dtype
+    mask = _mask(last, positions, layer, layer.sliding_window, dtype)
+    return AttnPlan([AttnGroup(bs, 1, kv_len, None, kv_index.flatten(), mask)], None)
 
 
 def _slots(

@@ -22,14 +22,15 @@ from transformers import GenerationConfig, PretrainedConfig
 from ..config import ModelConfig, ServerConfig
 from ..core.output import RequestOutput
 from ..core.request import Request, SamplingParams
-from ..hooks.model import EngineTracer, TracedModel
+from ..hooks.model import TracedModel
 from ..hooks.nnsight_compat import WithBlockNotFoundError
 from ..hooks.trace import RequestTrace
+from ..hooks.tracer import EngineTracer
 from ..models.source import load_tokenizer
 from ..runner.interp_model_runner import InterpModelRunner
 from .engine import Engine
 from .handle import RequestHandle, StreamPiece
-from .prompts import Limits, PromptError, RequestFactory, as_prompts, sampling_from_kwargs
+from .prompts import IGNORED, Limits, PromptError, RequestFactory, as_prompts, sampling_from_kwargs
 
 FORWARD = SamplingParams(temperature=0.0, max_tokens=1)
 """What a trace's single pass samples with, for blocks that read `lm.samples`."""
@@ -317,6 +318,7 @@ class LM(TracedModel):
         prompt, kwargs = _prompt_of(args, kwargs, what)
         _, ids = self._factory.tokens(prompt, what)
         if mode == "trace":
+            kwargs = {name: value for name, value in kwargs.items() if name not in IGNORED}
             if kwargs:
                 raise TypeError(
                     f"lm.trace() got {', '.join(sorted(kwargs))}: it runs one forward pass and takes a prompt and timeout; "
@@ -391,18 +393,18 @@ def _prompt_of(args: tuple, kwargs: Mapping[str, Any], what: str) -> tuple[Any, 
     if not args and not encoded:
         raise PromptError(
             f"{what} has no prompt; nnsight's empty invoke sees the whole batch, but here a block sees its own request's "
-            "rows and no others': give each invoke its prompt"
+            "rows and no others: give each invoke its prompt"
         )
     if len(args) > 1 or (args and "input_ids" in encoded):
         raise TypeError(f"{what}: one prompt is expected, got {len(args) + len(encoded)}")
-    prompt = args[0] if args else encoded
-    if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], (str, list, tuple)):
+    prompt: Any = args[0] if args else encoded
+    if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str | list | tuple):
         if len(prompt) > 1:
             raise PromptError(
                 f"{what} is a list of {len(prompt)} prompts; each needs a block of its own: open `with lm.trace() as tracer:` "
                 "and one `with tracer.invoke(prompt):` for each"
             )
-        prompt = prompt[0]
+        prompt = next(iter(prompt))
     if args and "attention_mask" in encoded:
         prompt = {"input_ids": prompt, **encoded}
     return prompt, rest

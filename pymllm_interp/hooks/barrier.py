@@ -12,8 +12,6 @@ class EngineBarrier(Barrier):
     nnsight's, but that the blocks it lets go are filed by the interleaver where they wait next.
     """
 
-    _waiting: list[Block]  # pyright: ignore[reportIncompatibleVariableOverride]
-
     def __call__(self) -> None:
         """Wait until `n` blocks have arrived."""
         block = Mediator.current("tracer.barrier()")
@@ -24,4 +22,5 @@ class EngineBarrier(Barrier):
             return
         waiting, self._waiting = self._waiting[:-1], []
         for other in waiting:
+            assert isinstance(other, Block)
             other.trace.interleaver.release(other)

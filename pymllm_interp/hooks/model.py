@@ -1,41 +1,24 @@
 """The nnsight model over a runner's weights: what a trace is written against.
 
 `TracedModel` is the envoy tree of the module that the runner serves. `LM` (engine/lm.py) is the one that users hold; the
-runner's own `nnsight_model` is the same object. Opening a trace collects its blocks here and hands them to
-`TracedModel.run_traces`, which the engine implements.
+runner's own `nnsight_model` is the same object.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from types import CodeType, TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from types import CodeType
+from typing import TYPE_CHECKING, Any
 
-from greenlet import getcurrent
 from torch import nn
 
-from .analysis import depend_on_each_other
-from .barrier import EngineBarrier
-from .interleaver import Block, EngineInterleaver
-from .loops import StepIterations, with_loop_ends
-from .nnsight_compat import (
-    CacheView,
-    EditingTracer,
-    Envoy,
-    Generator,
-    InterleavingTracer,
-    Invoker,
-    Mediator,
-    Scope,
-    clear_shared_locals,
-    eproperty,
-    mark,
-    push_result,
-    shared_locals,
-    thread_saves,
-)
-from .trace import GangError, RequestTrace, emit
+from .interleaver import EngineInterleaver
+from .nnsight_compat import EditingTracer, Envoy, Generator, Mediator, eproperty
+
+if TYPE_CHECKING:
+    from .trace import RequestTrace
+    from .tracer import EngineTracer
 
 
 class TracedEnvoy(Envoy):
@@ -138,139 +121,6 @@ class TracedModel(TracedEnvoy):
         raise RuntimeError("this model has no engine to run a trace on: open traces on an LM")
 
 
-class EngineTracer(InterleavingTracer):
-    """A ``with lm.trace(...)`` or ``with lm.generate(...)`` block. Each invoke is one request.
-
-    Attributes:
-        mode: "trace" (one forward pass) or "generate".
-        receipts: what happened to each request, in the order of the invokes; set when the block has run.
-    """
-
-    def __init__(self, envoy: TracedModel, mode: str, *args: Any, **kwargs: Any) -> None:
-        super().__init__(envoy, mode, *args, **kwargs)
-        self.mode = mode
-        self.receipts: list[Any] = []
-        self.barriers = 0
-        self._invocations: list[tuple[Mediator, tuple, dict]] = []
-
-    @property
-    def receipt(self) -> Any:
-        """The only request's receipt."""
-        if len(self.receipts) != 1:
-            raise ValueError(f"this trace has {len(self.receipts)} requests: use tracer.receipts[i]")
-        return self.receipts[0]
-
-    @property
-    def iter(self) -> StepIterations:
-        """Steps of the generation: ``for step in tracer.iter[:]``, ``tracer.iter[2:5]``, ``tracer.iter[3]``."""
-        return StepIterations()
-
-    def barrier(self, n: int) -> EngineBarrier:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """A meeting point for `n` of this trace's blocks, which are stepped together then."""
-        self.barriers += 1
-        return EngineBarrier(n)
-
-    def cache(self, *args: Any, **kwargs: Any) -> CacheView:
-        """Record modules' values as the request's passes reach them; see nnsight's. Each is what its module went on with.
-
-        Raises:
-            ValueError: the block has read or changed a value of the model before.
-        """
-        block = Mediator.current("tracer.cache()")
-        if isinstance(block, Block) and block.served:
-            raise ValueError("tracer.cache() comes too late: declare it before the block reads or changes a value")
-        return super().cache(*args, **kwargs)
-
-    def invoke(self, *args: Any, **kwargs: Any) -> EngineInvoker:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One prompt of this trace, with a block of its own: ``with tracer.invoke(prompt): ...``.
-
-        Raises:
-            ValueError: the trace has a prompt already, and this is its block.
-        """
-        if hasattr(getcurrent(), "mediator"):
-            raise ValueError(
-                f"tracer.invoke() inside a block that has a prompt: open `with lm.{self.mode}() as tracer:` without one, "
-                "and give each invoke its own"
-            )
-        return EngineInvoker(self, *args, **kwargs)
-
-    def execute(self, code: CodeType) -> None:
-        """Collect the blocks, have the engine serve their requests, and put the saved names into the caller's frame."""
-        model, frame = self.envoy, self.info.frame  # pyright: ignore[reportOptionalMemberAccess]
-        try:
-            traces, inputs = self._collect(code)
-            model.run_traces(self, traces, inputs)
-            self.receipts = [trace.receipt for trace in traces]
-            for trace in traces:
-                trace.release_all()
-                for value in trace.saved_values():
-                    mark(value)
-                push_result(frame, trace.written())
-                emit(trace.warnings, stacklevel=5)
-            errors = [trace.error for trace in traces if trace.error is not None]
-            for error in sorted(errors, key=lambda e: isinstance(e, GangError)):  # the cause before its consequences
-                raise error.with_traceback(block_traceback(error))
-        finally:
-            self._invocations = []
-            clear_shared_locals()
-
-    def _collect(self, code: CodeType) -> tuple[list[RequestTrace], list[tuple[tuple, dict]]]:
-        """One trace for each prompt: of the ``with`` itself, or of its invokes (whose bodies' surroundings run now)."""
-        frame = self.info.frame  # pyright: ignore[reportOptionalMemberAccess]
-        code = with_loop_ends(self.node, code)  # pyright: ignore[reportArgumentType]
-        if self.envoy._batch_size(*self.args, **self.kwargs):
-            block = Mediator(code, frame.f_globals, dict(frame.f_locals), node=self.node)
-            self._invocations = [(block, self.args, self.kwargs)]
-        else:
-            from .loops import LOOP_NAMES, PREFIX
-
-            body = Scope({**frame.f_locals, **LOOP_NAMES}, shared_locals(frame), frame.f_globals)
-            exec(code, body)
-            push_result(frame, {n: v for n, v in body.writes().items() if not n.startswith(PREFIX)})
-            if not self._invocations:
-                raise ValueError(
-                    f"lm.{self.mode}() needs a prompt, or at least one `with tracer.invoke(prompt):` in its block"
-                )
-        return self._traces()
-
-    def _traces(self) -> tuple[list[RequestTrace], list[tuple[tuple, dict]]]:
-        saved = thread_saves()
-        traces, inputs = [], []
-        for block, args, kwargs in self._invocations:
-            kwargs = dict(kwargs)
-            trace = RequestTrace(
-                block,
-                self.envoy.interleaver,
-                self.envoy.edits_of(kwargs.pop("edits", None)),
-                grad=kwargs.pop("grad", False),
-                on_step=kwargs.pop("on_step", None),
-            )
-            trace.outer = {n: v for n, v in block.lcls.items() if id(v) in saved} if saved else {}
-            if traces:
-                trace.trace_id = traces[0].trace_id
-            trace.num_prompts = len(self._invocations)
-            traces.append(trace)
-            inputs.append((args, kwargs))
-        if len(traces) > 1 and (self.barriers or depend_on_each_other([block for block, _, _ in self._invocations])):
-            for trace in traces:
-                trace.gang = traces
-        return traces, inputs
-
-    if TYPE_CHECKING:  # for callers: their block runs, and the names that it binds are bound
-
-        def __enter__(self) -> Self: ...
-
-        def __exit__(self, *exc: object) -> None: ...  # pyright: ignore[reportIncompatibleMethodOverride]
-
-    else:
-
-        def __exit__(self, *exc: Any) -> bool:
-            try:
-                return super().__exit__(*exc)
-            except BaseException as error:
-                raise error.with_traceback(block_traceback(error)) from error.__cause__
-
-
 class _NamedEdit:
     """Stores an edit block under a name, in place of the one that had it."""
 
@@ -281,34 +131,3 @@ class _NamedEdit:
         self.model._edits = [e for e in self.model._edits if getattr(e, "name", None) != self.name]
         self.store(code)
         self.model._edits[-1].name = self.name  # pyright: ignore[reportAttributeAccessIssue]
-
-
-class EngineInvoker(Invoker):
-    """One ``with tracer.invoke(prompt):`` block."""
-
-    def execute(self, code: CodeType) -> None:
-        """Register the block with its trace; it runs when the trace's ``with`` ends."""
-        frame = self.info.frame  # pyright: ignore[reportOptionalMemberAccess]
-        block = Mediator(
-            with_loop_ends(self.node, code),  # pyright: ignore[reportArgumentType]
-            frame.f_globals,
-            dict(frame.f_locals),
-            node=self.node,
-            shared=shared_locals(frame),
-        )
-        self.tracer._invocations.append((block, self.args, {**self.tracer.kwargs, **self.kwargs}))
-
-
-def block_traceback(error: BaseException) -> TracebackType | None:
-    """The traceback of what a block raised: its own lines, without the engine's and nnsight's."""
-    traceback = getattr(error, "__intervention_tb__", error.__traceback__)
-    kept = []
-    while traceback is not None:
-        module = traceback.tb_frame.f_globals.get("__name__", "")
-        if not module.startswith(("nnsight.", "pymllm_interp.", "greenlet")):
-            kept.append(traceback)
-        traceback = traceback.tb_next
-    result = None
-    for entry in reversed(kept):
-        result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return result

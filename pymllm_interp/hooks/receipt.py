@@ -11,7 +11,8 @@ class Receipt:
     """How a request's steps ran, and what its trace did."""
 
     steps: Counter[str] = field(default_factory=Counter)
-    """Steps by how they ran: "plain" (no module was called), "modules" (module by module, hooks served)."""
+    """Steps by how they ran: "plain" (no module was called), "replay" (the same, as a CUDA graph), "modules" (module by
+    module, hooks served)."""
     reads: int = 0
     """Values served to the trace."""
     edits: int = 0

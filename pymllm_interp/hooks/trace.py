@@ -143,12 +143,13 @@ class RequestTrace:
         )
 
     def _waits_for_module(self, block: Block) -> bool:
-        location = block.pending.provider
-        if location is None:
+        pending = block.pending
+        location = pending.provider if pending is not None else None
+        if pending is None or location is None:
             return False
         if not self.interleaver.in_model(location) or location in self.interleaver.run_locations:
             return False
-        return block.pending.iteration in range(
+        return pending.iteration in range(
             self.occurrence(location), self.occurrence(location) + self.interleaver.per_pass.get(location, 1)
         )
 

@@ -44,6 +44,7 @@ class Gemm:
         if self._packed is None or versions != self._versions:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
             self._versions = versions
+        assert self._packed is not None
         return self._packed
 
 

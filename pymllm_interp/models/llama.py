@@ -104,12 +104,14 @@ class LlamaMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with self._gate_up.product(x):
-            act = self.act_fn(self.gate_proj(x))
-            return self.down_proj(act * self.up_proj(x))
+            # Operations are named by their calls and assignments (`.source`): as in transformers.
+            down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return down_proj
 
     def forward_fused(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self._gate_up.gemm(x).split(self._gate_up.sizes, dim=-1)
-        return self.down_proj.gemm(self._act[0](gate) * up)
+        # Contiguous, as `gate_proj` serves it: exp's last bit depends on where a CPU's vectors begin.
+        return self.down_proj.gemm(self._act[0](gate.contiguous()) * up)
 
 
 class LlamaDecoderLayer(nn.Module):

@@ -116,9 +116,7 @@ class InterpModelRunner(ModelRunner):
 
     def dispatch(self, forward_batch: ForwardBatch) -> BatchExecutionDescriptor:
         hooked = sum(trace.grad or trace.hooks_next_pass() for trace in self._traced().interleaver.traces)
-        return self.partition.decide(
-            forward_batch.forward_mode, forward_batch.num_tokens, forward_batch.batch_size, hooked
-        )
+        return self._decide(forward_batch, hooked)
 
     def _run(self, forward_batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
         if descriptor.execution is Execution.MODULES:

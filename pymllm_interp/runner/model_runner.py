@@ -35,6 +35,7 @@ from ..models.registry import build_model
 from ..models.source import ModelSource, resolve_model
 from ..models.weights import init_dummy_weights, iter_safetensors, load_weights
 from ..sampling import Sampler, SamplingBatch, apply_penalties, gather_logprobs, prompt_logprobs, sample_tokens
+from .cuda_graph_runner import CudaGraphRunner, capture_batch_sizes
 from .input_batch import ExecuteModelState, InputBatch, InputBuffers
 from .partition import BatchExecutionDescriptor, Execution, Partition
 from .request_state import RequestState
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_NUM_TOKENS = {"cpu": 2048, "cuda": 8192}
 DEFAULT_CPU_KV_TOKENS = 4096
+GRAPH_OVERHEAD_BYTES = 1 << 30
 PAD_SLOT_ID = 0
 """The KV slot of rows that belong to nobody. Never handed out; unlike a negative one it can be written to."""
 
@@ -93,7 +95,7 @@ class ModelRunner:
         self.token_to_kv_pool_allocator: TokenToKVPoolAllocator | None = None
         self.gdn_pool = None
         self.attn_backend: AttentionBackend | None = None
-        self.graph_runner = None
+        self.graph_runner: CudaGraphRunner | None = None
         self.max_total_num_tokens = self.max_running_requests = self.max_num_tokens = 0
         self.num_hidden_layers = self.num_attention_heads = self.num_kv_heads = self.head_dim = 0
         self.hidden_size = self.vocab_size = self.context_len = 0
@@ -176,7 +178,8 @@ class ModelRunner:
 
     def init_attention_backend(self) -> None:
         """Create the attention backend that the configuration asks for."""
-        self.attn_backend = create_attention_backend(self.server_config.attention_backend, self.device, self.dtype)
+        name = self.server_config.attention_backend
+        self.attn_backend = create_attention_backend(name, self.device, self.dtype, self.head_dim)
 
     def init_cuda_graphs(self) -> None:
         """Capture decode passes. Skipped off CUDA, with `disable_cuda_graph`, and for models that do not generate."""
@@ -186,22 +189,33 @@ class ModelRunner:
 
     def capture_model(self) -> int:
         """Capture the decode graphs; returns the device memory that they take, in bytes: 0, with a warning, where skipped."""
-        logger.warning("no CUDA graphs are captured: %s", self._why_no_graphs() or "they are not there yet")
-        return 0
+        why_not = self._why_no_graphs()
+        if why_not is not None:
+            logger.warning("no CUDA graphs are captured: %s", why_not)
+            return 0
+        self.graph_runner = CudaGraphRunner(self)
+        return self.graph_runner.memory_usage
 
     def profile_cudagraph_memory(self) -> int:
-        """Device memory to leave for the graphs when the KV pool is sized, in bytes: 0 as long as none are captured."""
-        return 0
+        """Device memory to leave for the graphs when the KV pool is sized, in bytes: each keeps its logits."""
+        if self._why_no_graphs() is not None:
+            return 0
+        rows = sum(capture_batch_sizes(self.max_running_requests))
+        return rows * self.vocab_size * self.dtype.itemsize + GRAPH_OVERHEAD_BYTES
 
     def _why_no_graphs(self) -> str | None:
         if not self.device.startswith("cuda"):
             return f"device={self.device!r}"
         if self.server_config.disable_cuda_graph:
             return "disable_cuda_graph=True"
-        return None if self.is_generation else "the model does not generate"
+        if not self.is_generation:
+            return "the model does not generate"
+        return "its RoPE depends on the lengths in the batch" if self._rope_depends_on_length() else None
 
     def shutdown(self) -> None:
         """Release the model and all memory. A second call does nothing."""
+        if self.graph_runner is not None:
+            self.graph_runner.shutdown()
         self.model = None
         self.attn_backend = self.graph_runner = self.execute_model_state = None
         self.req_to_token_pool = self.token_to_kv_pool = self.token_to_kv_pool_allocator = None
@@ -399,7 +413,8 @@ class ModelRunner:
         """Run one pass of the model.
 
         Args:
-            execution: PLAIN runs the fused pass; MODULES goes module by module.
+            execution: PLAIN runs the fused pass, a decode pass from its CUDA graph where there is one; MODULES goes module
+                by module.
 
         Raises:
             ValueError: an unknown forward mode.
@@ -418,6 +433,8 @@ class ModelRunner:
         self, forward_batch: ForwardBatch, execution: Execution = Execution.PLAIN
     ) -> LogitsProcessorOutput:
         """One new token for each request."""
+        if execution is Execution.PLAIN and self._can_replay(forward_batch):
+            execution = Execution.REPLAY
         return self._plan_and_call(forward_batch, execution)
 
     def forward_extend(
@@ -427,6 +444,9 @@ class ModelRunner:
         return self._plan_and_call(forward_batch, execution)
 
     def _plan_and_call(self, batch: ForwardBatch, execution: Execution) -> LogitsProcessorOutput:
+        if execution is Execution.REPLAY:
+            assert self.graph_runner is not None
+            return self.graph_runner.replay(batch)
         assert batch.attn_backend is not None
         batch.attn_backend.init_forward_metadata(batch)
         logits = self._call_model(batch, execution)[0]
@@ -515,9 +535,16 @@ class ModelRunner:
 
     def dispatch(self, forward_batch: ForwardBatch) -> BatchExecutionDescriptor:
         """Decide how the batch runs."""
+        return self._decide(forward_batch, hooked=0)
+
+    def _decide(self, batch: ForwardBatch, hooked: int) -> BatchExecutionDescriptor:
+        can_replay = not hooked and self._can_replay(batch)
         return self.partition.decide(
-            forward_batch.forward_mode, forward_batch.num_tokens, forward_batch.batch_size, hooked=0
+            batch.forward_mode, batch.num_tokens, batch.batch_size, hooked, can_replay=can_replay
         )
+
+    def _can_replay(self, batch: ForwardBatch) -> bool:
+        return self.graph_runner is not None and self.graph_runner.can_run(batch)
 
     def _run(self, forward_batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
         return self.forward(forward_batch, descriptor.execution)

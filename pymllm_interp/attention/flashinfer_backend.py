@@ -1,0 +1,354 @@
+"""Attention through FlashInfer's paged kernels: what half precision on CUDA runs on.
+
+A pass is planned once for each kind of layer (heads, sliding window, soft cap), when the first layer of that kind runs; the
+other layers of the kind run that plan. Extend and mixed passes take the prefill kernel, decode passes the same kernel over
+single queries (tensor cores), both over `KVPool.paged` and the pages that the request table lists::
+
+    seq_lens 20, 3 with pages of 16 slots  ->  kv_indptr [0, 2, 3]   kv_indices [7, 3, 9]   last_page_len [4, 3]
+
+All lengths come from the host (`seq_lens_cpu`), so planning waits for nothing on the device. Decode passes inside CUDA graphs
+have plans of their own, for each batch size: they are made outside of the graph, into memory that keeps its address, and the
+kernels inside read them there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from .attention_backend import AttentionBackend
+from .torch_backend import TorchAttnBackend
+
+if TYPE_CHECKING:
+    from ..core.forward_batch import ForwardBatch
+    from ..mem_cache.memory_pool import KVPool
+    from .radix_attention import RadixAttention
+
+HEAD_DIMS = (64, 128, 256)
+DTYPES = (torch.float16, torch.bfloat16)
+WORKSPACE_BYTES = 256 << 20
+"""Partial results of requests whose keys are split over several blocks; all plans share it, as one kernel runs at a time."""
+GRAPH_PLAN_BYTES = 1 << 20
+
+
+class LayerKind(NamedTuple):
+    """What a plan depends on; layers that agree in it share one."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scaling: float
+    window_left: int
+    """Tokens that a token sees before itself; -1: all."""
+    logit_cap: float
+
+    @classmethod
+    def of(cls, layer: RadixAttention, context_len: int) -> LayerKind:
+        window = layer.sliding_window
+        left = -1 if window is None or window >= context_len else window - 1
+        return cls(
+            layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.scaling, left, layer.logit_cap or 0.0
+        )  # fmt: skip
+
+
+class Planned:
+    """A FlashInfer wrapper and the pass that it is planned for.
+
+    `plan` writes to pinned memory that the device reads later, so a second one waits until the first has been read.
+    """
+
+    def __init__(self, wrapper: Any, device: torch.device) -> None:
+        self.wrapper = wrapper
+        self.owner: object = None
+        self.pages: torch.Tensor | None = None
+        self._read = torch.cuda.Event() if device.type == "cuda" else None
+
+    def plan(self, *args: Any, **kwargs: Any) -> None:
+        if self._read is not None:
+            self._read.synchronize()
+        self.wrapper.plan(*args, **kwargs)
+        if self._read is not None:
+            self._read.record()
+
+
+@dataclass
+class PagedLens:
+    """The lengths of a pass in pages, on the host: pinned, so that copies of them wait for nothing."""
+
+    # fmt: off
+    pages:         torch.Tensor  # [batch] int64
+    kv_indptr:     torch.Tensor  # [batch + 1] int32, first page of each request in kv_indices
+    last_page_len: torch.Tensor  # [batch] int32, slots in use of each request's last page
+    # fmt: on
+
+    @classmethod
+    def of(cls, forward_batch: ForwardBatch, page_size: int) -> PagedLens:
+        seq_lens = forward_batch.seq_lens if forward_batch.seq_lens_cpu is None else forward_batch.seq_lens_cpu
+        lens, pin = seq_lens.cpu().to(torch.int64), forward_batch.input_ids.device.type == "cuda"
+        pages = torch.empty(len(lens), dtype=torch.int64, pin_memory=pin)
+        indptr = torch.zeros(len(lens) + 1, dtype=torch.int32, pin_memory=pin)
+        last = torch.empty(len(lens), dtype=torch.int32, pin_memory=pin)
+        torch.div(lens + page_size - 1, page_size, rounding_mode="floor", out=pages)
+        torch.cumsum(pages, 0, dtype=torch.int32, out=indptr[1:])
+        last.copy_(lens - (pages - 1) * page_size)
+        return cls(pages, indptr, last)
+
+    @property
+    def total_pages(self) -> int:
+        return int(self.kv_indptr[-1])
+
+
+@dataclass
+class EagerPass:
+    """A pass that is planned as its layers come."""
+
+    # fmt: off
+    lens:       PagedLens
+    kv_indices: torch.Tensor         # [pages] int32 on the device
+    qo_indptr:  torch.Tensor | None  # [batch + 1] int32 on the host, first row of each request; None: a decode pass
+    # fmt: on
+
+
+@dataclass
+class GraphPass:
+    """Decode passes of one batch size, whose plans live in memory that captured kernels read."""
+
+    # fmt: off
+    kv_indptr:     torch.Tensor  # [batch + 1] int32
+    last_page_len: torch.Tensor  # [batch] int32
+    kv_indices:    torch.Tensor  # [batch * pages of the longest context] int32, shared by all batch sizes
+    # fmt: on
+    plans: dict[LayerKind, Planned] = field(default_factory=dict)
+    lens: PagedLens | None = None
+
+
+class FlashInferAttnBackend(AttentionBackend):
+    """Paged attention in float16 or bfloat16 on CUDA, for head sizes 64, 128 and 256.
+
+    A pass with gradients (`fresh_kv_only`) goes to the torch backend.
+
+    Raises:
+        ImportError: FlashInfer is not installed.
+        ValueError: a dtype or, when a layer runs, a head size that it has no kernels for.
+    """
+
+    def __init__(self, device: str | torch.device, dtype: torch.dtype) -> None:
+        if dtype not in DTYPES:
+            raise ValueError(
+                f"attention_backend='flashinfer' has no {str(dtype).removeprefix('torch.')} kernels; use dtype='bfloat16' "
+                "or 'float16', or attention_backend='torch'"
+            )
+        self._flashinfer = import_flashinfer()
+        self.device, self.dtype = torch.device(device), dtype
+        self._torch_backend = TorchAttnBackend()
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        self._eager: dict[tuple[LayerKind, bool], Planned] = {}
+        self._graphs: dict[int, GraphPass] = {}
+        self._graph_indices: torch.Tensor | None = None
+        self._max_graph_bs = 0
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        if forward_batch.fresh_kv_only:
+            self._torch_backend.init_forward_metadata(forward_batch)
+            return
+        if forward_batch.num_tokens == 0:
+            forward_batch.attn_metadata = None
+            return
+        lens = PagedLens.of(forward_batch, _pool_of(forward_batch).page_size)
+        pages, indptr = (x.to(self.device, non_blocking=True) for x in (lens.pages, lens.kv_indptr))
+        indices = torch.empty(lens.total_pages, dtype=torch.int32, device=self.device)
+        _fill_kv_indices(indices, forward_batch, pages, indptr)
+        forward_batch.attn_metadata = EagerPass(lens, indices, _qo_indptr(forward_batch))
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        if forward_batch.fresh_kv_only:
+            return self._torch_backend.forward(q, k, v, layer, forward_batch, save_kv_cache)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if q.shape[0]:
+            pool = _pool_of(forward_batch)
+            if save_kv_cache:
+                pool.set_kv(layer.layer_id, forward_batch.out_cache_loc, k, v)
+            wrapper = self._wrapper(layer, forward_batch, pool)
+            wrapper.run(q, pool.paged(layer.layer_id), out=out)
+        return out.flatten(1)
+
+    # -- CUDA graphs ---------------------------------------------------------------
+
+    def init_cuda_graph_state(self, max_bs: int) -> None:
+        self._max_graph_bs = max_bs
+        self._graphs.clear()
+        self._graph_indices = None
+
+    def init_forward_metadata_capture_cuda_graph(self, forward_batch: ForwardBatch) -> None:
+        bs = forward_batch.batch_size
+        if bs not in self._graphs:
+            if bs > self._max_graph_bs:
+                raise ValueError(f"batch size {bs}: init_cuda_graph_state was called for at most {self._max_graph_bs}")
+            if self._graph_indices is None:
+                longest = -(-_table_of(forward_batch).shape[1] // _pool_of(forward_batch).page_size)
+                self._graph_indices = self._empty_ints(self._max_graph_bs * longest)
+            self._graphs[bs] = GraphPass(self._empty_ints(bs + 1), self._empty_ints(bs), self._graph_indices)
+        self._plan_graph(forward_batch)
+
+    def init_forward_metadata_replay_cuda_graph(self, forward_batch: ForwardBatch) -> None:
+        self._plan_graph(forward_batch)
+
+    def _plan_graph(self, forward_batch: ForwardBatch) -> None:
+        """Write the pass's pages to where the captured kernels of its batch size read them, and renew their plans.
+
+        A plan depends on the numbers of pages alone: with pages of 16 slots most steps keep it.
+        """
+        graph = self._graphs[forward_batch.batch_size]
+        graph.lens = lens = PagedLens.of(forward_batch, _pool_of(forward_batch).page_size)
+        graph.kv_indptr.copy_(lens.kv_indptr, non_blocking=True)
+        graph.last_page_len.copy_(lens.last_page_len, non_blocking=True)
+        pages = lens.pages.to(self.device, non_blocking=True)
+        _fill_kv_indices(graph.kv_indices[: lens.total_pages], forward_batch, pages, graph.kv_indptr)
+        for kind, planned in graph.plans.items():
+            if planned.pages is None or not torch.equal(planned.pages, lens.pages):
+                self._plan(planned, kind, lens, graph.kv_indices[: lens.total_pages], None, _pool_of(forward_batch))
+        forward_batch.attn_metadata = graph
+
+    def _graph_plan(self, kind: LayerKind, graph: GraphPass, pool: KVPool) -> Planned:
+        assert graph.lens is not None
+        if kind not in graph.plans:  # a warm-up: captures find the kinds of their layers planned
+            check_head_dim(kind.head_dim)
+            wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                self._workspace,
+                "NHD",
+                use_cuda_graph=True,
+                use_tensor_cores=True,
+                paged_kv_indptr_buffer=graph.kv_indptr,
+                paged_kv_indices_buffer=graph.kv_indices,
+                paged_kv_last_page_len_buffer=graph.last_page_len,
+                backend="fa2",
+            )
+            plan_memory = torch.empty(GRAPH_PLAN_BYTES, dtype=torch.uint8, device=self.device)
+            wrapper.reset_workspace_buffer(self._workspace, plan_memory)
+            graph.plans[kind] = Planned(wrapper, self.device)
+            lens = graph.lens
+            self._plan(graph.plans[kind], kind, lens, graph.kv_indices[: lens.total_pages], None, pool)
+        return graph.plans[kind]
+
+    # -- plans ---------------------------------------------------------------------
+
+    def _wrapper(self, layer: RadixAttention, forward_batch: ForwardBatch, pool: KVPool) -> Any:
+        """The FlashInfer wrapper that is planned for this pass and this kind of layer."""
+        metadata = forward_batch.attn_metadata
+        kind = LayerKind.of(layer, _table_of(forward_batch).shape[1])
+        if isinstance(metadata, GraphPass):
+            return self._graph_plan(kind, metadata, pool).wrapper
+        assert isinstance(metadata, EagerPass), "init_forward_metadata plans the pass before its first layer"
+        check_head_dim(kind.head_dim)
+        decode = metadata.qo_indptr is None
+        if (kind, decode) not in self._eager:
+            module = self._flashinfer
+            wrapper = (
+                module.BatchDecodeWithPagedKVCacheWrapper(self._workspace, "NHD", use_tensor_cores=True, backend="fa2")
+                if decode
+                else module.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2")
+            )
+            self._eager[kind, decode] = Planned(wrapper, self.device)
+        planned = self._eager[kind, decode]
+        if planned.owner is not metadata:
+            self._plan(planned, kind, metadata.lens, metadata.kv_indices, metadata.qo_indptr, pool)
+            planned.owner = metadata
+        return planned.wrapper
+
+    def _plan(
+        self,
+        planned: Planned,
+        kind: LayerKind,
+        lens: PagedLens,
+        kv_indices: torch.Tensor,
+        qo_indptr: torch.Tensor | None,
+        pool: KVPool,
+    ) -> None:
+        if pool.dtype != self.dtype:
+            raise ValueError(
+                f"kv_cache_dtype={pool.dtype}: attention_backend='flashinfer' wants the model's dtype, {self.dtype}; use "
+                "kv_cache_dtype='auto', or attention_backend='torch'"
+            )
+        paged = (lens.kv_indptr, kv_indices, lens.last_page_len)
+        heads = (kind.num_heads, kind.num_kv_heads, kind.head_dim, pool.page_size)
+        options: dict[str, Any] = {
+            "sm_scale": kind.scaling,
+            "window_left": kind.window_left,
+            "logits_soft_cap": kind.logit_cap,
+            "q_data_type": self.dtype,
+            "kv_data_type": pool.dtype,
+        }
+        if qo_indptr is None:
+            planned.plan(*paged, *heads, **options)
+        else:
+            planned.plan(qo_indptr, *paged, *heads, causal=True, **options)
+        planned.pages = lens.pages
+
+    def _empty_ints(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int32, device=self.device)
+
+
+def import_flashinfer() -> Any:
+    """The module `flashinfer`.
+
+    Raises:
+        ImportError: it is not installed, with the command that installs it.
+    """
+    try:
+        return import_module("flashinfer")
+    except ImportError as error:
+        raise ImportError(
+            f"attention_backend='flashinfer' needs the package flashinfer-python ({error}): "
+            "pip install 'pymllm-interp[cuda]', or use attention_backend='torch'"
+        ) from error
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Raise ValueError for a head size without kernels."""
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(
+            f"head_dim={head_dim}: attention_backend='flashinfer' has kernels for {HEAD_DIMS}; use attention_backend='torch'"
+        )
+
+
+def _fill_kv_indices(
+    out: torch.Tensor,  # [pages] int32
+    forward_batch: ForwardBatch,
+    pages: torch.Tensor,  # [batch] int64 on the device
+    kv_indptr: torch.Tensor,  # [batch + 1] int32 on the device
+) -> None:
+    """Write the requests' pages, one request behind the other. The sizes are known on the host, so nothing waits."""
+    page_size = _pool_of(forward_batch).page_size
+    request = torch.repeat_interleave(pages, output_size=out.shape[0])
+    page = torch.arange(out.shape[0], device=out.device) - kv_indptr[request]
+    slots = _table_of(forward_batch)[forward_batch.req_pool_indices[request], page * page_size]
+    torch.div(slots, page_size, rounding_mode="floor", out=out)
+
+
+def _qo_indptr(forward_batch: ForwardBatch) -> torch.Tensor | None:
+    if forward_batch.forward_mode.is_decode():
+        return None
+    sizes = [size for _, size in forward_batch.batch_groups]
+    return torch.tensor(np.cumsum([0, *sizes]), dtype=torch.int32)
+
+
+def _pool_of(forward_batch: ForwardBatch) -> KVPool:
+    assert forward_batch.token_to_kv_pool is not None, "prepare_forward_batch_* sets the pools"
+    return forward_batch.token_to_kv_pool
+
+
+def _table_of(forward_batch: ForwardBatch) -> torch.Tensor:
+    assert forward_batch.req_to_token_pool is not None, "prepare_forward_batch_* sets the pools"
+    return forward_batch.req_to_token_pool.req_to_token

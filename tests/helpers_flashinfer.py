@@ -1,0 +1,97 @@
+"""FlashInfer's two paged wrappers in plain torch, as their documentation has them: what is handed to them is tested without CUDA.
+
+They keep the habits that matter: a plan is made from lengths on the host, for one batch size where graphs are on, and
+kernels read the page tables from where the buffers are when they run.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pymllm_interp.attention import RadixAttention
+
+
+class _Paged:
+    def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, *, buffers=(), backend="auto"):
+        assert kv_layout == "NHD" and backend == "fa2"
+        assert float_workspace_buffer.dtype is torch.uint8
+        self.graph, self.plans = use_cuda_graph, 0
+        self._buffers = list(buffers)
+
+    def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer):
+        assert int_workspace_buffer.dtype is torch.uint8
+
+    def _plan(self, qo_indptr, indptr, indices, last, heads, kv_heads, head_dim, page_size, **options):
+        for lens in (qo_indptr, indptr, last):
+            assert lens.device.type == "cpu" and lens.dtype is torch.int32
+        assert indices.dtype is torch.int32 and len(indices) == indptr[-1]
+        assert len(last) == len(indptr) - 1 == len(qo_indptr) - 1
+        assert (last >= 1).all() and (last <= page_size).all()
+        if self.graph:
+            assert len(last) == len(self._buffers[2])
+            for buffer, values in zip(self._buffers, (indptr, indices, last), strict=True):
+                buffer[: len(values)].copy_(values)
+        else:
+            self._buffers = [indptr.clone(), indices, last.clone()]
+        assert options.pop("q_data_type") is options.pop("kv_data_type")
+        window, cap = options.pop("window_left"), options.pop("logits_soft_cap")
+        self._layer = RadixAttention(
+            0, heads, kv_heads, head_dim, options.pop("sm_scale"), None if window < 0 else window + 1, cap or None
+        )
+        assert not options, options
+        self._qo_indptr, self._planned, self.page_size = qo_indptr, indptr.clone(), page_size
+        self.plans += 1
+
+    def run(self, q, paged_kv_cache, out=None):
+        assert out is not None and out.shape == q.shape and out.dtype == q.dtype
+        k_cache, v_cache = paged_kv_cache
+        assert k_cache.shape[1] == self.page_size
+        indptr, indices, last = self._buffers
+        assert torch.equal(indptr, self._planned), "the plan is of a pass with other numbers of pages"
+        for i in range(len(last)):
+            pages = indices[indptr[i] : indptr[i + 1]].long()
+            length = (len(pages) - 1) * self.page_size + int(last[i])
+            k, v = (cache[pages].flatten(0, 1)[:length] for cache in (k_cache, v_cache))
+            start, stop = self._qo_indptr[i : i + 2].tolist()
+            out[start:stop] = self._attend(q[start:stop], k, v)
+        return out
+
+    def _attend(self, q, k, v):
+        layer = self._layer
+        q, k, v = q.double(), k.double(), v.double()
+        groups = layer.num_heads // layer.num_kv_heads
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        back = torch.arange(len(k) - len(q), len(k)).unsqueeze(1) - torch.arange(len(k))
+        hidden = (back < 0) | (back >= (layer.sliding_window or len(k) + 1))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * layer.scaling
+        if layer.logit_cap is not None:
+            scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
+        weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1)
+        return torch.einsum("hqk,khd->qhd", weights, v).to(torch.bfloat16)
+
+
+class BatchPrefillWithPagedKVCacheWrapper(_Paged):
+    def plan(
+        self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim_qk,
+        page_size, *, causal, **options,
+    ):  # fmt: skip
+        assert causal
+        self._plan(
+            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim_qk,
+            page_size, **options,
+        )  # fmt: skip
+
+
+class BatchDecodeWithPagedKVCacheWrapper(_Paged):
+    def __init__(
+        self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False, backend="auto",
+        paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None, paged_kv_last_page_len_buffer=None,
+    ):  # fmt: skip
+        assert use_tensor_cores
+        buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+        assert all(torch.is_tensor(buffer) == use_cuda_graph for buffer in buffers)
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers=buffers, backend=backend)
+
+    def plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, **options):
+        rows = torch.arange(len(last_page_len) + 1, dtype=torch.int32)
+        self._plan(rows, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, **options)
