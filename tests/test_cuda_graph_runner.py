@@ -34,7 +34,7 @@ from pymllm_interp.runner.cuda_graph_runner import (
     model_capture_mode,
     set_global_graph_memory_pool,
 )
-from pymllm_interp.runner.partition import Execution
+from pymllm_interp.runner.partition import Execution, Partition
 
 
 class RecomputingGraph:
@@ -84,6 +84,12 @@ def decode_batch(runner: ModelRunner, n: int, hand: ByHand | None = None):
     prompts = {i: random_ids(1 + (i * 13) % 40, seed=i) for i in range(n)}
     hand.extend(prompts)
     return hand.batch({i: [i + 1] for i in range(n)}, ForwardMode.DECODE)
+
+
+def release(hand: ByHand) -> None:
+    for key, row in hand.rows.items():
+        hand.runner.req_to_token_pool.free(row)
+        hand.runner.token_to_kv_pool_allocator.free_pages(hand.pages[key])
 
 
 def eager(runner: ModelRunner, batch: Any) -> LogitsProcessorOutput:
@@ -258,8 +264,10 @@ def test_g07_small_sizes_are_compiled_where_asked_for(recorded, monkeypatch, opt
     graphs = runner.graph_runner = CudaGraphRunner(runner)
     assert graphs.compile_bs == compiled and graphs.capture_bs == [1, 2, 4]
     for n in (1, 2, 3):
-        batch = decode_batch(runner, n)
+        hand = ByHand(runner)
+        batch = decode_batch(runner, n, hand)
         close(graphs.replay(batch).next_token_logits, eager(runner, batch).next_token_logits, 1e-5, f"{n} rows")
+        release(hand)
 
 
 # -- replay (G8, G9, G11) --------------------------------------------------------------------
@@ -387,6 +395,32 @@ def test_r20_steps_replay_plain_decode_and_run_hooked_decode_by_modules(lm_of, r
         assert [h.shape[1] for h in seen] == [5, 1, 1, 1]
 
 
+@pytest.mark.parametrize("mode", list(ForwardMode))
+@pytest.mark.parametrize("hooked", [0, 2])
+@pytest.mark.parametrize("is_profile", [False, True])
+def test_v29_a_captured_pass_replays_unless_somebody_waits_for_a_module(mode, hooked, is_profile):
+    """V29: the row of the decision table that graphs add; the others are tests/test_runner_steps.py's."""
+    partition = Partition()
+    decided = partition.decide(mode, 3, 3, hooked, is_profile, can_replay=True)
+    if mode is ForwardMode.IDLE:
+        expected = Execution.IDLE
+    else:
+        expected = Execution.MODULES if hooked or is_profile else Execution.REPLAY
+    assert decided.execution is expected and partition.counts == {(expected.value, decided.reason): 1}
+
+
+def test_r17_a_rope_that_depends_on_the_lengths_is_not_captured(runner):
+    """R17: it asks the device for the lengths, which a graph cannot."""
+    dynamic = CONFIGS["llama"]()
+    dynamic.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    for config, reason in ((dynamic, "RoPE depends on the lengths"), (CONFIGS["llama"](), None)):
+        other = make_runner(config)
+        other.device = "cuda"  # no CUDA call is made here
+        assert (other._why_no_graphs() is None) == (reason is None)
+        assert reason is None or reason in other._why_no_graphs()
+        assert (other.profile_cudagraph_memory() == 0) == (reason is not None)
+
+
 # -- on a device --------------------------------------------------------------------------------
 
 TINY = LlamaConfig(
@@ -410,12 +444,6 @@ def cuda_runner() -> Iterator[Callable[..., ModelRunner]]:
     yield make
     for runner in made.values():
         runner.shutdown()
-
-
-def release(hand: ByHand) -> None:
-    for key, row in hand.rows.items():
-        hand.runner.req_to_token_pool.free(row)
-        hand.runner.token_to_kv_pool_allocator.free_pages(hand.pages[key])
 
 
 @pytest.mark.gpu
@@ -475,18 +503,17 @@ def test_g08_gpu_padded_rows_write_to_nobody(cuda_runner):
 @pytest.mark.gpu
 def test_g12_gpu_memory_is_counted_and_comes_back():
     """G1, G6, G12, R26: graphs share one pool, their memory is known, and a shutdown returns it."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    runner = make_runner(TINY, dtype="bfloat16", **ON_CUDA)
-    graphs = graphs_of(runner)
-    assert get_global_graph_memory_pool() is not None
-    assert 0 <= graphs.memory_usage < 4 << 30, f"{graphs.memory_usage / 2**20:.0f} MiB"
-    runner.shutdown()
-    del graphs, runner
-    gc.collect()
-    left = torch.cuda.memory_allocated() - before
-    assert left <= 50 << 20, f"{left / 2**20:.0f} MiB are left"
+    left = []
+    for _ in range(2):  # the first round leaves the libraries' workspaces behind
+        runner = make_runner(TINY, dtype="bfloat16", **ON_CUDA)
+        graphs = graphs_of(runner)
+        assert get_global_graph_memory_pool() is not None
+        assert 0 <= graphs.memory_usage < 4 << 30, f"{graphs.memory_usage / 2**20:.0f} MiB"
+        runner.shutdown()
+        del graphs, runner
+        gc.collect()
+        left.append(torch.cuda.memory_allocated())
+    assert left[1] - left[0] <= 1 << 20, f"a round leaves {(left[1] - left[0]) / 2**20:.1f} MiB"
 
 
 @pytest.mark.gpu
@@ -513,7 +540,7 @@ def test_r15_gpu_the_pool_is_sized_to_the_memory_that_is_free():
     runner = make_runner(
         TINY, dtype="bfloat16", **{**ON_CUDA, "kv_cache_tokens": None, "gpu_memory_utilization": share}
     )
-    assert runner.token_to_kv_pool.nbytes <= 0.05 * total + (1 << 30)
+    assert runner.token_to_kv_pool.nbytes <= 0.05 * total + (2 << 30)
     assert runner.max_total_num_tokens > 4096
     assert graphs_of(runner).graphs
     runner.shutdown()

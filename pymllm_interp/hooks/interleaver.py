@@ -67,9 +67,12 @@ class Block(Mediator):
         try:
             return resume(*args)
         finally:
+            # Plain stores, so that the watchdog's exception cannot come between them.
             scope["depth"], scope["saves"], interleaver.serving = depth, saves, outer
             if watchdog is not None:
-                watchdog.leave(visit)
+                watchdog.visit = visit
+                if watchdog.posted:
+                    watchdog.drain()
 
 
 @dataclass(eq=False)

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
 Visit = list[Any]
-"""[the trace whose block runs, since when as the watchdog knows (`time.monotonic()`), or None]"""
+"""[the trace whose block runs, since when (`time.monotonic()`; None until the watchdog has seen it)]"""
 
 
 class TraceTimeoutError(TimeoutError):
@@ -29,47 +28,59 @@ class TraceTimeoutError(TimeoutError):
 class Watchdog:
     """Watches the block that runs.
 
+    `Block.run` sets `visit` on the way in and back on the way out, then calls `drain` if `posted`.
+
     Args:
         warn_after: seconds until a visit is reported.
         end_after: seconds until it is ended; None never.
+
+    Attributes:
+        visit: the block that runs now, or None.
+        posted: an exception is under way to the engine's thread.
     """
 
     def __init__(self, warn_after: float, end_after: float | None) -> None:
         self.warn_after, self.end_after = warn_after, end_after
-        self._lock = threading.Lock()
-        self.thread_id: int | None = None
-        self._visit: Visit | None = None
-        self._posted = False
-        self._awake = threading.Event()
+        self.visit: Visit | None = None
+        self.posted = False
+        self._engine_thread: int | None = None
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self._closed = threading.Event()
+        # Instantiated where it arrives, and that is how we know that it did.
+        self._exception = type("TraceTimeoutError", (TraceTimeoutError,), {"__init__": lambda _: self._arrived()})
 
     def enter(self, trace: RequestTrace) -> Visit | None:
-        """A block of `trace` begins to run on this thread. Returns what `leave` takes."""
-        outer, self._visit = self._visit, [trace, None]  # its time is taken when the watchdog first sees it
-        if self._thread is None and not self._closed:
-            self.thread_id = threading.get_ident()
+        """A block of `trace` begins to run on this thread. Returns what `visit` must be set to when it leaves."""
+        outer, self.visit = self.visit, [trace, None]
+        if self._thread is None and not self._closed.is_set():
+            self._engine_thread = threading.get_ident()
             self._thread = threading.Thread(target=self._run, name="pymllm-interp-watchdog", daemon=True)
             self._thread.start()
         return outer
 
-    def leave(self, outer: Visit | None) -> None:
-        """It has parked or ended: nothing is raised from here on, also where it was under way."""
-        visit, self._visit = self._visit, outer
-        if self._posted and visit is not None:
-            with self._lock:
-                self._posted = False
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.thread_id or 0), None)
+    def drain(self) -> None:
+        """Wait, outside of the block, for an exception that was already under way, and drop it.
+
+        It must arrive: one that is cleared before leaves CPython's interpreter with a signal that nobody takes back, and
+        the next traced function call would spin on it for ever.
+        """
+        try:
+            while self.posted:
+                pass
+        except TraceTimeoutError:
+            pass
 
     def close(self) -> None:
         """Stop watching."""
-        self._closed = True
-        self._awake.set()
+        self._closed.set()
+
+    def _arrived(self) -> None:
+        self.posted = False
 
     def _run(self) -> None:
         pause = min(0.25, self.warn_after / 4, (self.end_after or self.warn_after) / 4)
-        while not self._awake.wait(pause):
-            visit = self._visit
+        while not self._closed.wait(pause):
+            visit = self.visit
             if visit is not None:
                 self._check(visit)
 
@@ -84,10 +95,11 @@ class Watchdog:
             text = f"request {trace.request_id}: its block has held up the engine for {elapsed:.1f} s"
             logger.warning("%s", text)
             trace.warn(text)
-        if self.end_after is not None and elapsed > self.end_after and not self._posted:
-            with self._lock:
-                if self._visit is visit:
-                    self._posted = True
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                        ctypes.c_ulong(self.thread_id or 0), ctypes.py_object(TraceTimeoutError)
-                    )
+        if self.end_after is not None and elapsed > self.end_after and not self.posted:
+            self.posted = True  # before the look at `visit`: a block that leaves now waits for what comes of it
+            if self.visit is visit:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._engine_thread or 0), ctypes.py_object(self._exception)
+                )
+            else:
+                self.posted = False

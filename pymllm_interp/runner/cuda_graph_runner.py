@@ -21,6 +21,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -136,6 +137,12 @@ class _InputBuffers:
         )
 
 
+@cache
+def _capture_stream(device_index: int) -> torch.cuda.Stream:
+    """The stream of all captures: the matrix libraries keep a workspace for each stream that they have seen."""
+    return torch.cuda.Stream(device_index)
+
+
 @dataclass(frozen=True)
 class _Recording:
     """A captured pass."""
@@ -147,7 +154,7 @@ class _Recording:
 
 def record(plan: Callable[[], None], run: Callable[[], torch.Tensor], pool: Any) -> _Recording:
     """Warm `run` up and capture it, on a stream of its own. `plan` comes before each run and stays outside of the graph."""
-    stream = torch.cuda.Stream()
+    stream = _capture_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARM_UPS):

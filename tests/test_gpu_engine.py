@@ -1,0 +1,192 @@
+"""The engine on a CUDA device: FlashInfer, CUDA graphs, and traced requests beside replayed ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import random_model
+from helpers_runner import random_ids
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+
+from pymllm_interp import LM, SamplingParams
+from pymllm_interp.attention import FlashInferAttnBackend, TorchAttnBackend
+
+pytestmark = pytest.mark.gpu
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 384, "intermediate_size": 320, "num_hidden_layers": 3, "max_position_embeddings": 256,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "initializer_range": 0.05,
+}  # fmt: skip
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**COMMON, num_attention_heads=6, num_key_value_heads=2, head_dim=64),
+    "qwen3": lambda: Qwen3Config(**COMMON, num_attention_heads=4, num_key_value_heads=1, head_dim=128),
+}
+PROMPTS = [random_ids(n, seed=n) for n in (5, 1, 17, 33, 16)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for family, config in CONFIGS.items():
+        made[family] = tmp_path_factory.mktemp(f"gpu-{family}")
+        random_model(config()).save_pretrained(made[family])
+    return made
+
+
+@pytest.fixture(scope="module")
+def gpu_lm(folders: dict[str, Path]) -> Iterator[Callable[..., LM]]:
+    made: dict[tuple, LM] = {}
+
+    def load(family: str, dtype: str = "bfloat16", device: str = "cuda", **options: Any) -> LM:
+        key = (family, dtype, device, *options.items())
+        if key not in made:
+            size = {"kv_cache_tokens": 4096, "max_running_requests": 8, **options}
+            made[key] = LM(folders[family], dtype=dtype, device=device, **size)
+        return made[key]
+
+    yield load
+    for lm in made.values():
+        lm.shutdown()
+
+
+def ways(lm: LM) -> Counter[str]:
+    """Steps so far, by how they ran."""
+    counts: Counter[str] = Counter()
+    for (way, _), n in lm.runner.partition.counts.items():
+        counts[way] += n
+    return counts
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The smallest over the last dim."""
+    return torch.cosine_similarity(a.float().cpu(), b.float().cpu(), dim=-1).min().item()
+
+
+def layer_outputs(lm: LM, prompt: list[int], new_tokens: int) -> list[torch.Tensor]:
+    """Each decoder layer's output in each pass of a greedy generation."""
+    with lm.generate(prompt, max_new_tokens=new_tokens) as tracer:
+        seen = list().save()
+        for _ in tracer.iter[:]:
+            for layer in lm.model.layers:
+                seen.append(layer.output)
+    return [h.cpu() for h in seen]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_half_precision_takes_flashinfer_and_plain_decode_replays(gpu_lm, family):
+    lm = gpu_lm(family)
+    assert isinstance(lm.runner.attn_backend, FlashInferAttnBackend)
+    before = ways(lm)
+    outs = lm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=8))
+    assert [len(out.token_ids) for out in outs] == [8] * 5 and {out.finish_reason for out in outs} == {"length"}
+    ran = ways(lm) - before
+    assert ran["replay"] == 7 and not ran["modules"], dict(lm.runner.partition.counts)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_greedy_runs_with_graphs_equal_those_without(gpu_lm, family):
+    """Logits of bf16 differ in their last bits between batch shapes, so tokens may part where two are close: each token's own
+    log probability is compared up to there."""
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=2)
+    graphs = gpu_lm(family).generate(PROMPTS, params)
+    eager = gpu_lm(family, disable_cuda_graph=True).generate(PROMPTS, params)
+    assert gpu_lm(family, disable_cuda_graph=True).runner.graph_runner is None
+    for with_graphs, without in zip(graphs, eager, strict=True):
+        for i, (a, b) in enumerate(zip(with_graphs.token_ids, without.token_ids, strict=True)):
+            ours, theirs = with_graphs.logprobs[i], without.logprobs[i]
+            if a != b:
+                gap = abs(theirs[a].logprob - theirs[b].logprob) if a in theirs else 1.0
+                assert gap < 0.05, f"token {i}: {a} with graphs, {b} without, {gap:.3f} apart"
+                break
+            assert abs(ours[a].logprob - theirs[b].logprob) < 0.05, (
+                f"token {i}: {ours[a]} with graphs, {theirs[b]} without"
+            )
+
+
+def test_a_hooked_step_runs_by_modules_and_the_others_replay(gpu_lm):
+    lm = gpu_lm("llama")
+    prompt = PROMPTS[2]
+    before = ways(lm)
+    with lm.generate(prompt, max_new_tokens=6) as tracer:
+        first = lm.model.layers[1].output.save()
+        logits = list().save()
+        for _ in tracer.iter[:]:
+            logits.append(lm.lm_head.output[0, -1])
+    assert len(logits) == 6 and first.shape == (1, 17, 384)
+    assert tracer.receipt.steps == {"modules": 6}
+    with lm.generate(prompt, max_new_tokens=6) as tracer:
+        h = lm.model.layers[1].output.save()
+    assert tracer.receipt.steps == {"modules": 1, "replay": 5}
+    assert torch.equal(h, first), "the same pass in the same batch shape"
+    assert (ways(lm) - before)["replay"] == 5
+
+
+def test_a_traced_request_beside_plain_ones_leaves_theirs_close(gpu_lm):
+    """In the same batch shape a hooked step differs from a replayed one by the order of sums in attention alone."""
+    lm = gpu_lm("llama")
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=1)
+    alone = lm.generate(PROMPTS, params)
+    handles = [lm.submit(prompt, params) for prompt in PROMPTS]
+    with lm.generate(PROMPTS[0], max_new_tokens=8) as tracer:
+        for _ in tracer.iter[:]:
+            lm.model.layers[1].output[:] = 0
+    assert tracer.receipt.steps["modules"] == 8
+    for out, expected in zip((handle.result() for handle in handles), alone, strict=True):
+        ours, theirs = out.logprobs[0], expected.logprobs[0]
+        token = expected.token_ids[0]
+        assert token in ours and abs(ours[token].logprob - theirs[token].logprob) < 0.05, (ours, theirs)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_bfloat16_hidden_states_point_where_float32_ones_do(gpu_lm, family):
+    expected = layer_outputs(gpu_lm(family, "float32", "cpu"), PROMPTS[3], 1)
+    seen = layer_outputs(gpu_lm(family), PROMPTS[3], 1)
+    for i, (a, b) in enumerate(zip(seen, expected, strict=True)):
+        assert a.dtype is torch.bfloat16 and cosine(a, b) >= 0.999, f"layer {i}: cosine {cosine(a, b):.5f}"
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_float32_takes_torch_and_equals_the_cpu_at_every_layer(gpu_lm, family):
+    lm = gpu_lm(family, "float32")
+    assert isinstance(lm.runner.attn_backend, TorchAttnBackend) and lm.runner.graph_runner is not None
+    expected = layer_outputs(gpu_lm(family, "float32", "cpu"), PROMPTS[3], 4)
+    seen = layer_outputs(lm, PROMPTS[3], 4)
+    assert len(seen) == len(expected) == 4 * 3
+    for i, (a, b) in enumerate(zip(seen, expected, strict=True)):
+        torch.testing.assert_close(
+            a, b, atol=1e-4, rtol=1e-4, msg=lambda text, i=i: f"pass {i // 3}, layer {i % 3}: {text}"
+        )
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_float32_tokens_equal_the_cpus_and_replay(gpu_lm, family):
+    lm, params = gpu_lm(family, "float32"), SamplingParams(temperature=0, max_tokens=10)
+    before = ways(lm)
+    tokens = [out.token_ids for out in lm.generate(PROMPTS, params)]
+    assert (ways(lm) - before)["replay"] == 9
+    assert tokens == [out.token_ids for out in gpu_lm(family, "float32", "cpu").generate(PROMPTS, params)]
+
+
+def test_sampled_and_long_prompts_run_in_chunks(gpu_lm):
+    """Chunked prefill, mixed steps, and more requests than fit one step."""
+    lm = gpu_lm("llama", max_num_tokens=48)
+    params = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=6)
+    prompts = [random_ids(n, seed=n) for n in (100, 3, 64, 7, 130, 1, 20, 33, 16, 5)]
+    first = lm.generate(prompts, params)
+    assert [len(out.token_ids) for out in first] == [6] * 10
+    lm.engine.call(lm.engine.scheduler.check_integrity)
+
+
+def test_gradients_flow_on_the_device(gpu_lm):
+    lm = gpu_lm("llama")
+    with lm.trace(PROMPTS[0]):
+        h = lm.model.layers[0].output
+        loss = lm.lm_head.output[0, -1].float().logsumexp(-1)
+        with loss.backward():
+            grad = h.grad.save()
+    assert grad.shape == (1, 5, 384) and grad.isfinite().all() and grad.abs().sum() > 0
