@@ -25,7 +25,6 @@ from pymllm_interp import LM
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that need a CUDA device are skipped where there is none."""
     if not torch.cuda.is_available():

@@ -194,6 +194,16 @@ def test_g10_captures_write_to_the_dummy_slot_alone(recorded):
         assert torch.equal(buffer[1:], was[1:])
 
 
+def test_g01_the_pool_is_forgotten_with_the_last_runner_that_uses_it(recorded):
+    """G1: torch refuses captures into a pool whose graphs are all gone."""
+    first, second = (CudaGraphRunner(make_runner(CONFIGS["llama"](), max_running_requests=2)) for _ in range(2))
+    set_global_graph_memory_pool((0, 7))
+    first.shutdown()
+    assert get_global_graph_memory_pool() == (0, 7)
+    second.shutdown()
+    assert get_global_graph_memory_pool() is None
+
+
 def test_g12_shutdown_lets_go_of_everything_and_may_come_twice(runner):
     """G12."""
     graphs = graphs_of(runner)

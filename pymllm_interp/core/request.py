@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from numbers import Real
 from typing import Any
 
 MAX_LOGPROBS = 64
@@ -62,6 +64,21 @@ class SamplingParams:
             value = getattr(self, spec.name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"SamplingParams({spec.name}={value}): a finite number is expected")
+        for name in ("n", "top_k", "min_tokens"):
+            self._check(name, _is_whole(getattr(self, name)), "a whole number")
+        for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
+            self._check(name, getattr(self, name) is None or _is_whole(getattr(self, name)), "a whole number, or None")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            self._check(name, isinstance(value, Real) and not isinstance(value, bool), "a number")
+        strings = self.stop is None or isinstance(self.stop, str) or _all(self.stop, lambda text: isinstance(text, str))
+        self._check("stop", strings, "a string, or a list of strings")
+        self._check("stop_token_ids", self.stop_token_ids is None or _all(self.stop_token_ids, _is_whole), "token ids")
+        biases = self.logit_bias is None or (
+            isinstance(self.logit_bias, dict)
+            and all(_is_whole(token) and isinstance(bias, Real) for token, bias in self.logit_bias.items())
+        )
+        self._check("logit_bias", biases, "a dict from token id to number")
         self._check("n", self.n >= 1, "at least 1")
         self._check("temperature", self.temperature >= 0, "0 (greedy) or above")
         self._check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
@@ -96,6 +113,14 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the most likely token is taken."""
         return self.temperature == 0
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _all(values: object, holds: Callable[[object], bool]) -> bool:
+    return isinstance(values, list | tuple) and all(holds(value) for value in values)
 
 
 class RequestStatus(Enum):

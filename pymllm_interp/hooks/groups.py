@@ -122,6 +122,7 @@ class NNsightRequestHelper:
             if request is not None:
                 trace.over, trace.rows = True, None
                 ending.append((trace, request))
+        self._step = [(e, t) for e, t in self._step if e.request.request_id not in finished_request_ids]
         self._wind_up(ending, model)
         for trace, request in ending:
             trace.close(request)

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 
@@ -38,6 +39,7 @@ WARM_UPS = 2
 
 _memory_pool: tuple | None = None
 _capturing = False
+_pool_users: WeakSet[CudaGraphRunner] = WeakSet()
 
 
 def get_global_graph_memory_pool() -> tuple | None:
@@ -248,6 +250,7 @@ class CudaGraphRunner:
         started, free = time.perf_counter(), _free_memory(self.device)
         if get_global_graph_memory_pool() is None and self.device.startswith("cuda"):
             set_global_graph_memory_pool(torch.cuda.graph_pool_handle())
+        _pool_users.add(self)
         bs = self.max_bs
         try:
             self.attn_backend.init_cuda_graph_state(self.max_bs)
@@ -321,6 +324,9 @@ class CudaGraphRunner:
         self.graphs.clear()
         self.output_buffers.clear()
         self._batches.clear()
+        _pool_users.discard(self)
+        if not _pool_users:  # a pool without graphs is gone, and no capture may name it again
+            set_global_graph_memory_pool(None)
         gc.collect()
         if self.device.startswith("cuda"):
             torch.cuda.synchronize()
