@@ -156,7 +156,7 @@ def test_a_product_ends_with_its_block_also_when_the_block_raises():
     merged, x = make_merged(False, torch.float32), randn(1, 2, 20)
     with pytest.raises(KeyError), merged.product(x):
         raise KeyError
-    assert merged._input is None and merged._parts == ()
+    assert merged._input is None and merged._product is None
 
 
 def test_the_merged_product_is_no_module_of_the_tree():

@@ -9,8 +9,8 @@ with lm.trace("The Eiffel Tower is in") as tracer:
 
 from __future__ import annotations
 
-import ast
 import atexit
+import sys
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,9 +23,8 @@ from ..config import ModelConfig, ServerConfig
 from ..core.output import RequestOutput
 from ..core.request import Request, SamplingParams
 from ..hooks.model import TracedModel
-from ..hooks.nnsight_compat import WithBlockNotFoundError
 from ..hooks.trace import RequestTrace
-from ..hooks.tracer import EngineTracer
+from ..hooks.tracer import EngineTracer, opens_with
 from ..models.source import load_tokenizer
 from ..runner.interp_model_runner import InterpModelRunner
 from .engine import Engine
@@ -126,12 +125,9 @@ class LM(TracedModel):
             PromptError, ValueError: a prompt or a parameter that cannot be served; nothing was scheduled then.
             RuntimeError: the engine was shut down.
         """
-        tracer = EngineTracer(self, "generate", *args, **kwargs)
-        try:
-            tracer.capture()
-        except WithBlockNotFoundError:
-            return self._generate(*args, **kwargs)
-        return tracer if _opens(tracer.node, "generate") else self._generate(*args, **kwargs)
+        if opens_with(sys._getframe(1)):
+            return EngineTracer(self, "generate", *args, **kwargs)
+        return self._generate(*args, **kwargs)
 
     def _generate(
         self,
@@ -374,16 +370,6 @@ def eos_token_ids(config: PretrainedConfig, folder: Path | None) -> frozenset[in
     if eos is None:
         return frozenset()
     return frozenset([eos] if isinstance(eos, int) else eos)
-
-
-def _opens(node: Any, method: str) -> bool:
-    """Whether the ``with`` at a call site opens the call to `method` itself, and not something around it."""
-    return any(
-        isinstance(item.context_expr, ast.Call)
-        and isinstance(item.context_expr.func, ast.Attribute)
-        and item.context_expr.func.attr == method
-        for item in node.items
-    )
 
 
 def _prompt_of(args: tuple, kwargs: Mapping[str, Any], what: str) -> tuple[Any, dict[str, Any]]:

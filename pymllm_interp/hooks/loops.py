@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import threading
 from collections.abc import Iterator
 from types import CodeType
 
@@ -75,6 +76,9 @@ class StepIterations(Iterations):
             block.iteration = previous
 
 
+AST_LOCK = threading.Lock()
+"""CPython 3.11 counts the depth of AST conversions for all threads together: two at a time raise SystemError."""
+
 _REWRITTEN: dict[tuple[str, CodeType], CodeType] = {}
 
 
@@ -87,7 +91,9 @@ def with_loop_ends(node: ast.With | ast.AsyncWith, code: CodeType) -> CodeType:
     """
     key = (code.co_filename, code)
     if key not in _REWRITTEN:
-        _REWRITTEN[key] = _rewrite(node, code) if any(isinstance(n, ast.For) for n in ast.walk(node)) else code
+        with AST_LOCK:
+            loops = any(isinstance(n, ast.For) for n in ast.walk(node))
+            _REWRITTEN[key] = _rewrite(node, code) if loops else code
     return _REWRITTEN[key]
 
 

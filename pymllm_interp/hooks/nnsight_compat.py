@@ -40,7 +40,7 @@ from nnsight.intervention.source import NO_SKIP  # noqa: E402
 from nnsight.intervention.tracer import InterleavingTracer, Invoker, ScanningTracer  # noqa: E402
 from nnsight.intervention.util import clear_shared_locals, shared_locals  # noqa: E402
 from nnsight.modeling.transformers import Generator, GeneratorEnvoy  # noqa: E402
-from nnsight.tracing.tracer import Tracer, WithBlockNotFoundError, mark, push_result  # noqa: E402  # noqa: E402
+from nnsight.tracing.tracer import Tracer, mark, push_result  # noqa: E402  # noqa: E402
 
 # Private: the thread's saved ids and its nesting depth, which belong to a request here.
 from nnsight.tracing.tracer import _local as save_scope  # noqa: E402
@@ -69,7 +69,6 @@ __all__ = [
     "ScanningTracer",
     "Scope",
     "Tracer",
-    "WithBlockNotFoundError",
     "apply",
     "clean_traceback",
     "clear_shared_locals",

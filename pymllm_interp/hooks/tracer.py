@@ -6,7 +6,10 @@ nnsight captures the block's source and skips its body; when the ``with`` ends, 
 
 from __future__ import annotations
 
-from types import CodeType, TracebackType
+import ast
+import dis
+from functools import lru_cache
+from types import CodeType, FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from greenlet import getcurrent
@@ -14,7 +17,7 @@ from greenlet import getcurrent
 from .analysis import depend_on_each_other
 from .barrier import EngineBarrier
 from .interleaver import Block
-from .loops import LOOP_NAMES, PREFIX, StepIterations, with_loop_ends
+from .loops import AST_LOCK, StepIterations
 from .model import TracedModel
 from .nnsight_compat import (
     CacheView,
@@ -34,7 +37,19 @@ Invocation = tuple[Mediator, tuple, dict[str, Any]]
 """A block, and the ``(args, kwargs)`` that its prompt was given by."""
 
 
-class EngineTracer(InterleavingTracer):
+class _Captured:
+    """Parses and compiles one block at a time, for clients on many threads."""
+
+    def parse(self, source: str, lineno: int) -> ast.With | ast.AsyncWith | None:
+        with AST_LOCK:
+            return super().parse(source, lineno)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def compile(self, module: ast.Module, frame: FrameType) -> CodeType:
+        with AST_LOCK:
+            return super().compile(module, frame)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class EngineTracer(_Captured, InterleavingTracer):
     """A ``with lm.trace(...)`` or ``with lm.generate(...)`` block. Each invoke is one request.
 
     Attributes:
@@ -117,14 +132,13 @@ class EngineTracer(InterleavingTracer):
     def _collect(self, code: CodeType) -> tuple[list[RequestTrace], list[tuple[tuple, dict]]]:
         """One trace for each prompt: of the ``with`` itself, or of its invokes (whose bodies' surroundings run now)."""
         frame = self.info.frame  # pyright: ignore[reportOptionalMemberAccess]
-        code = with_loop_ends(self.node, code)  # pyright: ignore[reportArgumentType]
         if self._model._batch_size(*self.args, **self.kwargs):
             block = Mediator(code, frame.f_globals, dict(frame.f_locals), node=self.node)
             self._invocations = [(block, self.args, self.kwargs)]
         else:
-            body = Scope({**frame.f_locals, **LOOP_NAMES}, shared_locals(frame), frame.f_globals)
+            body = Scope(dict(frame.f_locals), shared_locals(frame), frame.f_globals)
             exec(code, body)
-            push_result(frame, {n: v for n, v in body.writes().items() if not n.startswith(PREFIX)})
+            push_result(frame, body.writes())
             if not self._invocations:
                 raise ValueError(
                     f"lm.{self.mode}() needs a prompt, or at least one `with tracer.invoke(prompt):` in its block"
@@ -169,7 +183,7 @@ class EngineTracer(InterleavingTracer):
                 raise error.with_traceback(block_traceback(error)) from error.__cause__
 
 
-class EngineInvoker(Invoker):
+class EngineInvoker(_Captured, Invoker):
     """One ``with tracer.invoke(prompt):`` block."""
 
     tracer: EngineTracer  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -178,13 +192,24 @@ class EngineInvoker(Invoker):
         """Register the block with its trace; it runs when the trace's ``with`` ends."""
         frame = self.info.frame  # pyright: ignore[reportOptionalMemberAccess]
         block = Mediator(
-            with_loop_ends(self.node, code),  # pyright: ignore[reportArgumentType]
+            code,
             frame.f_globals,
             dict(frame.f_locals),
             node=self.node,
             shared=shared_locals(frame),
         )
         self.tracer._invocations.append((block, self.args, {**self.tracer.kwargs, **self.kwargs}))
+
+
+def opens_with(frame: FrameType) -> bool:
+    """Whether what `frame` is calling now is what a ``with`` statement opens: ``with lm.generate(...):``."""
+    return _enters_context(frame.f_code, frame.f_lasti)
+
+
+@lru_cache(maxsize=4096)
+def _enters_context(code: CodeType, offset: int) -> bool:
+    following = [i.opname for i in dis.get_instructions(code) if i.offset > offset and i.opname != "CACHE"][:2]
+    return following[:1] in (["BEFORE_WITH"], ["BEFORE_ASYNC_WITH"]) or following == ["COPY", "LOAD_SPECIAL"]
 
 
 def block_traceback(error: BaseException) -> TracebackType | None:
