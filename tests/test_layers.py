@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import (
 
 from pymllm_interp.layers.linear import Embedding, Linear, MergedLinear
 from pymllm_interp.layers.norm import RMSNorm, rms_norm
-from pymllm_interp.layers.rope import RotaryEmbedding, apply_rope
+from pymllm_interp.layers.rope import RotaryEmbedding, apply_rope, rotation
 
 DTYPES = [torch.float32, torch.bfloat16]
 SIZES = [27, 9, 9]
@@ -202,7 +202,7 @@ def test_rope_equals_transformers(heads, dtype):
     near(sin, expected_sin)
     batched = q.transpose(0, 1).unsqueeze(0)  # [1, heads, tokens, head_dim]
     rotated, _ = apply_rotary_pos_emb(batched, batched, expected_cos, expected_sin)
-    mine = apply_rope(q, cos[0].unsqueeze(1), sin[0].unsqueeze(1))
+    mine = apply_rope(q, *rotation(cos, sin))
     near(mine, rotated[0].transpose(0, 1))
     assert mine.data_ptr() != q.data_ptr()
 

@@ -18,10 +18,19 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
-def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [tokens, heads, head_dim] by cos and sin [tokens, 1, head_dim]; fresh memory."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+def rotation(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `apply_rope` takes, from a `RotaryEmbedding`'s [1, tokens, head_dim]: [tokens, 1, head_dim] each.
+
+    The sine's first half carries the sign that the rotation puts on the second half of what it turns.
+    """
+    half = sin.shape[-1] // 2
+    signed = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
+    return cos[0].unsqueeze(1), signed.unsqueeze(1)
+
+
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+    """Rotate x [tokens, heads, head_dim] by a `rotation`; fresh memory. Bit-equal to transformers' formula."""
+    return x * cos + torch.roll(x, x.shape[-1] // 2, dims=-1) * signed_sin
 
 
 class RotaryEmbedding(nn.Module):

@@ -23,7 +23,7 @@ from ..attention.radix_attention import RadixAttention
 from ..core.forward_batch import ForwardBatch
 from ..layers.linear import Embedding, Linear, MergedLinear
 from ..layers.norm import RMSNorm, rms_norm
-from ..layers.rope import RotaryEmbedding, apply_rope
+from ..layers.rope import RotaryEmbedding, apply_rope, rotation
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
@@ -65,7 +65,7 @@ class LlamaAttention(nn.Module):
     ) -> tuple[torch.Tensor, None]:
         """([1, tokens, hidden], None): transformers returns the attention weights in the second place, when it has them."""
         tokens = hidden_states.shape[1]
-        cos, sin = (table[0].unsqueeze(1) for table in position_embeddings)
+        cos, sin = rotation(*position_embeddings)
         with self._qkv.product(hidden_states):
             q = self.normed(self.q_proj(hidden_states), "q_norm")
             k = self.normed(self.k_proj(hidden_states), "k_norm")
@@ -79,13 +79,14 @@ class LlamaAttention(nn.Module):
 
     def forward_fused(self, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """`forward` without a call to a module. h [1, tokens, hidden]; cos, sin [tokens, 1, head_dim]."""
-        tokens = h.shape[1]
-        q, k, v = (x.reshape(tokens, -1, self.head_dim) for x in self._qkv.gemm(h).split(self._qkv.sizes, dim=-1))
-        q, k = self.normed_fused(q, k)
-        return self.o_proj.gemm(self.attn(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, batch).unsqueeze(0))
+        heads = self._qkv.gemm(h).view(h.shape[1], -1, self.head_dim)
+        turning = self.normed_fused(heads[:, : -self.num_kv_heads])
+        q, k = apply_rope(turning, cos, sin).split([self.num_heads, self.num_kv_heads], dim=1)
+        return self.o_proj.gemm(self.attn(q, k, heads[:, -self.num_kv_heads :], batch).unsqueeze(0))
 
-    def normed_fused(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return q, k
+    def normed_fused(self, qk: torch.Tensor) -> torch.Tensor:
+        """[tokens, heads + kv_heads, head_dim], q's heads before k's."""
+        return qk
 
 
 class LlamaMLP(nn.Module):
@@ -167,8 +168,7 @@ class LlamaModel(nn.Module):
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         h = F.embedding(input_ids, self.embed_tokens.weight)
-        cos, sin = self.rotary_emb.lookup(position_ids, forward_batch.rope_lens)
-        cos, sin = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
+        cos, sin = rotation(*self.rotary_emb.lookup(position_ids, forward_batch.rope_lens))
         for layer in self.layers:
             h = layer.forward_fused(h, cos, sin, forward_batch)  # pyright: ignore[reportCallIssue]
         return rms_norm(h, self.norm.weight, self.norm.variance_epsilon)

@@ -45,11 +45,11 @@ class Qwen3Attention(Qwen2Attention):
         heads = projected.reshape(1, projected.shape[1], -1, self.head_dim)
         return getattr(self, norm)(heads)[0]
 
-    def normed_fused(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return (
-            rms_norm(q, self.q_norm.weight, self.q_norm.variance_epsilon),
-            rms_norm(k, self.k_norm.weight, self.k_norm.variance_epsilon),
-        )
+    def normed_fused(self, qk: torch.Tensor) -> torch.Tensor:
+        q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)
+        q = rms_norm(q, self.q_norm.weight, self.q_norm.variance_epsilon)
+        k = rms_norm(k, self.k_norm.weight, self.k_norm.variance_epsilon)
+        return torch.cat((q, k), dim=1)
 
 
 class Qwen3DecoderLayer(LlamaDecoderLayer):
