@@ -10,6 +10,7 @@ The batch is flat: the token rows of all requests lie behind each other, and req
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from typing import TYPE_CHECKING, Any
@@ -92,6 +93,8 @@ class ForwardBatch:
     fresh_kv_only:   bool = False                # attend to this pass's own K and V (a pass with gradients)
     return_hidden_states: bool = False
     hidden_states:   torch.Tensor | None = None  # [tokens, hidden] after the final norm; set by the model when asked for
+    nobody_inside:   Callable[[int], bool] | None = None  # whether no hook waits inside of a layer now: it may run fused
+    rotation:        Any = field(default=None, repr=False)  # what layers/rope.py made of this pass's cos and sin
     attn_metadata:   Any = field(default=None, repr=False)  # the backend's plan for this pass
     # fmt: on
 

@@ -111,6 +111,7 @@ class EngineInterleaver(Interleaver):
         self.run_locations: frozenset[str] = frozenset()
         self._model_paths: set[str] = set()
         self._in_model: dict[str, bool] = {}
+        self._layers: list[tuple[str, frozenset[str], dict[str, int]]] = []
         self.per_pass: dict[str, int] = {}
         self.visits: dict[str, int] = {}
         self.points: dict[str, Point] = {}
@@ -122,6 +123,12 @@ class EngineInterleaver(Interleaver):
         """Learn the model's own locations, before users attach modules of theirs."""
         paths = {envoy.path for envoy in model.modules()}
         self._model_paths = paths
+        layers = f"{model.path}.model.layers."
+        self._layers = []
+        while (path := f"{layers}{len(self._layers)}") in paths:
+            inside = [p for p in paths if p.startswith(f"{path}.")]
+            visits = {f"{p}.{end}": 1 for p in inside for end in ("input", "skip", "output")}
+            self._layers.append((f"{path}.", frozenset(f"{path}.{end}" for end in ("input", "skip", "output")), visits))
         self.run_locations = frozenset({f"{model.path}.logits", f"{model.path}.samples"})
         head = f"{model.path}.lm_head"
         self.logit_locations = (
@@ -178,6 +185,16 @@ class EngineInterleaver(Interleaver):
             value = self._visit(point, provider, value)
         self.visits[provider] = self.visits.get(provider, 0) + 1
         return value
+
+    def nobody_inside(self, layer: int) -> bool:
+        """Whether no block waits inside of decoder layer `layer` in this pass. If so, its modules count as visited: it may
+        run without calling them.
+        """
+        prefix, own, visits = self._layers[layer]
+        if any(location.startswith(prefix) and location not in own for location in self.points):
+            return False
+        self.visits.update(visits)
+        return True
 
     def resume(self, block: Block, *args: Any, error: BaseException | None = None) -> None:
         """Run a block on. What it raises ends its own request and no other."""

@@ -115,7 +115,12 @@ class RequestTrace:
         if interleaver.per_pass:
             count *= interleaver.per_pass.get(location, 1)
         if self.in_pass and not (self.skipping and self.skips(location)):
-            count += interleaver.visits.get(location, 0)
+            visited = interleaver.visits.get(location)
+            if (
+                visited is None and ".source." in location
+            ):  # its module may have run without its operations being called
+                visited = interleaver.visits.get(location.partition(".source.")[0] + ".output")
+            count += visited or 0
         for path, missed in self.missed.items():
             if _inside(path, location):
                 count -= missed

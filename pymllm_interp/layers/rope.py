@@ -15,6 +15,8 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ..core.forward_batch import ForwardBatch
+
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
@@ -26,6 +28,15 @@ def rotation(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.
     half = sin.shape[-1] // 2
     signed = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
     return cos[0].unsqueeze(1), signed.unsqueeze(1)
+
+
+def rotation_of(batch: ForwardBatch, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rotation`, made once a pass: again only where a block replaced `cos` or `sin`, or wrote to them."""
+    key = (cos, sin, cos._version, sin._version)
+    known = batch.rotation
+    if known is None or any(a is not b for a, b in zip(known[0][:2], key[:2], strict=True)) or known[0][2:] != key[2:]:
+        batch.rotation = known = (key, rotation(cos, sin))
+    return known[1]
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:

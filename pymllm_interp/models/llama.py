@@ -23,7 +23,7 @@ from ..attention.radix_attention import RadixAttention
 from ..core.forward_batch import ForwardBatch
 from ..layers.linear import Embedding, Linear, MergedLinear
 from ..layers.norm import RMSNorm, rms_norm
-from ..layers.rope import RotaryEmbedding, apply_rope, rotation
+from ..layers.rope import RotaryEmbedding, apply_rope, rotation, rotation_of
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
@@ -65,7 +65,7 @@ class LlamaAttention(nn.Module):
     ) -> tuple[torch.Tensor, None]:
         """([1, tokens, hidden], None): transformers returns the attention weights in the second place, when it has them."""
         tokens = hidden_states.shape[1]
-        cos, sin = rotation(*position_embeddings)
+        cos, sin = rotation_of(forward_batch, *position_embeddings)
         with self._qkv.product(hidden_states):
             q = self.normed(self.q_proj(hidden_states), "q_norm")
             k = self.normed(self.k_proj(hidden_states), "k_norm")
@@ -127,7 +127,14 @@ class LlamaDecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
 
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: Rotation, forward_batch: ForwardBatch, **kwargs: Any
+    ) -> torch.Tensor:
+        """[1, tokens, hidden]. Where nobody waits inside of the layer, it runs fused: the bits are the same."""
+        nobody_inside = forward_batch.nobody_inside
+        if nobody_inside is not None and nobody_inside(self.self_attn.layer_idx):
+            return self.forward_fused(hidden_states, *rotation_of(forward_batch, *position_embeddings), forward_batch)
+        kwargs |= {"position_embeddings": position_embeddings, "forward_batch": forward_batch}
         attn_out, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + attn_out
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
