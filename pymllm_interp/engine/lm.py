@@ -91,13 +91,12 @@ class LM(TracedModel):
             return self
 
         self.runner = InterpModelRunner(server_config, model_config, wrap=wrap)
-        self.runner.initialize()
+        self.engine = Engine(self.runner)
         assert self.runner.source is not None
         self.tokenizer = load_tokenizer(self.runner.source)
         self.hf_config: PretrainedConfig = self.runner.source.hf_config
         eos = eos_token_ids(self.hf_config, self.runner.source.folder)
         self._factory = RequestFactory(self.tokenizer, eos, self._limits, seed)
-        self.engine = Engine(self.runner)
         _open_models.add(self)
 
     def _limits(self) -> Limits:
