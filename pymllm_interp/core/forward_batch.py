@@ -10,10 +10,9 @@ The batch is flat: the token rows of all requests lie behind each other, and req
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -49,6 +48,18 @@ class ForwardMode(IntEnum):
 
     def is_decode_or_idle(self) -> bool:
         return self in (ForwardMode.DECODE, ForwardMode.IDLE)
+
+
+class LayerWatch(Protocol):
+    """Tells a pass that goes module by module where it need not: a layer in which no hook waits runs fused."""
+
+    def nobody_at(self, layer: int) -> bool:
+        """Whether no hook waits at the layer's input or output, or inside of it. If so, it counts as visited."""
+        ...
+
+    def nobody_inside(self, layer: int) -> bool:
+        """Whether no hook waits inside of the layer. If so, its modules count as visited."""
+        ...
 
 
 @dataclass
@@ -93,7 +104,7 @@ class ForwardBatch:
     fresh_kv_only:   bool = False                # attend to this pass's own K and V (a pass with gradients)
     return_hidden_states: bool = False
     hidden_states:   torch.Tensor | None = None  # [tokens, hidden] after the final norm; set by the model when asked for
-    nobody_inside:   Callable[[int], bool] | None = None  # whether no hook waits inside of a layer now: it may run fused
+    watch:           LayerWatch | None = None    # who waits at which layer; None: nobody can
     rotation:        Any = field(default=None, repr=False)  # what layers/rope.py made of this pass's cos and sin
     attn_metadata:   Any = field(default=None, repr=False)  # the backend's plan for this pass
     # fmt: on

@@ -90,7 +90,7 @@ class Point:
 
 
 class EngineInterleaver(Interleaver):
-    """Serves the blocks of the requests that take part in a pass.
+    """Serves the blocks of the requests that take part in a pass, and is the pass's `LayerWatch`.
 
     Between `begin_pass` and `end_pass`, and on that thread only, modules hand their values to `handle`. A module that a
     client calls on a thread of its own (``lm.lm_head(h)`` outside a trace) is a plain module.
@@ -111,7 +111,7 @@ class EngineInterleaver(Interleaver):
         self.run_locations: frozenset[str] = frozenset()
         self._model_paths: set[str] = set()
         self._in_model: dict[str, bool] = {}
-        self._layers: list[tuple[str, frozenset[str], dict[str, int]]] = []
+        self._layers: list[tuple[str, dict[str, int], dict[str, int]]] = []
         self.per_pass: dict[str, int] = {}
         self.visits: dict[str, int] = {}
         self.points: dict[str, Point] = {}
@@ -128,7 +128,8 @@ class EngineInterleaver(Interleaver):
         while (path := f"{layers}{len(self._layers)}") in paths:
             inside = [p for p in paths if p.startswith(f"{path}.")]
             visits = {f"{p}.{end}": 1 for p in inside for end in ("input", "skip", "output")}
-            self._layers.append((f"{path}.", frozenset(f"{path}.{end}" for end in ("input", "skip", "output")), visits))
+            own = {f"{path}.{end}": 1 for end in ("input", "skip", "output")}
+            self._layers.append((f"{path}.", own, visits))
         self.run_locations = frozenset({f"{model.path}.logits", f"{model.path}.samples"})
         head = f"{model.path}.lm_head"
         self.logit_locations = (
@@ -186,13 +187,20 @@ class EngineInterleaver(Interleaver):
         self.visits[provider] = self.visits.get(provider, 0) + 1
         return value
 
-    def nobody_inside(self, layer: int) -> bool:
-        """Whether no block waits inside of decoder layer `layer` in this pass. If so, its modules count as visited: it may
-        run without calling them.
-        """
+    def nobody_at(self, layer: int) -> bool:
         prefix, own, visits = self._layers[layer]
-        if any(location.startswith(prefix) and location not in own for location in self.points):
-            return False
+        for location in self.points:
+            if location.startswith(prefix):
+                return False
+        self.visits.update(visits)
+        self.visits.update(own)
+        return True
+
+    def nobody_inside(self, layer: int) -> bool:
+        prefix, own, visits = self._layers[layer]
+        for location in self.points:
+            if location.startswith(prefix) and location not in own:
+                return False
         self.visits.update(visits)
         return True
 

@@ -32,11 +32,11 @@ def rotation(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 def rotation_of(batch: ForwardBatch, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`rotation`, made once a pass: again only where a block replaced `cos` or `sin`, or wrote to them."""
-    key = (cos, sin, cos._version, sin._version)
     known = batch.rotation
-    if known is None or any(a is not b for a, b in zip(known[0][:2], key[:2], strict=True)) or known[0][2:] != key[2:]:
-        batch.rotation = known = (key, rotation(cos, sin))
-    return known[1]
+    versions = (cos._version, sin._version)
+    if known is None or known[0] is not cos or known[1] is not sin or known[2] != versions:
+        batch.rotation = known = (cos, sin, versions, rotation(cos, sin))
+    return known[3]
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:

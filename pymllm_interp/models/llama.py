@@ -131,8 +131,8 @@ class LlamaDecoderLayer(nn.Module):
         self, hidden_states: torch.Tensor, position_embeddings: Rotation, forward_batch: ForwardBatch, **kwargs: Any
     ) -> torch.Tensor:
         """[1, tokens, hidden]. Where nobody waits inside of the layer, it runs fused: the bits are the same."""
-        nobody_inside = forward_batch.nobody_inside
-        if nobody_inside is not None and nobody_inside(self.self_attn.layer_idx):
+        watch = forward_batch.watch
+        if watch is not None and watch.nobody_inside(self.self_attn.layer_idx):
             return self.forward_fused(hidden_states, *rotation_of(forward_batch, *position_embeddings), forward_batch)
         kwargs |= {"position_embeddings": position_embeddings, "forward_batch": forward_batch}
         attn_out, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
@@ -165,10 +165,18 @@ class LlamaModel(nn.Module):
         h = self.embed_tokens(input_ids)
         lens = {"rope_lens": forward_batch.rope_lens} if self.rotary_emb.length_dependent else {}
         position_embeddings = self.rotary_emb(h, position_ids=position_ids, **lens)
-        for layer in self.layers:
-            h = layer(
-                h, position_embeddings=position_embeddings, position_ids=position_ids, forward_batch=forward_batch
-            )
+        watch = forward_batch.watch
+        kwargs = {
+            "position_embeddings": position_embeddings,
+            "position_ids": position_ids,
+            "forward_batch": forward_batch,
+        }
+        for i, layer in enumerate(self.layers):
+            if watch is not None and watch.nobody_at(i):
+                turned = rotation_of(forward_batch, *position_embeddings)
+                h = layer.forward_fused(h, *turned, forward_batch)  # pyright: ignore[reportCallIssue]
+            else:
+                h = layer(h, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(h))  # pyright: ignore[reportArgumentType]
 
     def forward_fused(

@@ -124,7 +124,7 @@ class InterpModelRunner(ModelRunner):
             assert forward_batch.positions is not None
             forward_batch.input_ids = forward_batch.input_ids.clone()
             forward_batch.positions = forward_batch.positions.clone()
-            forward_batch.nobody_inside = self._traced().interleaver.nobody_inside
+            forward_batch.watch = self._traced().interleaver
         if any(trace.grad for trace in self._traced().interleaver.traces):
             self.forward_pass_id += 1
             forward_batch.fresh_kv_only = True
