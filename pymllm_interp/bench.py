@@ -94,7 +94,8 @@ def run_bench(suite: str, model: str, dtype: str, load_format: str, settings: Be
     console.print(f"Loading {model} ...")
     lm = LM(model, dtype=dtype, device=suite, load_format=load_format)
     with lm:
-        reference = _transformers_model(lm)
+        # On the engine's thread, as all that computes here: a second thread's OpenMP workers would slow both sides.
+        reference = lm.engine.call(lambda: _transformers_model(lm))
         with Progress(console=console, transient=True) as progress:
             decode = _bench_decode(lm, reference, settings, progress)
             del reference
@@ -126,7 +127,10 @@ def _bench_decode(lm: LM, reference: Any, settings: BenchSettings, progress: Pro
     results = []
     for batch in settings.batches:
         prompts = random_prompts(lm, batch, settings.prompt_tokens)
-        sides = [lambda n, p=prompts: generate(lm, p, n), lambda n, p=prompts: reference_generate(reference, p, n)]
+        sides = [
+            lambda n, p=prompts: generate(lm, p, n),
+            lambda n, p=prompts: lm.engine.call(lambda: reference_generate(reference, p, n)),
+        ]
         for side in sides:
             side(min(4, settings.new_tokens))  # warm
         runs: list[list[float]] = [[], []]
