@@ -109,6 +109,8 @@ class ServerConfig:
     """The KV pool's dtype; "auto" is the model's."""
     page_size: int = 16
     """Slots that are handed out together."""
+    async_scheduling: bool | None = None
+    """Launch a step before the tokens of the one before it have been read; None: on CUDA."""
     schedule_policy: str = "mixed"
     """ "mixed" steps decode and prefill together; "prefill_first" gives prompts steps of their own, one in two at most."""
     attention_backend: str = "auto"

@@ -110,6 +110,7 @@ class Steps:
         schedule = self.scheduler.schedule()
         output = self.runner.execute_model(schedule) or self.runner.sample_tokens()
         assert output is not None
+        self.scheduler.launched(schedule)
         self.scheduler.update(schedule, output)
         self.scheduler.check_integrity()
         return schedule, output

@@ -34,6 +34,7 @@ from pymllm_interp.runner.cuda_graph_runner import (
     model_capture_mode,
     set_global_graph_memory_pool,
 )
+from pymllm_interp.runner.input_batch import InputBuffers
 from pymllm_interp.runner.partition import Execution, Partition
 
 
@@ -285,12 +286,12 @@ def test_g07_small_sizes_are_compiled_where_asked_for(recorded, monkeypatch, opt
 
 def test_g08_padded_rows_are_reset_after_a_larger_batch(runner):
     """G8: D of the pitfalls. A row that an earlier batch filled must not write to that batch's memory."""
-    buffers = _InputBuffers(6, "cpu", 1)
+    buffers = _InputBuffers(InputBuffers(6, "cpu"), 6, 1)
     hand = ByHand(runner)
-    buffers.populate(decode_batch(runner, 5, hand))
+    buffers.populate(decode_batch(runner, 5, hand), 6)
     assert (buffers.req_pool_indices[:5] > 0).all() and (buffers.out_cache_loc[:5] > 0).all()
     small = hand.batch({3: [9], 4: [8]}, ForwardMode.DECODE)
-    buffers.populate(small)
+    buffers.populate(small, 6)
     for name in ("input_ids", "positions", "req_pool_indices", "out_cache_loc", "seq_lens"):
         assert torch.equal(getattr(buffers, name)[:2], getattr(small, name))
     for name in ("input_ids", "positions", "req_pool_indices", "out_cache_loc"):

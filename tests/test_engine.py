@@ -121,7 +121,7 @@ def assert_idle(lm: LM) -> None:
 
     def check() -> None:
         scheduler = lm.engine.scheduler
-        assert not scheduler.has_work() and not lm.engine._handles
+        assert not scheduler.has_work() and not lm.engine._handles and lm.engine._in_flight is None
         scheduler.check_integrity()
         assert scheduler.allocator.available_pages() == scheduler.allocator.num_pages
         assert scheduler.rows.available_size() == scheduler.rows.size
@@ -188,6 +188,71 @@ def test_scheduling_does_not_change_tokens(kwargs: dict[str, Any], lm_of: LmOf) 
     lm = lm_of("qwen3", max_num_tokens=20, **kwargs)
     handles = [lm.submit(prompt, GREEDY) for prompt in prompts]
     assert tokens([h.result(WAIT) for h in handles]) == tokens(lm_of("qwen3").generate(prompts, GREEDY))
+
+
+@pytest.mark.parametrize("policy", ["mixed", "prefill_first"])
+def test_reading_tokens_a_step_late_changes_no_result(policy: str, lm_of: LmOf) -> None:
+    """V4: every kind of end and of giving way, in a pool that is too small, beside requests that need their tokens at once."""
+    rng = random.Random(11)
+    server = {"kv_cache_tokens": 96, "page_size": 4, "max_num_tokens": 24, "schedule_policy": policy}
+    late, lm = lm_of("llama", async_scheduling=True, **server), lm_of("llama", async_scheduling=False, **server)
+    prompts = prompts_of([rng.randrange(1, 20) for _ in range(24)], seed=11)
+    ends = [token for ids in tokens(lm_of("llama").generate(prompts[:6], greedy())) for token in ids[2:5]]
+    params = [
+        SamplingParams(
+            temperature=rng.choice([0.0, 0.0, 0.9]), seed=i, max_tokens=rng.randrange(1, 16), n=rng.choice([1, 1, 3]),
+            stop_token_ids=rng.choice([None, ends]), stop=rng.choice([None, ["w1", "w33"]]),
+            repetition_penalty=rng.choice([1.0, 1.0, 1.3]), min_tokens=rng.choice([0, 1]),
+            logprobs=rng.choice([None, None, 2]), prompt_logprobs=rng.choice([None, None, 1]),
+        )
+        for i in range(len(prompts))
+    ]  # fmt: skip
+    before = lm.engine.stats()["steps_ahead"], late.engine.stats()["steps_ahead"]
+    expected, outs = lm.generate(prompts, params), late.generate(prompts, params)
+    for i, (one, other) in enumerate(zip(expected, outs, strict=True)):
+        for a, b in zip(one.outputs, other.outputs, strict=True):
+            fields = ("token_ids", "text", "finish_reason", "stop_reason")
+            assert [getattr(a, name) for name in fields] == [getattr(b, name) for name in fields], params[i]
+            assert [list(entry) for entry in a.logprobs or []] == [list(entry) for entry in b.logprobs or []]
+        assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
+    stats = late.engine.stats()
+    assert stats["preempted"] > 0 and {o.finish_reason for out in outs for o in out.outputs} == {"stop", "length"}
+    assert lm.engine.stats()["steps_ahead"] == before[0] == 0, "nothing is read late where that was not asked for"
+    assert stats["steps_ahead"] > before[1]
+    assert_idle(late)
+
+
+def test_requests_that_end_while_their_next_step_is_under_way_leave_nothing_behind(lm_of: LmOf) -> None:
+    late = lm_of("qwen3", async_scheduling=True)
+    prompts = prompts_of([3, 9, 17], seed=12)
+    expected = tokens(late.generate(prompts, greedy(max_tokens=30)))
+    with hold(late):
+        handles = [late.submit(prompt, greedy(max_tokens=30)) for prompt in prompts * 4]
+    for handle in handles[3:]:
+        handle.cancel()
+    assert tokens([handle.result(WAIT) for handle in handles[:3]]) == expected
+    for handle, whole in zip(handles[3:], expected * 3, strict=True):
+        ids = handle.result(WAIT).token_ids
+        assert ids == whole[: len(ids)]
+    assert_idle(late)
+
+
+def test_a_trace_beside_requests_that_run_ahead_is_served_step_by_step(lm_of: LmOf) -> None:
+    late, lm = lm_of("llama", async_scheduling=True), lm_of("llama")
+    prompts = prompts_of([5, 11, 30], seed=13)
+    expected = tokens(lm.generate(prompts, greedy(max_tokens=40)))
+    handles = [late.submit(prompt, greedy(max_tokens=40)) for prompt in prompts]
+    found = []
+    for model in (late, lm):
+        seen = []
+        with model.generate(prompts[0], max_new_tokens=6) as tracer:
+            seen = list().save()
+            for _ in tracer.iter[:6]:
+                seen.append(model.model.layers[1].output)
+        found.append(torch.cat([h[:, -1] for h in seen]))
+    assert tokens([handle.result(WAIT) for handle in handles]) == expected
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+    assert_idle(late)
 
 
 # -- sampling ------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from pymllm_interp.core.request import Request
 from pymllm_interp.hooks.groups import NNsightRequestHelper
 from pymllm_interp.hooks.model import TracedModel
 from pymllm_interp.hooks.trace import RequestTrace
+from pymllm_interp.runner.async_output import AsyncOutput
 
 PROMPT = [5, 17, 3, 80, 44, 9, 61]
 OTHERS = [[7, 2, 93], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
@@ -140,7 +141,7 @@ class Batch:
         return request
 
     def step(self, *entries: tuple[Request, int]) -> list[ScheduledRequest]:
-        rows = [ScheduledRequest(request, size, request.num_computed_tokens) for request, size in entries]
+        rows = [ScheduledRequest.of(request, size) for request, size in entries]
         self.helper.process_new_reqs(rows, self.model)
         return rows
 
@@ -330,13 +331,15 @@ def test_n13_a_failing_hook_ends_its_own_request_and_the_others_finish_bit_equal
 def test_n13_the_error_stands_in_the_steps_output_under_its_owner(lm, monkeypatch):
     """N13."""
     outputs: list[ModelRunnerOutput] = []
-    sample = InterpModelRunner.sample_tokens
+    sample = InterpModelRunner.sample_tokens_async
 
-    def spy(self: InterpModelRunner) -> ModelRunnerOutput | None:
-        outputs.append(sample(self))
-        return outputs[-1]
+    def spy(self: InterpModelRunner) -> AsyncOutput | None:
+        sampled = sample(self)
+        assert sampled is not None
+        outputs.append(sampled.output)
+        return sampled
 
-    monkeypatch.setattr(InterpModelRunner, "sample_tokens", spy)
+    monkeypatch.setattr(InterpModelRunner, "sample_tokens_async", spy)
 
     def raising() -> None:
         with lm.trace(PROMPT):
@@ -344,7 +347,7 @@ def test_n13_the_error_stands_in_the_steps_output_under_its_owner(lm, monkeypatc
             raise KeyError("x")
 
     plain_beside(lm, raising)
-    failed = [output for output in outputs if output is not None and output.errors]
+    failed = [output for output in outputs if output.errors]
     assert len(failed) == 1 and len(failed[0].req_ids) == 3
     ((owner, error),) = failed[0].errors.items()
     assert owner in failed[0].req_ids and isinstance(error, KeyError)

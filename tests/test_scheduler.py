@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -33,7 +33,7 @@ class Simulation:
 
     def __init__(
         self, *, num_pages: int, page_size: int = 4, max_num_tokens: int = 16, max_running: int = 8,
-        policy: str = "mixed", seed: int = 0, eos_rate: float = 0.1,
+        policy: str = "mixed", seed: int = 0, eos_rate: float = 0.1, ahead: bool = False,
     ) -> None:  # fmt: skip
         self.num_pages, self.page_size, self.max_num_tokens = num_pages, page_size, max_num_tokens
         self.rows = ReqToTokenPool(max_running, CONTEXT, "cpu")
@@ -49,7 +49,9 @@ class Simulation:
         self.reported: set[str] = set()
         self.computed: dict[str, int] = {}
         self.sat_out: dict[str, int] = {}
-        self.last_sampled: dict[str, int] = {}
+        self.ahead = ahead  # a step is scheduled before the tokens of the one before it are read
+        self.in_flight: tuple[SchedulerOutput, ModelRunnerOutput] | None = None
+        self.drawn: dict[str, list[int]] = defaultdict(list)  # what the model sampled, read or not
 
     # -- arrivals ------------------------------------------------------------------
 
@@ -108,30 +110,44 @@ class Simulation:
         scheduler.check_integrity()
         self.check_step(step)
         self.check_sat_out(decoding, step)
-        for request, num_tokens, start in step.scheduled:
+        for request, num_tokens, start, _, _ in step.scheduled:
             self.check_kv(request, start)
             self.write_kv(request, start, start + num_tokens)
-        tokens = [self.draw() if entry.samples else None for entry in step.scheduled]
-        ended = scheduler.update(step, ModelRunnerOutput(sampled_token_ids=tokens))
-        scheduler.check_integrity()
-        assert all(request.finished and not request.pages and request.host_kv is None for request in ended)
-        for request in scheduler.live:
-            self.check_progress(request)
-            if request.status is not RequestStatus.SWAPPED:
-                self.check_kv(request, request.num_computed_tokens)
+        tokens = [self.draw(entry.request) if entry.samples else None for entry in step.scheduled]
+        scheduler.launched(step)
+        before, self.in_flight = self.in_flight, (step, ModelRunnerOutput(sampled_token_ids=tokens))
+        assert step.scheduled or before is not None or not scheduler.has_work(), "nothing runs, but there is work"
+        if before is not None:
+            self.collect(*before)
+        if not self.ahead or not step.scheduled or any(entry.request.needs_tokens for entry in step.scheduled):
+            self.collect(*self.in_flight)
+            self.in_flight = None
         self.steps.append(step)
         return step
 
-    def draw(self) -> int:
-        return EOS if self.random.random() < self.eos_rate else self.random.randrange(1, 1000)
+    def collect(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        ended = self.scheduler.update(step, output)
+        self.scheduler.check_integrity()
+        assert all(request.finished and not request.pages and request.host_kv is None for request in ended)
+        for request in self.scheduler.live:
+            self.check_progress(request)
+            assert 0 <= request.num_pending <= self.ahead, (
+                f"{request.num_pending} unread tokens of {request.request_id}"
+            )
+            if request.status is not RequestStatus.SWAPPED:
+                self.check_kv(request, request.num_computed_tokens)
+
+    def draw(self, request: Request) -> int:
+        token = EOS if self.random.random() < self.eos_rate else self.random.randrange(1, 1000)
+        self.drawn[request.request_id].append(token)
+        return token
 
     def run(self, limit: int) -> None:
         """Step until nothing is left. A step may not come back empty while there is work."""
         for _ in range(limit):
             if not self.scheduler.has_work():
                 break
-            step = self.step()
-            assert step.scheduled, f"nothing runs, but {len(self.scheduler.live)} requests are there"
+            self.step()
         left = [(r.request_id, r.status, r.num_computed_tokens, r.num_tokens) for r in self.scheduler.live]
         assert not left, f"after {limit} steps there are {left}"
         assert self.allocator.available_pages() == self.num_pages and self.rows.available_size() == self.rows.size
@@ -147,8 +163,9 @@ class Simulation:
         assert set(step.scheduled_new_reqs) <= set(requests)
         phases = [request.is_decoding for request in requests]
         assert phases == sorted(phases, reverse=True), f"decode rows come first: {phases}"
-        for request, num_tokens, start in step.scheduled:
+        for request, num_tokens, start, _, decodes in step.scheduled:
             assert request.status is RequestStatus.RUNNING and request.req_pool_idx
+            assert decodes or not request.num_pending, "a prompt is laid out on the host, which must know its tokens"
             assert start == request.num_computed_tokens and 1 <= num_tokens <= request.num_tokens - start
             assert len(request.pages) * self.page_size >= start + num_tokens
             assert 0 not in self.allocator.slots_of(request.pages, 0, start + num_tokens) and 0 not in request.pages
@@ -184,7 +201,7 @@ class Simulation:
 
     def kv_of(self, request: Request, start: int, stop: int) -> torch.Tensor:
         """[layers, 2, tokens, 1, 3]: KV that names its layer, prompt, position and token."""
-        tokens = request.all_token_ids[start:stop]
+        tokens = (request.prompt_token_ids + self.drawn[request.request_id])[start:stop]
         number = float(request.request_id.split("-")[0])
         rows = torch.tensor([[number, float(start + i), float(token)] for i, token in enumerate(tokens)])
         return rows.view(1, 1, -1, 1, 3) + torch.arange(4).view(2, 2, 1, 1, 1) * 10_000.0
@@ -214,7 +231,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         num_pages=st.integers(3, 14), page_size=st.sampled_from([1, 2, 4]), max_num_tokens=st.integers(1, 20),
         max_running=st.integers(1, 7), policy=st.sampled_from(POLICIES), seed=st.integers(0, 99),
-        eos_rate=st.sampled_from([0.0, 0.1, 0.4]),
+        eos_rate=st.sampled_from([0.0, 0.1, 0.4]), ahead=st.booleans(),
     )  # fmt: skip
     def begin(self, **kwargs) -> None:
         self.sim = Simulation(**kwargs)
@@ -252,8 +269,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 8))
     def steps(self, count: int) -> None:
         for _ in range(count):
-            busy = self.sim.scheduler.has_work()
-            assert bool(self.sim.step().scheduled) == busy, "nothing runs, but there is work"
+            self.sim.step()
 
     def teardown(self) -> None:
         if hasattr(self, "sim"):

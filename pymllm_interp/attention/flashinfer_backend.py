@@ -64,7 +64,7 @@ class Planned:
     def __init__(self, wrapper: Any, device: torch.device) -> None:
         self.wrapper = wrapper
         self.owner: object = None
-        self.pages: torch.Tensor | None = None
+        self.pages: np.ndarray | None = None
         self._read = torch.cuda.Event() if device.type == "cuda" else None
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
@@ -77,29 +77,37 @@ class Planned:
 
 @dataclass
 class PagedLens:
-    """The lengths of a pass in pages, on the host: pinned, so that copies of them wait for nothing."""
+    """The lengths of a pass in pages, on the host."""
 
     # fmt: off
-    pages:         torch.Tensor  # [batch] int64
-    kv_indptr:     torch.Tensor  # [batch + 1] int32, first page of each request in kv_indices
-    last_page_len: torch.Tensor  # [batch] int32, slots in use of each request's last page
+    pages:  np.ndarray    # [batch] int64
+    packed: torch.Tensor  # [2 * batch + 1] int32: kv_indptr and last_page_len; pinned, so that a copy of it waits for nothing
     # fmt: on
 
     @classmethod
     def of(cls, forward_batch: ForwardBatch, page_size: int) -> PagedLens:
         seq_lens = forward_batch.seq_lens if forward_batch.seq_lens_cpu is None else forward_batch.seq_lens_cpu
-        lens, pin = seq_lens.cpu().to(torch.int64), forward_batch.input_ids.device.type == "cuda"
-        pages = torch.empty(len(lens), dtype=torch.int64, pin_memory=pin)
-        indptr = torch.zeros(len(lens) + 1, dtype=torch.int32, pin_memory=pin)
-        last = torch.empty(len(lens), dtype=torch.int32, pin_memory=pin)
-        torch.div(lens + page_size - 1, page_size, rounding_mode="floor", out=pages)
-        torch.cumsum(pages, 0, dtype=torch.int32, out=indptr[1:])
-        last.copy_(lens - (pages - 1) * page_size)
-        return cls(pages, indptr, last)
+        lens = seq_lens.cpu().numpy().astype(np.int64)
+        pages = -(-lens // page_size)
+        packed = torch.zeros(2 * len(lens) + 1, dtype=torch.int32, pin_memory=forward_batch.input_ids.is_cuda)
+        values = packed.numpy()
+        np.cumsum(pages, out=values[1 : len(lens) + 1])
+        values[len(lens) + 1 :] = lens - (pages - 1) * page_size
+        return cls(pages, packed)
+
+    @property
+    def kv_indptr(self) -> torch.Tensor:
+        """[batch + 1] int32, first page of each request in kv_indices."""
+        return self.packed[: len(self.pages) + 1]
+
+    @property
+    def last_page_len(self) -> torch.Tensor:
+        """[batch] int32, slots in use of each request's last page."""
+        return self.packed[len(self.pages) + 1 :]
 
     @property
     def total_pages(self) -> int:
-        return int(self.kv_indptr[-1])
+        return int(self.pages.sum())
 
 
 @dataclass
@@ -118,12 +126,19 @@ class GraphPass:
     """Decode passes of one batch size, whose plans live in memory that captured kernels read."""
 
     # fmt: off
-    kv_indptr:     torch.Tensor  # [batch + 1] int32
-    last_page_len: torch.Tensor  # [batch] int32
-    kv_indices:    torch.Tensor  # [batch * pages of the longest context] int32, shared by all batch sizes
+    packed:     torch.Tensor  # [2 * batch + 1] int32: kv_indptr and last_page_len
+    kv_indices: torch.Tensor  # [batch * pages of the longest context] int32, shared by all batch sizes
     # fmt: on
     plans: dict[LayerKind, Planned] = field(default_factory=dict)
     lens: PagedLens | None = None
+
+    @property
+    def kv_indptr(self) -> torch.Tensor:
+        return self.packed[: len(self.packed) // 2 + 1]
+
+    @property
+    def last_page_len(self) -> torch.Tensor:
+        return self.packed[len(self.packed) // 2 + 1 :]
 
 
 class FlashInferAttnBackend(AttentionBackend):
@@ -145,6 +160,11 @@ class FlashInferAttnBackend(AttentionBackend):
         self._flashinfer = import_flashinfer()
         self.device, self.dtype = torch.device(device), dtype
         self._torch_backend = TorchAttnBackend()
+        self._fill_kv_indices = _fill_kv_indices
+        if self.device.type == "cuda":
+            from .triton_pages import fill_kv_indices
+
+            self._fill_kv_indices = fill_kv_indices
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         self._eager: dict[tuple[LayerKind, bool], Planned] = {}
         self._graphs: dict[int, GraphPass] = {}
@@ -159,9 +179,9 @@ class FlashInferAttnBackend(AttentionBackend):
             forward_batch.attn_metadata = None
             return
         lens = PagedLens.of(forward_batch, _pool_of(forward_batch).page_size)
-        pages, indptr = (x.to(self.device, non_blocking=True) for x in (lens.pages, lens.kv_indptr))
+        indptr = lens.kv_indptr.to(self.device, non_blocking=True)
         indices = torch.empty(lens.total_pages, dtype=torch.int32, device=self.device)
-        _fill_kv_indices(indices, forward_batch, pages, indptr)
+        self._fill(indices, indptr, forward_batch)
         forward_batch.attn_metadata = EagerPass(lens, indices, _qo_indptr(forward_batch))
 
     def forward(
@@ -199,7 +219,7 @@ class FlashInferAttnBackend(AttentionBackend):
             if self._graph_indices is None:
                 longest = -(-_table_of(forward_batch).shape[1] // _pool_of(forward_batch).page_size)
                 self._graph_indices = self._empty_ints(self._max_graph_bs * longest)
-            self._graphs[bs] = GraphPass(self._empty_ints(bs + 1), self._empty_ints(bs), self._graph_indices)
+            self._graphs[bs] = GraphPass(self._empty_ints(2 * bs + 1), self._graph_indices)
         self._plan_graph(forward_batch)
 
     def init_forward_metadata_replay_cuda_graph(self, forward_batch: ForwardBatch) -> None:
@@ -212,12 +232,10 @@ class FlashInferAttnBackend(AttentionBackend):
         """
         graph = self._graphs[forward_batch.batch_size]
         graph.lens = lens = PagedLens.of(forward_batch, _pool_of(forward_batch).page_size)
-        graph.kv_indptr.copy_(lens.kv_indptr, non_blocking=True)
-        graph.last_page_len.copy_(lens.last_page_len, non_blocking=True)
-        pages = lens.pages.to(self.device, non_blocking=True)
-        _fill_kv_indices(graph.kv_indices[: lens.total_pages], forward_batch, pages, graph.kv_indptr)
+        graph.packed.copy_(lens.packed, non_blocking=True)
+        self._fill(graph.kv_indices[: lens.total_pages], graph.kv_indptr, forward_batch)
         for kind, planned in graph.plans.items():
-            if planned.pages is None or not torch.equal(planned.pages, lens.pages):
+            if planned.pages is None or not np.array_equal(planned.pages, lens.pages):
                 self._plan(planned, kind, lens, graph.kv_indices[: lens.total_pages], None, _pool_of(forward_batch))
         forward_batch.attn_metadata = graph
 
@@ -296,6 +314,10 @@ class FlashInferAttnBackend(AttentionBackend):
             planned.plan(qo_indptr, *paged, *heads, causal=True, **options)
         planned.pages = lens.pages
 
+    def _fill(self, kv_indices: torch.Tensor, kv_indptr: torch.Tensor, forward_batch: ForwardBatch) -> None:
+        rows, table = forward_batch.req_pool_indices, _table_of(forward_batch)
+        self._fill_kv_indices(kv_indices, kv_indptr, rows, table, _pool_of(forward_batch).page_size)
+
     def _empty_ints(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int32, device=self.device)
 
@@ -324,17 +346,13 @@ def check_head_dim(head_dim: int) -> None:
 
 
 def _fill_kv_indices(
-    out: torch.Tensor,  # [pages] int32
-    forward_batch: ForwardBatch,
-    pages: torch.Tensor,  # [batch] int64 on the device
-    kv_indptr: torch.Tensor,  # [batch + 1] int32 on the device
+    out: torch.Tensor, kv_indptr: torch.Tensor, rows: torch.Tensor, req_to_token: torch.Tensor, page_size: int
 ) -> None:
-    """Write the requests' pages, one request behind the other. The sizes are known on the host, so nothing waits."""
-    page_size = _pool_of(forward_batch).page_size
-    request = torch.repeat_interleave(pages, output_size=out.shape[0])
-    page = torch.arange(out.shape[0], device=out.device) - kv_indptr[request]
-    slots = _table_of(forward_batch)[forward_batch.req_pool_indices[request], page * page_size]
-    torch.div(slots, page_size, rounding_mode="floor", out=out)
+    """The plain torch of `triton_pages.fill_kv_indices`, for an `out` of exactly the requests' pages."""
+    starts = kv_indptr.to(torch.int64)
+    request = torch.repeat_interleave(starts.diff(), output_size=out.shape[0])
+    page = torch.arange(out.shape[0], device=out.device) - starts[request]
+    torch.div(req_to_token[rows[request], page * page_size], page_size, rounding_mode="floor", out=out)
 
 
 def _qo_indptr(forward_batch: ForwardBatch) -> torch.Tensor | None:

@@ -104,6 +104,7 @@ class ForwardBatch:
     fresh_kv_only:   bool = False                # attend to this pass's own K and V (a pass with gradients)
     return_hidden_states: bool = False
     hidden_states:   torch.Tensor | None = None  # [tokens, hidden] after the final norm; set by the model when asked for
+    padded_size:     int = 0                     # rows of the runner's input buffers that are laid out for it, padding included
     watch:           LayerWatch | None = None    # who waits at which layer; None: nobody can
     rotation:        Any = field(default=None, repr=False)  # what layers/rope.py made of this pass's cos and sin
     attn_metadata:   Any = field(default=None, repr=False)  # the backend's plan for this pass

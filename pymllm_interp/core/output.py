@@ -73,18 +73,23 @@ class RequestOutput:
 
 
 class ScheduledRequest(NamedTuple):
-    """A request's share of a step: its tokens from `num_computed_tokens` on."""
+    """A request's share of a step, as it was when the step was scheduled."""
 
     request: Request
     num_tokens: int
     """Tokens to compute in this step."""
     start: int
     """Positions that had KV before the step."""
+    samples: bool
+    """Whether the step computes the request's last token, so that the next one is sampled."""
+    decodes: bool
+    """Whether that is the last token sampled, which the host need not know yet."""
 
-    @property
-    def samples(self) -> bool:
-        """Whether this step computes the request's last known token, so that the next one is sampled."""
-        return self.start + self.num_tokens == self.request.num_tokens
+    @classmethod
+    def of(cls, request: Request, num_tokens: int) -> ScheduledRequest:
+        """The next `num_tokens` tokens of the request."""
+        start = request.num_computed_tokens
+        return cls(request, num_tokens, start, start + num_tokens == request.num_tokens, request.is_decoding)
 
     @property
     def logit_rows(self) -> int:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import cached_property
 from numbers import Real
 from typing import Any
 
@@ -114,6 +115,17 @@ class SamplingParams:
         """Whether the most likely token is taken."""
         return self.temperature == 0
 
+    @cached_property
+    def plain(self) -> bool:
+        """Whether the most likely token is taken, and nothing else is asked for."""
+        changed = self.penalised or self.logit_bias or self.min_tokens > 0
+        return self.greedy and self.logprobs is None and not changed
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the tokens so far change the next one's logits."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
@@ -167,8 +179,10 @@ class Request:
     # State, owned by the scheduler.
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
+    num_pending: int = 0
+    """Tokens that a launched step samples and the host has not read yet."""
     num_computed_tokens: int = 0
-    """Positions that have KV."""
+    """Positions that have KV, or get it in a step that was launched."""
     req_pool_idx: int | None = None
     pages: list[int] = field(default_factory=list)
     """KV pages, in order of position."""
@@ -190,9 +204,19 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
+    def num_generated(self) -> int:
+        """Generated tokens, with those that the host has not read yet."""
+        return len(self.output_token_ids) + self.num_pending
+
+    @property
     def num_tokens(self) -> int:
         """Prompt and generated tokens. All but the last generated one get KV."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+        return len(self.prompt_token_ids) + self.num_generated
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens to compute before the next one can be sampled; 0 where none is to be sampled any more."""
+        return 0 if self.num_generated >= self.max_tokens else self.num_tokens - self.num_computed_tokens
 
     @property
     def all_token_ids(self) -> list[int]:
@@ -210,4 +234,14 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """Whether one token is left to compute: the last one sampled."""
-        return bool(self.output_token_ids) and self.num_tokens - self.num_computed_tokens == 1
+        generated = len(self.output_token_ids) + self.num_pending
+        computed = self.num_computed_tokens
+        return 0 < generated < self.max_tokens and len(self.prompt_token_ids) + generated - computed == 1
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the next step cannot be prepared before the host has read this one's token.
+
+        A block may edit it, and must not see a step that did not happen; penalties count it.
+        """
+        return self.trace is not None or self.params.penalised

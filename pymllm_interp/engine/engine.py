@@ -18,6 +18,7 @@ from typing import Any
 from ..core.output import Logprob, ModelRunnerOutput, SampledLogprobs, SchedulerOutput
 from ..core.request import Request
 from ..hooks.watchdog import Watchdog
+from ..runner.async_output import AsyncOutput
 from ..runner.interp_model_runner import InterpModelRunner
 from .handle import EngineClosedError, RequestHandle
 from .scheduler import Scheduler
@@ -39,12 +40,14 @@ class Engine:
 
     def __init__(self, runner: InterpModelRunner) -> None:
         self.runner = runner
-        self.num_steps = 0
+        self.num_steps = self.num_steps_ahead = 0
+        self._in_flight: tuple[SchedulerOutput, AsyncOutput] | None = None
         self._handles: dict[str, RequestHandle] = {}
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closing: BaseException | None = None
         config = runner.server_config
+        self._async = False
         self._watchdog = Watchdog(config.trace_step_warning, config.trace_step_timeout)
         ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._start, args=(ready,), name="pymllm-interp-engine", daemon=True)
@@ -92,10 +95,11 @@ class Engine:
         return value
 
     def stats(self) -> dict[str, Any]:
-        """Counters: steps by way and reason, requests in each state, free pages, preemptions."""
+        """Counters: steps, those whose tokens were read after the next one's launch, steps by way and reason, requests in each state, free pages, preemptions."""
         scheduler = self.scheduler
         return {
             "steps": self.num_steps,
+            "steps_ahead": self.num_steps_ahead,
             "execution": {f"{how}: {why}": n for (how, why), n in Counter(self.runner.partition.counts).items()},
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
@@ -144,6 +148,8 @@ class Engine:
         assert runner.req_to_token_pool and runner.token_to_kv_pool_allocator and runner.token_to_kv_pool
         assert runner.nnsight_model is not None
         runner.nnsight_model.interleaver.watchdog = self._watchdog
+        asked = runner.server_config.async_scheduling
+        self._async = runner.device.startswith("cuda") if asked is None else asked
         self.scheduler = Scheduler(
             runner.server_config,
             runner.max_num_tokens,
@@ -156,7 +162,7 @@ class Engine:
         try:
             while self._take_commands():
                 self._expire()
-                if self.scheduler.has_work():
+                if self._has_work():
                     self.step()
         except BaseException as error:
             logger.exception("the engine stopped")
@@ -167,7 +173,7 @@ class Engine:
     def _take_commands(self) -> bool:
         """Wait for work; False when the engine closes."""
         with self._wake:
-            while not (self._inbox or self._closing or self.scheduler.has_work()):
+            while not (self._inbox or self._closing or self._has_work()):
                 self._wake.wait()
             commands = list(self._inbox)
             self._inbox.clear()
@@ -175,24 +181,60 @@ class Engine:
             command()
         return self._closing is None
 
+    def _has_work(self) -> bool:
+        return self.scheduler.has_work() or self._in_flight is not None
+
     def step(self) -> None:
-        """Schedule, run and sample once; deliver what came of it."""
+        """Launch a step, and deliver what the one before it made while the device works.
+
+        With `async_scheduling` a step's tokens are read when the next one has been launched behind it: the device does not
+        wait for the host. A step that ends a request so runs one token too many for it, which is dropped. Where the next step
+        depends on this one's tokens (`Request.needs_tokens`), they are read first.
+        """
         step = self.scheduler.schedule()
-        self.num_steps += 1
-        if not step.scheduled:
-            self.runner.execute_model(step)
+        launched = self._launch(step)
+        before, self._in_flight = self._in_flight, launched
+        if before is not None:
+            self._collect(*before)
+        if launched is None:
             return
+        if not self._async or any(entry.request.needs_tokens for entry in step.scheduled):
+            self._in_flight = None
+            self._collect(*launched)
+        else:
+            self.num_steps_ahead += 1
+
+    def _launch(self, step: SchedulerOutput) -> tuple[SchedulerOutput, AsyncOutput] | None:
+        """Run a step as far as the host's part goes. None: it was empty, or failed."""
         try:
-            output = self.runner.execute_model(step) or self.runner.sample_tokens()
+            if self.runner.execute_model(step) is not None:
+                return None
+            output = self.runner.sample_tokens_async()
         except Exception as error:
+            if self._in_flight is not None:
+                before, self._in_flight = self._in_flight, None
+                self._collect(*before)
             self._blame(step, error)
-            return
+            return None
         assert output is not None
+        self.num_steps += 1
+        self.scheduler.launched(step)
+        return step, output
+
+    def _collect(self, step: SchedulerOutput, launched: AsyncOutput) -> None:
+        """Read a step's tokens and hand them out."""
+        try:
+            output = launched.get_output()
+        except Exception as error:  # the device's: what the step computed is lost for everyone in it
+            logger.warning("the tokens of a step could not be read: %r", error)
+            self._fail([entry.request for entry in step.scheduled], error)
+            return
         self._collect_logprobs(step, output)
         for request in self.scheduler.update(step, output):
             self._finished(request)
         for entry in step.scheduled:
-            self._deliver(entry.request)
+            if entry.samples:
+                self._deliver(entry.request)
 
     def _deliver(self, request: Request) -> None:
         handle = self._handles.get(request.request_id)
@@ -207,10 +249,7 @@ class Engine:
         """A pass failed. Its traced requests cannot be run again; plain ones are, unless the pass had no trace in it."""
         logger.warning("a step failed: %r", error)
         requests = [entry.request for entry in step.scheduled]
-        traced = [request for request in requests if request.trace is not None]
-        for request in traced or requests:
-            request.error = error
-        self._end(traced or requests, "error")
+        self._fail([request for request in requests if request.trace is not None] or requests, error)
         for request in requests:
             if not request.finished:
                 self.runner.req_states.add_request(
@@ -218,6 +257,12 @@ class Engine:
                     request.num_computed_tokens,
                 )  # fmt: skip
         self.runner.req_states.apply_staged_writes()
+
+    def _fail(self, requests: list[Request], error: Exception) -> None:
+        for request in requests:
+            if not request.finished:
+                request.error = error
+        self._end(requests, "error")
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -258,6 +303,8 @@ class Engine:
     def _collect_logprobs(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
         for entry, sampled in zip(step.scheduled, output.logprobs, strict=True):
             request = entry.request
+            if request.finished:
+                continue
             if sampled is not None and request.logprobs is not None and not request.forward_only:
                 request.logprobs.append(as_dict(sampled))
             found = output.prompt_logprobs.get(request.request_id)

@@ -79,9 +79,12 @@ class Scheduler:
     # -- a step ----------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
-        """Pick the next step's requests. Decode rows come first, then prompts."""
+        """Pick the next step's requests. Decode rows come first, then prompts.
+
+        The step is empty where nothing can be done before tokens of launched steps have been read.
+        """
         step = self._pick()
-        while not step.scheduled and (self._decodes_wait or any(map(self._give_back, reversed(self.waiting)))):
+        while not step.scheduled and (self._decodes_wait or self._give_back_prompts()):
             step = self._pick()
         step.finished_req_ids, self._finished_ids = self._finished_ids, set()
         step.preempted_req_ids, self._preempted_ids = self._preempted_ids, set()
@@ -90,29 +93,30 @@ class Scheduler:
     def _pick(self) -> SchedulerOutput:
         step = SchedulerOutput()
         budget = self.max_num_tokens
-        self._decodes_wait = self._prompts_have_this_step()
+        decoding = [request for request in self.running if request.is_decoding]
+        self._decodes_wait = self._prompts_have_this_step(len(decoding))
         if not self._decodes_wait:
-            budget = self._schedule_decodes(step, budget)
+            budget = self._schedule_decodes(step, budget, decoding)
         if not (self.config.schedule_policy == "prefill_first" and step.scheduled):
-            budget = self._schedule_chunks(step, budget)
+            if len(decoding) < len(self.running):
+                budget = self._schedule_chunks(step, budget)
             budget = self._schedule_swapped(step, budget)
             self._schedule_waiting(step, budget)
-        step.scheduled.sort(key=lambda entry: not entry.request.is_decoding)  # stable: decode first
+        step.scheduled.sort(key=lambda entry: not entry.decodes)  # stable: decode first
         return step
 
-    def _prompts_have_this_step(self) -> bool:
-        """Whether decoding requests sit this step out, for prompts. Never two steps in a row."""
-        decoding = sum(request.is_decoding for request in self.running)
+    def _prompts_have_this_step(self, decoding: int) -> bool:
+        """Whether the requests that decode, so many, sit this step out for prompts. Never two steps in a row."""
         if not decoding or self._decodes_wait:
             return False
         head = self._admissible_head()
         if self.config.schedule_policy == "prefill_first":
             back = any(self._can_admit(self._unit(request)) for request in self.swapped)
-            return back or head is not None or any(not request.is_decoding for request in self.running)
-        if head is None or head[0].trace is None or decoding < len(self.running):
+            return back or head is not None or any(map(_in_prompt, self.running))
+        if head is None or head[0].trace is None or any(map(_in_prompt, self.running)):
             return False
         # A traced prompt needs one pass; beside many decoding requests the budget would never hold it.
-        tokens = sum(request.num_tokens - request.num_computed_tokens for request in head)
+        tokens = sum(request.num_tokens_left for request in head)
         return head[0].alone or tokens + decoding > self.max_num_tokens
 
     def _admissible_head(self) -> list[Request] | None:
@@ -123,19 +127,19 @@ class Scheduler:
                 return unit if self._can_admit(unit) else None
         return None
 
-    def _schedule_decodes(self, step: SchedulerOutput, budget: int) -> int:
-        for request in sorted((r for r in self.running if r.is_decoding), key=lambda r: r.arrival):
+    def _schedule_decodes(self, step: SchedulerOutput, budget: int, decoding: list[Request]) -> int:
+        for request in sorted(decoding, key=lambda r: r.arrival):
             if request.status is RequestStatus.RUNNING and self._make_room(request, 1, step):
-                step.scheduled.append(ScheduledRequest(request, 1, request.num_computed_tokens))
+                step.scheduled.append(ScheduledRequest(request, 1, request.num_computed_tokens, True, True))
                 budget -= 1
         return budget
 
     def _schedule_chunks(self, step: SchedulerOutput, budget: int) -> int:
         """Go on with prompts that earlier steps began."""
-        for request in sorted((r for r in self.running if not r.is_decoding), key=lambda r: r.arrival):
-            tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+        for request in sorted((r for r in self.running if _in_prompt(r)), key=lambda r: r.arrival):
+            tokens = min(request.num_tokens_left, budget)
             if tokens and request.status is RequestStatus.RUNNING and self._make_room(request, tokens, step):
-                step.scheduled.append(ScheduledRequest(request, tokens, request.num_computed_tokens))
+                step.scheduled.append(ScheduledRequest.of(request, tokens))
                 budget -= tokens
         return budget
 
@@ -150,7 +154,7 @@ class Scheduler:
                 slots = self.allocator.slots_of(member.pages, 0, member.num_computed_tokens)
                 self.kv_pool.swap_in(slots, member.host_kv)
                 member.host_kv = None
-                step.scheduled.append(ScheduledRequest(member, 1, member.num_computed_tokens))
+                step.scheduled.append(ScheduledRequest.of(member, 1))
                 budget -= 1
         return budget
 
@@ -163,20 +167,25 @@ class Scheduler:
             if any(entry.request is request for entry in step.scheduled):
                 continue
             unit = self._unit(request)
-            needed = sum(r.num_tokens - r.num_computed_tokens for r in unit)
+            needed = sum(r.num_tokens_left for r in unit)
             whole = request.trace is not None or len(unit) > 1
             if (whole and needed > budget) or not self._can_admit(unit) or (request.alone and step.scheduled):
                 return  # first come, first served
             for member in unit:
-                tokens = min(member.num_tokens - member.num_computed_tokens, budget)
+                tokens = min(member.num_tokens_left, budget)
                 self._admit(member, step)
-                step.scheduled.append(ScheduledRequest(member, tokens, member.num_computed_tokens))
+                step.scheduled.append(ScheduledRequest.of(member, tokens))
                 budget -= tokens
             if request.alone:
                 return
 
     def _can_admit(self, unit: list[Request]) -> bool:
-        """Whether rows and pages are free for all tokens that the requests have so far."""
+        """Whether rows and pages are free for all tokens that the requests have so far, and the host knows the tokens.
+
+        One that gave way a step after it sampled waits until its token has been read.
+        """
+        if any(r.num_pending for r in unit):
+            return False
         pages = sum(self._pages_for(r.num_tokens) - len(r.pages) for r in unit)
         return len(self.running) + len(unit) <= self.max_running and pages <= self.allocator.available_pages()
 
@@ -194,13 +203,23 @@ class Scheduler:
 
     # -- what a step made ---------------------------------------------------------------
 
+    def launched(self, step: SchedulerOutput) -> None:
+        """A step is under way: the next one may be scheduled behind it, whether or not its tokens have been read."""
+        for request, num_tokens, _, samples, _ in step.scheduled:
+            request.num_computed_tokens += num_tokens
+            request.num_pending += samples
+
     def update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[Request]:
-        """Take a step's tokens, and end the requests that are through. Returns those that ended."""
+        """Take the tokens of a step that was `launched`, and end the requests that are through. Returns those that ended.
+
+        Steps are taken in the order in which they were launched. The rows of requests that ended since are dropped.
+        """
         ended = []
-        for (request, num_tokens, _), token in zip(step.scheduled, output.sampled_token_ids, strict=True):
+        for entry, token in zip(step.scheduled, output.sampled_token_ids, strict=True):
+            request = entry.request
             if request.finished:
                 continue
-            request.num_computed_tokens += num_tokens
+            request.num_pending -= entry.samples
             first = token is not None and not request.output_token_ids
             reason = self._take(request, token, output)
             if first:
@@ -234,7 +253,7 @@ class Scheduler:
             if request.leader is not leader:
                 continue
             request.leader = None
-            shared = leader.prompt_len - 1
+            shared = leader.prompt_len - 1 if leader.pages else 0  # it may have given way since
             if shared and not request.pages and self._grow(request, shared):
                 source = self.allocator.slots_of(leader.pages, 0, shared)
                 self.kv_pool.copy(source, self.allocator.slots_of(request.pages, 0, shared))
@@ -303,6 +322,12 @@ class Scheduler:
                 self.swapped.append(member)
                 self.num_swapped += 1
 
+    def _give_back_prompts(self) -> bool:
+        """Take pages of a prompt that only waits, unless tokens under way will change the picture. False: none has any."""
+        if any(request.num_pending for request in self.live):
+            return False
+        return any(map(self._give_back, reversed(self.waiting)))
+
     def _give_back(self, request: Request) -> bool:
         """Take the pages of a prompt that only waits (it was handed another's KV). False: it has none."""
         if not request.pages:
@@ -336,3 +361,8 @@ class Scheduler:
             assert request.num_computed_tokens <= held or request.status is RequestStatus.SWAPPED, request.request_id
         idle = [r for r in [*self.swapped, *self.waiting] if r.req_pool_idx is not None]
         assert not idle, f"rows held by requests that do not run: {[r.request_id for r in idle]}"
+
+
+def _in_prompt(request: Request) -> bool:
+    """Whether the request has tokens to compute before it decodes."""
+    return request.num_tokens_left > 0 and not request.is_decoding

@@ -29,6 +29,7 @@ import torch
 
 from ..core.forward_batch import ForwardBatch, ForwardMode
 from ..core.output import LogitsProcessorOutput
+from .input_batch import InputBuffers
 
 if TYPE_CHECKING:
     from .model_runner import ModelRunner
@@ -88,38 +89,36 @@ def capture_batch_sizes(max_bs: int) -> list[int]:
 
 
 class _InputBuffers:
-    """The memory that captured passes read their inputs from, a row for each request.
+    """The memory that captured passes read their inputs from, a row for each request: the runner's own input buffers.
 
-    Rows that are not filled keep the values of padding: the dummy row, the dummy slot, a sequence of one token.
+    Rows of padding hold the dummy row, the dummy slot, and a sequence of one token.
     """
 
-    def __init__(self, max_bs: int, device: str, seq_len_fill_value: int) -> None:
+    def __init__(self, shared: InputBuffers, max_bs: int, seq_len_fill_value: int) -> None:
         self.seq_len_fill_value = seq_len_fill_value
-        self.input_ids = torch.zeros(max_bs, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(max_bs, dtype=torch.int64, device=device)
-        self.req_pool_indices = torch.zeros(max_bs, dtype=torch.int64, device=device)
-        self.out_cache_loc = torch.zeros(max_bs, dtype=torch.int64, device=device)
-        self.seq_lens = torch.full((max_bs,), seq_len_fill_value, dtype=torch.int32, device=device)
+        self.input_ids = shared.input_ids[:max_bs]
+        self.positions = shared.positions[:max_bs]
+        self.req_pool_indices = shared.rows[:max_bs]
+        self.out_cache_loc = shared.out_cache_loc[:max_bs]
+        self.seq_lens = shared.seq_lens[:max_bs]
         self.seq_lens_cpu = torch.full((max_bs,), seq_len_fill_value, dtype=torch.int32)
-        self._filled = 0
 
-    def populate(self, forward_batch: ForwardBatch) -> None:
-        """Copy the batch's rows in, and give the rows behind them back to padding."""
-        n, end = forward_batch.batch_size, self._filled
+    def populate(self, forward_batch: ForwardBatch, bs: int) -> None:
+        """Copy the batch's rows in, and make those behind them up to `bs` padding; a step's rows are there already."""
+        n, lens_cpu = forward_batch.batch_size, forward_batch.seq_lens_cpu
         assert forward_batch.positions is not None
-        lens_cpu = forward_batch.seq_lens_cpu
-        for buffer, rows, padding in (
-            (self.input_ids, forward_batch.input_ids, 0),
-            (self.positions, forward_batch.positions, 0),
-            (self.req_pool_indices, forward_batch.req_pool_indices, 0),
-            (self.out_cache_loc, forward_batch.out_cache_loc, 0),
-            (self.seq_lens, forward_batch.seq_lens, self.seq_len_fill_value),
-            (self.seq_lens_cpu, forward_batch.seq_lens if lens_cpu is None else lens_cpu, self.seq_len_fill_value),
-        ):
+        fills = [(self.seq_lens_cpu, forward_batch.seq_lens if lens_cpu is None else lens_cpu, self.seq_len_fill_value)]
+        if forward_batch.padded_size < bs:
+            fills += [
+                (self.input_ids, forward_batch.input_ids, 0),
+                (self.positions, forward_batch.positions, 0),
+                (self.req_pool_indices, forward_batch.req_pool_indices, 0),
+                (self.out_cache_loc, forward_batch.out_cache_loc, 0),
+                (self.seq_lens, forward_batch.seq_lens, self.seq_len_fill_value),
+            ]
+        for buffer, rows, padding in fills:
             buffer[:n].copy_(rows, non_blocking=rows.device == buffer.device)
-            if n < end:
-                buffer[n:end].fill_(padding)
-        self._filled = n
+            buffer[n:bs].fill_(padding)
 
     def batch(self, bs: int, model_runner: ModelRunner) -> ForwardBatch:
         """A decode batch of `bs` rows over the buffers."""
@@ -209,7 +208,7 @@ class CudaGraphRunner:
             bs for bs in self.capture_bs if self.enable_torch_compile and bs <= self.torch_compile_max_bs
         ]
         self.seq_len_fill_value = 1
-        self.buffers = _InputBuffers(self.max_bs, self.device, self.seq_len_fill_value)
+        self.buffers = _InputBuffers(model_runner.input_buffers, self.max_bs, self.seq_len_fill_value)
         self.memory_usage = 0
         self._batches: dict[int, ForwardBatch] = {}
         self.capture()
@@ -303,8 +302,11 @@ class CudaGraphRunner:
         return forward
 
     @torch.no_grad()
-    def replay(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
+    def replay(self, forward_batch: ForwardBatch, in_place: bool = False) -> LogitsProcessorOutput:
         """Run the batch from the graph of its padded size. `can_run` must hold for it.
+
+        Args:
+            in_place: return the graph's own output, which the next replay overwrites.
 
         Returns:
             the logits of the batch's own rows, [batch, vocab], in fresh memory.
@@ -314,10 +316,11 @@ class CudaGraphRunner:
             runner = self.model_runner
             return LogitsProcessorOutput(torch.empty(0, runner.vocab_size, dtype=runner.dtype, device=self.device))
         bs = self.padded_size(n)
-        self.buffers.populate(forward_batch)
+        self.buffers.populate(forward_batch, bs)
         self.attn_backend.init_forward_metadata_replay_cuda_graph(self._batches[bs])
         self.graphs[bs].replay()
-        return LogitsProcessorOutput(self.output_buffers[bs].next_token_logits[:n].clone())
+        logits = self.output_buffers[bs].next_token_logits[:n]
+        return LogitsProcessorOutput(logits if in_place else logits.clone())
 
     def shutdown(self) -> None:
         """Release the graphs and their memory. A second call does nothing."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..core.forward_batch import ForwardBatch
 from ..core.output import LogitsProcessorOutput, ScheduledRequest, SchedulerOutput
+from ..core.upload import upload
 from .partition import BatchExecutionDescriptor
 
 
@@ -30,10 +32,12 @@ class InputBatch:
     input_ids:            torch.Tensor  # [tokens] int64
     positions:            torch.Tensor  # [tokens] int64
     seq_lens_cpu:         torch.Tensor  # [reqs] int32
-    logits_indices:       torch.Tensor  # [logit rows] int64
+    logits_indices:       np.ndarray    # [logit rows] int64
     cu_num_logits:        np.ndarray    # [reqs + 1] int32, first logit row of each request
     sampling:             list[ScheduledRequest]
     sample_rows:          list[int]
+    decodes:              bool = False  # whether each request computes one token, the last one sampled
+    padded_size:          int = 0       # rows of the input buffers that are laid out, with those of padding
     # fmt: on
 
     @property
@@ -44,23 +48,69 @@ class InputBatch:
     def num_tokens(self) -> int:
         return self.input_ids.shape[0]
 
+    @property
+    def last_token_rows(self) -> np.ndarray:
+        """[sampling] int64: the last token row of each request that samples."""
+        return self.query_start_loc[1:][[e.samples for e in self.entries]].astype(np.int64) - 1
+
+    def spread(self, sampled: list[Any]) -> list[Any]:
+        """What each request that samples has, as a list over all requests: None for the others."""
+        if len(sampled) == self.num_reqs:
+            return sampled
+        values = iter(sampled)
+        return [next(values) if entry.samples else None for entry in self.entries]
+
 
 class InputBuffers:
     """Input memory that keeps its address over the steps, as captured graphs need it.
 
-    A step's tensors are slices of it, valid until the next step is prepared.
+    A step's tensors are slices of it, valid until the next step is laid out.
+
+    Attributes:
+        input_ids, positions, out_cache_loc: [max_num_tokens] int64, of each token row.
+        rows: [max_num_tokens] int64, the request table's row of each token row.
+        seq_lens: [max_num_tokens] int32, position + 1: the lengths of the requests in a decode pass.
     """
 
     def __init__(self, max_num_tokens: int, device: str) -> None:
         self.input_ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self.out_cache_loc = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        self.rows = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        self.seq_lens = torch.ones(max_num_tokens, dtype=torch.int32, device=device)
+        self._lay_out = _lay_out
+        if self.input_ids.is_cuda:
+            from .triton_inputs import lay_out
 
-    def fill(self, name: str, values: np.ndarray) -> torch.Tensor:
-        """Copy `values` into the buffer `name`; returns the filled slice."""
-        target: torch.Tensor = getattr(self, name)[: len(values)]
-        target.copy_(torch.from_numpy(values))
-        return target
+            self._lay_out = lay_out
+
+    def lay_out(
+        self, tokens: np.ndarray, last_sampled_tokens: torch.Tensor, req_to_token: torch.Tensor, padded_size: int
+    ) -> None:
+        """Write the rows of a step, on the device's side of things: nothing waits for the step before.
+
+        Args:
+            tokens: [3, rows] int64: token id (-1: the last one sampled for the request), position, row of the request table.
+            last_sampled_tokens: [table rows] int64.
+            req_to_token: [table rows, positions] int32, KV slots.
+            padded_size: rows up to here belong to the dummy row.
+        """
+        padded = np.zeros((3, max(padded_size, tokens.shape[1])), dtype=np.int64)
+        padded[:, : tokens.shape[1]] = tokens
+        (uploaded,) = upload(self.input_ids.device, padded)
+        self._lay_out(self, uploaded, last_sampled_tokens, req_to_token)
+
+
+def _lay_out(
+    buffers: InputBuffers, tokens: torch.Tensor, last_sampled_tokens: torch.Tensor, req_to_token: torch.Tensor
+) -> None:
+    """The plain torch of `triton_inputs.lay_out`."""
+    (ids, positions, rows), count = tokens, tokens.shape[1]
+    buffers.input_ids[:count] = torch.where(ids < 0, last_sampled_tokens[rows], ids)
+    buffers.positions[:count] = positions
+    buffers.rows[:count] = rows
+    buffers.seq_lens[:count] = positions + 1
+    buffers.out_cache_loc[:count] = req_to_token[rows, positions]
 
 
 @dataclass

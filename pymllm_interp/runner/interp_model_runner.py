@@ -23,8 +23,11 @@ from ..config import ModelConfig, ServerConfig
 from ..core.forward_batch import ForwardBatch
 from ..core.output import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
 from ..core.request import Request
+from ..core.upload import upload
 from ..hooks.groups import NNsightRequestHelper
 from ..hooks.model import TracedModel
+from ..sampling import SamplerOutput
+from .async_output import AsyncOutput
 from .input_batch import ExecuteModelState
 from .model_runner import ModelRunner
 from .partition import BatchExecutionDescriptor, Execution
@@ -84,23 +87,23 @@ class InterpModelRunner(ModelRunner):
             raise
 
     @torch.no_grad()
-    def sample_tokens(self) -> ModelRunnerOutput | None:
+    def sample_tokens_async(self) -> AsyncOutput | None:
         state = self.execute_model_state
         if state is None or not self._traced().interleaver.traces:
-            return super().sample_tokens()
+            return super().sample_tokens_async()
         traces = self.nnsight_request_helper.traces
         try:
-            output = super().sample_tokens()
+            sampled = super().sample_tokens_async()
         finally:
             self._traced().interleaver.end_pass()
-        assert output is not None
+        assert sampled is not None
         for trace in traces:
             trace.receipt.steps[state.descriptor.execution.value] += 1
             if trace.error is not None:
-                output.errors[trace.request_id] = trace.error
+                sampled.output.errors[trace.request_id] = trace.error
             elif trace.stopped:
-                output.stopped.add(trace.request_id)
-        return output
+                sampled.output.stopped.add(trace.request_id)
+        return sampled
 
     def finish_nnsight(self, finished_requests: list[Request]) -> ModelRunnerOutput:
         """Wind up the traces of finished requests: their results, their saves, and what went wrong."""
@@ -130,6 +133,8 @@ class InterpModelRunner(ModelRunner):
             forward_batch.fresh_kv_only = True
             with torch.enable_grad():
                 return self._plan_and_call(forward_batch, descriptor.execution)
+        if descriptor.execution is Execution.REPLAY and self._traced().interleaver.traces:
+            return self.forward(forward_batch, descriptor.execution)  # blocks may keep the logits
         return super()._run(forward_batch, descriptor)
 
     def _plan_and_call(self, batch: ForwardBatch, execution: Execution) -> LogitsProcessorOutput:
@@ -142,44 +147,33 @@ class InterpModelRunner(ModelRunner):
                 trace.result = CausalLMOutputWithPast(logits=logits.unsqueeze(0))
         return output
 
-    def _sample(self, logits: torch.Tensor, state: ExecuteModelState) -> ModelRunnerOutput:
+    def _sample(self, logits: torch.Tensor, state: ExecuteModelState) -> SamplerOutput:
         interleaver = self._traced().interleaver
         if not interleaver.interleaving:
             return super()._sample(logits, state)
         model, sampling = self._traced(), state.input_batch.sampling
         self.nnsight_request_helper.unflatten(model, sampling)
         logits = interleaver.handle(f"{model.path}.logits", logits)
-        output = super()._sample(logits, state)
-        sampled = [token for token in output.sampled_token_ids if token is not None]
-        offered = torch.tensor(sampled, dtype=torch.int64, device=logits.device).unsqueeze(1)
-        chosen = interleaver.handle(f"{model.path}.samples", offered)
-        if chosen is not offered or not torch.equal(chosen, torch.tensor(sampled, device=logits.device).unsqueeze(1)):
-            output = self._replace_samples(output, chosen.squeeze(1).tolist(), state)
-        for entry, token in zip(sampling, chosen.squeeze(1).tolist(), strict=True):
-            if entry.request.trace is not None and not entry.request.forward_only:
-                location = f"{model.path}.generator.streamer.output"
-                interleaver.offer(entry.request.trace, location, torch.tensor([token]))
-        return output
-
-    def _replace_samples(
-        self, output: ModelRunnerOutput, chosen: list[int], state: ExecuteModelState
-    ) -> ModelRunnerOutput:
-        """The output with the tokens that blocks chose. A token outside of the vocabulary is its request's error."""
-        replaced = iter(chosen)
-        for i, (entry, token) in enumerate(zip(state.input_batch.entries, output.sampled_token_ids, strict=True)):
-            if token is None:
-                continue
-            new = next(replaced)
-            if 0 <= new < self.vocab_size:
-                output.sampled_token_ids[i] = new
-            else:
+        sampled = super()._sample(logits, state)
+        drawn = sampled.token_ids.tolist()
+        offered = torch.tensor(drawn, dtype=torch.int64, device=logits.device).unsqueeze(1)
+        chosen: list[int] = interleaver.handle(f"{model.path}.samples", offered).squeeze(1).tolist()
+        for i, (entry, token) in enumerate(zip(sampling, chosen, strict=True)):
+            if not 0 <= token < self.vocab_size:
                 entry.request.trace.fail(
                     ValueError(
-                        f"request {entry.request.request_id}: `samples` was set to {new}, but token ids go from 0 to "
+                        f"request {entry.request.request_id}: `samples` was set to {token}, but token ids go from 0 to "
                         f"{self.vocab_size - 1}"
                     )
                 )
-        return output
+                chosen[i] = drawn[i]
+        if chosen != drawn:
+            (sampled.token_ids,) = upload(logits.device, torch.tensor(chosen, dtype=torch.int32))
+        for entry, token in zip(sampling, chosen, strict=True):
+            if entry.request.trace is not None and not entry.request.forward_only:
+                location = f"{model.path}.generator.streamer.output"
+                interleaver.offer(entry.request.trace, location, torch.tensor([token]))
+        return sampled
 
     def _traced(self) -> TracedModel:
         assert self.nnsight_model is not None, "call initialize() first"

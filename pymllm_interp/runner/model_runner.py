@@ -29,12 +29,22 @@ from ..attention.radix_attention import RadixAttention
 from ..config import ModelConfig, ServerConfig, resolve_device, resolve_dtype
 from ..core.forward_batch import ForwardBatch, ForwardMode
 from ..core.output import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
+from ..core.upload import upload
 from ..mem_cache.memory_pool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
 from ..models.llama import head_dim_of
 from ..models.registry import build_model
 from ..models.source import ModelSource, resolve_model
 from ..models.weights import init_dummy_weights, iter_safetensors, load_weights
-from ..sampling import Sampler, SamplingBatch, apply_penalties, gather_logprobs, prompt_logprobs, sample_tokens
+from ..sampling import (
+    Sampler,
+    SamplerOutput,
+    SamplingBatch,
+    apply_penalties,
+    gather_logprobs,
+    prompt_logprobs,
+    sample_tokens,
+)
+from .async_output import AsyncOutput
 from .cuda_graph_runner import CudaGraphRunner, capture_batch_sizes
 from .input_batch import ExecuteModelState, InputBatch, InputBuffers
 from .partition import BatchExecutionDescriptor, Execution, Partition
@@ -339,9 +349,14 @@ class ModelRunner:
         if min(sizes, default=1) < 1:
             raise ValueError(f"request {sizes.index(min(sizes))} has no new token: extend_seq_lens={sizes}")
         device = input_ids.device
-        positions = np.concatenate([np.arange(p, p + n) for p, n in zip(prefixes, sizes, strict=True)] or [np.zeros(0)])
-        starts = np.cumsum([0, *sizes])[:-1].astype(np.int32)
-        seq_lens_cpu = torch.tensor([p + n for p, n in zip(prefixes, sizes, strict=True)], dtype=torch.int32)
+        ends = np.cumsum(sizes, dtype=np.int32) if sizes else np.zeros(0, dtype=np.int32)
+        lens = np.array(prefixes, dtype=np.int32) + np.array(sizes, dtype=np.int32)
+        positions = np.arange(sum(sizes), dtype=np.int64) - np.repeat(ends - lens, sizes)
+        seq_lens_cpu = torch.from_numpy(lens)
+        positions, starts, last_rows, rope_lens = upload(
+            device, positions, ends - np.array(sizes, dtype=np.int32), ends.astype(np.int64) - 1,
+            np.repeat(lens, sizes).astype(np.int64),
+        )  # fmt: skip
         return ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
             batch_size=len(sizes),
@@ -351,11 +366,11 @@ class ModelRunner:
             out_cache_loc=out_cache_loc,
             seq_lens_sum=int(seq_lens_cpu.sum()),
             seq_lens_cpu=seq_lens_cpu,
-            positions=torch.from_numpy(positions.astype(np.int64)).to(device),
+            positions=positions,
             extend_num_tokens=int(sum(sizes)),
             extend_seq_lens=extend_seq_lens,
             extend_prefix_lens=extend_prefix_lens,
-            extend_start_loc=torch.from_numpy(starts).to(device),
+            extend_start_loc=starts,
             extend_prefix_lens_cpu=list(prefixes),
             extend_seq_lens_cpu=list(sizes),
             return_logprob=return_logprob,
@@ -363,10 +378,8 @@ class ModelRunner:
             req_to_token_pool=self.req_to_token_pool,
             token_to_kv_pool=self.token_to_kv_pool,
             attn_backend=self.attn_backend,
-            logits_indices=torch.from_numpy(np.cumsum(sizes).astype(np.int64) - 1).to(device),
-            rope_lens=torch.from_numpy(np.repeat(seq_lens_cpu.numpy(), sizes)).to(device, torch.int64)
-            if self._rope_depends_on_length()
-            else None,
+            logits_indices=last_rows,
+            rope_lens=rope_lens if self._rope_depends_on_length() else None,
         )
 
     def prepare_forward_batch_decode(
@@ -379,11 +392,13 @@ class ModelRunner:
         top_logprobs_nums: list[int] | None = None,
         mrope_position_deltas: torch.Tensor | None = None,
         *,
+        positions: torch.Tensor | None = None,
         seq_lens_cpu: torch.Tensor | None = None,
     ) -> ForwardBatch:
         """A batch of one new token for each request. All arguments are [batch]; `seq_lens` counts the new token.
 
         Args:
+            positions: int64, `seq_lens` - 1.
             seq_lens_cpu: `seq_lens` on the host, so that nothing waits for the device.
         """
         lens = seq_lens_cpu if seq_lens_cpu is not None else seq_lens.cpu()
@@ -396,7 +411,7 @@ class ModelRunner:
             out_cache_loc=out_cache_loc,
             seq_lens_sum=int(lens.sum()),
             seq_lens_cpu=lens,
-            positions=seq_lens.to(torch.int64) - 1,
+            positions=seq_lens.to(torch.int64) - 1 if positions is None else positions,
             return_logprob=return_logprob,
             top_logprobs_nums=top_logprobs_nums,
             req_to_token_pool=self.req_to_token_pool,
@@ -521,17 +536,32 @@ class ModelRunner:
     @torch.no_grad()
     def sample_tokens(self) -> ModelRunnerOutput | None:
         """Pick the next token of each request that computed its last known one. None: no pass ran before."""
+        output = self.sample_tokens_async()
+        return None if output is None else output.get_output()
+
+    @torch.no_grad()
+    def sample_tokens_async(self) -> AsyncOutput | None:
+        """`sample_tokens` without waiting for the device: the next step may be executed before the output is read."""
         state, self.execute_model_state = self.execute_model_state, None
         if state is None:
             return None
-        all_logits = state.logits_output.next_token_logits
-        rows = state.input_batch.sample_rows
-        whole = len(rows) == all_logits.shape[0]
-        logits = all_logits if whole else all_logits[torch.tensor(rows, dtype=torch.int64, device=all_logits.device)]
-        output = self._sample(logits, state)
-        output.prompt_logprobs = self._prompt_logprobs(all_logits, state)
-        self.postprocess(state.input_batch, output)
-        return output
+        batch, all_logits = state.input_batch, state.logits_output.next_token_logits
+        logits, rows = all_logits, self.input_buffers.rows[: batch.num_tokens]
+        if len(batch.sample_rows) != batch.num_tokens:
+            logit_rows, token_rows = upload(
+                self.device, np.array(batch.sample_rows, dtype=np.int64), batch.last_token_rows
+            )
+            logits, rows = all_logits[logit_rows], rows[token_rows]
+        sampled = self._sample(logits, state)
+        self.req_states.feed(rows, sampled.token_ids)
+        output = ModelRunnerOutput(
+            req_ids=batch.req_ids,
+            req_id_to_index={rid: i for i, rid in enumerate(batch.req_ids)},
+            logprobs=batch.spread(sampled.logprobs),
+            prompt_logprobs=self._prompt_logprobs(all_logits, state),
+        )
+        self.req_states.advance(batch.idx_mapping_np, batch.num_scheduled_tokens)
+        return AsyncOutput(output, batch, sampled.token_ids, self.postprocess)
 
     def dispatch(self, forward_batch: ForwardBatch) -> BatchExecutionDescriptor:
         """Decide how the batch runs."""
@@ -547,24 +577,17 @@ class ModelRunner:
         return self.graph_runner is not None and self.graph_runner.can_run(batch)
 
     def _run(self, forward_batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
+        if descriptor.execution is Execution.REPLAY:
+            # Its logits are sampled from before the next replay: they need no memory of their own.
+            assert self.graph_runner is not None
+            self.forward_pass_id += 1
+            return self.graph_runner.replay(forward_batch, in_place=True)
         return self.forward(forward_batch, descriptor.execution)
 
-    def _sample(self, logits: torch.Tensor, state: ExecuteModelState) -> ModelRunnerOutput:
+    def _sample(self, logits: torch.Tensor, state: ExecuteModelState) -> SamplerOutput:
         """logits [sampling requests, vocab]."""
         requests = [entry.request for entry in state.input_batch.sampling]
-        sampled = self.sampler(logits, SamplingBatch.from_requests(requests, self.vocab_size, self.device))
-        return self._output(state.input_batch, sampled.token_ids.tolist(), sampled.logprobs)
-
-    @staticmethod
-    def _output(batch: InputBatch, token_ids: list[int], logprobs: list) -> ModelRunnerOutput:
-        drawn = {e.request.request_id: i for i, e in enumerate(batch.sampling)}
-        rows = [drawn.get(rid) for rid in batch.req_ids]
-        return ModelRunnerOutput(
-            req_ids=batch.req_ids,
-            req_id_to_index={rid: i for i, rid in enumerate(batch.req_ids)},
-            sampled_token_ids=[None if row is None else token_ids[row] for row in rows],
-            logprobs=[None if row is None else logprobs[row] for row in rows],
-        )
+        return self.sampler(logits, SamplingBatch.from_requests(requests, self.vocab_size, self.device))
 
     def _prompt_logprobs(self, logits: torch.Tensor, state: ExecuteModelState) -> dict:
         """For each request that asks: log probabilities of the prompt tokens behind the positions of this step."""
@@ -595,14 +618,21 @@ class ModelRunner:
         self.req_states.apply_staged_writes()
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
-        """Write the KV slots of the positions that this step computes."""
+        """Write the KV slots of pages that requests were given since their last step."""
         assert self.req_to_token_pool is not None and self.token_to_kv_pool_allocator is not None
-        resumed = {id(request) for request in scheduler_output.scheduled_new_reqs}
-        for request, num_tokens, start in scheduler_output.scheduled:
+        known = self.req_states.num_pages
+        for request in scheduler_output.scheduled_new_reqs:
             assert request.req_pool_idx is not None
-            first = 0 if id(request) in resumed else start
-            slots = self.token_to_kv_pool_allocator.slots_of(request.pages, first, start + num_tokens)
-            self.req_to_token_pool.write(request.req_pool_idx, first, slots)
+            known[request.req_pool_idx] = 0
+        for request, *_ in scheduler_output.scheduled:
+            row, pages = request.req_pool_idx, request.pages
+            assert row is not None
+            if known[row] != len(pages):
+                size = self.token_to_kv_pool_allocator.page_size
+                first, stop = known[row] * size, min(len(pages) * size, self.req_to_token_pool.max_context_len)
+                slots = self.token_to_kv_pool_allocator.slots_of(pages, first, stop)
+                self.req_to_token_pool.write(row, first, slots)
+                known[row] = len(pages)
         self.req_to_token_pool.apply_staged_writes()
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
@@ -614,48 +644,54 @@ class ModelRunner:
         return self.req_states.remove_request(req_id)
 
     def prepare_inputs(self, scheduler_output: SchedulerOutput) -> InputBatch:
-        """Lay the step's tokens out in batch rows: token ids, positions, and the rows that the head runs on."""
+        """Lay the step's tokens out in batch rows: token ids, positions, KV slots, and the rows that the head runs on."""
+        assert self.req_to_token_pool is not None
         entries, states = scheduler_output.scheduled, self.req_states
         index = np.array([states.req_id_to_index[e.request.request_id] for e in entries], dtype=np.int64)
         sizes = np.array([e.num_tokens for e in entries], dtype=np.int32)
+        decodes = np.array([e.decodes for e in entries])
         starts = states.num_computed_tokens_np[index]
         loc = np.zeros(len(entries) + 1, dtype=np.int32)
         np.cumsum(sizes, out=loc[1:])
         rows = np.repeat(index, sizes)
         positions = np.arange(loc[-1], dtype=np.int64) - np.repeat(loc[:-1] - starts, sizes)
-        sampling, sample_rows, logits_indices = [], [], []
-        for entry, start, size in zip(entries, loc.tolist(), sizes.tolist(), strict=False):
-            logit_count = entry.logit_rows
-            logits_indices.extend(range(start + size - logit_count, start + size))
-            if entry.samples:
-                sampling.append(entry)
-                sample_rows.append(len(logits_indices) - 1)
+        # What decodes is fed on the device: the host may not know that token yet.
+        token_ids = np.where(np.repeat(decodes, sizes), -1, states.all_token_ids[rows, positions])
+        logit_counts = np.array([e.logit_rows for e in entries], dtype=np.int32)
+        cu_num_logits = np.zeros(len(entries) + 1, dtype=np.int32)
+        np.cumsum(logit_counts, out=cu_num_logits[1:])
+        padded_size = int(loc[-1])
+        if decodes.all() and self.graph_runner is not None:
+            padded_size = self.graph_runner.padded_size(padded_size)
+        buffers = self.input_buffers
+        buffers.lay_out(
+            np.stack((token_ids, positions, rows)), states.last_sampled_tokens, self.req_to_token_pool.req_to_token,
+            padded_size,
+        )  # fmt: skip
         return InputBatch(
             req_ids=[e.request.request_id for e in entries],
             entries=entries,
             idx_mapping_np=index,
             num_scheduled_tokens=sizes,
             query_start_loc=loc,
-            input_ids=self.input_buffers.fill("input_ids", states.all_token_ids[rows, positions].astype(np.int64)),
-            positions=self.input_buffers.fill("positions", positions),
+            input_ids=buffers.input_ids[: len(rows)],
+            positions=buffers.positions[: len(rows)],
             seq_lens_cpu=torch.from_numpy(starts + sizes),
-            logits_indices=torch.tensor(logits_indices, dtype=torch.int64, device=self.device),
-            cu_num_logits=np.cumsum([0, *(e.logit_rows for e in entries)], dtype=np.int32),
-            sampling=sampling,
-            sample_rows=sample_rows,
+            logits_indices=np.repeat(loc[1:] - cu_num_logits[1:], logit_counts) + np.arange(cu_num_logits[-1]),
+            cu_num_logits=cu_num_logits,
+            sampling=[e for e in entries if e.samples],
+            sample_rows=[last - 1 for e, last in zip(entries, cu_num_logits[1:].tolist(), strict=True) if e.samples],
+            decodes=bool(decodes.all()),
+            padded_size=padded_size,
         )
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows of the requests in `req_to_token`, [reqs]; KV slot of each token row, [tokens]), both int64."""
-        out_cache_loc = self.input_buffers.out_cache_loc[: input_batch.num_tokens]
-        out_cache_loc.copy_(self.compute_slot_mappings(input_batch))
-        return torch.from_numpy(input_batch.idx_mapping_np).to(self.device), out_cache_loc
-
-    def compute_slot_mappings(self, input_batch: InputBatch) -> torch.Tensor:
-        """[tokens] int32: the KV slot of each token row, by its request's row of the table and its position."""
-        assert self.req_to_token_pool is not None
-        rows = torch.from_numpy(np.repeat(input_batch.idx_mapping_np, input_batch.num_scheduled_tokens)).to(self.device)
-        return self.req_to_token_pool.req_to_token[rows, input_batch.positions]
+        tokens = input_batch.num_tokens
+        slots = self.input_buffers.out_cache_loc[:tokens]
+        if input_batch.decodes:
+            return self.input_buffers.rows[:tokens], slots
+        return upload(self.device, input_batch.idx_mapping_np)[0], slots
 
     def prepare_dummy_attn(self, num_reqs: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The same for rows that belong to nobody: the dummy row, and the dummy slot."""
@@ -665,31 +701,26 @@ class ModelRunner:
     def make_forward_batch(self, input_batch: InputBatch) -> ForwardBatch:
         """The step's `ForwardBatch`: DECODE where each request computes one token, else EXTEND or MIXED."""
         rows, slots = self.prepare_attn(input_batch)
-        sizes = input_batch.num_scheduled_tokens
-        seq_lens = input_batch.seq_lens_cpu.to(self.device)
-        decoding = [entry.request.is_decoding for entry in input_batch.entries]
-        if all(decoding):
+        sizes, lens = input_batch.num_scheduled_tokens, input_batch.seq_lens_cpu
+        if input_batch.decodes:
             batch = self.prepare_forward_batch_decode(
-                input_batch.input_ids, rows, seq_lens, slots, seq_lens_cpu=input_batch.seq_lens_cpu
-            )
+                input_batch.input_ids, rows, self.input_buffers.seq_lens[: len(sizes)], slots,
+                positions=input_batch.positions, seq_lens_cpu=lens,
+            )  # fmt: skip
+            batch.padded_size = input_batch.padded_size
         else:
-            extend = torch.from_numpy(sizes).to(self.device)
+            prefixes = lens.numpy() - sizes
+            seq_lens, extend_lens, prefix_lens = upload(self.device, lens, sizes, prefixes)
             batch = self.prepare_forward_batch_extend(
-                input_batch.input_ids,
-                rows,
-                seq_lens,
-                extend,
-                seq_lens - extend,
-                slots,
-                extend_seq_lens_cpu=sizes.tolist(),
-                extend_prefix_lens_cpu=(input_batch.seq_lens_cpu.numpy() - sizes).tolist(),
-            )
-            if any(decoding):
+                input_batch.input_ids, rows, seq_lens, extend_lens, prefix_lens, slots,
+                extend_seq_lens_cpu=sizes.tolist(), extend_prefix_lens_cpu=prefixes.tolist(),
+            )  # fmt: skip
+            if any(entry.decodes for entry in input_batch.entries):
                 batch.forward_mode = ForwardMode.MIXED
         batch.positions = input_batch.positions
-        batch.logits_indices = (
-            None if len(input_batch.logits_indices) == batch.num_tokens else input_batch.logits_indices
-        )
+        batch.logits_indices = None
+        if len(input_batch.logits_indices) != batch.num_tokens:
+            (batch.logits_indices,) = upload(self.device, input_batch.logits_indices)
         if self._rope_depends_on_length():
             batch.rope_lens = self._rope_lens(input_batch)
         return batch
@@ -700,18 +731,24 @@ class ModelRunner:
     def _rope_lens(self, batch: InputBatch) -> torch.Tensor:
         """[tokens]: a prompt is rotated for its whole length, however it is chunked; a generated token for its own."""
         prompts = np.repeat([e.request.prompt_len for e in batch.entries], batch.num_scheduled_tokens)
-        return torch.maximum(batch.positions + 1, torch.from_numpy(prompts).to(self.device))
+        return torch.maximum(batch.positions + 1, upload(self.device, prompts)[0])
 
     def postprocess(self, input_batch: InputBatch, output: ModelRunnerOutput) -> None:
-        """Count the step's tokens as computed, and take the sampled ones as the next inputs."""
-        index = input_batch.idx_mapping_np
-        self.req_states.advance(index, input_batch.num_scheduled_tokens)
+        """Take the step's sampled tokens, as they arrive on the host, into the table of requests.
+
+        A request may have left the table since, and another have its row.
+        """
+        states = self.req_states
         drawn = [
-            (i, token) for i, token in zip(index.tolist(), output.sampled_token_ids, strict=True) if token is not None
+            (row, token)
+            for rid, row, token in zip(
+                input_batch.req_ids, input_batch.idx_mapping_np.tolist(), output.sampled_token_ids, strict=True
+            )
+            if token is not None and states.req_id_to_index.get(rid) == row
         ]
         if drawn:
             rows, tokens = zip(*drawn, strict=True)
-            self.req_states.append_sampled(np.array(rows), np.array(tokens))
+            states.append_sampled(np.array(rows), np.array(tokens))
 
     # -- dummy runs ---------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ..core.upload import upload
+
 
 class RequestState:
     """One row a request.
@@ -19,7 +21,8 @@ class RequestState:
 
     Attributes:
         all_token_ids: [rows, max_model_len] int32, prompt and generated tokens.
-        last_sampled_tokens: [rows] int64 on the device, what the next step feeds.
+        num_pages: by row, KV pages of the request that the `ReqToTokenPool` knows.
+        last_sampled_tokens: [rows] int64 on the device, what decoding requests feed next.
     """
 
     def __init__(self, max_num_reqs: int, max_model_len: int, device: str) -> None:
@@ -33,6 +36,7 @@ class RequestState:
         self.total_len = np.zeros(rows, dtype=np.int32)
         self.num_computed_tokens_np = np.zeros(rows, dtype=np.int32)
         self.num_computed_prefill_tokens = np.zeros(rows, dtype=np.int32)
+        self.num_pages = [0] * rows
         self.last_sampled_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._staged: list[tuple[int, list[int]]] = []
 
@@ -57,8 +61,14 @@ class RequestState:
 
     def apply_staged_writes(self) -> None:
         """Write the tokens of requests that were added since the last call."""
+        resumed = []
         for index, token_ids in self._staged:
             self.all_token_ids[index, : len(token_ids)] = token_ids
+            if len(token_ids) > self.prompt_len[index]:
+                resumed.append((index, token_ids[-1]))
+        if resumed:
+            rows, tokens = upload(self.last_sampled_tokens.device, *np.array(resumed, dtype=np.int64).T)
+            self.feed(rows, tokens)
         self._staged.clear()
 
     def remove_request(self, req_id: str) -> bool:
@@ -85,12 +95,13 @@ class RequestState:
         prefill = self.num_computed_prefill_tokens[indices] + num_scheduled
         self.num_computed_prefill_tokens[indices] = np.minimum(prefill, self.prefill_len[indices])
 
+    def feed(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Take these tokens, on the device, as the next inputs of these rows [n] int64."""
+        self.last_sampled_tokens.index_copy_(0, rows, token_ids.to(torch.int64))
+
     def append_sampled(self, indices: np.ndarray, token_ids: np.ndarray) -> None:
-        """Take the sampled tokens of these rows as their next inputs. A full row keeps its length: it is about to end."""
+        """Append the sampled tokens of these rows. A full row keeps its length: it is about to end."""
         rows = self.total_len[indices] < self.max_model_len
         indices, token_ids = indices[rows], token_ids[rows]
         self.all_token_ids[indices, self.total_len[indices]] = token_ids
         self.total_len[indices] += 1
-        self.last_sampled_tokens[torch.from_numpy(indices)] = torch.from_numpy(token_ids.astype(np.int64)).to(
-            self.last_sampled_tokens.device
-        )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..core.output import SampledLogprobs
-from .upload import upload
+from ..core.upload import upload
 
 _CHUNK = 256
 """Rows whose log-softmax is held at a time: a long prompt's would not fit."""
@@ -36,7 +36,7 @@ def gather_logprobs(
     asked = [(row, count) for row, count in enumerate(num) if count is not None]
     for start in range(0, len(asked), _CHUNK):
         chunk = asked[start : start + _CHUNK]
-        index = upload(torch.tensor([row for row, _ in chunk]), logits.device)
+        (index,) = upload(logits.device, torch.tensor([row for row, _ in chunk]))
         entries = _row_logprobs(logits[index], token_ids[index], [count for _, count in chunk])
         for (row, _), entry in zip(chunk, entries, strict=True):
             result[row] = entry

@@ -13,15 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .upload import upload
+from ..core.upload import upload
 
 if TYPE_CHECKING:
-    from ..core.request import Request, SamplingParams
-
-
-def has_penalties(params: SamplingParams) -> bool:
-    """Whether a penalty is set to something that has an effect."""
-    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+    from ..core.request import Request
 
 
 def count_tokens(token_lists: Sequence[Sequence[int]], vocab_size: int, device: torch.device | str) -> torch.Tensor:
@@ -39,7 +34,7 @@ def count_tokens(token_lists: Sequence[Sequence[int]], vocab_size: int, device: 
         raise ValueError(f"a token history holds token {wrong}; expected 0 to {vocab_size - 1}, the logits' vocabulary")
     lengths = torch.tensor([len(token_list) for token_list in token_lists], dtype=torch.int64)
     places = torch.arange(len(token_lists)).repeat_interleave(lengths) * vocab_size + tokens
-    places = upload(places, device)
+    (places,) = upload(device, places)
     counts = torch.zeros(len(token_lists) * vocab_size, dtype=torch.int32, device=device)
     counts.scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))
     return counts.view(len(token_lists), vocab_size)
@@ -88,17 +83,18 @@ class PenaltyBatch:
         Raises:
             ValueError: a token of such a request is outside the vocabulary.
         """
-        rows = [row for row, request in enumerate(requests) if has_penalties(request.params)]
+        rows = [row for row, request in enumerate(requests) if request.params.penalised]
         if not rows:
             return None
         asking = [requests[row] for row in rows]
         params = [request.params for request in asking]
         values = [[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in params]
-        repetition, frequency, presence = upload(torch.tensor(values, dtype=torch.float32), device).unbind(1)
+        strengths, places = upload(device, torch.tensor(values, dtype=torch.float32), torch.tensor(rows))
+        repetition, frequency, presence = strengths.unbind(1)
         # Only the repetition penalty looks at the prompt, which may be long.
         prompts = [request.prompt_token_ids if request.params.repetition_penalty != 1 else [] for request in asking]
         return cls(
-            rows=upload(torch.tensor(rows), device),
+            rows=places,
             repetition=repetition,
             frequency=frequency,
             presence=presence,

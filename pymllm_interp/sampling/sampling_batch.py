@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ..core.upload import upload
 from .filters import filter_width
 from .penalties import PenaltyBatch
-from .upload import upload
 
 if TYPE_CHECKING:
     from ..core.request import Request
@@ -73,6 +73,8 @@ class SamplingBatch:
         Raises:
             ValueError: a token of a request's `logit_bias`, or one that a penalty counts, is outside the vocabulary.
         """
+        if all(request.params.plain for request in requests):
+            return cls(rows=len(requests))
         device = torch.device(device)
         batch = cls(
             rows=len(requests),
@@ -86,7 +88,7 @@ class SamplingBatch:
         return batch
 
     def _set_sampling(self, requests: Sequence[Request], vocab_size: int, device: torch.device) -> None:
-        """Fill temperatures, keys and filters: two copies to the device, whatever the number of rows."""
+        """Fill temperatures, keys and filters: one copy to the device, whatever the number of rows."""
         params = [request.params for request in requests]
         top_ks = [0 if p.greedy or p.top_k >= vocab_size else int(p.top_k) for p in params]
         top_ps = [1.0 if p.greedy else p.top_p for p in params]
@@ -95,16 +97,17 @@ class SamplingBatch:
         ints = [
             [_int64(request.seed) for request in requests],
             [request.sample_index for request in requests],
-            [len(request.output_token_ids) for request in requests],
+            [request.num_generated for request in requests],
             top_ks,
         ]
-        on_device = upload(torch.tensor(floats, dtype=torch.float32), device)
+        on_device, keys = upload(
+            device, torch.tensor(floats, dtype=torch.float32), torch.tensor(ints, dtype=torch.int64)
+        )
         self.temperatures = on_device[0]
         self.top_ps = on_device[1] if any(p < 1 for p in top_ps) else None
         self.min_ps = on_device[2] if any(p > 0 for p in min_ps) else None
-        on_device = upload(torch.tensor(ints, dtype=torch.int64), device)
-        self.seeds, self.sample_indices, self.gen_indices = on_device[:3]
-        self.top_ks = on_device[3] if any(k > 0 for k in top_ks) else None
+        self.seeds, self.sample_indices, self.gen_indices = keys[:3]
+        self.top_ks = keys[3] if any(k > 0 for k in top_ks) else None
         self.filter_width = filter_width(top_ks, top_ps, vocab_size, device)
 
 
@@ -124,7 +127,7 @@ def _logit_bias(requests: Sequence[Request], vocab_size: int, device: torch.devi
                 f"request {request.request_id!r}: logit_bias names token {wrong}; expected 0 to {vocab_size - 1}, "
                 "the vocabulary of the logits"
             )
-        if len(request.output_token_ids) < request.params.min_tokens:
+        if request.num_generated < request.params.min_tokens:
             # An id past the logits cannot be sampled in any case.
             bias |= dict.fromkeys((t for t in request.eos_token_ids if 0 <= t < vocab_size), float("-inf"))
         rows += [row] * len(bias)
@@ -132,5 +135,5 @@ def _logit_bias(requests: Sequence[Request], vocab_size: int, device: torch.devi
         values += bias.values()
     if not rows:
         return None
-    on_device = upload(torch.tensor([rows, tokens]), device)
-    return LogitBias(on_device[0], on_device[1], upload(torch.tensor(values, dtype=torch.float32), device))
+    places, biases = upload(device, torch.tensor([rows, tokens]), torch.tensor(values, dtype=torch.float32))
+    return LogitBias(places[0], places[1], biases)

@@ -1,0 +1,44 @@
+"""A step's input rows in one launch; `input_batch._lay_out` is the same in plain torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from .input_batch import InputBuffers
+
+BLOCK = 128
+
+
+@triton.jit
+def _kernel(
+    tokens, last_sampled_tokens, req_to_token, input_ids, positions, out_cache_loc, rows, seq_lens,
+    count, width, block: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    inside = at < count
+    token_id = tl.load(tokens + at, mask=inside, other=0)
+    position = tl.load(tokens + count + at, mask=inside, other=0)
+    row = tl.load(tokens + 2 * count + at, mask=inside, other=0)
+    sampled = tl.load(last_sampled_tokens + row, mask=inside & (token_id < 0), other=0)
+    slot = tl.load(req_to_token + row * width + position, mask=inside, other=0)
+    tl.store(input_ids + at, tl.where(token_id < 0, sampled, token_id), mask=inside)
+    tl.store(positions + at, position, mask=inside)
+    tl.store(out_cache_loc + at, slot.to(tl.int64), mask=inside)
+    tl.store(rows + at, row, mask=inside)
+    tl.store(seq_lens + at, (position + 1).to(tl.int32), mask=inside)
+
+
+def lay_out(
+    buffers: InputBuffers, tokens: torch.Tensor, last_sampled_tokens: torch.Tensor, req_to_token: torch.Tensor
+) -> None:
+    """Fill the buffers' first rows: tokens [3, rows] int64, contiguous, as `InputBuffers.lay_out` describes them."""
+    count = tokens.shape[1]
+    _kernel[(triton.cdiv(count, BLOCK),)](
+        tokens, last_sampled_tokens, req_to_token, buffers.input_ids, buffers.positions, buffers.out_cache_loc,
+        buffers.rows, buffers.seq_lens, count, req_to_token.shape[1], block=BLOCK,  # pyright: ignore[reportArgumentType]
+    )  # fmt: skip
