@@ -1,7 +1,7 @@
 """Decode and prefill speed on one GPU, through `LM.generate`: scheduler, sampler and all.
 
 Usage: python benchmarks/gpu_decode.py [--config llama8b llama1b] [--out benchmarks/results/gpu-decode.json]
-       [--batches 1 32 256] [--eager]
+       [--batches 1 32 256] [--eager] [--profile]
 
 Random weights in bfloat16, random prompts of 128 tokens, 256 new ones, greedy. A decode step is
 (t(256 new) - t(1 new)) / 255; "graph" is the GPU time of that step's CUDA graph alone, replayed without an engine. Prefill is
@@ -14,6 +14,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,43 @@ def graph_ms(lm: LM, batch: int, repeats: int = 20) -> float | None:
     return lm.engine.call(replays)
 
 
+def profiled(lm: LM, prompts: list[list[int]], new_tokens: int, skip_steps: int, steps: int) -> dict[str, Any]:
+    """What the GPU does in some steps of a generation: microseconds a step, by the clock, busy, and by kernel."""
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    engine, times, marks = lm.engine, [], []
+
+    def mark(function: Callable[[], Any]) -> None:
+        torch.cuda.synchronize()
+        function()
+        times.append(time.perf_counter())
+        marks.append(engine.num_steps)
+
+    first = engine.num_steps + skip_steps
+    handles = lm.engine.call(lambda: [lm.submit(prompt, params) for prompt in prompts])
+    while engine.num_steps < first:
+        time.sleep(1e-4)
+    engine.call(lambda: mark(profiler.start))
+    while engine.num_steps < marks[0] + steps and not all(handle.done for handle in handles):
+        time.sleep(1e-4)
+    engine.call(lambda: mark(profiler.stop))
+    for handle in handles:
+        handle.result()
+    count = marks[1] - marks[0]
+    found = [
+        {"kernel": event.key[:90], "us": event.self_device_time_total / count, "launches": event.count / count}
+        for event in profiler.key_averages()
+        if event.self_device_time_total
+    ]
+    found.sort(key=lambda entry: -entry["us"])
+    return {
+        "steps": count,
+        "us": (times[1] - times[0]) / count * 1e6,
+        "busy_us": sum(entry["us"] for entry in found),
+        "kernels": found[:30],
+    }
+
+
 def measure_decode(lm: LM, batch: int) -> dict[str, Any]:
     """Decode milliseconds a step, and new tokens a second end to end."""
     prompts = random_prompts(lm, batch, PROMPT_TOKENS)
@@ -79,7 +117,16 @@ def measure_prefill(lm: LM) -> dict[str, Any]:
     }
 
 
-def measure(config: str, batches: list[int], eager: bool) -> dict[str, Any]:
+def profiles(lm: LM, batches: list[int]) -> dict[str, Any]:
+    """Profiles of decode steps at each batch size, and of prefill."""
+    found = {
+        f"decode {n}": profiled(lm, random_prompts(lm, n, PROMPT_TOKENS), 100, skip_steps=20, steps=20) for n in batches
+    }
+    prompts = random_prompts(lm, PREFILL_BATCH, PREFILL_TOKENS)
+    return found | {"prefill": profiled(lm, prompts, 1, skip_steps=0, steps=4)}
+
+
+def measure(config: str, batches: list[int], eager: bool, profile: bool) -> dict[str, Any]:
     """All numbers of one model."""
     started = time.perf_counter()
     folder = CONFIGS / config if (CONFIGS / config).is_dir() else Path(config)
@@ -99,6 +146,7 @@ def measure(config: str, batches: list[int], eager: bool) -> dict[str, Any]:
             "attention": type(lm.runner.attn_backend).__name__,
             "decode": [measure_decode(lm, batch) for batch in batches],
             "prefill": measure_prefill(lm),
+            "profile": profiles(lm, batches) if profile else {},
             "execution": lm.engine.stats()["execution"],
         }
     torch.cuda.empty_cache()
@@ -131,6 +179,10 @@ def print_table(results: list[dict[str, Any]]) -> None:
             f"{result['graphs_mib']:.0f} MiB; start {result['start_s']:.0f} s, all {result['total_s']:.0f} s; "
             f"{result['attention']}"
         )
+        for what, step in result["profile"].items():
+            print(f"  {what}: {step['us']:.0f} us a step, {step['busy_us']:.0f} busy ({step['steps']} steps)")
+            for entry in step["kernels"][:18]:
+                print(f"    {entry['us']:>9.1f} us {entry['launches']:>6.0f} x  {entry['kernel']}")
 
 
 def main() -> None:
@@ -140,11 +192,12 @@ def main() -> None:
     )
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 32, 256])
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--profile", action="store_true", help="time the kernels of steps")
     parser.add_argument("--out", type=Path, default=None, help="a JSON file to write")
     args = parser.parse_args()
     results = []
     for config in args.config:
-        results.append(measure(config, args.batches, args.eager))
+        results.append(measure(config, args.batches, args.eager, args.profile))
         if args.out is not None:  # after each model: a later one may fail
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps({"machine": describe_gpu(), "results": results}, indent=2) + "\n")

@@ -215,11 +215,11 @@ def test_length_dependent_rope_needs_lengths_and_keeps_rows_apart():
     rope = RotaryEmbedding(config, 16, 32, torch.float32, "cpu")
     positions = torch.tensor([[3, 3, 3]])
     with pytest.raises(AssertionError, match="dynamic"):
-        rope.lookup(positions, None)
-    cos, _ = rope.lookup(positions, torch.tensor([10, 30, 16]))
+        rope(positions, positions)
+    cos, _ = rope(positions, positions, torch.tensor([10, 30, 16]))
     assert torch.equal(cos[0, 0], cos[0, 2]), "lengths up to the original one share their frequencies"
     assert not torch.equal(cos[0, 0], cos[0, 1])
-    alone, _ = rope.lookup(positions[:, :1], torch.tensor([30]))
+    alone, _ = rope(positions, positions[:, :1], torch.tensor([30]))
     assert torch.equal(cos[0, 1], alone[0, 0])
 
 

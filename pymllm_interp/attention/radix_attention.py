@@ -32,3 +32,9 @@ class RadixAttention:
         """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads * head_dim]."""
         assert forward_batch.attn_backend is not None, "prepare_forward_batch_* sets the attention backend"
         return forward_batch.attn_backend.forward(q, k, v, self, forward_batch)
+
+    def of_written(self, q: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
+        """The same, where the pass's k and v are in the pool already."""
+        backend, pool = forward_batch.attn_backend, forward_batch.token_to_kv_pool
+        assert backend is not None and pool is not None, "prepare_forward_batch_* sets the backend and the pools"
+        return backend.forward(q, *pool.get_kv(self.layer_id), self, forward_batch, save_kv_cache=False)

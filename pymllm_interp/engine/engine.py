@@ -95,7 +95,8 @@ class Engine:
         return value
 
     def stats(self) -> dict[str, Any]:
-        """Counters: steps, those whose tokens were read after the next one's launch, steps by way and reason, requests in each state, free pages, preemptions."""
+        """Counters: steps, and those whose tokens were read after the next launch; steps by way and reason; requests in each
+        state, free pages, preemptions."""
         scheduler = self.scheduler
         return {
             "steps": self.num_steps,

@@ -70,11 +70,10 @@ class RequestFactory:
             ids = _ids_of(prompt, what)
         if not ids:
             raise PromptError(f"{what} is empty: a prompt needs at least one token")
-        for token in ids:
-            if not 0 <= token < self.limits.vocab_size:
-                raise PromptError(
-                    f"{what} holds token id {token}, but the vocabulary goes from 0 to {self.limits.vocab_size - 1}"
-                )
+        vocab_size = self.limits.vocab_size
+        for token in (min(ids), max(ids)):
+            if not 0 <= token < vocab_size:
+                raise PromptError(f"{what} holds token id {token}, but the vocabulary goes from 0 to {vocab_size - 1}")
         return text, ids
 
     def requests(
@@ -212,7 +211,7 @@ def _one_row(value: Any, what: str) -> list[int]:
         if len(rows) > 1:
             raise PromptError(f"{what} holds {len(rows)} prompts: give each its own `with tracer.invoke(prompt):`")
         rows = list(rows[0])
-    if rows is None or not all(isinstance(token, int) and not isinstance(token, bool) for token in rows):
+    if rows is None or not all(issubclass(kind, int) and kind is not bool for kind in set(map(type, rows))):
         raise PromptError(f"{what} is a {type(value).__name__}: expected text, or token ids as whole numbers")
     return rows
 

@@ -18,9 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .dispatch import kernels_for
+
+HALF = (torch.float16, torch.bfloat16)
+
 
 class Gemm:
     """``x @ weight.T + bias`` by the quickest kernel that the device has.
+
+    One row in half precision on CUDA reads the weight once, by a kernel of ours, nearer to the memory's speed than the
+    library's.
 
     bfloat16 on the CPU runs from a copy of the weight in oneDNN's blocked layout, about twice as fast in decode. The copy
     is made at first use and anew when the weight was written to since.
@@ -37,6 +44,9 @@ class Gemm:
         """x [..., in] -> [..., out], in x's dtype."""
         if x.device.type == "cpu" and x.dtype is torch.bfloat16 and not torch.is_grad_enabled():
             return torch.ops.mkldnn._linear_pointwise(x, self._pack(), self.bias, "none", [], "")
+        one_row = x.numel() == self.weight.shape[1] and x.is_contiguous()
+        if one_row and x.dtype in HALF and (kernels := kernels_for(x)) is not None:
+            return kernels.gemv(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
     def _pack(self) -> torch.Tensor:

@@ -6,10 +6,44 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .dispatch import kernels_for
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """``weight * x / rms(x)`` over the last dim: float32 inside, rounded to x's dtype before the weight, as transformers does."""
+    if (kernels := kernels_for(x)) is not None:
+        return kernels.rms_norm(x, weight, eps)
     return weight * F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
+
+
+def add_rms_norm(
+    h: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(h', `rms_norm` of h') with ``h' = h + delta`` in h's dtype. Without a delta h' is h itself.
+
+    h, delta [..., size]; neither is written to.
+    """
+    if delta is None:
+        return h, rms_norm(h, weight, eps)
+    if (kernels := kernels_for(h)) is not None:
+        return kernels.add_rms_norm(h, delta, weight, eps)
+    h = h + delta
+    return h, rms_norm(h, weight, eps)
+
+
+def norm_heads(
+    qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, kv_heads: int, eps: float
+) -> torch.Tensor:
+    """qkv [tokens, heads + 2 * kv_heads, head_dim] with the norm of each of q's and k's heads; v's stay.
+
+    `qkv` is used up: on CUDA it is written to, and returned.
+    """
+    q, k, v = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    if (kernels := kernels_for(qkv)) is not None:
+        kernels.rms_norm_(q, q_weight, eps)
+        kernels.rms_norm_(k, k_weight, eps)
+        return qkv
+    return torch.cat((rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), v), dim=1)
 
 
 class RMSNorm(nn.Module):
@@ -22,6 +56,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+    def after_add(self, h: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`add_rms_norm`, for passes that call no module."""
+        return add_rms_norm(h, delta, self.weight, self.variance_epsilon)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"

@@ -16,18 +16,24 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..core.forward_batch import ForwardBatch
+from ..mem_cache.memory_pool import KVPool
+from .dispatch import kernels_for
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
-def rotation(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `apply_rope` takes, from a `RotaryEmbedding`'s [1, tokens, head_dim]: [tokens, 1, head_dim] each.
+def signed(sin: torch.Tensor) -> torch.Tensor:
+    """[..., head_dim], the first half negated: the sign that a rotation puts on the second half of what it turns."""
+    first, second = sin.chunk(2, dim=-1)
+    return torch.cat((-first, second), dim=-1)
 
-    The sine's first half carries the sign that the rotation puts on the second half of what it turns.
+
+def rotation(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `apply_rope` takes, from a `RotaryEmbedding`'s [1, tokens, head_dim]: cosines and signed sines, [tokens, 1, head_dim].
+
+    Both are views of one [tokens, 1, 2 * head_dim].
     """
-    half = sin.shape[-1] // 2
-    signed = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
-    return cos[0].unsqueeze(1), signed.unsqueeze(1)
+    return _halves(torch.cat((cos[0], signed(sin[0])), dim=-1))
 
 
 def rotation_of(batch: ForwardBatch, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,7 +47,30 @@ def rotation_of(batch: ForwardBatch, cos: torch.Tensor, sin: torch.Tensor) -> tu
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
     """Rotate x [tokens, heads, head_dim] by a `rotation`; fresh memory. Bit-equal to transformers' formula."""
+    if (kernels := kernels_for(x)) is not None:
+        return kernels.rope(x, cos, signed_sin)
     return x * cos + torch.roll(x, x.shape[-1] // 2, dims=-1) * signed_sin
+
+
+def rope_and_write(
+    qkv: torch.Tensor,  # [tokens, heads + 2 * kv_heads, head_dim]
+    cos: torch.Tensor,
+    signed_sin: torch.Tensor,
+    pool: KVPool,
+    layer_id: int,
+    slots: torch.Tensor,  # [tokens] int64
+) -> torch.Tensor:
+    """Rotate q and k by a `rotation`, and write k and v to the layer's `slots` of the pool; one kernel on CUDA.
+
+    Returns:
+        q [tokens, heads, head_dim], rotated; fresh memory.
+    """
+    if (kernels := kernels_for(qkv)) is not None:
+        return kernels.rope_and_write(qkv, cos, signed_sin, *pool.get_kv(layer_id), slots)
+    kv_heads = pool.num_kv_heads
+    q, k = apply_rope(qkv[:, :-kv_heads], cos, signed_sin).split([qkv.shape[1] - 2 * kv_heads, kv_heads], dim=1)
+    pool.set_kv(layer_id, slots, k, qkv[:, -kv_heads:])
+    return q
 
 
 class RotaryEmbedding(nn.Module):
@@ -64,9 +93,10 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(f"rope_type {self.rope_type!r} is unknown to transformers: {sorted(ROPE_INIT_FUNCTIONS)}")
         self._dtype, self._device = dtype, device
         self._inv_freq = lru_cache(maxsize=4096)(self._frequencies)
-        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._table: torch.Tensor | None = None  # [positions, 2 * head_dim], cosines and signed sines
         if not self.length_dependent:
-            self._table = self._cos_sin(torch.arange(max_positions, device=device), *self._inv_freq(None))
+            cos, sin = self._cos_sin(torch.arange(max_positions, device=device), *self._inv_freq(None))
+            self._table = torch.cat((cos, signed(sin)), dim=-1)
 
     @property
     def length_dependent(self) -> bool:
@@ -77,15 +107,19 @@ class RotaryEmbedding(nn.Module):
         self, x: torch.Tensor, position_ids: torch.Tensor, rope_lens: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """position_ids [1, tokens]; rope_lens [tokens] for length-dependent scalings. `x` is ignored, as its dtype is known."""
-        return self.lookup(position_ids, rope_lens)
+        if self._table is None:
+            return self._by_length(position_ids, rope_lens)
+        cos, signed_sin = self._table[position_ids].chunk(2, dim=-1)
+        return cos.contiguous(), signed(signed_sin)
 
-    def lookup(self, position_ids: torch.Tensor, rope_lens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._table is not None:
-            return self._table[0][position_ids], self._table[1][position_ids]
-        assert rope_lens is not None, f"rope_type {self.rope_type!r} needs the length of each row's request"
-        return self._by_length(position_ids, rope_lens)
+    def rotation(self, position_ids: torch.Tensor, rope_lens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `rotation` of what `forward` returns."""
+        if self._table is None:
+            return rotation(*self._by_length(position_ids, rope_lens))
+        return _halves(self._table[position_ids[0]])
 
-    def _by_length(self, position_ids: torch.Tensor, lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _by_length(self, position_ids: torch.Tensor, lens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        assert lens is not None, f"rope_type {self.rope_type!r} needs the length of each row's request"
         shape = (*position_ids.shape, self._head_dim)
         cos = torch.empty(shape, dtype=self._dtype, device=position_ids.device)
         sin = torch.empty_like(cos)
@@ -117,6 +151,12 @@ class RotaryEmbedding(nn.Module):
         freqs = positions.float()[:, None] * inv_freq.float()[None, :]
         angles = torch.cat((freqs, freqs), dim=-1)
         return (angles.cos() * factor).to(self._dtype), (angles.sin() * factor).to(self._dtype)
+
+
+def _halves(both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[tokens, 2 * head_dim] -> two views [tokens, 1, head_dim]."""
+    cos, signed_sin = both.unsqueeze(1).chunk(2, dim=-1)
+    return cos, signed_sin
 
 
 def _parameters(config: PretrainedConfig) -> dict[str, Any]:

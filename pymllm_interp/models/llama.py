@@ -21,9 +21,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from ..attention.radix_attention import RadixAttention
 from ..core.forward_batch import ForwardBatch
+from ..layers.activation import SiLU, gated, silu
 from ..layers.linear import Embedding, Linear, MergedLinear
-from ..layers.norm import RMSNorm, rms_norm
-from ..layers.rope import RotaryEmbedding, apply_rope, rotation, rotation_of
+from ..layers.norm import RMSNorm
+from ..layers.rope import RotaryEmbedding, apply_rope, rope_and_write, rotation_of
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
@@ -78,15 +79,20 @@ class LlamaAttention(nn.Module):
         return projected.reshape(projected.shape[1], -1, self.head_dim)
 
     def forward_fused(self, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """`forward` without a call to a module. h [1, tokens, hidden]; cos, sin [tokens, 1, head_dim]."""
-        heads = self._qkv.gemm(h).view(h.shape[1], -1, self.head_dim)
-        turning = self.normed_fused(heads[:, : -self.num_kv_heads])
-        q, k = apply_rope(turning, cos, sin).split([self.num_heads, self.num_kv_heads], dim=1)
-        return self.o_proj.gemm(self.attn(q, k, heads[:, -self.num_kv_heads :], batch).unsqueeze(0))
+        """`forward` without a call to a module. h [1, tokens, hidden]; cos, sin: a `rotation`."""
+        qkv = self.normed_fused(self._qkv.gemm(h).view(h.shape[1], -1, self.head_dim))
+        pool = batch.token_to_kv_pool
+        if batch.fresh_kv_only or pool is None:  # k and v are not for the pool
+            q, k = apply_rope(qkv[:, : -self.num_kv_heads], cos, sin).split([self.num_heads, self.num_kv_heads], dim=1)
+            z = self.attn(q, k, qkv[:, -self.num_kv_heads :], batch)
+        else:
+            q = rope_and_write(qkv, cos, sin, pool, self.layer_idx, batch.out_cache_loc)
+            z = self.attn.of_written(q, batch)
+        return self.o_proj.gemm(z.unsqueeze(0))
 
-    def normed_fused(self, qk: torch.Tensor) -> torch.Tensor:
-        """[tokens, heads + kv_heads, head_dim], q's heads before k's."""
-        return qk
+    def normed_fused(self, qkv: torch.Tensor) -> torch.Tensor:
+        """[tokens, heads + 2 * kv_heads, head_dim]: q's heads, k's and v's."""
+        return qkv
 
 
 class LlamaMLP(nn.Module):
@@ -99,9 +105,10 @@ class LlamaMLP(nn.Module):
         self._gate_up = MergedLinear(config.hidden_size, sizes, bias, dtype, device)
         self.gate_proj, self.up_proj = self._gate_up.projections
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias, dtype, device)
-        self.act_fn = ACT2FN[config.hidden_act]
+        is_silu = config.hidden_act == "silu"
+        self.act_fn = SiLU() if is_silu else ACT2FN[config.hidden_act]
         # The fused pass calls its own copy: `act_fn` is a module of the tree, and a trace may stand there.
-        self._act = [F.silu if config.hidden_act == "silu" else ACT2FN[config.hidden_act]]
+        self._act = [silu if is_silu else ACT2FN[config.hidden_act]]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with self._gate_up.product(x):
@@ -110,9 +117,7 @@ class LlamaMLP(nn.Module):
         return down_proj
 
     def forward_fused(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self._gate_up.gemm(x).split(self._gate_up.sizes, dim=-1)
-        # Contiguous, as `gate_proj` serves it: exp's last bit depends on where a CPU's vectors begin.
-        return self.down_proj.gemm(self._act[0](gate.contiguous()) * up)
+        return self.down_proj.gemm(gated(self._gate_up.gemm(x), self._act[0]))
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -133,17 +138,21 @@ class LlamaDecoderLayer(nn.Module):
         """[1, tokens, hidden]. Where nobody waits inside of the layer, it runs fused: the bits are the same."""
         watch = forward_batch.watch
         if watch is not None and watch.nobody_inside(self.self_attn.layer_idx):
-            return self.forward_fused(hidden_states, *rotation_of(forward_batch, *position_embeddings), forward_batch)
+            turned = rotation_of(forward_batch, *position_embeddings)
+            return total(*self.forward_fused(hidden_states, None, *turned, forward_batch))
         kwargs |= {"position_embeddings": position_embeddings, "forward_batch": forward_batch}
         attn_out, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         hidden_states = hidden_states + attn_out
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
-    def forward_fused(self, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        normed = rms_norm(h, self.input_layernorm.weight, self.input_layernorm.variance_epsilon)
-        h = h + self.self_attn.forward_fused(normed, cos, sin, batch)
-        norm = self.post_attention_layernorm
-        return h + self.mlp.forward_fused(rms_norm(h, norm.weight, norm.variance_epsilon))
+    def forward_fused(
+        self, h: torch.Tensor, delta: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The hidden state is the `total` of what goes in, and of what comes out: the next norm's kernel adds them up."""
+        h, normed = self.input_layernorm.after_add(h, delta)
+        delta = self.self_attn.forward_fused(normed, cos, sin, batch)
+        h, normed = self.post_attention_layernorm.after_add(h, delta)
+        return h, self.mlp.forward_fused(normed)
 
 
 class LlamaModel(nn.Module):
@@ -162,7 +171,7 @@ class LlamaModel(nn.Module):
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
     ) -> BaseModelOutputWithPast:
         """input_ids and position_ids [1, tokens]."""
-        h = self.embed_tokens(input_ids)
+        h, delta = self.embed_tokens(input_ids), None
         lens = {"rope_lens": forward_batch.rope_lens} if self.rotary_emb.length_dependent else {}
         position_embeddings = self.rotary_emb(h, position_ids=position_ids, **lens)
         watch = forward_batch.watch
@@ -174,19 +183,19 @@ class LlamaModel(nn.Module):
         for i, layer in enumerate(self.layers):
             if watch is not None and watch.nobody_at(i):
                 turned = rotation_of(forward_batch, *position_embeddings)
-                h = layer.forward_fused(h, *turned, forward_batch)  # pyright: ignore[reportCallIssue]
+                h, delta = layer.forward_fused(h, delta, *turned, forward_batch)  # pyright: ignore[reportCallIssue]
             else:
-                h = layer(h, **kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(h))  # pyright: ignore[reportArgumentType]
+                h, delta = layer(total(h, delta), **kwargs), None
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(total(h, delta)))  # pyright: ignore[reportArgumentType]
 
     def forward_fused(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        h = F.embedding(input_ids, self.embed_tokens.weight)
-        cos, sin = rotation(*self.rotary_emb.lookup(position_ids, forward_batch.rope_lens))
+        h, delta = F.embedding(input_ids, self.embed_tokens.weight), None
+        cos, sin = self.rotary_emb.rotation(position_ids, forward_batch.rope_lens)
         for layer in self.layers:
-            h = layer.forward_fused(h, cos, sin, forward_batch)  # pyright: ignore[reportCallIssue]
-        return rms_norm(h, self.norm.weight, self.norm.variance_epsilon)
+            h, delta = layer.forward_fused(h, delta, cos, sin, forward_batch)  # pyright: ignore[reportCallIssue]
+        return self.norm.after_add(h, delta)[1]
 
 
 class LlamaForCausalLM(nn.Module):
@@ -256,6 +265,11 @@ class MistralModel(LlamaModel):
 
 class MistralForCausalLM(LlamaForCausalLM):
     model_cls = MistralModel
+
+
+def total(h: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+    """The hidden state that a fused layer left in two parts."""
+    return h if delta is None else h + delta
 
 
 def head_dim_of(config: PretrainedConfig) -> int:

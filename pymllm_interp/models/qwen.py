@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PretrainedConfig
 
-from ..layers.norm import RMSNorm, rms_norm
+from ..layers.norm import RMSNorm, norm_heads
 from .llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
 
 
@@ -45,11 +45,9 @@ class Qwen3Attention(Qwen2Attention):
         heads = projected.reshape(1, projected.shape[1], -1, self.head_dim)
         return getattr(self, norm)(heads)[0]
 
-    def normed_fused(self, qk: torch.Tensor) -> torch.Tensor:
-        q, k = qk.split([self.num_heads, self.num_kv_heads], dim=1)
-        q = rms_norm(q, self.q_norm.weight, self.q_norm.variance_epsilon)
-        k = rms_norm(k, self.k_norm.weight, self.k_norm.variance_epsilon)
-        return torch.cat((q, k), dim=1)
+    def normed_fused(self, qkv: torch.Tensor) -> torch.Tensor:
+        q_norm, k_norm = self.q_norm, self.k_norm
+        return norm_heads(qkv, q_norm.weight, k_norm.weight, self.num_kv_heads, q_norm.variance_epsilon)
 
 
 class Qwen3DecoderLayer(LlamaDecoderLayer):

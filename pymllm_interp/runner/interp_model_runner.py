@@ -134,7 +134,7 @@ class InterpModelRunner(ModelRunner):
             with torch.enable_grad():
                 return self._plan_and_call(forward_batch, descriptor.execution)
         if descriptor.execution is Execution.REPLAY and self._traced().interleaver.traces:
-            return self.forward(forward_batch, descriptor.execution)  # blocks may keep the logits
+            return super().forward(forward_batch, descriptor.execution)  # blocks may keep the logits
         return super()._run(forward_batch, descriptor)
 
     def _plan_and_call(self, batch: ForwardBatch, execution: Execution) -> LogitsProcessorOutput:

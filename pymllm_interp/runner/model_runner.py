@@ -766,9 +766,11 @@ class ModelRunner:
         """
         if skip_attn and not is_profile:
             raise ValueError("skip_attn is for the profile run alone: a pass without attention serves nobody")
-        num_reqs = num_tokens if uniform_decode else min(num_tokens, self.max_running_requests or 1)
-        sizes = [num_tokens // num_reqs] * num_reqs
-        sizes[-1] += num_tokens % num_reqs
+        # As many requests as may be, so that none is longer than one can be.
+        num_reqs = num_tokens if uniform_decode else max(
+            min(num_tokens, self.max_running_requests or 1), -(-num_tokens // self.context_len)
+        )
+        sizes = [num_tokens // num_reqs + (i < num_tokens % num_reqs) for i in range(num_reqs)]
         rows, slots = self.prepare_dummy_attn(num_reqs, num_tokens)
         ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
         lens = torch.tensor(sizes, dtype=torch.int32, device=self.device)

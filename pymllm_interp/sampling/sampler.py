@@ -116,6 +116,11 @@ def _sample(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 
 def _greedy(scores: torch.Tensor) -> torch.Tensor:
+    """[rows] int32: the largest score, the first of equals; a NaN counts as largest."""
+    if scores.is_cuda and scores.stride(-1) == 1:
+        from .triton_argmax import argmax
+
+        return argmax(scores)
     return scores.max(dim=-1).indices.to(torch.int32)  # four times as quick as argmax on a CPU
 
 

@@ -1,0 +1,274 @@
+# pyright: reportCallIssue=false, reportArgumentType=false
+# A launch takes options that the kernel's own signature does not have, and numbers where it says `constexpr`.
+"""Triton kernels, and how they are launched. Their public names and torch references are in the modules beside this one.
+
+Every kernel gives the bits that torch's kernels for the same formula give, up to the order of a sum and the last bit of
+``exp`` and ``rsqrt``:
+
+- What torch would write to memory between two operations is rounded to the model's dtype here.
+- `enable_fp_fusion` is off: a fused multiply-add skips the rounding of the product, also of one that was rounded to half
+  precision by hand.
+- What a fused pass and a module-by-module one both need is one kernel with a flag. Block sizes depend on the width of a row
+  and not on the number of rows, so a row's sums go in one order wherever it stands.
+
+Numbers that a model fixes (widths, strides, heads) are compile-time constants; those that change from pass to pass are not,
+and launches do not specialise on them: a new batch size compiles nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+NORM_BLOCK = 2048
+"""Elements of a program of `rms_norm`, whose rows are shorter: whole rows, so several of a short one."""
+NORM_WARP = 512
+"""Elements for each of its warps."""
+ROPE_HEADS, ROPE_WARPS = 16, 4
+"""Heads of a program of `rope`."""
+SILU_BLOCK, SILU_WARPS = 1024, 4
+GEMV_BLOCKS = 4096, 2048
+"""Elements of a weight's row that a program takes at a time: the first that divides the row, else the last."""
+GEMV_WARP = 512
+"""Elements for each of its warps."""
+
+
+# -- norm ------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm(
+    x, delta, weight, total, out, rows, eps, SIZE: tl.constexpr, INNER: tl.constexpr, OUTER_STRIDE: tl.constexpr,
+    INNER_STRIDE: tl.constexpr, ADD: tl.constexpr, IN_PLACE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = x.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = (row < rows) & (column < SIZE)
+    source = row // INNER * OUTER_STRIDE + row % INNER * INNER_STRIDE + column
+    value = tl.load(x + source, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        summed = (value + tl.load(delta + source, mask=mask, other=0.0).to(tl.float32)).to(dtype)
+        tl.store(total + source, summed, mask=mask)
+        value = summed.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / SIZE + eps)
+    normed = (value * scale).to(dtype).to(tl.float32)
+    weights = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    target = source if IN_PLACE else row * SIZE + column
+    tl.store(out + target, (weights * normed).to(dtype), mask=mask)
+
+
+def _launch_norm(
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor,
+    total: torch.Tensor,
+    out: torch.Tensor,
+    eps: float,
+    add: bool,
+) -> None:
+    size = x.shape[-1]
+    rows = x.numel() // size
+    if rows == 0:
+        return
+    inner, outer_stride, inner_stride = 1, size, 0
+    if not x.is_contiguous():  # [tokens, heads, head_dim], heads of a merged product
+        inner, (outer_stride, inner_stride, _) = x.shape[1], x.stride()
+    block = 1 << (size - 1).bit_length()
+    per_program = max(1, NORM_BLOCK // block)
+    _rms_norm[(-(-rows // per_program),)](
+        x, delta, weight, total, out, rows, eps, size, inner, outer_stride, inner_stride, add, out is x, per_program, block,
+        num_warps=min(16, max(1, block * per_program // NORM_WARP)), enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., size], contiguous or [tokens, heads, size] with any strides but the last one's -> fresh memory."""
+    if not x.is_contiguous() and (x.dim() != 3 or x.stride(2) != 1):
+        x = x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch_norm(x, x, weight, x, out, eps, False)
+    return out
+
+
+def rms_norm_(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """`rms_norm` in place: x [tokens, heads, size], last dim contiguous."""
+    _launch_norm(x, x, weight, x, x, eps, False)
+
+
+def add_rms_norm(
+    h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(h + delta, its norm), both fresh memory; h and delta [..., size]."""
+    h, delta = h.contiguous(), delta.contiguous()
+    total, out = torch.empty_like(h), torch.empty_like(h)
+    _launch_norm(h, delta, weight, total, out, eps, True)
+    return total, out
+
+
+# -- rope ------------------------------------------------------------------------
+
+
+@triton.jit
+def _turn(x, other, cos, signed_sin, dtype: tl.constexpr):
+    straight = (x.to(tl.float32) * cos).to(dtype)
+    crossed = (other.to(tl.float32) * signed_sin).to(dtype)
+    return (straight.to(tl.float32) + crossed.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def _rope(
+    x, cos, signed_sin, out, k_cache, v_cache, slots, X_STRIDE: tl.constexpr, X_HEAD_STRIDE: tl.constexpr,
+    TURN_STRIDE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The first HEADS heads are turned into `out`, KV_HEADS after them into `k_cache`; KV_HEADS more go to `v_cache` as is."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    half: tl.constexpr = HEAD_DIM // 2
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)[:, None]
+    column = tl.arange(0, HALF_BLOCK)[None, :]
+    mask = (head < HEADS + 2 * KV_HEADS) & (column < half)
+    source = x + token * X_STRIDE + head * X_HEAD_STRIDE + column
+    first, second = tl.load(source, mask=mask), tl.load(source + half, mask=mask)
+    angle = token * TURN_STRIDE + column
+    cos_first = tl.load(cos + angle, mask=column < half).to(tl.float32)
+    cos_second = tl.load(cos + angle + half, mask=column < half).to(tl.float32)
+    sin_first = tl.load(signed_sin + angle, mask=column < half).to(tl.float32)
+    sin_second = tl.load(signed_sin + angle + half, mask=column < half).to(tl.float32)
+    turned_first = _turn(first, second, cos_first, sin_first, dtype)
+    turned_second = _turn(second, first, cos_second, sin_second, dtype)
+    target = out + (token * HEADS + head) * HEAD_DIM + column
+    tl.store(target, turned_first, mask=mask & (head < HEADS))
+    tl.store(target + half, turned_second, mask=mask & (head < HEADS))
+    if KV_HEADS > 0:
+        row = tl.load(slots + token).to(tl.int64) * KV_HEADS
+        is_key = mask & (head >= HEADS) & (head < HEADS + KV_HEADS)
+        key = k_cache + (row + head - HEADS) * HEAD_DIM + column
+        tl.store(key, turned_first.to(k_cache.dtype.element_ty), mask=is_key)
+        tl.store(key + half, turned_second.to(k_cache.dtype.element_ty), mask=is_key)
+        is_value = mask & (head >= HEADS + KV_HEADS)
+        value = v_cache + (row + head - HEADS - KV_HEADS) * HEAD_DIM + column
+        tl.store(value, first.to(v_cache.dtype.element_ty), mask=is_value)
+        tl.store(value + half, second.to(v_cache.dtype.element_ty), mask=is_value)
+
+
+def _launch_rope(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    signed_sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    kv_heads: int,
+) -> torch.Tensor:
+    tokens, heads, head_dim = x.shape
+    out = torch.empty(tokens, heads - 2 * kv_heads, head_dim, dtype=x.dtype, device=x.device)
+    if tokens:
+        head_block = min(ROPE_HEADS, 1 << (heads - 1).bit_length())
+        _rope[(tokens, -(-heads // head_block))](
+            x, cos, signed_sin, out, k_cache, v_cache, slots, x.stride(0), x.stride(1), cos.stride(0), heads - 2 * kv_heads,
+            kv_heads, head_dim, head_block, 1 << (head_dim // 2 - 1).bit_length(),
+            num_warps=ROPE_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+def rope(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+    """x [tokens, heads, head_dim], last dim contiguous, turned by a `rotation` of layers/rope.py; fresh memory."""
+    return _launch_rope(x, cos, signed_sin, x, x, x, 0)
+
+
+def rope_and_write(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    signed_sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """q turned, in fresh memory; k, turned, and v go to the caches' `slots`.
+
+    qkv [tokens, heads + 2 * kv_heads, head_dim], last dim contiguous; caches [slots, kv_heads, head_dim], contiguous.
+    """
+    return _launch_rope(qkv, cos, signed_sin, k_cache, v_cache, slots, k_cache.shape[1])
+
+
+# -- activation --------------------------------------------------------------------
+
+
+@triton.jit
+def _silu(x, out, SIZE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    dtype: tl.constexpr = x.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < SIZE
+    source = x + row * (2 * SIZE if GATED else SIZE) + column
+    gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    value = (gate / (1.0 + tl.exp(-gate))).to(dtype)
+    if GATED:
+        value = (value.to(tl.float32) * tl.load(source + SIZE, mask=mask, other=0.0).to(tl.float32)).to(dtype)
+    tl.store(out + row * SIZE + column, value, mask=mask)
+
+
+def _launch_silu(x: torch.Tensor, size: int, gated: bool) -> torch.Tensor:
+    x = x.contiguous()
+    out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
+    if out.numel():
+        grid = (out.numel() // size, -(-size // SILU_BLOCK))
+        _silu[grid](x, out, size, gated, SILU_BLOCK, num_warps=SILU_WARPS, enable_fp_fusion=False)
+    return out
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """x [..., size] -> the same shape."""
+    return _launch_silu(x, x.shape[-1], False)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [..., 2 * size] -> [..., size]: ``silu(gate) * up``, silu rounded before the product."""
+    return _launch_silu(gate_up, gate_up.shape[-1] // 2, True)
+
+
+# -- matrix times vector -----------------------------------------------------------
+
+
+@triton.jit
+def _gemv(x, weight, bias, out, K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_K: tl.constexpr):
+    row = tl.program_id(0)
+    total = tl.zeros([BLOCK_K], dtype=tl.float32)
+    # Unrolled: all of the row is asked for before the first product. Nobody reads it again, so it need not be kept.
+    for start in tl.static_range(0, K, BLOCK_K):
+        column = start + tl.arange(0, BLOCK_K)
+        if start + BLOCK_K <= K:
+            weights = tl.load(weight + row.to(tl.int64) * K + column, eviction_policy="evict_first")
+            values = tl.load(x + column)
+        else:
+            weights = tl.load(weight + row.to(tl.int64) * K + column, mask=column < K, other=0.0)
+            values = tl.load(x + column, mask=column < K, other=0.0)
+        total += weights.to(tl.float32) * values.to(tl.float32)
+    result = tl.sum(total, axis=0)
+    if HAS_BIAS:
+        result += tl.load(bias + row).to(tl.float32)
+    tl.store(out + row, result.to(out.dtype.element_ty))
+
+
+def gemv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    block_k: int | None = None,
+    num_warps: int | None = None,
+) -> torch.Tensor:
+    """x [..., in] of one row, weight [out, in], both contiguous; bias [out] -> [..., out]. Sums in float32."""
+    n, k = weight.shape
+    out = torch.empty(*x.shape[:-1], n, dtype=x.dtype, device=x.device)
+    if block_k is None:
+        block_k = next((block for block in GEMV_BLOCKS if k % block == 0), GEMV_BLOCKS[-1])
+    block_k = min(block_k, 1 << (k - 1).bit_length())
+    _gemv[(n,)](
+        x, weight, weight if bias is None else bias, out, k, bias is not None, block_k,
+        num_warps=num_warps or max(1, block_k // GEMV_WARP), enable_fp_fusion=True,
+    )  # fmt: skip
+    return out

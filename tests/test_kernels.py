@@ -1,0 +1,406 @@
+"""Triton's kernels against their torch references: compiled on CUDA, under Triton's interpreter elsewhere.
+
+The interpreter cuts float32 off where it should round to bfloat16; there bfloat16 is compared to a few last bits, and float16,
+which it rounds, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import COMMON
+from helpers_runner import ByHand, make_runner, random_ids
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+
+from pymllm_interp import ModelRunner
+from pymllm_interp.core.forward_batch import ForwardMode
+from pymllm_interp.layers import activation, linear, norm, rope
+from pymllm_interp.layers.dispatch import kernels_for
+from pymllm_interp.layers.linear import Linear
+from pymllm_interp.mem_cache import KVPool
+from pymllm_interp.runner.partition import Execution
+
+pytest.importorskip("triton", reason="the kernels' tests need the package triton")
+from pymllm_interp.layers import triton_kernels as kernels
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+pytestmark = [pytest.mark.gpu] if CUDA else []
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+EPS = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def reference(function: Callable[..., Any], *args: Any) -> Any:
+    """What the public function computes in plain torch: with gradients on, no tensor goes to the kernels."""
+    with torch.enable_grad():
+        return function(*args)
+
+
+def near(actual: torch.Tensor, expected: torch.Tensor, last_bits: int = 2) -> None:
+    """Equal up to some units in the last place, of a number of the tensor's own scale."""
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    if actual.dtype == torch.bfloat16 and not CUDA:
+        last_bits *= 2
+    tolerance = last_bits * torch.finfo(actual.dtype).eps
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
+
+
+def equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Bit for bit, where the interpreter rounds."""
+    if actual.dtype == torch.bfloat16 and not CUDA:
+        near(actual, expected)
+    else:
+        assert torch.equal(actual, expected), (actual - expected).abs().max()
+
+
+# -- norm ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(1, 576), (3, 576), (17, 72), (5, 128), (2, 2048), (1, 3072), (2, 8192)])
+def test_a_norm_equals_torch(rows, size, dtype):
+    x, weight = randn(1, rows, size, dtype=dtype) * 3, 1 + 0.1 * randn(size, dtype=dtype, seed=1)
+    kept = x.clone()
+    near(kernels.rms_norm(x, weight, EPS), reference(norm.rms_norm, x, weight, EPS))
+    assert torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_is_rounded_before_its_weight_multiplies(dtype):
+    x, weight = randn(3, 576, dtype=dtype), randn(576, dtype=dtype, seed=1)
+    equal(kernels.rms_norm(x, weight, EPS), weight * kernels.rms_norm(x, torch.ones_like(weight), EPS))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_of_nearly_nothing_and_of_much(dtype):
+    x = torch.cat((randn(1, 72) * 1e-4, randn(1, 72) * 100, torch.zeros(1, 72, device=DEVICE))).to(dtype)
+    weight = randn(72, dtype=dtype, seed=1)
+    near(kernels.rms_norm(x, weight, EPS), reference(norm.rms_norm, x, weight, EPS))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_norm_of_strided_heads_equals_that_of_a_copy(tokens, dtype):
+    qkv, weight = randn(tokens, 9 + 3 + 3, 24, dtype=dtype), randn(24, dtype=dtype, seed=1)
+    for heads in (qkv[:, :9], qkv[:, 9:12], qkv[:, ::2], qkv.transpose(0, 1)):
+        assert torch.equal(kernels.rms_norm(heads, weight, EPS), kernels.rms_norm(heads.contiguous(), weight, EPS))
+    near(kernels.rms_norm(qkv[:, 9:12], weight, EPS), reference(norm.rms_norm, qkv[:, 9:12], weight, EPS))
+
+
+def test_a_norm_of_any_other_strides_is_that_of_a_copy():
+    x, weight = randn(2, 6, 20, 16), randn(16, seed=1)
+    for view in (
+        x[:, 1:4],
+        x.transpose(2, 3)[..., :16].transpose(2, 3)[..., ::1],
+        x[0].transpose(0, 1)[:, ::3],
+        x[..., ::2],
+    ):
+        w = weight[: view.shape[-1]].contiguous()
+        assert torch.equal(kernels.rms_norm(view, w, EPS), kernels.rms_norm(view.contiguous(), w, EPS))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_are_normed_in_place_and_values_stay(dtype):
+    qkv, weights = randn(5, 9 + 3 + 3, 24, dtype=dtype), randn(2, 24, dtype=dtype, seed=1)
+    before = qkv.clone()
+    kernels.rms_norm_(qkv[:, :9], weights[0], EPS)
+    kernels.rms_norm_(qkv[:, 9:12], weights[1], EPS)
+    assert torch.equal(qkv[:, :9], kernels.rms_norm(before[:, :9], weights[0], EPS))
+    assert torch.equal(qkv[:, 9:12], kernels.rms_norm(before[:, 9:12], weights[1], EPS))
+    assert torch.equal(qkv[:, 12:], before[:, 12:])
+    near(qkv, reference(norm.norm_heads, before, weights[0], weights[1], 3, EPS))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(1, 576), (3, 72), (2, 4096)])
+def test_add_and_norm_have_the_bits_of_the_sum_and_of_its_norm(rows, size, dtype):
+    h, delta, weight = (
+        randn(1, rows, size, dtype=dtype),
+        randn(1, rows, size, dtype=dtype, seed=1),
+        randn(size, dtype=dtype),
+    )
+    kept = h.clone(), delta.clone()
+    total, normed = kernels.add_rms_norm(h, delta, weight, EPS)
+    equal(total, h + delta)
+    assert torch.equal(normed, kernels.rms_norm(total, weight, EPS))
+    assert torch.equal(h, kept[0]) and torch.equal(delta, kept[1])
+
+
+def test_a_rows_norm_does_not_depend_on_the_rows_beside_it():
+    x, weight = randn(33, 72), randn(72, seed=1)
+    together = kernels.rms_norm(x, weight, EPS)
+    for i in (0, 7, 32):
+        assert torch.equal(kernels.rms_norm(x[i : i + 1], weight, EPS)[0], together[i])
+
+
+# -- rope ------------------------------------------------------------------------------------
+
+
+def turn(tokens: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rotation whose halves differ, as a trace may make one."""
+    angles = 3 * randn(1, tokens, head_dim, seed=9)
+    return rope.rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [10, 24, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 9), (3, 1), (2, 40)])
+def test_a_rotation_equals_torch_bit_for_bit(tokens, heads, head_dim, dtype):
+    x, turned = randn(tokens, heads, head_dim, dtype=dtype), turn(tokens, head_dim, dtype)
+    kept = x.clone()
+    out = kernels.rope(x, *turned)
+    equal(out, reference(rope.apply_rope, x, *turned))
+    assert out.is_contiguous() and torch.equal(x, kept)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 24), (32, 8, 64), (4, 1, 80), (2, 2, 128)])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_rotation_that_writes_equals_one_of_q_and_k_and_a_write(tokens, heads, kv_heads, head_dim, dtype):
+    merged = randn(tokens, (heads + 2 * kv_heads) * head_dim + 3, dtype=dtype)
+    qkv, turned = merged[:, :-3].unflatten(1, (-1, head_dim)), turn(tokens, head_dim, dtype)
+    pools = [KVPool(2, 32, kv_heads, head_dim, dtype, DEVICE, 4) for _ in range(2)]
+    for pool in pools:
+        pool._kv.copy_(randn(*pool._kv.shape, seed=4))
+    slots = torch.tensor([7, 2, 31, 16, 3], device=DEVICE)[:tokens]
+    q = kernels.rope_and_write(qkv, *turned, *pools[0].get_kv(1), slots)
+    assert torch.equal(q, kernels.rope(qkv[:, :heads], *turned)) and q.is_contiguous()
+    equal(q, reference(rope.rope_and_write, qkv, *turned, pools[1], 1, slots))
+    equal(pools[0]._kv, pools[1]._kv)
+    k_cache, v_cache = pools[0].get_kv(1)
+    assert torch.equal(k_cache[slots], kernels.rope(qkv[:, heads : heads + kv_heads], *turned))
+    assert torch.equal(v_cache[slots], qkv[:, heads + kv_heads :])
+
+
+def test_a_cache_of_another_dtype_gets_what_was_rounded_to_the_models():
+    qkv, turned = randn(3, 6, 24), turn(3, 24, torch.float32)
+    pool, expected = (KVPool(1, 16, 2, 24, torch.float16, DEVICE, 4) for _ in range(2))
+    slots = torch.tensor([5, 9, 4], device=DEVICE)
+    kernels.rope_and_write(qkv, *turned, *pool.get_kv(0), slots)
+    reference(rope.rope_and_write, qkv, *turned, expected, 0, slots)
+    assert torch.equal(pool._kv, expected._kv) and pool._kv.any()
+
+
+# -- activation ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(1, 56), (3, 1536), (2, 1025)])
+def test_silu_equals_torch_and_its_product_has_the_bits_of_both(rows, size, dtype):
+    gate_up = 4 * randn(1, rows, 2 * size, dtype=dtype)
+    gate, up = gate_up.chunk(2, dim=-1)
+    alone = kernels.silu(gate)
+    near(alone, F.silu(gate))
+    equal(kernels.silu_mul(gate_up), alone * up)
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+def test_silu_where_an_exponential_overflows():
+    x = torch.tensor([[-200.0, -89.0, 0.0, 89.0, 200.0, float("inf"), float("nan")]], device=DEVICE)
+    expected = F.silu(x)
+    torch.testing.assert_close(kernels.silu(x), expected, equal_nan=True)
+
+
+# -- matrix times vector -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("out", "width"), [(5, 72), (64, 576), (33, 2048), (3, 5000)])
+def test_a_row_times_a_matrix_equals_torch(out, width, bias, dtype):
+    linear = Linear(width, out, bias, dtype, DEVICE)
+    for seed, parameter in enumerate(linear.parameters()):
+        parameter.copy_(randn(*parameter.shape, seed=seed))
+    x = randn(1, 1, width, dtype=dtype, seed=5)
+    expected = F.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None)
+    scale = width**0.5
+    for options in ({}, {"block_k": 64}, {"block_k": 512, "num_warps": 4}):
+        actual = kernels.gemv(x, linear.weight, linear.bias, **options)
+        assert actual.dtype == dtype and actual.shape == (1, 1, out)
+        bits = 1 if CUDA or dtype == torch.float16 else 2
+        torch.testing.assert_close(actual.double(), expected, rtol=bits * torch.finfo(dtype).eps, atol=1e-6 * scale)
+
+
+# -- the native families over them ---------------------------------------------------------------
+
+
+def test_kernels_are_for_cuda_and_for_passes_without_gradients():
+    x = randn(1, 3)
+    assert kernels_for(x) is (kernels if CUDA else None)
+    with torch.enable_grad():
+        assert kernels_for(x) is None
+
+
+SIZES: dict[str, Any] = {**COMMON, "hidden_size": 72, "num_hidden_layers": 2}
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**SIZES, num_attention_heads=2, num_key_value_heads=1, head_dim=64, mlp_bias=True),
+    "qwen3": lambda: Qwen3Config(**SIZES, num_attention_heads=2, num_key_value_heads=1, head_dim=128),
+    # 9 heads of 8 over 3, and no silu
+    "odd": lambda: LlamaConfig(**SIZES, num_attention_heads=9, num_key_value_heads=3, hidden_act="gelu"),
+}
+
+
+class Launches:
+    """Stands for `triton_kernels`, and notes what is launched."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.names.append(name)
+        return getattr(kernels, name)
+
+    def since(self) -> list[str]:
+        names, self.names = self.names, []
+        return names
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """The layers take the kernels on this device, also where it is a CPU."""
+    noted = Launches()
+
+    def forced(x: torch.Tensor) -> Launches | None:
+        return None if torch.is_grad_enabled() else noted
+
+    modules: list[ModuleType] = [norm, rope, activation, linear]
+    for module in modules:
+        monkeypatch.setattr(module, "kernels_for", forced)
+    return noted
+
+
+@pytest.fixture(scope="module")
+def runner_of():
+    made: dict[tuple[str, str], ModelRunner] = {}
+
+    def load(family: str, dtype: str) -> ModelRunner:
+        if (family, dtype) not in made:
+            torch.manual_seed(0)
+            backend = "torch" if family == "odd" else "auto"
+            runner = make_runner(CONFIGS[family](), dtype=dtype, device=DEVICE, kv_cache_tokens=2048,
+                                 disable_cuda_graph=True, attention_backend=backend)  # fmt: skip
+            made[family, dtype] = runner
+            for name, parameter in runner.get_model().named_parameters():
+                with torch.no_grad():
+                    values = 0.2 * randn(*parameter.shape, seed=len(name))
+                    parameter.copy_(1 + values if "norm" in name else values)
+        return made[family, dtype]
+
+    yield load
+    for runner in made.values():
+        runner.shutdown()
+
+
+class Watch:
+    """Nobody waits at the layers `at`, nor inside of those `inside`."""
+
+    def __init__(self, at: set[int], inside: set[int]) -> None:
+        self.at, self.inside = at, inside
+
+    def nobody_at(self, layer: int) -> bool:
+        return layer in self.at
+
+    def nobody_inside(self, layer: int) -> bool:
+        return layer in self.inside
+
+
+STEPS = [
+    (ForwardMode.EXTEND, {0: random_ids(4), 1: random_ids(1, seed=1)}),
+    (ForwardMode.MIXED, {1: [8], 0: random_ids(2, seed=4)}),
+    (ForwardMode.DECODE, {0: [5], 1: [6]}),
+]
+WATCHES = [None, Watch({0}, set()), Watch({1}, {0})]
+HALF = "bfloat16" if CUDA else "float16"
+
+
+@pytest.mark.parametrize("dtype", ["float32", HALF])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_both_passes_over_the_kernels_are_bit_equal_however_their_layers_are_mixed(family, dtype, runner_of, launches):
+    runner = runner_of(family, dtype)
+    hand, torch_hand = ByHand(runner), ByHand(runner)
+    for mode, tokens in STEPS:
+        batch = hand.batch(tokens, mode)
+        kv, slots = batch.token_to_kv_pool._kv, batch.out_cache_loc  # pyright: ignore[reportOptionalMemberAccess]
+        fused = runner.forward(batch).next_token_logits
+        written = kv[:, :, slots]
+        near_torch(fused, runner, torch_hand.batch(tokens, mode))
+        for watch in WATCHES:
+            batch.watch, kv[:, :, slots] = watch, 0
+            modules = runner.forward(batch, Execution.MODULES).next_token_logits
+            assert torch.equal(fused, modules), f"{mode.name}: {(fused - modules).abs().max()}"
+            assert torch.equal(kv[:, :, slots], written)
+    own = {"rms_norm", "add_rms_norm", "rope", "rope_and_write"}
+    own |= {"rms_norm_"} if family == "qwen3" else set()
+    own |= {"silu", "silu_mul"} if family != "odd" else set()
+    assert set(launches.since()) == own
+
+
+def near_torch(fused: torch.Tensor, runner: ModelRunner, batch: Any) -> None:
+    """The same pass in plain torch."""
+    backend: Any = runner.attn_backend
+    backend.init_forward_metadata(batch)
+    with torch.enable_grad():
+        expected = runner._call_model(batch, Execution.PLAIN)[0].detach()
+    scale = expected.abs().max().item()
+    tolerance = 1e-5 if fused.dtype == torch.float32 else 16 * torch.finfo(fused.dtype).eps
+    torch.testing.assert_close(fused, expected, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("family", CONFIGS if CUDA else ["llama"])
+def test_a_layer_of_one_row_is_four_products_four_kernels_and_attention(family, runner_of, launches):
+    runner = runner_of(family, HALF)
+    batch = ByHand(runner).batch({0: [1]}, ForwardMode.DECODE)
+    fused = runner.forward(batch).next_token_logits
+    heads = ["rms_norm_", "rms_norm_"] if family == "qwen3" else []
+    act = ["silu_mul"] if family != "odd" else []
+    layer = ["gemv", *heads, "rope_and_write", "gemv", "add_rms_norm", "gemv", *act, "gemv"]
+    assert launches.since() == ["rms_norm", *layer, "add_rms_norm", *layer, "add_rms_norm", "gemv"]
+    assert torch.equal(fused, runner.forward(batch, Execution.MODULES).next_token_logits)
+    assert launches.since().count("gemv") == 9
+
+
+def test_a_pass_that_keeps_its_keys_writes_none(runner_of, launches):
+    """`fresh_kv_only`: K and V go to the backend, and the pool stays."""
+    runner = runner_of("llama", "float32")
+    batch = ByHand(runner).batch({0: [1, 2, 3]})
+    assert batch.token_to_kv_pool is not None
+    expected = runner.forward(batch).next_token_logits
+    batch.token_to_kv_pool._kv[:, :, batch.out_cache_loc] = 7
+    batch.fresh_kv_only = True
+    logits = runner.forward(batch).next_token_logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert (batch.token_to_kv_pool._kv[:, :, batch.out_cache_loc] == 7).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("options", [{}, {"enable_torch_compile": True, "torch_compile_max_bs": 1}])
+def test_captured_passes_are_near_those_by_modules(family, options):
+    runner = make_runner(
+        CONFIGS[family](), dtype="bfloat16", device="cuda", kv_cache_tokens=512, max_running_requests=2, **options
+    )
+    hand = ByHand(runner)
+    hand.extend({0: random_ids(5), 1: random_ids(9, seed=1)})
+    for tokens in ({0: [3]}, {0: [4], 1: [5]}):
+        batch = hand.batch(tokens, ForwardMode.DECODE)
+        replayed = runner.forward(batch).next_token_logits
+        assert runner.graph_runner is not None and runner.graph_runner.can_run(batch)
+        modules = runner.forward(batch, Execution.MODULES).next_token_logits
+        torch.testing.assert_close(replayed, modules, rtol=0, atol=0.03 * modules.abs().max().item())
+    runner.shutdown()

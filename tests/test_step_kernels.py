@@ -1,0 +1,71 @@
+"""Triton's kernels around a step (inputs, pages, greedy sampling) against plain torch: compiled on CUDA, interpreted elsewhere."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pymllm_interp.attention import flashinfer_backend
+from pymllm_interp.runner import input_batch
+from pymllm_interp.runner.input_batch import InputBuffers
+
+pytest.importorskip("triton", reason="the kernels' tests need the package triton")
+from pymllm_interp.attention.triton_pages import fill_kv_indices
+from pymllm_interp.runner.triton_inputs import lay_out
+from pymllm_interp.sampling.triton_argmax import argmax
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (1, 97), (3, 4096), (2, 4097), (7, 9001)])
+def test_argmax_is_torchs(rows: int, vocab: int, dtype: torch.dtype) -> None:
+    scores = torch.randn(rows, vocab + 3, generator=torch.Generator().manual_seed(vocab)).to(DEVICE, dtype)[:, :vocab]
+    assert torch.equal(argmax(scores), scores.cpu().float().max(-1).indices.to(DEVICE, torch.int32))
+
+
+def test_argmax_takes_the_first_of_equals_and_counts_a_nan_as_largest() -> None:
+    scores = torch.zeros(6, 9000)
+    scores[0, 0] = -0.0
+    scores[1, 8999], scores[1, 17] = torch.nan, torch.inf
+    scores[2] = -torch.inf
+    scores[3, 3] = scores[3, 8200] = 5
+    scores[4] = -torch.nan
+    scores[5] = -1e-40
+    scores[5, 8191] = -1e-41
+    expected = [0, 8999, 0, 3, 0, 8191]
+    assert scores.max(-1).indices.tolist() == expected and argmax(scores.to(DEVICE)).tolist() == expected
+
+
+@pytest.mark.parametrize(("count", "padded"), [(1, 0), (5, 8), (128, 128), (129, 136), (300, 0)])
+def test_inputs_are_laid_out_as_in_plain_torch(count: int, padded: int) -> None:
+    draw = np.random.default_rng(count)
+    tokens = np.stack([draw.integers(-1, 50, count), draw.integers(0, 40, count), draw.integers(1, 9, count)])
+    last = torch.from_numpy(draw.integers(0, 50, 9)).to(DEVICE)
+    table = torch.from_numpy(draw.integers(1, 999, (9, 40)).astype(np.int32)).to(DEVICE)
+    table[0] = 0
+    found, expected = InputBuffers(304, DEVICE), InputBuffers(304, DEVICE)
+    found._lay_out, expected._lay_out = lay_out, input_batch._lay_out
+    for buffers in (found, expected):
+        for name in ("input_ids", "positions", "out_cache_loc", "rows", "seq_lens"):
+            getattr(buffers, name).fill_(77)
+        buffers.lay_out(tokens, last, table, padded)
+    for name in ("input_ids", "positions", "out_cache_loc", "rows", "seq_lens"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert found.rows[count : max(padded, count)].tolist() == [0] * max(padded - count, 0), "padding is the dummy row's"
+    assert found.out_cache_loc[max(padded, count) :].eq(77).all(), "nothing is written behind the step's rows"
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_pages_are_listed_as_in_plain_torch(page_size: int) -> None:
+    draw = np.random.default_rng(page_size)
+    pages = np.array([1, 3, 600, 1, 2049])
+    table = torch.from_numpy(draw.integers(16, 2**20, (7, 2049 * page_size)).astype(np.int32)).to(DEVICE)
+    rows = torch.tensor([4, 2, 6, 0, 1], device=DEVICE)
+    indptr = torch.from_numpy(np.concatenate([[0], pages.cumsum()]).astype(np.int32)).to(DEVICE)
+    found, expected = (torch.full((int(pages.sum()) + tail,), -1, dtype=torch.int32, device=DEVICE) for tail in (9, 0))
+    fill_kv_indices(found, indptr, rows, table, page_size)
+    flashinfer_backend._fill_kv_indices(expected, indptr, rows, table, page_size)
+    assert torch.equal(found[:-9], expected) and found[-9:].tolist() == [-1] * 9
