@@ -235,7 +235,7 @@ def line(row: dict[str, Any]) -> str:
     if "torch_us" in row:
         return f"{head}{row['us']:>9.1f} us{row['torch_us']:>9.1f} torch{row['gb_s']:>7.0f} GB/s"
     best = row["best"]
-    options = best.get("options") or (best["rows"], best["block_k"], best["warps"])
+    options = best.get("options") or (best["block_k"], best["warps"])
     ours = f"{row['us']:>9.1f} us" if "us" in row else " " * 12
     return f"{head}{ours}{row['cublas_us']:>9.1f} cublas{best['us']:>8.1f} best {options}"
 

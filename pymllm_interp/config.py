@@ -111,6 +111,9 @@ class ServerConfig:
     """Slots that are handed out together."""
     async_scheduling: bool | None = None
     """Launch a step before the tokens of the one before it have been read; None: on CUDA."""
+    hook_execution: str = "auto"
+    """How a decode step runs in which a block waits for a module: "split" runs its request by itself beside the others,
+    "eager" the whole batch module by module, "auto" what is quicker by times measured at start-up."""
     schedule_policy: str = "mixed"
     """ "mixed" steps decode and prefill together; "prefill_first" gives prompts steps of their own, one in two at most."""
     attention_backend: str = "auto"
@@ -131,6 +134,7 @@ class ServerConfig:
         _positive(self, "max_model_len", "max_running_requests", "max_num_tokens", "kv_cache_tokens", "page_size")
         _positive(self, "torch_compile_max_bs")
         _one_of(self, "schedule_policy", ("mixed", "prefill_first"))
+        _one_of(self, "hook_execution", ("auto", "split", "eager"))
         _one_of(self, "attention_backend", ("auto", "torch", "flashinfer"))
         if self.kv_cache_dtype != "auto" and self.kv_cache_dtype not in DTYPES:
             raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: expected 'auto' or one of {sorted(DTYPES)}")

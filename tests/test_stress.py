@@ -101,7 +101,7 @@ def assert_same(got: Plan, wanted: Plan) -> None:
         assert torch.allclose(value, reference, atol=1e-3), (step, path, (value - reference).abs().max())
 
 
-def stress(lm_of: Any, oracle: Any, seed: int, count: int, policy: str) -> None:
+def stress(lm_of: Any, oracle: Any, seed: int, count: int, **server: Any) -> None:
     rng = random.Random(seed)
     plans = [Plan.random(rng, layers=3, faults=True) for _ in range(count)]
     references = [replace(plan, result={}) for plan in plans]
@@ -116,9 +116,7 @@ def stress(lm_of: Any, oracle: Any, seed: int, count: int, policy: str) -> None:
         for p in plain_prompts
     ]
 
-    lm = lm_of(
-        "llama", kv_cache_tokens=56, page_size=4, schedule_policy=policy, max_running_requests=8, max_num_tokens=48
-    )
+    lm = lm_of("llama", kv_cache_tokens=56, page_size=4, max_running_requests=8, max_num_tokens=48, **server)
     before = lm.engine.stats()
     timers = [threading.Timer(plan.delay, run, (lm, plan)) for plan in plans]
     for timer in timers:
@@ -135,6 +133,8 @@ def stress(lm_of: Any, oracle: Any, seed: int, count: int, policy: str) -> None:
     for plan, reference in zip(plans, references, strict=True):
         assert_same(plan, reference)
     after = lm.engine.stats()
+    if server.get("hook_execution") == "split":
+        assert any(how.startswith("split") for how in after["execution"]), after["execution"]
     assert after["preempted"] > before["preempted"] and after["moved_to_host"] > before["moved_to_host"]
     assert_nothing_left(lm)
 
@@ -152,14 +152,21 @@ def assert_nothing_left(lm: LM) -> None:
     assert not alive, "greenlets are left"
 
 
-@pytest.mark.parametrize("policy", ["mixed", "prefill_first"])
+SERVERS = [
+    {"schedule_policy": policy, **how}
+    for policy in ("mixed", "prefill_first")
+    for how in ({}, {"hook_execution": "split", "async_scheduling": True})
+]
+
+
+@pytest.mark.parametrize("server", SERVERS, ids=lambda server: "-".join(map(str, server.values())))
 @pytest.mark.parametrize("seed", range(2))
-def test_concurrent_traces_equal_their_solo_runs(lm_of, oracle, seed: int, policy: str) -> None:
-    stress(lm_of, oracle, seed, 40, policy)
+def test_concurrent_traces_equal_their_solo_runs(lm_of, oracle, seed: int, server: dict[str, Any]) -> None:
+    stress(lm_of, oracle, seed, 40, **server)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["mixed", "prefill_first"])
+@pytest.mark.parametrize("server", SERVERS, ids=lambda server: "-".join(map(str, server.values())))
 @pytest.mark.parametrize("seed", range(100, 110))
-def test_four_hundred_concurrent_traces_equal_their_solo_runs(lm_of, oracle, seed: int, policy: str) -> None:
-    stress(lm_of, oracle, seed, 400, policy)
+def test_four_hundred_concurrent_traces_equal_their_solo_runs(lm_of, oracle, seed: int, server: dict[str, Any]) -> None:
+    stress(lm_of, oracle, seed, 400, **server)

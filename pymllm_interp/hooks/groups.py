@@ -63,6 +63,11 @@ class NNsightRequestHelper:
         return [trace for _, trace in self._step]
 
     @property
+    def traced_requests(self) -> list[Request]:
+        """The requests of this step that have a trace, in batch order."""
+        return [entry.request for entry, _ in self._step]
+
+    @property
     def forward_traces(self) -> list[RequestTrace]:
         """Those of them whose request is a single forward pass, whose result is the model's output."""
         return [trace for entry, trace in self._step if entry.request.forward_only]
@@ -89,6 +94,11 @@ class NNsightRequestHelper:
                 trace.rows = Rows(start, size, total, logit_start, logit_size, logit_total)
             start += size
             logit_start += logit_size
+
+    def narrow_to_last(self, requests: int) -> None:
+        """Re-point the traces of the decode step's last `requests` to their rows in a pass over those alone."""
+        for row, (_, trace) in enumerate(self._step[-requests:]):
+            trace.rows = Rows(row, 1, requests, row, 1, requests)
 
     def unflatten(self, model: TracedModel, rows: list[ScheduledRequest]) -> None:
         """Re-point each trace from its tokens to its row among `rows`, the requests that sample in this step."""

@@ -12,6 +12,7 @@ One step, with what it adds to the plain one::
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..config import ModelConfig, ServerConfig
 from ..core.forward_batch import ForwardBatch
-from ..core.output import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
+from ..core.output import LogitsProcessorOutput, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from ..core.request import Request
 from ..core.upload import upload
 from ..hooks.groups import NNsightRequestHelper
@@ -30,7 +31,9 @@ from ..sampling import SamplerOutput
 from .async_output import AsyncOutput
 from .input_batch import ExecuteModelState
 from .model_runner import ModelRunner
-from .partition import BatchExecutionDescriptor, Execution
+from .partition import BatchExecutionDescriptor, DecodeCosts, Execution
+
+COST_REPEATS = 3
 
 
 class InterpModelRunner(ModelRunner):
@@ -78,6 +81,7 @@ class InterpModelRunner(ModelRunner):
         if not any(entry.request.trace is not None for entry in scheduler_output.scheduled):
             return super().execute_model(scheduler_output, intermediate_tensors)
         model, helper = self._traced(), self.nnsight_request_helper
+        self._put_hooked_last(scheduler_output.scheduled)
         helper.process_new_reqs(scheduler_output.scheduled, model)
         model.interleaver.begin_pass(helper.traces)
         try:
@@ -117,25 +121,109 @@ class InterpModelRunner(ModelRunner):
                 output.errors[rid] = request.trace.error
         return output
 
+    @staticmethod
+    def _put_hooked_last(scheduled: list[ScheduledRequest]) -> None:
+        """In a decode step, move the requests whose blocks wait for a module behind the others: each half is then one slice."""
+        if all(entry.decodes for entry in scheduled):
+            scheduled.sort(key=lambda entry: _is_hooked(entry.request))
+
     def dispatch(self, forward_batch: ForwardBatch) -> BatchExecutionDescriptor:
-        hooked = sum(trace.grad or trace.hooks_next_pass() for trace in self._traced().interleaver.traces)
+        traces = self.nnsight_request_helper.traced_requests if self._traced().interleaver.traces else []
+        hooked = sum(map(_is_hooked, traces))
         return self._decide(forward_batch, hooked)
 
     def _run(self, forward_batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
-        if descriptor.execution is Execution.MODULES:
+        interleaver, execution = self._traced().interleaver, descriptor.execution
+        if not interleaver.traces:
+            return super()._run(forward_batch, descriptor)
+        if execution is Execution.SPLIT:
+            return self._run_split(forward_batch, descriptor.num_hooked)
+        if execution is Execution.MODULES:
             # Blocks may save what modules read: not the input buffers, which the next step overwrites.
             assert forward_batch.positions is not None
             forward_batch.input_ids = forward_batch.input_ids.clone()
             forward_batch.positions = forward_batch.positions.clone()
-            forward_batch.watch = self._traced().interleaver
-        if any(trace.grad for trace in self._traced().interleaver.traces):
+            forward_batch.watch = interleaver
+        if any(trace.grad for trace in interleaver.traces):
             self.forward_pass_id += 1
             forward_batch.fresh_kv_only = True
             with torch.enable_grad():
-                return self._plan_and_call(forward_batch, descriptor.execution)
-        if descriptor.execution is Execution.REPLAY and self._traced().interleaver.traces:
-            return super().forward(forward_batch, descriptor.execution)  # blocks may keep the logits
-        return super()._run(forward_batch, descriptor)
+                return self._plan_and_call(forward_batch, execution)
+        return super().forward(forward_batch, execution)  # a replay's in fresh memory: blocks may keep the logits
+
+    def _run_split(self, batch: ForwardBatch, hooked: int) -> LogitsProcessorOutput:
+        """A decode pass as two: the requests that nobody waits in, then the last `hooked` ones module by module.
+
+        The device is at the first while the host runs the blocks of the second.
+        """
+        plain = batch.batch_size - hooked
+        halves = self._decode_rows(batch, 0, plain), self._decode_rows(batch, plain, batch.batch_size)
+        output = super().forward(halves[0])
+        self.nnsight_request_helper.narrow_to_last(hooked)
+        halves[1].watch = self._traced().interleaver
+        hooked_output = super().forward(halves[1], Execution.MODULES)
+        logits = (output.next_token_logits, hooked_output.next_token_logits)
+        return LogitsProcessorOutput(torch.cat(logits))
+
+    def _decode_rows(self, batch: ForwardBatch, start: int, stop: int) -> ForwardBatch:
+        """Rows of a decode batch as a batch of their own, in fresh memory."""
+        assert batch.positions is not None and batch.seq_lens_cpu is not None
+        half = self.prepare_forward_batch_decode(
+            batch.input_ids[start:stop].clone(),
+            batch.req_pool_indices[start:stop].clone(),
+            batch.seq_lens[start:stop].clone(),
+            batch.out_cache_loc[start:stop].clone(),
+            positions=batch.positions[start:stop].clone(),
+            seq_lens_cpu=batch.seq_lens_cpu[start:stop],
+        )
+        half.rope_lens = None if batch.rope_lens is None else batch.rope_lens[start:stop].clone()
+        return half
+
+    def capture_model(self) -> int:
+        """Capture the decode graphs, and measure what hooked passes cost beside them."""
+        taken = super().capture_model()
+        if self.graph_runner is not None and self.server_config.hook_execution == "auto":
+            self.partition.costs = self._measure_decode()
+        return taken
+
+    @torch.no_grad()
+    def _measure_decode(self) -> DecodeCosts:
+        assert self.graph_runner is not None
+        captured = self.graph_runner.capture_bs
+        sizes = [size for size in captured if size in (1, 8, 32, 128) or size == captured[-1]]
+
+        def milliseconds(run: Callable[[], Any]) -> float:
+            times = []
+            for _ in range(COST_REPEATS):
+                torch.cuda.synchronize()
+                started = time.perf_counter()
+                run()
+                torch.cuda.synchronize()
+                times.append((time.perf_counter() - started) * 1e3)
+            return min(times)
+
+        def modules(size: int) -> None:
+            batch = self._dummy_decode(size)
+            batch.watch = _Nobody()
+            super(InterpModelRunner, self)._plan_and_call(batch, Execution.MODULES)
+
+        def split(size: int) -> None:
+            super(InterpModelRunner, self)._plan_and_call(self._dummy_decode(size), Execution.REPLAY)
+            modules(1)
+
+        return DecodeCosts(
+            sizes,
+            [milliseconds(lambda size=size: modules(size)) for size in sizes],
+            [milliseconds(lambda size=size: split(size)) for size in sizes],
+        )
+
+    def _dummy_decode(self, size: int) -> ForwardBatch:
+        """A decode batch of rows that belong to nobody."""
+        rows, slots = self.prepare_dummy_attn(size, size)
+        lens = torch.ones(size, dtype=torch.int32, device=self.device)
+        return self.prepare_forward_batch_decode(
+            torch.zeros_like(rows), rows, lens, slots, seq_lens_cpu=torch.ones(size, dtype=torch.int32)
+        )
 
     def _plan_and_call(self, batch: ForwardBatch, execution: Execution) -> LogitsProcessorOutput:
         output = super()._plan_and_call(batch, execution)
@@ -178,3 +266,25 @@ class InterpModelRunner(ModelRunner):
     def _traced(self) -> TracedModel:
         assert self.nnsight_model is not None, "call initialize() first"
         return self.nnsight_model
+
+
+class _Nobody:
+    """A watch over a pass in which no block waits."""
+
+    def nobody_at(self, layer: int) -> bool:
+        return True
+
+    def nobody_inside(self, layer: int) -> bool:
+        return True
+
+
+def _is_hooked(request: Request) -> bool:
+    """Whether a block of the request, or of one in its gang, waits for a module that the next pass reaches.
+
+    The blocks of a gang may let each other go on in the middle of a pass, so they stay together.
+    """
+    members = request.gang or [request]
+    return any(
+        member.trace is not None and not member.finished and (member.trace.grad or member.trace.hooks_next_pass())
+        for member in members
+    )

@@ -111,7 +111,7 @@ class ModelRunner:
         self.hidden_size = self.vocab_size = self.context_len = 0
         self.forward_pass_id = 0
         self.model_memory_usage = 0.0
-        self.partition = Partition()
+        self.partition = Partition(self.server_config.hook_execution)
         self.execute_model_state: ExecuteModelState | None = None
         self.sampler = Sampler()
 
@@ -767,8 +767,10 @@ class ModelRunner:
         if skip_attn and not is_profile:
             raise ValueError("skip_attn is for the profile run alone: a pass without attention serves nobody")
         # As many requests as may be, so that none is longer than one can be.
-        num_reqs = num_tokens if uniform_decode else max(
-            min(num_tokens, self.max_running_requests or 1), -(-num_tokens // self.context_len)
+        num_reqs = (
+            num_tokens
+            if uniform_decode
+            else max(min(num_tokens, self.max_running_requests or 1), -(-num_tokens // self.context_len))
         )
         sizes = [num_tokens // num_reqs + (i < num_tokens % num_reqs) for i in range(num_reqs)]
         rows, slots = self.prepare_dummy_attn(num_reqs, num_tokens)
