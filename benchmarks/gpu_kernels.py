@@ -26,12 +26,13 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from gpu_decode import CONFIGS, describe_gpu
 from triton.runtime.errors import OutOfResources
 
+from pymllm_interp.bench import describe_machine
 from pymllm_interp.layers import activation, norm, rope, triton_kernels
 from pymllm_interp.mem_cache import KVPool
 
+CONFIGS = Path(__file__).parent / "configs"
 DTYPE = torch.bfloat16
 COLD_BYTES = 256 << 20
 """Of weights that a captured graph goes through before it comes to the first one again."""
@@ -248,7 +249,7 @@ def main() -> None:
     parser.add_argument("--skip", nargs="+", default=[], choices=["elementwise", "gemv", "skinny"])
     parser.add_argument("--out", type=Path, default=None, help="a JSON file to write")
     args = parser.parse_args()
-    machine, results = describe_gpu(), []
+    machine, results = describe_machine(), []
     for row in itertools.chain.from_iterable(measure(config, args.rows, args.skip) for config in args.config):
         results.append(row)
         print(line(row), flush=True)

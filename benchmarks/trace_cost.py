@@ -3,7 +3,10 @@
 Usage: python benchmarks/trace_cost.py [--out benchmarks/results/trace-cost-cpu.json] [--invokes 512]
 
 The small model has 32 layers and no arithmetic to speak of, so that what is left is the cost of the machinery; nnsight's
-own numbers are of the same reads on transformers' model, in turns with ours. Times are medians, in microseconds.
+own numbers are of the same reads on transformers' model, in turns with ours. A cost is the CPU time of the model's pass with
+32 layers read, less that with one, by layer: microseconds, lower quartiles over the rounds (others may use the machine).
+nnsight's pass always calls the modules; ours runs layers in which nobody waits fused, so a read has two costs: over a pass
+that calls the layers' modules anyway, as nnsight's number is, and over one that does not.
 """
 
 from __future__ import annotations
@@ -11,9 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from nnsight.modeling.transformers import TransformersModel
@@ -30,125 +35,172 @@ CONFIG = LlamaConfig(
     hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2, vocab_size=97,
     max_position_embeddings=128, bos_token_id=None, eos_token_id=None,
 )  # fmt: skip
+PROMPT, EVERY, LAST = torch.tensor([[1]]), list(range(LAYERS)), [LAYERS - 1]
+MANY = [PROMPT] * 8
 
 
-def medians(*sides: Callable[[], None], rounds: int = 150) -> list[float]:
-    """Median microseconds of each side, measured in turns."""
-    for side in sides:
-        side()
-    times: list[list[float]] = [[] for _ in sides]
-    for _ in range(rounds):
-        for side, seen in zip(sides, times, strict=True):
-            started = time.perf_counter()
-            side()
-            seen.append((time.perf_counter() - started) * 1e6)
-    return [statistics.median(seen) for seen in times]
-
-
-def read_layers(model, prompt: torch.Tensor, layers: list[int]) -> None:
-    with model.trace(prompt):
+def read_layers(model, layers: list[int]) -> None:
+    with model.trace(PROMPT):
         seen = list().save()
         for layer in layers:
             seen.append(model.model.layers[layer].output)
 
 
-def edit_layers(model, prompt: torch.Tensor, layers: list[int]) -> None:
-    with model.trace(prompt):
+def edit_layers(model, layers: list[int]) -> None:
+    with model.trace(PROMPT):
         for layer in layers:
             value = model.model.layers[layer].output
             model.model.layers[layer].output = value * 1.0
 
 
-def read_in_many(model, prompts: list[torch.Tensor], layers: list[int]) -> None:
+def read_in_many(model, layers: list[int]) -> None:
     with model.trace() as tracer:
-        for prompt in prompts:
+        for prompt in MANY:
             with tracer.invoke(prompt):
                 seen = list().save()
                 for layer in layers:
                     seen.append(model.model.layers[layer].output)
 
 
-def small_model() -> dict[str, float]:
+class PassTimer:
+    """CPU microseconds of the latest call of ``owner.name``, on the thread that makes it."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.last, call = 0.0, getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.thread_time()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.last = (time.thread_time() - started) * 1e6
+
+        setattr(owner, name, timed)
+
+
+def lower_quartiles(sides: dict[str, tuple[Callable[[], None], Callable[[], float]]], rounds: int) -> dict[str, float]:
+    """Each side is run in turn, `rounds` times; its second function says what the run took."""
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+    for name, (run, took) in list(sides.items()) * (rounds + 1):
+        run()
+        taken[name].append(took())
+    return {name: statistics.quantiles(seen[1:], n=4)[0] for name, seen in taken.items()}
+
+
+def small_model(rounds: int = 200) -> dict[str, float]:
     torch.set_num_threads(1)
-    prompt, every, last = torch.tensor([[1]]), list(range(LAYERS)), [LAYERS - 1]
     theirs = _nnsight_model()
     with LM("small", load_format="dummy", hf_config=CONFIG, device="cpu", dtype="float32") as lm, torch.no_grad():
-        t1, t32, o1, o32 = medians(
-            lambda: read_layers(theirs, prompt, last),
-            lambda: read_layers(theirs, prompt, every),
-            lambda: read_layers(lm, prompt, last),
-            lambda: read_layers(lm, prompt, every),
-        )
-        e1, e32 = medians(lambda: edit_layers(lm, prompt, last), lambda: edit_layers(lm, prompt, every))
-        prompts = [prompt] * 8
-        m1, m32 = medians(lambda: read_in_many(lm, prompts, last), lambda: read_in_many(lm, prompts, every))
-        untouched = _untouched_module(lm, prompt)
-    more = LAYERS - 1
+        ours_took, theirs_took = PassTimer(lm.runner, "_call_model"), PassTimer(theirs._module, "forward")
+
+        def modules_called(run: Callable[[LM, list[int]], None]) -> Callable[[], None]:
+            def side() -> None:
+                lm.interleaver.nobody_at = lambda layer: False
+                try:
+                    run(lm, LAST)
+                finally:
+                    del lm.interleaver.nobody_at
+
+            return side
+
+        sides = {}
+        for name, run in (("read", read_layers), ("edit", edit_layers), ("many", read_in_many)):
+            sides[f"nnsight {name} one"] = (lambda run=run: run(theirs, LAST)), lambda: theirs_took.last
+            sides[f"nnsight {name}"] = (lambda run=run: run(theirs, EVERY)), lambda: theirs_took.last
+            sides[f"{name} one fused"] = (lambda run=run: run(lm, LAST)), lambda: ours_took.last
+            sides[f"{name} one"] = modules_called(run), lambda: ours_took.last
+            sides[name] = (lambda run=run: run(lm, EVERY)), lambda: ours_took.last
+        took = lower_quartiles(sides, rounds)
+        untouched = _untouched_module(lm, ours_took, rounds)
+
+    def cost(name: str, base: str = "one", readers: int = 1) -> float:
+        return (took[name] - took[f"{name} {base}"]) / (LAYERS - 1) / readers
+
     return {
-        "nnsight_read": (t32 - t1) / more,
-        "read": (o32 - o1) / more,
-        "read_beside_7_others": (m32 - m1) / more / len(prompts),
-        "read_and_edit": (e32 - e1) / more,
+        "nnsight_read": cost("nnsight read"),
+        "read": cost("read"),
+        "read_over_fused_layers": cost("read", "one fused"),
+        "nnsight_read_beside_7_others": cost("nnsight many", readers=len(MANY)),
+        "read_beside_7_others": cost("many", readers=len(MANY)),
+        "nnsight_read_and_edit": cost("nnsight edit"),
+        "read_and_edit": cost("edit"),
+        "edit": cost("edit") - cost("read"),
         "untouched_module": untouched,
-        "nnsight_trace_of_one_read": t1,
-        "trace_of_one_read": o1,
+        "pass_with_one_read": took["read one fused"],
+        "nnsight_pass_with_one_read": took["nnsight read one"],
     }
 
 
 def _nnsight_model() -> TransformersModel:
-    import sys
-
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
     from conftest import tiny_tokenizer
 
     return TransformersModel(LlamaForCausalLM(CONFIG).eval(), tokenizer=tiny_tokenizer())
 
 
-def _untouched_module(lm: LM, prompt: torch.Tensor) -> float:
-    """A live trace that waits at the head, against the same modules without nnsight's handoffs: microseconds a module."""
+def _untouched_module(lm: LM, timer: PassTimer, rounds: int) -> float:
+    """A live trace that waits at the logits, against the same modules without the handover: microseconds a module."""
     modules = [module for module in lm.runner.get_model().modules() if "forward" in module.__dict__]
-    handoffs = {id(module): module.__dict__["forward"] for module in modules}
+    handovers = {id(module): module.__dict__["forward"] for module in modules}
+    call = lm.runner._call_model
+    lm.runner._call_model = lambda batch, _: call(batch, Execution.MODULES)  # pyright: ignore[reportAttributeAccessIssue]
+    lm.interleaver.nobody_at = lm.interleaver.nobody_inside = lambda layer: False
 
     def bare() -> None:
         for module in modules:
             module.__dict__.pop("forward", None)
-        _timed_pass(lm, prompt)
+        trace_logits(lm)
 
     def wrapped() -> None:
         for module in modules:
-            module.__dict__["forward"] = handoffs[id(module)]
-        _timed_pass(lm, prompt)
+            module.__dict__["forward"] = handovers[id(module)]
+        trace_logits(lm)
 
-    samples: dict[str, list[float]] = {"bare": [], "wrapped": []}
-    for _ in range(150):
-        bare()
-        samples["bare"].append(_timed_pass.last)  # pyright: ignore[reportFunctionMemberAccess]
-        wrapped()
-        samples["wrapped"].append(_timed_pass.last)  # pyright: ignore[reportFunctionMemberAccess]
-    difference = statistics.median(samples["wrapped"]) - statistics.median(samples["bare"])
-    return difference / len(modules)
+    took = lower_quartiles({"bare": (bare, lambda: timer.last), "wrapped": (wrapped, lambda: timer.last)}, rounds)
+    return (took["wrapped"] - took["bare"]) / len(modules)
 
 
-def _timed_pass(lm: LM, prompt: torch.Tensor) -> None:
-    """One pass module by module, with a trace that waits for the logits; only the model's call is timed."""
-    model, call = lm.runner, lm.runner._call_model
-
-    def timed_call(batch, execution):
-        started = time.perf_counter()
-        out = call(batch, Execution.MODULES)
-        _timed_pass.last = (time.perf_counter() - started) * 1e6  # pyright: ignore[reportFunctionMemberAccess]
-        return out
-
-    model._call_model = timed_call  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        with lm.trace(prompt):
-            lm.logits.save()
-    finally:
-        del model._call_model
+def trace_logits(lm: LM) -> None:
+    with lm.trace(PROMPT):
+        lm.logits.save()
 
 
-def many_invokes(count: int) -> dict[str, float]:
-    """One layer read over `count` short prompts in one trace, against plain generation of the same prompts."""
+def empty_trace(rounds: int = 15) -> dict[str, float]:
+    """32 steps of the small model, with an empty block around them and without; CPU milliseconds."""
+    torch.set_num_threads(1)
+    with LM("small", load_format="dummy", hf_config=CONFIG, device="cpu", dtype="float32") as lm:
+        params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+
+        def plain() -> None:
+            lm.generate([1], params)
+
+        def traced() -> None:
+            with lm.generate([1], max_new_tokens=32, ignore_eos=True):
+                pass
+
+        started = 0.0
+
+        def clocked(run: Callable[[], None]) -> Callable[[], None]:
+            def side() -> None:
+                nonlocal started
+                started = time.process_time()
+                run()
+
+            return side
+
+        def took() -> float:
+            return (time.process_time() - started) * 1e3
+
+        took_by = lower_quartiles({"plain": (clocked(plain), took), "traced": (clocked(traced), took)}, rounds)
+    return {
+        "plain_32_steps_ms": took_by["plain"],
+        "empty_trace_ms": took_by["traced"] - took_by["plain"],
+        "empty_trace_ratio": took_by["traced"] / took_by["plain"],
+    }
+
+
+def many_invokes(count: int, rounds: int = 3) -> dict[str, float]:
+    """One layer read over `count` short prompts in one trace, against plain generation of the same prompts; seconds."""
     torch.set_num_threads(2)
     with LM("demo", device="cpu", dtype="bfloat16", max_running_requests=256, kv_cache_tokens=16384) as lm:
         prompts = random_prompts(lm, count, 16)
@@ -164,8 +216,14 @@ def many_invokes(count: int) -> dict[str, float]:
                         for _ in tracer.iter[:]:
                             seen.append(lm.model.layers[15].output[0, -1])
 
-        a, b = medians(plain, traced, rounds=3)
-    return {"invokes": count, "plain_s": a / 1e6, "traced_s": b / 1e6, "ratio": b / a}
+        times: list[list[float]] = [[], []]
+        for _ in range(rounds):
+            for side, seen in zip((plain, traced), times, strict=True):
+                started = time.perf_counter()
+                side()
+                seen.append(time.perf_counter() - started)
+        a, b = (statistics.median(seen) for seen in times)
+    return {"invokes": count, "plain_s": a, "traced_s": b, "ratio": b / a}
 
 
 def main() -> None:
@@ -173,9 +231,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/trace-cost-cpu.json"))
     parser.add_argument("--invokes", type=int, default=512)
     args = parser.parse_args()
-    record = {"machine": describe_machine(), "microseconds": small_model(), "many_invokes": many_invokes(args.invokes)}
+    record = {
+        "machine": describe_machine(),
+        "microseconds": small_model(),
+        "empty_trace": empty_trace(),
+        "many_invokes": many_invokes(args.invokes),
+    }
     table = Table("what", "value")
-    for name, value in {**record["microseconds"], **record["many_invokes"]}.items():
+    for name, value in {**record["microseconds"], **record["empty_trace"], **record["many_invokes"]}.items():
         table.add_row(name, f"{value:.2f}")
     Console().print(table)
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -48,16 +48,35 @@ def make_parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="speed of plain decoding, and what reading layers costs")
     _add_model(bench)
-    bench.add_argument("--suite", choices=["cpu"], default="cpu")
-    bench.add_argument("--config", metavar="FOLDER", help="folder with a config.json, in place of --model")
-    bench.add_argument("--load-format", default=None, help="dummy: random weights (with --config: the default)")
-    bench.add_argument("--out", type=Path, default=None, metavar="FILE", help="where the JSON goes")
-    bench.add_argument("--quick", action="store_true", help="a few tokens: shows that it runs, measures nothing")
+    _add_bench(bench)
     bench.set_defaults(run=_bench)
 
     doctor = commands.add_parser("doctor", help="what is installed, and what is missing")
     doctor.set_defaults(run=_doctor)
     return parser
+
+
+def _add_bench(bench: argparse.ArgumentParser) -> None:
+    bench.add_argument(
+        "--suite",
+        choices=["cpu", "decode", "hooks", "all"],
+        help="cpu: beside transformers; decode: plain serving; hooks: a request that reads beside plain ones; all: decode and "
+        "hooks (default: all on a CUDA device, else cpu)",
+    )
+    bench.add_argument("--device", default="auto", help="cpu, cuda or auto (default: %(default)s)")
+    bench.add_argument("--config", metavar="FOLDER", help="folder with a config.json, in place of --model")
+    bench.add_argument("--load-format", default=None, help="dummy: random weights (with --config: the default)")
+    bench.add_argument("--batches", type=_count, nargs="+", default=None, metavar="N", help="batch sizes")
+    bench.add_argument("--prompt-tokens", type=_count, default=None, metavar="N", help="of a prompt")
+    bench.add_argument("--new-tokens", type=_count, default=None, metavar="N", help="of a request")
+    bench.add_argument("--profile", action="store_true", help="say where the time of steps goes, too (not cpu)")
+    bench.add_argument("--commit", default=None, help="what to note where this is not a git checkout")
+    bench.add_argument("--out", type=Path, default=None, metavar="FILE", help="where the JSON goes")
+    bench.add_argument("--quick", action="store_true", help="a few tokens: shows that it runs, measures nothing")
+    bench.add_argument(
+        "--report", type=Path, default=None, metavar="PAGE",
+        help="measure nothing: write the tables of benchmarks/results into this page, between its markers",
+    )  # fmt: skip
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -101,11 +120,16 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from .bench import BenchSettings, run_bench
+    from .bench import run_bench, update_page
 
-    load_format = args.load_format or ("dummy" if args.config else "auto")
-    settings = BenchSettings.quick() if args.quick else BenchSettings()
-    run_bench(args.suite, args.config or args.model, args.dtype, load_format, settings, args.out)
+    if args.report is not None:
+        update_page(args.report)
+        return 0
+    run_bench(
+        args.suite, args.config or args.model, args.dtype, args.load_format or ("dummy" if args.config else "auto"),
+        device=args.device, quick=args.quick, profile=args.profile, commit=args.commit, out=args.out,
+        batches=tuple(args.batches) if args.batches else None, prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens,
+    )  # fmt: skip
     return 0
 
 

@@ -72,6 +72,9 @@ def test_chat_puts_the_prompt_into_the_models_template(lm_of: Callable[..., LM])
         (["generate", "w1", "--model", "/no/such/folder"], "no such folder"),
         (["generate", "w1", "--dtype", "int3"], "int3"),
         (["bench", "--config", "/no/such/folder"], "no such folder"),
+        (["bench", "--suite", "cpu", "--profile"], "makes no profile"),
+        (["bench", "--suite", "decode", "--device", "cpu", "--new-tokens", "3"], "at least 4"),
+        (["bench", "--report", __file__], "bench: begin"),
         (["demo", "--model", "/no/such/folder"], "no such folder"),
     ],
 )
@@ -102,9 +105,10 @@ def test_a_quick_bench_writes_every_number(
     if weights == "dummy":
         shutil.copy(folder / "config.json", tmp_path)
         model = ["--config", str(tmp_path)]
-    assert main(["bench", "--quick", "--dtype", "float32", *model, "--out", str(out)]) == 0
+    assert main(["bench", "--quick", "--device", "cpu", *model, "--new-tokens", "5", "--out", str(out)]) == 0
     record = json.loads(out.read_text())
     assert record["load_format"] == ("auto" if weights == "real" else "dummy") and record["dtype"] == "float32"
+    assert record["suite"] == "cpu" and record["settings"]["new_tokens"] == 5
     assert {"cpu", "cores", "torch_threads", "load_average_before", "versions", "commit"} <= set(record["machine"])
     assert {"torch", "transformers", "nnsight"} <= set(record["machine"]["versions"])
     assert [row["batch"] for row in record["decode"]] == [1, 2]

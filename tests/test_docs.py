@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pymllm_interp.bench.report import split_page, tables
 from pymllm_interp.cli import make_parser
 
 ROOT = Path(__file__).parent.parent
@@ -69,3 +70,12 @@ def test_commands_that_are_shown_exist() -> None:
         with pytest.raises(SystemExit) as exit_status:
             make_parser().parse_args([command, "--help"])
         assert exit_status.value.code == 0
+
+
+def test_the_tables_of_the_gpu_are_those_of_the_records():
+    page = ROOT / "docs" / "performance.md"
+    _, shown, _ = split_page(page)
+    assert "decode, ms a step" in shown
+    assert shown.strip() == tables(page, ROOT / "benchmarks").strip(), (
+        "the numbers differ: run `pymllm-interp bench --report docs/performance.md`"
+    )

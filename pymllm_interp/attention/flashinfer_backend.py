@@ -159,6 +159,7 @@ class FlashInferAttnBackend(AttentionBackend):
             )
         self._flashinfer = import_flashinfer()
         self.device, self.dtype = torch.device(device), dtype
+        self._hopper = self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] == 9
         self._torch_backend = TorchAttnBackend()
         self._fill_kv_indices = _fill_kv_indices
         if self.device.type == "cuda":
@@ -276,7 +277,7 @@ class FlashInferAttnBackend(AttentionBackend):
             wrapper = (
                 module.BatchDecodeWithPagedKVCacheWrapper(self._workspace, "NHD", use_tensor_cores=True, backend="fa2")
                 if decode
-                else module.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2")
+                else module.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=self._prefill(kind))
             )
             self._eager[kind, decode] = Planned(wrapper, self.device)
         planned = self._eager[kind, decode]
@@ -284,6 +285,11 @@ class FlashInferAttnBackend(AttentionBackend):
             self._plan(planned, kind, metadata.lens, metadata.kv_indices, metadata.qo_indptr, pool)
             planned.owner = metadata
         return planned.wrapper
+
+    def _prefill(self, kind: LayerKind) -> str:
+        """Hopper's own kernels where they are worth the minutes that it takes to compile them: the common kind of layer."""
+        common = kind.window_left < 0 and not kind.logit_cap and kind.head_dim in (64, 128)
+        return "fa3" if self._hopper and common and self.dtype is torch.bfloat16 else "fa2"
 
     def _plan(
         self,

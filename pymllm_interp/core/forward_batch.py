@@ -105,6 +105,7 @@ class ForwardBatch:
     return_hidden_states: bool = False
     hidden_states:   torch.Tensor | None = None  # [tokens, hidden] after the final norm; set by the model when asked for
     padded_size:     int = 0                     # rows of the runner's input buffers that are laid out for it, padding included
+    edits:           Any = field(default=None, repr=False)  # declared ops of its requests (layers/edits.py); None: none has any
     watch:           LayerWatch | None = None    # who waits at which layer; None: nobody can
     rotation:        Any = field(default=None, repr=False)  # what layers/rope.py made of this pass's cos and sin
     attn_metadata:   Any = field(default=None, repr=False)  # the backend's plan for this pass

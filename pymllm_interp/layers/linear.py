@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .dispatch import kernels_for
+from .edits import Edited, edited, stream_site
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -145,7 +146,7 @@ class MergedLinear:
         return product.narrow(-1, sum(self.sizes[:index]), self.sizes[index]).contiguous()
 
 
-class Embedding(nn.Module):
+class Embedding(Edited):
     """Token ids [...] -> [..., hidden]."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, dtype: torch.dtype, device: str) -> None:
@@ -156,7 +157,8 @@ class Embedding(nn.Module):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         out = F.embedding(input_ids, self.weight)
         # A pass with gradients: weights ask for none, so the graph begins here.
-        return out.requires_grad_() if torch.is_grad_enabled() else out
+        out = out.requires_grad_() if torch.is_grad_enabled() else out
+        return edited(out, self.take_edits(), stream_site(0))
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"

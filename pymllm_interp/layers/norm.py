@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .dispatch import kernels_for
+from .edits import Edited, Edits
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -46,8 +47,8 @@ def norm_heads(
     return torch.cat((rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), v), dim=1)
 
 
-class RMSNorm(nn.Module):
-    """x [..., size] -> [..., size]."""
+class RMSNorm(Edited):
+    """x [..., size] -> [..., size]. A model's last norm is a site."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: str) -> None:
         super().__init__()
@@ -55,11 +56,17 @@ class RMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        normed = rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        edits = self.take_edits()
+        return normed if edits is None else edits.at(edits.final_site, normed)
 
-    def after_add(self, h: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """`add_rms_norm`, for passes that call no module."""
-        return add_rms_norm(h, delta, self.weight, self.variance_epsilon)
+    def after_add(
+        self, h: torch.Tensor, delta: torch.Tensor | None, edits: Edits | None = None, place: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`add_rms_norm`, for passes that call no module; with the ops of the place where delta is added."""
+        if edits is None or delta is None:
+            return add_rms_norm(h, delta, self.weight, self.variance_epsilon)
+        return edits.add_rms_norm(place, h, delta, self.weight, self.variance_epsilon)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"

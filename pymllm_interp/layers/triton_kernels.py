@@ -1,4 +1,4 @@
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 # A launch takes options that the kernel's own signature does not have, and numbers where it says `constexpr`.
 """Triton kernels, and how they are launched. Their public names and torch references are in the modules beside this one.
 
@@ -75,12 +75,18 @@ def _launch_norm(
     inner, outer_stride, inner_stride = 1, size, 0
     if not x.is_contiguous():  # [tokens, heads, head_dim], heads of a merged product
         inner, (outer_stride, inner_stride, _) = x.shape[1], x.stride()
-    block = 1 << (size - 1).bit_length()
-    per_program = max(1, NORM_BLOCK // block)
+    per_program, block, warps = norm_launch(size)
     _rms_norm[(-(-rows // per_program),)](
         x, delta, weight, total, out, rows, eps, size, inner, outer_stride, inner_stride, add, out is x, per_program, block,
-        num_warps=min(16, max(1, block * per_program // NORM_WARP)), enable_fp_fusion=False,
+        num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def norm_launch(size: int) -> tuple[int, int, int]:
+    """(rows of a program, elements of a row, warps) of kernels that take sums over rows of `size`, so that all take them alike."""
+    block = 1 << (size - 1).bit_length()
+    rows = max(1, NORM_BLOCK // block)
+    return rows, block, min(16, max(1, block * rows // NORM_WARP))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

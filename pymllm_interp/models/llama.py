@@ -22,6 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from ..attention.radix_attention import RadixAttention
 from ..core.forward_batch import ForwardBatch
 from ..layers.activation import SiLU, gated, silu
+from ..layers.edits import Edited, added_site, edited, stream_site, total
 from ..layers.linear import Embedding, Linear, MergedLinear
 from ..layers.norm import RMSNorm
 from ..layers.rope import RotaryEmbedding, apply_rope, rope_and_write, rotation_of
@@ -72,7 +73,8 @@ class LlamaAttention(nn.Module):
             k = self.normed(self.k_proj(hidden_states), "k_norm")
             v = self.v_proj(hidden_states).reshape(tokens, -1, self.head_dim)
         z = self.attn(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, forward_batch)
-        return self.o_proj(z.unsqueeze(0)), None
+        attn_out = self.o_proj(z.unsqueeze(0))
+        return edited(attn_out, forward_batch.edits, added_site(2 * self.layer_idx + 1)), None
 
     def normed(self, projected: torch.Tensor, norm: str) -> torch.Tensor:
         """[1, tokens, heads * head_dim] -> [tokens, heads, head_dim], through the module `norm` in families that have one."""
@@ -95,10 +97,10 @@ class LlamaAttention(nn.Module):
         return qkv
 
 
-class LlamaMLP(nn.Module):
+class LlamaMLP(Edited):
     """The gated feed-forward block: ``down(act(gate(x)) * up(x))``."""
 
-    def __init__(self, config: PretrainedConfig, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, config: PretrainedConfig, layer_idx: int, dtype: torch.dtype, device: str) -> None:
         super().__init__()
         bias = getattr(config, "mlp_bias", False)
         sizes = [config.intermediate_size] * 2
@@ -106,6 +108,7 @@ class LlamaMLP(nn.Module):
         self.gate_proj, self.up_proj = self._gate_up.projections
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias, dtype, device)
         is_silu = config.hidden_act == "silu"
+        self.layer_idx = layer_idx
         self.act_fn = SiLU() if is_silu else ACT2FN[config.hidden_act]
         # The fused pass calls its own copy: `act_fn` is a module of the tree, and a trace may stand there.
         self._act = [silu if is_silu else ACT2FN[config.hidden_act]]
@@ -114,7 +117,7 @@ class LlamaMLP(nn.Module):
         with self._gate_up.product(x):
             # Operations are named by their calls and assignments (`.source`): as in transformers.
             down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return down_proj
+        return edited(down_proj, self.take_edits(), added_site(2 * self.layer_idx + 2))
 
     def forward_fused(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj.gemm(gated(self._gate_up.gemm(x), self._act[0]))
@@ -128,7 +131,7 @@ class LlamaDecoderLayer(nn.Module):
     def __init__(self, config: PretrainedConfig, layer_idx: int, dtype: torch.dtype, device: str) -> None:
         super().__init__()
         self.self_attn = self.attention_cls(config, layer_idx, dtype, device)
-        self.mlp = LlamaMLP(config, dtype, device)
+        self.mlp = LlamaMLP(config, layer_idx, dtype, device)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
 
@@ -139,19 +142,24 @@ class LlamaDecoderLayer(nn.Module):
         watch = forward_batch.watch
         if watch is not None and watch.nobody_inside(self.self_attn.layer_idx):
             turned = rotation_of(forward_batch, *position_embeddings)
-            return total(*self.forward_fused(hidden_states, None, *turned, forward_batch))
+            parts = self.forward_fused(hidden_states, None, *turned, forward_batch)
+            return total(*parts, forward_batch.edits, 2 * self.self_attn.layer_idx + 2)
         kwargs |= {"position_embeddings": position_embeddings, "forward_batch": forward_batch}
         attn_out, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = hidden_states + attn_out
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        edits, place = forward_batch.edits, 2 * self.self_attn.layer_idx + 1
+        hidden_states = edited(hidden_states + attn_out, edits, stream_site(place))
+        self.mlp.edits = edits
+        mlp_out = self.mlp(self.post_attention_layernorm(hidden_states))
+        return edited(hidden_states + mlp_out, edits, stream_site(place + 1))
 
     def forward_fused(
         self, h: torch.Tensor, delta: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The hidden state is the `total` of what goes in, and of what comes out: the next norm's kernel adds them up."""
-        h, normed = self.input_layernorm.after_add(h, delta)
+        place = 2 * self.self_attn.layer_idx
+        h, normed = self.input_layernorm.after_add(h, delta, batch.edits, place)
         delta = self.self_attn.forward_fused(normed, cos, sin, batch)
-        h, normed = self.post_attention_layernorm.after_add(h, delta)
+        h, normed = self.post_attention_layernorm.after_add(h, delta, batch.edits, place + 1)
         return h, self.mlp.forward_fused(normed)
 
 
@@ -171,6 +179,8 @@ class LlamaModel(nn.Module):
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
     ) -> BaseModelOutputWithPast:
         """input_ids and position_ids [1, tokens]."""
+        edits, last = forward_batch.edits, 2 * len(self.layers)
+        self.embed_tokens.edits = self.norm.edits = edits
         h, delta = self.embed_tokens(input_ids), None
         lens = {"rope_lens": forward_batch.rope_lens} if self.rotary_emb.length_dependent else {}
         position_embeddings = self.rotary_emb(h, position_ids=position_ids, **lens)
@@ -185,17 +195,19 @@ class LlamaModel(nn.Module):
                 turned = rotation_of(forward_batch, *position_embeddings)
                 h, delta = layer.forward_fused(h, delta, *turned, forward_batch)  # pyright: ignore[reportCallIssue]
             else:
-                h, delta = layer(total(h, delta), **kwargs), None
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(total(h, delta)))  # pyright: ignore[reportArgumentType]
+                h, delta = layer(total(h, delta, edits, 2 * i), **kwargs), None
+        h = self.norm(total(h, delta, edits, last))
+        return BaseModelOutputWithPast(last_hidden_state=h)  # pyright: ignore[reportArgumentType]
 
     def forward_fused(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        h, delta = F.embedding(input_ids, self.embed_tokens.weight), None
+        edits, delta = forward_batch.edits, None
+        h = edited(F.embedding(input_ids, self.embed_tokens.weight), edits, stream_site(0))
         cos, sin = self.rotary_emb.rotation(position_ids, forward_batch.rope_lens)
         for layer in self.layers:
             h, delta = layer.forward_fused(h, delta, cos, sin, forward_batch)  # pyright: ignore[reportCallIssue]
-        return self.norm.after_add(h, delta)[1]
+        return self.norm.after_add(h, delta, edits, 2 * len(self.layers))[1]
 
 
 class LlamaForCausalLM(nn.Module):
@@ -265,11 +277,6 @@ class MistralModel(LlamaModel):
 
 class MistralForCausalLM(LlamaForCausalLM):
     model_cls = MistralModel
-
-
-def total(h: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
-    """The hidden state that a fused layer left in two parts."""
-    return h if delta is None else h + delta
 
 
 def head_dim_of(config: PretrainedConfig) -> int:

@@ -1,4 +1,4 @@
-"""`pymllm-interp bench`: speed of plain decoding beside transformers' own, and what reading layers costs.
+"""The CPU suite: speed of plain decoding beside transformers' own, and what reading layers costs.
 
 Everything that is compared runs in turns in one process, so that a busy machine slows all of it. Prompts are random token
 ids and generation is greedy past the end-of-sequence token: each run makes the same number of tokens.
@@ -6,16 +6,9 @@ ids and generation is greedy past the end-of-sequence token: each run makes the 
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import statistics
-import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +19,12 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from .core.request import SamplingParams
-from .doctor import cpu_model
-from .engine.lm import LM
-
-Prompts = list[list[int]]
+from ..engine.lm import LM
+from .common import Prompts, default_path, generate, greedy, random_prompts, timed, write
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchSettings:
+class CpuSettings:
     """What is measured, and how often."""
 
     batches: tuple[int, ...] = (1, 8, 32)
@@ -49,7 +39,7 @@ class BenchSettings:
     """Of traced decoding; the median of the differences counts."""
 
     @classmethod
-    def quick(cls) -> BenchSettings:
+    def quick(cls) -> CpuSettings:
         """As small as it gets."""
         return cls(batches=(1, 2), trace_batches=((2, 1),), prompt_tokens=4, new_tokens=4, repeats=1, trace_repeats=1)
 
@@ -79,20 +69,20 @@ class TraceResult:
     """Median, over the rounds, of (traced - plain) / plain."""
 
 
-def run_bench(suite: str, model: str, dtype: str, load_format: str, settings: BenchSettings, out: Path | None) -> Path:
+def run_cpu(
+    model: str, dtype: str, load_format: str, settings: CpuSettings, machine: dict[str, Any], out: Path | None
+) -> Path:
     """Measure, print the tables, and write the JSON file; returns its path.
 
     Args:
-        suite: "cpu".
         model: what `LM` takes; a folder with a config.json is enough with load_format="dummy".
-        out: the file; by default `benchmarks/results/<suite>-<model>-<dtype>.json` where that folder is, else it is
-            written here.
+        machine: see `describe_machine`.
+        out: the file; by default `cpu-<model>-<dtype>.json` in benchmarks/results where that folder is, else here.
     """
     console = Console()
-    machine = describe_machine()  # before anything runs: the load of others
     _warn_if_busy(console, machine["load_average_before"])
     console.print(f"Loading {model} ...")
-    lm = LM(model, dtype=dtype, device=suite, load_format=load_format)
+    lm = LM(model, dtype=dtype, device="cpu", load_format=load_format)
     with lm:
         # On the engine's thread, as all that computes here: a second thread's OpenMP workers would slow both sides.
         reference = lm.engine.call(lambda: _transformers_model(lm))
@@ -102,10 +92,9 @@ def run_bench(suite: str, model: str, dtype: str, load_format: str, settings: Be
             trace = _bench_traces(lm, settings, progress)
         name, dtype_name = str(getattr(lm.runner.source, "name", model)), str(lm.runner.dtype).removeprefix("torch.")
     console.print(_decode_table(decode, name, dtype_name), _trace_table(trace))
-    path = out or _default_path(f"{suite}-{Path(name).name}-{dtype_name}.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = out or default_path(f"cpu-{Path(name).name}-{dtype_name}.json")
     record = {
-        "suite": suite,
+        "suite": "cpu",
         "model": name,
         "dtype": dtype_name,
         "load_format": load_format,
@@ -114,7 +103,7 @@ def run_bench(suite: str, model: str, dtype: str, load_format: str, settings: Be
         "decode": [asdict(result) for result in decode],
         "trace": [asdict(result) for result in trace],
     }
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    write(record, path)
     console.print(f"Written: {path}")
     return path
 
@@ -122,7 +111,7 @@ def run_bench(suite: str, model: str, dtype: str, load_format: str, settings: Be
 # -- plain decoding -----------------------------------------------------------------------
 
 
-def _bench_decode(lm: LM, reference: Any, settings: BenchSettings, progress: Progress) -> list[DecodeResult]:
+def _bench_decode(lm: LM, reference: Any, settings: CpuSettings, progress: Progress) -> list[DecodeResult]:
     task = progress.add_task("plain decoding", total=len(settings.batches) * settings.repeats)
     results = []
     for batch in settings.batches:
@@ -151,12 +140,6 @@ def _bench_decode(lm: LM, reference: Any, settings: BenchSettings, progress: Pro
     return results
 
 
-def generate(lm: LM, prompts: Prompts, new_tokens: int) -> None:
-    """Greedy, exactly `new_tokens` each."""
-    outputs = lm.generate(prompts, SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True))
-    assert all(len(output.token_ids) == new_tokens for output in outputs)
-
-
 @torch.inference_mode()
 def reference_generate(model: Any, prompts: Prompts, new_tokens: int) -> None:
     """The same by transformers."""
@@ -180,7 +163,7 @@ def _transformers_model(lm: LM) -> Any:
 # -- traces -----------------------------------------------------------------------------------
 
 
-def _bench_traces(lm: LM, settings: BenchSettings, progress: Progress) -> list[TraceResult]:
+def _bench_traces(lm: LM, settings: CpuSettings, progress: Progress) -> list[TraceResult]:
     total = len(settings.trace_batches) * settings.trace_repeats
     task = progress.add_task("traced decoding", total=total)
     depth = len(lm.model.layers)
@@ -215,8 +198,7 @@ def _bench_traces(lm: LM, settings: BenchSettings, progress: Progress) -> list[T
 
 def generate_traced(lm: LM, prompts: Prompts, traced: int, layers: list[int], new_tokens: int) -> None:
     """As `generate`; the first `traced` requests save the last position of `layers` at each step."""
-    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-    handles = [lm.submit(prompt, params) for prompt in prompts[traced:]]
+    handles = [lm.submit(prompt, greedy(new_tokens)) for prompt in prompts[traced:]]
     with lm.generate(max_new_tokens=new_tokens, ignore_eos=True) as tracer:
         for prompt in prompts[:traced]:
             with tracer.invoke(prompt):
@@ -232,52 +214,10 @@ def generate_traced(lm: LM, prompts: Prompts, traced: int, layers: list[int], ne
 # -- the rest -----------------------------------------------------------------------------------
 
 
-def random_prompts(lm: LM, batch: int, tokens: int) -> Prompts:
-    """`batch` prompts of seeded random token ids."""
-    generator = torch.Generator().manual_seed(batch)
-    return torch.randint(lm.runner.vocab_size, (batch, tokens), generator=generator).tolist()
-
-
-def timed(function: Callable[[], None]) -> float:
-    """Seconds that it takes."""
-    started = time.perf_counter()
-    function()
-    return time.perf_counter() - started
-
-
-def describe_machine() -> dict[str, Any]:
-    """What a number cannot be read without."""
-    return {
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "load_average_before": list(os.getloadavg()),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("pymllm-interp", "torch", "transformers", "nnsight")},
-        "commit": commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def commit() -> str | None:
-    """The commit that this package is at, marked where files differ from it; None outside of a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 def _warn_if_busy(console: Console, load: list[float]) -> None:
     console.print(f"Load average before: {load[0]:.2f} (1 minute), {load[1]:.2f} (5 minutes)")
     if load[0] > 0.5:
         console.print("[yellow]The machine is busy; these numbers will not mean much.[/]")
-
-
-def _default_path(name: str) -> Path:
-    folder = Path("benchmarks/results")
-    return (folder if folder.is_dir() else Path(".")) / name
 
 
 def _decode_table(results: list[DecodeResult], model: str, dtype: str) -> Table:

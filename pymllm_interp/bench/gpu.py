@@ -1,0 +1,359 @@
+"""The suites for one GPU: "decode" is plain serving, "hooks" is one request that reads a layer at every step beside plain ones.
+
+All of it goes through `LM`: scheduler, sampler and detokenizer included. Prompts are random token ids, generation is greedy
+past the end-of-sequence token, numbers are medians of some runs after a warm-up. The suites run on a CPU, too.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+from ..engine.handle import RequestHandle
+from ..engine.lm import LM
+from .common import Prompts, generate, greedy, random_prompts, timed
+from .profile import StepProfile
+
+PREFILL_PROMPTS = PREFILL_TIMES = 16
+"""Prefill is measured with so many prompts, so many times as long as the others."""
+LEAD = 16
+"""Steps that the traced request takes beyond the plain ones, whose prompts are computed after its own."""
+PROFILED_STEPS = 20
+WAYS: dict[str, dict[str, Any]] = {
+    "no graphs": {"disable_cuda_graph": True},
+    "split": {"hook_execution": "split"},
+    "eager": {"hook_execution": "eager"},
+    "auto": {"hook_execution": "auto"},
+}
+"""Engines of the hooks suite, and what they are loaded with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuSettings:
+    """What is measured, and how often."""
+
+    batches: tuple[int, ...] = (1, 32, 256)
+    prompt_tokens: int = 128
+    new_tokens: int = 256
+    repeats: int = 3
+
+    @classmethod
+    def quick(cls) -> GpuSettings:
+        """As small as it gets."""
+        return cls(batches=(1, 2), prompt_tokens=4, new_tokens=8, repeats=1)
+
+    def __post_init__(self) -> None:
+        if self.new_tokens < 4:
+            raise ValueError(
+                f"new_tokens={self.new_tokens}: at least 4 are expected, to have steps between first and last"
+            )
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Of a prompt, where prefill is measured."""
+        return PREFILL_TIMES * self.prompt_tokens
+
+    @property
+    def longest(self) -> int:
+        """Tokens of one request at most."""
+        return max(self.prompt_tokens + self.new_tokens + LEAD, self.prefill_tokens + 1)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Slots that hold all requests of any measurement, and more, for what is left over of pages."""
+        decode = max(self.batches) * (self.prompt_tokens + self.new_tokens + LEAD)
+        tokens = max(decode, PREFILL_PROMPTS * (self.prefill_tokens + 1))
+        return 256 + tokens // 8 * 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What is measured, and how `LM` loads it."""
+
+    model: str
+    dtype: str
+    device: str
+    load_format: str
+    settings: GpuSettings
+
+    def load(self, **options: Any) -> LM:
+        """An engine with room for the measurements."""
+        settings = self.settings
+        return LM(
+            self.model, dtype=self.dtype, device=self.device, load_format=self.load_format, max_model_len=settings.longest,
+            max_running_requests=max(*settings.batches, PREFILL_PROMPTS), kv_cache_tokens=settings.kv_tokens, **options,
+        )  # fmt: skip
+
+
+def records(suite: str, model: Model, machine: dict[str, Any], with_profiles: bool) -> Iterator[dict[str, Any]]:
+    """The record of a run as it grows: what was measured is not lost where a later part fails.
+
+    Args:
+        suite: "decode", "hooks", or "all".
+        machine: see `describe_machine`.
+        with_profiles: say where the time of steps goes, too.
+    """
+    record = {"suite": suite, "load_format": model.load_format, "settings": asdict(model.settings)}
+    record |= {"machine": machine, "hooks": [], "profile": {}}
+    if suite in ("decode", "all"):
+        record |= decode_suite(model, record["profile"], with_profiles)
+        _free()
+        yield record
+    if suite in ("hooks", "all"):
+        for way in WAYS:
+            found = hooks_suite(model, way, record["profile"], with_profiles)
+            record["hooks"] += found.pop("rows")
+            record |= found
+            _free()
+            yield record
+
+
+def _free() -> None:
+    """Give back the memory of an engine that was shut down, and which nobody holds: the next one needs it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _facts(lm: LM) -> dict[str, Any]:
+    source = lm.runner.source
+    assert source is not None
+    return {"model": source.name, "dtype": str(lm.runner.dtype).removeprefix("torch."), "device": lm.runner.device}
+
+
+# -- plain serving ---------------------------------------------------------------------------------
+
+
+def decode_suite(model: Model, profiles: dict[str, Any], with_profiles: bool) -> dict[str, Any]:
+    """Start-up, decoding at each batch size, and prefill."""
+    started = time.perf_counter()
+    with model.load() as lm:
+        start_s, graphs, settings = time.perf_counter() - started, lm.runner.graph_runner, model.settings
+        found = _facts(lm) | {
+            "start_s": start_s,
+            "graphs": len(graphs.graphs) if graphs else 0,
+            "graphs_mib": graphs.memory_usage / 2**20 if graphs else 0.0,
+            "attention": type(lm.runner.attn_backend).__name__,
+            "decode": [measure_decode(lm, batch, settings) for batch in settings.batches],
+            "prefill": measure_prefill(lm, settings),
+        }
+        if with_profiles:
+            profiles |= {f"decode {n}": profile_decode(lm, n, settings) for n in settings.batches}
+            profiles["prefill"] = profile_prefill(lm, settings)
+        found["execution"] = lm.engine.stats()["execution"]
+    return found
+
+
+def median_seconds(lm: LM, prompts: Prompts, new_tokens: int, repeats: int) -> float:
+    """Of a generation, all prompts at once."""
+    return statistics.median(timed(lambda: generate(lm, prompts, new_tokens)) for _ in range(repeats))
+
+
+def measure_decode(lm: LM, batch: int, settings: GpuSettings) -> dict[str, Any]:
+    """Milliseconds of a decode step, (t(all new tokens) - t(1)) / (new tokens - 1); of its graph alone; and tokens a second end to
+    end."""
+    prompts, new_tokens = random_prompts(lm, batch, settings.prompt_tokens), settings.new_tokens
+    generate(lm, prompts, 4)
+    first = median_seconds(lm, prompts, 1, settings.repeats)
+    whole = median_seconds(lm, prompts, new_tokens, settings.repeats)
+    return {
+        "batch": batch,
+        "decode_ms": (whole - first) / (new_tokens - 1) * 1e3,
+        "graph_ms": graph_ms(lm, batch),
+        "tokens_per_s": batch * new_tokens / whole,
+        "first_token_ms": first * 1e3,
+    }
+
+
+def graph_ms(lm: LM, batch: int, repeats: int = 20) -> float | None:
+    """Milliseconds of the GPU for one replay of the batch's graph, over the inputs of its last step; None without graphs."""
+    runner = lm.runner.graph_runner
+    if runner is None:
+        return None
+    graph = runner.graphs[runner.padded_size(batch)]
+
+    def replays() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(repeats):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / repeats
+
+    return lm.engine.call(replays)
+
+
+def measure_prefill(lm: LM, settings: GpuSettings) -> dict[str, Any]:
+    """Prompt tokens a second, with one new token for each prompt."""
+    prompts = random_prompts(lm, PREFILL_PROMPTS, settings.prefill_tokens)
+    generate(lm, prompts, 1)
+    seconds = median_seconds(lm, prompts, 1, settings.repeats)
+    return {
+        "batch": PREFILL_PROMPTS,
+        "prompt_tokens": settings.prefill_tokens,
+        "tokens_per_s": PREFILL_PROMPTS * settings.prefill_tokens / seconds,
+    }
+
+
+def profile_decode(lm: LM, batch: int, settings: GpuSettings) -> dict[str, Any]:
+    """Where the time of some decode steps goes."""
+    profile, engine = StepProfile(lm), lm.engine
+    params = greedy(settings.longest - settings.prompt_tokens)
+    prompts = random_prompts(lm, batch, settings.prompt_tokens)
+    handles: list[RequestHandle] = engine.call(lambda: [lm.submit(prompt, params) for prompt in prompts])
+    while not handles[-1].requests[0].output_token_ids:
+        time.sleep(1e-3)
+    engine.call(profile.start)
+    while (profile.steps or 0) < PROFILED_STEPS and not handles[0].done:
+        time.sleep(1e-3)
+    engine.call(profile.stop)
+    for handle in handles:
+        handle.cancel()
+    for handle in handles:
+        handle.wait()
+    return profile.result()
+
+
+def profile_prefill(lm: LM, settings: GpuSettings) -> dict[str, Any]:
+    """Where the time of prefill goes."""
+    profile = StepProfile(lm)
+    lm.engine.call(profile.start)
+    generate(lm, random_prompts(lm, PREFILL_PROMPTS, settings.prefill_tokens), 1)
+    lm.engine.call(profile.stop)
+    return profile.result()
+
+
+# -- one request that reads, beside others ---------------------------------------------------------
+
+
+def hooks_suite(model: Model, way: str, profiles: dict[str, Any], with_profiles: bool) -> dict[str, Any]:
+    """ "rows": a step at each batch size of one of the engines in `WAYS`, where nobody reads or one request reads some layers."""
+    with model.load(**WAYS[way]) as lm:
+        depth, settings = len(lm.model.layers), model.settings
+        one, every = [depth // 2], list(range(depth))
+        selections: dict[str, list[list[int]]] = {
+            "no graphs": [[]], "split": [one], "eager": [one, every], "auto": [[], one],
+        }  # fmt: skip
+        rows = []
+        for batch, layers in product(settings.batches, selections[way]):
+            before = Counter(lm.engine.stats()["execution"])
+            row = measure_reading(lm, batch, layers, settings) if layers else measure_plain(lm, batch, settings)
+            steps = Counter(lm.engine.stats()["execution"]) - before
+            rows.append({"way": way, "batch": batch, "layers": len(layers), **row, "execution": dict(steps)})
+        if with_profiles and "hook_execution" in WAYS[way]:
+            profiles |= {f"{way} {n}": profile_reading(lm, n, one, settings) for n in settings.batches}
+        found = _facts(lm) | {"rows": rows}
+        costs = lm.runner.partition.costs
+        if costs is not None:
+            found["decode_costs"] = asdict(costs)
+    return found
+
+
+def measure_plain(lm: LM, batch: int, settings: GpuSettings) -> dict[str, Any]:
+    """A step of plain requests. Their tokens a second are those of all but one, as beside a request that reads."""
+    ms = measure_decode(lm, batch, settings)["decode_ms"]
+    return {"ms": ms, "plain_tokens_per_s": (batch - 1) / ms * 1e3}
+
+
+class Tick(NamedTuple):
+    """A step, as the block of the traced request meets it."""
+
+    seconds: float
+    step: int
+    """Of the engine."""
+    running: bool
+    """Whether all plain requests decode."""
+
+
+class Window:
+    """The steps in which one traced request and all plain ones decode together.
+
+    Its methods run in the traced request's block, on the engine's thread: when they come is no race between threads.
+
+    Args:
+        prompts: of the plain requests, which start when the traced one has computed its own.
+    """
+
+    def __init__(self, lm: LM, prompts: Prompts, new_tokens: int, profile: StepProfile | None = None) -> None:
+        self._lm, self._prompts, self._new_tokens, self._profile = lm, prompts, new_tokens, profile
+        self.handles: list[RequestHandle] = []
+        self.ticks: list[Tick] = []
+
+    def tick(self) -> None:
+        """Note a step."""
+        if not self.ticks:
+            self.handles = [self._lm.submit(prompt, greedy(self._new_tokens)) for prompt in self._prompts]
+        running = bool(self.ticks) and self._all_decode()
+        self.ticks.append(Tick(time.perf_counter(), self._lm.engine.num_steps, running))
+        if self._profile is not None and running:
+            self._go_on(self._profile)
+
+    def _all_decode(self) -> bool:
+        """First come, first served: the last has begun, the first has not ended."""
+        if not self.handles:
+            return True
+        return bool(self.handles[-1].requests[0].output_token_ids) and not self.handles[0].done
+
+    @staticmethod
+    def _go_on(profile: StepProfile) -> None:
+        if profile.steps is None:
+            profile.start()
+        elif profile.steps >= PROFILED_STEPS and not profile.stopped:
+            profile.stop()
+
+    def result(self) -> dict[str, float]:
+        """Milliseconds of a step, and tokens a second of the plain requests: one each in a step.
+
+        Raises:
+            ValueError: there was no such step.
+        """
+        ticks = [tick for tick in self.ticks if tick.running]
+        if len(ticks) < 2:
+            raise ValueError(
+                f"{self._new_tokens} new tokens are too few: no step held all {1 + len(self._prompts)} requests"
+            )
+        ms = (ticks[-1].seconds - ticks[0].seconds) / (ticks[-1].step - ticks[0].step) * 1e3
+        return {"ms": ms, "plain_tokens_per_s": len(self._prompts) / ms * 1e3}
+
+
+def run_reading(
+    lm: LM, prompts: Prompts, layers: list[int], new_tokens: int, profile: StepProfile | None = None
+) -> Window:
+    """The first prompt's request saves the last position of `layers` at each step, beside plain requests of the others."""
+    window = Window(lm, prompts[1:], new_tokens, profile)
+    with lm.generate(prompts[0], max_new_tokens=new_tokens + LEAD, ignore_eos=True) as tracer:
+        kept = list().save()  # pyright: ignore[reportAttributeAccessIssue]
+        for _ in tracer.iter[:]:
+            for layer in layers:
+                kept.append(lm.model.layers[layer].output[0, -1])
+            window.tick()
+    assert tracer.receipt.reads == len(layers) * (new_tokens + LEAD)
+    for handle in window.handles:
+        assert len(handle.result().token_ids) == new_tokens
+    return window
+
+
+def measure_reading(lm: LM, batch: int, layers: list[int], settings: GpuSettings) -> dict[str, Any]:
+    """A step in which one of `batch` requests reads `layers`: medians over the runs."""
+    prompts = random_prompts(lm, batch, settings.prompt_tokens)
+    run_reading(lm, prompts, layers, min(32, settings.new_tokens))
+    runs = [run_reading(lm, prompts, layers, settings.new_tokens).result() for _ in range(settings.repeats)]
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+
+
+def profile_reading(lm: LM, batch: int, layers: list[int], settings: GpuSettings) -> dict[str, Any]:
+    """Where the time of such steps goes."""
+    profile = StepProfile(lm)
+    run_reading(lm, random_prompts(lm, batch, settings.prompt_tokens), layers, settings.new_tokens, profile)
+    if not profile.stopped:  # there were fewer steps
+        lm.engine.call(profile.stop)
+    return profile.result()

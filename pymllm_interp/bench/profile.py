@@ -1,0 +1,83 @@
+"""What the device does in some steps of an engine, kernel by kernel."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from ..engine.lm import LM
+
+KERNELS = 30
+"""That are kept, the longest first."""
+
+
+@dataclass
+class StepProfile:
+    """Profiles the steps between `start` and `stop`, which are called on the engine's thread.
+
+    On a CPU "kernels" are torch's operators.
+    """
+
+    lm: LM
+    _marks: list[tuple[float, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._cuda = self.lm.runner.device.startswith("cuda")
+        self._profiler = profile(activities=[ProfilerActivity.CUDA if self._cuda else ProfilerActivity.CPU])
+
+    @property
+    def steps(self) -> int | None:
+        """Steps since `start`; None before it."""
+        return self.lm.engine.num_steps - self._marks[0][1] if self._marks else None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it is over."""
+        return len(self._marks) == 2
+
+    def start(self) -> None:
+        """Begin, when the device is through with what it has."""
+        self._synchronize()
+        self._profiler.start()
+        self._mark()
+
+    def stop(self) -> None:
+        """End, when the device is through with what it has."""
+        self._synchronize()
+        self._mark()
+        self._profiler.stop()
+
+    def result(self) -> dict[str, Any]:
+        """Microseconds a step: by the clock, busy, and by kernel.
+
+        Raises:
+            RuntimeError: no step ran between start and stop.
+        """
+        (started, first), (stopped, last) = self._marks
+        steps = last - first
+        if steps < 1:
+            raise RuntimeError("nothing ran while it was profiled: the requests ended before it began")
+        time_of = "self_device_time_total" if self._cuda else "self_cpu_time_total"
+        found = [
+            {"kernel": event.key[:90], "us": getattr(event, time_of) / steps, "launches": event.count / steps}
+            for event in self._profiler.key_averages()
+            if getattr(event, time_of)
+        ]
+        found.sort(key=lambda entry: -entry["us"])
+        return {
+            "steps": steps,
+            "us": (stopped - started) / steps * 1e6,
+            "busy_us": sum(entry["us"] for entry in found),
+            "kernels": found[:KERNELS],
+        }
+
+    def _mark(self) -> None:
+        self._marks.append((time.perf_counter(), self.lm.engine.num_steps))
+
+    def _synchronize(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()

@@ -1,0 +1,233 @@
+"""The GPU suites' results as Markdown: numbers, aims and a peer's numbers beside them, and where the time of a missed one goes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
+"""What stands between them in a page is `update_page`'s."""
+WITHIN = 0.05
+"""How far the default may be behind the better of the ways that it picks from."""
+KERNELS = 6
+"""That are named where a number was missed."""
+Values = Mapping[int, float]
+"""By batch size."""
+
+
+def read_aims(config: Path) -> dict[str, Any]:
+    """The `aims.json` of a config's folder; empty where there is none."""
+    path = config / "aims.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def update_page(page: Path, benchmarks: Path = Path("benchmarks")) -> None:
+    """Write `tables` into `page`, between its markers.
+
+    Raises:
+        ValueError: the page has no markers.
+    """
+    before, _, after = split_page(page)
+    page.write_text(f"{before}{BEGIN}\n\n{tables(page, benchmarks)}\n{END}{after}")
+
+
+def split_page(page: Path) -> tuple[str, str, str]:
+    """What stands before, between and behind the markers.
+
+    Raises:
+        ValueError: the page has no markers.
+    """
+    before, begin, rest = page.read_text().partition(BEGIN)
+    between, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{page} has no {BEGIN} and {END}: the tables go between them")
+    return before, between, after
+
+
+def tables(page: Path, benchmarks: Path) -> str:
+    """The tables of all records of the GPU suites, with links from `page`.
+
+    Args:
+        benchmarks: the folder with `results` (the records are its `gpu-*.json` that name a suite) and `configs`.
+    """
+    parts = []
+    for path in sorted((benchmarks / "results").glob("gpu-*.json")):
+        record = json.loads(path.read_text())
+        if "suite" in record:
+            source = f"[{path.name}]({os.path.relpath(path, page.parent)})"
+            parts.append(render(record, read_aims(benchmarks / "configs" / record["model"]), source))
+    return "\n".join(parts)
+
+
+def render(record: dict[str, Any], aims: dict[str, Any], source: str = "") -> str:
+    """The tables of one record, with the conditions that its numbers were measured under.
+
+    Args:
+        aims: see `read_aims`.
+        source: a link to the file.
+    """
+    return "\n".join(_Report(record, aims).lines(source)).rstrip("\n") + "\n"
+
+
+class _Report:
+    """Lines of Markdown, and the misses that were met on the way."""
+
+    def __init__(self, record: dict[str, Any], aims: dict[str, Any]) -> None:
+        self.record, self.aims = record, aims
+        self.batches = list(record["settings"]["batches"])
+        self.misses: dict[str, str] = {}
+        """Key of the profile that explains it -> what was missed."""
+
+    def lines(self, source: str) -> list[str]:
+        record, settings = self.record, self.record["settings"]
+        machine = record["machine"]
+        versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
+        where = f"{machine.get('gpu') or machine['cpu']}; {versions}; commit {machine['commit'] or 'not noted'}."
+        how = (
+            f"Random weights, {record['dtype']}, prompts of {settings['prompt_tokens']} tokens, {settings['new_tokens']} new "
+            f"ones, greedy. {source}"
+        )
+        lines = [f"### {record['model']}", "", where, how.strip(), ""]
+        if "decode" in record:
+            lines += self._decode()
+        if record["hooks"]:
+            lines += self._hooks()
+        return lines + self._explained()
+
+    # -- plain serving ---------------------------------------------------------------------
+
+    def _decode(self) -> list[str]:
+        record = self.record
+
+        def values(name: str) -> Values:
+            return {row["batch"]: row[name] for row in record["decode"]}
+
+        lines = [
+            *self._head("plain serving"),
+            self._row("decode, ms a step", values("decode_ms"), "{:.3f}"),
+            *self._beside("decode_ms", values("decode_ms"), "decode"),
+            self._row("of that, the CUDA graph alone", values("graph_ms"), "{:.3f}"),
+            self._row("tokens a second, prefill included", values("tokens_per_s"), "{:,.0f}"),
+            *self._beside("tokens_per_s", values("tokens_per_s"), "decode"),
+            self._row("all first tokens, ms", values("first_token_ms"), "{:.1f}"),
+            "",
+        ]
+        prefill = record["prefill"]
+        rate, asked = prefill["tokens_per_s"], self.aims.get("prefill_tokens_per_s", {})
+        text = (
+            f"Prefill, {prefill['batch']} prompts of {prefill['prompt_tokens']:,} tokens: {rate:,.0f} tokens a second"
+        )
+        beside = []
+        if "aim" in asked:
+            beside.append(f"aim {self._aim(asked['aim'], rate, '{:,.0f}', 'at least', 'prefill', 'prefill')}")
+        if "peer" in asked:
+            beside.append(f"{self.aims['peer']} {asked['peer']:,.0f}")
+        start = f"Start-up: {record['start_s']:.1f} s; {record['graphs']} graphs, {record['graphs_mib']:,.0f} MiB."
+        return [*lines, text + (f" ({'; '.join(beside)})." if beside else "."), start, ""]
+
+    # -- one request that reads --------------------------------------------------------------
+
+    def _hooks(self) -> list[str]:
+        found = self.record["hooks"]
+
+        def values(way: str, layers: Callable[[int], bool], name: str = "ms") -> Values:
+            return {row["batch"]: row[name] for row in found if row["way"] == way and layers(row["layers"])}
+
+        nobody, one, every = (lambda n: n == 0), (lambda n: n == 1), (lambda n: n > 1)
+        plain, auto, eager = values("auto", nobody), values("auto", one), values("eager", one)
+        picked = {
+            row["batch"]: "split" if any(how.startswith("split:") for how in row["execution"]) else "whole batch"
+            for row in found
+            if row["way"] == "auto" and row["layers"]
+        }
+        better = {n: min(ms, values("split", one).get(n, ms)) for n, ms in eager.items()}
+        return [
+            *self._head("one request of the batch reads a layer at each step: ms a step"),
+            self._row("whole batch eager", eager, "{:.3f}"),
+            *self._beside("eager_ms", eager, "eager"),
+            self._row("the same, and every layer is read", values("eager", every), "{:.3f}"),
+            self._row("split", values("split", one), "{:.3f}"),
+            self._cells("the default", {n: f"{ms:.3f}, {picked[n]}" for n, ms in auto.items()}),
+            self._cells(
+                "... against the better of the two",
+                {n: self._against_better(n, auto[n], better[n]) for n in auto if n > 1 and n in better},
+            ),
+            self._row("nobody reads", plain, "{:.3f}"),
+            self._row("nobody reads, no graphs", values("no graphs", nobody), "{:.3f}"),
+            "",
+            *self._head("tokens a second of the plain requests, beside"),
+            *(
+                self._row(name, {n: rate for n, rate in values(way, layers, "plain_tokens_per_s").items() if n > 1}, "{:,.0f}")
+                for name, way, layers in (
+                    ("one more plain request", "auto", nobody),
+                    ("one that reads, the default", "auto", one),
+                    ("one that reads, split", "split", one),
+                    ("one that reads, whole batch eager", "eager", one),
+                )
+            ),
+            "",
+        ]  # fmt: skip
+
+    def _against_better(self, batch: int, ms: float, better: float) -> str:
+        over = ms / better - 1
+        met = over <= WITHIN
+        if not met:
+            self.misses[f"auto {batch}"] = f"the default's step at bs {batch}"
+        return f"{over:+.1%} (aim {WITHIN:+.0%}, {'met' if met else '**missed**'})"
+
+    # -- cells ---------------------------------------------------------------------------------
+
+    def _head(self, title: str) -> list[str]:
+        return [self._cells(title, {n: f"bs {n}" for n in self.batches}), "|---" * (1 + len(self.batches)) + "|"]
+
+    def _row(self, name: str, values: Mapping[int, float | None], form: str) -> str:
+        return self._cells(name, {n: form.format(value) for n, value in values.items() if value is not None})
+
+    def _cells(self, name: str, cells: Mapping[int, str]) -> str:
+        return "| " + " | ".join([name, *(cells.get(n, "-") for n in self.batches)]) + " |"
+
+    def _beside(self, name: str, values: Values, profile: str) -> list[str]:
+        """Rows with the aims and the peer's numbers, where there are any."""
+        asked, rows = self.aims.get(name, {}), []
+        slower, form = ("at most", "{:.2f}") if name.endswith("_ms") else ("at least", "{:,.0f}")
+        if "aim" in asked:
+            aims = dict(zip(self.aims["batches"], asked["aim"], strict=True))
+            cells = {
+                n: self._aim(aims[n], value, form, slower, f"{profile} {n}", f"{profile} at bs {n}")
+                for n, value in values.items()
+                if n in aims
+            }
+            rows.append(self._cells(f"... aim, {slower}", cells))
+        if "peer" in asked:
+            peer = dict(zip(self.aims["batches"], asked["peer"], strict=True))
+            rows.append(self._row(f"... {self.aims['peer']}", peer, "{:.3f}" if slower == "at most" else form))
+        if "limit" in asked:
+            limit = dict(zip(self.aims["batches"], asked["limit"], strict=True))
+            rows.append(self._row("... limit, by the memory's bandwidth", limit, form))
+        return rows
+
+    def _aim(self, aim: float, value: float, form: str, bound: str, profile: str, what: str) -> str:
+        met = value <= aim if bound == "at most" else value >= aim
+        if not met:
+            self.misses[profile] = what
+        return f"{form.format(aim)}, {'met' if met else '**missed**'}"
+
+    def _explained(self) -> list[str]:
+        """Where the time of what was missed goes."""
+        profiles, lines = self.record["profile"], []
+        for key, what in self.misses.items():
+            if key not in profiles:
+                continue
+            step = profiles[key]
+            longest = ", ".join(
+                f"`{entry['kernel'].replace('|', '/').replace('`', '')[:60]}` {entry['us']:,.0f} us ({entry['launches']:.0f} x)"
+                for entry in step["kernels"][:KERNELS]
+            )
+            lines.append(f"- {what}: {step['us']:,.0f} us a step, {step['busy_us']:,.0f} of them busy: {longest}.")
+        unexplained = [what for key, what in self.misses.items() if key not in profiles]
+        if unexplained:
+            lines.append(f"- Not profiled (`--profile`): {', '.join(unexplained)}.")
+        return ["Missed, and where the time of a step goes:", "", *lines] if lines else []

@@ -1,0 +1,327 @@
+"""Sites: the named places of a model that interventions edit and captures read.
+
+    Site.parse("resid_post.12")                            # the canonical form, kind.layer
+    Site.parse("blocks.12.hook_resid_post")                # TransformerLens
+    Site.parse("model.layers.12")                          # a module's output; ".input" names its input
+    Site.parse("layers_output[12]")                        # nnterp
+    expand("mlp_out.{0..2,-1}", 32, FAMILIES["llama"])     # mlp_out.0, mlp_out.1, mlp_out.2, mlp_out.31
+
+All four are names of one and the same site, which prints as `resid_post.12`. In a pattern the layer is `*`, a number, or
+numbers and inclusive ranges in braces; negative numbers count from the last layer. Patterns work in every style of name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from math import prod
+from typing import Literal, NamedTuple
+
+import torch
+from transformers import PretrainedConfig
+
+KINDS = (
+    "embed", "resid_pre", "attn_in", "q", "k", "v", "z", "attn_out", "resid_mid", "mlp_in", "mlp_act", "mlp_out",
+    "resid_post", "final_norm", "logits",
+)  # fmt: skip
+"""In the order in which a forward pass reaches them.
+
+`embed`: the token embeddings. `resid_pre`, `resid_mid`, `resid_post`: the residual stream before the layer, between its
+two halves, and after it. `attn_in`, `mlp_in`: what the halves read, after the norm. `attn_out`, `mlp_out`: what they add to
+the stream. `q`, `k`, `v`: the projections' outputs, before any norm of theirs and before RoPE. `z`: the heads' values, before
+`o_proj`. `mlp_act`: the neurons, what `down_proj` reads. `final_norm`: after the last norm. `logits`: the head's output.
+"""
+WITHOUT_LAYER = frozenset({"embed", "final_norm", "logits"})
+
+
+class Point(NamedTuple):
+    """Where a site's value can be seen: at one end of a module."""
+
+    module: str
+    """The module's path, `{}` in the place of the layer."""
+    end: Literal["input", "output"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models whose modules carry the same names: which kinds they have, and where."""
+
+    name: str
+    points: Mapping[str, Point]
+    """kind -> where its value can be read. Editing there is not always editing the site: the stream goes past a norm, so
+    replacing the norm's input does not change `resid_mid`."""
+
+    def check(self, kind: str) -> None:
+        """Raises ValueError where the family has no site of this kind."""
+        if kind not in self.points:
+            raise ValueError(f"{self.name} models have no site {kind!r}; they have {', '.join(self.points)}")
+
+    def point(self, site: Site) -> Point:
+        """The site's module path and end.
+
+        Raises:
+            ValueError: the family has no such kind.
+        """
+        self.check(site.kind)
+        module, end = self.points[site.kind]
+        return Point(module.format(site.layer), end)
+
+
+_LLAMA_POINTS = {
+    "embed": Point("model.embed_tokens", "output"),
+    "resid_pre": Point("model.layers.{}", "input"),
+    "attn_in": Point("model.layers.{}.input_layernorm", "output"),
+    "q": Point("model.layers.{}.self_attn.q_proj", "output"),
+    "k": Point("model.layers.{}.self_attn.k_proj", "output"),
+    "v": Point("model.layers.{}.self_attn.v_proj", "output"),
+    "z": Point("model.layers.{}.self_attn.o_proj", "input"),
+    "attn_out": Point("model.layers.{}.self_attn", "output"),
+    "resid_mid": Point("model.layers.{}.post_attention_layernorm", "input"),
+    "mlp_in": Point("model.layers.{}.post_attention_layernorm", "output"),
+    "mlp_act": Point("model.layers.{}.mlp.down_proj", "input"),
+    "mlp_out": Point("model.layers.{}.mlp", "output"),
+    "resid_post": Point("model.layers.{}", "output"),
+    "final_norm": Point("model.norm", "output"),
+    "logits": Point("lm_head", "output"),
+}
+FAMILIES = {name: Family(name, _LLAMA_POINTS) for name in ("llama", "mistral", "qwen2", "qwen3")}
+"""By the `model_type` of the config."""
+
+_OTHER_POINTS = {
+    "model.layers.{}.input_layernorm.input": "resid_pre",
+    "model.layers.{}.self_attn.input": "attn_in",
+    "model.layers.{}.self_attn.o_proj": "attn_out",
+    "model.layers.{}.mlp.input": "mlp_in",
+    "model.layers.{}.mlp.down_proj": "mlp_out",
+}
+"""Further places where the same values can be seen."""
+_TRANSFORMER_LENS = {
+    "hook_embed": "embed",
+    **{f"blocks.{{}}.hook_{kind}": kind for kind in ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")},
+    **{f"blocks.{{}}.attn.hook_{kind}": kind for kind in "qkvz"},
+    "blocks.{}.mlp.hook_post": "mlp_act",
+    # Here with the norm's weight, as in transformers; TransformerLens has it in the matrices that follow.
+    "blocks.{}.ln1.hook_normalized": "attn_in",
+    "blocks.{}.ln2.hook_normalized": "mlp_in",
+    "ln_final.hook_normalized": "final_norm",
+}
+_NNTERP = {
+    "token_embeddings": "embed",
+    "layers_input.{}": "resid_pre",
+    "attentions_input.{}": "attn_in",
+    "attentions_output.{}": "attn_out",
+    "mlps_input.{}": "mlp_in",
+    "mlps_output.{}": "mlp_out",
+    "layers_output.{}": "resid_post",
+}
+
+
+def _names() -> dict[str, str]:
+    """Every name, `{}` in the place of the layer -> kind."""
+    names = {kind if kind in WITHOUT_LAYER else kind + ".{}": kind for kind in KINDS}
+    names |= _TRANSFORMER_LENS | _NNTERP | _OTHER_POINTS
+    for family in FAMILIES.values():
+        for kind, (module, end) in family.points.items():
+            names[f"{module}.{end}"] = kind
+            if end == "output":
+                names[module] = kind
+    return names
+
+
+NAMES = _names()
+_NO_PATTERN = "attention patterns are never computed as a whole by the attention kernels; capture q and k instead"
+REFUSED = {
+    "pattern.{}": _NO_PATTERN,
+    "blocks.{}.attn.hook_pattern": _NO_PATTERN,
+    "attention_probabilities.{}": _NO_PATTERN,
+    "blocks.{}.hook_attn_in": "that is the stream before the norm (resid_pre); what attention reads is attn_in",
+    "blocks.{}.hook_mlp_in": "that is the stream before the norm (resid_mid); what the MLP reads is mlp_in",
+}
+"""Names that are known and have no site, with the reason."""
+
+_SELECTOR = r"\*|-?\d+|\{[^{}]*\}"
+_ITEM = re.compile(r"\s*(-?\d+)\s*(?:\.\.\s*(-?\d+)\s*)?")
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in the model, `resid_post.12`. Equal sites are equal, whatever name they were parsed from.
+
+    Args:
+        kind: one of `KINDS`.
+        layer: its layer; None for the kinds that have none. A negative one counts from the end until `expand` knows how
+            many layers there are.
+
+    Raises:
+        ValueError: an unknown kind, a layer that is missing, or one too many.
+    """
+
+    kind: str
+    layer: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.layer, bool) or not isinstance(self.layer, int | None):
+            raise ValueError(f"Site({self.kind!r}, {self.layer!r}): a layer is a whole number")
+        if _look_up(str(self))[0] != self.kind:
+            raise ValueError(f"Site({self.kind!r}, {self.layer}): a kind is wanted; Site.parse reads other names")
+
+    def __str__(self) -> str:
+        return self.kind if self.layer is None else f"{self.kind}.{self.layer}"
+
+    @classmethod
+    def parse(cls, name: str) -> Site:
+        """The site that `name` means, in any of the styles above.
+
+        Raises:
+            ValueError: no site has this name (the nearest ones are listed), it has none by intention (with the reason), or
+                it names several.
+        """
+        kind, layers = _look_up(name)
+        if layers is not None and not re.fullmatch(r"-?\d+", layers):
+            raise ValueError(f"{name!r} may name several sites, and one is wanted: {kind}.0")
+        return cls(kind, None if layers is None else int(layers))
+
+
+def canonical(pattern: str | Site) -> str:
+    """The pattern as `kind`, `kind.layer`, `kind.*` or `kind.{...}`.
+
+    Raises:
+        ValueError: as `Site.parse`, and where what stands in the braces is not understood.
+    """
+    kind, layers = _look_up(str(pattern))
+    if layers is None:
+        return kind
+    _ranges(layers, str(pattern))
+    return f"{kind}.{layers.replace(' ', '')}"
+
+
+def expand(pattern: str | Site, num_layers: int, family: Family) -> list[Site]:
+    """The sites that `pattern` selects in a model of `family` with `num_layers` layers, in the order of the layers.
+
+    Raises:
+        ValueError: as `canonical`, a layer that the model does not have, or a kind that the family does not have.
+    """
+    kind, selector = _look_up(str(pattern))
+    family.check(kind)
+    if selector is None:
+        return [Site(kind)]
+    layers: set[int] = set()
+    for ends in _ranges(selector, str(pattern)):
+        first, last = (end + num_layers if end < 0 else end for end in ends)
+        for end, resolved in zip(ends, (first, last), strict=True):
+            if not 0 <= resolved < num_layers:
+                raise ValueError(
+                    f"{str(pattern)!r}: there is no layer {end}; the model has {num_layers} (num_hidden_layers), "
+                    f"0 to {num_layers - 1}, or -{num_layers} to -1 from the end"
+                )
+        if first > last:
+            raise ValueError(f"{str(pattern)!r}: the range {ends[0]}..{ends[1]} runs backwards, from {first} to {last}")
+        layers.update(range(first, last + 1))
+    return [Site(kind, layer) for layer in sorted(layers)]
+
+
+def _look_up(text: str) -> tuple[str, str | None]:
+    """(kind, what stands in the layer's place or None)."""
+    name, layers = _split(text)
+    # nnsight's and nnterp's users write what they type: the variable `model` stands before the path.
+    candidates = [name, name.removeprefix("model.")]
+    for candidate in candidates:
+        if candidate in REFUSED:
+            raise ValueError(f"{text!r} is not a site: {REFUSED[candidate]}")
+        if candidate in NAMES:
+            return NAMES[candidate], layers
+    if name + ".{}" in NAMES:
+        raise ValueError(f"{text!r} needs a layer: {name}.0, {name}.-1 (the last), {name}.* (every one)")
+    if name.removesuffix(".{}") in NAMES:
+        raise ValueError(f"{text!r}: {name.removesuffix('.{}')} has no layer")
+    known = [known.replace("{}", layers or "0") for known in NAMES]
+    near = get_close_matches(text, known, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ValueError(f"unknown site {text!r}; {hint}Kinds are {', '.join(KINDS)}")
+
+
+def _split(text: str) -> tuple[str, str | None]:
+    """The name with `{}` in the layer's place, and what stands there: ("mlp_out.{}", "3") of "mlp_out.3"."""
+    text = re.sub(r"\.output\[0\]$", ".output", text.strip())  # of a module that returns a tuple
+    text = re.sub(rf"\[({_SELECTOR})\]", r".\1", text)
+    found = re.search(rf"(?<=\.)(?:{_SELECTOR})(?=\.|$)", text)
+    if found is None:
+        return text, None
+    return f"{text[: found.start()]}{{}}{text[found.end() :]}", found[0]
+
+
+def _ranges(selector: str, pattern: str) -> list[tuple[int, int]]:
+    """(first, last) pairs, inclusive, negative numbers as they came."""
+    if selector == "*":
+        return [(0, -1)]
+    found = [(item, _ITEM.fullmatch(item)) for item in selector.strip("{}").split(",")]
+    wrong = [item for item, match in found if match is None]
+    if wrong:
+        raise ValueError(
+            f"{pattern!r}: {wrong[0]!r} is neither a layer nor a range of them; write {{0,4,8}} or {{0..8}} (8 included)"
+        )
+    return [(int(match[1]), int(match[2] or match[1])) for _, match in found if match is not None]
+
+
+_SHAPES = {
+    "q": ("num_attention_heads", "head_dim"),
+    "k": ("num_key_value_heads", "head_dim"),
+    "v": ("num_key_value_heads", "head_dim"),
+    "z": ("num_attention_heads", "head_dim"),
+    "mlp_act": ("intermediate_size",),
+    "logits": ("vocab_size",),
+}
+"""kind -> the config's settings that make the shape of its state; hidden_size for all others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    """What sites and specs are checked against. The fields bear the names of the config's settings."""
+
+    family: Family
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    dtype: torch.dtype
+    """The states' dtype."""
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> ModelInfo:
+        """What the family's config says.
+
+        Raises:
+            ValueError: no table of sites for this model type.
+        """
+        if config.model_type not in FAMILIES:
+            raise ValueError(
+                f"no table of sites for {config.model_type!r} models; there is one for {', '.join(FAMILIES)}"
+            )
+        return cls(
+            family=FAMILIES[config.model_type],
+            num_hidden_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            intermediate_size=config.intermediate_size,
+            vocab_size=config.vocab_size,
+            dtype=dtype,
+        )
+
+    def shape(self, kind: str) -> tuple[int, ...]:
+        """Of the state of one position: (heads, head_dim) for `q`, `k`, `v` and `z`, one number for all others."""
+        return tuple(getattr(self, setting) for setting in self.settings(kind))
+
+    def width(self, kind: str) -> int:
+        """Values in the state of one position: what a vector for this kind must have."""
+        return prod(self.shape(kind))
+
+    def settings(self, kind: str) -> tuple[str, ...]:
+        """The config's settings that make the shape."""
+        return _SHAPES.get(kind, ("hidden_size",))

@@ -1,0 +1,316 @@
+"""A request's interventions, made ready for the forward pass.
+
+`Declared.of` binds what a caller asked for to the model and the prompt, and checks it against the limits, before the request is
+scheduled. On CUDA its ops become rows of device tables (`DeviceTables`), which a captured graph reads; on a CPU they are
+functions on the request's rows (`host_edits`). `layers/edits.py` has the sites and the order in which they act.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..core.upload import upload
+from ..layers import edits
+from ..layers.edits import EditTables, HostEdits
+from .intervention import Ablate, Clamp, Intervention, Patch, Scale, Steer, Window, apply, bind, ordinals_of
+from .site import ModelInfo, Site
+
+STREAM_KINDS = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm")
+"""Kinds of sites that interventions can act at."""
+NORMS = {"none": edits.NO_NORM, "preserve": edits.PRESERVE, "match": edits.MATCH}
+
+
+def site_index(site: Site, num_layers: int) -> int:
+    """The site's number in layers/edits.py.
+
+    Raises:
+        ValueError: a kind that no op can act at.
+    """
+    if site.kind not in STREAM_KINDS:
+        raise ValueError(
+            f"{site}: interventions act at {', '.join(STREAM_KINDS)}; a trace (`with lm.generate(...)`) can edit the others"
+        )
+    layer = site.layer or 0
+    return {
+        "embed": edits.stream_site(0),
+        "resid_pre": edits.stream_site(2 * layer),
+        "attn_out": edits.added_site(2 * layer + 1),
+        "resid_mid": edits.stream_site(2 * layer + 1),
+        "mlp_out": edits.added_site(2 * layer + 2),
+        "resid_post": edits.stream_site(2 * layer + 2),
+        "final_norm": edits.final_norm_site(num_layers),
+    }[site.kind]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What tables hold; the names are those of the settings."""
+
+    max_interventions_per_site: int
+    max_intervention_vectors: int
+
+
+class Op(NamedTuple):
+    """An intervention at one site, at the positions of its windows."""
+
+    spec: Intervention
+    site: Site
+    windows: tuple[Window, ...]
+
+
+@dataclass
+class Declared:
+    """The interventions of one request.
+
+    Attributes:
+        ops: by site, in the order in which they act.
+        vectors: rows of the pool that it holds, until `VectorPool.release`.
+    """
+
+    ops: dict[int, list[Op]]
+    prompt_len: int
+    vectors: dict[int, int] = field(default_factory=dict)
+    """id of a tensor -> its first row."""
+    held: list[bytes] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, specs: Sequence[Intervention], model: ModelInfo, prompt_len: int, limits: Limits) -> Declared:
+        """What `specs` come to for a prompt of that length.
+
+        Raises:
+            ValueError: what `bind` refuses, a site that no op can act at, or too many ops at one.
+        """
+        placed: list[tuple[int, bool, Op]] = []
+        for spec in specs:
+            if not isinstance(spec, Intervention):
+                raise ValueError(f"interventions: {spec!r} is none; expected Steer, Ablate, Clamp, Scale or Patch")
+            for bound in bind(spec, model, prompt_len):
+                assert isinstance(bound.spec, Intervention)
+                # resid_pre.i is the state that resid_post.i-1 left, and comes after it; so does resid_pre.0 after embed.
+                later = bound.site.kind == "resid_pre"
+                site = site_index(bound.site, model.num_hidden_layers)
+                placed.append((site, later, Op(bound.spec, bound.site, bound.windows)))
+        ops: dict[int, list[Op]] = {}
+        for site, _, op in sorted(placed, key=lambda entry: entry[:2]):  # stable: the order given
+            if not op.spec.identity:
+                ops.setdefault(site, []).append(op)
+        for found in ops.values():
+            count = sum(len(op.windows) for op in found)
+            if count > limits.max_interventions_per_site:
+                raise ValueError(
+                    f"{found[0].site} has {count} interventions, counting each run of evenly spaced positions; at most "
+                    f"{limits.max_interventions_per_site} are held (max_interventions_per_site): raise it, or use fewer runs"
+                )
+        return cls(ops, prompt_len)
+
+    def __iter__(self) -> Iterator[Op]:
+        return (op for found in self.ops.values() for op in found)
+
+
+def host_edits(requests: Iterable[tuple[Declared | None, int, torch.Tensor]], num_layers: int) -> HostEdits | None:
+    """The ops of a step as functions; None where no request has any in it.
+
+    Args:
+        requests: (interventions, first token row, positions [rows]) of each.
+    """
+    by_site: dict[int, list[tuple[int, int, Callable[[torch.Tensor], torch.Tensor]]]] = {}
+    for declared, start, positions in requests:
+        for site, found in (declared.ops if declared is not None else {}).items():
+            for op in found:
+                ordinals = ordinals_of(op.windows, positions)
+                if (ordinals >= 0).any():
+                    by_site.setdefault(site, []).append((start, len(positions), _function(op.spec, ordinals)))
+    return HostEdits(by_site, edits.final_norm_site(num_layers)) if by_site else None
+
+
+def _function(spec: Intervention, ordinals: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda rows: apply(spec, rows, ordinals)
+
+
+# -- device tables -----------------------------------------------------------------------------------
+
+
+class VectorPool:
+    """Rows of a device matrix for the vectors of live requests; equal vectors share rows, counted by reference.
+
+    Any thread may take and give back; what is new is staged until `take_staged`.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._free: list[tuple[int, int]] = [(0, capacity)]  # (first, count), ascending
+        self._held: dict[bytes, list[int]] = {}  # content -> [first, count, references]
+        self._staged: list[tuple[int, torch.Tensor]] = []
+        self._lock = threading.Lock()
+
+    @property
+    def used(self) -> int:
+        """Rows that are taken."""
+        return self.capacity - sum(count for _, count in self._free)
+
+    def acquire(self, declared: Declared) -> None:
+        """Take rows for all vectors of a request, or none.
+
+        Raises:
+            ValueError: not as many are free in one piece.
+        """
+        with self._lock:
+            try:
+                for op in declared:
+                    for tensor in _vectors_of(op.spec):
+                        if id(tensor) not in declared.vectors:
+                            key, first = self._take(tensor)
+                            declared.vectors[id(tensor)] = first
+                            declared.held.append(key)
+            except ValueError:
+                self._release(declared)
+                raise
+
+    def release(self, declared: Declared) -> None:
+        """Give back what a request holds. A second call does nothing."""
+        with self._lock:
+            self._release(declared)
+
+    def take_staged(self) -> list[tuple[int, torch.Tensor]]:
+        """(first row, vectors [n, width]) that were taken since the last call."""
+        with self._lock:
+            staged, self._staged = self._staged, []
+        return staged
+
+    def _take(self, tensor: torch.Tensor) -> tuple[bytes, int]:
+        rows = tensor if tensor.ndim == 2 else tensor[None]
+        key = hashlib.blake2b(rows.numpy().tobytes(), digest_size=16).digest()
+        held = self._held.get(key)
+        if held is None:
+            held = self._held[key] = [self._allocate(len(rows)), len(rows), 0]
+            self._staged.append((held[0], rows))
+        held[2] += 1
+        return key, held[0]
+
+    def _allocate(self, count: int) -> int:
+        for i, (first, room) in enumerate(self._free):
+            if room >= count:
+                self._free[i : i + 1] = [(first + count, room - count)] if room > count else []
+                return first
+        raise ValueError(
+            f"the pool of intervention vectors has {self.used} of {self.capacity} rows in use and no {count} in one piece "
+            "(max_intervention_vectors): raise it, or submit fewer requests with distinct vectors at once"
+        )
+
+    def _release(self, declared: Declared) -> None:
+        for key in declared.held:
+            held = self._held[key]
+            held[2] -= 1
+            if held[2] == 0:
+                del self._held[key]
+                self._give_back(held[0], held[1])
+        declared.held.clear()
+        declared.vectors.clear()
+
+    def _give_back(self, first: int, count: int) -> None:
+        i = bisect.bisect(self._free, (first, count))
+        self._free.insert(i, (first, count))
+        for j in (i, i - 1):  # join with what follows, then with what is before
+            if 0 <= j < len(self._free) - 1 and sum(self._free[j]) == self._free[j + 1][0]:
+                self._free[j : j + 2] = [(self._free[j][0], self._free[j][1] + self._free[j + 1][1])]
+
+
+class DeviceTables:
+    """The tables that kernels read, and which row of the request table has what in them.
+
+    Rows are staged, and written together before a step.
+    """
+
+    def __init__(self, rows: int, model: ModelInfo, limits: Limits, device: str) -> None:
+        self.tables = EditTables.empty(
+            rows, model.num_hidden_layers, limits.max_interventions_per_site, limits.max_intervention_vectors,
+            model.hidden_size, device,
+        )  # fmt: skip
+        self.pool = VectorPool(limits.max_intervention_vectors)
+        self._device = device
+        self._in_use: set[int] = set()
+        self._staged: dict[int, Declared | None] = {}
+
+    def set_row(self, row: int, declared: Declared | None) -> None:
+        """Give the row to a request: with these ops, or with none."""
+        if declared is not None or row in self._in_use:
+            self._staged[row] = declared
+
+    def apply_staged_writes(self) -> None:
+        """Write new vectors and rows to the device; nothing waits for it."""
+        for first, vectors in self.pool.take_staged():
+            (on_device,) = upload(self._device, vectors)
+            self.tables.vectors[first : first + len(vectors)] = on_device
+        if not self._staged:
+            return
+        _, sites, depth = self.tables.fires.shape
+        rows = np.array(list(self._staged), dtype=np.int64)
+        counts = np.zeros((len(rows), sites), dtype=np.int32)
+        fields = np.zeros((len(rows), sites, depth, edits.FIELDS), dtype=np.int32)
+        numbers = np.zeros((len(rows), sites, depth, edits.NUMBERS), dtype=np.float32)
+        for i, (row, declared) in enumerate(self._staged.items()):
+            if declared is None:
+                self._in_use.discard(row)
+                continue
+            self._in_use.add(row)
+            for site, found in declared.ops.items():
+                for op in found:
+                    for entry_fields, entry_numbers in _entries(op, declared):
+                        k = counts[i, site]
+                        fields[i, site, k], numbers[i, site, k] = entry_fields, entry_numbers
+                        counts[i, site] += 1
+        self._staged.clear()
+        index, *values = upload(self._device, rows, counts, fields, numbers)
+        for table, value in zip((self.tables.counts, self.tables.fields, self.tables.numbers), values, strict=True):
+            table.index_copy_(0, index, value)
+        self.tables.fires.index_fill_(0, index, 0)
+
+
+def _vectors_of(spec: Intervention) -> list[torch.Tensor]:
+    """What the tables hold for a spec: its vectors, and its gate's."""
+    match spec:
+        case Steer():
+            own = [spec.unit if spec.norm == "match" else spec.vector]
+        case Ablate():
+            own = [spec.basis]
+        case Clamp():
+            own = [spec.unit]
+        case Patch():
+            own = [spec.values]
+        case _:
+            own = []
+    return own if spec.when is None else [*own, spec.when.probe]
+
+
+def _entries(op: Op, declared: Declared) -> Iterator[tuple[list[int], list[float]]]:
+    """The table's entries for an op: one for each window."""
+    spec = op.spec
+    vectors = [declared.vectors[id(tensor)] for tensor in _vectors_of(spec)]
+    probe, threshold = (-1, 0.0) if spec.when is None else (vectors.pop(), spec.when.threshold)
+    first, rank, norm, low, high, before = vectors[0] if vectors else 0, 1, 0, 0.0, 0.0, 0
+    match spec:
+        case Steer():
+            code, low, norm = edits.ADD, spec.scale, NORMS[spec.norm]
+        case Ablate():
+            code, rank = edits.PROJECT_OUT, len(spec.basis)
+        case Clamp():
+            code = edits.CLAMP
+            low = -np.inf if spec.low is None else spec.low
+            high = np.inf if spec.high is None else spec.high
+        case Scale():
+            code, low = edits.SCALE, spec.factor
+        case Patch():
+            code, rank = edits.PATCH, spec.values.ndim  # 2: a row for each position
+    for window in op.windows:
+        stop = edits.NO_END if window.stop is None else window.stop
+        yield [code, first + before, rank, window.start, stop, window.step, probe, norm], [low, high, threshold]
+        if isinstance(spec, Patch) and spec.values.ndim == 2:
+            before += window.size or 0

@@ -1,0 +1,270 @@
+"""Vectors: taken from tensors, kept in files, and found by name.
+
+    vector = load_vector("sentiment.safetensors")               # [width]
+    by_layer = load_layer_vectors("happy.gguf")                 # {layer: [width]}, a control vector of repeng or llama.cpp
+    [Steer(f"resid_post.{layer}", vector) for layer, vector in by_layer.items()]
+
+Files of three kinds, by their suffix. `.safetensors`: one tensor, or several called `layer.{i}` or `direction.{i}`. `.pt` and
+`.pth`: a tensor, or a dict with such names (read with `weights_only=True`: no code runs). `.gguf`: a control vector, which is
+architecture "controlvector" with one tensor `direction.{i}` for each layer (needs the package `gguf`).
+
+Layer i of a file is our layer i, for `resid_post.{i}`: llama.cpp adds `direction.{i}` to the output of its block i, counted
+from 0, and has none for block 0; repeng counts in the same way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+ARCHITECTURE = "controlvector"
+"""Of GGUF files that hold vectors."""
+Source = Any
+"""What becomes a tensor: a tensor, numbers in lists, a list of tensors, or an array that torch converts."""
+
+
+def checked_vector(source: Source, who: str, dims: Sequence[int] = (1,)) -> Tensor:
+    """A copy of `source` as float32 on the CPU, whatever its device and precision were.
+
+    Args:
+        source: any floating dtype; plain lists may hold whole numbers too.
+        who: what the vector is, for messages.
+        dims: how many dimensions it may have.
+
+    Raises:
+        ValueError: nothing that float32 can hold (another dtype, NaN, Inf, values that overflow), a tensor without values
+            (on the meta device), another number of dimensions, or no elements.
+    """
+    try:
+        tensor = source if isinstance(source, Tensor) else _as_tensor(source)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{who}: {type(source).__name__} is not a tensor of numbers ({error})") from None
+    if not tensor.is_floating_point():
+        raise ValueError(
+            f"{who}: dtype {tensor.dtype} cannot be converted to float32; give a floating tensor, as .float() makes"
+        )
+    if tensor.is_meta:
+        raise ValueError(f"{who}: a tensor on the device 'meta' has no values; give one on the CPU or an accelerator")
+    if tensor.ndim not in dims or not tensor.numel():
+        allowed = " or ".join(f"{n}-dimensional" for n in dims)
+        raise ValueError(f"{who}: the shape is {list(tensor.shape)}; expected {allowed}, and not empty")
+    tensor = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+    if not tensor.isfinite().all():
+        kind = "NaN" if tensor.isnan().any() else "Inf, or a number beyond float32"
+        raise ValueError(f"{who}: it holds {kind}")
+    return tensor
+
+
+def _as_tensor(source: Any) -> Tensor:
+    if not isinstance(source, Sequence):
+        return torch.tensor(source)
+    if source and all(isinstance(row, Tensor) for row in source):
+        return torch.stack(list(source))
+    tensor = torch.tensor(source)
+    return tensor.double() if tensor.dtype == torch.int64 else tensor  # [1, 0, 0], as people write it
+
+
+def load_vector(path: str | Path, name: str | None = None) -> Tensor:
+    """The file's vector, [width] float32.
+
+    Args:
+        name: which one, where the file holds several.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ImportError: a .gguf file, and the package `gguf` is missing.
+        ValueError: another kind of file, a damaged one, several vectors and no name, or no vector of that name.
+    """
+    tensors = _read(Path(path))
+    if name is None and len(tensors) > 1:
+        raise ValueError(
+            f"{path} holds {len(tensors)} tensors ({_listed(tensors)}): give the name of one, or use load_layer_vectors"
+        )
+    if name is None:
+        name = next(iter(tensors))
+    elif name not in tensors:
+        raise ValueError(f"{path} has no tensor {name!r}; {_nearest(name, tensors)}")
+    return checked_vector(tensors[name], f"{path}, {name}")
+
+
+def load_layer_vectors(path: str | Path) -> dict[int, Tensor]:
+    """The file's vectors by layer, each [width] float32, in the order of the layers.
+
+    Raises:
+        FileNotFoundError, ImportError: as `load_vector`.
+        ValueError: another kind of file, a damaged one, a name that is not of a layer, two vectors for one layer, or
+            vectors of different widths.
+    """
+    vectors: dict[int, Tensor] = {}
+    for name, tensor in _read(Path(path)).items():
+        match = re.fullmatch(r"(?:layer|direction)\.(\d+)", name)
+        if match is None:
+            raise ValueError(f"{path}: {name!r} is not of a layer; expected layer.<i> or direction.<i>")
+        layer = int(match[1])
+        if layer in vectors:
+            raise ValueError(f"{path} holds two vectors for layer {layer}")
+        vectors[layer] = checked_vector(tensor, f"{path}, {name}")
+    widths = {len(vector) for vector in vectors.values()}
+    if len(widths) > 1:
+        raise ValueError(f"{path}: the layers' vectors have different widths, {sorted(widths)}")
+    return dict(sorted(vectors.items()))
+
+
+def save_layer_vectors(path: str | Path, vectors: Mapping[int, Source], model_hint: str = "") -> None:
+    """Write vectors by layer where `load_layer_vectors`, and for .gguf repeng and llama.cpp, read them.
+
+    Args:
+        path: ends in .safetensors or .gguf.
+        vectors: layer -> [width].
+        model_hint: in a .gguf file, the model's type ("llama"), for its reader.
+
+    Raises:
+        ImportError: a .gguf file, and the package `gguf` is missing.
+        ValueError: another suffix, no vectors, one that `checked_vector` refuses, or layer 0 in a .gguf file.
+    """
+    path = Path(path)
+    if not vectors:
+        raise ValueError(f"{path}: there are no vectors to save")
+    tensors = {layer: checked_vector(vector, f"layer {layer}") for layer, vector in sorted(vectors.items())}
+    if path.suffix == ".safetensors":
+        save_file({f"layer.{layer}": tensor for layer, tensor in tensors.items()}, path)
+    elif path.suffix == ".gguf":
+        _check_gguf_layers(path, tensors)
+        writer = _gguf(path).GGUFWriter(path, ARCHITECTURE)
+        writer.add_string(f"{ARCHITECTURE}.model_hint", model_hint)
+        writer.add_uint32(f"{ARCHITECTURE}.layer_count", len(tensors))
+        for layer, tensor in tensors.items():
+            writer.add_tensor(f"direction.{layer}", tensor.numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    else:
+        raise ValueError(f"{path}: vectors are saved as .safetensors or .gguf")
+
+
+class VectorRegistry:
+    """Vectors by name: [width], or {layer: [width]}."""
+
+    def __init__(self) -> None:
+        self._vectors: dict[str, Tensor | dict[int, Tensor]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Sorted."""
+        return sorted(self._vectors)
+
+    def register(self, name: str, source: Source | Mapping[int, Source]) -> None:
+        """Keep a copy of the vector, or of the vectors by layer, under `name`.
+
+        Raises:
+            ValueError: a name that is empty or taken (`remove` frees it), or what `checked_vector` refuses.
+        """
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"a vector's name is a string that is not empty, not {name!r}")
+        if name in self._vectors:
+            raise ValueError(f"there is a vector {name!r} already; remove it first")
+        if isinstance(source, Mapping):
+            self._vectors[name] = {
+                layer: checked_vector(vector, f"vector {name!r}, layer {layer}") for layer, vector in source.items()
+            }
+        else:
+            self._vectors[name] = checked_vector(source, f"vector {name!r}")
+
+    def get(self, name: str) -> Tensor | dict[int, Tensor]:
+        """What was registered under `name`.
+
+        Raises:
+            ValueError: nothing was; the nearest names are listed.
+        """
+        if name not in self._vectors:
+            raise ValueError(f"no vector {name!r}; {_nearest(name, self._vectors)}")
+        return self._vectors[name]
+
+    def remove(self, name: str) -> None:
+        """Forget it. Requests that use it keep it until they end.
+
+        Raises:
+            ValueError: as `get`.
+        """
+        self.get(name)
+        del self._vectors[name]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """name -> tensor, of any kind of file; at least one."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; a .safetensors, .gguf or .pt file is expected")
+    readers = {".safetensors": _read_safetensors, ".gguf": _read_gguf, ".pt": _read_torch, ".pth": _read_torch}
+    if path.suffix not in readers:
+        raise ValueError(f"{path}: vectors are read from {', '.join(readers)} files")
+    tensors = readers[path.suffix](path)
+    if not tensors:
+        raise ValueError(f"{path} holds no vectors")
+    return tensors
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file, or it is damaged ({error})") from error
+
+
+def _read_torch(path: Path) -> dict[str, Any]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a damaged pickle makes its reader stumble over
+        raise ValueError(f"{path} does not hold tensors alone, or it is damaged ({error})") from error
+    if not isinstance(content, dict):
+        return {"vector": content}
+    return {f"layer.{name}" if isinstance(name, int) else str(name): tensor for name, tensor in content.items()}
+
+
+def _read_gguf(path: Path) -> dict[str, Any]:
+    gguf = _gguf(path)
+    try:
+        reader = gguf.GGUFReader(path)
+    except (ValueError, IndexError, KeyError) as error:
+        raise ValueError(f"{path} is not a GGUF file, or it is truncated or corrupt ({error})") from error
+    field = reader.fields.get("general.architecture")
+    architecture = None if field is None else field.contents()
+    if architecture != ARCHITECTURE:
+        raise ValueError(f"{path} has the architecture {architecture!r}; a control vector has {ARCHITECTURE!r}")
+    tensors = {
+        tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        for tensor in reader.tensors
+        if tensor.name.startswith("direction.")
+    }
+    _check_gguf_layers(path, [int(name.split(".")[1]) for name in tensors if name.split(".")[1].isdecimal()])
+    return tensors
+
+
+def _gguf(path: Path) -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise ImportError(f"{path.name} needs the package gguf; run: pip install gguf") from error
+    return gguf
+
+
+def _check_gguf_layers(path: Path, layers: Mapping[int, Tensor] | list[int]) -> None:
+    if 0 in layers:
+        raise ValueError(f"{path}: direction.0 does not exist in GGUF control vectors, whose layers start at 1")
+
+
+def _nearest(name: str, names: Mapping[str, Any]) -> str:
+    near = get_close_matches(name, names, n=3)
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are: {_listed(names) or 'none'}"
+
+
+def _listed(names: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "")

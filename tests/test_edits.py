@@ -1,0 +1,267 @@
+"""Declared ops inside the pass: the tables' kernel and the host's functions against `intervention.apply`."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from conftest import CONFIGS
+
+from pymllm_interp.hooks.intervention import (
+    Ablate,
+    Clamp,
+    Gate,
+    Generated,
+    Intervention,
+    Patch,
+    Scale,
+    Steer,
+    apply,
+    bind,
+    ordinals_of,
+)
+from pymllm_interp.hooks.site import ModelInfo
+from pymllm_interp.hooks.tables import Declared, DeviceTables, Limits, VectorPool, host_edits, site_index
+from pymllm_interp.layers.edits import TableEdits, final_norm_site, num_sites
+from pymllm_interp.layers.norm import add_rms_norm
+
+pytest.importorskip("triton", reason="the kernels' tests need the package triton")
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+pytestmark = [pytest.mark.gpu] if CUDA else []
+INFO = ModelInfo.of(CONFIGS["llama"](), torch.float32)
+WIDTH, LAYERS = INFO.hidden_size, INFO.num_hidden_layers
+LIMITS = Limits(max_interventions_per_site=6, max_intervention_vectors=300)
+PROMPT = 7
+SITES = [
+    "embed",
+    "resid_pre.0",
+    "resid_pre.1",
+    "attn_out.0",
+    "resid_mid.1",
+    "mlp_out.2",
+    "resid_post.0",
+    "resid_post.2",
+    "final_norm",
+]
+
+
+def vector(rng: random.Random, *shape: int) -> torch.Tensor:
+    return torch.randn(*(shape or (WIDTH,)), generator=torch.Generator().manual_seed(rng.randrange(10**9)))
+
+
+def random_op(rng: random.Random, site: str) -> Intervention:
+    positions: Any = rng.choice(
+        ["all", "prompt", "generated", [0], [-1, 2], slice(1, None, 2), Generated(1, 6, 2), range(2, 5)]
+    )
+    when = rng.choice([None, None, Gate(vector(rng), rng.choice([-1e9, 0.0, 1e9]))])
+    kind = rng.randrange(6)
+    if kind == 0:
+        return Ablate(site, vector(rng, rng.choice([1, 2, 5]), WIDTH), positions=positions, when=when)
+    if kind == 1:
+        return Clamp(site, vector(rng), low=rng.choice([None, -0.1]), high=0.2, positions=positions, when=when)
+    if kind == 2:
+        return Scale(site, rng.choice([0.0, 0.5, -2.0]), positions=positions, when=when)
+    if kind == 3:
+        places = rng.sample(range(PROMPT), 3)
+        values = vector(rng, 3, WIDTH) if rng.random() < 0.7 else vector(rng)
+        return Patch(site, values, positions=places, when=when)
+    norm: Any = rng.choice(["none", "preserve", "match"])
+    return Steer(site, vector(rng), scale=rng.choice([0.3, -4.0]), positions=positions, norm=norm, when=when)
+
+
+def declared_of(specs: list[Intervention], info: ModelInfo = INFO) -> Declared:
+    return Declared.of(specs, info, PROMPT, LIMITS)
+
+
+def expected(declared: Declared, site: int, state: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    for op in declared.ops.get(site, ()):
+        state = apply(op.spec, state, ordinals_of(op.windows, positions))
+    return state
+
+
+def tables_of(
+    requests: list[Declared | None], rows: list[int], positions: list[int]
+) -> tuple[DeviceTables, TableEdits]:
+    """Tables with each request in the row that is its place + 1, and a pass over token rows of the requests `rows`."""
+    tables = DeviceTables(len(requests) + 1, INFO, LIMITS, DEVICE)
+    for row, declared in enumerate(requests, start=1):
+        if declared is not None:
+            tables.pool.acquire(declared)
+        tables.set_row(row, declared)
+    tables.apply_staged_writes()
+    owners = torch.tensor([row + 1 for row in rows], device=DEVICE)
+    return tables, TableEdits(tables.tables, owners, torch.tensor(positions, device=DEVICE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("seed", range(4))
+@torch.no_grad()
+def test_each_rows_ops_are_its_own_requests_at_its_own_position(seed: int, dtype: torch.dtype) -> None:
+    """A mixed batch: prompts and generated rows of requests with many ops, with one, with none, and rows of padding."""
+    rng = random.Random(seed)
+    requests: list[Declared | None] = [
+        None if i == 2 else declared_of([random_op(rng, rng.choice(SITES)) for _ in range(rng.choice([1, 6]))])
+        for i in range(5)
+    ]
+    rows = [0] * PROMPT + [1] + [2] * 3 + [3, -1, 4, 4]
+    positions = [*range(PROMPT), 9, 0, 1, 2, 7, 0, 11, 12]
+    _, edits = tables_of(requests, rows, positions)
+    h, delta = (vector(rng, 1, len(rows), WIDTH).to(DEVICE, dtype) for _ in range(2))
+    weight = vector(rng).to(DEVICE, dtype)
+    at = torch.tensor(positions)
+
+    def reference(site: int, state: torch.Tensor) -> torch.Tensor:
+        parts = []
+        for i, row in enumerate(rows):
+            declared = requests[row] if row >= 0 else None
+            part = state[0, i : i + 1].cpu()
+            parts.append(part if declared is None else expected(declared, site, part, at[i : i + 1]))
+        return torch.cat(parts)[None].to(DEVICE)
+
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 4e-3, "atol": 4e-3}
+    for site in range(num_sites(LAYERS)):
+        torch.testing.assert_close(edits.at(site, h), reference(site, h), **tolerance)
+    for place in range(2 * LAYERS + 1):
+        summed = reference(2 * place + 1, h + reference(2 * place, delta))
+        normed = add_rms_norm(summed, None, weight, 1e-5)[1]
+        if place == 2 * LAYERS:
+            normed = reference(final_norm_site(LAYERS), normed)
+        found = edits.add_rms_norm(place, h, delta, weight, 1e-5)
+        torch.testing.assert_close(found[0], summed, **tolerance)
+        torch.testing.assert_close(found[1], normed, **tolerance)
+
+
+@torch.no_grad()
+def test_rows_without_ops_and_ops_that_change_nothing_keep_their_bits() -> None:
+    rng = random.Random(5)
+    h, delta, weight = vector(rng, 1, 3, WIDTH), vector(rng, 1, 3, WIDTH), vector(rng)
+    never = Steer("resid_post.0", vector(rng), when=Gate(vector(rng), 1e30))
+    nothing = [Steer("resid_mid.0", vector(rng), scale=0), Scale("mlp_out.1", 1)]
+    elsewhere = Steer("resid_post.1", vector(rng), positions=[3])
+    requests = [declared_of([never, *nothing]), declared_of([elsewhere]), None]
+    _, edits = tables_of(requests, [0, 1, 2], [4, 4, 4])
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        x, d, w = (tensor.to(DEVICE, dtype) for tensor in (h, delta, weight))
+        plain = plain_add_norm(x, d, w)
+        for place in range(2 * LAYERS + 1):
+            for found, wanted in zip(edits.add_rms_norm(place, x, d, w, 1e-5), plain, strict=True):
+                assert torch.equal(found, wanted), (place, dtype)
+
+
+def plain_add_norm(h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    from pymllm_interp.layers import triton_kernels
+
+    return triton_kernels.add_rms_norm(h, delta, weight, 1e-5)
+
+
+@torch.no_grad()
+def test_gate_fires_are_counted_by_request_and_op() -> None:
+    probe = torch.zeros(WIDTH)
+    probe[0] = 1
+    gated = Steer("resid_post.1", torch.ones(WIDTH), when=Gate(probe, 0.5))
+    tables, edits = tables_of([declared_of([gated]), declared_of([gated])], [0, 0, 0, 1], [0, 1, 2, 0])
+    state = torch.zeros(1, 4, WIDTH, device=DEVICE)
+    state[0, 1, 0] = state[0, 2, 0] = 1
+    for _ in range(2):
+        edits.at(site_index(bind(gated, INFO, PROMPT)[0].site, LAYERS), state)
+    fires = tables.tables.fires
+    assert fires.sum() == 4 and fires[1].sum() == 4 and fires[2].sum() == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+@torch.no_grad()
+def test_the_hosts_functions_are_the_same_ops(seed: int) -> None:
+    rng = random.Random(seed + 50)
+    requests = [declared_of([random_op(rng, site) for site in SITES]), None, declared_of([random_op(rng, SITES[seed])])]
+    spans = [(0, torch.arange(PROMPT)), (PROMPT, torch.tensor([3])), (PROMPT + 1, torch.tensor([8]))]
+    edits = host_edits([(request, *span) for request, span in zip(requests, spans, strict=True)], LAYERS)
+    assert edits is not None
+    state = vector(rng, 1, PROMPT + 2, WIDTH)
+    before = state.clone()
+    for site in range(num_sites(LAYERS)):
+        wanted = state.clone()
+        for request, (start, positions) in zip(requests, spans, strict=True):
+            if request is not None:
+                rows = slice(start, start + len(positions))
+                wanted[0, rows] = expected(request, site, wanted[0, rows], positions)
+        assert torch.equal(edits.at(site, state), wanted)
+        assert torch.equal(state, before), "what goes in is left as it is"
+    assert host_edits([(None, 0, torch.arange(3))], LAYERS) is None
+
+
+def test_a_row_that_is_given_to_another_request_has_that_ones_ops() -> None:
+    rng = random.Random(9)
+    steer = declared_of([Steer("resid_post.0", vector(rng), scale=2)])
+    tables, edits = tables_of([steer], [0], [0])
+    site = site_index(steer.ops[next(iter(steer.ops))][0].site, LAYERS)
+    state = vector(rng, 1, 1, WIDTH).to(DEVICE)
+    assert not torch.equal(edits.at(site, state), state)
+    tables.set_row(1, None)
+    tables.apply_staged_writes()
+    assert torch.equal(edits.at(site, state), state)
+
+
+# -- the pool of vectors ---------------------------------------------------------------------------
+
+
+def test_ten_thousand_requests_with_vectors_of_their_own_leave_the_pool_as_it_was() -> None:
+    pool, rng = VectorPool(64), random.Random(0)
+    live: list[Declared] = []
+    for i in range(10_000):
+        rank = rng.choice([1, 1, 3])
+        spec = (
+            Ablate("resid_post.0", torch.randn(rank, WIDTH)) if rank > 1 else Steer("resid_post.0", torch.randn(WIDTH))
+        )
+        live.append(declared_of([spec]))
+        pool.acquire(live[-1])
+        if len(live) > 12:
+            pool.release(live.pop(rng.randrange(len(live))))
+        if i % 100 == 0:
+            pool.take_staged()
+    assert 0 < pool.used <= 39
+    for declared in live:
+        pool.release(declared)
+        pool.release(declared)
+    assert pool.used == 0 and pool._free == [(0, 64)] and not pool._held
+
+
+def test_equal_vectors_share_rows_until_the_last_request_gives_them_back() -> None:
+    pool = VectorPool(4)
+    shared = [declared_of([Steer(f"resid_post.{i % 3}", torch.full((WIDTH,), 2.0), scale=i + 1)]) for i in range(20)]
+    for declared in shared:
+        pool.acquire(declared)
+    assert pool.used == 1 and len(pool.take_staged()) == 1
+    for declared in shared[:-1]:
+        pool.release(declared)
+    assert pool.used == 1
+    pool.release(shared[-1])
+    assert pool.used == 0
+
+
+def test_a_full_pool_is_an_error_that_names_its_setting_and_takes_nothing() -> None:
+    pool = VectorPool(3)
+    held = declared_of([Ablate("resid_post.0", torch.randn(2, WIDTH))])
+    pool.acquire(held)
+    with pytest.raises(ValueError, match="max_intervention_vectors"):
+        pool.acquire(
+            declared_of([Steer("resid_post.0", torch.randn(WIDTH)), Ablate("mlp_out.0", torch.randn(2, WIDTH))])
+        )
+    assert pool.used == 2
+    pool.release(held)
+    assert pool.used == 0
+
+
+def test_what_cannot_be_held_is_refused_with_its_limit() -> None:
+    steer = [Steer("resid_post.0", torch.ones(WIDTH)) for _ in range(7)]
+    with pytest.raises(ValueError, match=r"resid_post.0 has 7 interventions.*max_interventions_per_site"):
+        declared_of(steer)
+    with pytest.raises(ValueError, match="has 7 interventions"):
+        declared_of([Scale("resid_post.0", 2.0, positions=[0, 1, 3, 4, 6]), *steer[:4]])
+    with pytest.raises(ValueError, match=r"q\.1.*interventions act at embed"):
+        declared_of([Scale("q.1", 0.5)])
+    with pytest.raises(ValueError, match="expected Steer, Ablate"):
+        declared_of(["resid_post.0"])  # pyright: ignore[reportArgumentType]
