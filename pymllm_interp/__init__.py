@@ -12,18 +12,31 @@ if TYPE_CHECKING:
     from .core.output import RequestOutput
     from .core.request import SamplingParams
     from .engine.lm import LM
+    from .hooks.intervention import Ablate, Clamp, Gate, Generated, Patch, Scale, Steer
+    from .hooks.site import Site
     from .runner.interp_model_runner import InterpModelRunner
     from .runner.model_runner import ModelRunner
 
 _HOMES = {
     "LM": "engine.lm",
+    "Ablate": "hooks.intervention",
+    "Clamp": "hooks.intervention",
+    "Gate": "hooks.intervention",
+    "Generated": "hooks.intervention",
     "InterpModelRunner": "runner.interp_model_runner",
     "ModelRunner": "runner.model_runner",
+    "Patch": "hooks.intervention",
     "RequestOutput": "core.output",
     "SamplingParams": "core.request",
+    "Scale": "hooks.intervention",
+    "Site": "hooks.site",
+    "Steer": "hooks.intervention",
 }
 
-__all__ = ["LM", "InterpModelRunner", "ModelRunner", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LM", "Ablate", "Clamp", "Gate", "Generated", "InterpModelRunner", "ModelRunner", "Patch", "RequestOutput",
+    "SamplingParams", "Scale", "Site", "Steer",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -39,19 +39,25 @@ def resolve_device(device: str) -> str:
     """ "cpu" or "cuda[:n]"; "auto" is CUDA where there is one.
 
     Raises:
-        RuntimeError: CUDA is asked for and not there.
+        RuntimeError: CUDA is asked for and not there, or has no such device.
         ValueError: another kind of device.
     """
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    kind = device.partition(":")[0]
-    if kind not in ("cpu", "cuda"):
+    kind, colon, index = device.partition(":")
+    if device != "cpu" and (kind != "cuda" or (colon and not index.isdecimal())):
         raise ValueError(f"device={device!r} is not supported; use 'cpu', 'cuda', 'cuda:N' or 'auto'")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError(
-            f"device={device!r}, but torch sees no CUDA device (torch {torch.__version__}); use device='cpu', or "
-            "install a CUDA build of torch"
+        cause = (
+            "look for the driver (nvidia-smi) and at CUDA_VISIBLE_DEVICES"
+            if torch.version.cuda
+            else "install a CUDA build of torch"
         )
+        raise RuntimeError(
+            f"device={device!r}, but torch sees no CUDA device (torch {torch.__version__}); use device='cpu', or {cause}"
+        )
+    if index and int(index) >= torch.cuda.device_count():
+        raise RuntimeError(f"device={device!r}, but the last CUDA device is 'cuda:{torch.cuda.device_count() - 1}'")
     return device
 
 
@@ -111,6 +117,10 @@ class ServerConfig:
     """Slots that are handed out together."""
     async_scheduling: bool | None = None
     """Launch a step before the tokens of the one before it have been read; None: on CUDA."""
+    max_interventions_per_site: int = 4
+    """Interventions of one request at one site at most."""
+    max_intervention_vectors: int = 4096
+    """Vectors of all live requests' interventions at most; equal ones count once."""
     hook_execution: str = "auto"
     """How a decode step runs in which a block waits for a module: "split" runs its request by itself beside the others,
     "eager" the whole batch module by module, "auto" what is quicker by times measured at start-up."""
@@ -132,7 +142,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "max_model_len", "max_running_requests", "max_num_tokens", "kv_cache_tokens", "page_size")
-        _positive(self, "torch_compile_max_bs")
+        _positive(self, "torch_compile_max_bs", "max_interventions_per_site", "max_intervention_vectors")
         _one_of(self, "schedule_policy", ("mixed", "prefill_first"))
         _one_of(self, "hook_execution", ("auto", "split", "eager"))
         _one_of(self, "attention_backend", ("auto", "torch", "flashinfer"))

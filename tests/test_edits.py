@@ -20,6 +20,7 @@ from pymllm_interp.hooks.intervention import (
     Steer,
     apply,
     bind,
+    for_each_prompt,
     ordinals_of,
 )
 from pymllm_interp.hooks.site import ModelInfo
@@ -178,7 +179,7 @@ def test_the_hosts_functions_are_the_same_ops(seed: int) -> None:
     rng = random.Random(seed + 50)
     requests = [declared_of([random_op(rng, site) for site in SITES]), None, declared_of([random_op(rng, SITES[seed])])]
     spans = [(0, torch.arange(PROMPT)), (PROMPT, torch.tensor([3])), (PROMPT + 1, torch.tensor([8]))]
-    edits = host_edits([(request, *span) for request, span in zip(requests, spans, strict=True)], LAYERS)
+    edits = host_edits([(r, *span) for r, span in zip(requests, spans, strict=True) if r is not None], LAYERS)
     assert edits is not None
     state = vector(rng, 1, PROMPT + 2, WIDTH)
     before = state.clone()
@@ -190,7 +191,8 @@ def test_the_hosts_functions_are_the_same_ops(seed: int) -> None:
                 wanted[0, rows] = expected(request, site, wanted[0, rows], positions)
         assert torch.equal(edits.at(site, state), wanted)
         assert torch.equal(state, before), "what goes in is left as it is"
-    assert host_edits([(None, 0, torch.arange(3))], LAYERS) is None
+    generated = declared_of([Scale("embed", 2.0, positions="generated")])
+    assert host_edits([(generated, 0, torch.arange(3))], LAYERS) is None, "a step that none of its ops acts in"
 
 
 def test_a_row_that_is_given_to_another_request_has_that_ones_ops() -> None:
@@ -263,5 +265,6 @@ def test_what_cannot_be_held_is_refused_with_its_limit() -> None:
         declared_of([Scale("resid_post.0", 2.0, positions=[0, 1, 3, 4, 6]), *steer[:4]])
     with pytest.raises(ValueError, match=r"q\.1.*interventions act at embed"):
         declared_of([Scale("q.1", 0.5)])
-    with pytest.raises(ValueError, match="expected Steer, Ablate"):
-        declared_of(["resid_post.0"])  # pyright: ignore[reportArgumentType]
+    for wrong in (["resid_post.0"], "resid_post.0", [steer, steer[0]], [steer] * 3):
+        with pytest.raises(ValueError, match="interventions: "):
+            for_each_prompt(wrong, 2)

@@ -739,7 +739,8 @@ def test_a_step_that_fails_with_a_trace_in_it_ends_the_trace_and_plain_requests_
     lm, prompts = lm_of("llama"), prompts_of([4, 9], seed=18)
     expected = tokens(lm.generate(prompts, greedy(max_tokens=30)))
     interleaver = lm.interleaver
-    monkeypatch.setattr(lm.runner, "forward", raise_once(lm.runner.forward, lambda *_: bool(interleaver.traces)))
+    attention = lm.runner.attn_backend
+    monkeypatch.setattr(attention, "forward", raise_once(attention.forward, lambda *_: bool(interleaver.traces)))
     with hold(lm):
         handles = [lm.submit(prompt, greedy(max_tokens=30)) for prompt in prompts]
     with pytest.raises(Boom, match="boom"):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import inspect
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
+from nnsight import NNsight
 
 import pymllm_interp
 from pymllm_interp.hooks import nnsight_compat as compat
+from pymllm_interp.hooks.interleaver import EngineInterleaver, Handover
 
 PACKAGE = Path(pymllm_interp.__file__).parent
 
@@ -83,6 +86,52 @@ def test_a_module_hands_over_its_input_skip_gate_and_output_only_while_busy() ->
     envoy.interleaver.busy = True
     envoy._module(torch.zeros(1, 2))
     assert seen == ["m.input", "m.skip", "m.output"]
+
+
+def test_a_modules_state_tells_where_it_hands_over_and_what_it_runs() -> None:
+    envoy = compat.Envoy(torch.nn.Linear(2, 2), path="m")
+    state = compat.install_controller(envoy)
+    assert type(envoy._module.__dict__["forward"]) is compat.Controller
+    [(interleaver, path, locations)] = state.routes
+    assert (interleaver(), path, locations) == (envoy.interleaver, "m", ("m.input", "m.skip", "m.output"))
+    x = torch.zeros(1, 2)
+    assert torch.equal(state.body(envoy._module, x), envoy._module(x))
+
+
+def test_our_short_ways_hand_over_and_park_as_nnsights(lm_of) -> None:
+    """`Handover` reaches the locations that nnsight's controller does, `Read` parks as its property does."""
+    lm = lm_of("llama")
+    mlp = lm.model.layers[0].mlp
+    seen = []
+    own = {name: getattr(type(mlp), name) for name in ("input", "inputs", "output")}
+    for name, ours in own.items():
+        theirs = getattr(compat.Envoy, name)
+        for read in (ours, theirs):
+            mediator = compat.Mediator(compile("read()", "block", "exec"), {"read": partial(read.__get__, mlp)}, {})
+            mediator.start(compat.Interleaver())
+            seen.append(mediator.pending)
+            mediator.worker.throw(GreenletExit)
+    assert seen[0::2] == seen[1::2] and [pending.provider for pending in seen[0::2]] == [
+        "model.model.layers.0.mlp.input", "model.model.layers.0.mlp.input", "model.model.layers.0.mlp.output"
+    ]  # fmt: skip
+    assert type(mlp._module.__dict__["forward"]) is Handover
+    with pytest.raises(ValueError, match="outside of interleaving"):
+        _ = mlp.output
+
+
+def test_a_module_that_several_trees_share_is_served_to_each(lm_of) -> None:
+    lm = lm_of("llama")
+    norm = lm.model.norm._module
+    theirs, other = NNsight(norm), compat.Envoy(norm, path="other", interleaver=EngineInterleaver())
+    for latest in (None, lm.model.norm):
+        if latest is not None:
+            latest.interleaver.instrument(latest)  # as when weights are loaded anew
+        with theirs.trace(torch.ones(1, 1, 72)):
+            seen = theirs.output.save()
+        with lm.trace([1, 2, 3]):
+            ours = lm.model.norm.output.save()
+        assert torch.equal(seen, norm(torch.ones(1, 1, 72))) and ours.shape == (1, 3, 72)
+    assert other.interleaver.visits == {}
 
 
 def test_names_and_signatures_that_are_overridden_exist() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import queue
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -329,6 +330,128 @@ def test_saves_never_pin_the_batch(lm: LM) -> None:
     assert len(kept) == 18
     for tensor in kept:
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        assert tensor._base is None, "a view keeps its base alive, and with it the whole batch"
+
+
+def everything_saved(lm: LM, **device: Any) -> tuple[Any, ...]:
+    """A generation whose block saves a tensor under two names, and tensors in nested containers."""
+    with lm.generate(A, max_new_tokens=3, **device) as tracer:
+        rows, named = list().save(), dict().save()
+        inside = list().save()
+        for step in tracer.iter[:]:
+            h = lm.model.layers[1].output
+            rows.append([h, (h[0, -1], step)])
+            named[step] = {"h": h}
+            inside.append((rows[0][0].device.type, (rows[0][0][:, -1:] + h).device.type))
+        first = rows[0][0].save()
+        same = first.save()
+        pair = (first, "text").save()
+        ids = tracer.result.save()
+    return rows, named, inside, first, same, pair, ids
+
+
+def test_saves_land_on_the_device_that_was_asked_for(lm: LM) -> None:
+    """Without a GPU the meta device stands for the other one; the block goes on with its values where they are."""
+    rows, named, inside, first, same, pair, ids = everything_saved(lm, device="meta")
+    assert inside == [("cpu", "cpu")] * 3
+    tensors = [first, pair[0], ids, *(h for h, _ in rows), *(last for _, (last, _) in rows)]
+    tensors += [entry["h"] for entry in named.values()]
+    assert len(tensors) == 12 and {tensor.device.type for tensor in tensors} == {"meta"}
+    assert first is same is pair[0] is rows[0][0] is named[0]["h"], "one tensor stays one"
+    assert [step for _, (_, step) in rows] == [0, 1, 2] and pair[1] == "text" and first.shape == (1, 5, 72)
+    rows, _, _, first, _, pair, ids = everything_saved(lm)
+    assert {tensor.device.type for tensor in (first, pair[0], ids, rows[2][0])} == {"cpu"}
+
+
+@pytest.mark.gpu
+def test_saves_of_a_gpu_model_land_on_the_cpu_unless_told_otherwise(lm_of: Any) -> None:
+    lm = lm_of("llama", device="cuda")
+    rows, named, inside, first, same, pair, ids = everything_saved(lm)
+    assert inside == [("cuda", "cuda")] * 3
+    tensors = [first, pair[0], ids, *(last for _, (last, _) in rows), *(entry["h"] for entry in named.values())]
+    assert {tensor.device.type for tensor in tensors} == {"cpu"} and first is same is rows[0][0]
+    kept, _, _, _, _, _, kept_ids = everything_saved(lm, device="cuda")
+    assert {tensor.device.type for tensor in (kept_ids, *(h for h, _ in kept), *(t for _, (t, _) in kept))} == {"cuda"}
+    for (h, (last, _)), (kept_h, (kept_last, _)) in zip(rows, kept, strict=True):
+        assert torch.equal(h, kept_h.cpu()) and torch.equal(last, kept_last.cpu())
+    with lm.trace(A):
+        weight = lm.model.norm.weight.save()
+    assert weight.device.type == "cpu" and lm.model.norm.weight.device.type == "cuda", "the model keeps its own"
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:77", 3.5])
+def test_a_device_that_is_not_there_is_refused_before_anything_runs(lm: LM, device: Any) -> None:
+    steps = lm.engine.num_steps
+    for opened in (lm.trace, lm.generate):
+        with pytest.raises(ValueError, match=r"device=.* says where the saves of a trace go: 'cpu' \(the default\)"):
+            with opened(A, device=device):
+                lm.model.layers[0].output.save()
+    with pytest.raises(TypeError, match=r"device= belongs to `with lm\.trace\(device=\.\.\.\)`"):
+        with lm.trace() as tracer:
+            with tracer.invoke(A, device="cpu"):
+                lm.model.layers[0].output.save()
+    assert lm.engine.num_steps == steps
+
+
+def test_saves_of_several_invokes_are_handed_over_once(lm: LM) -> None:
+    with lm.trace(device="meta") as tracer:
+        last = list().save()
+        for prompt in (A, B):
+            with tracer.invoke(prompt):
+                last.append(lm.model.layers[-1].output[0, -1])
+    assert [tensor.device.type for tensor in last] == ["meta", "meta"]
+
+
+def test_a_session_hands_over_at_its_end(lm: LM) -> None:
+    """What one of its traces saved is used by the next, where the batch is."""
+    with lm.session(device="meta"):
+        with lm.trace(A):
+            taken = lm.model.layers[0].output.save()
+        with lm.trace(B):
+            lm.model.layers[0].output = taken
+            patched = [lm.lm_head.output].save()
+    assert taken.device.type == "meta" and patched[0].device.type == "meta"
+    with pytest.raises(ValueError, match=r"inside a session: give it to `with lm\.session\(device='meta'\)`"):
+        with lm.session():
+            with lm.trace(A, device="meta"):
+                lm.model.layers[0].output.save()
+
+
+def test_streamed_saves_are_copies_on_the_callers_device(lm: LM) -> None:
+    seen: list[list[torch.Tensor]] = []
+    with lm.generate(A, max_new_tokens=3, device="meta", on_step=lambda _, saved: seen.append(saved["rows"])) as tracer:
+        rows, inside = list().save(), list().save()
+        for _ in tracer.iter[:]:
+            rows.append(lm.model.layers[0].output)
+            inside.append(rows[0].device.type)
+    assert inside == ["cpu"] * 3 and [len(rows) for rows in seen] == [1, 2, 3]
+    assert {tensor.device.type for tensor in seen[-1]} == {"meta"}
+    assert seen[2][0] is seen[0][0] and rows[0] is seen[0][0], "copied once"
+
+
+def test_a_view_that_was_saved_shows_an_edit_of_what_it_is_a_view_of(lm: LM) -> None:
+    with lm.trace() as tracer:
+        with tracer.invoke(A):
+            h = lm.model.layers[0].output.save()
+            last = h[0, -1].save()
+            h[:] = 7
+        with tracer.invoke(B):
+            other = lm.model.layers[0].output.save()
+    assert (h == 7).all() and (last == 7).all() and not (other == 7).any()
+
+
+def test_inference_tensors_and_those_with_weak_references_can_be_saved(lm: LM) -> None:
+    with lm.trace() as tracer:
+        with tracer.invoke(A):
+            h = lm.model.layers[0].output
+            with torch.inference_mode():
+                doubled = (h * 2)[0, -1].save()
+            row = h[0, -1].save()
+            reference = weakref.ref(row).save()
+        with tracer.invoke(B):
+            lm.model.layers[0].output.save()
+    assert doubled.untyped_storage().nbytes() == doubled.nbytes
+    assert reference() is row and torch.equal(doubled, row * 2)
 
 
 def test_an_assigned_input_leaves_the_saved_output_of_the_layer_before(lm: LM) -> None:

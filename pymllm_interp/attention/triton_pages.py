@@ -1,3 +1,4 @@
+# pyright: reportCallIssue=false, reportArgumentType=false
 """The pages of a batch in one launch; `flashinfer_backend._fill_kv_indices` is the same in plain torch."""
 
 from __future__ import annotations
@@ -35,4 +36,4 @@ def fill_kv_indices(
     """
     _kernel[(len(rows), SPLITS)](
         out, kv_indptr, rows, req_to_token, req_to_token.shape[1], page_size, splits=SPLITS, block=BLOCK
-    )  # pyright: ignore[reportArgumentType]
+    )

@@ -167,6 +167,8 @@ class Request:
     """Token ids that end the generation: the model's, unless `ignore_eos`, and the caller's."""
     trace: Any = None
     """What watches this request's forward passes (hooks.trace.RequestTrace), or None."""
+    declared: Any = None
+    """Its interventions, bound to the model (hooks.tables.Declared), or None."""
     forward_only: bool = False
     """One forward pass that serves the logits of all positions, and no generation."""
     alone: bool = False
@@ -196,6 +198,8 @@ class Request:
     prompt_logprobs: list[dict | None] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    receipt: Any = None
+    """What was applied (hooks.receipt.Receipt), where something was declared."""
     error: BaseException | None = None
     warnings: list[str] = field(default_factory=list)
 

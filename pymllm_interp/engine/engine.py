@@ -7,6 +7,7 @@ requests that may have made it fail, and the others go on.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import threading
 import time
@@ -15,11 +16,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+import torch
+
 from ..core.output import Logprob, ModelRunnerOutput, SampledLogprobs, SchedulerOutput
 from ..core.request import Request
 from ..hooks.watchdog import Watchdog
 from ..runner.async_output import AsyncOutput
 from ..runner.interp_model_runner import InterpModelRunner
+from ..runner.memory import is_out_of_memory
 from .handle import EngineClosedError, RequestHandle
 from .scheduler import Scheduler
 
@@ -207,15 +211,18 @@ class Engine:
 
     def _launch(self, step: SchedulerOutput) -> tuple[SchedulerOutput, AsyncOutput] | None:
         """Run a step as far as the host's part goes. None: it was empty, or failed."""
+        failure, output = None, None
         try:
             if self.runner.execute_model(step) is not None:
                 return None
             output = self.runner.sample_tokens_async()
         except Exception as error:
+            failure = self._without_memory(step, error) if is_out_of_memory(error) else error
+        if failure is not None:
             if self._in_flight is not None:
                 before, self._in_flight = self._in_flight, None
                 self._collect(*before)
-            self._blame(step, error)
+            self._blame(step, failure)
             return None
         assert output is not None
         self.num_steps += 1
@@ -246,11 +253,34 @@ class Engine:
             request.stop_reason = stop
             self._end([request], "stop")
 
+    def _without_memory(self, step: SchedulerOutput, error: Exception) -> torch.OutOfMemoryError:
+        """What the step's requests are told in place of `error`, whose frames hold the tensors of the pass."""
+        runner, config = self.runner, self.runner.server_config
+        kv = f"kv_cache_tokens (now {runner.max_total_num_tokens})"
+        if config.kv_cache_tokens is None:
+            kv = f"gpu_memory_utilization (now {config.gpu_memory_utilization})"
+        return torch.OutOfMemoryError(
+            f"a step of {len(step.scheduled)} requests and {step.total_num_scheduled_tokens} tokens ran out of memory on "
+            f"{runner.device}; the engine goes on. What helps: a lower max_num_tokens (now {runner.max_num_tokens}), for "
+            f"smaller steps of prompts; a lower max_running_requests (now {runner.max_running_requests}), for smaller steps "
+            f"of any kind; a lower {kv}, for a smaller KV pool\n{error}"
+        )
+
     def _blame(self, step: SchedulerOutput, error: Exception) -> None:
-        """A pass failed. Its traced requests cannot be run again; plain ones are, unless the pass had no trace in it."""
+        """A pass failed. Its traced requests cannot be run again, so they end; the others are run again.
+
+        Where it had no trace, all end; but out of memory, those that decode are run again once without the prompts beside
+        them, which made the step large.
+        """
         logger.warning("a step failed: %r", error)
         requests = [entry.request for entry in step.scheduled]
-        self._fail([request for request in requests if request.trace is not None] or requests, error)
+        ending = [request for request in requests if request.trace is not None]
+        if not ending and isinstance(error, torch.OutOfMemoryError):
+            ending = [entry.request for entry in step.scheduled if not entry.decodes]
+        self._fail(ending or requests, error)
+        if isinstance(error, torch.OutOfMemoryError):
+            gc.collect()
+            torch.cuda.empty_cache()
         for request in requests:
             if not request.finished:
                 self.runner.req_states.add_request(
@@ -293,6 +323,8 @@ class Engine:
         if request.trace is not None:
             request.error = request.error or request.trace.error
             request.warnings += request.trace.warnings
+        if request.declared is not None:
+            self.runner.finish_declared(request)
         handle = self._handles.pop(request.request_id, None)
         if handle is not None:
             if request.output_token_ids and request.finish_reason in ("stop", "length") and request.stop_reason is None:

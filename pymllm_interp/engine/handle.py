@@ -216,7 +216,7 @@ class RequestHandle:
             else [entry and decoded(entry, self._tokenizer) for entry in prompt_logprobs],
             finished=self.done,
             warnings=list(dict.fromkeys(w for r in self.requests for w in r.warnings)),
-            receipt=getattr(first.trace, "receipt", None),
+            receipt=first.receipt,
         )
 
     def cancel(self) -> None:

@@ -22,15 +22,19 @@ from transformers import GenerationConfig, PretrainedConfig
 from ..config import ModelConfig, ServerConfig
 from ..core.output import RequestOutput
 from ..core.request import Request, SamplingParams
+from ..hooks.intervention import Intervention, for_each_prompt
 from ..hooks.model import TracedModel
+from ..hooks.receipt import Receipt
 from ..hooks.trace import RequestTrace
-from ..hooks.tracer import EngineTracer, opens_with
+from ..hooks.tracer import EngineTracer, SessionTracer, opens_with
 from ..models.source import load_tokenizer
 from ..runner.interp_model_runner import InterpModelRunner
 from .engine import Engine
 from .handle import RequestHandle, StreamPiece
 from .prompts import IGNORED, Limits, PromptError, RequestFactory, as_prompts, sampling_from_kwargs
 
+Interventions = Sequence[Intervention] | Sequence[Sequence[Intervention]] | None
+"""One list for all prompts, or a list for each."""
 FORWARD = SamplingParams(temperature=0.0, max_tokens=1)
 """What a trace's single pass samples with, for blocks that read `lm.samples`."""
 
@@ -115,10 +119,12 @@ class LM(TracedModel):
         """Generate: as a call for outputs, as a ``with`` block to trace the generation.
 
         ``lm.generate(prompts, SamplingParams(...))`` returns a list of `RequestOutput`, in the order of the prompts. A prompt is
-        text or token ids. One set of parameters serves all prompts, or a list gives each its own. `timeout` is in seconds.
+        text or token ids. One set of parameters serves all prompts, or a list gives each its own; so with `interventions`, a
+        list of `Steer`, `Ablate`, `Clamp`, `Scale` and `Patch`, or one list for each prompt. `timeout` is in seconds.
 
         ``with lm.generate(prompt, max_new_tokens=n) as tracer:`` is greedy unless asked otherwise, takes transformers' and
-        vLLM's names for its parameters, and serves every step to the block.
+        vLLM's names for its parameters, and serves every step to the block. What that saves is on the CPU afterwards, or on
+        `device`.
 
         Raises:
             PromptError, ValueError: a prompt or a parameter that cannot be served; nothing was scheduled then.
@@ -135,6 +141,7 @@ class LM(TracedModel):
         *,
         timeout: float | None = None,
         edits: list[str] | None = None,
+        interventions: Interventions = None,
         **unknown: Any,
     ) -> list[RequestOutput]:
         if unknown:
@@ -144,7 +151,7 @@ class LM(TracedModel):
             )
         if prompts is None:
             raise TypeError("lm.generate() needs prompts: lm.generate(['text'], SamplingParams(...))")
-        handles = self._handles(as_prompts(prompts), sampling_params, timeout, edits)
+        handles = self._handles(as_prompts(prompts), sampling_params, timeout, edits, interventions)
         self.engine.submit(handles)
         try:
             return [handle.result() for handle in handles]
@@ -160,9 +167,10 @@ class LM(TracedModel):
         *,
         timeout: float | None = None,
         edits: list[str] | None = None,
+        interventions: Interventions = None,
     ) -> RequestHandle:
         """Start a request and return at once: ``h.result()`` waits for its `RequestOutput`, ``h.cancel()`` ends it."""
-        return self._submit(prompt, sampling_params, timeout, edits, streaming=False)
+        return self._submit(prompt, sampling_params, timeout, edits, interventions, streaming=False)
 
     def stream(
         self,
@@ -171,12 +179,13 @@ class LM(TracedModel):
         *,
         timeout: float | None = None,
         edits: list[str] | None = None,
+        interventions: Interventions = None,
     ) -> Iterator[StreamPiece]:
         """The text as it comes, in pieces. Each is a string with `token_ids`, `output_index` and, at the end, `finish_reason`.
 
         Leaving the loop early ends the request.
         """
-        return iter(self._submit(prompt, sampling_params, timeout, edits, streaming=True))
+        return iter(self._submit(prompt, sampling_params, timeout, edits, interventions, streaming=True))
 
     def astream(
         self,
@@ -185,9 +194,10 @@ class LM(TracedModel):
         *,
         timeout: float | None = None,
         edits: list[str] | None = None,
+        interventions: Interventions = None,
     ) -> AsyncIterator[StreamPiece]:
         """`stream` for ``async for``."""
-        return self._submit(prompt, sampling_params, timeout, edits, streaming=True).__aiter__()
+        return self._submit(prompt, sampling_params, timeout, edits, interventions, streaming=True).__aiter__()
 
     def _submit(
         self,
@@ -195,12 +205,13 @@ class LM(TracedModel):
         params: SamplingParams | None,
         timeout: float | None,
         edits: list[str] | None,
+        interventions: Interventions,
         streaming: bool,
     ) -> RequestHandle:
         prompts = as_prompts(prompt)
         if len(prompts) != 1:
             raise PromptError(f"one prompt is expected, got {len(prompts)}: lm.generate takes lists")
-        handle = self._handles(prompts, params, timeout, edits, streaming)[0]
+        handle = self._handles(prompts, params, timeout, edits, interventions, streaming)[0]
         self.engine.submit([handle])
         return handle
 
@@ -210,10 +221,12 @@ class LM(TracedModel):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         timeout: float | None,
         edits: list[str] | None = None,
+        interventions: Interventions = None,
         streaming: bool = False,
     ) -> list[RequestHandle]:
         """A handle for each prompt. What is wrong with any of them is raised before one is scheduled."""
         params = self._params_for(prompts, sampling_params)
+        declared = for_each_prompt(interventions, len(prompts))
         handles = []
         for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             what = f"prompt {i}" if len(prompts) > 1 else "the prompt"
@@ -227,8 +240,28 @@ class LM(TracedModel):
             requests = self._factory.requests(ids, param, what=what, timeout=timeout, traced=traced)
             for request in requests if traced else ():
                 request.trace = RequestTrace(None, self.interleaver, blocks)
+                request.receipt = request.trace.receipt
+            for request in requests:
+                self._declare(request, declared[i])
             handles.append(RequestHandle(text, requests, self.tokenizer, self.engine.abort, streaming))
+        self._hold(handles)
         return handles
+
+    def _declare(self, request: Request, interventions: Sequence[Intervention]) -> None:
+        request.declared = self.runner.declare(interventions, request.prompt_len)
+        if request.declared is not None and request.receipt is None:
+            request.receipt = Receipt()
+
+    def _hold(self, handles: list[RequestHandle]) -> None:
+        """Keep a place for the vectors of all, or of none."""
+        declared = [r.declared for handle in handles for r in handle.requests if r.declared is not None]
+        try:
+            for entry in declared:
+                self.runner.hold(entry)
+        except ValueError:
+            for entry in declared:
+                self.runner.let_go(entry)
+            raise
 
     @staticmethod
     def _params_for(
@@ -254,9 +287,14 @@ class LM(TracedModel):
     def trace(self, *inputs: Any, **kwargs: Any) -> EngineTracer:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One forward pass, with a block that reads and edits it: ``with lm.trace(prompt) as tracer:``.
 
-        Without a prompt, the block opens one ``with tracer.invoke(prompt):`` for each of its prompts.
+        Without a prompt, the block opens one ``with tracer.invoke(prompt):`` for each of its prompts. What it saves is on the
+        CPU afterwards, or on `device`.
         """
         return EngineTracer(self, "trace", *inputs, **kwargs)
+
+    def session(self, device: Any = "cpu", **kwargs: Any) -> SessionTracer:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Several traces that see each other's values: ``with lm.session():``. What it saves is on `device` afterwards."""
+        return SessionTracer(device, **kwargs)
 
     def run_traces(self, tracer: EngineTracer, traces: list[RequestTrace], inputs: list[tuple[tuple, dict]]) -> None:
         if self.engine.on_engine_thread:
@@ -264,8 +302,11 @@ class LM(TracedModel):
         handles = []
         for i, (trace, (args, kwargs)) in enumerate(zip(traces, inputs, strict=True)):
             what = f"invoke {i}" if len(traces) > 1 else "the prompt"
+            kwargs = dict(kwargs)
+            (interventions,) = for_each_prompt(kwargs.pop("interventions", None), 1)
             request = self._traced_request(tracer.mode, args, kwargs, what)
-            request.trace = trace
+            request.trace, request.receipt = trace, trace.receipt
+            self._declare(request, interventions)
             request.alone = trace.grad
             if trace.grad and tracer.mode != "trace":
                 raise PromptError(
@@ -275,6 +316,7 @@ class LM(TracedModel):
             handles.append(RequestHandle(None, [request], None, self.engine.abort))
         if traces[0].gang:
             self._form_gang([handle.requests[0] for handle in handles])
+        self._hold(handles)
         self.engine.submit(handles)
         try:
             for handle in handles:

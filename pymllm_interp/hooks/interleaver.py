@@ -2,11 +2,11 @@
 
 nnsight's `Interleaver` runs one set of blocks against one model call. An engine has many requests, each with blocks of its
 own, and which of them take part changes from pass to pass; so this one keeps, for each pass, the *points* at which
-somebody waits, and lets each request count its own passes. What it keeps of nnsight's: a module's controller calls
-`handle`, a block parks by switching a `Pending` to its parent, and strictly one of them runs at a time.
+somebody waits, and lets each request count its own passes. What it keeps of nnsight's: a module's controller hands its
+values to `handle`, a block parks by switching a `Pending` to its parent, and strictly one of them runs at a time.
 
     model reaches "model.layers.3.output"
-      -> handle(location, value): nobody at that point? one dict lookup, and on
+      -> nobody at that point? one dict lookup, and on
       -> the blocks parked there for this visit, in the order of the batch: each gets its own rows, edits are put back
       -> caches that watch the location take what the model goes on with
 """
@@ -14,14 +14,25 @@ somebody waits, and lets each request count its own passes. What it keeps of nns
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from greenlet import getcurrent
 
-from .nnsight_compat import Envoy, Event, Interleaver, Mediator, Pending, apply, save_scope
-from .rows import EditError
+from .nnsight_compat import (
+    NO_SKIP,
+    Controller,
+    Envoy,
+    Event,
+    Interleaver,
+    Mediator,
+    apply,
+    install_controller,
+    save_scope,
+)
+from .rows import EditError, Shared
 from .watchdog import TraceTimeoutError, Watchdog
 
 if TYPE_CHECKING:
@@ -35,19 +46,32 @@ class Block(Mediator):
     it meets is a matter of its own request's passes.
 
     Attributes:
+        due: the visit of this pass that it waits for, where it waits for a location.
         served: the block is past its first wait.
     """
 
     trace: RequestTrace
+    due = 0
     served = False
 
     def occurrence(self, location: str) -> int:
         """How many times the request's passes have reached `location`."""
         return self.trace.occurrence(location)
 
+    def is_due(self, location: str, visit: int) -> bool:
+        """Whether it waits for this visit of `location`, and its request gets there."""
+        pending = self.pending
+        return (
+            pending is not None
+            and pending.provider == location
+            and self.due == visit
+            and self.trace.is_served_at(location)
+        )
+
     def switch(self, *args: Any) -> Any:
         """Run the block to where it parks next; returns its `Pending`, or None at its end."""
-        return self.run(super().switch, *args)
+        assert self.worker is not None
+        return self.run(self.worker.switch, *args)
 
     def throw(self, error: BaseException) -> Any:
         """Raise `error` in the block, at the line where it waits; returns as `switch` does."""
@@ -63,9 +87,14 @@ class Block(Mediator):
         depth, saves = scope.get("depth", 0), scope.get("saves")
         outer, watchdog = interleaver.serving, interleaver.watchdog
         scope["depth"], scope["saves"], interleaver.serving = 1, trace.saves, trace
+        self.worker.parent = getcurrent()  # pyright: ignore[reportOptionalMemberAccess]
         visit = watchdog.enter(trace) if watchdog is not None else None
         try:
             return resume(*args)
+        except BaseException as raised:
+            if not hasattr(raised, "__intervention_tb__"):
+                raised.__intervention_tb__ = raised.__traceback__  # pyright: ignore[reportAttributeAccessIssue]
+            raise
         finally:
             # Plain stores, so that the watchdog's exception cannot come between them.
             scope["depth"], scope["saves"], interleaver.serving = depth, saves, outer
@@ -75,18 +104,42 @@ class Block(Mediator):
                     watchdog.drain()
 
 
-@dataclass(eq=False)
 class Point:
-    """A location at which something waits in this pass."""
+    """A location, and what waits there in this pass.
 
-    parked: list[Block] = field(default_factory=list)
-    caches: list[tuple[Block, Any, tuple[str, str]]] = field(default_factory=list)
-    """(block, cache, what the cache stores)"""
-    skips: list[tuple[Block, Any]] = field(default_factory=list)
-    """Replacements for the rows of requests that skip the module."""
+    Attributes:
+        in_model: each pass reaches it. Modules that a user attached, and results, are counted by their calls.
+        of_logits: its values carry logit rows, not token rows.
+        layer: the decoder layer that it belongs to, if any.
+        inside: it lies deeper in that layer than the layer's own input, skip gate and output.
+        module: of an operation (`.source`): where its module's output is.
+        parked: blocks that wait here.
+        caches: (block, cache, what the cache stores).
+        skips: replacements for the rows of requests that skip the module.
+    """
 
-    def __bool__(self) -> bool:
-        return bool(self.parked or self.caches or self.skips)
+    __slots__ = ("caches", "in_model", "inside", "layer", "location", "module", "of_logits", "parked", "skips")
+
+    def __init__(
+        self, location: str, in_model: bool, of_logits: bool, layer: int | None, inside: bool, module: str | None
+    ) -> None:
+        self.location, self.in_model, self.of_logits = location, in_model, of_logits
+        self.layer, self.inside, self.module = layer, inside, module
+        self.parked: list[Block] = []
+        self.caches: list[tuple[Block, Any, tuple[str, str]]] = []
+        self.skips: list[tuple[Block, Any]] = []
+
+    def take(self, visit: int) -> list[Block]:
+        """The blocks that wait for this visit; they are parked here no more."""
+        ready, later = [], []
+        for block in self.parked:
+            (ready if block.due == visit else later).append(block)
+        self.parked = later
+        return ready
+
+    def clear(self) -> None:
+        """Forget who waits: the pass is over."""
+        self.parked, self.caches, self.skips = [], [], []
 
 
 class EngineInterleaver(Interleaver):
@@ -96,67 +149,87 @@ class EngineInterleaver(Interleaver):
     client calls on a thread of its own (``lm.lm_head(h)`` outside a trace) is a plain module.
 
     Attributes:
-        logit_locations: locations whose values carry logit rows, not token rows.
+        thread: the thread whose modules hand over, during a pass.
+        points: those at which something waits, or has waited in this pass.
         run_locations: what a step makes outside the modules: its logits and samples.
         per_pass: visits that a pass makes to a location, where it is not one.
-        visits: this pass's visits.
+        visits: this pass's visits. Those of layers that ran fused are not in it: see `visited`.
         serving: the request whose block runs now.
         watchdog: watches for blocks that take long; None where nobody does.
     """
 
     def __init__(self) -> None:
-        self._thread: int | None = None
+        self.thread: int | None = None
         super().__init__()
-        self.logit_locations: frozenset[str] = frozenset()
         self.run_locations: frozenset[str] = frozenset()
+        self._logit_locations: frozenset[str] = frozenset()
         self._model_paths: set[str] = set()
-        self._in_model: dict[str, bool] = {}
-        self._layers: list[tuple[str, dict[str, int], dict[str, int]]] = []
+        self._layers = ""
+        self._known: dict[str, Point] = {}
         self.per_pass: dict[str, int] = {}
         self.visits: dict[str, int] = {}
+        self._fused: set[int] = set()
+        self._fused_inside: set[int] = set()
         self.points: dict[str, Point] = {}
+        self._waiting: dict[int, list[Point]] = {}
         self.traces: list[RequestTrace] = []
         self.serving: RequestTrace | None = None
         self.watchdog: Watchdog | None = None
 
     def bind(self, model: Envoy) -> None:
         """Learn the model's own locations, before users attach modules of theirs."""
-        paths = {envoy.path for envoy in model.modules()}
-        self._model_paths = paths
-        layers = f"{model.path}.model.layers."
-        self._layers = []
-        while (path := f"{layers}{len(self._layers)}") in paths:
-            inside = [p for p in paths if p.startswith(f"{path}.")]
-            visits = {f"{p}.{end}": 1 for p in inside for end in ("input", "skip", "output")}
-            own = {f"{path}.{end}": 1 for end in ("input", "skip", "output")}
-            self._layers.append((f"{path}.", own, visits))
+        self._model_paths = {envoy.path for envoy in model.modules()}
+        self._layers = f"{model.path}.model.layers."
         self.run_locations = frozenset({f"{model.path}.logits", f"{model.path}.samples"})
         head = f"{model.path}.lm_head"
-        self.logit_locations = (
-            frozenset({f"{head}.input", f"{head}.output", f"{model.path}.output"}) | self.run_locations
-        )
+        self._logit_locations = self.run_locations | {f"{head}.input", f"{head}.output", f"{model.path}.output"}
 
-    def in_model(self, location: str) -> bool:
-        """Whether each pass reaches `location`. Modules that a user attached, and results, are counted by their calls."""
-        known = self._in_model.get(location)
-        if known is None:
-            module = location.partition(".source.")[0] if ".source." in location else location.rpartition(".")[0]
-            known = self._in_model[location] = module in self._model_paths or location in self.run_locations
-        return known
+    def instrument(self, envoy: Envoy) -> None:
+        """Have the envoy's module hand its values to this interleaver."""
+        state, own = install_controller(envoy), envoy._module.__dict__
+        if (
+            isinstance(own["forward"], Controller) and "_hf_hook" not in own
+        ):  # accelerate's hook is the controller's to run
+            own["forward"] = Handover(envoy._module, state, self)
 
-    # nnsight's gate, read by every instrumented module on every call.
+    def point(self, location: str) -> Point:
+        """The point at `location`, whether anything waits there or not."""
+        point = self._known.get(location)
+        if point is None:
+            point = self._known[location] = self._locate(location)
+        return point
+
+    def _locate(self, location: str) -> Point:
+        path, op, _ = location.partition(".source.")
+        if not op:
+            path = location.rpartition(".")[0]
+        in_model = path in self._model_paths or location in self.run_locations
+        layer, inside = None, False
+        if in_model and path.startswith(self._layers):
+            index, _, below = path.removeprefix(self._layers).partition(".")
+            if index.isdigit():
+                layer, inside = int(index), bool(below or op)
+        of_logits = location in self._logit_locations
+        return Point(location, in_model, of_logits, layer, inside, f"{path}.output" if op else None)
+
+    # nnsight's gate, read by its probes and controllers.
     @property
     def interleaving(self) -> bool:
-        return self._thread is not None and self._thread == threading.get_ident()
+        return self.thread is not None and self.thread == threading.get_ident()
 
     @interleaving.setter
     def interleaving(self, value: bool) -> None:
-        self._thread = threading.get_ident() if value else None
+        self.thread = threading.get_ident() if value else None
+
+    # -- one pass ----------------------------------------------------------------
 
     def begin_pass(self, traces: Iterable[RequestTrace]) -> None:
         """Arm the modules for one pass of the model, in which `traces` take part (in batch order)."""
         self.traces = list(traces)
-        self.points, self.visits = {}, {}
+        self._clear()
+        self.visits = {}
+        self._fused.clear()
+        self._fused_inside.clear()
         self.sourced.clear()
         for trace in self.traces:
             trace.in_pass = True
@@ -164,7 +237,7 @@ class EngineInterleaver(Interleaver):
                 self._park(block)
                 for cache in block.caches:
                     for location, slot in cache.subscriptions().items():
-                        self._point(location).caches.append((block, cache, slot))
+                        self._open(location).caches.append((block, cache, slot))
         self.busy = self.interleaving = True
 
     def end_pass(self) -> None:
@@ -175,34 +248,39 @@ class EngineInterleaver(Interleaver):
                 self.per_pass[location] = count
         for trace in self.traces:
             trace.end_pass()
-        self.traces, self.points = [], {}
+        self.traces = []
+        self._clear()
+
+    def nobody_at(self, layer: int) -> bool:
+        if layer in self._waiting:
+            return False
+        self._fused.add(layer)
+        return True
+
+    def nobody_inside(self, layer: int) -> bool:
+        if any(point.inside for point in self._waiting.get(layer, ())):
+            return False
+        self._fused_inside.add(layer)
+        return True
+
+    def visited(self, point: Point) -> int:
+        """How many times this pass has reached `point`."""
+        count = self.visits.get(point.location)
+        if count is not None:
+            return count
+        if point.layer in self._fused or (point.inside and point.layer in self._fused_inside):
+            return 1
+        # A module may have run without its operations being called.
+        return self.visits.get(point.module, 0) if point.module is not None else 0
 
     def handle(self, provider: str, value: Any) -> Any:
         """Offer `value` to whoever waits at `provider`; return what the model goes on with."""
         if self.serving is not None:
             return self._handle_call(self.serving, provider, value)
-        point = self.points.get(provider)
-        if point is not None:
-            value = self._visit(point, provider, value)
+        if provider in self.points:
+            return self.visit(provider, value)
         self.visits[provider] = self.visits.get(provider, 0) + 1
         return value
-
-    def nobody_at(self, layer: int) -> bool:
-        prefix, own, visits = self._layers[layer]
-        for location in self.points:
-            if location.startswith(prefix):
-                return False
-        self.visits.update(visits)
-        self.visits.update(own)
-        return True
-
-    def nobody_inside(self, layer: int) -> bool:
-        prefix, own, visits = self._layers[layer]
-        for location in self.points:
-            if location.startswith(prefix) and location not in own:
-                return False
-        self.visits.update(visits)
-        return True
 
     def resume(self, block: Block, *args: Any, error: BaseException | None = None) -> None:
         """Run a block on. What it raises ends its own request and no other."""
@@ -227,92 +305,87 @@ class EngineInterleaver(Interleaver):
 
     # -- one visit -------------------------------------------------------------
 
-    def _visit(self, point: Point, provider: str, value: Any) -> Any:
-        of_logits = provider in self.logit_locations
-        owned: dict[int, torch.Tensor] = {}
+    def visit(self, location: str, value: Any) -> Any:
+        """`handle` at one of `points`, from the model."""
+        point, visit = self.points[location], self.visits.get(location, 0)
+        shared = Shared(value, point.of_logits)
+        if point.skips:
+            self._replace_skipped(point, shared)
+        # One that is served may release another, which parks here too (a barrier).
+        while point.parked and (ready := point.take(visit)):
+            for block in ready:
+                if block.is_due(location, visit):
+                    self._serve(block, location, shared)
+                    self._park(block)
+        if point.caches:
+            self._fill_caches(point, shared)
+        self.visits[location] = visit + 1
+        return shared.value
+
+    def _replace_skipped(self, point: Point, shared: Shared) -> None:
         for block, replacement in point.skips:
             try:
-                value = self._merge(block.trace, value, replacement, of_logits, owned)
+                shared.replace(block.trace.rows, replacement)
+                block.trace.count_edit(replacement)
             except EditError as error:
-                block.trace.fail(EditError(f"request {block.trace.request_id}: skip of `{provider}`: {error}"))
+                message = f"request {block.trace.request_id}: skip of `{point.location}`: {error}"
+                block.trace.fail(EditError(message))
         point.skips.clear()
-        while ready := [block for block in point.parked if block.trace.reaches(block, provider)]:
-            point.parked = (
-                [block for block in point.parked if block not in ready] if len(ready) < len(point.parked) else []
-            )
-            for block in ready:
-                value = self._serve(block, provider, value, of_logits, owned)
-                self._park(block)
-        for block, cache, slot in point.caches:
-            trace = block.trace
-            if not (trace.ended or trace.skips(provider)):
-                served = trace.rows.narrow(value, of_logits) if trace.rows else value
-                cache.observe_selected(slot, apply(without_batch(served), torch.Tensor.clone, torch.Tensor))
-        if not point:
-            self.points.pop(provider, None)
-        return value
 
-    def _serve(self, block: Block, provider: str, value: Any, of_logits: bool, owned: dict[int, torch.Tensor]) -> Any:
-        """Serve a block's requests at this visit until it parks elsewhere or ends; returns the value, edited or not."""
+    def _fill_caches(self, point: Point, shared: Shared) -> None:
+        for block, cache, slot in point.caches:
+            if block.trace.is_served_at(point.location):
+                served = without_batch(shared.rows_of(block.trace.rows))
+                cache.observe_selected(slot, apply(served, torch.Tensor.clone, torch.Tensor))
+
+    def _serve(self, block: Block, provider: str, shared: Shared) -> None:
+        """Serve a block that waits for this visit, until it parks elsewhere or ends; `shared.value` may be edited."""
         trace = block.trace
-        occurrence = trace.occurrence(provider)
         trace.dirty = True
-        while (pending := block.pending) is not None and (pending.provider, pending.iteration) == (
-            provider,
-            occurrence,
-        ):
-            if (
-                block.iteration
-            ):  # as in nnsight: after the first hit of iter[n] the rest of that step follows in sequence
+        assert block.pending is not None
+        occurrence = block.pending.iteration
+        while block.pending is not None:
+            event, location, iteration, edited = block.pending
+            if location != provider or iteration != occurrence:
+                return
+            if block.iteration:
+                # As in nnsight: after the first hit of iter[n] the rest of that step follows in sequence.
                 block.iteration = None
-            if pending.event is Event.VALUE:
+            if event is Event.VALUE:
                 trace.receipt.reads += 1
-                served = trace.rows.narrow(value, of_logits) if trace.rows else value
-                version = served._version if isinstance(served, torch.Tensor) else None
-                self.resume(block, without_batch(served))
-                if version is not None and served._version != version:
-                    trace.count_edit(served)  # in place
-            elif pending.event is Event.SKIP:
-                value = self._skip(block, provider, value, pending)
+                served = shared.rows_of(trace.rows)
+                if isinstance(served, torch.Tensor):
+                    version = served._version
+                    self.resume(block, served)
+                    if served._version != version:
+                        trace.count_edit(served)  # in place
+                else:
+                    self.resume(block, without_batch(served))
+            elif event is Event.SKIP:
+                self._skip(block, provider, shared, edited)
                 self.resume(block)
             else:
-                value = self._swap(block, provider, value, pending, of_logits, owned)
-        return value
+                self._swap(block, provider, shared, edited)
 
-    def _swap(
-        self,
-        block: Block,
-        provider: str,
-        value: Any,
-        pending: Pending,
-        of_logits: bool,
-        owned: dict[int, torch.Tensor],
-    ) -> Any:
+    def _swap(self, block: Block, provider: str, shared: Shared, edited: Any) -> None:
         try:
-            value = self._merge(block.trace, value, pending.value, of_logits, owned)
+            shared.replace(block.trace.rows, edited)
         except EditError as error:
             message = f"request {block.trace.request_id}: edit of `{provider}`: {error}"
             self.resume(block, error=EditError(message))
         else:
+            block.trace.count_edit(edited)
             self.resume(block)
-        return value
 
-    def _merge(
-        self, trace: RequestTrace, value: Any, edited: Any, of_logits: bool, owned: dict[int, torch.Tensor]
-    ) -> Any:
-        merged = trace.rows.splice(value, edited, of_logits, owned) if trace.rows else edited
-        trace.count_edit(edited)
-        return merged
-
-    def _skip(self, block: Block, provider: str, value: Any, pending: Pending) -> Any:
+    def _skip(self, block: Block, provider: str, shared: Shared, replacement: Any) -> None:
         """A lone request's module does not run. In a shared batch it runs for the others; the skipper's rows are replaced."""
         trace, path = block.trace, provider.removesuffix(".skip")
         trace.skipping.append(path)
         if trace.rows is None or trace.rows.alone:
-            trace.count_edit(pending.value)
-            return pending.value
-        self._point(f"{path}.output").skips.append((block, pending.value))
-        return value
+            trace.count_edit(replacement)
+            shared.value = replacement
+        else:
+            self._open(f"{path}.output").skips.append((block, replacement))
 
     def offer(self, trace: RequestTrace, location: str, value: Any) -> Any:
         """Serve a value that belongs to one request and to no module of the pass (its result, its next token)."""
@@ -323,33 +396,80 @@ class EngineInterleaver(Interleaver):
     def _handle_call(self, trace: RequestTrace, provider: str, value: Any) -> Any:
         """A visit that a block's own call makes (``module(x, hook=True)``): its request's, whole, and nobody else's."""
         rows, trace.rows = trace.rows, None
+        shared = Shared(value, of_logits=False)
         try:
             while ready := [block for block in trace.blocks if trace.reaches(block, provider)]:
                 for block in ready:
                     self._unpark(block, provider)
-                    value = self._serve(block, provider, value, False, {})
+                    self._serve(block, provider, shared)
                     self._park(block)
         finally:
             trace.rows = rows
         trace.calls[provider] = trace.calls.get(provider, 0) + 1
-        return value
+        return shared.value
 
     # -- points ------------------------------------------------------------------
 
-    def _point(self, location: str) -> Point:
+    def _open(self, location: str) -> Point:
+        """The point at `location`, where something is about to wait."""
         point = self.points.get(location)
         if point is None:
-            point = self.points[location] = Point()
+            point = self.points[location] = self.point(location)
+            if point.layer is not None:
+                self._waiting.setdefault(point.layer, []).append(point)
         return point
 
+    def _clear(self) -> None:
+        for point in self.points.values():
+            point.clear()
+        self.points, self._waiting = {}, {}
+
     def _park(self, block: Block) -> None:
-        if (pending := block.pending) is not None and pending.provider is not None:
-            self._point(pending.provider).parked.append(block)
+        pending = block.pending
+        if pending is not None and pending.provider is not None and pending.iteration is not None:
+            point = self._open(pending.provider)
+            block.due = pending.iteration - block.trace.before_pass(point)
+            point.parked.append(block)
 
     def _unpark(self, block: Block, location: str) -> None:
         point = self.points.get(location)
         if point is not None and block in point.parked:
             point.parked.remove(block)
+
+
+class Handover(Controller):
+    """A module's `forward` in the tree of an `EngineInterleaver`: nnsight's, with a short way past points where nobody waits.
+
+    A pass calls hundreds of modules, and blocks wait at a few of them. Other trees that share the module, and calls that a
+    block makes, go nnsight's way.
+    """
+
+    def __init__(self, module: torch.nn.Module, state: Any, interleaver: EngineInterleaver) -> None:
+        super().__init__(module, state)
+        self._interleaver = weakref.ref(interleaver)
+        self._locations: tuple[str, str, str] = state.routes[-1][2]  # that of the tree which was registered last: ours
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        interleaver = self._interleaver()
+        if interleaver is None or interleaver.thread != threading.get_ident() or interleaver.serving is not None:
+            return super().__call__(*args, **kwargs)
+        at_input, at_skip, at_output = self._locations
+        points, visits = interleaver.points, interleaver.visits
+        if at_input in points:
+            args, kwargs = interleaver.visit(at_input, (args, kwargs))
+        else:
+            visits[at_input] = visits.get(at_input, 0) + 1
+        output = NO_SKIP
+        if at_skip in points:
+            output = interleaver.visit(at_skip, NO_SKIP)
+        else:
+            visits[at_skip] = visits.get(at_skip, 0) + 1
+        if output is NO_SKIP:
+            output = self.state.body(self.module_ref(), *args, **kwargs)
+        if at_output in points:
+            return interleaver.visit(at_output, output)
+        visits[at_output] = visits.get(at_output, 0) + 1
+        return output
 
 
 def without_batch(value: Any) -> Any:

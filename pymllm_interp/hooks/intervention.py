@@ -457,6 +457,29 @@ class Capture(_Placed):
 Intervention = Steer | Ablate | Clamp | Scale | Patch
 
 
+def for_each_prompt(given: Any, prompts: int) -> list[list[Intervention]]:
+    """A list of interventions for each of so many prompts: `given` for all of them, or a list of lists.
+
+    Raises:
+        ValueError: neither, or a list of another length.
+    """
+    specs = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    lists = [isinstance(spec, list | tuple) for spec in specs]
+    if not any(lists):
+        found = [specs] * prompts
+    elif all(lists) and len(specs) == prompts:
+        found = [list(entry) for entry in specs]
+    else:
+        raise ValueError(
+            f"interventions: expected one list of interventions for all prompts, or one list for each of the {prompts}, got "
+            f"{sum(lists)} lists among {len(specs)} entries"
+        )
+    for spec in (spec for entry in found for spec in entry):
+        if not isinstance(spec, Intervention):
+            raise ValueError(f"interventions: {spec!r} is none; expected Steer, Ablate, Clamp, Scale or Patch")
+    return found
+
+
 @dataclass(frozen=True)
 class Bound:
     """A spec at one site of one model, for a prompt of one length: what a table can hold."""
@@ -628,6 +651,6 @@ def _progressions(positions: list[int]) -> tuple[Window, ...]:
         step = positions[end] - positions[start] if end < len(positions) else 1
         while end < len(positions) and positions[end] - positions[end - 1] == step:
             end += 1
-        windows.append(Window(positions[start], positions[end - 1] + 1, step if end - start > 1 else 1))
+        windows.append(Window(positions[start], positions[end - 1] + 1, step))
         start = end
     return tuple(windows)

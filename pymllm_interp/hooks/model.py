@@ -11,18 +11,47 @@ from collections.abc import Callable
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
+from greenlet import getcurrent
 from torch import nn
 
 from .interleaver import EngineInterleaver
-from .nnsight_compat import EditingTracer, Envoy, Generator, Mediator, eproperty
+from .nnsight_compat import EditingTracer, Envoy, Event, Generator, Mediator, Pending, eproperty
 
 if TYPE_CHECKING:
     from .trace import RequestTrace
     from .tracer import EngineTracer
 
 
+class Read(eproperty):
+    """nnsight's property of the same name, with a short way to park: a read takes one call in place of eight.
+
+    Args:
+        of: a property without a `transform`.
+    """
+
+    def __init__(self, of: Any) -> None:
+        super().__init__(of.key, of.description)
+        self(of._preprocess)
+        self._postprocess = of._postprocess
+
+    def __get__(self, obj: Any, owner: Any = None) -> Any:
+        worker: Any = getcurrent()
+        mediator = getattr(worker, "mediator", None)
+        block = mediator() if mediator is not None else None
+        if obj is None or block is None or block.transform is not None:
+            return super().__get__(obj, owner)
+        location = f"{obj.path}.{self.key}"
+        value = worker.parent.switch(Pending(Event.VALUE, location, block.wanted(location)))
+        assert self._preprocess is not None
+        return self._preprocess(obj, value)
+
+
 class TracedEnvoy(Envoy):
     """An envoy whose errors name what there is."""
+
+    input: Any = Read(of=Envoy.input)
+    inputs: Any = Read(of=Envoy.inputs)
+    output: Any = Read(of=Envoy.output)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -36,7 +36,7 @@ from nnsight.intervention.interleaver import (  # noqa: E402  # noqa: E402
 )
 from nnsight.intervention.iterator import Iterations  # noqa: E402
 from nnsight.intervention.serialization import dumps, loads  # noqa: E402
-from nnsight.intervention.source import NO_SKIP  # noqa: E402
+from nnsight.intervention.source import NO_SKIP, Controller, install_controller  # noqa: E402
 from nnsight.intervention.tracer import InterleavingTracer, Invoker, ScanningTracer  # noqa: E402
 from nnsight.intervention.util import clear_shared_locals, shared_locals  # noqa: E402
 from nnsight.modeling.transformers import Generator, GeneratorEnvoy  # noqa: E402
@@ -53,6 +53,7 @@ __all__ = [
     "Barrier",
     "Cache",
     "CacheView",
+    "Controller",
     "EarlyStopException",
     "EditingTracer",
     "Envoy",
@@ -75,6 +76,7 @@ __all__ = [
     "dangling_unwind",
     "dumps",
     "eproperty",
+    "install_controller",
     "loads",
     "mark",
     "push_result",

@@ -7,12 +7,28 @@ from dataclasses import dataclass, field
 
 
 @dataclass
+class Applied:
+    """What became of an intervention at one site. Rows that were computed twice, after the request gave way, count once."""
+
+    intervention: str
+    site: str
+    prompt_rows: int = 0
+    """Rows of the prompt that it acted on; with a gate, that the gate was asked for."""
+    generated_rows: int = 0
+    """The same of generated tokens."""
+    gate_fires: int | None = None
+    """Rows at which the gate let it act, those computed twice counted twice; None without a gate."""
+
+
+@dataclass
 class Receipt:
-    """How a request's steps ran, and what its trace did."""
+    """How a request's steps ran, what was applied, and what its trace did."""
 
     steps: Counter[str] = field(default_factory=Counter)
     """Steps by how they ran: "plain" (no module was called), "replay" (the same, as a CUDA graph), "modules" (module by
-    module, hooks served)."""
+    module, hooks served), "split" (the same, for the hooked requests by themselves)."""
+    interventions: list[Applied] = field(default_factory=list)
+    """By site, in the order in which they act; those that change nothing are left out."""
     reads: int = 0
     """Values served to the trace."""
     edits: int = 0

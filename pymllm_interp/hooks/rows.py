@@ -6,7 +6,8 @@ dim 0 inside a module. The head's values carry *logit rows* instead: the rows th
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -18,7 +19,8 @@ class EditError(ValueError):
     """An edit that does not fit the value that it replaces."""
 
 
-class Rows(NamedTuple):
+@dataclass(slots=True)
+class Rows:
     """Where a request's rows are in the values of one pass."""
 
     start: int
@@ -28,33 +30,34 @@ class Rows(NamedTuple):
     logit_size: int
     logit_total: int
 
-    @property
-    def alone(self) -> bool:
-        """Whether the request has all rows, so that values need no cutting."""
-        return self.size == self.total and self.logit_size == self.logit_total
+    alone: bool = field(init=False)
+    """Whether the request has all rows, so that values need no cutting."""
+
+    def __post_init__(self) -> None:
+        self.alone = self.size == self.total and self.logit_size == self.logit_total
 
     def span(self, tensor: torch.Tensor, of_logits: bool) -> tuple[int, int, int] | None:
         """(dim, start, size) of the request's rows in `tensor`; None where it carries no rows."""
-        if isinstance(tensor, torch.nn.Parameter):
+        if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
             return None
+        shape = tensor.shape
         tokens, logits = (self.total, self.start, self.size), (self.logit_total, self.logit_start, self.logit_size)
         for total, start, size in (logits, tokens) if of_logits else (tokens, logits):
-            if tensor.dim() >= 2 and tensor.shape[0] == 1 and tensor.shape[1] == total:
+            if len(shape) >= 2 and shape[0] == 1 and shape[1] == total:
                 return 1, start, size
-            if tensor.dim() >= 1 and tensor.shape[0] == total:
+            if len(shape) >= 1 and shape[0] == total:
                 return 0, start, size
         return None
 
     def narrow(self, value: Any, of_logits: bool) -> Any:
-        """`value` with each tensor cut to the request's rows. Cuts are views: an edit in place reaches the model."""
+        """`value` with each tensor cut to the request's rows. A cut shares its memory: an edit in place reaches the model."""
         if self.alone:
             return value
-
-        def cut(tensor: torch.Tensor) -> torch.Tensor:
-            span = self.span(tensor, of_logits)
-            return tensor if span is None else tensor.narrow(*span)
-
-        return cut(value) if isinstance(value, torch.Tensor) else apply(value, cut, torch.Tensor)
+        if isinstance(value, torch.Tensor):
+            span = self.span(value, of_logits)
+            # Detached: what autograd knows as a view holds on to the whole batch, whatever memory it is given later.
+            return value if span is None else value.narrow(*span).detach()
+        return apply(value, lambda tensor: self.narrow(tensor, of_logits), torch.Tensor)
 
     def splice(self, full: Any, edited: Any, of_logits: bool, owned: dict[int, torch.Tensor]) -> Any:
         """`full` with the request's rows replaced by `edited`.
@@ -91,11 +94,14 @@ class Rows(NamedTuple):
     def _splice_tensor(
         self, full: torch.Tensor, edited: Any, of_logits: bool, owned: dict[int, torch.Tensor]
     ) -> torch.Tensor:
-        span = self.span(full, of_logits)
+        span = None if self.alone else self.span(full, of_logits)
         target = full if span is None else full.narrow(*span)
-        if not isinstance(edited, torch.Tensor):
-            raise EditError(f"expected {describe(target)}, got {describe(edited)}")
-        if edited.shape != target.shape or edited.dtype != target.dtype or edited.device != target.device:
+        if (
+            not isinstance(edited, torch.Tensor)
+            or edited.shape != target.shape
+            or edited.dtype != target.dtype
+            or edited.device != target.device
+        ):
             raise EditError(f"expected {describe(target)}, got {describe(edited)}")
         if self.alone or edited is full:
             return edited
@@ -104,8 +110,33 @@ class Rows(NamedTuple):
         if id(full) not in owned:
             full = full.clone()
             owned[id(full)] = full
-        full.narrow(*span).copy_(edited)
+            target = full.narrow(*span)
+        target.copy_(edited)
         return full
+
+
+class Shared:
+    """A value of the whole batch, while the blocks that wait for it are served one after the other.
+
+    Attributes:
+        value: what the model goes on with.
+        of_logits: it carries logit rows, not token rows.
+    """
+
+    __slots__ = ("_owned", "of_logits", "value")
+
+    def __init__(self, value: Any, of_logits: bool) -> None:
+        self.value = value
+        self.of_logits = of_logits
+        self._owned: dict[int, torch.Tensor] = {}
+
+    def rows_of(self, rows: Rows | None) -> Any:
+        """What a request sees; all of it without `rows`."""
+        return self.value if rows is None or rows.alone else rows.narrow(self.value, self.of_logits)
+
+    def replace(self, rows: Rows | None, edited: Any) -> None:
+        """Put `edited` in the place of what the request saw. Raises EditError where it does not fit."""
+        self.value = edited if rows is None else rows.splice(self.value, edited, self.of_logits, self._owned)
 
 
 def describe(value: Any) -> str:

@@ -20,7 +20,8 @@ import torch
 from ..core.upload import upload
 from ..layers import edits
 from ..layers.edits import EditTables, HostEdits
-from .intervention import Ablate, Clamp, Intervention, Patch, Scale, Steer, Window, apply, bind, ordinals_of
+from .intervention import Ablate, Clamp, Intervention, Patch, Scale, Steer, Window, apply, bind, ordinals_of, rows_in
+from .receipt import Applied
 from .site import ModelInfo, Site
 
 STREAM_KINDS = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm")
@@ -80,6 +81,8 @@ class Declared:
     vectors: dict[int, int] = field(default_factory=dict)
     """id of a tensor -> its first row."""
     held: list[bytes] = field(default_factory=list)
+    fires: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(site, place among its ops) -> how often its gate let it act."""
 
     @classmethod
     def of(cls, specs: Sequence[Intervention], model: ModelInfo, prompt_len: int, limits: Limits) -> Declared:
@@ -90,8 +93,6 @@ class Declared:
         """
         placed: list[tuple[int, bool, Op]] = []
         for spec in specs:
-            if not isinstance(spec, Intervention):
-                raise ValueError(f"interventions: {spec!r} is none; expected Steer, Ablate, Clamp, Scale or Patch")
             for bound in bind(spec, model, prompt_len):
                 assert isinstance(bound.spec, Intervention)
                 # resid_pre.i is the state that resid_post.i-1 left, and comes after it; so does resid_pre.0 after embed.
@@ -111,11 +112,27 @@ class Declared:
                 )
         return cls(ops, prompt_len)
 
+    def applied(self, num_positions: int) -> list[Applied]:
+        """What became of each op, of a request whose first `num_positions` were computed."""
+        prompt = torch.arange(min(self.prompt_len, num_positions))
+        generated = torch.arange(self.prompt_len, max(self.prompt_len, num_positions))
+        return [
+            Applied(
+                intervention=type(op.spec).__name__,
+                site=str(op.site),
+                prompt_rows=int(rows_in(op.windows, prompt).sum()),
+                generated_rows=int(rows_in(op.windows, generated).sum()),
+                gate_fires=None if op.spec.when is None else self.fires.get((site, i), 0),
+            )
+            for site, found in sorted(self.ops.items())
+            for i, op in enumerate(found)
+        ]
+
     def __iter__(self) -> Iterator[Op]:
         return (op for found in self.ops.values() for op in found)
 
 
-def host_edits(requests: Iterable[tuple[Declared | None, int, torch.Tensor]], num_layers: int) -> HostEdits | None:
+def host_edits(requests: Iterable[tuple[Declared, int, torch.Tensor]], num_layers: int) -> HostEdits | None:
     """The ops of a step as functions; None where no request has any in it.
 
     Args:
@@ -123,16 +140,26 @@ def host_edits(requests: Iterable[tuple[Declared | None, int, torch.Tensor]], nu
     """
     by_site: dict[int, list[tuple[int, int, Callable[[torch.Tensor], torch.Tensor]]]] = {}
     for declared, start, positions in requests:
-        for site, found in (declared.ops if declared is not None else {}).items():
-            for op in found:
+        for site, found in declared.ops.items():
+            for i, op in enumerate(found):
                 ordinals = ordinals_of(op.windows, positions)
                 if (ordinals >= 0).any():
-                    by_site.setdefault(site, []).append((start, len(positions), _function(op.spec, ordinals)))
+                    function = _function(op.spec, ordinals, declared.fires, (site, i))
+                    by_site.setdefault(site, []).append((start, len(positions), function))
     return HostEdits(by_site, edits.final_norm_site(num_layers)) if by_site else None
 
 
-def _function(spec: Intervention, ordinals: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda rows: apply(spec, rows, ordinals)
+def _function(
+    spec: Intervention, ordinals: torch.Tensor, fires: dict[tuple[int, int], int], key: tuple[int, int]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        at = ordinals.to(rows.device)
+        if spec.when is not None:
+            open_rows = rows.float() @ spec.when.probe.to(rows.device) > spec.when.threshold
+            fires[key] = fires.get(key, 0) + int((open_rows & (at >= 0)).sum())
+        return apply(spec, rows, at)
+
+    return run
 
 
 # -- device tables -----------------------------------------------------------------------------------
@@ -243,6 +270,19 @@ class DeviceTables:
         """Give the row to a request: with these ops, or with none."""
         if declared is not None or row in self._in_use:
             self._staged[row] = declared
+
+    def read_fires(self, row: int, declared: Declared) -> None:
+        """Add what the gates of the request in `row` counted to its own counts. Waits for the device where it has gates."""
+        if all(op.spec.when is None for op in declared):
+            return
+        counted = self.tables.fires[row].cpu()
+        for site, found in declared.ops.items():
+            first = 0
+            for i, op in enumerate(found):
+                entries = len(op.windows)
+                fires = int(counted[site, first : first + entries].sum())
+                declared.fires[site, i] = declared.fires.get((site, i), 0) + fires
+                first += entries
 
     def apply_staged_writes(self) -> None:
         """Write new vectors and rows to the device; nothing waits for it."""

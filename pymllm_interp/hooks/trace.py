@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .analysis import wants_gradients
-from .interleaver import Block, EngineInterleaver
+from .interleaver import Block, EngineInterleaver, Point
 from .loops import LOOP_NAMES, PREFIX, LoopEnd, with_loop_ends
-from .nnsight_compat import EarlyStopException, Event, Mediator, apply, dangling_unwind
+from .nnsight_compat import EarlyStopException, Event, Mediator, apply, dangling_unwind, mark
 from .receipt import Receipt
 from .rows import Rows
-from .saves import detach, release
+from .saves import Delivery, release
 
 if TYPE_CHECKING:
     from ..core.request import Request
@@ -54,7 +54,8 @@ class RequestTrace:
         stopped: a block called ``tracer.stop()``.
         gang: the traces that are stepped together with this one, itself included; empty where it goes alone.
         grad: its pass runs alone, and with gradients.
-        on_step: called after each pass with its number and the saved values by name, on the engine's thread.
+        delivery: how its caller is handed what it saved.
+        on_step: called after each pass with its number and copies of the saved values by name, on the engine's thread.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class RequestTrace:
         edits: list[Mediator],
         *,
         grad: bool = False,
+        delivery: Delivery | None = None,
         on_step: Callable[[int, dict[str, Any]], None] | None = None,
     ) -> None:
         self.trace_id = next(_trace_ids)
@@ -86,14 +88,17 @@ class RequestTrace:
         self.warnings: list[str] = []
         self.gang: list[RequestTrace] = []
         self.grad = grad or any(wants_gradients(b.code) for b in self.blocks)
+        self.delivery = delivery or Delivery(None)
         self.on_step = on_step
         self.reported_slow = False
         self.dirty = False
         self.calls: dict[str, int] = {}
         self.missed: dict[str, int] = {}
         self.skipping: list[str] = []
-        self._nan: torch.Tensor | None = None
+        self._maxima: list[torch.Tensor] = []
+        self._nan: dict[torch.device, torch.Tensor] = {}
         self._seen: dict[int, int] = {}
+        self._done: torch.cuda.Event | None = None
 
     def _block(self, source: Mediator, scope: Any) -> Block:
         code = with_loop_ends(source.node, source.code) if source.node is not None else source.code
@@ -108,22 +113,21 @@ class RequestTrace:
 
     def occurrence(self, location: str) -> int:
         """How many times this request's passes have reached `location`."""
-        interleaver = self.interleaver
-        if not interleaver.in_model(location):
-            return self.calls.get(location, 0)
+        point = self.interleaver.point(location)
+        count = self.before_pass(point)
+        if point.in_model and self.in_pass and not (self.skipping and self.skips(location)):
+            count += self.interleaver.visited(point)
+        return count
+
+    def before_pass(self, point: Point) -> int:
+        """How many times the request's earlier passes have reached `point`, or its blocks' calls have."""
+        if not point.in_model:
+            return self.calls.get(point.location, 0)
         count = self.passes
-        if interleaver.per_pass:
-            count *= interleaver.per_pass.get(location, 1)
-        if self.in_pass and not (self.skipping and self.skips(location)):
-            visited = interleaver.visits.get(location)
-            if (
-                visited is None and ".source." in location
-            ):  # its module may have run without its operations being called
-                visited = interleaver.visits.get(location.partition(".source.")[0] + ".output")
-            count += visited or 0
-        for path, missed in self.missed.items():
-            if _inside(path, location):
-                count -= missed
+        if self.interleaver.per_pass:
+            count *= self.interleaver.per_pass.get(point.location, 1)
+        if self.missed:
+            count -= sum(missed for path, missed in self.missed.items() if _inside(path, point.location))
         return count
 
     def reaches(self, block: Block, location: str) -> bool:
@@ -132,10 +136,13 @@ class RequestTrace:
         return (
             pending is not None
             and pending.provider == location
-            and not self.ended
             and pending.iteration == self.occurrence(location)
-            and not (self.skipping and self.skips(location))
+            and self.is_served_at(location)
         )
+
+    def is_served_at(self, location: str) -> bool:
+        """Whether this request's pass goes through `location`, and its blocks still take part."""
+        return not (self.ended or (self.skipping and self.skips(location)))
 
     def skips(self, location: str) -> bool:
         """Whether `location` lies inside a module that this request skips in this pass."""
@@ -152,7 +159,7 @@ class RequestTrace:
         location = pending.provider if pending is not None else None
         if pending is None or location is None:
             return False
-        if not self.interleaver.in_model(location) or location in self.interleaver.run_locations:
+        if not self.interleaver.point(location).in_model or location in self.interleaver.run_locations:
             return False
         return pending.iteration in range(
             self.occurrence(location), self.occurrence(location) + self.interleaver.per_pass.get(location, 1)
@@ -185,10 +192,11 @@ class RequestTrace:
         self.rows = None
         if self.dirty:
             self.dirty = False
+            self._fold_maxima()
             self.release_saves()
         if self.on_step is not None and not self.ended:
             try:
-                self.on_step(self.passes - 1, self.saved_names())
+                self.on_step(self.passes - 1, self.delivery.copies(self.saved_names()))
             except Exception as raised:
                 self.fail(raised)
 
@@ -250,11 +258,14 @@ class RequestTrace:
         for block in self.blocks:
             if block.alive:
                 self._kill(block)
-        if self._nan is not None:
-            self.receipt.nan_edits = int(self._nan)
+        self._fold_maxima()
+        self.receipt.nan_edits = sum(int(found) for found in self._nan.values())
         self.receipt.preemptions = request.num_preemptions
         self.warnings += self.receipt.warnings
         self.release_saves()
+        if torch.cuda.is_initialized():
+            self._done = torch.cuda.Event()
+            self._done.record()
         self.result = None
         self.gang = []
 
@@ -292,14 +303,20 @@ class RequestTrace:
         for value in self.saved_values():
             release(value, self._seen)
 
-    def release_all(self) -> None:
-        """The same for every name that the block bound: inside a session they all live on."""
-        for name, value in self.written().items():
-            kept = detach(value) if self.grad and id(value) in self.saves else value
-            if kept is not value and self.own is not None:
-                dict.__setitem__(self.own.lcls, name, kept)
-                self.saves.add(id(kept))
-            release(kept, {})
+    def hand_over(self) -> dict[str, Any]:
+        """The names that the block bound, with what the caller gets for their values; saved ones are marked as such."""
+        if self._done is not None:
+            torch.cuda.current_stream(self._done.device).wait_event(self._done)
+        for value in self.outer.values():
+            mark(self.delivery.hand(value, self.grad))
+        names = self.written()
+        for name, value in names.items():
+            if id(value) in self.saves:
+                names[name] = mark(self.delivery.hand(value, self.grad))
+            # Inside a session the others live on too.
+            release(names[name], {})
+        self.delivery.wait()
+        return names
 
     def warn(self, text: str) -> None:
         """Note something that the user should know; it reaches them with the result."""
@@ -307,19 +324,21 @@ class RequestTrace:
             self.warnings.append(text)
 
     def count_edit(self, edited: Any) -> None:
-        """Count an assignment, and whether it held NaN (without waiting for the device)."""
+        """Count an edit, and note its greatest value, which is NaN where any is (without waiting for the device)."""
         self.receipt.edits += 1
+        self._note(edited) if isinstance(edited, torch.Tensor) else apply(edited, self._note, torch.Tensor)
 
-        def check(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.is_floating_point():
-                found = tensor.detach().isnan().any().to(torch.int64)
-                self._nan = found if self._nan is None else self._nan + found
-            return tensor
+    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point() and tensor.numel():
+            self._maxima.append((tensor.detach() if tensor.requires_grad else tensor).max())
+        return tensor
 
-        if isinstance(edited, torch.Tensor):
-            check(edited)
-        else:
-            apply(edited, check, torch.Tensor)
+    def _fold_maxima(self) -> None:
+        """Count the edits that held NaN, on their device."""
+        for device in {maximum.device for maximum in self._maxima}:
+            found = torch.stack([m for m in self._maxima if m.device == device]).isnan().sum()
+            self._nan[device] = self._nan.get(device, 0) + found
+        self._maxima.clear()
 
 
 def emit(texts: list[str], stacklevel: int) -> None:

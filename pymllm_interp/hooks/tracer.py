@@ -12,6 +12,7 @@ from functools import lru_cache
 from types import CodeType, FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
+import torch
 from greenlet import getcurrent
 
 from .analysis import depend_on_each_other
@@ -25,12 +26,15 @@ from .nnsight_compat import (
     Invoker,
     Mediator,
     Scope,
+    Tracer,
     clear_shared_locals,
     mark,
     push_result,
+    save_scope,
     shared_locals,
     thread_saves,
 )
+from .saves import Delivery, saves_device
 from .trace import GangError, RequestTrace, emit
 
 Invocation = tuple[Mediator, tuple, dict[str, Any]]
@@ -52,14 +56,22 @@ class _Captured:
 class EngineTracer(_Captured, InterleavingTracer):
     """A ``with lm.trace(...)`` or ``with lm.generate(...)`` block. Each invoke is one request.
 
+    Args:
+        device: where the caller gets what the block saves: the CPU, unless told otherwise. In a session that is the
+            session's to say, and what a trace saves stays where it is until then.
+
+    Raises:
+        ValueError: torch has no such device.
+
     Attributes:
         mode: "trace" (one forward pass) or "generate".
         receipts: what happened to each request, in the order of the invokes; set when the block has run.
     """
 
-    def __init__(self, envoy: TracedModel, mode: str, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, envoy: TracedModel, mode: str, *args: Any, device: Any = None, **kwargs: Any) -> None:
         super().__init__(envoy, mode, *args, **kwargs)
         self.mode = mode
+        self.device = saves_device(device) if device is not None else None
         self.receipts: list[Any] = []
         self.barriers = 0
         self._invocations: list[Invocation] = []
@@ -102,6 +114,10 @@ class EngineTracer(_Captured, InterleavingTracer):
         Raises:
             ValueError: the trace has a prompt already, and this is its block.
         """
+        if "device" in kwargs:
+            raise TypeError(
+                f"device= belongs to `with lm.{self.mode}(device=...)`: the saves of all its invokes go to one place"
+            )
         if hasattr(getcurrent(), "mediator"):
             raise ValueError(
                 f"tracer.invoke() inside a block that has a prompt: open `with lm.{self.mode}() as tracer:` without one, "
@@ -117,10 +133,7 @@ class EngineTracer(_Captured, InterleavingTracer):
             self._model.run_traces(self, traces, inputs)
             self.receipts = [trace.receipt for trace in traces]
             for trace in traces:
-                trace.release_all()
-                for value in trace.saved_values():
-                    mark(value)
-                push_result(frame, trace.written())
+                push_result(frame, trace.hand_over())
                 emit(trace.warnings, stacklevel=5)
             errors = [trace.error for trace in traces if trace.error is not None]
             for error in sorted(errors, key=lambda e: isinstance(e, GangError)):  # the cause before its consequences
@@ -146,7 +159,7 @@ class EngineTracer(_Captured, InterleavingTracer):
         return self._traces()
 
     def _traces(self) -> tuple[list[RequestTrace], list[tuple[tuple, dict]]]:
-        saved = thread_saves()
+        saved, delivery = thread_saves(), self._delivery()
         traces, inputs = [], []
         for block, args, kwargs in self._invocations:
             kwargs = dict(kwargs)
@@ -155,6 +168,7 @@ class EngineTracer(_Captured, InterleavingTracer):
                 self._model.interleaver,
                 self._model.edits_of(kwargs.pop("edits", None)),
                 grad=kwargs.pop("grad", False),
+                delivery=delivery,
                 on_step=kwargs.pop("on_step", None),
             )
             trace.outer = {n: v for n, v in block.lcls.items() if id(v) in saved} if saved else {}
@@ -167,6 +181,16 @@ class EngineTracer(_Captured, InterleavingTracer):
             for trace in traces:
                 trace.gang = traces
         return traces, inputs
+
+    def _delivery(self) -> Delivery:
+        if save_scope.depth == 1:
+            return Delivery(self.device or torch.device("cpu"))
+        if self.device is not None:
+            raise ValueError(
+                f"device= of a trace inside a session: give it to `with lm.session(device={str(self.device)!r})`, at whose end "
+                "all saves are handed over"
+            )
+        return Delivery(None)
 
     if TYPE_CHECKING:  # for callers: their block runs, and the names that it binds are bound
 
@@ -199,6 +223,30 @@ class EngineInvoker(_Captured, Invoker):
             shared=shared_locals(frame),
         )
         self.tracer._invocations.append((block, self.args, {**self.tracer.kwargs, **self.kwargs}))
+
+
+class SessionTracer(_Captured, Tracer):
+    """A ``with lm.session():`` block: Python that opens traces, and gets their values as they are; its caller gets the saved ones.
+
+    Args:
+        device: where the caller gets what is saved; see `EngineTracer`.
+    """
+
+    def __init__(self, device: Any = "cpu", backend: Any = None) -> None:
+        super().__init__(backend=backend)
+        self.device = saves_device(device)
+
+    def execute(self, code: CodeType) -> None:
+        """Run the block, and put what it saved into the caller's frame."""
+        frame = self.info.frame  # pyright: ignore[reportOptionalMemberAccess]
+        scope = Scope(dict(frame.f_locals), {}, frame.f_globals)
+        exec(code, scope)
+        names = dict(scope)
+        if save_scope.depth == 1:
+            delivery, saved = Delivery(self.device), thread_saves()
+            names = {name: mark(delivery.hand(value)) for name, value in names.items() if id(value) in saved}
+            delivery.wait()
+        push_result(frame, names)
 
 
 def opens_with(frame: FrameType) -> bool:

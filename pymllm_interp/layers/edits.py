@@ -134,6 +134,14 @@ class HostEdits:
     ) -> None:
         self.by_site, self.final_site = by_site, final_site
 
+    def rows_from(self, start: int, stop: int) -> HostEdits:
+        """Those of the token rows from `start` to `stop`, which are whole requests', counted from `start`."""
+        by_site = {
+            site: [(first - start, size, op) for first, size, op in ops if start <= first < stop]
+            for site, ops in self.by_site.items()
+        }
+        return HostEdits(by_site, self.final_site)
+
     def at(self, site: int, value: torch.Tensor) -> torch.Tensor:
         ops = self.by_site.get(site)
         if not ops:

@@ -135,6 +135,7 @@ class _InputBuffers:
             req_to_token_pool=model_runner.req_to_token_pool,
             token_to_kv_pool=model_runner.token_to_kv_pool,
             attn_backend=model_runner.attn_backend,
+            edits=model_runner.captured_edits(bs),
         )
 
 

@@ -13,7 +13,7 @@ One step, with what it adds to the plain one::
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,10 +26,14 @@ from ..core.output import LogitsProcessorOutput, ModelRunnerOutput, ScheduledReq
 from ..core.request import Request
 from ..core.upload import upload
 from ..hooks.groups import NNsightRequestHelper
+from ..hooks.intervention import Intervention
 from ..hooks.model import TracedModel
+from ..hooks.site import ModelInfo
+from ..hooks.tables import Declared, DeviceTables, Limits, host_edits
+from ..layers.edits import TableEdits
 from ..sampling import SamplerOutput
 from .async_output import AsyncOutput
-from .input_batch import ExecuteModelState
+from .input_batch import ExecuteModelState, InputBatch
 from .model_runner import ModelRunner
 from .partition import BatchExecutionDescriptor, DecodeCosts, Execution
 
@@ -59,15 +63,114 @@ class InterpModelRunner(ModelRunner):
         self._wrap = wrap
         self.nnsight_model: TracedModel | None = None
         self.nnsight_request_helper = NNsightRequestHelper()
+        self.edit_tables: DeviceTables | None = None
+        self._in_tables: dict[str, tuple[int, Declared]] = {}
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the weights, then wrap the module."""
         super().load_model(*args, **kwargs)
         self.nnsight_model = self._wrap(self.get_model())
 
+    def init_memory_pool(self) -> None:
+        """The pools, and the tables of declared interventions."""
+        assert self.source is not None
+        self.model_info = ModelInfo.of(self.source.hf_config, self.dtype)
+        config = self.server_config
+        self.edit_limits = Limits(config.max_interventions_per_site, config.max_intervention_vectors)
+        if self.device.startswith("cuda"):
+            rows = config.max_running_requests + 1
+            self.edit_tables = DeviceTables(rows, self.model_info, self.edit_limits, self.device)
+        super().init_memory_pool()
+
     def shutdown(self) -> None:
-        self.nnsight_model = None
+        self.nnsight_model = self.edit_tables = None
         super().shutdown()
+
+    # -- declared interventions ------------------------------------------------------
+
+    def declare(self, specs: Sequence[Intervention], prompt_len: int) -> Declared | None:
+        """What `specs` come to for a prompt of that length; None for none. Called on any thread.
+
+        Raises:
+            ValueError: what the model does not have, or the tables do not hold.
+        """
+        return Declared.of(specs, self.model_info, prompt_len, self.edit_limits) if specs else None
+
+    def hold(self, declared: Declared) -> None:
+        """Keep a place for a request's vectors until `finish_declared`. Called on any thread.
+
+        Raises:
+            ValueError: the pool is full.
+        """
+        if self.edit_tables is not None:
+            self.edit_tables.pool.acquire(declared)
+
+    def let_go(self, declared: Declared) -> None:
+        """Give back what `hold` kept, of a request that is not submitted."""
+        if self.edit_tables is not None:
+            self.edit_tables.pool.release(declared)
+
+    def finish_declared(self, request: Request) -> None:
+        """Take back what a finished request's interventions hold, and complete its receipt."""
+        declared: Declared = request.declared
+        self._leave_tables(request.request_id)
+        if self.edit_tables is not None:
+            self.edit_tables.pool.release(declared)
+        counted = min(request.num_computed_tokens, request.prompt_len + max(0, len(request.output_token_ids) - 1))
+        request.receipt.interventions = declared.applied(counted)
+        request.receipt.preemptions = request.num_preemptions
+
+    def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
+        for request_id in scheduler_output.preempted_req_ids:
+            self._leave_tables(request_id)
+        super().finish_requests(scheduler_output)
+
+    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        super().add_requests(scheduler_output)
+        if self.edit_tables is None:
+            return
+        for request in scheduler_output.scheduled_new_reqs:
+            assert request.req_pool_idx is not None
+            self.edit_tables.set_row(request.req_pool_idx, request.declared)
+            if request.declared is not None:
+                self._in_tables[request.request_id] = request.req_pool_idx, request.declared
+        self.edit_tables.apply_staged_writes()
+
+    def _leave_tables(self, request_id: str) -> None:
+        """Read what the gates of a request counted, before its row is another's."""
+        row, declared = self._in_tables.pop(request_id, (0, None))
+        if self.edit_tables is not None and declared is not None:
+            self.edit_tables.read_fires(row, declared)
+
+    def make_forward_batch(self, input_batch: InputBatch) -> ForwardBatch:
+        batch = super().make_forward_batch(input_batch)
+        if any(entry.request.declared is not None for entry in input_batch.entries):
+            self._set_edits(batch, input_batch)
+        return batch
+
+    def _set_edits(self, batch: ForwardBatch, input_batch: InputBatch) -> None:
+        differentiable = any(e.request.trace is not None and e.request.trace.grad for e in input_batch.entries)
+        if self.edit_tables is not None and not differentiable:
+            assert batch.positions is not None
+            rows = self.input_buffers.rows[: batch.num_tokens]
+            batch.edits = TableEdits(self.edit_tables.tables, rows, batch.positions)
+            return
+        batch.edits = host_edits(
+            [
+                (entry.request.declared, start, torch.arange(entry.start, entry.start + entry.num_tokens))
+                for entry, start in zip(input_batch.entries, input_batch.query_start_loc.tolist(), strict=False)
+                if entry.request.declared is not None
+            ],
+            self.num_hidden_layers,
+        )
+
+    def captured_edits(self, bs: int) -> TableEdits | None:
+        if self.edit_tables is None:
+            return None
+        buffers = self.input_buffers
+        return TableEdits(self.edit_tables.tables, buffers.rows[:bs], buffers.positions[:bs])
+
+    # -- a step ----------------------------------------------------------------------
 
     @torch.no_grad()
     def execute_model(
@@ -93,7 +196,12 @@ class InterpModelRunner(ModelRunner):
     @torch.no_grad()
     def sample_tokens_async(self) -> AsyncOutput | None:
         state = self.execute_model_state
-        if state is None or not self._traced().interleaver.traces:
+        if state is None:
+            return None
+        for entry in state.input_batch.entries:
+            if entry.request.declared is not None and entry.request.trace is None:
+                entry.request.receipt.steps[state.descriptor.execution.value] += 1
+        if not self._traced().interleaver.traces:
             return super().sample_tokens_async()
         traces = self.nnsight_request_helper.traces
         try:
@@ -176,6 +284,10 @@ class InterpModelRunner(ModelRunner):
             positions=batch.positions[start:stop].clone(),
             seq_lens_cpu=batch.seq_lens_cpu[start:stop],
         )
+        if isinstance(batch.edits, TableEdits):
+            half.edits = TableEdits(batch.edits.tables, half.req_pool_indices, half.positions)  # pyright: ignore[reportArgumentType]
+        elif batch.edits is not None:
+            half.edits = batch.edits.rows_from(start, stop)
         half.rope_lens = None if batch.rope_lens is None else batch.rope_lens[start:stop].clone()
         return half
 

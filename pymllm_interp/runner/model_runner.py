@@ -47,6 +47,7 @@ from ..sampling import (
 from .async_output import AsyncOutput
 from .cuda_graph_runner import CudaGraphRunner, capture_batch_sizes
 from .input_batch import ExecuteModelState, InputBatch, InputBuffers
+from .memory import within_memory
 from .partition import BatchExecutionDescriptor, Execution, Partition
 from .request_state import RequestState
 
@@ -140,49 +141,82 @@ class ModelRunner:
         Raises:
             UnsupportedModelError: an architecture that has no implementation.
             WeightsError: weights that are missing, unexpected, misshapen or unreadable.
+            torch.OutOfMemoryError: the weights do not fit.
         """
         assert self.source is not None, "initialize() resolves the model first"
-        started, free = time.perf_counter(), get_available_gpu_memory(self.device, self.gpu_id)
-        with torch.no_grad():
-            model = build_model(
-                self.source.hf_config, self.model_config.impl, self.dtype, self.device, self.context_len
-            )
-            if load_dummy_weights or self.model_config.load_format == "dummy":
-                init_dummy_weights(model, self.model_config.seed)
-            else:
-                assert self.source.folder is not None
-                load_weights(model, iter_safetensors(self.source.folder))
+        kind = self.device.partition(":")[0]
+        started, free = time.perf_counter(), get_available_gpu_memory(kind, self.gpu_id)
+        narrower = "dtype='bfloat16', " if self.dtype.itemsize > 2 else ""
+        model = within_memory(
+            lambda: self._model(load_dummy_weights or self.model_config.load_format == "dummy"),
+            f"the weights of {self.model_config.model!r} as {self.dtype} do not fit on {self.device}{self._memory_left()}; "
+            f"what helps: {narrower}a smaller model, or to end what else holds the memory (an LM that was not shut down, "
+            "another process)",
+        )
         self.model = model.eval().requires_grad_(False)
-        self.model_memory_usage = free - get_available_gpu_memory(self.device, self.gpu_id)
+        self.model_memory_usage = free - get_available_gpu_memory(kind, self.gpu_id)
         logger.info(
             "model loaded in %.1f s, %.2f GiB on the device", time.perf_counter() - started, self.model_memory_usage
         )
+
+    @torch.no_grad()
+    def _model(self, dummy: bool) -> nn.Module:
+        assert self.source is not None
+        model = build_model(self.source.hf_config, self.model_config.impl, self.dtype, self.device, self.context_len)
+        if dummy:
+            init_dummy_weights(model, self.model_config.seed)
+        else:
+            assert self.source.folder is not None
+            load_weights(model, iter_safetensors(self.source.folder))
+        return model
+
+    def _memory_left(self) -> str:
+        if not self.device.startswith("cuda"):
+            return ""
+        free, total = torch.cuda.mem_get_info(self.gpu_id)
+        return f" ({free / 2**30:.1f} of {total / 2**30:.1f} GiB are free)"
 
     def init_memory_pool(self) -> None:
         """Size and create the pools: request rows, KV slots, and the slots' allocator.
 
         Raises:
             ValueError: no room for a single page of KV.
+            torch.OutOfMemoryError: the tables, the largest step or the KV pool do not fit.
         """
         config = self.server_config
         self.max_running_requests = config.max_running_requests
+        # The tables first: what they take is not there for KV.
+        within_memory(
+            self._init_tables,
+            f"the tables of {self.max_running_requests} requests of {self.context_len} tokens do not fit on "
+            f"{self.device}{self._memory_left()}; what helps: a lower max_running_requests, or a lower max_model_len",
+        )
         self.max_total_num_tokens = self._profile_kv_tokens() // config.page_size * config.page_size
         if self.max_total_num_tokens <= 0:
             raise ValueError(
-                f"the KV pool would hold {self.max_total_num_tokens} tokens: raise kv_cache_tokens to at least page_size "
-                f"({config.page_size}), raise gpu_memory_utilization, or take a smaller model"
+                f"the KV pool would hold {self.max_total_num_tokens} tokens{self._memory_left()}: raise kv_cache_tokens to at "
+                f"least page_size ({config.page_size}), raise gpu_memory_utilization (now {config.gpu_memory_utilization}), "
+                f"lower max_num_tokens (now {self.max_num_tokens}), or take a smaller model"
             )
-        self.req_to_token_pool = ReqToTokenPool(self.max_running_requests, self.context_len, self.device)
-        self.token_to_kv_pool = KVPool(
-            num_layers=self.num_hidden_layers,
-            size=self.max_total_num_tokens,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            dtype=self.kv_cache_dtype,
-            device=self.device,
-            page_size=config.page_size,
+        self.token_to_kv_pool = within_memory(
+            lambda: KVPool(
+                num_layers=self.num_hidden_layers,
+                size=self.max_total_num_tokens,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                dtype=self.kv_cache_dtype,
+                device=self.device,
+                page_size=config.page_size,
+            ),
+            f"the KV pool of {self.max_total_num_tokens} tokens ({self.max_total_num_tokens * self._kv_bytes() / 2**30:.1f} "
+            f"GiB) does not fit on {self.device}{self._memory_left()}; what helps: a lower kv_cache_tokens (now "
+            f"{config.kv_cache_tokens}), or, where that is None, a lower gpu_memory_utilization (now "
+            f"{config.gpu_memory_utilization})",
         )
         self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(self.max_total_num_tokens, config.page_size)
+
+    def _init_tables(self) -> None:
+        self.req_to_token_pool = ReqToTokenPool(self.max_running_requests, self.context_len, self.device)
         self.req_states = RequestState(self.max_running_requests, self.context_len, self.device)
         self.input_buffers = InputBuffers(max(self.max_num_tokens, self.max_running_requests), self.device)
 
@@ -303,17 +337,28 @@ class ModelRunner:
         self.kv_cache_dtype = self.dtype if name == "auto" else resolve_dtype(name, self.device)
 
     def _profile_kv_tokens(self) -> int:
-        if self.server_config.kv_cache_tokens is not None:
-            return self.server_config.kv_cache_tokens
-        spec = self.num_hidden_layers * 2 * self.num_kv_heads * self.head_dim * self.kv_cache_dtype.itemsize
+        config, kv_bytes = self.server_config, self._kv_bytes()
+        if config.kv_cache_tokens is not None:
+            return config.kv_cache_tokens
         if not self.device.startswith("cuda"):
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-            return min(max(DEFAULT_CPU_KV_TOKENS, self.context_len), memory // 4 // spec)
-        self.profile_run()
-        total = get_total_gpu_memory(self.device.partition(":")[0], self.gpu_id)
-        peak = torch.cuda.max_memory_reserved(self.gpu_id) / 2**30
-        room = (total * self.server_config.gpu_memory_utilization - peak) * 2**30 - self.profile_cudagraph_memory()
-        return int(room // spec)
+            return min(max(DEFAULT_CPU_KV_TOKENS, self.context_len), memory // 4 // kv_bytes)
+        gc.collect()
+        torch.cuda.empty_cache()  # what loading, or an engine before this one, has left cached is in no step's way
+        within_memory(
+            self.profile_run,
+            f"the largest step does not fit on {self.device} beside the weights{self._memory_left()}; what helps: a lower "
+            f"max_num_tokens (now {self.max_num_tokens}), a lower max_running_requests (now {self.max_running_requests}), or "
+            "a smaller model",
+        )
+        # The allocator keeps the run's peak, so it counts as used; so does what others hold.
+        free, total = torch.cuda.mem_get_info(self.gpu_id)
+        room = total * config.gpu_memory_utilization - (total - free) - self.profile_cudagraph_memory()
+        return int(room // kv_bytes)
+
+    def _kv_bytes(self) -> int:
+        """K and V of one token in all layers."""
+        return self.num_hidden_layers * 2 * self.num_kv_heads * self.head_dim * self.kv_cache_dtype.itemsize
 
     # -- building batches ----------------------------------------------------------
 
@@ -724,6 +769,10 @@ class ModelRunner:
         if self._rope_depends_on_length():
             batch.rope_lens = self._rope_lens(input_batch)
         return batch
+
+    def captured_edits(self, bs: int) -> Any:
+        """`ForwardBatch.edits` of a decode pass that is captured for `bs` rows of the input buffers."""
+        return None
 
     def _rope_depends_on_length(self) -> bool:
         return getattr(getattr(getattr(self.model, "model", None), "rotary_emb", None), "length_dependent", False)

@@ -1,4 +1,4 @@
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportAssignmentType=false
 """Each row's largest logit in two launches: torch's own reduction takes several times as long over a whole vocabulary.
 
 A logit and its place make one whole number, ``order(logit) << 32 | (2**32 - 1 - place)``, whose maximum does not depend on the

@@ -1,0 +1,35 @@
+"""Running out of memory, as an error that says what to lower and holds no memory itself.
+
+The error that torch raises does: its traceback has the frames of what failed, and they have their tensors. A caller who
+keeps it, or a notebook that does so for them, finds no room for the next try.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory of a device or of the host could not be had. torch has no type of its own for the host's."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
+def within_memory(function: Callable[[], T], advice: str) -> T:
+    """What `function` returns.
+
+    Raises:
+        torch.OutOfMemoryError: it found no memory: `advice`, then what torch said.
+    """
+    try:
+        return function()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error)
+    # Out here, so that it has no context: `error` would be in it.
+    raise torch.OutOfMemoryError(f"{advice}\n{reason}")
