@@ -59,7 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "--suite",
-        choices=["cpu", "decode", "hooks", "all"],
+        choices=["cpu", "decode", "hooks", "all", "interventions"],
         help="cpu: beside transformers; decode: plain serving; hooks: a request that reads beside plain ones; all: decode and "
         "hooks (default: all on a CUDA device, else cpu)",
     )

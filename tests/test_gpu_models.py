@@ -108,7 +108,7 @@ def traced_modules(lm: LM, ids: list[int], expected: list[list[tuple[str, torch.
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_float32_equals_transformers_on_the_cpu_at_every_module_of_prefill_and_decode(family, device, lm_of, oracle):
-    lm = lm_of(family, device=device)
+    lm = lm_of(family, device=device, kv_cache_tokens=4096)
     expected = modules_of(oracle(family), PROMPT, 3)
     layers = CONFIGS[family]().num_hidden_layers
     assert [len(modules) for modules in expected] == [(15 if family == "qwen3" else 13) * layers + 5] * 3
@@ -285,7 +285,7 @@ def test_concurrent_traces_beside_replayed_steps_equal_their_solo_runs(policy, l
         made.append(lm_of(family, device="cuda", **options))
         return made[-1]
 
-    stress(on_cuda, oracle, 7, 40, policy)
+    stress(on_cuda, oracle, 7, 40, schedule_policy=policy)
     (lm,) = made
     ran = ways(lm)
     assert lm.runner.graph_runner is not None and ran["replay"] > 0 and ran["modules"] > 0, ran

@@ -1,4 +1,4 @@
-"""`pymllm-interp bench`: the CPU suite, beside transformers; the GPU suites "decode" and "hooks"; the tables of their results."""
+"""`pymllm-interp bench`: the CPU suite, beside transformers; the GPU suites; the tables of their results."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from ..config import resolve_device
 from .common import default_path, describe_machine, random_prompts, write
 from .cpu import CpuSettings, run_cpu
 from .gpu import GpuSettings, Model, records
-from .report import read_aims, render, update_page
+from .interventions import interventions_suite
+from .report import read_aims, render, render_interventions, update_page
 
 __all__ = ["describe_machine", "random_prompts", "run_bench", "update_page"]
 
-SUITES = ("cpu", "decode", "hooks", "all")
+SUITES = ("cpu", "decode", "hooks", "all", "interventions")
 
 
 def run_bench(
@@ -60,6 +61,12 @@ def run_bench(
         return run_cpu(model, dtype, load_format, cpu, machine, out)
     settings = replace(GpuSettings.quick() if quick else GpuSettings(), **given)
     measured = Model(model=model, dtype=dtype, device=device, load_format=load_format, settings=settings)
+    if suite == "interventions":
+        record = {"suite": suite, "machine": machine, **interventions_suite(measured)}
+        path = out or default_path(f"interventions-{Path(record['model']).name}.json")
+        write(record, path)
+        Console().print(render_interventions(record), markup=False, soft_wrap=True)
+        return path
     path, record = out, {}
     for record in records(suite, measured, machine, profile):
         path = path or default_path(f"{'gpu' if on_cuda else 'cpu'}-{Path(record['model']).name}.json")

@@ -123,7 +123,8 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
-def _facts(lm: LM) -> dict[str, Any]:
+def facts(lm: LM) -> dict[str, Any]:
+    """Which model ran, and where."""
     source = lm.runner.source
     assert source is not None
     return {"model": source.name, "dtype": str(lm.runner.dtype).removeprefix("torch."), "device": lm.runner.device}
@@ -137,7 +138,7 @@ def decode_suite(model: Model, profiles: dict[str, Any], with_profiles: bool) ->
     started = time.perf_counter()
     with model.load() as lm:
         start_s, graphs, settings = time.perf_counter() - started, lm.runner.graph_runner, model.settings
-        found = _facts(lm) | {
+        found = facts(lm) | {
             "start_s": start_s,
             "graphs": len(graphs.graphs) if graphs else 0,
             "graphs_mib": graphs.memory_usage / 2**20 if graphs else 0.0,
@@ -251,7 +252,7 @@ def hooks_suite(model: Model, way: str, profiles: dict[str, Any], with_profiles:
             rows.append({"way": way, "batch": batch, "layers": len(layers), **row, "execution": dict(steps)})
         if with_profiles and "hook_execution" in WAYS[way]:
             profiles |= {f"{way} {n}": profile_reading(lm, n, one, settings) for n in settings.batches}
-        found = _facts(lm) | {"rows": rows}
+        found = facts(lm) | {"rows": rows}
         costs = lm.runner.partition.costs
         if costs is not None:
             found["decode_costs"] = asdict(costs)

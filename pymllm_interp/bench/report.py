@@ -231,3 +231,15 @@ class _Report:
         if unexplained:
             lines.append(f"- Not profiled (`--profile`): {', '.join(unexplained)}.")
         return ["Missed, and where the time of a step goes:", "", *lines] if lines else []
+
+
+def render_interventions(record: dict[str, Any]) -> str:
+    """What the suite "interventions" measured, as a table: ratios to plain steps."""
+    batches = sorted({row["batch"] for row in record["rows"]})
+    cells = {(row["case"], row["batch"]): row for row in record["rows"]}
+    lines = ["| every row | " + " | ".join(f"bs {n}" for n in batches) + " |", "|---" * (len(batches) + 1) + "|"]
+    for case in dict.fromkeys(row["case"] for row in record["rows"]):
+        found = [cells[case, n] for n in batches]
+        ratios = [f"{row['ratio']:.3f} ({row['lowest']:.3f} to {row['highest']:.3f})" for row in found]
+        lines.append(f"| {case} | " + " | ".join(ratios) + " |")
+    return "\n".join(lines)

@@ -14,6 +14,7 @@ nobody's memory. What `replay` returns is fresh memory: the next replay does not
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import time
@@ -163,12 +164,23 @@ def record(plan: Callable[[], None], run: Callable[[], torch.Tensor], pool: Any)
             plan()
             run()
         plan()
-    graph = torch.cuda.CUDAGraph()
-    # Another engine of this process may be at work on its own thread.
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-        output = run()
-    torch.cuda.current_stream().wait_stream(stream)
+    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        # Another engine of this process may be at work on its own thread.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            output = run()
+    except BaseException:
+        _forget_capture(current, pool)
+        raise
+    current.wait_stream(stream)
     return _Recording(graph, output)
+
+
+def _forget_capture(current: torch.cuda.Stream, pool: Any) -> None:
+    """What torch leaves of a capture that failed: its stream as the current one, and allocations that go to its pool."""
+    torch.cuda.set_stream(current)
+    with contextlib.suppress(RuntimeError):  # it may have got as far as to end them itself
+        torch._C._cuda_endAllocateToPool(current.device_index, pool)
 
 
 class CudaGraphRunner:
@@ -176,6 +188,7 @@ class CudaGraphRunner:
 
     Args:
         model_runner: initialised: model, pools and attention backend are there.
+        sizes: batch sizes to capture; None is `capture_batch_sizes` up to `max_running_requests`.
 
     Attributes:
         graphs, output_buffers: by batch size; the logits in a buffer are those of the last replay.
@@ -189,7 +202,7 @@ class CudaGraphRunner:
         RuntimeError: the runner is not initialised, or a capture failed (with what to change).
     """
 
-    def __init__(self, model_runner: ModelRunner) -> None:
+    def __init__(self, model_runner: ModelRunner, sizes: list[int] | None = None) -> None:
         parts = ("model", "req_to_token_pool", "token_to_kv_pool", "attn_backend")
         missing = [name for name in parts if getattr(model_runner, name) is None]
         if missing:
@@ -200,7 +213,7 @@ class CudaGraphRunner:
         self.device = model_runner.device
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.output_buffers: dict[int, LogitsProcessorOutput] = {}
-        self.capture_bs = capture_batch_sizes(model_runner.max_running_requests)
+        self.capture_bs = sizes or capture_batch_sizes(model_runner.max_running_requests)
         self.max_bs = self.capture_bs[-1]
         server_config = model_runner.server_config
         self.enable_torch_compile = server_config.enable_torch_compile
@@ -261,6 +274,7 @@ class CudaGraphRunner:
                     logger.debug("graph of %d rows: %.1f MiB", bs, (before - _free_memory(self.device)) / 2**20)
         except RuntimeError as error:
             self.shutdown()
+            set_global_graph_memory_pool(None)  # it may be broken: other graphs keep theirs, later captures start anew
             raise RuntimeError(
                 f"capturing the CUDA graph of a decode pass of {bs} rows failed: {error}\n"
                 "What helps: (1) memory: a lower gpu_memory_utilization, or fewer kv_cache_tokens; (2) fewer and smaller "

@@ -1,0 +1,135 @@
+"""What declared interventions cost a decode step: the suite "interventions".
+
+Every request of the batch has them. Runs with and without alternate in one engine; a ratio is of decode steps,
+``(t(all new tokens) - t(1)) / (new tokens - 1)``, its median and spread are over the pairs. What the tables cost where nobody
+uses them is measured on the graphs: the same pass captured with them and without, replayed in turn.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import LM
+from ..hooks.intervention import Ablate, Clamp, Gate, Intervention, Steer
+from ..runner.cuda_graph_runner import CudaGraphRunner
+from .common import greedy, random_prompts, timed
+from .gpu import GpuSettings, Model, facts
+
+PAIRS = 5
+PROMPT_TOKENS, NEW_TOKENS = 32, 65
+
+Specs = Callable[[int], list[Intervention]]
+"""Request i's interventions."""
+
+
+def interventions_suite(model: Model) -> dict[str, Any]:
+    """Ratios to plain steps, by case and batch size."""
+    settings = model.settings
+    with model.load() as lm:
+        found: dict[str, Any] = facts(lm) | {"pairs": PAIRS, "rows": []}
+        for case, specs in cases(lm).items():
+            for batch in settings.batches:
+                found["rows"].append({"case": case, "batch": batch, **measure(lm, batch, specs, settings)})
+        found["execution"] = lm.engine.stats()["execution"]
+        if lm.runner.graph_runner is not None:
+            found["rows"] += [
+                {"case": "tables present, nobody hooked", "batch": n, **tables(lm, n)} for n in settings.batches
+            ]
+    return found
+
+
+def cases(lm: LM) -> dict[str, Specs]:
+    """Interventions whose strength changes little: what they cost does not depend on it."""
+    width, depth = lm.runner.hidden_size, lm.runner.num_hidden_layers
+    middle = depth // 2
+
+    def vector(seed: int, *rows: int) -> torch.Tensor:
+        return torch.randn(*rows, width, generator=torch.Generator().manual_seed(seed))
+
+    shared, probe, basis = vector(0), vector(1), vector(2, 4)
+    site = f"resid_post.{middle}"
+    several: list[Intervention] = [
+        Ablate(f"resid_post.{middle - 1}", basis),
+        Clamp(f"mlp_out.{middle}", probe, low=-1.0, high=1.0),
+        Steer(f"attn_out.{middle}", shared, scale=1e-3, when=Gate(probe, 0.0)),
+        Steer(f"resid_mid.{middle + 1}", shared, scale=1e-3, norm="preserve"),
+    ]
+    kinds = ("attn_out.*", "mlp_out.*", "resid_post.*")
+    return {
+        "one site steered, one vector": lambda i: [Steer(site, shared, scale=1e-3)],
+        "one site steered, a vector each": lambda i: [Steer(site, vector(100 + i), scale=1e-3)],
+        "all layers steered, a vector each": lambda i: [Steer(kind, vector(100 + i), scale=1e-3) for kind in kinds],
+        "Ablate rank 4, Clamp, gated and norm-preserving Steer": lambda i: several,
+    }
+
+
+def measure(lm: LM, batch: int, specs: Specs, settings: GpuSettings) -> dict[str, Any]:
+    """Steps of a batch whose requests have `specs`, against plain ones."""
+    prompts = random_prompts(lm, batch, min(PROMPT_TOKENS, settings.prompt_tokens))
+    new_tokens = min(NEW_TOKENS, settings.new_tokens)
+    declared = [specs(i) for i in range(batch)]
+
+    def seconds(given: Sequence[Sequence[Intervention]] | None, count: int) -> float:
+        return timed(lambda: lm.generate(prompts, greedy(count), interventions=given) and None)
+
+    seconds(declared, 4)
+    first = {given is None: statistics.median(seconds(given, 1) for _ in range(3)) for given in (None, declared)}
+    pairs = []
+    for _ in range(PAIRS):
+        plain, edited = seconds(None, new_tokens) - first[True], seconds(declared, new_tokens) - first[False]
+        pairs.append((plain / (new_tokens - 1) * 1e3, edited / (new_tokens - 1) * 1e3))
+    return summary(pairs)
+
+
+def tables(lm: LM, batch: int, replays: int = 20) -> dict[str, Any]:
+    """The pass of `batch` rows captured with the tables, against the same captured without: rows of one token each.
+
+    The engine's own graphs are of no use afterwards: the attention backend plans for the last ones that were captured.
+    """
+    runner = lm.runner
+
+    def run() -> list[tuple[float, float]]:
+        assert runner.graph_runner is not None
+        size, captured = runner.graph_runner.padded_size(batch), runner.captured_edits
+        with_tables = CudaGraphRunner(runner, [size])
+        kept = dict(vars(runner.attn_backend).get("_graphs", {}))  # what the first graph reads
+        runner.captured_edits = lambda bs: None  # type: ignore[method-assign]
+        try:
+            without = CudaGraphRunner(runner, [size])
+        finally:
+            runner.captured_edits = captured  # type: ignore[method-assign]
+        graphs = without.graphs[size], with_tables.graphs[size]
+        pairs = [(milliseconds(graphs[0], replays), milliseconds(graphs[1], replays)) for _ in range(PAIRS + 1)][1:]
+        for made in (without, with_tables):
+            made.shutdown()
+        kept.clear()
+        return pairs
+
+    return summary(lm.engine.call(run))
+
+
+def milliseconds(graph: torch.cuda.CUDAGraph, replays: int) -> float:
+    """Of one replay."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / replays
+
+
+def summary(pairs: list[tuple[float, float]]) -> dict[str, Any]:
+    """Medians of the pairs (plain ms, edited ms) and of their ratios."""
+    ratios = [edited / plain for plain, edited in pairs]
+    return {
+        "plain_ms": statistics.median(plain for plain, _ in pairs),
+        "ms": statistics.median(edited for _, edited in pairs),
+        "ratio": statistics.median(ratios),
+        "lowest": min(ratios),
+        "highest": max(ratios),
+    }
