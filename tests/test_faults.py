@@ -322,16 +322,18 @@ def test_a_step_without_memory_ends_its_traces_and_runs_plain_requests_again(ser
 
 @pytest.fixture
 def allowance() -> Iterator[Callable[[int], None]]:
-    """Sets how much more memory torch may take on the device than it has now; all of it again at the end."""
+    """Sets how much of the device's memory is free: another tensor has the rest. All of it again at the end."""
+    ballast: list[torch.Tensor] = []
 
-    def allow(more: int) -> None:
+    def allow(free: int) -> None:
+        ballast.clear()
         gc.collect()
         torch.cuda.empty_cache()
-        total = torch.cuda.mem_get_info()[1]
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + more) / total)
+        ballast.append(torch.empty(torch.cuda.mem_get_info()[0] - free, dtype=torch.uint8, device="cuda"))
 
     yield allow
-    torch.cuda.set_per_process_memory_fraction(1.0)
+    ballast.clear()
+    torch.cuda.empty_cache()
 
 
 @pytest.mark.gpu

@@ -60,7 +60,7 @@ def describe_machine(commit_if_unknown: str | None = None) -> dict[str, Any]:
         "load_average_before": list(os.getloadavg()),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("pymllm-interp", "torch", "transformers", "nnsight")},
+        "versions": {name: _version(name) for name in ("pymllm-interp", "torch", "transformers", "nnsight")},
         "commit": commit() or commit_if_unknown,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
