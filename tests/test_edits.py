@@ -88,13 +88,16 @@ def tables_of(
     requests: list[Declared | None], rows: list[int], positions: list[int]
 ) -> tuple[DeviceTables, TableEdits]:
     """Tables with each request in the row that is its place + 1, and a pass over token rows of the requests `rows`."""
-    tables = DeviceTables(len(requests) + 1, INFO, LIMITS, DEVICE)
+    edited = torch.zeros(len(requests) + 1, dtype=torch.int32, device=DEVICE)
+    tables = DeviceTables(edited, INFO, LIMITS)
     for row, declared in enumerate(requests, start=1):
         if declared is not None:
             tables.pool.acquire(declared)
         tables.set_row(row, declared)
     tables.apply_staged_writes()
-    owners = torch.tensor([row + 1 for row in rows], device=DEVICE)
+    assert edited.tolist() == [0, *(int(bool(declared and declared.ops)) for declared in requests)]
+    # A row whose request has no ops may be named or not.
+    owners = torch.tensor([row + 1 if row >= 0 else -1 for row in rows], device=DEVICE)
     return tables, TableEdits(tables.tables, owners, torch.tensor(positions, device=DEVICE))
 
 

@@ -9,6 +9,7 @@ import torch
 from pymllm_interp.attention import flashinfer_backend
 from pymllm_interp.runner import input_batch
 from pymllm_interp.runner.input_batch import InputBuffers
+from pymllm_interp.runner.request_state import RequestState
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
 from pymllm_interp.attention.triton_pages import fill_kv_indices
@@ -43,18 +44,21 @@ def test_argmax_takes_the_first_of_equals_and_counts_a_nan_as_largest() -> None:
 def test_inputs_are_laid_out_as_in_plain_torch(count: int, padded: int) -> None:
     draw = np.random.default_rng(count)
     tokens = np.stack([draw.integers(-1, 50, count), draw.integers(0, 40, count), draw.integers(1, 9, count)])
-    last = torch.from_numpy(draw.integers(0, 50, 9)).to(DEVICE)
+    states = RequestState(8, 40, DEVICE)
+    states.last_sampled_tokens = torch.from_numpy(draw.integers(0, 50, 9)).to(DEVICE)
+    states.edited = torch.tensor([0, 1, 0, 0, 1, 1, 0, 1, 0], dtype=torch.int32, device=DEVICE)
     table = torch.from_numpy(draw.integers(1, 999, (9, 40)).astype(np.int32)).to(DEVICE)
     table[0] = 0
     found, expected = InputBuffers(304, DEVICE), InputBuffers(304, DEVICE)
     found._lay_out, expected._lay_out = lay_out, input_batch._lay_out
     for buffers in (found, expected):
-        for name in ("input_ids", "positions", "out_cache_loc", "rows", "seq_lens"):
+        for name in ("input_ids", "positions", "out_cache_loc", "rows", "edited_rows", "seq_lens"):
             getattr(buffers, name).fill_(77)
-        buffers.lay_out(tokens, last, table, padded)
-    for name in ("input_ids", "positions", "out_cache_loc", "rows", "seq_lens"):
+        buffers.lay_out(tokens, states, table, padded)
+    for name in ("input_ids", "positions", "out_cache_loc", "rows", "edited_rows", "seq_lens"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     assert found.rows[count : max(padded, count)].tolist() == [0] * max(padded - count, 0), "padding is the dummy row's"
+    assert found.edited_rows[count : max(padded, count)].tolist() == [-1] * max(padded - count, 0)
     assert found.out_cache_loc[max(padded, count) :].eq(77).all(), "nothing is written behind the step's rows"
 
 

@@ -254,15 +254,19 @@ class DeviceTables:
     """The tables that kernels read, and which row of the request table has what in them.
 
     Rows are staged, and written together before a step.
+
+    Args:
+        edited: [rows] int32 on the device: 1 is written for rows that have ops, so that kernels need not look for them elsewhere.
     """
 
-    def __init__(self, rows: int, model: ModelInfo, limits: Limits, device: str) -> None:
+    def __init__(self, edited: torch.Tensor, model: ModelInfo, limits: Limits) -> None:
+        rows, device = len(edited), edited.device
         self.tables = EditTables.empty(
             rows, model.num_hidden_layers, limits.max_interventions_per_site, limits.max_intervention_vectors,
             model.hidden_size, device,
         )  # fmt: skip
         self.pool = VectorPool(limits.max_intervention_vectors)
-        self._device = device
+        self._device, self._edited = device, edited
         self._in_use: set[int] = set()
         self._staged: dict[int, Declared | None] = {}
 
@@ -308,7 +312,9 @@ class DeviceTables:
                         fields[i, site, k], numbers[i, site, k] = entry_fields, entry_numbers
                         counts[i, site] += 1
         self._staged.clear()
-        index, *values = upload(self._device, rows, counts, fields, numbers)
+        marks = np.asarray(counts.any(axis=1), dtype=np.int32)
+        index, on_device, *values = upload(self._device, rows, marks, counts, fields, numbers)
+        self._edited.index_copy_(0, index, on_device)
         for table, value in zip((self.tables.counts, self.tables.fields, self.tables.numbers), values, strict=True):
             table.index_copy_(0, index, value)
         self.tables.fires.index_fill_(0, index, 0)

@@ -101,7 +101,7 @@ class TableEdits:
     """Ops from tables.
 
     Args:
-        rows, positions: [tokens] int64, each token row's row of the request table, and its position.
+        rows, positions: [tokens] int64, each token row's row of the request table, -1 for one without ops; and its position.
     """
 
     def __init__(self, tables: EditTables, rows: torch.Tensor, positions: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ def _apply_ops(
 ):  # fmt: skip
     """`value` [rows, block] float32 after the ops that each row's owner [rows, 1] has at `site`, rounded after each."""
     place = owner * SITES + site
-    count = tl.load(counts + place, mask=inside, other=0)
+    count = tl.load(counts + place, mask=inside & (owner >= 0), other=0)
     for k in range(0, tl.max(count)):
         op = place * DEPTH + k
         live = inside & (k < count)
@@ -93,31 +93,37 @@ def _edit_kernel(
     inside = row < count
     mask = inside & (column < SIZE)
     source = row * SIZE + column
-    owner = tl.load(owners + row, mask=inside, other=0)
+    owner = tl.load(owners + row, mask=inside, other=-1)
+    has_ops = (
+        tl.max(owner) >= 0
+    )  # else nothing more is read: the owners come with the states, and cost no time of their own
     position = tl.load(positions + row, mask=inside, other=0).to(tl.int32)
     value = tl.load(h + source, mask=mask, other=0.0).to(tl.float32)
     if NORM:
         added = tl.load(delta + source, mask=mask, other=0.0).to(tl.float32)
-        added = _apply_ops(
-            added, owner, position, site, counts, fields, numbers, fires, vectors, column, mask, inside, SIZE, SITES,
-            DEPTH, dtype,
-        )  # fmt: skip
+        if has_ops:
+            added = _apply_ops(
+                added, owner, position, site, counts, fields, numbers, fires, vectors, column, mask, inside, SIZE, SITES,
+                DEPTH, dtype,
+            )  # fmt: skip
         value = (value + added).to(dtype).to(tl.float32)
-        value = _apply_ops(
-            value, owner, position, site + 1, counts, fields, numbers, fires, vectors, column, mask, inside, SIZE, SITES,
-            DEPTH, dtype,
-        )  # fmt: skip
+        if has_ops:
+            value = _apply_ops(
+                value, owner, position, site + 1, counts, fields, numbers, fires, vectors, column, mask, inside, SIZE,
+                SITES, DEPTH, dtype,
+            )  # fmt: skip
         tl.store(total + source, value.to(dtype), mask=mask)
         scale = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / SIZE + eps)
         normed = (value * scale).to(dtype).to(tl.float32)
         weights = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
         value = (weights * normed).to(dtype).to(tl.float32)
         if LAST:
-            value = _apply_ops(
-                value, owner, position, site + 2, counts, fields, numbers, fires, vectors, column, mask, inside, SIZE,
-                SITES, DEPTH, dtype,
-            )  # fmt: skip
-    else:
+            if has_ops:
+                value = _apply_ops(
+                    value, owner, position, site + 2, counts, fields, numbers, fires, vectors, column, mask, inside, SIZE,
+                    SITES, DEPTH, dtype,
+                )  # fmt: skip
+    elif has_ops:
         value = _apply_ops(
             value, owner, position, site, counts, fields, numbers, fires, vectors, column, mask, inside, SIZE, SITES,
             DEPTH, dtype,

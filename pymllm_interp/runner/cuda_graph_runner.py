@@ -100,6 +100,7 @@ class _InputBuffers:
         self.input_ids = shared.input_ids[:max_bs]
         self.positions = shared.positions[:max_bs]
         self.req_pool_indices = shared.rows[:max_bs]
+        self.edited_rows = shared.edited_rows[:max_bs]
         self.out_cache_loc = shared.out_cache_loc[:max_bs]
         self.seq_lens = shared.seq_lens[:max_bs]
         self.seq_lens_cpu = torch.full((max_bs,), seq_len_fill_value, dtype=torch.int32)
@@ -114,12 +115,18 @@ class _InputBuffers:
                 (self.input_ids, forward_batch.input_ids, 0),
                 (self.positions, forward_batch.positions, 0),
                 (self.req_pool_indices, forward_batch.req_pool_indices, 0),
+                (self.edited_rows, self._edited_rows(forward_batch), -1),
                 (self.out_cache_loc, forward_batch.out_cache_loc, 0),
                 (self.seq_lens, forward_batch.seq_lens, self.seq_len_fill_value),
             ]
         for buffer, rows, padding in fills:
             buffer[:n].copy_(rows, non_blocking=rows.device == buffer.device)
             buffer[n:bs].fill_(padding)
+
+    @staticmethod
+    def _edited_rows(forward_batch: ForwardBatch) -> torch.Tensor:
+        edits = forward_batch.edits
+        return torch.full_like(forward_batch.req_pool_indices, -1) if edits is None else edits.rows
 
     def batch(self, bs: int, model_runner: ModelRunner) -> ForwardBatch:
         """A decode batch of `bs` rows over the buffers."""

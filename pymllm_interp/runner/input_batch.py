@@ -12,6 +12,7 @@ from ..core.forward_batch import ForwardBatch
 from ..core.output import LogitsProcessorOutput, ScheduledRequest, SchedulerOutput
 from ..core.upload import upload
 from .partition import BatchExecutionDescriptor
+from .request_state import RequestState
 
 
 @dataclass
@@ -69,6 +70,7 @@ class InputBuffers:
     Attributes:
         input_ids, positions, out_cache_loc: [max_num_tokens] int64, of each token row.
         rows: [max_num_tokens] int64, the request table's row of each token row.
+        edited_rows: the same, -1 where the request has no declared ops.
         seq_lens: [max_num_tokens] int32, position + 1: the lengths of the requests in a decode pass.
     """
 
@@ -77,6 +79,7 @@ class InputBuffers:
         self.positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self.out_cache_loc = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self.rows = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        self.edited_rows = torch.full((max_num_tokens,), -1, dtype=torch.int64, device=device)
         self.seq_lens = torch.ones(max_num_tokens, dtype=torch.int32, device=device)
         self._lay_out = _lay_out
         if self.input_ids.is_cuda:
@@ -84,31 +87,34 @@ class InputBuffers:
 
             self._lay_out = lay_out
 
-    def lay_out(
-        self, tokens: np.ndarray, last_sampled_tokens: torch.Tensor, req_to_token: torch.Tensor, padded_size: int
-    ) -> None:
+    def lay_out(self, tokens: np.ndarray, states: RequestState, req_to_token: torch.Tensor, padded_size: int) -> None:
         """Write the rows of a step, on the device's side of things: nothing waits for the step before.
 
         Args:
             tokens: [3, rows] int64: token id (-1: the last one sampled for the request), position, row of the request table.
-            last_sampled_tokens: [table rows] int64.
+            states: the request table.
             req_to_token: [table rows, positions] int32, KV slots.
             padded_size: rows up to here belong to the dummy row.
         """
         padded = np.zeros((3, max(padded_size, tokens.shape[1])), dtype=np.int64)
         padded[:, : tokens.shape[1]] = tokens
         (uploaded,) = upload(self.input_ids.device, padded)
-        self._lay_out(self, uploaded, last_sampled_tokens, req_to_token)
+        self._lay_out(self, uploaded, states.last_sampled_tokens, states.edited, req_to_token)
 
 
 def _lay_out(
-    buffers: InputBuffers, tokens: torch.Tensor, last_sampled_tokens: torch.Tensor, req_to_token: torch.Tensor
+    buffers: InputBuffers,
+    tokens: torch.Tensor,
+    last_sampled_tokens: torch.Tensor,
+    edited: torch.Tensor,
+    req_to_token: torch.Tensor,
 ) -> None:
     """The plain torch of `triton_inputs.lay_out`."""
     (ids, positions, rows), count = tokens, tokens.shape[1]
     buffers.input_ids[:count] = torch.where(ids < 0, last_sampled_tokens[rows], ids)
     buffers.positions[:count] = positions
     buffers.rows[:count] = rows
+    buffers.edited_rows[:count] = torch.where(edited[rows] != 0, rows, -1)
     buffers.seq_lens[:count] = positions + 1
     buffers.out_cache_loc[:count] = req_to_token[rows, positions]
 

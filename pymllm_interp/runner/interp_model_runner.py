@@ -77,10 +77,12 @@ class InterpModelRunner(ModelRunner):
         self.model_info = ModelInfo.of(self.source.hf_config, self.dtype)
         config = self.server_config
         self.edit_limits = Limits(config.max_interventions_per_site, config.max_intervention_vectors)
-        if self.device.startswith("cuda"):
-            rows = config.max_running_requests + 1
-            self.edit_tables = DeviceTables(rows, self.model_info, self.edit_limits, self.device)
         super().init_memory_pool()
+
+    def _init_tables(self) -> None:
+        super()._init_tables()
+        if self.device.startswith("cuda"):
+            self.edit_tables = DeviceTables(self.req_states.edited, self.model_info, self.edit_limits)
 
     def shutdown(self) -> None:
         self.nnsight_model = self.edit_tables = None
@@ -152,7 +154,7 @@ class InterpModelRunner(ModelRunner):
         differentiable = any(e.request.trace is not None and e.request.trace.grad for e in input_batch.entries)
         if self.edit_tables is not None and not differentiable:
             assert batch.positions is not None
-            rows = self.input_buffers.rows[: batch.num_tokens]
+            rows = self.input_buffers.edited_rows[: batch.num_tokens]
             batch.edits = TableEdits(self.edit_tables.tables, rows, batch.positions)
             return
         batch.edits = host_edits(
@@ -168,7 +170,7 @@ class InterpModelRunner(ModelRunner):
         if self.edit_tables is None:
             return None
         buffers = self.input_buffers
-        return TableEdits(self.edit_tables.tables, buffers.rows[:bs], buffers.positions[:bs])
+        return TableEdits(self.edit_tables.tables, buffers.edited_rows[:bs], buffers.positions[:bs])
 
     # -- a step ----------------------------------------------------------------------
 
@@ -285,7 +287,8 @@ class InterpModelRunner(ModelRunner):
             seq_lens_cpu=batch.seq_lens_cpu[start:stop],
         )
         if isinstance(batch.edits, TableEdits):
-            half.edits = TableEdits(batch.edits.tables, half.req_pool_indices, half.positions)  # pyright: ignore[reportArgumentType]
+            rows = batch.edits.rows[start:stop].clone()
+            half.edits = TableEdits(batch.edits.tables, rows, half.positions)  # pyright: ignore[reportArgumentType]
         elif batch.edits is not None:
             half.edits = batch.edits.rows_from(start, stop)
         half.rope_lens = None if batch.rope_lens is None else batch.rope_lens[start:stop].clone()

@@ -710,8 +710,7 @@ class ModelRunner:
             padded_size = self.graph_runner.padded_size(padded_size)
         buffers = self.input_buffers
         buffers.lay_out(
-            np.stack((token_ids, positions, rows)), states.last_sampled_tokens, self.req_to_token_pool.req_to_token,
-            padded_size,
+            np.stack((token_ids, positions, rows)), states, self.req_to_token_pool.req_to_token, padded_size,
         )  # fmt: skip
         return InputBatch(
             req_ids=[e.request.request_id for e in entries],

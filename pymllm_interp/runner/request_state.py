@@ -22,6 +22,7 @@ class RequestState:
     Attributes:
         all_token_ids: [rows, max_model_len] int32, prompt and generated tokens.
         num_pages: by row, KV pages of the request that the `ReqToTokenPool` knows.
+        edited: [rows] int32 on the device, 1 where the request has declared ops in the tables.
         last_sampled_tokens: [rows] int64 on the device, what decoding requests feed next.
     """
 
@@ -38,6 +39,7 @@ class RequestState:
         self.num_computed_prefill_tokens = np.zeros(rows, dtype=np.int32)
         self.num_pages = [0] * rows
         self.last_sampled_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.edited = torch.zeros(rows, dtype=torch.int32, device=device)
         self._staged: list[tuple[int, list[int]]] = []
 
     def add_request(

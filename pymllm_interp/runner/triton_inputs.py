@@ -16,7 +16,7 @@ BLOCK = 128
 
 @triton.jit
 def _kernel(
-    tokens, last_sampled_tokens, req_to_token, input_ids, positions, out_cache_loc, rows, seq_lens,
+    tokens, last_sampled_tokens, edited, req_to_token, input_ids, positions, out_cache_loc, rows, edited_rows, seq_lens,
     count, width, block: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * block + tl.arange(0, block)
@@ -25,20 +25,29 @@ def _kernel(
     position = tl.load(tokens + count + at, mask=inside, other=0)
     row = tl.load(tokens + 2 * count + at, mask=inside, other=0)
     sampled = tl.load(last_sampled_tokens + row, mask=inside & (token_id < 0), other=0)
+    has_ops = tl.load(edited + row, mask=inside, other=0)
     slot = tl.load(req_to_token + row * width + position, mask=inside, other=0)
     tl.store(input_ids + at, tl.where(token_id < 0, sampled, token_id), mask=inside)
     tl.store(positions + at, position, mask=inside)
     tl.store(out_cache_loc + at, slot.to(tl.int64), mask=inside)
     tl.store(rows + at, row, mask=inside)
+    tl.store(edited_rows + at, tl.where(has_ops != 0, row, -1), mask=inside)
     tl.store(seq_lens + at, (position + 1).to(tl.int32), mask=inside)
 
 
 def lay_out(
-    buffers: InputBuffers, tokens: torch.Tensor, last_sampled_tokens: torch.Tensor, req_to_token: torch.Tensor
+    buffers: InputBuffers,
+    tokens: torch.Tensor,
+    last_sampled_tokens: torch.Tensor,
+    edited: torch.Tensor,
+    req_to_token: torch.Tensor,
 ) -> None:
-    """Fill the buffers' first rows: tokens [3, rows] int64, contiguous, as `InputBuffers.lay_out` describes them."""
+    """Fill the buffers' first rows: tokens [3, rows] int64, contiguous, as `InputBuffers.lay_out` describes them.
+
+    last_sampled_tokens [table rows] int64; edited [table rows] int32; req_to_token [table rows, positions] int32.
+    """
     count = tokens.shape[1]
     _kernel[(triton.cdiv(count, BLOCK),)](
-        tokens, last_sampled_tokens, req_to_token, buffers.input_ids, buffers.positions, buffers.out_cache_loc,
-        buffers.rows, buffers.seq_lens, count, req_to_token.shape[1], block=BLOCK,  # pyright: ignore[reportArgumentType]
+        tokens, last_sampled_tokens, edited, req_to_token, buffers.input_ids, buffers.positions, buffers.out_cache_loc,
+        buffers.rows, buffers.edited_rows, buffers.seq_lens, count, req_to_token.shape[1], block=BLOCK,  # pyright: ignore[reportArgumentType]
     )  # fmt: skip
