@@ -1,7 +1,7 @@
-"""Steering: add a direction to one layer's output at every step, and the text changes its subject.
+"""Steering: add a direction to one layer's output at every position, and the text changes its subject.
 
-The direction is the mean state of one text minus that of another. The same prompt is generated without it in the same
-batch, and does not notice.
+The direction is the mean state of one text minus that of another: a trace reads both. What is added is declared, so that no
+Python runs on the path. The same prompt is generated without it in the same batch, and does not notice.
 
 Reference: Turner et al., "Steering Language Models With Activation Engineering" (2023), https://arxiv.org/abs/2308.10248
 
@@ -12,13 +12,13 @@ import sys
 
 import torch
 
-from pymllm_interp import LM, SamplingParams
+from pymllm_interp import LM, SamplingParams, Steer
 
 PROMPT = "My neighbour told me that"
 TOWARDS = "The ocean, the sea, waves, ships, sailors, whales and the deep blue water"
 AWAY = "The office, the desk, papers, clerks, managers, meetings and the long grey hours"
 LAYER = 15
-SAMPLING = {"max_tokens": 24, "temperature": 0, "repetition_penalty": 1.1}
+SAMPLING = SamplingParams(max_tokens=24, temperature=0, repetition_penalty=1.1)
 
 
 def direction(lm: LM) -> torch.Tensor:
@@ -33,16 +33,10 @@ def direction(lm: LM) -> torch.Tensor:
 
 def main(scale: float = 1.0) -> tuple[str, str]:
     with LM("demo") as lm:
-        vector = scale * direction(lm)
-        plain = lm.submit(PROMPT, SamplingParams(**SAMPLING))  # runs while the block below does
-        with lm.generate(PROMPT, **SAMPLING) as tracer:
-            for _ in tracer.iter[:]:
-                lm.model.layers[LAYER].output[:] += vector
-            ids = tracer.result.save()
-        unsteered = plain.result()
-        steered = lm.tokenizer.decode(ids[0, len(unsteered.prompt_token_ids) :])
-    print(f"{PROMPT} ...\n\nunsteered: {unsteered.text}\n\nsteered:   {steered}")
-    return unsteered.text, steered
+        steer = Steer(f"resid_post.{LAYER}", direction(lm), scale=scale)
+        unsteered, steered = lm.generate([PROMPT, PROMPT], SAMPLING, interventions=[[], [steer]])
+    print(f"{PROMPT} ...\n\nunsteered: {unsteered.text}\n\nsteered:   {steered.text}\n\n{steered.receipt}")
+    return unsteered.text, steered.text
 
 
 if __name__ == "__main__":

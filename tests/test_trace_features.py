@@ -454,6 +454,38 @@ def test_inference_tensors_and_those_with_weak_references_can_be_saved(lm: LM) -
     assert reference() is row and torch.equal(doubled, row * 2)
 
 
+def test_torch_modes_that_a_block_is_in_while_it_waits_are_its_own(lm: LM) -> None:
+    """The engine's thread serves everybody: a mode that one block left on would be on for all."""
+    expected = lm.generate([B], SamplingParams(temperature=0, max_tokens=6))[0].token_ids
+    plain = lm.submit(B, SamplingParams(temperature=0, max_tokens=6))
+    with lm.generate(max_new_tokens=4) as tracer:
+        with tracer.invoke(A):
+            within = list().save()
+            for _ in tracer.iter[:2]:
+                with torch.inference_mode():
+                    h = lm.model.layers[0].output
+                    lm.model.layers[1].output.save()
+                    within.append((h * 2).is_inference() and torch.is_inference_mode_enabled())
+                with torch.autocast("cpu", torch.bfloat16):
+                    lm.model.layers[2].mlp.output.save()
+                    within.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16)
+                within.append(not torch.is_inference_mode_enabled() and not torch.is_autocast_enabled("cpu"))
+        with tracer.invoke(B):
+            others = list().save()
+            for _ in tracer.iter[:]:
+                with torch.enable_grad():
+                    others.append(lm.model.layers[1].output)
+                    w = torch.ones(1, requires_grad=True)
+                    others.append((w * 2).requires_grad)
+                others.append(lm.model.layers[2].output)
+            ids = tracer.result.save()
+    assert within == [True] * 6 and others[1::3] == [True] * 4
+    assert not any(h.is_inference() or h.requires_grad for h in others if isinstance(h, torch.Tensor))
+    assert {h.dtype for h in others if isinstance(h, torch.Tensor)} == {torch.float32}
+    assert ids[0, -4:].tolist() == expected[:4] and plain.result().token_ids == expected
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
 def test_an_assigned_input_leaves_the_saved_output_of_the_layer_before(lm: LM) -> None:
     """Both are one tensor in the model; beside another request, whose rows it holds too, it must not be written to."""
     with lm.trace() as tracer:

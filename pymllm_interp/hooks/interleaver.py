@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from greenlet import getcurrent
 
+from .modes import BlockModes
 from .nnsight_compat import (
     NO_SKIP,
     Controller,
@@ -51,6 +52,7 @@ class Block(Mediator):
     """
 
     trace: RequestTrace
+    modes: BlockModes
     due = 0
     served = False
 
@@ -88,6 +90,7 @@ class Block(Mediator):
         outer, watchdog = interleaver.serving, interleaver.watchdog
         scope["depth"], scope["saves"], interleaver.serving = 1, trace.saves, trace
         self.worker.parent = getcurrent()  # pyright: ignore[reportOptionalMemberAccess]
+        modes = self.modes.resume()
         visit = watchdog.enter(trace) if watchdog is not None else None
         try:
             return resume(*args)
@@ -102,6 +105,7 @@ class Block(Mediator):
                 watchdog.visit = visit
                 if watchdog.posted:
                     watchdog.drain()
+            self.modes.park(modes)
 
 
 class Point:

@@ -17,6 +17,7 @@ import torch
 from .analysis import wants_gradients
 from .interleaver import Block, EngineInterleaver, Point
 from .loops import LOOP_NAMES, PREFIX, LoopEnd, with_loop_ends
+from .modes import BlockModes
 from .nnsight_compat import EarlyStopException, Event, Mediator, apply, dangling_unwind, mark
 from .receipt import Receipt
 from .rows import Rows
@@ -104,7 +105,7 @@ class RequestTrace:
         code = with_loop_ends(source.node, source.code) if source.node is not None else source.code
         block = Block(code, source.glbls, {}, node=source.node)
         block.lcls = scope
-        block.trace = self
+        block.trace, block.modes = self, BlockModes()
         for name, value in LOOP_NAMES.items():
             dict.__setitem__(scope, name, value)  # not a name that the block binds
         return block

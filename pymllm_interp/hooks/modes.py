@@ -1,0 +1,63 @@
+"""torch's modes of a thread that many blocks share.
+
+A block that parks inside ``with torch.inference_mode():`` has the mode on when the engine goes on, and every other request with
+it. So a block takes along what it changed, and has it again when it is resumed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+DEVICES = ("cpu", "cuda")
+
+
+class Modes(NamedTuple):
+    """The modes that a ``with`` block sets for its thread."""
+
+    inference: bool
+    grad: bool
+    autocast: tuple[bool, ...]
+
+    @classmethod
+    def now(cls) -> Modes:
+        """The thread's."""
+        autocast = tuple(torch.is_autocast_enabled(device) for device in DEVICES)
+        return cls(torch.is_inference_mode_enabled(), torch.is_grad_enabled(), autocast)
+
+
+class BlockModes:
+    """What one block has changed of the modes, while it is parked."""
+
+    def __init__(self) -> None:
+        self._left: Modes | None = None
+        self._guard: torch.inference_mode | None = None
+
+    def resume(self) -> Modes:
+        """Put the block's changes back. Returns the modes to `park` with."""
+        before = Modes.now()
+        if self._left is not None:
+            if self._guard is not None:
+                self._guard.__exit__(None, None, None)
+            self._set(self._left)
+            self._left = self._guard = None
+        return before
+
+    def park(self, before: Modes) -> None:
+        """Take the block's changes out of the thread, which had the modes `before`."""
+        now = Modes.now()
+        if now == before:
+            return
+        self._left = now
+        if now.inference != before.inference:
+            # Leaving it restores what is now, whatever other blocks did meanwhile.
+            self._guard = torch.inference_mode(before.inference)
+            self._guard.__enter__()
+        self._set(before)
+
+    @staticmethod
+    def _set(modes: Modes) -> None:
+        torch._C._set_grad_enabled(modes.grad)
+        for device, enabled in zip(DEVICES, modes.autocast, strict=True):
+            torch.set_autocast_enabled(device, enabled)
