@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .core.output import RequestOutput
     from .core.request import SamplingParams
     from .engine.lm import LM
-    from .hooks.intervention import Ablate, Clamp, Gate, Generated, Patch, Scale, Steer
+    from .hooks.intervention import Ablate, Capture, Clamp, Gate, Generated, Patch, Scale, Steer
     from .hooks.site import Site
     from .runner.interp_model_runner import InterpModelRunner
     from .runner.model_runner import ModelRunner
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "LM": "engine.lm",
     "Ablate": "hooks.intervention",
+    "Capture": "hooks.intervention",
     "Clamp": "hooks.intervention",
     "Gate": "hooks.intervention",
     "Generated": "hooks.intervention",
@@ -34,7 +35,7 @@ _HOMES = {
 }
 
 __all__ = [
-    "LM", "Ablate", "Clamp", "Gate", "Generated", "InterpModelRunner", "ModelRunner", "Patch", "RequestOutput",
+    "LM", "Ablate", "Capture", "Clamp", "Gate", "Generated", "InterpModelRunner", "ModelRunner", "Patch", "RequestOutput",
     "SamplingParams", "Scale", "Site", "Steer",
 ]  # fmt: skip
 

@@ -121,6 +121,8 @@ class ServerConfig:
     """Interventions of one request at one site at most."""
     max_intervention_vectors: int = 4096
     """Vectors of all live requests' interventions at most; equal ones count once."""
+    max_capture_bytes: int = 1 << 30
+    """Bytes that a request's captures may come to take on the host."""
     hook_execution: str = "auto"
     """How a decode step runs in which a block waits for a module: "split" runs its request by itself beside the others,
     "eager" the whole batch module by module, "auto" what is quicker by times measured at start-up."""
@@ -143,6 +145,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         _positive(self, "max_model_len", "max_running_requests", "max_num_tokens", "kv_cache_tokens", "page_size")
         _positive(self, "torch_compile_max_bs", "max_interventions_per_site", "max_intervention_vectors")
+        _positive(self, "max_capture_bytes")
         _one_of(self, "schedule_policy", ("mixed", "prefill_first"))
         _one_of(self, "hook_execution", ("auto", "split", "eager"))
         _one_of(self, "attention_backend", ("auto", "torch", "flashinfer"))

@@ -622,3 +622,19 @@ def test_auto_is_flashinfer_where_it_can_serve(
     monkeypatch.setattr(attention, "find_spec", lambda name: object() if installed else None)
     monkeypatch.setattr(FlashInferAttnBackend, "__init__", lambda self, device, dtype: None)
     assert type(create_attention_backend("auto", device, dtype, head_dim)) is expected
+
+
+def test_kernels_that_cannot_be_compiled_are_an_error_that_says_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer_backend, "import_flashinfer", lambda: helpers_flashinfer)
+    monkeypatch.setattr(flashinfer_backend, "WORKSPACE_BYTES", 16)
+    backend, layer = FlashInferAttnBackend("cpu", torch.bfloat16), make_layer(4, 2, 64)
+    plan = helpers_flashinfer._Paged._plan
+
+    def no_compiler(*args: object, **kwargs: object) -> None:
+        raise FileNotFoundError("No such file or directory: 'ninja'")
+
+    monkeypatch.setattr(helpers_flashinfer._Paged, "_plan", no_compiler)
+    with pytest.raises(RuntimeError, match=r"4 heads over 2 of size 64.*'ninja'.*attention_backend='torch'"):
+        Sequences.make([5], layer, torch.bfloat16).run(backend, {0: (0, 5)})
+    monkeypatch.setattr(helpers_flashinfer._Paged, "_plan", plan)
+    Sequences.make([5], layer, torch.bfloat16).run(backend, {0: (0, 5)})

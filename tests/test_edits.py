@@ -35,7 +35,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 pytestmark = [pytest.mark.gpu] if CUDA else []
 INFO = ModelInfo.of(CONFIGS["llama"](), torch.float32)
 WIDTH, LAYERS = INFO.hidden_size, INFO.num_hidden_layers
-LIMITS = Limits(max_interventions_per_site=6, max_intervention_vectors=300)
+LIMITS = Limits(max_interventions_per_site=6, max_intervention_vectors=300, max_capture_bytes=1 << 20)
 PROMPT = 7
 SITES = [
     "embed",

@@ -733,6 +733,16 @@ def test_sampling_that_fails_ends_its_requests_and_the_engine_goes_on(
     assert_idle(lm)
 
 
+def test_a_stream_whose_request_fails_raises_what_ended_it(lm_of: LmOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = lm_of("llama")
+    attention = lm.runner.attn_backend
+    monkeypatch.setattr(attention, "forward", raise_once(attention.forward))
+    with pytest.raises(Boom, match="boom"):
+        list(lm.stream([1, 2, 3], GREEDY))
+    assert "".join(lm.stream([1, 2, 3], GREEDY))
+    assert_idle(lm)
+
+
 def test_a_step_that_fails_with_a_trace_in_it_ends_the_trace_and_plain_requests_are_run_again(
     lm_of: LmOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:

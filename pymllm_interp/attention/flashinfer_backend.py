@@ -314,10 +314,19 @@ class FlashInferAttnBackend(AttentionBackend):
             "q_data_type": self.dtype,
             "kv_data_type": pool.dtype,
         }
-        if qo_indptr is None:
-            planned.plan(*paged, *heads, **options)
-        else:
-            planned.plan(qo_indptr, *paged, *heads, causal=True, **options)
+        try:
+            if qo_indptr is None:
+                planned.plan(*paged, *heads, **options)
+            else:
+                planned.plan(qo_indptr, *paged, *heads, causal=True, **options)
+        except (RuntimeError, OSError) as error:  # it compiles what it has not, with nvcc and ninja
+            if planned.pages is not None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise RuntimeError(
+                f"FlashInfer could not prepare its kernels for {kind.num_heads} heads over {kind.num_kv_heads} of size "
+                f"{kind.head_dim} in {self.dtype} ({error}): install its compiled kernels (flashinfer-jit-cache), or nvcc and "
+                "ninja; or use attention_backend='torch'"
+            ) from error
         planned.pages = lens.pages
 
     def _fill(self, kv_indices: torch.Tensor, kv_indptr: torch.Tensor, forward_batch: ForwardBatch) -> None:

@@ -35,6 +35,8 @@ class CompletionOutput:
     """The stop string or token id, where that was the reason."""
     logprobs: list[dict[int, Logprob]] | None = None
     error: BaseException | None = None
+    activations: Any = None
+    """What was captured (hooks.capture.Activations), or None."""
 
 
 @dataclass
@@ -50,6 +52,11 @@ class RequestOutput:
     warnings: list[str] = field(default_factory=list)
     receipt: Any = None
     """What was applied for this request, and how its steps ran (hooks.receipt.Receipt)."""
+
+    @property
+    def activations(self) -> Any:
+        """What was captured of the first completion."""
+        return self.outputs[0].activations
 
     @property
     def text(self) -> str:

@@ -200,6 +200,8 @@ class Request:
     stop_reason: int | str | None = None
     receipt: Any = None
     """What was applied (hooks.receipt.Receipt), where something was declared."""
+    activations: Any = None
+    """What was captured (hooks.capture.Activations)."""
     error: BaseException | None = None
     warnings: list[str] = field(default_factory=list)
 

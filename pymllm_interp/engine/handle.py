@@ -114,6 +114,7 @@ class Completion:
             stop_reason=request.stop_reason,
             logprobs=self._decoded(request.logprobs),
             error=request.error,
+            activations=request.activations,
         )
 
     def _decoded(self, entries: list[dict] | None) -> list[dict[int, Logprob]] | None:
@@ -240,7 +241,13 @@ class RequestHandle:
                 yield piece
         finally:
             self.cancel()
-        self.result()
+        self._raise()
+
+    def _raise(self) -> None:
+        """Raise what ended the request; a stream has no output that could carry it."""
+        for request in self.requests:
+            if request.error is not None:
+                raise request.error
 
     async def __aiter__(self) -> AsyncIterator[StreamPiece]:
         if self._pieces is None:
@@ -251,7 +258,7 @@ class RequestHandle:
                 yield piece
         finally:
             self.cancel()
-        self.result()
+        self._raise()
 
 
 class EngineClosedError(RuntimeError):

@@ -22,9 +22,10 @@ from transformers import GenerationConfig, PretrainedConfig
 from ..config import ModelConfig, ServerConfig
 from ..core.output import RequestOutput
 from ..core.request import Request, SamplingParams
-from ..hooks.intervention import Intervention, for_each_prompt
+from ..hooks.intervention import Capture, Intervention, captures_for_each_prompt, for_each_prompt
 from ..hooks.model import TracedModel
 from ..hooks.receipt import Receipt
+from ..hooks.site import Site
 from ..hooks.trace import RequestTrace
 from ..hooks.tracer import EngineTracer, SessionTracer, opens_with
 from ..models.source import load_tokenizer
@@ -35,6 +36,8 @@ from .prompts import IGNORED, Limits, PromptError, RequestFactory, as_prompts, s
 
 Interventions = Sequence[Intervention] | Sequence[Sequence[Intervention]] | None
 """One list for all prompts, or a list for each."""
+Captures = Sequence[Capture | Site | str] | Sequence[Sequence[Capture | Site | str]] | None
+"""The same; a string is a site, or a pattern of sites."""
 FORWARD = SamplingParams(temperature=0.0, max_tokens=1)
 """What a trace's single pass samples with, for blocks that read `lm.samples`."""
 
@@ -120,7 +123,8 @@ class LM(TracedModel):
 
         ``lm.generate(prompts, SamplingParams(...))`` returns a list of `RequestOutput`, in the order of the prompts. A prompt is
         text or token ids. One set of parameters serves all prompts, or a list gives each its own; so with `interventions`, a
-        list of `Steer`, `Ablate`, `Clamp`, `Scale` and `Patch`, or one list for each prompt. `timeout` is in seconds.
+        list of `Steer`, `Ablate`, `Clamp`, `Scale` and `Patch`, and with `capture`, a list of sites and `Capture`s (the states are
+        in the output's `activations`). `timeout` is in seconds.
 
         ``with lm.generate(prompt, max_new_tokens=n) as tracer:`` is greedy unless asked otherwise, takes transformers' and
         vLLM's names for its parameters, and serves every step to the block. What that saves is on the CPU afterwards, or on
@@ -142,6 +146,7 @@ class LM(TracedModel):
         timeout: float | None = None,
         edits: list[str] | None = None,
         interventions: Interventions = None,
+        capture: Captures = None,
         **unknown: Any,
     ) -> list[RequestOutput]:
         if unknown:
@@ -151,7 +156,7 @@ class LM(TracedModel):
             )
         if prompts is None:
             raise TypeError("lm.generate() needs prompts: lm.generate(['text'], SamplingParams(...))")
-        handles = self._handles(as_prompts(prompts), sampling_params, timeout, edits, interventions)
+        handles = self._handles(as_prompts(prompts), sampling_params, timeout, edits, interventions, capture)
         self.engine.submit(handles)
         try:
             return [handle.result() for handle in handles]
@@ -168,9 +173,10 @@ class LM(TracedModel):
         timeout: float | None = None,
         edits: list[str] | None = None,
         interventions: Interventions = None,
+        capture: Captures = None,
     ) -> RequestHandle:
         """Start a request and return at once: ``h.result()`` waits for its `RequestOutput`, ``h.cancel()`` ends it."""
-        return self._submit(prompt, sampling_params, timeout, edits, interventions, streaming=False)
+        return self._submit(prompt, sampling_params, timeout, edits, interventions, capture, streaming=False)
 
     def stream(
         self,
@@ -180,12 +186,13 @@ class LM(TracedModel):
         timeout: float | None = None,
         edits: list[str] | None = None,
         interventions: Interventions = None,
+        capture: Captures = None,
     ) -> Iterator[StreamPiece]:
         """The text as it comes, in pieces. Each is a string with `token_ids`, `output_index` and, at the end, `finish_reason`.
 
         Leaving the loop early ends the request.
         """
-        return iter(self._submit(prompt, sampling_params, timeout, edits, interventions, streaming=True))
+        return iter(self._submit(prompt, sampling_params, timeout, edits, interventions, capture, streaming=True))
 
     def astream(
         self,
@@ -195,9 +202,10 @@ class LM(TracedModel):
         timeout: float | None = None,
         edits: list[str] | None = None,
         interventions: Interventions = None,
+        capture: Captures = None,
     ) -> AsyncIterator[StreamPiece]:
         """`stream` for ``async for``."""
-        return self._submit(prompt, sampling_params, timeout, edits, interventions, streaming=True).__aiter__()
+        return self._submit(prompt, sampling_params, timeout, edits, interventions, capture, streaming=True).__aiter__()
 
     def _submit(
         self,
@@ -206,12 +214,13 @@ class LM(TracedModel):
         timeout: float | None,
         edits: list[str] | None,
         interventions: Interventions,
+        capture: Captures,
         streaming: bool,
     ) -> RequestHandle:
         prompts = as_prompts(prompt)
         if len(prompts) != 1:
             raise PromptError(f"one prompt is expected, got {len(prompts)}: lm.generate takes lists")
-        handle = self._handles(prompts, params, timeout, edits, interventions, streaming)[0]
+        handle = self._handles(prompts, params, timeout, edits, interventions, capture, streaming)[0]
         self.engine.submit([handle])
         return handle
 
@@ -222,11 +231,13 @@ class LM(TracedModel):
         timeout: float | None,
         edits: list[str] | None = None,
         interventions: Interventions = None,
+        capture: Captures = None,
         streaming: bool = False,
     ) -> list[RequestHandle]:
         """A handle for each prompt. What is wrong with any of them is raised before one is scheduled."""
         params = self._params_for(prompts, sampling_params)
         declared = for_each_prompt(interventions, len(prompts))
+        captures = captures_for_each_prompt(capture, len(prompts))
         handles = []
         for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             what = f"prompt {i}" if len(prompts) > 1 else "the prompt"
@@ -242,13 +253,15 @@ class LM(TracedModel):
                 request.trace = RequestTrace(None, self.interleaver, blocks)
                 request.receipt = request.trace.receipt
             for request in requests:
-                self._declare(request, declared[i])
+                self._declare(request, declared[i], captures[i])
             handles.append(RequestHandle(text, requests, self.tokenizer, self.engine.abort, streaming))
         self._hold(handles)
         return handles
 
-    def _declare(self, request: Request, interventions: Sequence[Intervention]) -> None:
-        request.declared = self.runner.declare(interventions, request.prompt_len)
+    def _declare(
+        self, request: Request, interventions: Sequence[Intervention], captures: Sequence[Capture] = ()
+    ) -> None:
+        request.declared = self.runner.declare(interventions, captures, request)
         if request.declared is not None and request.receipt is None:
             request.receipt = Receipt()
 

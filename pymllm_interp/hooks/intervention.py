@@ -463,21 +463,40 @@ def for_each_prompt(given: Any, prompts: int) -> list[list[Intervention]]:
     Raises:
         ValueError: neither, or a list of another length.
     """
-    specs = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
-    lists = [isinstance(spec, list | tuple) for spec in specs]
-    if not any(lists):
-        found = [specs] * prompts
-    elif all(lists) and len(specs) == prompts:
-        found = [list(entry) for entry in specs]
-    else:
-        raise ValueError(
-            f"interventions: expected one list of interventions for all prompts, or one list for each of the {prompts}, got "
-            f"{sum(lists)} lists among {len(specs)} entries"
-        )
+    found = _lists(given, prompts, "interventions")
     for spec in (spec for entry in found for spec in entry):
         if not isinstance(spec, Intervention):
             raise ValueError(f"interventions: {spec!r} is none; expected Steer, Ablate, Clamp, Scale or Patch")
     return found
+
+
+def captures_for_each_prompt(given: Any, prompts: int) -> list[list[Capture]]:
+    """The same of captures; a string is a `Capture` of that site.
+
+    Raises:
+        ValueError: neither, or a list of another length.
+    """
+    found = [
+        [Capture(spec) if isinstance(spec, str | Site) else spec for spec in entry]
+        for entry in _lists(given, prompts, "capture")
+    ]
+    for spec in (spec for entry in found for spec in entry):
+        if not isinstance(spec, Capture):
+            raise ValueError(f"capture: {spec!r} is none; expected a site, or Capture(site, ...)")
+    return found
+
+
+def _lists(given: Any, prompts: int, what: str) -> list[list[Any]]:
+    specs = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    lists = [isinstance(spec, list | tuple) for spec in specs]
+    if not any(lists):
+        return [specs] * prompts
+    if all(lists) and len(specs) == prompts:
+        return [list(entry) for entry in specs]
+    raise ValueError(
+        f"{what}: expected one list for all prompts, or one list for each of the {prompts}, got {sum(lists)} lists among "
+        f"{len(specs)} entries"
+    )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,21 @@ import torch
 from ..core.upload import upload
 from ..layers import edits
 from ..layers.edits import EditTables, HostEdits
-from .intervention import Ablate, Clamp, Intervention, Patch, Scale, Steer, Window, apply, bind, ordinals_of, rows_in
+from .capture import Activations, Tap, num_rows
+from .intervention import (
+    Ablate,
+    Capture,
+    Clamp,
+    Intervention,
+    Patch,
+    Scale,
+    Steer,
+    Window,
+    apply,
+    bind,
+    ordinals_of,
+    rows_in,
+)
 from .receipt import Applied
 from .site import ModelInfo, Site
 
@@ -53,10 +67,35 @@ def site_index(site: Site, num_layers: int) -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """What tables hold; the names are those of the settings."""
+    """What tables and results hold; the names are those of the settings."""
 
     max_interventions_per_site: int
     max_intervention_vectors: int
+    max_capture_bytes: int
+
+
+def _taps(
+    captures: Sequence[Capture], model: ModelInfo, prompt_len: int, limits: Limits, longest: int
+) -> dict[int, list[Tap]]:
+    taps: dict[int, list[Tap]] = {}
+    names: set[str] = set()
+    size = 0
+    for spec in captures:
+        for bound in bind(spec, model, prompt_len):
+            site = site_index(bound.site, model.num_hidden_layers)
+            if str(bound.site) in names:
+                raise ValueError(f"{bound.site} is captured twice: name it once, with all positions that you want")
+            names.add(str(bound.site))
+            width = model.width(bound.site.kind)
+            taps.setdefault(site, []).append(Tap(spec, bound.site, bound.windows, width))
+            dtype = spec.dtype if isinstance(spec.dtype, torch.dtype) else model.dtype
+            size += num_rows(bound.windows, longest) * width * dtype.itemsize
+    if size > limits.max_capture_bytes:
+        raise ValueError(
+            f"the captures of a request of {longest} positions may take {size / 2**20:.0f} MiB; a request's results hold "
+            f"{limits.max_capture_bytes / 2**20:.0f} (max_capture_bytes): raise it, or capture fewer sites or positions"
+        )
+    return taps
 
 
 class Op(NamedTuple):
@@ -69,14 +108,16 @@ class Op(NamedTuple):
 
 @dataclass
 class Declared:
-    """The interventions of one request.
+    """The interventions and captures of one request.
 
     Attributes:
         ops: by site, in the order in which they act.
+        taps: by site.
         vectors: rows of the pool that it holds, until `VectorPool.release`.
     """
 
     ops: dict[int, list[Op]]
+    taps: dict[int, list[Tap]]
     prompt_len: int
     vectors: dict[int, int] = field(default_factory=dict)
     """id of a tensor -> its first row."""
@@ -85,11 +126,20 @@ class Declared:
     """(site, place among its ops) -> how often its gate let it act."""
 
     @classmethod
-    def of(cls, specs: Sequence[Intervention], model: ModelInfo, prompt_len: int, limits: Limits) -> Declared:
-        """What `specs` come to for a prompt of that length.
+    def of(
+        cls,
+        specs: Sequence[Intervention],
+        model: ModelInfo,
+        prompt_len: int,
+        limits: Limits,
+        captures: Sequence[Capture] = (),
+        longest: int = 0,
+    ) -> Declared:
+        """What `specs` and `captures` come to for a prompt of that length, in a request of at most `longest` positions.
 
         Raises:
-            ValueError: what `bind` refuses, a site that no op can act at, or too many ops at one.
+            ValueError: what `bind` refuses, a site that no op can act at, too many ops at one, a site that is captured twice, or
+                captures that may take more memory than a request's results are allowed.
         """
         placed: list[tuple[int, bool, Op]] = []
         for spec in specs:
@@ -110,7 +160,17 @@ class Declared:
                     f"{found[0].site} has {count} interventions, counting each run of evenly spaced positions; at most "
                     f"{limits.max_interventions_per_site} are held (max_interventions_per_site): raise it, or use fewer runs"
                 )
-        return cls(ops, prompt_len)
+        return cls(ops, _taps(captures, model, prompt_len, limits, longest), prompt_len)
+
+    def activations(self, token_ids: list[int]) -> Activations | None:
+        """What was captured of a request that computed the positions of `token_ids`; None where nothing was asked for."""
+        if not self.taps:
+            return None
+        found = Activations()
+        for site in sorted(self.taps):
+            for tap in self.taps[site]:
+                tap.finish(token_ids, found)
+        return found
 
     def applied(self, num_positions: int) -> list[Applied]:
         """What became of each op, of a request whose first `num_positions` were computed."""
@@ -133,20 +193,30 @@ class Declared:
 
 
 def host_edits(requests: Iterable[tuple[Declared, int, torch.Tensor]], num_layers: int) -> HostEdits | None:
-    """The ops of a step as functions; None where no request has any in it.
+    """The ops and captures of a step as functions; None where no request has any in it.
 
     Args:
         requests: (interventions, first token row, positions [rows]) of each.
     """
-    by_site: dict[int, list[tuple[int, int, Callable[[torch.Tensor], torch.Tensor]]]] = {}
+    by_site: dict[int, list[tuple[tuple[int, int], Callable[[torch.Tensor], torch.Tensor]]]] = {}
+    taps: dict[int, list[tuple[tuple[int, int], Callable[[torch.Tensor], None]]]] = {}
     for declared, start, positions in requests:
+        rows = start, len(positions)
+        for site, tapped in declared.taps.items():
+            for tap in tapped:
+                if rows_in(tap.windows, positions).any():
+                    taps.setdefault(site, []).append((rows, _taking(tap, positions)))
         for site, found in declared.ops.items():
             for i, op in enumerate(found):
                 ordinals = ordinals_of(op.windows, positions)
                 if (ordinals >= 0).any():
                     function = _function(op.spec, ordinals, declared.fires, (site, i))
-                    by_site.setdefault(site, []).append((start, len(positions), function))
-    return HostEdits(by_site, edits.final_norm_site(num_layers)) if by_site else None
+                    by_site.setdefault(site, []).append((rows, function))
+    return HostEdits(by_site, taps, edits.final_norm_site(num_layers)) if by_site or taps else None
+
+
+def _taking(tap: Tap, positions: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    return lambda rows: tap.take(rows, positions)
 
 
 def _function(

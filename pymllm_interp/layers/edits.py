@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -121,35 +121,47 @@ class TableEdits:
         return edit_add_rms_norm(h, delta, weight, eps, place, self)
 
 
+Rows = tuple[int, int]
+"""First row, and rows, of a request in a pass."""
+
+
 class HostEdits:
     """Ops as functions: (site) -> what each of its requests does to its rows, in order.
 
     Args:
-        by_site: site -> (first row, rows, [rows, width] -> [rows, width]).
+        by_site: site -> (rows, [rows, width] -> [rows, width]).
+        taps: site -> (rows, what takes the state [rows, width] after the ops).
         final_site: the final norm's.
     """
 
     def __init__(
-        self, by_site: dict[int, list[tuple[int, int, Callable[[torch.Tensor], torch.Tensor]]]], final_site: int
+        self,
+        by_site: dict[int, list[tuple[Rows, Callable[[torch.Tensor], torch.Tensor]]]],
+        taps: dict[int, list[tuple[Rows, Callable[[torch.Tensor], None]]]],
+        final_site: int,
     ) -> None:
-        self.by_site, self.final_site = by_site, final_site
+        self.by_site, self.taps, self.final_site = by_site, taps, final_site
 
     def rows_from(self, start: int, stop: int) -> HostEdits:
         """Those of the token rows from `start` to `stop`, which are whole requests', counted from `start`."""
-        by_site = {
-            site: [(first - start, size, op) for first, size, op in ops if start <= first < stop]
-            for site, ops in self.by_site.items()
-        }
-        return HostEdits(by_site, self.final_site)
+
+        def cut(by_site: dict[int, list[Any]]) -> dict[int, list[Any]]:
+            return {
+                site: [((first - start, size), found) for (first, size), found in entries if start <= first < stop]
+                for site, entries in by_site.items()
+            }
+
+        return HostEdits(cut(self.by_site), cut(self.taps), self.final_site)
 
     def at(self, site: int, value: torch.Tensor) -> torch.Tensor:
         ops = self.by_site.get(site)
-        if not ops:
-            return value
-        value = value.clone()
-        for start, size, op in ops:
-            rows = value[0, start : start + size]
-            rows.copy_(op(rows))
+        if ops:
+            value = value.clone()
+            for (start, size), op in ops:
+                rows = value[0, start : start + size]
+                rows.copy_(op(rows))
+        for (start, size), tap in self.taps.get(site, ()):
+            tap(value[0, start : start + size])
         return value
 
     def add_rms_norm(

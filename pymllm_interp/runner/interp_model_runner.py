@@ -26,7 +26,7 @@ from ..core.output import LogitsProcessorOutput, ModelRunnerOutput, ScheduledReq
 from ..core.request import Request
 from ..core.upload import upload
 from ..hooks.groups import NNsightRequestHelper
-from ..hooks.intervention import Intervention
+from ..hooks.intervention import Capture, Intervention
 from ..hooks.model import TracedModel
 from ..hooks.site import ModelInfo
 from ..hooks.tables import Declared, DeviceTables, Limits, host_edits
@@ -76,7 +76,9 @@ class InterpModelRunner(ModelRunner):
         assert self.source is not None
         self.model_info = ModelInfo.of(self.source.hf_config, self.dtype)
         config = self.server_config
-        self.edit_limits = Limits(config.max_interventions_per_site, config.max_intervention_vectors)
+        self.edit_limits = Limits(
+            config.max_interventions_per_site, config.max_intervention_vectors, config.max_capture_bytes
+        )
         super().init_memory_pool()
 
     def _init_tables(self) -> None:
@@ -90,13 +92,23 @@ class InterpModelRunner(ModelRunner):
 
     # -- declared interventions ------------------------------------------------------
 
-    def declare(self, specs: Sequence[Intervention], prompt_len: int) -> Declared | None:
-        """What `specs` come to for a prompt of that length; None for none. Called on any thread.
+    def declare(self, specs: Sequence[Intervention], captures: Sequence[Capture], request: Request) -> Declared | None:
+        """What a request's interventions and captures come to; None for none. Called on any thread.
 
         Raises:
-            ValueError: what the model does not have, or the tables do not hold.
+            ValueError: what the model does not have, or the tables and results do not hold.
+            NotImplementedError: captures on CUDA, or beside a trace.
         """
-        return Declared.of(specs, self.model_info, prompt_len, self.edit_limits) if specs else None
+        if captures and self.device.startswith("cuda"):
+            raise NotImplementedError(
+                "captures are served on a CPU only so far; on CUDA a trace can read the same states"
+            )
+        if captures and request.trace is not None:
+            raise NotImplementedError("a trace takes no captures: it can read the states itself")
+        if not specs and not captures:
+            return None
+        longest = request.prompt_len + request.max_tokens - 1
+        return Declared.of(specs, self.model_info, request.prompt_len, self.edit_limits, captures, longest)
 
     def hold(self, declared: Declared) -> None:
         """Keep a place for a request's vectors until `finish_declared`. Called on any thread.
@@ -121,6 +133,7 @@ class InterpModelRunner(ModelRunner):
         counted = min(request.num_computed_tokens, request.prompt_len + max(0, len(request.output_token_ids) - 1))
         request.receipt.interventions = declared.applied(counted)
         request.receipt.preemptions = request.num_preemptions
+        request.activations = declared.activations((request.prompt_token_ids + request.output_token_ids)[:counted])
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
         for request_id in scheduler_output.preempted_req_ids:

@@ -79,7 +79,7 @@ class ModelRunner:
 
     Args:
         server_config, model_config: the defaults where None.
-        gpu_id: the CUDA device.
+        gpu_id: the CUDA device, where the configuration's `device` names none.
 
     Attributes:
         model, req_to_token_pool, token_to_kv_pool, token_to_kv_pool_allocator, attn_backend: None before `initialize` and
@@ -95,8 +95,8 @@ class ModelRunner:
     ) -> None:
         self.server_config = server_config or ServerConfig()
         self.model_config = model_config or ModelConfig()
-        self.gpu_id = gpu_id
         self.device = resolve_device(self.server_config.device)
+        self.gpu_id = int(self.device.partition(":")[2] or gpu_id)
         self.dtype = resolve_dtype(self.model_config.dtype, self.device)
         self.kv_cache_dtype = self.dtype
         self.source: ModelSource | None = None
