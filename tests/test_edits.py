@@ -25,8 +25,9 @@ from pymllm_interp.hooks.intervention import (
 )
 from pymllm_interp.hooks.site import ModelInfo
 from pymllm_interp.hooks.tables import Declared, DeviceTables, Limits, VectorPool, host_edits, site_index
-from pymllm_interp.layers.edits import TableEdits, final_norm_site, num_sites
+from pymllm_interp.layers.edits import final_norm_site, num_sites
 from pymllm_interp.layers.norm import add_rms_norm
+from pymllm_interp.layers.table_edits import TableEdits
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
 

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 from ..core.upload import upload
-from ..layers import edits
-from ..layers.edits import EditTables, HostEdits
+from ..layers import edits, table_edits
+from ..layers.host_edits import HostEdits
+from ..layers.table_edits import EditTables
 from .capture import Activations, Tap, num_rows
 from .intervention import (
     Ablate,
@@ -40,7 +41,7 @@ from .site import ModelInfo, Site
 
 STREAM_KINDS = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm")
 """Kinds of sites that interventions can act at."""
-NORMS = {"none": edits.NO_NORM, "preserve": edits.PRESERVE, "match": edits.MATCH}
+NORMS = {"none": table_edits.NO_NORM, "preserve": table_edits.PRESERVE, "match": table_edits.MATCH}
 
 
 def site_index(site: Site, num_layers: int) -> int:
@@ -368,8 +369,8 @@ class DeviceTables:
         _, sites, depth = self.tables.fires.shape
         rows = np.array(list(self._staged), dtype=np.int64)
         counts = np.zeros((len(rows), sites), dtype=np.int32)
-        fields = np.zeros((len(rows), sites, depth, edits.FIELDS), dtype=np.int32)
-        numbers = np.zeros((len(rows), sites, depth, edits.NUMBERS), dtype=np.float32)
+        fields = np.zeros((len(rows), sites, depth, table_edits.FIELDS), dtype=np.int32)
+        numbers = np.zeros((len(rows), sites, depth, table_edits.NUMBERS), dtype=np.float32)
         for i, (row, declared) in enumerate(self._staged.items()):
             if declared is None:
                 self._in_use.discard(row)
@@ -414,19 +415,19 @@ def _entries(op: Op, declared: Declared) -> Iterator[tuple[list[int], list[float
     first, rank, norm, low, high, before = vectors[0] if vectors else 0, 1, 0, 0.0, 0.0, 0
     match spec:
         case Steer():
-            code, low, norm = edits.ADD, spec.scale, NORMS[spec.norm]
+            code, low, norm = table_edits.ADD, spec.scale, NORMS[spec.norm]
         case Ablate():
-            code, rank = edits.PROJECT_OUT, len(spec.basis)
+            code, rank = table_edits.PROJECT_OUT, len(spec.basis)
         case Clamp():
-            code = edits.CLAMP
+            code = table_edits.CLAMP
             low = -np.inf if spec.low is None else spec.low
             high = np.inf if spec.high is None else spec.high
         case Scale():
-            code, low = edits.SCALE, spec.factor
+            code, low = table_edits.SCALE, spec.factor
         case Patch():
-            code, rank = edits.PATCH, spec.values.ndim  # 2: a row for each position
+            code, rank = table_edits.PATCH, spec.values.ndim  # 2: a row for each position
     for window in op.windows:
-        stop = edits.NO_END if window.stop is None else window.stop
+        stop = table_edits.NO_END if window.stop is None else window.stop
         yield [code, first + before, rank, window.start, stop, window.step, probe, norm], [low, high, threshold]
         if isinstance(spec, Patch) and spec.values.ndim == 2:
             before += window.size or 0

@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
-"""Declared ops on rows that a Triton program holds in registers; `layers/edits.py` says what the tables hold."""
+"""Declared ops on rows that a Triton program holds in registers; `layers/table_edits.py` says what the tables hold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import edits as codes
+from . import table_edits as codes
+from .edits import added_site
 from .triton_kernels import norm_launch
 
 ADD, PROJECT_OUT, CLAMP = tl.constexpr(codes.ADD), tl.constexpr(codes.PROJECT_OUT), tl.constexpr(codes.CLAMP)
@@ -163,5 +164,5 @@ def edit_add_rms_norm(
     """`triton_kernels.add_rms_norm` with the ops of the place; h and delta [1, tokens, width]."""
     h, delta = h.contiguous(), delta.contiguous()
     total, out = torch.empty_like(h), torch.empty_like(h)
-    _launch(h, delta, weight, total, out, eps, codes.added_site(place), edits, norm=True)
+    _launch(h, delta, weight, total, out, eps, added_site(place), edits, norm=True)
     return total, out

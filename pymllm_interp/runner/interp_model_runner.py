@@ -30,7 +30,7 @@ from ..hooks.intervention import Capture, Intervention
 from ..hooks.model import TracedModel
 from ..hooks.site import ModelInfo
 from ..hooks.tables import Declared, DeviceTables, Limits, host_edits
-from ..layers.edits import TableEdits
+from ..layers.table_edits import TableEdits
 from ..sampling import SamplerOutput
 from .async_output import AsyncOutput
 from .input_batch import ExecuteModelState, InputBatch
