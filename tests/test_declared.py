@@ -235,6 +235,17 @@ def test_a_trace_sees_a_sites_own_module_after_the_ops_and_what_is_inside_before
     )
 
 
+def test_each_invoke_of_a_trace_has_its_own_interventions(lm_of: Any) -> None:
+    lm, prompt = lm_of("llama"), prompt_of(6, 2)
+    with lm.trace() as tracer:
+        with tracer.invoke(prompt, interventions=[Scale("resid_post.0", 0.0)]):
+            off = lm.model.layers[0].output.save()
+        with tracer.invoke(prompt):
+            on = lm.model.layers[0].output.save()
+    assert off.abs().max() == 0 and on.abs().max() > 0
+    assert [len(receipt.interventions) for receipt in tracer.receipts] == [1, 0]
+
+
 def test_receipts_count_rows_by_phase_gates_and_how_steps_ran(lm_of: Any) -> None:
     lm, prompt = lm_of("llama"), prompt_of(7, 4)
     width = lm.hf_config.hidden_size
