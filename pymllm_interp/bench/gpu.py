@@ -180,17 +180,18 @@ def graph_ms(lm: LM, batch: int, repeats: int = 20) -> float | None:
     if runner is None:
         return None
     graph = runner.graphs[runner.padded_size(batch)]
+    return lm.engine.call(lambda: replay_ms(graph, repeats))
 
-    def replays() -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(repeats):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / repeats
 
-    return lm.engine.call(replays)
+def replay_ms(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
+    """Milliseconds of the GPU for one replay."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / repeats
 
 
 def measure_prefill(lm: LM, settings: GpuSettings) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from .. import LM
 from ..hooks.intervention import Ablate, Clamp, Gate, Intervention, Steer
 from ..runner.cuda_graph_runner import CudaGraphRunner
 from .common import greedy, random_prompts, timed
-from .gpu import GpuSettings, Model, facts
+from .gpu import GpuSettings, Model, facts, replay_ms
 
 PAIRS = 5
 PROMPT_TOKENS, NEW_TOKENS = 32, 65
@@ -103,24 +103,13 @@ def tables(lm: LM, batch: int, replays: int = 20) -> dict[str, Any]:
         finally:
             runner.captured_edits = captured  # type: ignore[method-assign]
         graphs = without.graphs[size], with_tables.graphs[size]
-        pairs = [(milliseconds(graphs[0], replays), milliseconds(graphs[1], replays)) for _ in range(PAIRS + 1)][1:]
+        pairs = [(replay_ms(graphs[0], replays), replay_ms(graphs[1], replays)) for _ in range(PAIRS + 1)][1:]
         for made in (without, with_tables):
             made.shutdown()
         kept.clear()
         return pairs
 
     return summary(lm.engine.call(run))
-
-
-def milliseconds(graph: torch.cuda.CUDAGraph, replays: int) -> float:
-    """Of one replay."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(replays):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / replays
 
 
 def summary(pairs: list[tuple[float, float]]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ import torch
 
 from ..core.forward_batch import ForwardBatch, ForwardMode
 from ..core.output import LogitsProcessorOutput
+from ..layers.table_edits import TableEdits
 from .input_batch import InputBuffers
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ class CudaGraphRunner:
 
     def can_run(self, forward_batch: ForwardBatch) -> bool:
         """Whether `replay` serves the batch: a decode or idle one within the captured sizes, without gradients (`fresh_kv_only`),
-        that asks for its rows' logits and nothing else."""
+        that asks for its rows' logits and nothing else, and whose declared ops, if any, are in the tables that graphs read."""
         bs = forward_batch.batch_size
         if not forward_batch.forward_mode.is_decode_or_idle() or bs > self.max_bs:
             return False
@@ -249,6 +250,7 @@ class CudaGraphRunner:
             forward_batch.fresh_kv_only
             or forward_batch.return_hidden_states
             or forward_batch.logits_indices is not None
+            or not isinstance(forward_batch.edits, TableEdits | None)
         ):
             return False
         if bs == 0 or forward_batch.forward_mode.is_idle():
