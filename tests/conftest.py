@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +149,21 @@ def lm_of(model_folder: Callable[[str], Path]) -> Iterator[Callable[..., LM]]:
     yield load
     for lm in made.values():
         lm.shutdown()
+
+
+@contextmanager
+def held(lm: LM, until: int) -> Iterator[None]:
+    """Keeps the engine from taking requests until so many calls of `submit` have come, whatever the machine's pace."""
+    goes_on, stands = threading.Event(), threading.Event()
+    holder = threading.Thread(target=lm.engine.call, args=(lambda: stands.set() or goes_on.wait(),))
+    holder.start()
+    stands.wait()
+    try:
+        yield
+        deadline = time.monotonic() + 120
+        while len(lm.engine._inbox) < until:
+            assert time.monotonic() < deadline, f"{len(lm.engine._inbox)} of {until} requests have come"
+            time.sleep(0.005)
+    finally:
+        goes_on.set()
+        holder.join()

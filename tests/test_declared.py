@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB
+from conftest import VOCAB, held
 
 from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Generated, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.hooks.intervention import Intervention, Project, apply, bind, ordinals_of
@@ -172,7 +172,8 @@ def test_mixed_requests_in_a_tight_pool_equal_their_solo_runs(server: dict[str, 
     wanted = [reference(model, p, s, 10)[0] for p, s in zip(prompts, specs, strict=True)]
     before = lm.engine.stats()
     params = SamplingParams(temperature=0, max_tokens=10)
-    handles = [lm.submit(p, params, interventions=s) for p, s in zip(prompts, specs, strict=True)]
+    with held(lm, until=len(prompts)):
+        handles = [lm.submit(p, params, interventions=s) for p, s in zip(prompts, specs, strict=True)]
     with lm.generate(prompts[3], max_new_tokens=10, interventions=specs[3]) as tracer:
         for _ in tracer.iter[:]:
             lm.model.layers[1].output.save()

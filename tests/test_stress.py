@@ -9,16 +9,13 @@ import copy
 import gc
 import random
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import greenlet
 import pytest
 import torch
-from conftest import VOCAB, tiny_tokenizer
+from conftest import VOCAB, held, tiny_tokenizer
 from nnsight.modeling.transformers import TransformersModel
 
 from pymllm_interp import LM, SamplingParams
@@ -122,11 +119,10 @@ def stress(lm_of: Any, oracle: Any, seed: int, count: int, **server: Any) -> Non
     lm = lm_of("llama", kv_cache_tokens=56, page_size=4, max_running_requests=8, max_num_tokens=48, **server)
     before = lm.engine.stats()
     timers = [threading.Timer(plan.delay, run, (lm, plan)) for plan in plans]
-    with held(lm):
+    with held(lm, until=len(plain_prompts) + count // 2):
         for timer in timers:
             timer.start()
         handles = [lm.submit(p, params) for p in plain_prompts]
-        wait_until(lambda: len(lm.engine._inbox) >= len(plain_prompts) + count // 2)
     cancelled = [lm.submit([1, 2, 3], SamplingParams(max_tokens=30)) for _ in range(3)]
     for handle in cancelled:
         handle.cancel()
@@ -142,27 +138,6 @@ def stress(lm_of: Any, oracle: Any, seed: int, count: int, **server: Any) -> Non
         assert any(how.startswith("split") for how in after["execution"]), after["execution"]
     assert after["preempted"] > before["preempted"] and after["moved_to_host"] > before["moved_to_host"]
     assert_nothing_left(lm)
-
-
-@contextmanager
-def held(lm: LM) -> Iterator[None]:
-    """Keeps the engine from taking requests: on a quick machine too they come to be many at once, and some must give way."""
-    goes_on, stands = threading.Event(), threading.Event()
-    holder = threading.Thread(target=lm.engine.call, args=(lambda: stands.set() or goes_on.wait(),))
-    holder.start()
-    stands.wait()
-    try:
-        yield
-    finally:
-        goes_on.set()
-        holder.join()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.005)
 
 
 def assert_nothing_left(lm: LM) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_tokenizer
+from conftest import held, tiny_tokenizer
 from nnsight.modeling.transformers import TransformersModel
 
 from pymllm_interp import LM, SamplingParams
@@ -109,8 +109,9 @@ def test_a_gang_survives_a_full_pool(lm_of: Any) -> None:
     gang(12, alone)
     results: list[list] = [[], [], []]
     threads = [threading.Thread(target=gang, args=(12, out)) for out in results]
-    for thread in threads:
-        thread.start()
+    with held(lm, until=3):
+        for thread in threads:
+            thread.start()
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
