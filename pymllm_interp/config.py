@@ -123,9 +123,16 @@ class ServerConfig:
     """Vectors of all live requests' interventions at most; equal ones count once."""
     max_capture_bytes: int = 1 << 30
     """Bytes that a request's captures may come to take on the host."""
+    capture_ring_bytes: int = 1 << 29
+    """Bytes of the ring that captured states leave a CUDA device through, there and in pinned memory on the host."""
+    capture_when_full: str = "block"
+    """What becomes of a request that finds no room in the ring: "block" has it sit steps out, "fail" drops what it captures."""
     hook_execution: str = "auto"
-    """How a decode step runs in which a block waits for a module: "split" runs its request by itself beside the others,
-    "eager" the whole batch module by module, "auto" what is quicker by times measured at start-up."""
+    """How a decode step runs in which a block waits for a module: "segments" replays what lies between blocks, "split" runs
+    their requests by themselves beside the others' replay, "eager" the whole batch module by module; "auto" is "segments"
+    where decode passes are captured."""
+    max_segments: int = 256
+    """Stretches between blocks that are kept as CUDA graphs, the most recently used ones."""
     schedule_policy: str = "mixed"
     """ "mixed" steps decode and prefill together; "prefill_first" gives prompts steps of their own, one in two at most."""
     attention_backend: str = "auto"
@@ -144,10 +151,11 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "max_model_len", "max_running_requests", "max_num_tokens", "kv_cache_tokens", "page_size")
-        _positive(self, "torch_compile_max_bs", "max_interventions_per_site", "max_intervention_vectors")
-        _positive(self, "max_capture_bytes")
+        _positive(self, "torch_compile_max_bs", "max_interventions_per_site", "max_intervention_vectors", "max_segments")
+        _positive(self, "max_capture_bytes", "capture_ring_bytes")
+        _one_of(self, "capture_when_full", ("block", "fail"))
         _one_of(self, "schedule_policy", ("mixed", "prefill_first"))
-        _one_of(self, "hook_execution", ("auto", "split", "eager"))
+        _one_of(self, "hook_execution", ("auto", "segments", "split", "eager"))
         _one_of(self, "attention_backend", ("auto", "torch", "flashinfer"))
         if self.kv_cache_dtype != "auto" and self.kv_cache_dtype not in DTYPES:
             raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: expected 'auto' or one of {sorted(DTYPES)}")

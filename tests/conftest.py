@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
     # The kernels' tests run under Triton's interpreter. Triton asks when it is imported, which transformers does.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from helpers_graphs import use_eager_graphs
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -31,6 +32,13 @@ from transformers import (
 from pymllm_interp import LM
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--hook-execution", default="auto", choices=["auto", "segments", "split", "eager"],
+        help="how the engines of the tests run hooked decode steps; off CUDA, segments run as functions in place of graphs",
+    )  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -136,19 +144,23 @@ def oracle(model_folder: Callable[[str], Path]) -> Callable[[str], PreTrainedMod
 
 
 @pytest.fixture(scope="session")
-def lm_of(model_folder: Callable[[str], Path]) -> Iterator[Callable[..., LM]]:
+def lm_of(model_folder: Callable[[str], Path], request: pytest.FixtureRequest) -> Iterator[Callable[..., LM]]:
     """(family, **arguments) -> an LM over the folder's weights, float32; made once for equal arguments, shut down at the end."""
     made: dict[tuple, LM] = {}
+    defaults = {"dtype": "float32", "device": "cpu", "hook_execution": request.config.getoption("--hook-execution")}
 
     def load(family: str, **kwargs: Any) -> LM:
         key = (family, *sorted(kwargs.items()))
         if key not in made:
-            made[key] = LM(model_folder(family), **{"dtype": "float32", "device": "cpu", **kwargs})
+            made[key] = LM(model_folder(family), **{**defaults, **kwargs})
         return made[key]
 
-    yield load
-    for lm in made.values():
-        lm.shutdown()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if defaults["hook_execution"] == "segments" and not torch.cuda.is_available():
+            use_eager_graphs(monkeypatch)
+        yield load
+        for lm in made.values():
+            lm.shutdown()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from conftest import CONFIGS
 
 from pymllm_interp.hooks.intervention import (
     Ablate,
+    Capture,
     Clamp,
     Gate,
     Generated,
@@ -75,8 +76,8 @@ def random_op(rng: random.Random, site: str) -> Intervention:
     return Steer(site, vector(rng), scale=rng.choice([0.3, -4.0]), positions=positions, norm=norm, when=when)
 
 
-def declared_of(specs: list[Intervention], info: ModelInfo = INFO) -> Declared:
-    return Declared.of(specs, info, PROMPT, LIMITS)
+def declared_of(specs: list[Intervention], captures: list[Capture] | None = None) -> Declared:
+    return Declared.of(specs, INFO, PROMPT, LIMITS, captures or [], longest=PROMPT + 8)
 
 
 def expected(declared: Declared, site: int, state: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -86,20 +87,25 @@ def expected(declared: Declared, site: int, state: torch.Tensor, positions: torc
 
 
 def tables_of(
-    requests: list[Declared | None], rows: list[int], positions: list[int]
-) -> tuple[DeviceTables, TableEdits]:
-    """Tables with each request in the row that is its place + 1, and a pass over token rows of the requests `rows`."""
+    requests: list[Declared | None], rows: list[int], positions: list[int], blocks: list[tuple[int, int]] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[DeviceTables, TableEdits]:  # fmt: skip
+    """Tables with each request in the row that is its place + 1, and a pass over token rows of the requests `rows`, each with
+    its (start, stop) in the ring."""
     edited = torch.zeros(len(requests) + 1, dtype=torch.int32, device=DEVICE)
-    tables = DeviceTables(edited, INFO, LIMITS)
+    ring = torch.full((4000,), torch.nan, dtype=dtype, device=DEVICE)
+    tables = DeviceTables(edited, INFO, LIMITS, ring)
     for row, declared in enumerate(requests, start=1):
         if declared is not None:
             tables.pool.acquire(declared)
         tables.set_row(row, declared)
     tables.apply_staged_writes()
-    assert edited.tolist() == [0, *(int(bool(declared and declared.ops)) for declared in requests)]
+    marked = [declared is not None and bool(declared.ops or declared.captures) for declared in requests]
+    assert edited.tolist() == [0, *map(int, marked)]
     # A row whose request has no ops may be named or not.
     owners = torch.tensor([row + 1 if row >= 0 else -1 for row in rows], device=DEVICE)
-    return tables, TableEdits(tables.tables, owners, torch.tensor(positions, device=DEVICE))
+    placed = torch.tensor(blocks or [(0, 0)] * len(rows), device=DEVICE).T.contiguous()
+    return tables, TableEdits(tables.tables, owners, torch.tensor(positions, device=DEVICE), placed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -155,6 +161,64 @@ def test_rows_without_ops_and_ops_that_change_nothing_keep_their_bits() -> None:
         for place in range(2 * LAYERS + 1):
             for found, wanted in zip(edits.add_rms_norm(place, x, d, w, 1e-5), plain, strict=True):
                 assert torch.equal(found, wanted), (place, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("fused", [True, False])
+@torch.no_grad()
+def test_a_row_that_captures_has_the_states_that_go_on_in_its_block_and_nobody_elses_row_is_stored(
+    fused: bool, dtype: torch.dtype
+) -> None:
+    """After the ops, at the site's offset; as far as the block goes, and nothing where there is none."""
+    rng = random.Random(3)
+    everywhere = [
+        Capture(site) for site in ("embed", "attn_out.*", "resid_mid.*", "mlp_out.*", "resid_post.*", "final_norm")
+    ]
+    some = [Capture("resid_post.0"), Capture("mlp_out.2", positions=[-1])]
+    requests = [
+        declared_of([random_op(rng, site) for site in SITES], everywhere),
+        declared_of([Scale("resid_post.0", 2.0)]),
+        declared_of([], some),
+        None,
+    ]
+    sites = num_sites(LAYERS)
+    rows, positions = [0, 2, 1, 2, 3, -1, 0], [4, 5, 3, PROMPT - 1, 2, 0, 9]
+    whole = sites * WIDTH
+    blocks = [
+        (10, 10 + whole),
+        (1500, 1500 + WIDTH),
+        (40, 90),
+        (1600, 1600 + 2 * WIDTH),
+        (95, 100),
+        (0, 0),
+        (2000, 2000),
+    ]
+    _, edits = tables_of(requests, rows, positions, blocks, dtype)
+    tensors = {site: vector(rng, 1, len(rows), WIDTH).to(DEVICE, dtype) for site in range(sites)}
+    weight = vector(rng).to(DEVICE, dtype)
+    went_on: dict[int, torch.Tensor] = {}
+    for place in range(2 * LAYERS + 1):
+        h, delta = tensors[2 * place + 1], tensors[2 * place]
+        if fused:
+            went_on[2 * place] = edits.at(2 * place, delta)
+            went_on[2 * place + 1], normed = edits.add_rms_norm(place, h, delta, weight, 1e-5)
+        else:
+            for site, value in ((2 * place, delta), (2 * place + 1, h)):
+                went_on[site] = value
+                edits.take(site, value)
+    if fused:
+        went_on[sites - 1] = normed
+    else:
+        edits.take(sites - 1, tensors[sites - 1])
+        went_on[sites - 1] = tensors[sites - 1]
+    expected = torch.full_like(edits.tables.ring, torch.nan)
+    for row, (owner, (start, stop)) in enumerate(zip(rows, blocks, strict=True)):
+        captures = None if owner < 0 or requests[owner] is None else requests[owner].captures
+        for site, offset in {} if captures is None else captures.offsets.items():
+            if start + offset < stop:
+                expected[start + offset : start + offset + WIDTH] = went_on[site][0, row]
+    assert int((~expected.isnan()).sum()) == (sites - 1 + 1 + 2) * WIDTH  # nothing is added at place 0
+    assert torch.equal(edits.tables.ring.nan_to_num(-7), expected.nan_to_num(-7))
 
 
 def plain_add_norm(h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

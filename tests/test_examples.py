@@ -44,9 +44,14 @@ def test_streams_give_each_reader_its_own_text(capsys: pytest.CaptureFixture[str
         assert text and f"{prompt}{text}" in out
 
 
+def test_a_probe_reads_from_harvested_states_what_their_texts_are_about(tmp_path: Path) -> None:
+    assert run("harvest", str(tmp_path)) >= 0.9
+    assert len(list((tmp_path / "states").glob("*.safetensors"))) > 1
+
+
 def test_every_example_is_tested_and_says_how_to_use_it() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
-    assert names == {"logit_lens", "steering", "activation_patching", "streaming"}
+    assert names == {"logit_lens", "steering", "activation_patching", "streaming", "harvest"}
     for name in names:
         doc = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text()))
         assert doc and f"Usage: python examples/{name}.py" in doc

@@ -535,7 +535,7 @@ BAD_VECTORS = [
     (torch.tensor(1.0), r"the shape is \[\]"),
     (torch.zeros(0), r"not empty"),
     (torch.zeros(4, device="meta"), "'meta' has no values"),
-    ("happy", "str is not a tensor of numbers"),
+    ({"happy": 1}, "dict is not a tensor of numbers"),
     (None, "NoneType is not a tensor of numbers"),
     ([[1.0], [1.0, 2.0]], "list is not a tensor of numbers"),
     ([torch.zeros(2), torch.zeros(3)], "list is not a tensor of numbers"),

@@ -308,16 +308,22 @@ def runner_of():
 
 
 class Watch:
-    """Nobody waits at the layers `at`, nor inside of those `inside`."""
+    """Nobody waits at the layers `at`, inside of what `inside` names, or elsewhere than at the outputs of `output`."""
 
-    def __init__(self, at: set[int], inside: set[int]) -> None:
-        self.at, self.inside = at, inside
+    def __init__(self, at: set[int] = frozenset(), inside: set[Any] = frozenset(), output: set[int] = frozenset()) -> None:
+        self.at, self.inside, self.output = at, inside, output
 
     def nobody_at(self, layer: int) -> bool:
         return layer in self.at
 
-    def nobody_inside(self, layer: int) -> bool:
-        return layer in self.inside
+    def nobody_inside(self, layer: int, module: str = "", but: str = "") -> bool:
+        return (layer, module, but) in self.inside
+
+    def only_at_output(self, layer: int) -> bool:
+        return layer in self.output
+
+    def at_output(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
 
 
 STEPS = [
@@ -325,7 +331,15 @@ STEPS = [
     (ForwardMode.MIXED, {1: [8], 0: random_ids(2, seed=4)}),
     (ForwardMode.DECODE, {0: [5], 1: [6]}),
 ]
-WATCHES = [None, Watch({0}, set()), Watch({1}, {0})]
+WATCHES = [
+    None,
+    Watch(at={0}),
+    Watch(at={1}, inside={(0, "", "")}),
+    Watch(output={0, 1}),
+    Watch(at={0}, output={1}),
+    Watch(inside={(0, "self_attn", ""), (1, "mlp", "")}),
+    Watch(inside={(1, "self_attn", "self_attn.o_proj"), (0, "mlp", "mlp.down_proj")}),
+]
 HALF = "bfloat16" if CUDA else "float16"
 
 

@@ -20,7 +20,7 @@ from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.forward_batch import ForwardMode
 from pymllm_interp.core.output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from pymllm_interp.runner.model_runner import PAD_SLOT_ID, Execution
-from pymllm_interp.runner.partition import DecodeCosts, Partition
+from pymllm_interp.runner.partition import Partition
 from pymllm_interp.runner.request_state import RequestState
 
 
@@ -324,25 +324,19 @@ def test_v29_dispatch_is_a_decision_table(mode, hooked, num_tokens, is_profile):
     assert partition.counts == {(expected.value, decided.reason): 1} and decided.reason
 
 
-@pytest.mark.parametrize("how", ["auto", "split", "eager"])
+@pytest.mark.parametrize("how", ["auto", "segments", "split", "eager"])
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED])
 @pytest.mark.parametrize("plain", [0, 3])
-@pytest.mark.parametrize("costs", [None, (3.0, 1.0), (1.0, 3.0)])
-def test_v29_hooked_rows_split_off_where_that_is_asked_for_or_measured_to_be_quicker(how, mode, plain, costs):
-    """V29, R20, G9: only a decode pass with others in it can be split."""
-    measured = None if costs is None else DecodeCosts([1, 8], [costs[0]] * 2, [costs[1]] * 2)
-    decided = Partition(how, measured).decide(mode, plain + 1, plain + 1, hooked=1, can_replay=True)
-    possible = mode is ForwardMode.DECODE and plain
-    quicker = costs is not None and costs[1] < costs[0]
-    split = possible and (how == "split" or (how == "auto" and quicker))
-    assert decided.execution is (Execution.SPLIT if split else Execution.MODULES) and decided.num_hooked == 1
-
-
-def test_v29_the_costs_of_a_split_grow_with_the_rows_that_are_split_off():
-    costs = DecodeCosts([1, 10, 100], modules_ms=[2.0, 20.0, 30.0], split_ms=[3.0, 5.0, 12.0])
-    assert costs.split_is_cheaper(plain=10, hooked=1), "5 ms against 20.1"
-    assert costs.split_is_cheaper(plain=1, hooked=9), "3 and 16 ms more against 20"
-    assert not costs.split_is_cheaper(plain=1, hooked=99), "3 and 27.9 ms more against 30"
+@pytest.mark.parametrize("captured", [False, True])
+def test_v29_hooked_decode_rows_run_in_segments_or_as_is_asked_for(how, mode, plain, captured):
+    """V29, R20, G9: only a decode pass with others in it can be split, and only a captured one has segments."""
+    decided = Partition(how).decide(mode, plain + 1, plain + 1, hooked=1, can_replay=captured)
+    expected = Execution.MODULES
+    if mode is ForwardMode.DECODE and how == "split" and plain:
+        expected = Execution.SPLIT
+    elif mode is ForwardMode.DECODE and how in ("auto", "segments") and captured:
+        expected = Execution.SEGMENTS
+    assert decided.execution is expected and decided.num_hooked == 1
 
 
 def test_v29_the_runner_runs_what_was_decided(steps, monkeypatch):

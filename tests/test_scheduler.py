@@ -116,7 +116,8 @@ class Simulation:
         tokens = [self.draw(entry.request) if entry.samples else None for entry in step.scheduled]
         scheduler.launched(step)
         before, self.in_flight = self.in_flight, (step, ModelRunnerOutput(sampled_token_ids=tokens))
-        assert step.scheduled or before is not None or not scheduler.has_work(), "nothing runs, but there is work"
+        waits = before is not None or scheduler.waits_for_room
+        assert step.scheduled or waits or not scheduler.has_work(), "nothing runs, but there is work"
         if before is not None:
             self.collect(*before)
         if not self.ahead or not step.scheduled or any(entry.request.needs_tokens for entry in step.scheduled):

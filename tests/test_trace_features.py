@@ -531,12 +531,14 @@ def test_a_step_without_a_live_block_calls_no_module(lm: LM) -> None:
     with lm.generate(A, max_new_tokens=6) as tracer:
         for _ in tracer.iter[3]:
             h = lm.model.layers[1].output.save()
-    assert h.shape == (1, 1, 72) and tracer.receipt.steps == {"plain": 5, "modules": 1}
+    fused = {"plain", "replay"}
+    hooked = {how: steps for how, steps in tracer.receipt.steps.items() if how not in fused}
+    assert h.shape == (1, 1, 72) and sum(hooked.values()) == 1 and tracer.receipt.steps.total() == 6
     with lm.generate(A, max_new_tokens=6) as tracer:
         logits = list().save()
         for _ in tracer.iter[:]:
             logits.append(lm.logits)
-    assert len(logits) == 6 and tracer.receipt.steps == {"plain": 6}
+    assert len(logits) == 6 and set(tracer.receipt.steps) <= fused and tracer.receipt.steps.total() == 6
 
 
 def test_samples_and_logits_are_read_and_forced(lm: LM) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from pymllm_interp.hooks.intervention import Steer
+from pymllm_interp import Ablate, Capture, Clamp, Gate, Patch, SamplingParams, Steer
+from pymllm_interp.hooks.intervention import Project, bind
 from pymllm_interp.hooks.vectors import VectorRegistry, load_layer_vectors, load_vector, save_layer_vectors
 
 VECTORS = {1: torch.tensor([1.0, 2.0, 3.0]), 2: torch.tensor([4.0, 5.0, 6.0]), 11: torch.tensor([7.0, 8.0, 9.0])}
@@ -191,33 +192,146 @@ def test_files_that_cannot_be_read_say_why(tmp_path):
         save_layer_vectors(tmp_path / "v.safetensors", {})
 
 
-def test_a_registry_keeps_copies_by_name():
-    registry, source = VectorRegistry(), torch.ones(3, dtype=torch.bfloat16)
-    registry.register("refusal", source)
-    registry.register("by layer", VECTORS)
+# -- names -----------------------------------------------------------------------------------------
+
+WIDTH, LAYERS = 72, 3
+"""Of the tiny Llama."""
+GREEDY = SamplingParams(temperature=0, max_tokens=4)
+
+
+@pytest.fixture
+def registry(lm_of: Any) -> VectorRegistry:
+    return VectorRegistry(lm_of("llama").runner.model_info)
+
+
+def test_a_registry_is_a_mapping_that_keeps_copies(registry):
+    source = torch.ones(WIDTH, dtype=torch.bfloat16)
+    registry["refusal"] = source
+    registry["happy"] = {2: [2.0] * WIDTH, 0: torch.zeros(WIDTH)}
+    registry["span"] = torch.eye(WIDTH)[:3]
     source.zero_()
-    assert torch.equal(registry.get("refusal"), torch.ones(3)) and equal(registry.get("by layer"), VECTORS)
-    assert registry.names == ["by layer", "refusal"]
-    registry.remove("refusal")
-    assert registry.names == ["by layer"]
-    registry.register("refusal", [1, 2])
-    assert registry.get("refusal").tolist() == [1, 2]
+    registry["refusal"].zero_()
+    registry["happy"][0].fill_(9)
+    assert torch.equal(registry["refusal"], torch.ones(WIDTH)) and registry["refusal"].dtype is torch.float32
+    assert equal(registry["happy"], {0: torch.zeros(WIDTH), 2: torch.full((WIDTH,), 2.0)})
+    assert list(registry) == ["happy", "refusal", "span"] and len(registry) == 3 and "span" in registry
+    registry["refusal"] = [2.0] * WIDTH
+    assert registry["refusal"].tolist() == [2.0] * WIDTH
+    del registry["refusal"]
+    assert "refusal" not in registry and registry.get("refusal") is None
 
 
-def test_a_registry_names_the_nearest_names_and_refuses_what_is_taken():
-    registry = VectorRegistry()
-    with pytest.raises(ValueError, match="no vector 'x'; there are: none"):
-        registry.get("x")
-    registry.register("refusal", [1.0])
-    with pytest.raises(ValueError, match=r"no vector 'refusla'; did you mean 'refusal'\?"):
-        registry.get("refusla")
-    with pytest.raises(ValueError, match="no vector 'zzz'; there are: refusal"):
-        registry.remove("zzz")
-    with pytest.raises(ValueError, match="there is a vector 'refusal' already"):
-        registry.register("refusal", [2.0])
-    with pytest.raises(ValueError, match=re.escape("vector 'bad', layer 3: it holds NaN")):
-        registry.register("bad", {3: [torch.nan]})
-    for name in ("", None):
-        with pytest.raises(ValueError, match="a vector's name is a string"):
-            registry.register(name, [1.0])
-    assert registry.names == ["refusal"] and registry.get("refusal").tolist() == [1]
+def test_a_registry_reads_files(registry, tmp_path):
+    save_file({"anything": torch.ones(WIDTH)}, tmp_path / "one.safetensors")
+    save_layer_vectors(tmp_path / "layers.safetensors", {1: torch.ones(WIDTH)})
+    save_file({"a": torch.ones(WIDTH), "b": torch.ones(WIDTH)}, tmp_path / "two.safetensors")
+    registry["one"], registry["layers"] = str(tmp_path / "one.safetensors"), tmp_path / "layers.safetensors"
+    assert torch.equal(registry["one"], torch.ones(WIDTH)) and equal(registry["layers"], {1: torch.ones(WIDTH)})
+    with pytest.raises(ValueError, match=r"holds 2 tensors \(a, b\)"):
+        registry["two"] = tmp_path / "two.safetensors"
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        registry["two"] = "nowhere.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "message"),
+    [
+        ("", [1.0] * WIDTH, "a vector's name is a string that is not empty, not ''"),
+        (None, [1.0] * WIDTH, "a vector's name is a string"),
+        ("x", [1.0, torch.nan] * (WIDTH // 2), "vector 'x': it holds NaN"),
+        ("x", torch.ones(WIDTH + 1), r"vector 'x' has 73 values; the model's sites have .*72 \(hidden_size\)"),
+        ("x", {0: torch.ones(WIDTH), 1: torch.ones(5)}, "vector 'x', layer 1 has 5 values"),
+        ("x", {LAYERS: torch.ones(WIDTH)}, "vector 'x': there is no layer 3; the model has 0 to 2"),
+        ("x", {}, "vector 'x': there is no layer in it"),
+    ],
+)
+def test_what_no_site_could_take_is_not_registered(name, source, message, registry):
+    with pytest.raises(ValueError, match=message):
+        registry[name] = source
+    assert not registry
+
+
+def test_an_unknown_name_is_answered_with_the_nearest(registry, lm_of):
+    with pytest.raises(KeyError, match="no vector 'x'; there are: none"):
+        registry["x"]
+    lm = lm_of("llama")
+    lm.vectors["refusal"] = torch.ones(WIDTH)
+    for use in (lambda: lm.vectors["refusla"], lambda: lm.vectors.__delitem__("refusla")):
+        with pytest.raises(KeyError, match=r"no vector 'refusla'; did you mean 'refusal'\?"):
+            use()
+    steps = lm.engine.num_steps
+    with pytest.raises(ValueError, match=r"Steer\('resid_post.0'\): no vector 'refusla'; did you mean 'refusal'\?"):
+        lm.generate([[1, 2]], interventions=[Steer("resid_post.0", "refusla")])
+    assert lm.engine.num_steps == steps
+    with pytest.raises(ValueError, match="'refusal' is a name, and only an LM's `vectors` know whose"):
+        bind(Steer("resid_post.0", "refusal"), lm.runner.model_info, 3)
+
+
+def test_a_name_stands_for_its_vector_wherever_a_spec_takes_one(lm_of):
+    lm, made = lm_of("llama"), torch.Generator().manual_seed(0)
+    v, rows, probe = (torch.randn(*shape, generator=made) for shape in ((WIDTH,), (2, WIDTH), (WIDTH,)))
+    lm.vectors.update(v=v, rows=rows, probe=probe)
+
+    def specs(v: Any, rows: Any, probe: Any) -> list[Any]:
+        return [
+            Steer("resid_post.0", v, norm="match", when=Gate(probe, -1e9)),
+            Ablate("resid_post.1", rows),
+            Clamp("resid_post.2", v, low=0.5),
+            Patch("mlp_out.0", rows, positions=[0, -1]),
+        ]
+
+    def captures(rows: Any) -> list[Any]:
+        return [Capture("resid_post.*"), Capture("final_norm", reduce=Project(rows, top_k=1))]
+
+    prompt = [5, 6, 7, 8]
+    by_name, by_value = (
+        lm.generate([prompt], GREEDY, interventions=specs(*given), capture=captures(given[1]))[0]
+        for given in (("v", "rows", "probe"), (v, rows, probe))
+    )
+    assert by_name.token_ids == by_value.token_ids
+    assert all(torch.equal(by_name.activations[site], by_value.activations[site]) for site in by_value.activations)
+    assert by_name.receipt.spec == by_value.receipt.spec, "what was applied counts, not what it was called"
+    with lm.trace(prompt, interventions=specs("v", "rows", "probe")):
+        state = lm.model.layers[2].output[0].save()
+    torch.testing.assert_close(state, by_value.activations["resid_post.2"][:4])
+    for message, spec in (
+        ("a top_k|top_k=3; expected|top_k=3", lambda: Capture("embed", reduce=Project("rows", top_k=3))),
+        (r"expected 1-dimensional", lambda: Steer("embed", "rows")),
+    ):
+        with pytest.raises(ValueError, match=message):
+            key = "capture" if isinstance(spec(), Capture) else "interventions"
+            lm.generate([prompt], GREEDY, **{key: [spec()]})
+
+
+def test_vectors_by_layer_go_to_their_layers(lm_of):
+    lm = lm_of("llama")
+    by_layer = {layer: torch.randn(WIDTH, generator=torch.Generator().manual_seed(layer)) for layer in (1, 2)}
+    lm.vectors["by layer"] = by_layer
+    apart = [Steer(f"resid_post.{layer}", by_layer[layer], scale=2.0) for layer in by_layer]
+    together, wanted = (
+        lm.generate([[1, 2, 3]], GREEDY, interventions=given, capture=["resid_post.*"])[0]
+        for given in ([Steer("resid_post.{1,2}", "by layer", scale=2.0)], apart)
+    )
+    assert all(torch.equal(together.activations[site], wanted.activations[site]) for site in wanted.activations)
+    with pytest.raises(ValueError, match=r"vector 'by layer' has none for resid_post.0; it has the layers 1, 2"):
+        lm.generate([[1]], interventions=[Steer("resid_post.*", "by layer")])
+    with pytest.raises(ValueError, match="vector 'by layer' has none for final_norm"):
+        lm.generate([[1]], interventions=[Steer("final_norm", "by layer")])
+
+
+def test_requests_keep_what_a_name_stood_for_when_they_were_submitted(lm_of):
+    lm, prompt, params = lm_of("llama"), [1, 2, 3], SamplingParams(temperature=0, max_tokens=60)
+    first, second = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(3)) * 3
+    wanted = [
+        lm.generate([prompt], params, interventions=[Steer("resid_post.1", v)])[0].token_ids for v in (first, second)
+    ]
+    assert wanted[0] != wanted[1]
+    named = [Steer("resid_post.1", "v")]
+    lm.vectors["v"] = first
+    one = lm.submit(prompt, params, interventions=named)
+    lm.vectors["v"] = second
+    two = lm.submit(prompt, params, interventions=named)
+    del lm.vectors["v"]
+    assert [one.result(60).token_ids, two.result(60).token_ids] == wanted
+    with pytest.raises(ValueError, match="no vector 'v'"):
+        lm.submit(prompt, params, interventions=named)

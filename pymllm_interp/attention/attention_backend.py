@@ -54,3 +54,6 @@ class AttentionBackend(ABC):
     def init_forward_metadata_replay_cuda_graph(self, forward_batch: ForwardBatch) -> None:
         """Plan a decode pass into the static buffers, for replay."""
         raise NotImplementedError(f"{type(self).__name__} cannot be captured in a CUDA graph")
+
+    def forget_plan(self, forward_batch: ForwardBatch) -> None:
+        """Drop what layers of a captured decode pass have computed for those after them: they are captured apart."""

@@ -85,6 +85,10 @@ class TorchAttnBackend(AttentionBackend):
     def init_forward_metadata_replay_cuda_graph(self, forward_batch: ForwardBatch) -> None:
         """Nothing to do: the captured pass reads the lengths where they are."""
 
+    def forget_plan(self, forward_batch: ForwardBatch) -> None:
+        assert isinstance(forward_batch.attn_metadata, StaticDecode)
+        forward_batch.attn_metadata.plans.clear()
+
     def _plan(self, layer: RadixAttention, forward_batch: ForwardBatch, dtype: torch.dtype) -> AttnPlan:
         metadata = forward_batch.attn_metadata
         if isinstance(metadata, StaticDecode):

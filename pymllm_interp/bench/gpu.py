@@ -254,9 +254,6 @@ def hooks_suite(model: Model, way: str, profiles: dict[str, Any], with_profiles:
         if with_profiles and "hook_execution" in WAYS[way]:
             profiles |= {f"{way} {n}": profile_reading(lm, n, one, settings) for n in settings.batches}
         found = facts(lm) | {"rows": rows}
-        costs = lm.runner.partition.costs
-        if costs is not None:
-            found["decode_costs"] = asdict(costs)
     return found
 
 

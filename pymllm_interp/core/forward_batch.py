@@ -10,6 +10,7 @@ The batch is flat: the token rows of all requests lie behind each other, and req
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from typing import TYPE_CHECKING, Any, Protocol
@@ -51,14 +52,37 @@ class ForwardMode(IntEnum):
 
 
 class LayerWatch(Protocol):
-    """Tells a pass that goes module by module where it need not: a layer in which no hook waits runs fused."""
+    """Tells a pass that goes module by module where it need not: where no hook waits, it runs fused."""
 
     def nobody_at(self, layer: int) -> bool:
         """Whether no hook waits at the layer's input or output, or inside of it. If so, it counts as visited."""
         ...
 
-    def nobody_inside(self, layer: int) -> bool:
-        """Whether no hook waits inside of the layer. If so, its modules count as visited."""
+    def nobody_inside(self, layer: int, module: str = "", but: str = "") -> bool:
+        """Whether no hook waits inside of the layer, or inside of its `module`, save at the module `but` and in it.
+
+        If so, what lies there counts as visited.
+        """
+        ...
+
+    def only_at_output(self, layer: int) -> bool:
+        """Whether hooks wait at the layer's output and nowhere else in it. If so, the rest of it counts as visited."""
+        ...
+
+    def at_output(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Serve the hooks at the layer's output. Returns what the pass goes on with."""
+        ...
+
+
+Registers = dict[str, torch.Tensor]
+"""Tensors [1, tokens, ...] that pass from one stretch to the next, by name; a name stands for one width and dtype."""
+
+
+class Stretches(Protocol):
+    """Runs stretches of a pass in which no hook waits, as CUDA graphs (runner/segments.py)."""
+
+    def run(self, key: Hashable, stretch: Callable[..., Registers], inputs: Registers) -> Registers:
+        """``stretch(**inputs)``, in memory that no later stretch writes to."""
         ...
 
 
@@ -107,6 +131,7 @@ class ForwardBatch:
     padded_size:     int = 0                     # rows of the runner's input buffers that are laid out for it, padding included
     edits:           Any = field(default=None, repr=False)  # declared ops of its requests (layers/edits.py); None: none has any
     watch:           LayerWatch | None = None    # who waits at which layer; None: nobody can
+    stretches:       Stretches | None = None     # runs what lies between those who wait; None: kernel by kernel
     rotation:        Any = field(default=None, repr=False)  # what layers/rope.py made of this pass's cos and sin
     attn_metadata:   Any = field(default=None, repr=False)  # the backend's plan for this pass
     # fmt: on
@@ -139,3 +164,11 @@ class ForwardBatch:
             groups.append([start, size])
             start += size
         return groups
+
+    def stretch(self, key: Hashable, run: Callable[..., Registers], **inputs: torch.Tensor) -> Registers:
+        """``run(**inputs)``: a part of the pass in which no hook waits, from a CUDA graph where the pass has them.
+
+        Args:
+            key: names the part. Parts with equal keys are the same kernels over the memory of the pass and of `inputs`.
+        """
+        return run(**inputs) if self.stretches is None else self.stretches.run(key, run, inputs)

@@ -51,7 +51,7 @@ class Engine:
         self._wake = threading.Condition()
         self._closing: BaseException | None = None
         config = runner.server_config
-        self._async = False
+        self._async = self._waits_for_room = False
         self._watchdog = Watchdog(config.trace_step_warning, config.trace_step_timeout)
         ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._start, args=(ready,), name="pymllm-interp-engine", daemon=True)
@@ -161,7 +161,10 @@ class Engine:
             runner.req_to_token_pool,
             runner.token_to_kv_pool_allocator,
             runner.token_to_kv_pool,
+            runner.capture_ring,
         )
+        if runner.capture_ring is not None:
+            runner.capture_ring.on_room = lambda: self._call_soon(lambda: None)
 
     def _run(self) -> None:
         try:
@@ -182,12 +185,14 @@ class Engine:
                 self._wake.wait()
             commands = list(self._inbox)
             self._inbox.clear()
+        if commands:
+            self._waits_for_room = False
         for command in commands:
             command()
         return self._closing is None
 
     def _has_work(self) -> bool:
-        return self.scheduler.has_work() or self._in_flight is not None
+        return self._in_flight is not None or (self.scheduler.has_work() and not self._waits_for_room)
 
     def step(self) -> None:
         """Launch a step, and deliver what the one before it made while the device works.
@@ -197,6 +202,9 @@ class Engine:
         depends on this one's tokens (`Request.needs_tokens`), they are read first.
         """
         step = self.scheduler.schedule()
+        # Room that was freed since then has put a command into the inbox.
+        nothing_runs = not step.scheduled and self._in_flight is None
+        self._waits_for_room = nothing_runs and self.scheduler.waits_for_room
         launched = self._launch(step)
         before, self._in_flight = self._in_flight, launched
         if before is not None:
@@ -323,8 +331,21 @@ class Engine:
         if request.trace is not None:
             request.error = request.error or request.trace.error
             request.warnings += request.trace.warnings
-        if request.declared is not None:
-            self.runner.finish_declared(request)
+        if request.declared is None:
+            self._answer(request)
+        else:
+            self.runner.finish_declared(request, lambda: self._call_soon(lambda: self._answer(request)))
+
+    def _call_soon(self, command: Callable[[], None]) -> None:
+        """Run `command` on the engine's thread, while it closes too: at once, where it is called there."""
+        if self.on_engine_thread:
+            command()
+            return
+        with self._wake:
+            self._inbox.append(command)
+            self._wake.notify()
+
+    def _answer(self, request: Request) -> None:
         handle = self._handles.pop(request.request_id, None)
         if handle is not None:
             if request.output_token_ids and request.finish_reason in ("stop", "length") and request.stop_reason is None:
@@ -354,13 +375,19 @@ class Engine:
                 self._end([request], "abort")
             except Exception:
                 logger.exception("request %s could not be wound up", request.request_id)
-        for command in self._inbox:
-            command()  # handles that came too late still get their answer
+        self._empty_inbox()  # handles that came too late still get their answer
         for request in list(self.scheduler.live):
             request.error = EngineClosedError(f"request {request.request_id} was ended: {error}")
             self._end([request], "abort")
+        if self.runner.capture_ring is not None:
+            self.runner.capture_ring.wait()
+            self._empty_inbox()
         self._watchdog.close()
         self.runner.shutdown()
+
+    def _empty_inbox(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
 
 
 def as_dict(sampled: SampledLogprobs) -> dict[int, Logprob]:

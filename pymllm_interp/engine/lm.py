@@ -12,26 +12,41 @@ from __future__ import annotations
 import atexit
 import sys
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import GenerationConfig, PretrainedConfig
 
 from ..config import ModelConfig, ServerConfig
 from ..core.output import RequestOutput
 from ..core.request import Request, SamplingParams
-from ..hooks.intervention import Capture, Intervention, captures_for_each_prompt, for_each_prompt
+from ..hooks.harvest import HarvestFolder, Identity, expected_bytes, has_index_per_site
+from ..hooks.intervention import (
+    Capture,
+    Generated,
+    Intervention,
+    captures_for_each_prompt,
+    fingerprint_of,
+    for_each_prompt,
+    resolved,
+)
 from ..hooks.model import TracedModel
 from ..hooks.receipt import Receipt
 from ..hooks.site import Site
 from ..hooks.trace import RequestTrace
 from ..hooks.tracer import EngineTracer, SessionTracer, opens_with
+from ..hooks.vectors import VectorRegistry
+from ..models.fingerprint import model_fingerprint
 from ..models.source import load_tokenizer
 from ..runner.interp_model_runner import InterpModelRunner
 from .engine import Engine
 from .handle import RequestHandle, StreamPiece
+from .harvest import READ, STEPS_AHEAD, HarvestResult, HarvestRun, Settings, tokenizer_fingerprint
 from .prompts import IGNORED, Limits, PromptError, RequestFactory, as_prompts, sampling_from_kwargs
 
 Interventions = Sequence[Intervention] | Sequence[Sequence[Intervention]] | None
@@ -59,6 +74,9 @@ class LM(TracedModel):
         rename: aliases for modules, as in nnsight.
         hf_config: a transformers config in place of config.json (with load_format="dummy").
         server: further fields of `ServerConfig`, by name.
+
+    Attributes:
+        vectors: by name, for interventions that give a name in a vector's place (hooks/vectors.py).
 
     Raises:
         FileNotFoundError, ValueError: no such model, or one that cannot be served; see `models`.
@@ -104,6 +122,7 @@ class LM(TracedModel):
         self.hf_config: PretrainedConfig = self.runner.source.hf_config
         eos = eos_token_ids(self.hf_config, self.runner.source.folder)
         self._factory = RequestFactory(self.tokenizer, eos, self._limits, seed)
+        self.vectors = VectorRegistry(self.runner.model_info)
         _open_models.add(self)
 
     def _limits(self) -> Limits:
@@ -115,6 +134,11 @@ class LM(TracedModel):
             kv_tokens=runner.max_total_num_tokens,
             max_running=runner.max_running_requests,
         )
+
+    @cached_property
+    def model_fingerprint(self) -> str:
+        """A hash of weights, dtype and config, of the weights as they are when it is first asked for."""
+        return self.engine.call(lambda: model_fingerprint(self.runner.get_model(), self.hf_config))
 
     # -- plain requests --------------------------------------------------------------
 
@@ -236,8 +260,8 @@ class LM(TracedModel):
     ) -> list[RequestHandle]:
         """A handle for each prompt. What is wrong with any of them is raised before one is scheduled."""
         params = self._params_for(prompts, sampling_params)
-        declared = for_each_prompt(interventions, len(prompts))
-        captures = captures_for_each_prompt(capture, len(prompts))
+        declared = self._named(for_each_prompt(interventions, len(prompts)))
+        captures = self._named(captures_for_each_prompt(capture, len(prompts)))
         handles = []
         for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             what = f"prompt {i}" if len(prompts) > 1 else "the prompt"
@@ -262,8 +286,24 @@ class LM(TracedModel):
         self, request: Request, interventions: Sequence[Intervention], captures: Sequence[Capture] = ()
     ) -> None:
         request.declared = self.runner.declare(interventions, captures, request)
-        if request.declared is not None and request.receipt is None:
-            request.receipt = Receipt()
+        if request.declared is None:
+            return
+        receipt = request.receipt = request.receipt or Receipt()
+        receipt.engine, receipt.model = self._engine_name, self.model_fingerprint
+        receipt.spec = fingerprint_of(interventions, captures)
+
+    def _named(self, lists: list[list[Any]]) -> list[list[Any]]:
+        """Each request's specs with this model's vectors in place of their names."""
+        return resolved(lists, self.vectors, self.runner.model_info)
+
+    @cached_property
+    def _engine_name(self) -> str:
+        """What computes: what the same specs on the same model may come out differently by, in the last bits."""
+        runner = self.runner
+        return (
+            f"pymllm-interp {version('pymllm-interp')}, torch {torch.__version__}, {runner.device}, "
+            f"{type(runner.attn_backend).__name__}, {runner.dtype}"
+        )
 
     def _hold(self, handles: list[RequestHandle]) -> None:
         """Keep a place for the vectors of all, or of none."""
@@ -295,6 +335,101 @@ class LM(TracedModel):
             )
         return list(sampling_params)
 
+    # -- harvests ----------------------------------------------------------------------
+
+    def harvest(
+        self,
+        inputs: Iterable[Any],
+        *,
+        capture: Sequence[Capture | Site | str],
+        out: str | Path,
+        interventions: Sequence[Intervention] | None = None,
+        shard_bytes: int = 1 << 29,
+        max_length: int | None = None,
+        too_long: str = "error",
+        progress: bool | None = None,
+    ) -> HarvestResult:
+        """Write the states of a corpus to `out`, as safetensors shards that `hooks.harvest.open_harvest` reads.
+
+        Each document is read in one forward pass, without generating; many are under way at once. A run that was killed, or
+        stopped by an error, goes on where it was when the same call is made again: it skips the documents that are in whole
+        shards, and deletes the rest.
+
+        Args:
+            inputs: an iterable of documents, which may be lazy and endless: texts, or token ids. Or one stream of tokens (a
+                tensor [n], an array, an iterable of whole numbers), which is cut into documents of `max_length`.
+            capture: sites and `Capture`s; what they select and reduce is of one pass.
+            out: a new folder, or one of the same harvest.
+            interventions: what acts while the documents are read.
+            shard_bytes: of a shard at most; a document is never cut, so one that has more makes a larger shard. About twice as
+                much is held in memory.
+            max_length: tokens of one pass at most; max_model_len where None.
+            too_long: of a document with more tokens: "error"; "truncate" reads its beginning; "split" reads it in several
+                passes of `max_length`, which do not see each other. Positions count from the document's start then too, so the
+                position in the pass is ``position % max_length``.
+            progress: show documents, tokens and GB/s on standard error; None: where that is a terminal.
+
+        Raises:
+            ValueError: what cannot be captured; a folder of another harvest, or one of another input.
+            FileExistsError: a folder with other things in it.
+            HarvestError: it stopped before the input's end. The message names the document, and says what was kept.
+        """
+        if self.engine.on_engine_thread:
+            raise RuntimeError("a harvest cannot be run inside the block of a trace: the engine would wait for itself")
+        if self.edits_of(None):
+            raise NotImplementedError(
+                "this model has edits, and a harvest does not apply them: clear them, or declare them"
+            )
+        (captures,) = self._named(captures_for_each_prompt(capture, 1))
+        (declared,) = self._named(for_each_prompt(interventions, 1))
+        if not captures:
+            raise ValueError("harvest(capture=...): nothing to capture; name sites, as in ['resid_post.*']")
+        for spec in [*captures, *declared]:
+            if spec.positions == "generated" or isinstance(spec.positions, Generated):
+                raise ValueError(f"{spec.name}: positions={spec.positions!r}; a harvest generates nothing")
+        limits, model = self._factory.limits, self.runner.model_info
+        longest = min(limits.max_model_len, limits.kv_tokens)
+        settings = Settings(longest if max_length is None else max_length, too_long, shard_bytes)
+        if settings.max_length > longest:
+            raise ValueError(
+                f"max_length={max_length}: a pass takes at most {longest} (max_model_len, kv_cache_tokens)"
+            )
+        identity = Identity(
+            model=self.model_fingerprint,
+            tokenizer=tokenizer_fingerprint(self.tokenizer),
+            spec=fingerprint_of(declared, captures),
+            shard_bytes=settings.shard_bytes,
+            max_length=settings.max_length,
+            too_long=too_long,
+            index_per_site=has_index_per_site(captures),
+        )
+
+        def handle(ids: list[int], what: str) -> RequestHandle:
+            (request,) = self._factory.requests(ids, READ, what=what, reads_only=True)
+            try:
+                self._declare(request, declared, captures)
+            except ValueError as error:
+                raise PromptError(f"{what}: {error}") from error
+            return RequestHandle(None, [request], None, self.engine.abort)
+
+        def submit(handle: RequestHandle) -> None:
+            self._hold([handle])
+            self.engine.submit([handle])
+
+        run = HarvestRun(
+            HarvestFolder(out, identity),
+            settings,
+            tokens=lambda document, what: self._factory.tokens(document, what)[1],
+            handle=handle,
+            submit=submit,
+            max_tokens=STEPS_AHEAD * limits.max_num_tokens,
+            max_requests=STEPS_AHEAD * limits.max_running,
+            expected_bytes=lambda tokens: expected_bytes(captures, model, tokens),
+            engine=self._engine_name,
+            progress=progress,
+        )
+        return run.run(inputs)
+
     # -- traces ------------------------------------------------------------------------
 
     def trace(self, *inputs: Any, **kwargs: Any) -> EngineTracer:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -316,10 +451,11 @@ class LM(TracedModel):
         for i, (trace, (args, kwargs)) in enumerate(zip(traces, inputs, strict=True)):
             what = f"invoke {i}" if len(traces) > 1 else "the prompt"
             kwargs = dict(kwargs)
-            (interventions,) = for_each_prompt(kwargs.pop("interventions", None), 1)
+            (interventions,) = self._named(for_each_prompt(kwargs.pop("interventions", None), 1))
+            (captures,) = self._named(captures_for_each_prompt(kwargs.pop("capture", None), 1))
             request = self._traced_request(tracer.mode, args, kwargs, what)
             request.trace, request.receipt = trace, trace.receipt
-            self._declare(request, interventions)
+            self._declare(request, interventions, captures)
             request.alone = trace.grad
             if trace.grad and tracer.mode != "trace":
                 raise PromptError(
@@ -342,6 +478,7 @@ class LM(TracedModel):
             raise
         for handle, trace in zip(handles, traces, strict=True):
             request = handle.requests[0]
+            trace.activations = request.activations
             # Why it ended comes before what its block, which still waited, made of that.
             trace.error = _ended_early(request) or request.error or trace.error
 
@@ -359,6 +496,7 @@ class LM(TracedModel):
                     f"the {len(requests)} invokes of this trace need each other (a barrier, or a name that one binds and another "
                     f"reads), so they run in the same steps; that takes {setting} of at least {need}, and it is {limit}"
                 )
+        self.runner.check_room([(request, request.declared) for request in requests], "invokes that need each other")
         for request in requests:
             request.gang = requests
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..core.request import Request, SamplingParams
@@ -85,13 +86,14 @@ class RequestFactory:
         timeout: float | None = None,
         traced: bool = False,
         forward_only: bool = False,
+        reads_only: bool = False,
     ) -> list[Request]:
-        """The `params.n` requests of a prompt.
+        """The `params.n` requests of a prompt. With `reads_only` it may fill the context: the new token is of no use.
 
         Raises:
             PromptError: the request can never be served; the message names the limit and its setting.
         """
-        max_tokens = self._check(prompt_token_ids, params, what, traced, forward_only)
+        max_tokens = self._check(prompt_token_ids, params, what, traced, forward_only, reads_only)
         if timeout is not None and not timeout > 0:
             raise PromptError(f"timeout={timeout}: expected seconds above 0, or None")
         number, ordinal = next(_ids), next(self._ordinals)
@@ -119,13 +121,15 @@ class RequestFactory:
                 params = replace(params, prompt_logprobs=None)  # the first computes them for all
         return requests
 
-    def _check(self, ids: list[int], params: SamplingParams, what: str, traced: bool, forward_only: bool) -> int:
+    def _check(
+        self, ids: list[int], params: SamplingParams, what: str, traced: bool, forward_only: bool, reads_only: bool
+    ) -> int:
         limits, length = self.limits, len(ids)
         room = limits.max_model_len - length
         max_tokens = params.max_tokens if params.max_tokens is not None else max(room, 1)
         if forward_only:
             max_tokens = 1
-        if room < (0 if forward_only else max_tokens):
+        if room < (0 if forward_only or reads_only else max_tokens):
             raise PromptError(
                 f"{what} has {length} tokens and asks for {max_tokens} new ones ({length + max_tokens} in all), but the "
                 f"context holds {limits.max_model_len} (max_model_len): shorten the prompt or lower max_tokens"
@@ -205,7 +209,7 @@ def _ids_of(prompt: Any, what: str) -> list[int]:
 
 
 def _one_row(value: Any, what: str) -> list[int]:
-    given = value.tolist() if isinstance(value, torch.Tensor) else value
+    given = value.tolist() if isinstance(value, torch.Tensor | np.ndarray) else value
     rows = list(given) if isinstance(given, Sequence) else None
     if rows and isinstance(rows[0], (list, tuple)):
         if len(rows) > 1:

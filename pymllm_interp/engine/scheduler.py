@@ -3,6 +3,7 @@
 Continuous batching over a paged KV pool. A step holds every request that decodes and, with what is left of its token
 budget, prompts: in chunks, but for requests with a trace, whose prompt runs in one pass. When the pool is full the
 latest request gives way: a plain one is computed again later, one with a trace has its KV moved to host memory and back.
+A request whose captured states find no room on their way to the host sits a step out; nobody else does.
 
 Invariant (`check_integrity`): the free pages and those of live requests are all pages, disjoint, without page 0.
 """
@@ -16,6 +17,7 @@ from ..config import ServerConfig
 from ..core.output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from ..core.request import Request, RequestStatus
 from ..mem_cache.memory_pool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
+from ..runner.capture_ring import CaptureRing
 
 
 class Scheduler:
@@ -24,6 +26,7 @@ class Scheduler:
     Args:
         config: `schedule_policy`, `max_running_requests` and `page_size` are read.
         max_num_tokens: token rows of one step at most.
+        capture_ring: where the captured states of a step go; None where they need no room.
     """
 
     def __init__(
@@ -33,11 +36,13 @@ class Scheduler:
         rows: ReqToTokenPool,
         allocator: TokenToKVPoolAllocator,
         kv_pool: KVPool,
+        capture_ring: CaptureRing | None = None,
     ) -> None:
         self.config = config
         self.max_num_tokens = max_num_tokens
         self.max_running = min(config.max_running_requests, max_num_tokens)
         self.rows, self.allocator, self.kv_pool = rows, allocator, kv_pool
+        self.capture_ring = capture_ring
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.swapped: list[Request] = []
@@ -64,6 +69,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.swapped or self.waiting)
 
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether a request found no room for what it captures in the step that was picked last, and some will be free."""
+        return self.capture_ring is not None and self.capture_ring.refused and self.capture_ring.pieces.in_use
+
     def finish(self, request: Request, reason: str) -> None:
         """End a request and take back what it holds. A finished one is left as it is."""
         if request.finished:
@@ -81,24 +91,33 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Pick the next step's requests. Decode rows come first, then prompts.
 
-        The step is empty where nothing can be done before tokens of launched steps have been read.
+        The step is empty where nothing can be done before tokens of launched steps have been read, or captured states have left.
         """
         step = self._pick()
-        while not step.scheduled and (self._decodes_wait or self._give_back_prompts()):
+        while not step.scheduled and (self._decodes_wait or (not self.waits_for_room and self._finds_room())):
             step = self._pick()
         step.finished_req_ids, self._finished_ids = self._finished_ids, set()
         step.preempted_req_ids, self._preempted_ids = self._preempted_ids, set()
         return step
 
+    def _finds_room(self) -> bool:
+        """Whether picking again may find what an empty step did not: room in the ring that was kept for requests which then gave
+        way, or pages of a prompt that only waits."""
+        kept = self.capture_ring is not None and self.capture_ring.refused
+        return kept or self._give_back_prompts()
+
     def _pick(self) -> SchedulerOutput:
         step = SchedulerOutput()
+        if self.capture_ring is not None:
+            self.capture_ring.begin()
         budget = self.max_num_tokens
         decoding = [request for request in self.running if request.is_decoding]
+        prompts_run = len(decoding) < len(self.running)
         self._decodes_wait = self._prompts_have_this_step(len(decoding))
         if not self._decodes_wait:
             budget = self._schedule_decodes(step, budget, decoding)
         if not (self.config.schedule_policy == "prefill_first" and step.scheduled):
-            if len(decoding) < len(self.running):
+            if prompts_run:
                 budget = self._schedule_chunks(step, budget)
             budget = self._schedule_swapped(step, budget)
             self._schedule_waiting(step, budget)
@@ -124,12 +143,15 @@ class Scheduler:
         for request in () if self.swapped else self.waiting:
             if not self._waits_for_leader(request):
                 unit = self._unit(request)
-                return unit if self._can_admit(unit) else None
+                return unit if self._can_admit(unit) and self._has_room(unit) else None
         return None
 
     def _schedule_decodes(self, step: SchedulerOutput, budget: int, decoding: list[Request]) -> int:
-        for request in sorted(decoding, key=lambda r: r.arrival):
-            if request.status is RequestStatus.RUNNING and self._make_room(request, 1, step):
+        decoding = sorted(decoding, key=lambda r: r.arrival)
+        sit_out = self._without_room(decoding)
+        for request in decoding:
+            running = request.status is RequestStatus.RUNNING and request not in sit_out
+            if running and self._make_room(request, 1, step):
                 step.scheduled.append(ScheduledRequest(request, 1, request.num_computed_tokens, True, True))
                 budget -= 1
         return budget
@@ -138,6 +160,8 @@ class Scheduler:
         """Go on with prompts that earlier steps began."""
         for request in sorted((r for r in self.running if _in_prompt(r)), key=lambda r: r.arrival):
             tokens = min(request.num_tokens_left, budget)
+            if tokens:
+                tokens = self._take_room([(request, tokens)], whole=request.trace is not None)
             if tokens and request.status is RequestStatus.RUNNING and self._make_room(request, tokens, step):
                 step.scheduled.append(ScheduledRequest.of(request, tokens))
                 budget -= tokens
@@ -148,6 +172,8 @@ class Scheduler:
         for request in sorted(self.swapped, key=lambda r: r.arrival):
             unit = [r for r in self._unit(request) if r.status is RequestStatus.SWAPPED]
             if request.status is not RequestStatus.SWAPPED or len(unit) > budget or not self._can_admit(unit):
+                continue
+            if not self._take_room([(member, 1) for member in unit]):
                 continue
             for member in unit:
                 self._admit(member, step)
@@ -171,8 +197,11 @@ class Scheduler:
             whole = request.trace is not None or len(unit) > 1
             if (whole and needed > budget) or not self._can_admit(unit) or (request.alone and step.scheduled):
                 return  # first come, first served
+            room = self._take_room([(r, min(r.num_tokens_left, budget)) for r in unit], whole)
+            if not room:
+                continue
             for member in unit:
-                tokens = min(member.num_tokens_left, budget)
+                tokens = member.num_tokens_left if whole else room
                 self._admit(member, step)
                 step.scheduled.append(ScheduledRequest.of(member, tokens))
                 budget -= tokens
@@ -200,6 +229,32 @@ class Scheduler:
         step.scheduled_new_reqs.append(request)
         grown = self._grow(request, request.num_tokens)
         assert grown, "_can_admit counted the pages"
+
+    def _take_room(self, wanted: list[tuple[Request, int]], whole: bool = True) -> int:
+        """`CaptureRing.take`, where any of the requests declared something."""
+        if self.capture_ring is None or all(request.declared is None for request, _ in wanted):
+            return wanted[0][1]
+        return self.capture_ring.take(wanted, whole)
+
+    def _without_room(self, decoding: list[Request]) -> set[Request]:
+        """Those of the requests that find no room for their next position's captures, with their gangs."""
+        sit_out: set[Request] = set()
+        if self.capture_ring is None or all(request.declared is None for request in decoding):
+            return sit_out
+        seen: set[Request] = set()
+        for request in decoding:
+            if request not in seen:
+                together = [r for r in self._unit(request) if r.is_decoding]
+                seen.update(together)
+                if not self._take_room([(r, 1) for r in together]):
+                    sit_out.update(together)
+        return sit_out
+
+    def _has_room(self, unit: list[Request]) -> bool:
+        """Whether what the requests capture finds room, if they are admitted now: of a traced prompt all, else of one position."""
+        if self.capture_ring is None:
+            return True
+        return self.capture_ring.fits(unit, [1 if r.trace is None else r.num_tokens_left for r in unit])
 
     # -- what a step made ---------------------------------------------------------------
 

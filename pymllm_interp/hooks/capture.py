@@ -3,29 +3,39 @@
 outs = lm.generate(prompts, params, capture=["resid_post.*", Capture("mlp_out.{3,4}", positions=[-1])])
 outs[0].activations["resid_post.12"]            # [positions, hidden]
 outs[0].activations.positions["resid_post.12"]  # [positions] int64, and .token_ids
+
+`Captures` is what one request asks for. Its sites come in *groups* that are captured alike, and a position's states have a
+*block*: those of its sites behind each other, group after group. On a CPU a pass hands each site's rows to `Group.take`; on CUDA
+the kernels write blocks into a ring (runner/capture_ring.py), from which `Captures.store` copies them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
-from .intervention import Capture, Project, Window, rows_in
-from .site import Site
+from .intervention import Bound, Capture, Project, Window, ordinals_of
+
+
+class CaptureError(RuntimeError):
+    """What a request was to capture is lost."""
 
 
 class Activations(Mapping[str, torch.Tensor]):
     """What was captured of one completion, by site: [positions, width], on the CPU.
 
     A reduction leaves [1, width] (`mean`, `last`), or [positions, directions] (`Project`; with `top_k` the largest of them, whose
-    places are in `indexes`).
+    places are in `indexes`). Sites that were captured alike share memory: keeping one keeps them all, a `clone()` does not.
 
     Attributes:
         positions: by site, [positions] int64: of the input tokens that the rows belong to, in ascending order.
         token_ids: by site, [positions] int64: those tokens.
         indexes: by site, [positions, top_k] int64, for `Project(top_k=...)`.
+        error: why the states were lost; reading any of them raises it. None where they were not.
     """
 
     def __init__(self) -> None:
@@ -33,12 +43,15 @@ class Activations(Mapping[str, torch.Tensor]):
         self.positions: dict[str, torch.Tensor] = {}
         self.token_ids: dict[str, torch.Tensor] = {}
         self.indexes: dict[str, torch.Tensor] = {}
+        self.error: CaptureError | None = None
 
     def add(self, site: str, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Put a site's rows in."""
         self._rows[site], self.positions[site], self.token_ids[site] = rows, positions, token_ids
 
     def __getitem__(self, site: str) -> torch.Tensor:
+        if self.error is not None:
+            raise self.error
         if site not in self._rows:
             raise KeyError(f"{site!r} was not captured; there is {', '.join(self._rows) or 'nothing'}")
         return self._rows[site]
@@ -53,39 +66,217 @@ class Activations(Mapping[str, torch.Tensor]):
         return f"Activations({ {site: list(rows.shape) for site, rows in self._rows.items()} })"
 
 
-class Tap:
-    """A capture at one site of one request: keeps the rows at its positions, each once, however often it is computed."""
+class Group:
+    """Sites of one request that are captured alike: at the same positions, with the same dtype and reduction.
 
-    def __init__(self, spec: Capture, site: Site, windows: tuple[Window, ...], width: int) -> None:
-        self.spec, self.site, self.windows, self._width = spec, site, windows, width
-        self._next = 0
-        self._rows: list[torch.Tensor] = []
-        self._positions: list[torch.Tensor] = []
+    Their rows lie side by side, [positions, sites, width], in memory that is taken when the first one comes.
 
-    def take(self, rows: torch.Tensor, positions: torch.Tensor) -> None:
-        """Copy what is asked for out of rows [n, width] at positions [n], ascending."""
-        wanted = rows_in(self.windows, positions) & (positions >= self._next)
-        if wanted.any():
-            taken = rows.detach()[wanted]  # a copy
-            self._rows.append(taken if self.spec.dtype is None else taken.to(self.spec.dtype))
-            self._positions.append(positions[wanted])
-            self._next = int(positions[-1]) + 1
+    Args:
+        longest: positions that the request may come to have.
 
-    def finish(self, token_ids: list[int], found: Activations) -> None:
-        """Write the result, of the positions of `token_ids`: a row that was computed after the request's end is left out."""
-        site = str(self.site)
-        rows = torch.cat(self._rows or [torch.zeros(0, self._width)])
-        positions = torch.cat(self._positions or [torch.zeros(0, dtype=torch.int64)])
-        kept = positions < len(token_ids)
-        rows, positions = rows[kept], positions[kept]
-        tokens = torch.tensor(token_ids, dtype=torch.int64)[positions]
-        if len(rows):
-            rows, indexes = _reduced(rows, self.spec.reduce)
+    Attributes:
+        sites: their numbers in layers/edits.py, a column each.
+        ordinals: [longest] int64, by position: its place among those that are captured, or -1.
+        offset: first element in a position's block.
+    """
+
+    def __init__(
+        self, spec: Capture, windows: tuple[Window, ...], width: int, dtype: torch.dtype, longest: int
+    ) -> None:
+        self.spec, self.windows, self.width = spec, windows, width
+        self.dtype = spec.dtype if isinstance(spec.dtype, torch.dtype) else dtype
+        self.sites: list[int] = []
+        self.ordinals = ordinals_of(windows, torch.arange(longest)).numpy()
+        self.offset = 0
+        self._rows: torch.Tensor | None = None
+        self._filled: list[int] = []  # rows that each column has
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that are captured at most."""
+        return int((self.ordinals >= 0).sum())
+
+    @property
+    def block_size(self) -> int:
+        """Elements of a position's states."""
+        return len(self.sites) * self.width
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the rows."""
+        return self.num_positions * self.block_size * self.dtype.itemsize
+
+    def take(self, column: int, rows: torch.Tensor, ordinals: torch.Tensor) -> None:
+        """Copy a column's rows [n, width] at `ordinals` [n] of the group's; those it has, or that are -1, are left out."""
+        held, filled = self._memory()
+        new = ordinals >= filled[column]
+        if new.any():
+            taken = ordinals[new]
+            held[taken, column] = rows.detach()[new].to("cpu", self.dtype)
+            filled[column] = int(taken[-1]) + 1
+
+    def store(self, block: torch.Tensor, first: int, sizes: np.ndarray) -> None:
+        """Copy the group's part of the blocks of positions `first` and on; see `Captures.store`."""
+        ordinals = self.ordinals[first : first + len(sizes)]
+        if len(sizes) == 1:
+            if sizes[0] and ordinals[0] >= 0:
+                self._put(int(ordinals[0]), block[self.offset : self.offset + self.block_size].view(1, -1, self.width))
+            return
+        wanted = np.flatnonzero((ordinals >= 0) & (sizes > 0))
+        if not len(wanted):
+            return
+        starts, sizes = (np.cumsum(sizes) - sizes)[wanted], sizes[wanted]
+        cuts = np.flatnonzero((np.diff(starts) != sizes[:-1]) | (np.diff(sizes) != 0)) + 1
+        for begin, end in pairwise((0, *cuts.tolist(), len(wanted))):
+            shape, strides = (end - begin, len(self.sites), self.width), (int(sizes[begin]), self.width, 1)
+            offset = block.storage_offset() + int(starts[begin]) + self.offset
+            self._put(int(ordinals[wanted[begin]]), block.as_strided(shape, strides, offset))
+
+    def _put(self, ordinal: int, rows: torch.Tensor) -> None:
+        held, filled = self._memory()
+        into = held[ordinal : ordinal + len(rows)]
+        if into.dtype is rows.dtype:
+            # torch would have its pool of threads come together for every row, with those of the model's passes on a CPU.
+            np.copyto(_integers(into), _integers(rows))
+        else:
+            into.copy_(rows)
+        filled[:] = [ordinal + len(rows)] * len(filled)
+
+    def _memory(self) -> tuple[torch.Tensor, list[int]]:
+        if self._rows is None:
+            self._rows = torch.empty(self.num_positions, len(self.sites), self.width, dtype=self.dtype)
+            self._filled = [0] * len(self.sites)
+        return self._rows, self._filled
+
+    def finish(self, token_ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """For each column (rows, their positions, indexes of `Project`) at the positions of `token_ids` [positions]: a row
+        that was computed after the request's end is left out."""
+        held, filled = self._memory()
+        positions = torch.from_numpy(np.flatnonzero(self.ordinals[: len(token_ids)] >= 0)[: min(filled)])
+        found = []
+        for column in range(len(self.sites)):
+            rows, indexes = held[: len(positions), column], None
+            if len(positions):
+                rows, indexes = _reduced(rows, self.spec.reduce)
+            found.append((rows, positions[-1:] if self.spec.reduce == "last" else positions, indexes))
+        return found
+
+
+class Captures:
+    """What one request captures.
+
+    Args:
+        bounds: (number of the site in layers/edits.py, what is captured there).
+        dtype: of the model's states.
+        width: of each of them.
+        longest: positions that the request may come to have.
+
+    Attributes:
+        next: positions before it are captured, or on their way: computed again, they are not captured again.
+        error: why the states are lost; nothing is captured any more then.
+
+    Raises:
+        ValueError: a site that is named twice, or two names of one site that are captured differently.
+    """
+
+    def __init__(self, bounds: Iterable[tuple[int, Bound]], dtype: torch.dtype, width: int, longest: int) -> None:
+        self.next = 0
+        self.error: CaptureError | None = None
+        self.by_site: dict[int, tuple[Group, int]] = {}
+        self._names: dict[str, int] = {}
+        groups: dict[Any, Group] = {}
+        for site, bound in bounds:
+            spec, name = bound.spec, str(bound.site)
+            assert isinstance(spec, Capture)
+            if name in self._names:
+                raise ValueError(f"{name} is captured twice: name it once, with all positions that you want")
+            alike = bound.windows, spec.dtype, spec.reduce
+            if alike not in groups:
+                groups[alike] = Group(spec, bound.windows, width, dtype, longest)
+            group = groups[alike]
+            if self.by_site.setdefault(site, (group, len(group.sites)))[0] is not group:
+                other = next(known for known, number in self._names.items() if number == site)
+                raise ValueError(
+                    f"{name} is the same state as {other}, captured differently: name one of them, with all positions that you "
+                    "want"
+                )
+            if site not in group.sites:
+                group.sites.append(site)
+            self._names[name] = site
+        # A block ends behind the last group that its position is in: those with more positions come first.
+        self.groups = sorted(groups.values(), key=lambda group: -group.num_positions)
+        self._block_sizes = np.zeros(longest, dtype=np.int64)
+        offset = 0
+        for group in self.groups:
+            group.offset, offset = offset, offset + group.block_size
+            self._block_sizes[group.ordinals >= 0] = offset
+
+    @property
+    def num_bytes(self) -> int:
+        """That the rows may come to take on the host."""
+        return sum(group.num_bytes for group in self.groups)
+
+    def positions(self, num_positions: int) -> list[tuple[str, np.ndarray]]:
+        """(site, positions [rows] below `num_positions` that are captured there), by site."""
+        return [
+            (name, np.flatnonzero(self.by_site[site][0].ordinals[:num_positions] >= 0))
+            for name, site in sorted(self._names.items(), key=lambda entry: entry[1])
+        ]
+
+    @property
+    def largest_block(self) -> int:
+        """Elements of the largest block of a position."""
+        return int(self._block_sizes.max(initial=0))
+
+    @property
+    def offsets(self) -> dict[int, int]:
+        """Site -> its first element in a position's block."""
+        return {site: group.offset + column * group.width for site, (group, column) in self.by_site.items()}
+
+    def block_sizes(self, first: int, count: int) -> np.ndarray:
+        """[count] int64: elements of the blocks of positions `first` and on; 0 for those that are not captured (again)."""
+        sizes = self._block_sizes[first : first + count]
+        if self.error is not None:
+            return np.zeros_like(sizes)
+        if first < self.next:
+            sizes = sizes.copy()
+            sizes[: self.next - first] = 0
+        return sizes
+
+    def store(self, blocks: torch.Tensor, first: int, sizes: np.ndarray) -> None:
+        """Copy the states of positions `first` and on out of their blocks, which lie behind each other.
+
+        Args:
+            blocks: [elements], on the host.
+            sizes: [positions], of `block_sizes`.
+        """
+        for group in self.groups:
+            group.store(blocks, first, sizes)
+
+    def activations(self, token_ids: Sequence[int]) -> Activations:
+        """What was captured of a request that computed the positions of `token_ids`."""
+        found = Activations()
+        found.error = self.error
+        if self.error is not None:
+            return found
+        tokens = torch.tensor(token_ids, dtype=torch.int64)
+        try:
+            columns = {id(group): group.finish(tokens) for group in self.groups}
+        except RuntimeError as error:  # no memory for them
+            found.error = CaptureError(f"captured states are lost: {error}")
+            return found
+        for name, site in sorted(self._names.items(), key=lambda entry: entry[1]):
+            group, column = self.by_site[site]
+            rows, positions, indexes = columns[id(group)][column]
+            found.add(name, rows, positions, tokens[positions])
             if indexes is not None:
-                found.indexes[site] = indexes
-            if self.spec.reduce == "last":
-                positions, tokens = positions[-1:], tokens[-1:]
-        found.add(site, rows, positions, tokens)
+                found.indexes[name] = indexes
+        return found
+
+
+def _integers(values: torch.Tensor) -> np.ndarray:
+    """The same memory as whole numbers of the same width: numpy knows no bfloat16."""
+    return values.view({2: torch.int16, 4: torch.int32}[values.dtype.itemsize]).numpy()
 
 
 def _reduced(rows: torch.Tensor, reduce: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -101,8 +292,3 @@ def _reduced(rows: torch.Tensor, reduce: Any) -> tuple[torch.Tensor, torch.Tenso
         best = dots.topk(reduce.top_k, dim=-1)
         return best.values, best.indices
     return rows, None
-
-
-def num_rows(windows: tuple[Window, ...], longest: int) -> int:
-    """Positions of the windows in a request of at most `longest`."""
-    return int(rows_in(windows, torch.arange(longest)).sum())

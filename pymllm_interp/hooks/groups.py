@@ -95,6 +95,13 @@ class NNsightRequestHelper:
             start += size
             logit_start += logit_size
 
+    def pad_to(self, rows: int) -> None:
+        """Re-point the traces of a decode step to their rows in a pass that has further rows, of nobody, behind the step's."""
+        for _, trace in self._step:
+            own = trace.rows
+            assert own is not None
+            trace.rows = Rows(own.start, 1, rows, own.start, 1, rows)
+
     def narrow_to_last(self, requests: int) -> None:
         """Re-point the traces of the decode step's last `requests` to their rows in a pass over those alone."""
         for row, (_, trace) in enumerate(self._step[-requests:]):

@@ -115,23 +115,32 @@ class Point:
         in_model: each pass reaches it. Modules that a user attached, and results, are counted by their calls.
         of_logits: its values carry logit rows, not token rows.
         layer: the decoder layer that it belongs to, if any.
-        inside: it lies deeper in that layer than the layer's own input, skip gate and output.
+        below: its module's path from there on, "" for the layer's own.
         module: of an operation (`.source`): where its module's output is.
         parked: blocks that wait here.
         caches: (block, cache, what the cache stores).
         skips: replacements for the rows of requests that skip the module.
     """
 
-    __slots__ = ("caches", "in_model", "inside", "layer", "location", "module", "of_logits", "parked", "skips")
+    __slots__ = ("below", "caches", "in_model", "layer", "location", "module", "of_logits", "parked", "skips")
 
     def __init__(
-        self, location: str, in_model: bool, of_logits: bool, layer: int | None, inside: bool, module: str | None
+        self, location: str, in_model: bool, of_logits: bool, layer: int | None, below: str, module: str | None
     ) -> None:
         self.location, self.in_model, self.of_logits = location, in_model, of_logits
-        self.layer, self.inside, self.module = layer, inside, module
+        self.layer, self.below, self.module = layer, below, module
         self.parked: list[Block] = []
         self.caches: list[tuple[Block, Any, tuple[str, str]]] = []
         self.skips: list[tuple[Block, Any]] = []
+
+    def lies_inside(self, module: str, but: str) -> bool:
+        """Whether it lies inside of its layer (or of the layer's `module`), but not at the module `but` or in it."""
+        inside = self.module is not None if self.below == module else self.below.startswith(module and f"{module}.")
+        return inside and not (but and (self.below == but or self.below.startswith(f"{but}.")))
+
+    def awaited(self, visit: int) -> bool:
+        """Whether something waits for this visit."""
+        return bool(self.caches or self.skips) or any(block.due == visit for block in self.parked)
 
     def take(self, visit: int) -> list[Block]:
         """The blocks that wait for this visit; they are parked here no more."""
@@ -157,7 +166,7 @@ class EngineInterleaver(Interleaver):
         points: those at which something waits, or has waited in this pass.
         run_locations: what a step makes outside the modules: its logits and samples.
         per_pass: visits that a pass makes to a location, where it is not one.
-        visits: this pass's visits. Those of layers that ran fused are not in it: see `visited`.
+        visits: this pass's visits. Those of parts that ran fused are not in it: see `visited`.
         serving: the request whose block runs now.
         watchdog: watches for blocks that take long; None where nobody does.
     """
@@ -173,7 +182,7 @@ class EngineInterleaver(Interleaver):
         self.per_pass: dict[str, int] = {}
         self.visits: dict[str, int] = {}
         self._fused: set[int] = set()
-        self._fused_inside: set[int] = set()
+        self._fused_inside: dict[int, set[tuple[str, str]]] = {}
         self.points: dict[str, Point] = {}
         self._waiting: dict[int, list[Point]] = {}
         self.traces: list[RequestTrace] = []
@@ -208,13 +217,13 @@ class EngineInterleaver(Interleaver):
         if not op:
             path = location.rpartition(".")[0]
         in_model = path in self._model_paths or location in self.run_locations
-        layer, inside = None, False
+        layer, below = None, ""
         if in_model and path.startswith(self._layers):
-            index, _, below = path.removeprefix(self._layers).partition(".")
+            index, _, rest = path.removeprefix(self._layers).partition(".")
             if index.isdigit():
-                layer, inside = int(index), bool(below or op)
+                layer, below = int(index), rest
         of_logits = location in self._logit_locations
-        return Point(location, in_model, of_logits, layer, inside, f"{path}.output" if op else None)
+        return Point(location, in_model, of_logits, layer, below, f"{path}.output" if op else None)
 
     # nnsight's gate, read by its probes and controllers.
     @property
@@ -256,24 +265,41 @@ class EngineInterleaver(Interleaver):
         self._clear()
 
     def nobody_at(self, layer: int) -> bool:
-        if layer in self._waiting:
+        if self._awaited(layer):
             return False
         self._fused.add(layer)
         return True
 
-    def nobody_inside(self, layer: int) -> bool:
-        if any(point.inside for point in self._waiting.get(layer, ())):
+    def nobody_inside(self, layer: int, module: str = "", but: str = "") -> bool:
+        if any(point.lies_inside(module, but) for point in self._awaited(layer)):
             return False
-        self._fused_inside.add(layer)
+        self._fused_inside.setdefault(layer, set()).add((module, but))
         return True
+
+    def only_at_output(self, layer: int) -> bool:
+        output = f"{self._layers}{layer}.output"
+        if any(point.location != output for point in self._awaited(layer)):
+            return False
+        self._fused.add(layer)
+        self.visits[output] = 0  # that one is yet to come
+        return True
+
+    def at_output(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        return self.visit(f"{self._layers}{layer}.output", hidden)
+
+    def _awaited(self, layer: int) -> list[Point]:
+        return [point for point in self._waiting.get(layer, ()) if point.awaited(self.visited(point))]
 
     def visited(self, point: Point) -> int:
         """How many times this pass has reached `point`."""
         count = self.visits.get(point.location)
         if count is not None:
             return count
-        if point.layer in self._fused or (point.inside and point.layer in self._fused_inside):
-            return 1
+        layer = point.layer
+        if layer is not None:
+            parts = self._fused_inside.get(layer, ())
+            if layer in self._fused or any(point.lies_inside(*part) for part in parts):
+                return 1
         # A module may have run without its operations being called.
         return self.visits.get(point.module, 0) if point.module is not None else 0
 

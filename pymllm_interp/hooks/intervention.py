@@ -11,18 +11,18 @@ order given, each on what the one before it left. `apply` is what they mean, in 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..config import DTYPES
 from .site import ModelInfo, Site, canonical, expand
-from .vectors import Source, checked_vector
+from .vectors import Named, Source, checked_vector
 
 MAX_RANK = 16
 """Directions that one `Ablate` removes at most."""
@@ -129,7 +129,13 @@ def rows_in(windows: tuple[Window, ...], positions: Tensor) -> Tensor:
 
 
 class _Spec:
-    """What is checked once, then never changes. Specs with the same content are equal."""
+    """What is checked once, then never changes. Specs with the same content are equal.
+
+    Where a tensor is expected, a string is the name of one; `resolved` puts the tensor in its place.
+    """
+
+    named: tuple[str, ...] = ()
+    """Fields that hold a name."""
 
     @property
     def name(self) -> str:
@@ -143,6 +149,22 @@ class _Spec:
                 yield name, value
             elif isinstance(value, _Spec):
                 yield from ((f"{name}.{inner}", tensor) for inner, tensor in value.tensors())
+
+    def names(self) -> Iterator[str]:
+        """Names of vectors, those of a gate and of a reduction included."""
+        for name, value in self._content():
+            if name in self.named:
+                yield value
+            elif isinstance(value, _Spec):
+                yield from value.names()
+
+    def filled(self, vectors: Mapping[str, Tensor]) -> Self:
+        """The spec with the vectors in the place of their names."""
+        changes: dict[str, Any] = {name: vectors[getattr(self, name)] for name in self.named}
+        for name, value in self._content():
+            if isinstance(value, _Spec) and any(value.names()):
+                changes[name] = value.filled(vectors)
+        return replace(self, **changes)  # pyright: ignore[reportArgumentType, reportReturnType, reportCallIssue]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -181,13 +203,17 @@ class _Spec:
         self._set(name, float(value))
 
     def _set_tensor(self, name: str, *dims: int) -> None:
-        self._set(name, checked_vector(getattr(self, name), f"{self.name}: {name}", dims))
+        if isinstance(getattr(self, name), str):
+            self._set("named", (*self.named, name))
+        else:
+            self._set(name, checked_vector(getattr(self, name), f"{self.name}: {name}", dims))
 
     def _set_rows(self, name: str) -> None:
         """A tensor of shape [n, width], or [width] for one row."""
         self._set_tensor(name, 1, 2)
-        tensor: Tensor = getattr(self, name)
-        self._set(name, tensor.reshape(-1, tensor.shape[-1]))
+        if name not in self.named:
+            tensor: Tensor = getattr(self, name)
+            self._set(name, tensor.reshape(-1, tensor.shape[-1]))
 
 
 class _Placed(_Spec):
@@ -257,7 +283,7 @@ class Steer(_Operation):
 
     site: Site | str
     vector: Source = field(repr=False)
-    """[width], kept as float32 on the CPU; the caller's tensor may change afterwards."""
+    """[width], kept as float32 on the CPU; the caller's tensor may change afterwards. Or a name in `lm.vectors`."""
     scale: float = 1.0
     positions: Positions = "all"
     norm: Literal["none", "preserve", "match"] = "none"
@@ -270,7 +296,7 @@ class Steer(_Operation):
         self._set_tensor("vector", 1)
         self._set_number("scale")
         self._check("norm", self.norm in ("none", "preserve", "match"), "'none', 'preserve' or 'match'")
-        if self.norm == "match":
+        if self.norm == "match" and not self.named:
             self.unit  # noqa: B018  # refuses a zero vector
 
     @property
@@ -306,6 +332,8 @@ class Ablate(_Operation):
     def __post_init__(self) -> None:
         self._set_place()
         self._set_rows("directions")
+        if self.named:
+            return
         if len(self.directions) > MAX_RANK:
             raise ValueError(
                 f"{self.name}: {len(self.directions)} directions; at most {MAX_RANK} (intervention.MAX_RANK) can be removed "
@@ -355,7 +383,8 @@ class Clamp(_Operation):
         self._check("low", (self.low, self.high) != (None, None), "a bound: low, high, or both")
         if self.low is not None and self.high is not None:
             self._check("low", self.low <= self.high, f"at most high ({self.high})")
-        self.unit  # noqa: B018  # refuses a zero direction
+        if not self.named:
+            self.unit  # noqa: B018  # refuses a zero direction
 
     @cached_property
     def unit(self) -> Tensor:
@@ -423,7 +452,7 @@ class Project(_Spec):
 
     def __post_init__(self) -> None:
         self._set_rows("directions")
-        if self.top_k is not None:
+        if self.top_k is not None and not self.named:
             count = len(self.directions)
             self._check("top_k", _is_whole(self.top_k) and 1 <= self.top_k <= count, f"from 1 to {count}, or None")
 
@@ -455,6 +484,7 @@ class Capture(_Placed):
 
 
 Intervention = Steer | Ablate | Clamp | Scale | Patch
+_PlacedSpec = TypeVar("_PlacedSpec", bound=Intervention | Capture)
 
 
 def for_each_prompt(given: Any, prompts: int) -> list[list[Intervention]]:
@@ -499,6 +529,50 @@ def _lists(given: Any, prompts: int, what: str) -> list[list[Any]]:
     )
 
 
+def resolved(
+    lists: Sequence[Sequence[_PlacedSpec]], vectors: Mapping[str, Named], model: ModelInfo
+) -> list[list[_PlacedSpec]]:
+    """Each request's specs with vectors in place of their names. One whose vectors differ by layer becomes one for each layer.
+
+    Raises:
+        ValueError: a name that is not there, a layer that has no vector, or a vector that the spec refuses.
+    """
+    done: dict[int, list[_PlacedSpec]] = {}  # by id: as a rule all requests have the same specs
+    for spec in (spec for specs in lists for spec in specs):
+        if id(spec) not in done:
+            done[id(spec)] = _resolved(spec, vectors, model) if any(spec.names()) else [spec]
+    return [[made for spec in specs for made in done[id(spec)]] for specs in lists]
+
+
+def _resolved(spec: _PlacedSpec, vectors: Mapping[str, Named], model: ModelInfo) -> list[_PlacedSpec]:
+    try:
+        found = {name: vectors[name] for name in spec.names()}
+        if all(isinstance(vector, Tensor) for vector in found.values()):
+            return [spec.filled(found)]  # pyright: ignore[reportArgumentType]
+        sites = expand(spec.site, model.num_hidden_layers, model.family)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{spec.name}: {error.args[0]}") from None
+    return [replace(spec, site=str(site)).filled(_of_layer(found, site, spec.name)) for site in sites]
+
+
+def _of_layer(vectors: Mapping[str, Named], site: Site, who: str) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, vector in vectors.items():
+        if isinstance(vector, dict):
+            if site.layer not in vector:
+                have = ", ".join(map(str, vector))
+                raise ValueError(f"{who}: vector {name!r} has none for {site}; it has the layers {have}")
+            vector = vector[site.layer]
+        found[name] = vector
+    return found
+
+
+def fingerprint_of(interventions: Sequence[Intervention], captures: Sequence[Capture]) -> str:
+    """A hash of all that a request declares, in its order, vectors included: 64 hexadecimal digits."""
+    parts = [spec.fingerprint for spec in (*interventions, *captures)]
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+
 @dataclass(frozen=True)
 class Bound:
     """A spec at one site of one model, for a prompt of one length: what a table can hold."""
@@ -513,10 +587,13 @@ def bind(spec: Intervention | Capture, model: ModelInfo, prompt_len: int) -> lis
     """`spec` at each of its sites, in the order of the layers.
 
     Raises:
-        ValueError: a layer or a kind of site that the model does not have, a vector whose width is not the site's or whose
-            values the model's dtype cannot hold, positions beyond the prompt, or a `Patch` whose rows are not as many as its
-            positions. The message names the spec, the limit, and the setting that it comes from.
+        ValueError: a layer or a kind of site that the model does not have, a vector that is only named (`resolved` comes
+            first), one whose width is not the site's or whose values the model's dtype cannot hold, positions beyond the
+            prompt, or a `Patch` whose rows are not as many as its positions. The message names the spec, the limit, and the
+            setting that it comes from.
     """
+    for name in spec.names():
+        raise ValueError(f"{spec.name}: {name!r} is a name, and only an LM's `vectors` know whose")
     try:
         sites = expand(spec.site, model.num_hidden_layers, model.family)
         windows = windows_of(spec.positions, prompt_len)

@@ -21,6 +21,15 @@ class Applied:
 
 
 @dataclass
+class Captured:
+    """How many rows were captured at one site, before any reduction. A position counts once."""
+
+    site: str
+    prompt_rows: int = 0
+    generated_rows: int = 0
+
+
+@dataclass
 class Receipt:
     """How a request's steps ran, what was applied, and what its trace did."""
 
@@ -29,6 +38,14 @@ class Receipt:
     module, hooks served), "split" (the same, for the hooked requests by themselves)."""
     interventions: list[Applied] = field(default_factory=list)
     """By site, in the order in which they act; those that change nothing are left out."""
+    captures: list[Captured] = field(default_factory=list)
+    """By site."""
+    engine: str = field(default="", repr=False)
+    """Versions, device, attention backend and dtype; set where something was declared, as the next two are."""
+    model: str = field(default="", repr=False)
+    """A hash of weights, dtype and config (models/fingerprint.py)."""
+    spec: str = field(default="", repr=False)
+    """A hash of the interventions and captures, vectors included."""
     reads: int = 0
     """Values served to the trace."""
     edits: int = 0

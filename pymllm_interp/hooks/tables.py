@@ -21,9 +21,10 @@ from ..core.upload import upload
 from ..layers import edits, table_edits
 from ..layers.host_edits import HostEdits
 from ..layers.table_edits import EditTables
-from .capture import Activations, Tap, num_rows
+from .capture import Activations, Captures, Group
 from .intervention import (
     Ablate,
+    Bound,
     Capture,
     Clamp,
     Intervention,
@@ -36,7 +37,7 @@ from .intervention import (
     ordinals_of,
     rows_in,
 )
-from .receipt import Applied
+from .receipt import Applied, Captured
 from .site import ModelInfo, Site
 
 STREAM_KINDS = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm")
@@ -75,28 +76,24 @@ class Limits:
     max_capture_bytes: int
 
 
-def _taps(
-    captures: Sequence[Capture], model: ModelInfo, prompt_len: int, limits: Limits, longest: int
-) -> dict[int, list[Tap]]:
-    taps: dict[int, list[Tap]] = {}
-    names: set[str] = set()
-    size = 0
-    for spec in captures:
-        for bound in bind(spec, model, prompt_len):
-            site = site_index(bound.site, model.num_hidden_layers)
-            if str(bound.site) in names:
-                raise ValueError(f"{bound.site} is captured twice: name it once, with all positions that you want")
-            names.add(str(bound.site))
-            width = model.width(bound.site.kind)
-            taps.setdefault(site, []).append(Tap(spec, bound.site, bound.windows, width))
-            dtype = spec.dtype if isinstance(spec.dtype, torch.dtype) else model.dtype
-            size += num_rows(bound.windows, longest) * width * dtype.itemsize
-    if size > limits.max_capture_bytes:
+def _captures(
+    specs: Sequence[Capture], model: ModelInfo, prompt_len: int, limits: Limits, longest: int
+) -> Captures | None:
+    if not specs:
+        return None
+
+    def bounds() -> Iterator[tuple[int, Bound]]:
+        for spec in specs:
+            for bound in bind(spec, model, prompt_len):
+                yield site_index(bound.site, model.num_hidden_layers), bound
+
+    captures = Captures(bounds(), model.dtype, model.hidden_size, longest)
+    if captures.num_bytes > limits.max_capture_bytes:
         raise ValueError(
-            f"the captures of a request of {longest} positions may take {size / 2**20:.0f} MiB; a request's results hold "
-            f"{limits.max_capture_bytes / 2**20:.0f} (max_capture_bytes): raise it, or capture fewer sites or positions"
+            f"the captures of a request of {longest} positions may take {captures.num_bytes / 2**20:.0f} MiB; a request's results "
+            f"hold {limits.max_capture_bytes / 2**20:.0f} (max_capture_bytes): raise it, or capture fewer sites or positions"
         )
-    return taps
+    return captures
 
 
 class Op(NamedTuple):
@@ -113,12 +110,12 @@ class Declared:
 
     Attributes:
         ops: by site, in the order in which they act.
-        taps: by site.
+        captures: None where nothing is captured.
         vectors: rows of the pool that it holds, until `VectorPool.release`.
     """
 
     ops: dict[int, list[Op]]
-    taps: dict[int, list[Tap]]
+    captures: Captures | None
     prompt_len: int
     vectors: dict[int, int] = field(default_factory=dict)
     """id of a tensor -> its first row."""
@@ -161,17 +158,20 @@ class Declared:
                     f"{found[0].site} has {count} interventions, counting each run of evenly spaced positions; at most "
                     f"{limits.max_interventions_per_site} are held (max_interventions_per_site): raise it, or use fewer runs"
                 )
-        return cls(ops, _taps(captures, model, prompt_len, limits, longest), prompt_len)
+        return cls(ops, _captures(captures, model, prompt_len, limits, longest), prompt_len)
 
     def activations(self, token_ids: list[int]) -> Activations | None:
         """What was captured of a request that computed the positions of `token_ids`; None where nothing was asked for."""
-        if not self.taps:
-            return None
-        found = Activations()
-        for site in sorted(self.taps):
-            for tap in self.taps[site]:
-                tap.finish(token_ids, found)
-        return found
+        return None if self.captures is None else self.captures.activations(token_ids)
+
+    def captured(self, num_positions: int) -> list[Captured]:
+        """How many rows were captured, of a request whose first `num_positions` were computed."""
+        if self.captures is None or self.captures.error is not None:
+            return []
+        return [
+            Captured(name, int((taken < self.prompt_len).sum()), int((taken >= self.prompt_len).sum()))
+            for name, taken in self.captures.positions(num_positions)
+        ]
 
     def applied(self, num_positions: int) -> list[Applied]:
         """What became of each op, of a request whose first `num_positions` were computed."""
@@ -203,10 +203,11 @@ def host_edits(requests: Iterable[tuple[Declared, int, torch.Tensor]], num_layer
     taps: dict[int, list[tuple[tuple[int, int], Callable[[torch.Tensor], None]]]] = {}
     for declared, start, positions in requests:
         rows = start, len(positions)
-        for site, tapped in declared.taps.items():
-            for tap in tapped:
-                if rows_in(tap.windows, positions).any():
-                    taps.setdefault(site, []).append((rows, _taking(tap, positions)))
+        for group in () if declared.captures is None else declared.captures.groups:
+            ordinals = torch.from_numpy(group.ordinals)[positions]
+            if (ordinals >= 0).any():
+                for column, site in enumerate(group.sites):
+                    taps.setdefault(site, []).append((rows, _taking(group, column, ordinals)))
         for site, found in declared.ops.items():
             for i, op in enumerate(found):
                 ordinals = ordinals_of(op.windows, positions)
@@ -216,8 +217,8 @@ def host_edits(requests: Iterable[tuple[Declared, int, torch.Tensor]], num_layer
     return HostEdits(by_site, taps, edits.final_norm_site(num_layers)) if by_site or taps else None
 
 
-def _taking(tap: Tap, positions: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    return lambda rows: tap.take(rows, positions)
+def _taking(group: Group, column: int, ordinals: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    return lambda rows: group.take(column, rows, ordinals)
 
 
 def _function(
@@ -327,14 +328,16 @@ class DeviceTables:
     Rows are staged, and written together before a step.
 
     Args:
-        edited: [rows] int32 on the device: 1 is written for rows that have ops, so that kernels need not look for them elsewhere.
+        edited: [rows] int32 on the device: 1 is written for rows that have ops or captures, so that kernels need not look for
+            them elsewhere.
+        ring: [elements], where captured states go.
     """
 
-    def __init__(self, edited: torch.Tensor, model: ModelInfo, limits: Limits) -> None:
+    def __init__(self, edited: torch.Tensor, model: ModelInfo, limits: Limits, ring: torch.Tensor) -> None:
         rows, device = len(edited), edited.device
         self.tables = EditTables.empty(
             rows, model.num_hidden_layers, limits.max_interventions_per_site, limits.max_intervention_vectors,
-            model.hidden_size, device,
+            model.hidden_size, ring,
         )  # fmt: skip
         self.pool = VectorPool(limits.max_intervention_vectors)
         self._device, self._edited = device, edited
@@ -342,7 +345,7 @@ class DeviceTables:
         self._staged: dict[int, Declared | None] = {}
 
     def set_row(self, row: int, declared: Declared | None) -> None:
-        """Give the row to a request: with these ops, or with none."""
+        """Give the row to a request: with these ops and captures, or with none."""
         if declared is not None or row in self._in_use:
             self._staged[row] = declared
 
@@ -371,11 +374,14 @@ class DeviceTables:
         counts = np.zeros((len(rows), sites), dtype=np.int32)
         fields = np.zeros((len(rows), sites, depth, table_edits.FIELDS), dtype=np.int32)
         numbers = np.zeros((len(rows), sites, depth, table_edits.NUMBERS), dtype=np.float32)
+        offsets = np.full((len(rows), sites), -1, dtype=np.int32)
         for i, (row, declared) in enumerate(self._staged.items()):
             if declared is None:
                 self._in_use.discard(row)
                 continue
             self._in_use.add(row)
+            for site, offset in () if declared.captures is None else declared.captures.offsets.items():
+                offsets[i, site] = offset
             for site, found in declared.ops.items():
                 for op in found:
                     for entry_fields, entry_numbers in _entries(op, declared):
@@ -383,10 +389,12 @@ class DeviceTables:
                         fields[i, site, k], numbers[i, site, k] = entry_fields, entry_numbers
                         counts[i, site] += 1
         self._staged.clear()
-        marks = np.asarray(counts.any(axis=1), dtype=np.int32)
-        index, on_device, *values = upload(self._device, rows, marks, counts, fields, numbers)
-        self._edited.index_copy_(0, index, on_device)
-        for table, value in zip((self.tables.counts, self.tables.fields, self.tables.numbers), values, strict=True):
+        marks = np.asarray(counts.any(axis=1) | (offsets >= 0).any(axis=1), dtype=np.int32)
+        index, *values = upload(self._device, rows, marks, counts, fields, numbers, offsets)
+        tables = self.tables
+        for table, value in zip(
+            (self._edited, tables.counts, tables.fields, tables.numbers, tables.offsets), values, strict=True
+        ):
             table.index_copy_(0, index, value)
         self.tables.fires.index_fill_(0, index, 0)
 

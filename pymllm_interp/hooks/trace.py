@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .analysis import wants_gradients
+from .capture import Activations
 from .interleaver import Block, EngineInterleaver, Point
 from .loops import LOOP_NAMES, PREFIX, LoopEnd, with_loop_ends
 from .modes import BlockModes
@@ -56,6 +57,7 @@ class RequestTrace:
         gang: the traces that are stepped together with this one, itself included; empty where it goes alone.
         grad: its pass runs alone, and with gradients.
         delivery: how its caller is handed what it saved.
+        activations: what its request captured (hooks.capture.Activations); set when that has ended.
         on_step: called after each pass with its number and copies of the saved values by name, on the engine's thread.
     """
 
@@ -85,6 +87,7 @@ class RequestTrace:
         self.in_pass = self.over = self.ended = self.stopped = False
         self.error: BaseException | None = None
         self.result: Any = None
+        self.activations: Activations | None = None
         self.receipt = Receipt()
         self.warnings: list[str] = []
         self.gang: list[RequestTrace] = []

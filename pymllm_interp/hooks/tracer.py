@@ -17,6 +17,7 @@ from greenlet import getcurrent
 
 from .analysis import depend_on_each_other
 from .barrier import EngineBarrier
+from .capture import Activations
 from .interleaver import Block
 from .loops import AST_LOCK, StepIterations
 from .model import TracedModel
@@ -66,6 +67,8 @@ class EngineTracer(_Captured, InterleavingTracer):
     Attributes:
         mode: "trace" (one forward pass) or "generate".
         receipts: what happened to each request, in the order of the invokes; set when the block has run.
+        captures: what each request captured (`capture=`), in the same order; None for one that asked for nothing. A capture
+            takes what the model goes on with: the state after the block's edits.
     """
 
     def __init__(self, envoy: TracedModel, mode: str, *args: Any, device: Any = None, **kwargs: Any) -> None:
@@ -73,6 +76,7 @@ class EngineTracer(_Captured, InterleavingTracer):
         self.mode = mode
         self.device = saves_device(device) if device is not None else None
         self.receipts: list[Any] = []
+        self.captures: list[Activations | None] = []
         self.barriers = 0
         self._invocations: list[Invocation] = []
 
@@ -86,6 +90,13 @@ class EngineTracer(_Captured, InterleavingTracer):
         if len(self.receipts) != 1:
             raise ValueError(f"this trace has {len(self.receipts)} requests: use tracer.receipts[i]")
         return self.receipts[0]
+
+    @property
+    def activations(self) -> Activations | None:
+        """What the only request captured."""
+        if len(self.captures) != 1:
+            raise ValueError(f"this trace has {len(self.captures)} requests: use tracer.captures[i]")
+        return self.captures[0]
 
     @property
     def iter(self) -> StepIterations:
@@ -132,6 +143,7 @@ class EngineTracer(_Captured, InterleavingTracer):
             traces, inputs = self._collect(code)
             self._model.run_traces(self, traces, inputs)
             self.receipts = [trace.receipt for trace in traces]
+            self.captures = [trace.activations for trace in traces]
             for trace in traces:
                 push_result(frame, trace.hand_over())
                 emit(trace.warnings, stacklevel=5)

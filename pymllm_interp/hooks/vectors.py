@@ -15,7 +15,7 @@ from 0, and has none for block 0; repeng counts in the same way.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from .site import ModelInfo
+
 ARCHITECTURE = "controlvector"
 """Of GGUF files that hold vectors."""
 Source = Any
 """What becomes a tensor: a tensor, numbers in lists, a list of tensors, or an array that torch converts."""
+Named = Tensor | dict[int, Tensor]
+"""What a name stands for: the same for every layer, or a tensor for each."""
+_LAYER_NAME = re.compile(r"(?:layer|direction)\.(\d+)")
 
 
 def checked_vector(source: Source, who: str, dims: Sequence[int] = (1,)) -> Tensor:
@@ -105,7 +110,7 @@ def load_layer_vectors(path: str | Path) -> dict[int, Tensor]:
     """
     vectors: dict[int, Tensor] = {}
     for name, tensor in _read(Path(path)).items():
-        match = re.fullmatch(r"(?:layer|direction)\.(\d+)", name)
+        match = _LAYER_NAME.fullmatch(name)
         if match is None:
             raise ValueError(f"{path}: {name!r} is not of a layer; expected layer.<i> or direction.<i>")
         layer = int(match[1])
@@ -151,52 +156,87 @@ def save_layer_vectors(path: str | Path, vectors: Mapping[int, Source], model_hi
         raise ValueError(f"{path}: vectors are saved as .safetensors or .gguf")
 
 
-class VectorRegistry:
-    """Vectors by name: [width], or {layer: [width]}."""
+class VectorRegistry(MutableMapping[str, Named]):
+    """Vectors by name, for specs that give a name in a vector's place.
 
-    def __init__(self) -> None:
-        self._vectors: dict[str, Tensor | dict[int, Tensor]] = {}
+        lm.vectors["sea"] = torch.randn(hidden)               # [width], or rows of them, [n, width]
+        lm.vectors["happy"] = "happy.gguf"                    # a file; here a vector for each layer, {layer: [width]}
+        Steer("resid_post.12", "sea", scale=4.0)
 
-    @property
-    def names(self) -> list[str]:
-        """Sorted."""
-        return sorted(self._vectors)
+    A request takes what the names stand for when it is submitted, and keeps it: replacing or deleting one changes later requests
+    only. Copies go in and come out.
 
-    def register(self, name: str, source: Source | Mapping[int, Source]) -> None:
-        """Keep a copy of the vector, or of the vectors by layer, under `name`.
+    Args:
+        model: whose sites the vectors are for.
+    """
+
+    def __init__(self, model: ModelInfo) -> None:
+        self._layers = model.num_hidden_layers
+        self._widths = {model.width(kind): " * ".join(model.settings(kind)) for kind in model.family.points}
+        self._vectors: dict[str, Named] = {}
+
+    def __setitem__(self, name: str, source: Source | Mapping[int, Source] | str | Path) -> None:
+        """Keep a copy of a tensor, of tensors by layer, or of what a file holds, under `name`.
 
         Raises:
-            ValueError: a name that is empty or taken (`remove` frees it), or what `checked_vector` refuses.
+            ValueError: an empty name, a file that does not say which vector is meant, a width that no site of the model has, a
+                layer that it does not have, or what `checked_vector` refuses.
+            FileNotFoundError, ImportError: as `load_vector`.
         """
         if not isinstance(name, str) or not name:
             raise ValueError(f"a vector's name is a string that is not empty, not {name!r}")
-        if name in self._vectors:
-            raise ValueError(f"there is a vector {name!r} already; remove it first")
-        if isinstance(source, Mapping):
-            self._vectors[name] = {
-                layer: checked_vector(vector, f"vector {name!r}, layer {layer}") for layer, vector in source.items()
-            }
-        else:
-            self._vectors[name] = checked_vector(source, f"vector {name!r}")
+        who = f"vector {name!r}"
+        if isinstance(source, str | Path):
+            source = _of_file(Path(source))
+        if not isinstance(source, Mapping):
+            self._vectors[name] = self._fitting(source, who, (1, 2))
+            return
+        if not source:
+            raise ValueError(f"{who}: there is no layer in it")
+        for layer in source:
+            if not isinstance(layer, int) or not 0 <= layer < self._layers:
+                raise ValueError(f"{who}: there is no layer {layer!r}; the model has 0 to {self._layers - 1}")
+        self._vectors[name] = {
+            layer: self._fitting(vector, f"{who}, layer {layer}", (1, 2)) for layer, vector in sorted(source.items())
+        }
 
-    def get(self, name: str) -> Tensor | dict[int, Tensor]:
-        """What was registered under `name`.
+    def _fitting(self, source: Source, who: str, dims: Sequence[int]) -> Tensor:
+        vector = checked_vector(source, who, dims)
+        if vector.shape[-1] not in self._widths:
+            known = ", ".join(f"{width} ({setting})" for width, setting in sorted(self._widths.items()))
+            raise ValueError(f"{who} has {vector.shape[-1]} values; the model's sites have {known}")
+        return vector
+
+    def __getitem__(self, name: str) -> Named:
+        """A copy of what was put under `name`: a float32 tensor, or one for each layer.
 
         Raises:
-            ValueError: nothing was; the nearest names are listed.
+            KeyError: nothing was; the nearest names are listed.
         """
-        if name not in self._vectors:
-            raise ValueError(f"no vector {name!r}; {_nearest(name, self._vectors)}")
-        return self._vectors[name]
+        try:
+            found = self._vectors[name]
+        except KeyError:
+            raise KeyError(f"no vector {name!r}; {_nearest(name, dict(self._vectors))}") from None
+        return {layer: v.clone() for layer, v in found.items()} if isinstance(found, dict) else found.clone()
 
-    def remove(self, name: str) -> None:
-        """Forget it. Requests that use it keep it until they end.
-
-        Raises:
-            ValueError: as `get`.
-        """
-        self.get(name)
+    def __delitem__(self, name: str) -> None:
+        self[name]  # an error that says which names there are
         del self._vectors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._vectors))
+
+    def __len__(self) -> int:
+        return len(self._vectors)
+
+    def __repr__(self) -> str:
+        return f"VectorRegistry({list(self)})"
+
+
+def _of_file(path: Path) -> Named:
+    """The file's vectors by layer, where that is what it holds, else its only one."""
+    by_layer = all(_LAYER_NAME.fullmatch(name) for name in _read(path))
+    return load_layer_vectors(path) if by_layer else load_vector(path)
 
 
 def _read(path: Path) -> dict[str, Any]:

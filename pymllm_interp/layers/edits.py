@@ -1,4 +1,4 @@
-"""Declared ops on the residual stream, inside of a forward pass.
+"""Declared ops and captures on the residual stream, inside of a forward pass.
 
 A pass has *places*: the points where something is added to the stream and a norm reads the sum. Place 0 is the embedding,
 place ``2 * i + 1`` follows layer i's attention, place ``2 * i + 2`` its MLP. Each has two *sites*, what is added and the sum::
@@ -7,16 +7,21 @@ place ``2 * i + 1`` follows layer i's attention, place ``2 * i + 2`` its MLP. Ea
     site 2 * place + 1      embed (resid_pre.0), resid_mid.i, resid_post.i (resid_pre.i+1)
     site 4 * layers + 2     final_norm: what the head reads
 
-`Edits` is what a pass asks of them: table_edits.py reads the ops from device tables, host_edits.py has them as functions. Both act
-in the same order: on what is added, on the sum, then the norm.
+`Edits` is what a pass asks of them: table_edits.py reads them from device tables, host_edits.py has them as functions. Both act
+in the same order: on what is added, on the sum, then the norm. At each site the ops come first, and a capture takes what the
+model goes on with. Where nothing stands in between they are one call (`edited`); a module whose output a trace may change has the
+ops inside (`op_at`), and the pass takes the state behind it (`take_at`).
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from ..core.forward_batch import ForwardBatch
 
 
 def added_site(place: int) -> int:
@@ -40,7 +45,7 @@ def num_sites(num_layers: int) -> int:
 
 
 class Edits(Protocol):
-    """What a forward pass asks of the declared ops of its requests."""
+    """What a forward pass asks of what its requests declared."""
 
     final_site: int
     """The final norm's."""
@@ -49,40 +54,68 @@ class Edits(Protocol):
         """`value` [1, tokens, width] after the ops at `site`; itself where there are none, else fresh memory."""
         ...
 
+    def take(self, site: int, value: torch.Tensor) -> None:
+        """Capture `value` [1, tokens, width], what the model goes on with, for the requests that want it at `site`."""
+        ...
+
     def add_rms_norm(
         self, place: int, h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`norm.add_rms_norm` with the ops of the place's two sites; at the last place with those of the final norm too."""
+        """`norm.add_rms_norm` with the ops and captures of the place's two sites, at the last place of the final norm too."""
         ...
 
 
 class Edited(nn.Module):
-    """A module whose output is a site, and whose `.inputs` are those of transformers' module: it gets its ops beside them.
+    """A module whose output is a site, and whose `.inputs` are those of transformers' module: it gets the batch beside them.
 
     Attributes:
-        edits: for the next call, and no other: a trace may call the module again for its own ends.
+        batch: of the next call, and no other: a trace may call the module again for its own ends.
     """
 
-    edits: Edits | None = None
+    batch: ForwardBatch | None = None
+
+    def take_batch(self) -> ForwardBatch | None:
+        """The batch of this call; None where it is a trace's own."""
+        batch = self.batch
+        if batch is not None:
+            self.batch = None
+        return batch
 
     def take_edits(self) -> Edits | None:
         """The ops for this call."""
-        edits = self.edits
-        if edits is not None:
-            self.edits = None
-        return edits
+        batch = self.take_batch()
+        return None if batch is None else batch.edits
 
 
-def edited(value: torch.Tensor, edits: Edits | None, site: int) -> torch.Tensor:
+def op_at(value: torch.Tensor, edits: Edits | None, site: int) -> torch.Tensor:
     """`value` after the ops at `site`, where there may be any."""
     return value if edits is None else edits.at(site, value)
 
 
-def total(h: torch.Tensor, delta: torch.Tensor | None, edits: Edits | None, place: int) -> torch.Tensor:
-    """The hidden state that a fused layer left in two parts, with the ops of the place where they are added.
+def take_at(value: torch.Tensor, edits: Edits | None, site: int) -> None:
+    """Capture `value` at `site`, where anybody may want it."""
+    if edits is not None:
+        edits.take(site, value)
+
+
+def edited(value: torch.Tensor, edits: Edits | None, site: int) -> torch.Tensor:
+    """`value` after the ops at `site`, captured: for passes in which nothing stands between the two."""
+    value = op_at(value, edits, site)
+    take_at(value, edits, site)
+    return value
+
+
+def total(
+    h: torch.Tensor, delta: torch.Tensor | None, edits: Edits | None, place: int, served: bool = False
+) -> torch.Tensor:
+    """The hidden state that a fused layer left in two parts, `edited` at the place where they are added.
 
     Without a delta it is whole, and has passed its place.
+
+    Args:
+        served: a trace sees the sum next, and the capture comes behind it.
     """
     if delta is None:
         return h
-    return edited(h + edited(delta, edits, added_site(place)), edits, stream_site(place))
+    at_sum = op_at if served else edited
+    return at_sum(h + edited(delta, edits, added_site(place)), edits, stream_site(place))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .edits import stream_site, total
+from .edits import edited, stream_site, total
 from .norm import rms_norm
 
 Rows = tuple[int, int]
@@ -19,7 +19,7 @@ class HostEdits:
 
     Args:
         by_site: site -> (rows, [rows, width] -> [rows, width]).
-        taps: site -> (rows, what takes the state [rows, width] after the ops).
+        taps: site -> (rows, what takes their state [rows, width]).
         final_site: the final norm's.
     """
 
@@ -49,13 +49,15 @@ class HostEdits:
             for (start, size), op in ops:
                 rows = value[0, start : start + size]
                 rows.copy_(op(rows))
+        return value
+
+    def take(self, site: int, value: torch.Tensor) -> None:
         for (start, size), tap in self.taps.get(site, ()):
             tap(value[0, start : start + size])
-        return value
 
     def add_rms_norm(
         self, place: int, h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         h = total(h, delta, self, place)
         normed = rms_norm(h, weight, eps)
-        return h, self.at(self.final_site, normed) if stream_site(place) + 1 == self.final_site else normed
+        return h, edited(normed, self, self.final_site) if stream_site(place) + 1 == self.final_site else normed

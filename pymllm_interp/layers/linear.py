@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .dispatch import kernels_for
-from .edits import Edited, edited, stream_site
+from .edits import Edited, op_at, stream_site
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -158,7 +158,7 @@ class Embedding(Edited):
         out = F.embedding(input_ids, self.weight)
         # A pass with gradients: weights ask for none, so the graph begins here.
         out = out.requires_grad_() if torch.is_grad_enabled() else out
-        return edited(out, self.take_edits(), stream_site(0))
+        return op_at(out, self.take_edits(), stream_site(0))
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"

@@ -1,4 +1,4 @@
-"""Ops from device tables, read by the kernel that adds and norms: the tables change, a captured graph does not."""
+"""Ops and captures from device tables, read by the kernel that adds and norms: the tables change, a captured graph does not."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ NO_END = 2**31 - 1
 
 @dataclass(frozen=True)
 class EditTables:
-    """The ops of each row of the request table; row 0 is padding's and has none.
+    """The ops and captures of each row of the request table; row 0 is padding's and has none.
 
     A state is `width` wide. All live at one address, so that captured graphs can read them.
+
+    A token row's captured states lie behind each other in its block of the ring, each at its site's offset.
     """
 
     # fmt: off
@@ -32,37 +34,52 @@ class EditTables:
     numbers: torch.Tensor  # [rows, sites, depth, NUMBERS] float32
     fires:   torch.Tensor  # [rows, sites, depth] int32, how often a gated op acted
     vectors: torch.Tensor  # [capacity, width] float32
+    offsets: torch.Tensor  # [rows, sites] int32, where in a block of the ring the site's state goes; -1: nowhere
+    ring:    torch.Tensor  # [elements], of the states' dtype
     # fmt: on
 
     @classmethod
-    def empty(
-        cls, rows: int, num_layers: int, depth: int, capacity: int, width: int, device: torch.device | str
-    ) -> EditTables:
-        places = (rows, num_sites(num_layers))
+    def empty(cls, rows: int, num_layers: int, depth: int, capacity: int, width: int, ring: torch.Tensor) -> EditTables:
+        places, device = (rows, num_sites(num_layers)), ring.device
         return cls(
             counts=torch.zeros(*places, dtype=torch.int32, device=device),
             fields=torch.zeros(*places, depth, FIELDS, dtype=torch.int32, device=device),
             numbers=torch.zeros(*places, depth, NUMBERS, dtype=torch.float32, device=device),
             fires=torch.zeros(*places, depth, dtype=torch.int32, device=device),
             vectors=torch.zeros(capacity, width, dtype=torch.float32, device=device),
+            offsets=torch.full(places, -1, dtype=torch.int32, device=device),
+            ring=ring,
         )
 
 
 class TableEdits:
-    """Ops from tables.
+    """Ops and captures from tables.
 
     Args:
-        rows, positions: [tokens] int64, each token row's row of the request table, -1 for one without ops; and its position.
+        rows, positions: [tokens] int64, each token row's row of the request table, -1 for one that declared nothing; and its
+            position.
+        blocks: [2, tokens] int64, each token row's block of the ring: its first element, and the one after its last. What does
+            not fit in is not captured: the two are equal where nothing is.
     """
 
-    def __init__(self, tables: EditTables, rows: torch.Tensor, positions: torch.Tensor) -> None:
-        self.tables, self.rows, self.positions = tables, rows, positions
+    def __init__(self, tables: EditTables, rows: torch.Tensor, positions: torch.Tensor, blocks: torch.Tensor) -> None:
+        self.tables, self.rows, self.positions, self.blocks = tables, rows, positions, blocks
         self.final_site = tables.counts.shape[1] - 1
+
+    def rows_from(self, start: int, stop: int) -> TableEdits:
+        """Those of the token rows from `start` to `stop`, in memory of their own."""
+        rows, positions, blocks = self.rows[start:stop], self.positions[start:stop], self.blocks[:, start:stop]
+        return TableEdits(self.tables, rows.clone(), positions.clone(), blocks.clone())
 
     def at(self, site: int, value: torch.Tensor) -> torch.Tensor:
         from .triton_edits import edit
 
         return edit(value, site, self)
+
+    def take(self, site: int, value: torch.Tensor) -> None:
+        from .triton_edits import capture
+
+        capture(value, site, self)
 
     def add_rms_norm(
         self, place: int, h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float

@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
-"""Declared ops on rows that a Triton program holds in registers; `layers/table_edits.py` says what the tables hold."""
+"""Declared ops and captures of rows that a Triton program holds in registers; `layers/table_edits.py` says what the tables hold."""
 
 from __future__ import annotations
 
@@ -81,13 +81,44 @@ def _apply_ops(
     return value
 
 
-@triton.jit(do_not_specialize=["count", "site"])
-def _edit_kernel(
-    h, delta, weight, total, out, owners, positions, counts, fields, numbers, fires, vectors, count, eps, site,
-    SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, NORM: tl.constexpr, LAST: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def _capture(
+    value, owner, row, site, offsets, blocks, block_stride, ring, column, mask, inside, SITES: tl.constexpr,
 ):  # fmt: skip
-    """Ops on `h` at `site`; with NORM on delta there, on h + delta at the next site, and with LAST on the norm after that."""
+    """Store `value` [rows, block], rounded, in the ring where the row's owner captures `site` and the row's block holds it."""
+    wanted = inside & (owner >= 0)
+    offset = tl.load(offsets + owner * SITES + site, mask=wanted, other=-1).to(tl.int64)
+    wanted = wanted & (offset >= 0)
+    if tl.max(wanted.to(tl.int32)) > 0:
+        first = tl.load(blocks + row, mask=wanted, other=0) + offset
+        stop = tl.load(blocks + block_stride + row, mask=wanted, other=0)
+        tl.store(ring + first + column, value.to(ring.dtype.element_ty), mask=wanted & (first < stop) & mask)
+
+
+@triton.jit(do_not_specialize=["count", "block_stride", "site"])
+def _capture_kernel(
+    h, owners, offsets, blocks, block_stride, ring, count, site,
+    SIZE: tl.constexpr, SITES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Captures of `h` at `site`."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = row < count
+    mask = inside & (column < SIZE)
+    owner = tl.load(owners + row, mask=inside, other=-1)
+    if tl.max(owner) >= 0:
+        value = tl.load(h + row * SIZE + column, mask=mask, other=0.0)
+        _capture(value, owner, row, site, offsets, blocks, block_stride, ring, column, mask, inside, SITES)
+
+
+@triton.jit(do_not_specialize=["count", "block_stride", "site"])
+def _edit_kernel(
+    h, delta, weight, total, out, owners, positions, counts, fields, numbers, fires, vectors, offsets, blocks, block_stride,
+    ring, count, eps, site, SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, NORM: tl.constexpr,
+    LAST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Ops on `h` at `site`; with NORM ops and captures of delta there, of h + delta at the next site, and with LAST of the norm
+    after that."""
     dtype: tl.constexpr = h.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -95,36 +126,38 @@ def _edit_kernel(
     mask = inside & (column < SIZE)
     source = row * SIZE + column
     owner = tl.load(owners + row, mask=inside, other=-1)
-    has_ops = (
-        tl.max(owner) >= 0
-    )  # else nothing more is read: the owners come with the states, and cost no time of their own
+    # Where nobody declared anything nothing more is read: the owners come with the states, and cost no time of their own.
+    owned = tl.max(owner) >= 0
     position = tl.load(positions + row, mask=inside, other=0).to(tl.int32)
     value = tl.load(h + source, mask=mask, other=0.0).to(tl.float32)
     if NORM:
         added = tl.load(delta + source, mask=mask, other=0.0).to(tl.float32)
-        if has_ops:
+        if owned:
             added = _apply_ops(
                 added, owner, position, site, counts, fields, numbers, fires, vectors, column, mask, inside, SIZE, SITES,
                 DEPTH, dtype,
             )  # fmt: skip
+            _capture(added, owner, row, site, offsets, blocks, block_stride, ring, column, mask, inside, SITES)
         value = (value + added).to(dtype).to(tl.float32)
-        if has_ops:
+        if owned:
             value = _apply_ops(
                 value, owner, position, site + 1, counts, fields, numbers, fires, vectors, column, mask, inside, SIZE,
                 SITES, DEPTH, dtype,
             )  # fmt: skip
+            _capture(value, owner, row, site + 1, offsets, blocks, block_stride, ring, column, mask, inside, SITES)
         tl.store(total + source, value.to(dtype), mask=mask)
         scale = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / SIZE + eps)
         normed = (value * scale).to(dtype).to(tl.float32)
         weights = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
         value = (weights * normed).to(dtype).to(tl.float32)
         if LAST:
-            if has_ops:
+            if owned:
                 value = _apply_ops(
                     value, owner, position, site + 2, counts, fields, numbers, fires, vectors, column, mask, inside, SIZE,
                     SITES, DEPTH, dtype,
                 )  # fmt: skip
-    elif has_ops:
+                _capture(value, owner, row, site + 2, offsets, blocks, block_stride, ring, column, mask, inside, SITES)
+    elif owned:
         value = _apply_ops(
             value, owner, position, site, counts, fields, numbers, fires, vectors, column, mask, inside, SIZE, SITES,
             DEPTH, dtype,
@@ -145,8 +178,22 @@ def _launch(
     rows, block, warps = norm_launch(size)
     _edit_kernel[(-(-count // rows),)](
         h, delta, weight, total, out, edits.rows, edits.positions, tables.counts, tables.fields, tables.numbers, tables.fires,
-        tables.vectors, count, eps, site, size, sites, depth, norm, norm and site + 2 == edits.final_site, rows, block,
-        num_warps=warps, enable_fp_fusion=False,
+        tables.vectors, tables.offsets, edits.blocks, edits.blocks.stride(0), tables.ring, count, eps, site, size, sites, depth,
+        norm, norm and site + 2 == edits.final_site, rows, block, num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def capture(value: torch.Tensor, site: int, edits: codes.TableEdits) -> None:
+    """Store the rows of value [1, tokens, width] in the ring for the requests that capture `site`."""
+    value, size = value.contiguous(), value.shape[-1]
+    count = value.numel() // size
+    if count == 0:
+        return
+    tables = edits.tables
+    rows, block, warps = norm_launch(size)
+    _capture_kernel[(-(-count // rows),)](
+        value, edits.rows, tables.offsets, edits.blocks, edits.blocks.stride(0), tables.ring, count, site,
+        size, tables.offsets.shape[1], rows, block, num_warps=warps,
     )  # fmt: skip
 
 
@@ -161,7 +208,7 @@ def edit(value: torch.Tensor, site: int, edits: codes.TableEdits) -> torch.Tenso
 def edit_add_rms_norm(
     h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float, place: int, edits: codes.TableEdits
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`triton_kernels.add_rms_norm` with the ops of the place; h and delta [1, tokens, width]."""
+    """`triton_kernels.add_rms_norm` with the ops and captures of the place; h and delta [1, tokens, width]."""
     h, delta = h.contiguous(), delta.contiguous()
     total, out = torch.empty_like(h), torch.empty_like(h)
     _launch(h, delta, weight, total, out, eps, added_site(place), edits, norm=True)

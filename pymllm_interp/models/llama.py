@@ -20,9 +20,9 @@ from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from ..attention.radix_attention import RadixAttention
-from ..core.forward_batch import ForwardBatch
+from ..core.forward_batch import ForwardBatch, Registers
 from ..layers.activation import SiLU, gated, silu
-from ..layers.edits import Edited, added_site, edited, stream_site, total
+from ..layers.edits import Edited, added_site, edited, op_at, stream_site, take_at, total
 from ..layers.linear import Embedding, Linear, MergedLinear
 from ..layers.norm import RMSNorm
 from ..layers.rope import RotaryEmbedding, apply_rope, rope_and_write, rotation_of
@@ -66,23 +66,47 @@ class LlamaAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """([1, tokens, hidden], None): transformers returns the attention weights in the second place, when it has them."""
-        tokens = hidden_states.shape[1]
-        cos, sin = rotation_of(forward_batch, *position_embeddings)
-        with self._qkv.product(hidden_states):
-            q = self.normed(self.q_proj(hidden_states), "q_norm")
-            k = self.normed(self.k_proj(hidden_states), "k_norm")
-            v = self.v_proj(hidden_states).reshape(tokens, -1, self.head_dim)
-        z = self.attn(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, forward_batch)
-        attn_out = self.o_proj(z.unsqueeze(0))
-        return edited(attn_out, forward_batch.edits, added_site(2 * self.layer_idx + 1)), None
+        out = self._stretch(hidden_states, position_embeddings, forward_batch)
+        if out is None:
+            cos, sin = rotation_of(forward_batch, *position_embeddings)
+            with self._qkv.product(hidden_states):
+                q = self.normed(self.q_proj(hidden_states), "q_norm")
+                k = self.normed(self.k_proj(hidden_states), "k_norm")
+                v = self.v_proj(hidden_states).reshape(hidden_states.shape[1], -1, self.head_dim)
+            z = self.attn(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, forward_batch)
+            out = self.o_proj(z.unsqueeze(0))
+        return op_at(out, forward_batch.edits, added_site(2 * self.layer_idx + 1)), None
+
+    def _stretch(self, x: torch.Tensor, rotary: Rotation, batch: ForwardBatch) -> torch.Tensor | None:
+        """`forward` as far as nobody waits inside; None where someone waits for the first of it."""
+        watch, layer = batch.watch, self.layer_idx
+        if watch is None:
+            return None
+
+        def whole(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Registers:
+            return {"delta": self.forward_fused(x, cos, sin, batch)}
+
+        def heads(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Registers:
+            return {"z": self.heads_fused(x, cos, sin, batch)}
+
+        cos, sin = rotation_of(batch, *rotary)
+        if watch.nobody_inside(layer, "self_attn"):
+            return batch.stretch(("attn", layer), whole, x=x, cos=cos, sin=sin)["delta"]
+        if watch.nobody_inside(layer, "self_attn", but="self_attn.o_proj"):
+            return self.o_proj(batch.stretch(("heads", layer), heads, x=x, cos=cos, sin=sin)["z"])
+        return None
 
     def normed(self, projected: torch.Tensor, norm: str) -> torch.Tensor:
         """[1, tokens, heads * head_dim] -> [tokens, heads, head_dim], through the module `norm` in families that have one."""
         return projected.reshape(projected.shape[1], -1, self.head_dim)
 
-    def forward_fused(self, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """`forward` without a call to a module. h [1, tokens, hidden]; cos, sin: a `rotation`."""
-        qkv = self.normed_fused(self._qkv.gemm(h).view(h.shape[1], -1, self.head_dim))
+    def forward_fused(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """`forward` without a call to a module, and without the ops at its output. x [1, tokens, hidden]; cos, sin: a `rotation`."""
+        return self.o_proj.gemm(self.heads_fused(x, cos, sin, batch))
+
+    def heads_fused(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """What `o_proj` reads, [1, tokens, heads * head_dim]."""
+        qkv = self.normed_fused(self._qkv.gemm(x).view(x.shape[1], -1, self.head_dim))
         pool = batch.token_to_kv_pool
         if batch.fresh_kv_only or pool is None:  # k and v are not for the pool
             q, k = apply_rope(qkv[:, : -self.num_kv_heads], cos, sin).split([self.num_heads, self.num_kv_heads], dim=1)
@@ -90,7 +114,7 @@ class LlamaAttention(nn.Module):
         else:
             q = rope_and_write(qkv, cos, sin, pool, self.layer_idx, batch.out_cache_loc)
             z = self.attn.of_written(q, batch)
-        return self.o_proj.gemm(z.unsqueeze(0))
+        return z.unsqueeze(0)
 
     def normed_fused(self, qkv: torch.Tensor) -> torch.Tensor:
         """[tokens, heads + 2 * kv_heads, head_dim]: q's heads, k's and v's."""
@@ -114,13 +138,33 @@ class LlamaMLP(Edited):
         self._act = [silu if is_silu else ACT2FN[config.hidden_act]]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with self._gate_up.product(x):
-            # Operations are named by their calls and assignments (`.source`): as in transformers.
-            down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return edited(down_proj, self.take_edits(), added_site(2 * self.layer_idx + 2))
+        batch = self.take_batch()
+        out = self._stretch(x, batch)
+        if out is None:
+            with self._gate_up.product(x):
+                # Operations are named by their calls and assignments (`.source`): as in transformers.
+                down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+            out = down_proj
+        return op_at(out, None if batch is None else batch.edits, added_site(2 * self.layer_idx + 2))
+
+    def _stretch(self, x: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor | None:
+        """`forward` as far as nobody waits inside; None where someone waits for the first of it."""
+        watch, layer = None if batch is None else batch.watch, self.layer_idx
+        if batch is None or watch is None:
+            return None
+        if watch.nobody_inside(layer, "mlp"):
+            return batch.stretch(("mlp", layer), lambda x: {"delta": self.forward_fused(x)}, x=x)["delta"]
+        if watch.nobody_inside(layer, "mlp", but="mlp.down_proj"):
+            return self.down_proj(batch.stretch(("act", layer), lambda x: {"act": self.neurons_fused(x)}, x=x)["act"])
+        return None
 
     def forward_fused(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj.gemm(gated(self._gate_up.gemm(x), self._act[0]))
+        """`forward` without a call to a module, and without the ops at its output."""
+        return self.down_proj.gemm(self.neurons_fused(x))
+
+    def neurons_fused(self, x: torch.Tensor) -> torch.Tensor:
+        """What `down_proj` reads."""
+        return gated(self._gate_up.gemm(x), self._act[0])
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -139,18 +183,24 @@ class LlamaDecoderLayer(nn.Module):
         self, hidden_states: torch.Tensor, position_embeddings: Rotation, forward_batch: ForwardBatch, **kwargs: Any
     ) -> torch.Tensor:
         """[1, tokens, hidden]. Where nobody waits inside of the layer, it runs fused: the bits are the same."""
-        watch = forward_batch.watch
-        if watch is not None and watch.nobody_inside(self.self_attn.layer_idx):
-            turned = rotation_of(forward_batch, *position_embeddings)
-            parts = self.forward_fused(hidden_states, None, *turned, forward_batch)
-            return total(*parts, forward_batch.edits, 2 * self.self_attn.layer_idx + 2)
+        watch, layer_idx = forward_batch.watch, self.self_attn.layer_idx
+        if watch is not None and watch.nobody_inside(layer_idx):
+
+            def whole(h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Registers:
+                parts = self.forward_fused(h, None, cos, sin, forward_batch)
+                return {"h": total(*parts, forward_batch.edits, 2 * layer_idx + 2, served=True)}
+
+            cos, sin = rotation_of(forward_batch, *position_embeddings)
+            return forward_batch.stretch(("layer", layer_idx), whole, h=hidden_states, cos=cos, sin=sin)["h"]
         kwargs |= {"position_embeddings": position_embeddings, "forward_batch": forward_batch}
         attn_out, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-        edits, place = forward_batch.edits, 2 * self.self_attn.layer_idx + 1
+        edits, place = forward_batch.edits, 2 * layer_idx + 1
+        take_at(attn_out, edits, added_site(place))
         hidden_states = edited(hidden_states + attn_out, edits, stream_site(place))
-        self.mlp.edits = edits
+        self.mlp.batch = forward_batch
         mlp_out = self.mlp(self.post_attention_layernorm(hidden_states))
-        return edited(hidden_states + mlp_out, edits, stream_site(place + 1))
+        take_at(mlp_out, edits, added_site(place + 1))
+        return op_at(hidden_states + mlp_out, edits, stream_site(place + 1))
 
     def forward_fused(
         self, h: torch.Tensor, delta: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, batch: ForwardBatch
@@ -179,25 +229,43 @@ class LlamaModel(nn.Module):
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
     ) -> BaseModelOutputWithPast:
         """input_ids and position_ids [1, tokens]."""
-        edits, last = forward_batch.edits, 2 * len(self.layers)
-        self.embed_tokens.edits = self.norm.edits = edits
-        h, delta = self.embed_tokens(input_ids), None
+        edits, watch = forward_batch.edits, forward_batch.watch
+        self.embed_tokens.batch = self.norm.batch = forward_batch
+        h = self.embed_tokens(input_ids)
+        take_at(h, edits, stream_site(0))
         lens = {"rope_lens": forward_batch.rope_lens} if self.rotary_emb.length_dependent else {}
-        position_embeddings = self.rotary_emb(h, position_ids=position_ids, **lens)
-        watch = forward_batch.watch
-        kwargs = {
-            "position_embeddings": position_embeddings,
-            "position_ids": position_ids,
-            "forward_batch": forward_batch,
-        }
-        for i, layer in enumerate(self.layers):
-            if watch is not None and watch.nobody_at(i):
-                turned = rotation_of(forward_batch, *position_embeddings)
-                h, delta = layer.forward_fused(h, delta, *turned, forward_batch)  # pyright: ignore[reportCallIssue]
-            else:
-                h, delta = layer(total(h, delta, edits, 2 * i), **kwargs), None
-        h = self.norm(total(h, delta, edits, last))
+        rotary = self.rotary_emb(h, position_ids=position_ids, **lens)
+        kwargs = {"position_embeddings": rotary, "position_ids": position_ids, "forward_batch": forward_batch}
+        i, last = 0, len(self.layers)
+        while i < last:
+            first = i
+            while watch is not None and i < last and watch.nobody_at(i):
+                i += 1
+            at_output = watch is not None and i < last and watch.only_at_output(i)
+            if first < i or at_output:
+                h = self._stretch(h, rotary, forward_batch, first, i + at_output, at_output)
+            if i < last:
+                h = self.layers[i](h, **kwargs) if not at_output else watch.at_output(i, h)  # pyright: ignore[reportOptionalMemberAccess]
+                i += 1
+                take_at(h, edits, stream_site(2 * i))
+        h = self.norm(h)
+        if edits is not None:
+            edits.take(edits.final_site, h)
         return BaseModelOutputWithPast(last_hidden_state=h)  # pyright: ignore[reportArgumentType]
+
+    def _stretch(
+        self, h: torch.Tensor, rotary: Rotation, batch: ForwardBatch, first: int, stop: int, served: bool
+    ) -> torch.Tensor:
+        """h after the layers from `first` to `stop`; `served` to a trace next, or not."""
+
+        def run(h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Registers:
+            delta = None
+            for layer in self.layers[first:stop]:
+                h, delta = layer.forward_fused(h, delta, cos, sin, batch)  # pyright: ignore[reportCallIssue]
+            return {"h": total(h, delta, batch.edits, 2 * stop, served)}
+
+        cos, sin = rotation_of(batch, *rotary)
+        return batch.stretch(("layers", first, stop, served), run, h=h, cos=cos, sin=sin)["h"]
 
     def forward_fused(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch

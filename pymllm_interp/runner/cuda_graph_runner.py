@@ -21,7 +21,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -102,6 +101,7 @@ class _InputBuffers:
         self.positions = shared.positions[:max_bs]
         self.req_pool_indices = shared.rows[:max_bs]
         self.edited_rows = shared.edited_rows[:max_bs]
+        self.blocks = shared.blocks[:, :max_bs]
         self.out_cache_loc = shared.out_cache_loc[:max_bs]
         self.seq_lens = shared.seq_lens[:max_bs]
         self.seq_lens_cpu = torch.full((max_bs,), seq_len_fill_value, dtype=torch.int32)
@@ -117,6 +117,7 @@ class _InputBuffers:
                 (self.positions, forward_batch.positions, 0),
                 (self.req_pool_indices, forward_batch.req_pool_indices, 0),
                 (self.edited_rows, self._edited_rows(forward_batch), -1),
+                *self._block_fills(forward_batch),
                 (self.out_cache_loc, forward_batch.out_cache_loc, 0),
                 (self.seq_lens, forward_batch.seq_lens, self.seq_len_fill_value),
             ]
@@ -128,6 +129,11 @@ class _InputBuffers:
     def _edited_rows(forward_batch: ForwardBatch) -> torch.Tensor:
         edits = forward_batch.edits
         return torch.full_like(forward_batch.req_pool_indices, -1) if edits is None else edits.rows
+
+    def _block_fills(self, forward_batch: ForwardBatch) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+        """Blocks matter to rows whose request declared something."""
+        edits = forward_batch.edits
+        return [] if edits is None else [(own, given, 0) for own, given in zip(self.blocks, edits.blocks, strict=True)]
 
     def batch(self, bs: int, model_runner: ModelRunner) -> ForwardBatch:
         """A decode batch of `bs` rows over the buffers."""
@@ -154,17 +160,12 @@ def _capture_stream(device_index: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device_index)
 
 
-@dataclass(frozen=True)
-class _Recording:
-    """A captured pass."""
+def record(plan: Callable[[], None], run: Callable[[], torch.Tensor], pool: Any) -> tuple[Any, torch.Tensor]:
+    """Warm `run` up and capture it. `plan` comes before each run and stays outside of the graph.
 
-    graph: torch.cuda.CUDAGraph
-    output: torch.Tensor
-    """[bs, vocab] logits; every replay writes them anew."""
-
-
-def record(plan: Callable[[], None], run: Callable[[], torch.Tensor], pool: Any) -> _Recording:
-    """Warm `run` up and capture it, on a stream of its own. `plan` comes before each run and stays outside of the graph."""
+    Returns:
+        the graph, and what `run` returned: every replay writes it anew.
+    """
     stream = _capture_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -172,16 +173,32 @@ def record(plan: Callable[[], None], run: Callable[[], torch.Tensor], pool: Any)
             plan()
             run()
         plan()
-    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # what is free is free for the graph
+    outputs: list[torch.Tensor] = []
+    graph = capture(lambda: outputs.append(run()), pool)
+    return graph, outputs[0]
+
+
+def capture(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+    """A graph of the kernels that `run` launches; none of them runs. Captures go to a stream of their own."""
+    current = torch.cuda.current_stream()
+    stream = _capture_stream(current.device_index)
+    stream.wait_stream(current)
+    graph = torch.cuda.CUDAGraph()
     try:
-        # Another engine of this process may be at work on its own thread.
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            output = run()
+        with torch.cuda.stream(stream):
+            # Another engine of this process may be at work on its own thread.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
     except BaseException:
         _forget_capture(current, pool)
         raise
     current.wait_stream(stream)
-    return _Recording(graph, output)
+    return graph
 
 
 def _forget_capture(current: torch.cuda.Stream, pool: Any) -> None:
@@ -301,13 +318,12 @@ class CudaGraphRunner:
         forward = self._forward(bs)
         assert batch.positions is not None
         input_ids, positions = batch.input_ids.unsqueeze(0), batch.positions.unsqueeze(0)
-        recording = record(
+        self.graphs[bs], logits = record(
             lambda: self.attn_backend.init_forward_metadata_capture_cuda_graph(batch),
             lambda: forward(input_ids, positions, batch)[0],
             get_global_graph_memory_pool(),
         )
-        self.graphs[bs], self._batches[bs] = recording.graph, batch
-        self.output_buffers[bs] = LogitsProcessorOutput(recording.output)
+        self._batches[bs], self.output_buffers[bs] = batch, LogitsProcessorOutput(logits)
 
     def _forward(self, bs: int) -> Callable[..., torch.Tensor]:
         """The model's fused pass, compiled for the sizes of `compile_bs`."""
@@ -325,6 +341,13 @@ class CudaGraphRunner:
 
         return forward
 
+    def prepare(self, forward_batch: ForwardBatch) -> ForwardBatch:
+        """Lay the batch out where the graph of its padded size reads it, and plan it. Returns that graph's own batch."""
+        bs = self.padded_size(forward_batch.batch_size)
+        self.buffers.populate(forward_batch, bs)
+        self.attn_backend.init_forward_metadata_replay_cuda_graph(self._batches[bs])
+        return self._batches[bs]
+
     @torch.no_grad()
     def replay(self, forward_batch: ForwardBatch, in_place: bool = False) -> LogitsProcessorOutput:
         """Run the batch from the graph of its padded size. `can_run` must hold for it.
@@ -339,9 +362,7 @@ class CudaGraphRunner:
         if n == 0:
             runner = self.model_runner
             return LogitsProcessorOutput(torch.empty(0, runner.vocab_size, dtype=runner.dtype, device=self.device))
-        bs = self.padded_size(n)
-        self.buffers.populate(forward_batch, bs)
-        self.attn_backend.init_forward_metadata_replay_cuda_graph(self._batches[bs])
+        bs = self.prepare(forward_batch).batch_size
         self.graphs[bs].replay()
         logits = self.output_buffers[bs].next_token_logits[:n]
         return LogitsProcessorOutput(logits if in_place else logits.clone())

@@ -70,7 +70,8 @@ class InputBuffers:
     Attributes:
         input_ids, positions, out_cache_loc: [max_num_tokens] int64, of each token row.
         rows: [max_num_tokens] int64, the request table's row of each token row.
-        edited_rows: the same, -1 where the request has no declared ops.
+        edited_rows: the same, -1 where the request declared nothing.
+        blocks: [2, max_num_tokens] int64, where each token row's captured states go (`TableEdits`); written in steps with captures.
         seq_lens: [max_num_tokens] int32, position + 1: the lengths of the requests in a decode pass.
     """
 
@@ -80,6 +81,7 @@ class InputBuffers:
         self.out_cache_loc = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self.rows = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self.edited_rows = torch.full((max_num_tokens,), -1, dtype=torch.int64, device=device)
+        self.blocks = torch.zeros(2, max_num_tokens, dtype=torch.int64, device=device)
         self.seq_lens = torch.ones(max_num_tokens, dtype=torch.int32, device=device)
         self._lay_out = _lay_out
         if self.input_ids.is_cuda:

@@ -12,7 +12,6 @@ One step, with what it adds to the plain one::
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,11 +32,12 @@ from ..hooks.tables import Declared, DeviceTables, Limits, host_edits
 from ..layers.table_edits import TableEdits
 from ..sampling import SamplerOutput
 from .async_output import AsyncOutput
+from .capture_ring import CaptureRing
 from .input_batch import ExecuteModelState, InputBatch
+from .memory import within_memory
 from .model_runner import ModelRunner
-from .partition import BatchExecutionDescriptor, DecodeCosts, Execution
-
-COST_REPEATS = 3
+from .partition import BatchExecutionDescriptor, Execution
+from .segments import Segments
 
 
 class InterpModelRunner(ModelRunner):
@@ -49,6 +49,9 @@ class InterpModelRunner(ModelRunner):
     Attributes:
         nnsight_model: the envoy tree over the served module, which it does not copy.
         nnsight_request_helper: the traces in flight, and their rows.
+        edit_tables: what declared ops and captures are read from on CUDA; None on a CPU, which has them as functions.
+        capture_ring: the way of captured states to the host, beside the tables.
+        segments: the stretches between blocks as CUDA graphs; None where passes are not captured.
     """
 
     def __init__(
@@ -64,6 +67,8 @@ class InterpModelRunner(ModelRunner):
         self.nnsight_model: TracedModel | None = None
         self.nnsight_request_helper = NNsightRequestHelper()
         self.edit_tables: DeviceTables | None = None
+        self.capture_ring: CaptureRing | None = None
+        self.segments: Segments | None = None
         self._in_tables: dict[str, tuple[int, Declared]] = {}
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -83,11 +88,28 @@ class InterpModelRunner(ModelRunner):
 
     def _init_tables(self) -> None:
         super()._init_tables()
-        if self.device.startswith("cuda"):
-            self.edit_tables = DeviceTables(self.req_states.edited, self.model_info, self.edit_limits)
+        if self._has_tables:
+            config = self.server_config
+            size, when_full = config.capture_ring_bytes, config.capture_when_full
+            self.capture_ring = within_memory(
+                lambda: CaptureRing(size, self.dtype, self.device, when_full),
+                f"the ring of captured states does not fit; what helps: a lower capture_ring_bytes (now {size})",
+            )
+            self.edit_tables = DeviceTables(
+                self.req_states.edited, self.model_info, self.edit_limits, self.capture_ring.memory
+            )
+
+    @property
+    def _has_tables(self) -> bool:
+        return self.device.startswith("cuda")
 
     def shutdown(self) -> None:
-        self.nnsight_model = self.edit_tables = None
+        if self.segments is not None:
+            self.segments.shutdown()
+            self.segments = None
+        if self.capture_ring is not None:
+            self.capture_ring.close()
+        self.nnsight_model = self.edit_tables = self.capture_ring = None
         super().shutdown()
 
     # -- declared interventions ------------------------------------------------------
@@ -96,36 +118,55 @@ class InterpModelRunner(ModelRunner):
         """What a request's interventions and captures come to; None for none. Called on any thread.
 
         Raises:
-            ValueError: what the model does not have, or the tables and results do not hold.
-            NotImplementedError: captures on CUDA, or beside a trace.
+            ValueError: what the model does not have, or the tables, the ring and results do not hold.
         """
-        if captures and self.device.startswith("cuda"):
-            raise NotImplementedError(
-                "captures are served on a CPU only so far; on CUDA a trace can read the same states"
-            )
-        if captures and request.trace is not None:
-            raise NotImplementedError("a trace takes no captures: it can read the states itself")
         if not specs and not captures:
             return None
         longest = request.prompt_len + request.max_tokens - 1
-        return Declared.of(specs, self.model_info, request.prompt_len, self.edit_limits, captures, longest)
+        declared = Declared.of(specs, self.model_info, request.prompt_len, self.edit_limits, captures, longest)
+        if declared.captures is not None:
+            request.leader = None  # its prompt is captured, so it is computed
+            if request.trace is None or not request.trace.grad:
+                self.check_room([(request, declared)], "this request")
+        return declared
+
+    def check_room(self, together: list[tuple[Request, Declared | None]], what: str) -> None:
+        """Raise ValueError where the ring cannot hold what requests that run in the same steps capture. A traced prompt is one
+        step's.
+
+        Args:
+            what: names them, for the message.
+        """
+        if self.capture_ring is not None:
+            wanted = [
+                (declared.captures, 0 if request.trace is None else request.prompt_len)
+                for request, declared in together
+                if declared is not None and declared.captures is not None
+            ]
+            self.capture_ring.check(wanted, what)
 
     def hold(self, declared: Declared) -> None:
-        """Keep a place for a request's vectors until `finish_declared`. Called on any thread.
+        """Keep a place for a request's vectors until `finish_declared`, and a way for its captures. Called on any thread.
 
         Raises:
             ValueError: the pool is full.
         """
         if self.edit_tables is not None:
             self.edit_tables.pool.acquire(declared)
+        if self.capture_ring is not None and declared.captures is not None:
+            self.capture_ring.open()
 
     def let_go(self, declared: Declared) -> None:
         """Give back what `hold` kept, of a request that is not submitted."""
         if self.edit_tables is not None:
             self.edit_tables.pool.release(declared)
 
-    def finish_declared(self, request: Request) -> None:
-        """Take back what a finished request's interventions hold, and complete its receipt."""
+    def finish_declared(self, request: Request, done: Callable[[], None]) -> None:
+        """Take back what a finished request's interventions hold, complete its receipt, and its captures when all have arrived.
+
+        Args:
+            done: called then: at once, or on the thread of the ring.
+        """
         declared: Declared = request.declared
         self._leave_tables(request.request_id)
         if self.edit_tables is not None:
@@ -133,7 +174,17 @@ class InterpModelRunner(ModelRunner):
         counted = min(request.num_computed_tokens, request.prompt_len + max(0, len(request.output_token_ids) - 1))
         request.receipt.interventions = declared.applied(counted)
         request.receipt.preemptions = request.num_preemptions
-        request.activations = declared.activations((request.prompt_token_ids + request.output_token_ids)[:counted])
+        request.receipt.captures = declared.captured(counted)
+        token_ids = (request.prompt_token_ids + request.output_token_ids)[:counted]
+
+        def complete() -> None:
+            request.activations = declared.activations(token_ids)
+            done()
+
+        if self.capture_ring is None or declared.captures is None:
+            complete()
+        else:
+            self.capture_ring.after(complete)
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
         for request_id in scheduler_output.preempted_req_ids:
@@ -159,6 +210,8 @@ class InterpModelRunner(ModelRunner):
 
     def make_forward_batch(self, input_batch: InputBatch) -> ForwardBatch:
         batch = super().make_forward_batch(input_batch)
+        if self.capture_ring is not None:
+            self.capture_ring.forget()  # what a pass that failed would have sent
         if any(entry.request.declared is not None for entry in input_batch.entries):
             self._set_edits(batch, input_batch)
         return batch
@@ -167,8 +220,13 @@ class InterpModelRunner(ModelRunner):
         differentiable = any(e.request.trace is not None and e.request.trace.grad for e in input_batch.entries)
         if self.edit_tables is not None and not differentiable:
             assert batch.positions is not None
-            rows = self.input_buffers.edited_rows[: batch.num_tokens]
-            batch.edits = TableEdits(self.edit_tables.tables, rows, batch.positions)
+            rows, blocks = (
+                x[..., : batch.num_tokens] for x in (self.input_buffers.edited_rows, self.input_buffers.blocks)
+            )
+            declared = [entry.request.declared for entry in input_batch.entries]
+            if self.capture_ring is not None and any(d is not None and d.captures is not None for d in declared):
+                blocks.copy_(upload(self.device, self.capture_ring.lay_out(input_batch.entries))[0])
+            batch.edits = TableEdits(self.edit_tables.tables, rows, batch.positions, blocks)
             return
         batch.edits = host_edits(
             [
@@ -183,7 +241,8 @@ class InterpModelRunner(ModelRunner):
         if self.edit_tables is None:
             return None
         buffers = self.input_buffers
-        return TableEdits(self.edit_tables.tables, buffers.edited_rows[:bs], buffers.positions[:bs])
+        rows, blocks = buffers.edited_rows[:bs], buffers.blocks[:, :bs]
+        return TableEdits(self.edit_tables.tables, rows, buffers.positions[:bs], blocks)
 
     # -- a step ----------------------------------------------------------------------
 
@@ -199,7 +258,8 @@ class InterpModelRunner(ModelRunner):
         if not any(entry.request.trace is not None for entry in scheduler_output.scheduled):
             return super().execute_model(scheduler_output, intermediate_tensors)
         model, helper = self._traced(), self.nnsight_request_helper
-        self._put_hooked_last(scheduler_output.scheduled)
+        if self.partition.hook_execution == "split":
+            self._put_hooked_last(scheduler_output.scheduled)
         helper.process_new_reqs(scheduler_output.scheduled, model)
         model.interleaver.begin_pass(helper.traces)
         try:
@@ -213,6 +273,8 @@ class InterpModelRunner(ModelRunner):
         state = self.execute_model_state
         if state is None:
             return None
+        if self.capture_ring is not None:
+            self.capture_ring.send()
         for entry in state.input_batch.entries:
             if entry.request.declared is not None and entry.request.trace is None:
                 entry.request.receipt.steps[state.descriptor.execution.value] += 1
@@ -261,6 +323,8 @@ class InterpModelRunner(ModelRunner):
             return super()._run(forward_batch, descriptor)
         if execution is Execution.SPLIT:
             return self._run_split(forward_batch, descriptor.num_hooked)
+        if execution is Execution.SEGMENTS:
+            return self._run_segments(forward_batch)
         if execution is Execution.MODULES:
             # Blocks may save what modules read: not the input buffers, which the next step overwrites.
             assert forward_batch.positions is not None
@@ -279,12 +343,13 @@ class InterpModelRunner(ModelRunner):
 
         The device is at the first while the host runs the blocks of the second.
         """
-        plain = batch.batch_size - hooked
+        plain, rows = batch.batch_size - hooked, batch.req_pool_indices.clone()
         halves = self._decode_rows(batch, 0, plain), self._decode_rows(batch, plain, batch.batch_size)
         output = super().forward(halves[0])
         self.nnsight_request_helper.narrow_to_last(hooked)
         halves[1].watch = self._traced().interleaver
         hooked_output = super().forward(halves[1], Execution.MODULES)
+        batch.req_pool_indices.copy_(rows)  # the input buffers', which the replay wrote to; sampling reads them
         logits = (output.next_token_logits, hooked_output.next_token_logits)
         return LogitsProcessorOutput(torch.cat(logits))
 
@@ -299,59 +364,29 @@ class InterpModelRunner(ModelRunner):
             positions=batch.positions[start:stop].clone(),
             seq_lens_cpu=batch.seq_lens_cpu[start:stop],
         )
-        if isinstance(batch.edits, TableEdits):
-            rows = batch.edits.rows[start:stop].clone()
-            half.edits = TableEdits(batch.edits.tables, rows, half.positions)  # pyright: ignore[reportArgumentType]
-        elif batch.edits is not None:
-            half.edits = batch.edits.rows_from(start, stop)
+        half.edits = None if batch.edits is None else batch.edits.rows_from(start, stop)
         half.rope_lens = None if batch.rope_lens is None else batch.rope_lens[start:stop].clone()
         return half
 
+    def _run_segments(self, batch: ForwardBatch) -> LogitsProcessorOutput:
+        """A decode pass module by module, but for what lies between its blocks, which is replayed."""
+        assert self.segments is not None
+        self.forward_pass_id += 1
+        padded = self.segments.begin(batch)
+        padded.watch = self._traced().interleaver
+        self.nnsight_request_helper.pad_to(padded.batch_size)
+        try:
+            logits = self._call_model(padded, Execution.MODULES)[0]
+        finally:
+            self.segments.end()
+        return LogitsProcessorOutput(logits[: batch.batch_size])
+
     def capture_model(self) -> int:
-        """Capture the decode graphs, and measure what hooked passes cost beside them."""
+        """Capture the decode graphs; the stretches between blocks are captured as they come."""
         taken = super().capture_model()
-        if self.graph_runner is not None and self.server_config.hook_execution == "auto":
-            self.partition.costs = self._measure_decode()
+        if self.graph_runner is not None:
+            self.segments = Segments(self.graph_runner, self.server_config.max_segments)
         return taken
-
-    @torch.no_grad()
-    def _measure_decode(self) -> DecodeCosts:
-        assert self.graph_runner is not None
-        captured = self.graph_runner.capture_bs
-        sizes = [size for size in captured if size in (1, 8, 32, 128) or size == captured[-1]]
-
-        def milliseconds(run: Callable[[], Any]) -> float:
-            times = []
-            for _ in range(COST_REPEATS):
-                torch.cuda.synchronize()
-                started = time.perf_counter()
-                run()
-                torch.cuda.synchronize()
-                times.append((time.perf_counter() - started) * 1e3)
-            return min(times)
-
-        def modules(size: int) -> None:
-            batch = self._dummy_decode(size)
-            batch.watch = _Nobody()
-            super(InterpModelRunner, self)._plan_and_call(batch, Execution.MODULES)
-
-        def split(size: int) -> None:
-            super(InterpModelRunner, self)._plan_and_call(self._dummy_decode(size), Execution.REPLAY)
-            modules(1)
-
-        return DecodeCosts(
-            sizes,
-            [milliseconds(lambda size=size: modules(size)) for size in sizes],
-            [milliseconds(lambda size=size: split(size)) for size in sizes],
-        )
-
-    def _dummy_decode(self, size: int) -> ForwardBatch:
-        """A decode batch of rows that belong to nobody."""
-        rows, slots = self.prepare_dummy_attn(size, size)
-        lens = torch.ones(size, dtype=torch.int32, device=self.device)
-        return self.prepare_forward_batch_decode(
-            torch.zeros_like(rows), rows, lens, slots, seq_lens_cpu=torch.ones(size, dtype=torch.int32)
-        )
 
     def _plan_and_call(self, batch: ForwardBatch, execution: Execution) -> LogitsProcessorOutput:
         output = super()._plan_and_call(batch, execution)
@@ -394,16 +429,6 @@ class InterpModelRunner(ModelRunner):
     def _traced(self) -> TracedModel:
         assert self.nnsight_model is not None, "call initialize() first"
         return self.nnsight_model
-
-
-class _Nobody:
-    """A watch over a pass in which no block waits."""
-
-    def nobody_at(self, layer: int) -> bool:
-        return True
-
-    def nobody_inside(self, layer: int) -> bool:
-        return True
 
 
 def _is_hooked(request: Request) -> bool:

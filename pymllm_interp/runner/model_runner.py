@@ -613,7 +613,7 @@ class ModelRunner:
         return self._decide(forward_batch, hooked=0)
 
     def _decide(self, batch: ForwardBatch, hooked: int) -> BatchExecutionDescriptor:
-        can_replay = not hooked and self._can_replay(batch)
+        can_replay = self._can_replay(batch)
         return self.partition.decide(
             batch.forward_mode, batch.num_tokens, batch.batch_size, hooked, can_replay=can_replay
         )

@@ -6,7 +6,8 @@
 | no block that waits for a module of this pass | plain: `forward_fused`, no module is called |
 | the same, in a decode pass that was captured | replay: `forward_fused`, as a CUDA graph |
 | a block that waits for a module of this pass | modules: `forward`, module by module |
-| the same, in a decode pass beside others | split, where that is quicker: the others as above, the hooked by modules |
+| the same, in a decode pass that was captured | segments: `forward`, and what lies between blocks as CUDA graphs |
+| the same, with ``hook_execution="split"`` | split: the requests that hook nothing as above, the others by modules |
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
-
-import numpy as np
 
 from ..core.forward_batch import ForwardMode
 
@@ -28,6 +27,7 @@ class Execution(Enum):
     PLAIN = "plain"
     REPLAY = "replay"
     MODULES = "modules"
+    SEGMENTS = "segments"
     SPLIT = "split"
 
 
@@ -42,33 +42,12 @@ class BatchExecutionDescriptor(NamedTuple):
     """Requests with a block that waits for a module which this pass reaches."""
 
 
-@dataclass(frozen=True)
-class DecodeCosts:
-    """What decode passes took when they were measured at start-up, in milliseconds by batch size."""
-
-    sizes: list[int]
-    modules_ms: list[float]
-    """Module by module, all rows."""
-    split_ms: list[float]
-    """So many rows replayed, and one more module by module."""
-
-    def split_is_cheaper(self, plain: int, hooked: int) -> bool:
-        """Whether `hooked` rows beside `plain` ones take less time in a pass of their own."""
-        alone = self._modules(hooked) - self._modules(1)
-        return float(np.interp(plain, self.sizes, self.split_ms)) + alone < self._modules(plain + hooked)
-
-    def _modules(self, rows: int) -> float:
-        return float(np.interp(rows, self.sizes, self.modules_ms))
-
-
 @dataclass
 class Partition:
     """Decides, and counts what it decided."""
 
     hook_execution: str = "auto"
-    """ "split" and "eager" (the whole batch by modules) force a row of the table; "auto" takes the cheaper one."""
-    costs: DecodeCosts | None = None
-    """None: not measured, and splitting pays nothing."""
+    """ "split" and "eager" (the whole batch by modules) keep hooked decode passes off their graphs; "auto" is "segments"."""
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(execution, reason) -> steps."""
 
@@ -86,14 +65,14 @@ class Partition:
         Args:
             hooked: requests with a block that waits for a module which this pass reaches.
             is_profile: a run that measures memory goes module by module, whose peak is the higher one.
-            can_replay: the pass was captured at this size (or at one that it can be padded to).
+            can_replay: the pass was captured at this size (or at one that it can be padded to), or its stretches can be.
         """
         if mode.is_idle() or num_tokens == 0:
             execution, reason = Execution.IDLE, "no tokens"
         elif is_profile:
             execution, reason = Execution.MODULES, "profile"
         elif hooked:
-            execution, reason = self._decide_hooked(mode, num_reqs - hooked, hooked)
+            execution, reason = self._decide_hooked(mode, num_reqs - hooked, can_replay)
         elif can_replay:
             execution, reason = Execution.REPLAY, "nobody waits for a module, and the pass was captured"
         else:
@@ -101,15 +80,12 @@ class Partition:
         self.counts[execution.value, reason] += 1
         return BatchExecutionDescriptor(execution, num_tokens, num_reqs, reason, hooked)
 
-    def _decide_hooked(self, mode: ForwardMode, plain: int, hooked: int) -> tuple[Execution, str]:
+    def _decide_hooked(self, mode: ForwardMode, plain: int, can_replay: bool) -> tuple[Execution, str]:
         waits = "a block waits for a module"
-        if not mode.is_decode() or not plain:
-            return Execution.MODULES, waits
-        if self.hook_execution != "auto":
-            forced = Execution.SPLIT if self.hook_execution == "split" else Execution.MODULES
-            return forced, f"{waits}: hook_execution={self.hook_execution!r}"
-        if self.costs is None:
-            return Execution.MODULES, waits
-        if self.costs.split_is_cheaper(plain, hooked):
-            return Execution.SPLIT, f"{waits}: by itself is quicker than with the whole batch"
-        return Execution.MODULES, f"{waits}: the whole batch is quicker than by itself"
+        if mode.is_decode() and plain and self.hook_execution == "split":
+            return Execution.SPLIT, f"{waits}: hook_execution='split'"
+        if mode.is_decode() and self.hook_execution == "eager":
+            return Execution.MODULES, f"{waits}: hook_execution='eager'"
+        if can_replay and self.hook_execution in ("auto", "segments"):
+            return Execution.SEGMENTS, f"{waits}, and the pass was captured"
+        return Execution.MODULES, waits

@@ -22,7 +22,7 @@ class RequestState:
     Attributes:
         all_token_ids: [rows, max_model_len] int32, prompt and generated tokens.
         num_pages: by row, KV pages of the request that the `ReqToTokenPool` knows.
-        edited: [rows] int32 on the device, 1 where the request has declared ops in the tables.
+        edited: [rows] int32 on the device, 1 where the request has ops or captures in the tables.
         last_sampled_tokens: [rows] int64 on the device, what decoding requests feed next.
     """
 

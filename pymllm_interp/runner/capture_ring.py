@@ -1,0 +1,320 @@
+"""What requests capture, on its way from the device to their results.
+
+    schedule      take(request, tokens)    room is kept for the blocks of the step's rows; who finds none waits for a later step
+    before a pass lay_out(entries)         each token row's block: the step's lie behind each other, in one piece
+    the pass                               kernels write the states into the ring
+    behind it     send()                   the piece is copied to the host on a stream of its own
+    a thread                               copies blocks from there into each request's result, and frees the piece
+
+The ring on the host has the size of the one on the device, and a piece has the same place in both: it is free again when its
+blocks have been copied out. The engine's thread waits for none of this, and neither does a pass that was launched.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..core.output import ScheduledRequest
+from ..core.request import Request
+from ..hooks.capture import CaptureError, Captures
+
+logger = logging.getLogger(__name__)
+
+
+class Pieces:
+    """Consecutive elements of a ring, given back in the order in which they were taken. Any thread may ask.
+
+    A piece does not wrap around: what is left at the end, where it does not fit, stays unused.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._taken: deque[tuple[int, int]] = deque()  # (start, stop), oldest first
+        self._lock = threading.Lock()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether any piece is taken."""
+        return bool(self._taken)
+
+    @property
+    def room(self) -> int:
+        """Elements of the largest piece that can be taken now. It only grows until one is."""
+        return max(stop - start for start, stop in self._free())
+
+    def place(self, count: int) -> int:
+        """Where a piece of so many elements would be. Raises ValueError where there is no room."""
+        for start, stop in self._free():
+            if stop - start >= count:
+                return start
+        raise ValueError(f"no room for {count} elements in one piece of a ring of {self.size}: {list(self._taken)}")
+
+    def take(self, start: int, count: int) -> None:
+        """Take the piece of `place`."""
+        with self._lock:
+            self._taken.append((start, start + count))
+
+    def give_back(self) -> None:
+        """Give back the oldest piece."""
+        with self._lock:
+            self._taken.popleft()
+
+    def check_integrity(self) -> None:
+        """Pieces lie within the ring and behind each other. Raises AssertionError otherwise."""
+        with self._lock:
+            taken = list(self._taken)
+        assert all(0 <= start < stop <= self.size for start, stop in taken), taken
+        ordered = sorted(taken)
+        assert all(a[1] <= b[0] for a, b in pairwise(ordered)), f"pieces overlap: {taken}"
+        oldest = ordered.index(taken[0]) if taken else 0
+        assert taken == ordered[oldest:] + ordered[:oldest], f"pieces out of order: {taken}"
+
+    def _free(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of the stretches that are free, behind the newest piece first."""
+        with self._lock:
+            if not self._taken:
+                return ((0, self.size),)
+            tail, head = self._taken[0][0], self._taken[-1][1]
+            wrapped = self._taken[-1][0] < tail
+        return ((head, tail),) if wrapped else ((head, self.size), (0, tail))
+
+
+class _Share(NamedTuple):
+    """A request's blocks in a piece: those of the positions from `first` on."""
+
+    captures: Captures
+    first: int
+    sizes: np.ndarray
+    offset: int
+    """From the piece's start."""
+
+
+class _Sent(NamedTuple):
+    """A piece on its way."""
+
+    start: int
+    shares: list[_Share]
+    copied: torch.cuda.Event | None
+
+
+class CaptureRing:
+    """The ring on the device, the one on the host, and the thread that empties it.
+
+    Args:
+        size: bytes of each (`capture_ring_bytes`).
+        dtype: of the states.
+        when_full: "block" or "fail" (`capture_when_full`).
+
+    Attributes:
+        memory: [elements] on the device, what kernels write to.
+        pieces: what is taken of it.
+        on_room: called on the ring's thread when a piece has been given back.
+        refused: whether a request found no room since `begin`.
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device | str, when_full: str) -> None:
+        self.memory = torch.empty(size // dtype.itemsize, dtype=dtype, device=device)
+        self.pieces = Pieces(len(self.memory))
+        self.on_room: Callable[[], None] = lambda: None
+        self.refused = False
+        self._size, self._when_full = size, when_full
+        self._room = 0
+        self._laid_out: tuple[int, int, list[_Share]] | None = None  # start, elements, shares
+        self._queue: queue.SimpleQueue[_Sent | Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._host: torch.Tensor | None = None
+        self._stream = torch.cuda.Stream(self.memory.device) if self.memory.is_cuda else None
+        self._thread: threading.Thread | None = None
+
+    def open(self) -> None:
+        """Make the ring on the host, and start the thread; a second call does nothing. Called on any thread."""
+        with self._lock:
+            if self._thread is None:
+                self._host = torch.empty(len(self.memory), dtype=self.memory.dtype, pin_memory=self.memory.is_cuda)
+                self._thread = threading.Thread(target=self._drain, name="pymllm-interp-captures", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """Empty the ring and end the thread."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def check(self, wanted: Sequence[tuple[Captures, int]], what: str) -> None:
+        """Raise ValueError where the ring can never hold what a step captures.
+
+        Args:
+            wanted: what takes part in the step together: captures, and tokens from the first on that one step computes.
+            what: names them, for the message.
+        """
+        sizes = [max(int(captures.block_sizes(0, n).sum()), captures.largest_block) for captures, n in wanted]
+        needed = sum(sizes) * self.memory.dtype.itemsize
+        if needed > self._size:
+            raise ValueError(
+                f"the captures of {what} take {needed} bytes in one step, and the ring that they leave the device through has "
+                f"{self._size} (capture_ring_bytes): raise it, or capture fewer sites"
+            )
+
+    # -- who takes part in a step ------------------------------------------------------
+
+    def begin(self) -> None:
+        """A step's requests are picked, from the start."""
+        self._room, self.refused = self.pieces.room, False
+
+    def take(self, wanted: Sequence[tuple[Request, int]], whole: bool = True) -> int:
+        """Keep room for the next tokens of requests that take part in the step together.
+
+        First come, first served: behind one that finds no room, no other is given any. With `capture_when_full` "fail" nobody
+        waits: who finds no room loses what it captures.
+
+        Args:
+            wanted: requests, and tokens of each.
+            whole: all of them or none; else, of a single request, as many as there is room for, in half of the ring: the other
+                half is emptied meanwhile.
+
+        Returns:
+            the tokens that may be computed, of the only request or the first one; 0 for none.
+        """
+        sizes = [_sizes(request, request.num_computed_tokens, tokens) for request, tokens in wanted]
+        needed = sum(map(_total, sizes))
+        tokens = wanted[0][1]
+        if not whole:
+            ends = np.cumsum(sizes[0])
+            half = max(self.pieces.size // 2, int(ends[0]))
+            tokens = int(np.searchsorted(ends, min(self._room, half), side="right"))
+            needed = int(ends[max(tokens, 1) - 1])
+        if tokens and needed <= self._room:
+            self._room -= needed
+            return tokens
+        if self._when_full == "fail":
+            for request, _ in wanted:
+                self._lose(request)
+            return wanted[0][1]
+        self.refused, self._room = True, 0
+        return 0
+
+    def fits(self, requests: Sequence[Request], tokens: Sequence[int]) -> bool:
+        """Whether `take` would find room for so many tokens of each."""
+        sizes = [_sizes(r, r.num_computed_tokens, n) for r, n in zip(requests, tokens, strict=True)]
+        return self._when_full == "fail" or sum(map(_total, sizes)) <= self._room
+
+    def _lose(self, request: Request) -> None:
+        captures: Captures | None = request.declared and request.declared.captures
+        if captures is not None and captures.error is None:
+            captures.error = CaptureError(
+                f"request {request.request_id} lost what it captured: a step found no room in the ring that states leave the "
+                f"device through, which has {self._size} bytes (capture_ring_bytes: raise it, or set capture_when_full='block')"
+            )
+            request.warnings.append(str(captures.error))
+
+    # -- a step ------------------------------------------------------------------------
+
+    def lay_out(self, entries: Sequence[ScheduledRequest]) -> np.ndarray:
+        """Place the blocks of a step's token rows.
+
+        Returns:
+            [2, tokens] int64: each row's first element of the ring, and the one after its last; equal where nothing is captured.
+        """
+        sizes = [_sizes(entry.request, entry.start, entry.num_tokens) for entry in entries]
+        total, shares = 0, []
+        for entry, blocks in zip(entries, sizes, strict=True):
+            size = _total(blocks)
+            if size:
+                shares.append(_Share(entry.request.declared.captures, entry.start, blocks, total))
+                total += size
+        start = self.pieces.place(total) if total else 0
+        self._laid_out = (start, total, shares) if total else None
+        rows = np.concatenate(sizes)
+        stops = start + np.cumsum(rows)
+        return np.stack((stops - rows, stops))
+
+    def send(self) -> None:
+        """The pass whose rows were laid out last has been launched: let its piece leave behind it.
+
+        A pass that fails before is not sent, and leaves the ring as it was.
+        """
+        laid_out, self._laid_out = self._laid_out, None
+        if laid_out is None:
+            return
+        start, total, shares = laid_out
+        assert self._host is not None, "open() comes before the first request that captures"
+        self.pieces.take(start, total)
+        for captures, first, sizes, _ in shares:
+            captures.next = first + len(sizes)
+        copied = None
+        if self._stream is None:
+            self._host[start : start + total].copy_(self.memory[start : start + total])
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                self._host[start : start + total].copy_(self.memory[start : start + total], non_blocking=True)
+                copied = torch.cuda.Event(blocking=True)
+                copied.record()
+        self._queue.put(_Sent(start, shares, copied))
+
+    def forget(self) -> None:
+        """The pass whose rows were laid out last is not sent."""
+        self._laid_out = None
+
+    # -- the thread --------------------------------------------------------------------
+
+    def after(self, function: Callable[[], None]) -> None:
+        """Call `function` on the ring's thread, behind all that was sent."""
+        self._queue.put(function)
+
+    def wait(self) -> None:
+        """Wait until all that was sent has been copied out, and what came behind it has been called."""
+        if self._thread is not None:
+            done = threading.Event()
+            self.after(done.set)
+            done.wait()
+
+    def _drain(self) -> None:
+        assert self._host is not None
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, _Sent):
+                try:
+                    self._copy_out(item, self._host)
+                except RuntimeError as error:  # the device's, or no memory for a result
+                    self._lost(item, error)
+                self.pieces.give_back()
+                self.on_room()
+            else:
+                item()
+
+    @staticmethod
+    def _copy_out(item: _Sent, host: torch.Tensor) -> None:
+        if item.copied is not None:
+            item.copied.synchronize()
+        for captures, first, sizes, offset in item.shares:
+            start = item.start + offset
+            captures.store(host[start : start + _total(sizes)], first, sizes)
+
+    @staticmethod
+    def _lost(item: _Sent, error: RuntimeError) -> None:
+        logger.warning("captured states are lost: %r", error)
+        for share in item.shares:
+            share.captures.error = CaptureError(f"captured states are lost: {error}")
+
+
+def _total(sizes: np.ndarray) -> int:
+    """The sum; of a row alone, as in decode steps, without numpy's ado."""
+    return int(sizes[0] if len(sizes) == 1 else sizes.sum())
+
+
+def _sizes(request: Request, first: int, count: int) -> np.ndarray:
+    """[count] int64: elements of the blocks of a request's positions `first` and on. A pass with gradients goes by the host."""
+    captures: Captures | None = request.declared and request.declared.captures
+    if captures is None or request.alone:
+        return np.zeros(count, dtype=np.int64)
+    return captures.block_sizes(first, count)

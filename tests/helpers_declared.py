@@ -1,0 +1,150 @@
+"""Declared interventions on transformers' model: the oracle of test_declared.py and test_captures.py."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from conftest import VOCAB
+
+from pymllm_interp import Ablate, Clamp, Gate, Generated, Patch, Scale, Steer
+from pymllm_interp.hooks.intervention import Intervention, apply, bind, ordinals_of
+from pymllm_interp.hooks.site import ModelInfo
+
+SITES = [
+    "embed",
+    "resid_pre.1",
+    "attn_out.0",
+    "resid_mid.1",
+    "mlp_out.1",
+    "resid_post.0",
+    "resid_post.-1",
+    "final_norm",
+]
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return [random.Random(seed).randrange(VOCAB - 2) for _ in range(length)]
+
+
+def vector(width: int, seed: int, *rows: int) -> torch.Tensor:
+    return torch.randn(*rows, width, generator=torch.Generator().manual_seed(seed))
+
+
+def ops_at(site: str, width: int) -> list[Intervention]:
+    v, probe = vector(width, 1), vector(width, 2)
+    return [
+        Steer(site, v, scale=1.5, positions="generated"),
+        Steer(site, v, positions=slice(0, None, 3), norm="preserve"),
+        Steer(site, v, scale=0.4, norm="match", when=Gate(probe, 0.0)),
+        Ablate(site, vector(width, 3, 3)),
+        Clamp(site, probe, low=-0.2, high=0.2, positions="prompt"),
+        Scale(site, 0.7, positions=Generated(1, 5, 2)),
+        Patch(site, vector(width, 4, 2), positions=[0, -1]),
+    ]
+
+
+@contextmanager
+def hooked(
+    model: Any, specs: list[Intervention], prompt_len: int, positions: Callable[[], torch.Tensor]
+) -> Iterator[None]:
+    """transformers' model with hooks at the modules that the sites are, each applying its specs in order."""
+    info, handles = ModelInfo.of(model.config, torch.float32), []
+    layers = model.model.layers
+    for spec in specs:
+        for bound in bind(spec, info, prompt_len):
+            kind, i = bound.site.kind, bound.site.layer or 0
+
+            def edit(state: torch.Tensor, bound: Any = bound) -> torch.Tensor:
+                return apply(bound.spec, state[0], ordinals_of(bound.windows, positions()))[None]
+
+            def output(module: Any, args: Any, out: Any, edit: Any = edit) -> Any:
+                return (edit(out[0]), *out[1:]) if isinstance(out, tuple) else edit(out)
+
+            def first(module: Any, args: Any, kwargs: Any, edit: Any = edit) -> Any:
+                if args:
+                    return (edit(args[0]), *args[1:]), kwargs
+                return args, kwargs | {"hidden_states": edit(kwargs["hidden_states"])}
+
+            module = {
+                "embed": model.model.embed_tokens, "attn_out": layers[i].self_attn, "mlp_out": layers[i].mlp,
+                "resid_post": layers[i], "final_norm": model.model.norm,
+            }.get(kind)  # fmt: skip
+            if kind == "resid_pre":
+                handles.append(layers[i].register_forward_pre_hook(first, with_kwargs=True))
+            elif kind == "resid_mid":
+                handles += resid_mid(layers[i], edit)
+            else:
+                assert module is not None
+                handles.append(module.register_forward_hook(output))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def resid_mid(layer: Any, edit: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+    """The sum after the attention is no module's output: what the attention adds is changed so that the sum is the edited one."""
+    before: list[torch.Tensor] = []
+
+    def remember(module: Any, args: Any, kwargs: Any) -> None:
+        before[:] = [args[0] if args else kwargs["hidden_states"]]
+
+    def shift(module: Any, args: Any, out: Any) -> Any:
+        return (edit(before[0] + out[0]) - before[0], *out[1:])
+
+    return [
+        layer.register_forward_pre_hook(remember, with_kwargs=True),
+        layer.self_attn.register_forward_hook(shift),
+    ]
+
+
+def random_specs(rng: random.Random, width: int) -> list[Intervention]:
+    specs = [
+        spec
+        for site in rng.sample(SITES, rng.randrange(0, 4))
+        for spec in rng.sample(ops_at(site, width), rng.randrange(1, 3))
+    ]
+    rng.shuffle(specs)
+    return [spec for spec in specs if not isinstance(spec, Patch)]
+
+
+@torch.no_grad()
+def states_of(model: Any, ids: list[int], specs: list[Intervention], prompt_len: int) -> dict[str, torch.Tensor]:
+    """Every site's state at each of `ids`, from one pass under hooks: what goes on, after the specs."""
+    at, found, handles = torch.arange(len(ids)), {}, []
+    with hooked(model, specs, prompt_len, lambda: at):
+        layers = model.model.layers
+
+        def keep(name: str) -> Callable[..., None]:
+            def hook(module: Any, args: Any, out: Any) -> None:
+                found[name] = (out[0] if isinstance(out, tuple) else out)[0]
+
+            return hook
+
+        def keep_input(name: str) -> Callable[..., None]:
+            def hook(module: Any, args: Any, kwargs: Any) -> None:
+                found[name] = (args[0] if args else kwargs["hidden_states"])[0]
+
+            return hook
+
+        # What goes on from a layer is what the next one reads: `resid_pre` ops act at the same place.
+        for i, layer in enumerate(layers):
+            handles.append(
+                layer.register_forward_pre_hook(
+                    keep_input("embed" if i == 0 else f"resid_post.{i - 1}"), with_kwargs=True
+                )
+            )
+        handles.append(model.model.norm.register_forward_hook(keep("final_norm")))
+        for i, layer in enumerate(layers):
+            handles.append(layer.self_attn.register_forward_hook(keep(f"attn_out.{i}")))
+            handles.append(layer.mlp.register_forward_hook(keep(f"mlp_out.{i}")))
+        handles.append(layers[-1].register_forward_hook(keep(f"resid_post.{len(layers) - 1}")))
+        model(torch.tensor([ids]))
+    for handle in handles:
+        handle.remove()
+    return found

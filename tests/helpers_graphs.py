@@ -1,0 +1,55 @@
+"""Decode passes "captured" on a CPU: a graph is the function that it was captured from, and a replay calls it again.
+
+What is not CUDA's own is then as on a GPU: padded batches, inputs in place, stretches between blocks, what is forgotten when.
+A function that would not do as a graph, because it reads what changed since, is caught by neither; the GPU suite does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pymllm_interp.attention.torch_backend import TorchAttnBackend
+from pymllm_interp.runner import cuda_graph_runner
+from pymllm_interp.runner.model_runner import ModelRunner
+
+
+class EagerGraph:
+    """Stands for a `torch.cuda.CUDAGraph`. Where the capture ran the function already, the first replay has nothing to do."""
+
+    def __init__(self, run: Callable[[], None], has_run: bool = False) -> None:
+        self._run, self._has_run = run, has_run
+
+    def replay(self) -> None:
+        if not self._has_run:
+            self._run()
+        self._has_run = False
+
+
+def capture(run: Callable[[], None], pool: Any) -> EagerGraph:
+    run()
+    return EagerGraph(run, has_run=True)
+
+
+def record(plan: Callable[[], None], run: Callable[[], torch.Tensor], pool: Any) -> tuple[EagerGraph, torch.Tensor]:
+    plan()
+    output = run()
+    return EagerGraph(lambda: output.copy_(run())), output
+
+
+def use_eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have runners on a CPU capture their decode passes, as they do on CUDA."""
+    why_no_graphs = ModelRunner._why_no_graphs
+
+    def why_not(runner: ModelRunner) -> str | None:
+        reason = why_no_graphs(runner)
+        return None if reason == f"device={runner.device!r}" and not runner.server_config.disable_cuda_graph else reason
+
+    monkeypatch.setattr(ModelRunner, "_why_no_graphs", why_not)
+    # A graph computes its plan anew; a function finds the last one.
+    monkeypatch.setattr(TorchAttnBackend, "init_forward_metadata_replay_cuda_graph", TorchAttnBackend.forget_plan)
+    monkeypatch.setattr(cuda_graph_runner, "capture", capture)
+    monkeypatch.setattr(cuda_graph_runner, "record", record)

@@ -1,0 +1,727 @@
+"""Captures: as functions on a CPU, and through the tables, the ring and its thread.
+
+Where there is no GPU, the tables and the ring are CPU tensors and the kernels run under Triton's interpreter: everything but
+streams and pinned memory is the same code.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import CONFIGS
+from helpers_declared import prompt_of, random_specs, states_of, vector
+from test_scheduler import POLICIES, Simulation
+
+from pymllm_interp import LM, Capture, Generated, SamplingParams, Steer
+from pymllm_interp.core.output import ScheduledRequest
+from pymllm_interp.core.request import Request
+from pymllm_interp.hooks.capture import Activations, CaptureError, Captures
+from pymllm_interp.hooks.intervention import Project, bind
+from pymllm_interp.hooks.site import ModelInfo
+from pymllm_interp.hooks.tables import site_index
+from pymllm_interp.runner.capture_ring import CaptureRing, Pieces
+from pymllm_interp.runner.interp_model_runner import InterpModelRunner
+
+pytest.importorskip("triton", reason="the kernels' tests need the package triton")
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+pytestmark = [pytest.mark.gpu] if CUDA else []
+INFO = ModelInfo.of(CONFIGS["llama"](), torch.float32)
+WAIT = 120.0
+
+
+@pytest.fixture(scope="module", params=["functions", "tables"])
+def lm_of(request: pytest.FixtureRequest, model_folder: Callable[[str], Path]) -> Iterator[Callable[..., LM]]:
+    """(family, **arguments) -> an LM in float32; once on the CPU, with hooks that are functions, once as on CUDA."""
+    made: dict[tuple, LM] = {}
+
+    def load(family: str, **kwargs: Any) -> LM:
+        key = (family, *sorted(kwargs.items()))
+        if key not in made:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(InterpModelRunner, "_has_tables", request.param == "tables")
+                device = DEVICE if request.param == "tables" else "cpu"
+                made[key] = LM(model_folder(family), **{"dtype": "float32", "device": device, **kwargs})
+        return made[key]
+
+    yield load
+    for lm in made.values():
+        lm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def ring_lm(model_folder: Callable[[str], Path]) -> Iterator[Callable[..., LM]]:
+    """The same with tables only, a new one at each call."""
+    made: list[LM] = []
+
+    def load(**kwargs: Any) -> LM:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(InterpModelRunner, "_has_tables", True)
+            made.append(LM(model_folder("llama"), dtype="float32", device=DEVICE, **kwargs))
+        return made[-1]
+
+    yield load
+    for lm in made:
+        lm.shutdown()
+
+
+def ring_of(lm: LM) -> CaptureRing:
+    ring = lm.runner.capture_ring
+    assert ring is not None
+    return ring
+
+
+@contextmanager
+def drain_held(ring: CaptureRing) -> Iterator[threading.Event]:
+    """Nothing is copied out of the ring until the event is set, or the block ends."""
+    goes_on, stands = threading.Event(), threading.Event()
+    ring.open()
+    ring.after(stands.set)
+    ring.after(lambda: goes_on.wait() and None)
+    stands.wait()
+    try:
+        yield goes_on
+    finally:
+        goes_on.set()
+
+
+def assert_same(found: Activations, wanted: Activations) -> None:
+    assert list(found) == list(wanted)
+    for site, rows in wanted.items():
+        torch.testing.assert_close(found[site], rows, rtol=1e-4, atol=1e-4, msg=site)
+        assert torch.equal(found.positions[site], wanted.positions[site]), site
+        assert torch.equal(found.token_ids[site], wanted.token_ids[site]), site
+
+
+# -- through the engine, both ways -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_captures_are_the_states_that_the_model_goes_on_with(family: str, lm_of: Any, oracle: Any) -> None:
+    """Beside others, in chunks, and after giving way: each position once, in order, with its token."""
+    model, rng = oracle(family), random.Random(3)
+    lm = lm_of(family, kv_cache_tokens=80, page_size=4, max_num_tokens=16)
+    prompts = [prompt_of(rng.randrange(1, 15), i) for i in range(12)]
+    # The oracle edits resid_mid through what the attention adds, which is then not what attn_out is.
+    specs = [[op for op in random_specs(rng, model.config.hidden_size) if "mid" not in str(op.site)] for _ in prompts]
+    before = lm.engine.stats()["preempted"]
+    wanted = ["embed", "attn_out.*", "mlp_out.1", "resid_post.*", Capture("final_norm", positions="generated")]
+    outs = lm.generate(prompts, SamplingParams(temperature=0, max_tokens=9), interventions=specs, capture=wanted)
+    assert lm.engine.stats()["preempted"] > before
+    layers = model.config.num_hidden_layers
+    for prompt, spec, out in zip(prompts, specs, outs, strict=True):
+        ids = (prompt + out.token_ids)[:-1]
+        states, got = states_of(model, ids, spec, len(prompt)), out.activations
+        assert len(got) == 3 + 2 * layers and set(got) <= set(states)
+        for site, rows in got.items():
+            first = len(prompt) if site == "final_norm" else 0
+            assert got.positions[site].tolist() == list(range(first, len(ids))), site
+            assert got.token_ids[site].tolist() == ids[first:]
+            torch.testing.assert_close(rows, states[site][first:], rtol=1e-4, atol=1e-4, msg=site)
+
+
+def test_what_flows_in_a_layer_adds_up(lm_of: Any) -> None:
+    lm = lm_of("llama")
+    (out,) = lm.generate([prompt_of(9, 1)], SamplingParams(temperature=0, max_tokens=5), capture=[
+        "resid_pre.1", "attn_out.1", "resid_mid.1", "mlp_out.1", "resid_post.1", "resid_post.0"
+    ])  # fmt: skip
+    got = out.activations
+    assert torch.equal(got["resid_pre.1"], got["resid_post.0"])
+    torch.testing.assert_close(got["resid_pre.1"] + got["attn_out.1"], got["resid_mid.1"])
+    torch.testing.assert_close(got["resid_mid.1"] + got["mlp_out.1"], got["resid_post.1"])
+    with pytest.raises(KeyError, match=r"not captured; there is resid_pre\.1"):
+        got["mlp_out.0"]
+
+
+def test_captures_select_convert_and_reduce(lm_of: Any) -> None:
+    lm, prompt = lm_of("llama"), prompt_of(8, 2)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    probes = vector(lm.hf_config.hidden_size, 3, 5)
+
+    def capture(*specs: Any) -> Any:
+        return lm.generate([prompt], params, capture=list(specs))[0].activations
+
+    whole = capture("resid_post.1")["resid_post.1"]
+    assert whole.shape == (11, lm.hf_config.hidden_size)
+    last = capture(Capture("resid_post.1", positions=[-1, 0]))
+    assert torch.equal(last["resid_post.1"], whole[[0, 7]]) and last.positions["resid_post.1"].tolist() == [0, 7]
+    half = capture(Capture("resid_post.1", dtype="float16"))["resid_post.1"]
+    assert torch.equal(half, whole.half())
+    torch.testing.assert_close(
+        capture(Capture("resid_post.1", reduce="mean"))["resid_post.1"], whole.mean(0, keepdim=True)
+    )
+    end = capture(Capture("resid_post.1", reduce="last"))
+    assert torch.equal(end["resid_post.1"], whole[-1:]) and end.positions["resid_post.1"].tolist() == [10]
+    torch.testing.assert_close(
+        capture(Capture("resid_post.1", reduce=Project(probes)))["resid_post.1"], whole @ probes.T
+    )
+    top = capture(Capture("resid_post.1", reduce=Project(probes, top_k=2)))
+    best = (whole @ probes.T).topk(2)
+    torch.testing.assert_close(top["resid_post.1"], best.values)
+    assert torch.equal(top.indexes["resid_post.1"], best.indices)
+    never = capture(Capture("resid_post.1", positions=Generated(50)))
+    assert never["resid_post.1"].shape == (0, lm.hf_config.hidden_size) and never.token_ids["resid_post.1"].numel() == 0
+
+
+def test_a_row_that_was_computed_after_the_end_is_not_captured(lm_of: Any) -> None:
+    """With steps launched ahead, a request that stops has run a step too many."""
+    late, prompt = lm_of("llama", async_scheduling=True), prompt_of(6, 5)
+    ids = late.generate([prompt], SamplingParams(temperature=0, max_tokens=9))[0].token_ids
+    stop = next(i for i in range(2, 9) if ids[i] not in ids[:i])
+    params = SamplingParams(temperature=0, max_tokens=9, stop_token_ids=[ids[stop]])
+    (out,) = late.generate([prompt], params, capture=["resid_post.0"])
+    assert out.token_ids == ids[: stop + 1]
+    assert out.activations.token_ids["resid_post.0"].tolist() == prompt + ids[:stop]
+
+
+@pytest.mark.parametrize(
+    ("capture", "message"),
+    [
+        (["resid_post.1", "resid_post.*"], "resid_post.1 is captured twice"),
+        (["z.0"], "interventions act at|act at embed"),
+        ([3], "capture: 3 is none"),
+        ([["resid_post.0"], ["resid_post.1"]], "one list for each of the 1"),
+    ],
+)
+def test_captures_that_cannot_be_served_are_refused(capture: Any, message: str, lm_of: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        lm_of("llama").generate([[1, 2, 3]], capture=capture)
+
+
+def test_captures_that_would_outgrow_the_host_are_refused(lm_of: Any) -> None:
+    small = lm_of("llama", max_capture_bytes=4000)
+    with pytest.raises(ValueError, match=r"12 positions.*max_capture_bytes"):
+        small.generate([prompt_of(9, 1)], SamplingParams(max_tokens=4), capture=["resid_post.0", "mlp_out.0"])
+
+
+def test_one_state_by_two_names_is_captured_alike_or_refused(lm_of: Any) -> None:
+    lm, prompt = lm_of("llama"), prompt_of(5, 1)
+    (out,) = lm.generate([prompt], SamplingParams(temperature=0, max_tokens=2), capture=["resid_pre.1", "resid_post.0"])
+    assert torch.equal(out.activations["resid_pre.1"], out.activations["resid_post.0"])
+    with pytest.raises(ValueError, match=r"resid_post\.0 is the same state as resid_pre\.1, captured differently"):
+        lm.generate([prompt], capture=["resid_pre.1", Capture("resid_post.0", positions=[0])])
+
+
+def test_completions_of_one_prompt_have_all_its_positions_each(lm_of: Any) -> None:
+    lm, prompt = lm_of("llama"), prompt_of(7, 3)
+    (out,) = lm.generate([prompt], SamplingParams(max_tokens=3, n=3, seed=1), capture=["resid_post.1"])
+    first = out.outputs[0].activations["resid_post.1"][:7]
+    for completion in out.outputs:
+        assert completion.activations.token_ids["resid_post.1"].tolist() == (prompt + completion.token_ids)[:-1]
+        torch.testing.assert_close(completion.activations["resid_post.1"][:7], first, rtol=1e-4, atol=1e-4)
+
+
+def test_receipts_count_captured_rows(lm_of: Any) -> None:
+    captures = [Capture("embed", positions=[0, -1]), Capture("final_norm", reduce="mean"), "resid_post.{0,1}"]
+    (out,) = lm_of("llama").generate([prompt_of(6, 1)], SamplingParams(temperature=0, max_tokens=4), capture=captures)
+    found = {entry.site: (entry.prompt_rows, entry.generated_rows) for entry in out.receipt.captures}
+    assert found == {"embed": (2, 0), "resid_post.0": (6, 3), "resid_post.1": (6, 3), "final_norm": (6, 3)}
+
+
+def test_streams_and_aborted_requests_end_with_what_was_captured(lm_of: Any) -> None:
+    lm, prompt = lm_of("llama"), prompt_of(6, 1)
+    handle = lm.submit(prompt, SamplingParams(temperature=0, max_tokens=100), capture=["resid_post.1"])
+    handle.cancel()
+    out = handle.result(WAIT)
+    rows = out.activations["resid_post.1"]
+    assert out.finish_reason == "abort" and len(rows) <= len(prompt) + len(out.token_ids)
+    assert out.activations.token_ids["resid_post.1"].tolist() == (prompt + out.token_ids)[: len(rows)]
+
+
+# -- traced requests ---------------------------------------------------------------------------------
+
+SITES = [
+    "embed",
+    "resid_post.0",
+    "attn_out.1",
+    "resid_mid.1",
+    "mlp_out.1",
+    "resid_post.1",
+    "resid_post.2",
+    "final_norm",
+]
+
+
+def test_a_capture_takes_what_the_block_left(lm_of: Any) -> None:
+    """Section 3's order of effects: declared ops, the block, the capture. Each site is edited, and captured, at its own module."""
+    lm, prompt = lm_of("llama"), prompt_of(6, 2)
+    width = lm.hf_config.hidden_size
+    ops = [Steer(site, vector(width, i), scale=0.3) for i, site in enumerate(SITES)]
+
+    def traced(edit: bool, capture: list[str] | None = SITES) -> tuple[dict[str, torch.Tensor], Any]:
+        layer = lm.model.layers[1]
+        with lm.trace(prompt, interventions=ops, capture=capture) as tracer:
+            seen = dict().save()
+            for name, envoy in (
+                ("embed", lm.model.embed_tokens),
+                ("resid_post.0", lm.model.layers[0]),
+                ("attn_out.1", layer.self_attn),
+                ("mlp_out.1", layer.mlp),
+                ("resid_post.1", layer),
+                ("resid_post.2", lm.model.layers[2]),
+                ("final_norm", lm.model.norm),
+            ):
+                value = envoy.output[0] if name == "attn_out.1" else envoy.output
+                seen[name] = value.clone()
+                if edit:
+                    value[:, 2:4] *= -3
+                    seen[name] = value.clone()
+            logits = lm.logits.save()
+        seen["logits"] = logits
+        return seen, tracer.activations
+
+    for edit in (False, True):
+        seen, got = traced(edit)
+        assert list(got) == SITES
+        for site in SITES:
+            if site != "resid_mid.1":
+                assert torch.equal(got[site], seen[site][0]), (site, edit)
+        assert got.token_ids["resid_mid.1"].tolist() == prompt
+        torch.testing.assert_close(
+            got["resid_mid.1"],
+            got["resid_post.0"] + got["attn_out.1"] + 0.3 * vector(width, SITES.index("resid_mid.1")),
+        )
+        without, none = traced(edit, capture=None)
+        assert none is None and torch.equal(without["logits"], seen["logits"]), "capturing changes nothing"
+
+
+@pytest.mark.parametrize("server", [{}, {"hook_execution": "eager"}, {"hook_execution": "split"}])
+def test_a_traced_generation_is_captured_in_each_of_its_steps(server: dict[str, Any], lm_of: Any) -> None:
+    """Beside requests without a trace that capture, too; where a block waits, and where it does not."""
+    lm, prompt = lm_of("llama", **server), prompt_of(5, 4)
+    params = SamplingParams(temperature=0, max_tokens=6)
+    wanted = [out.activations for out in lm.generate([prompt, prompt_of(9, 5)], params, capture=SITES)]
+    beside = lm.submit(prompt_of(9, 5), params, capture=SITES)
+    with lm.generate(prompt, max_new_tokens=6, capture=SITES) as tracer:
+        states = list().save()
+        for _ in tracer.iter[1:4]:
+            lm.model.layers[1].output[:] += 0
+            states.append(lm.model.layers[1].output[0].clone())
+    assert_same(tracer.activations, wanted[0])
+    assert torch.equal(tracer.activations["resid_post.1"][5:8], torch.cat(states))
+    assert_same(beside.result(WAIT).activations, wanted[1])
+
+
+def test_each_invoke_has_its_own_captures(lm_of: Any) -> None:
+    lm = lm_of("llama")
+    prompts = [prompt_of(4, 1), prompt_of(6, 2), prompt_of(5, 3)]
+    with lm.trace(capture=["resid_post.0"]) as tracer:
+        with tracer.invoke(prompts[0]):
+            lm.model.layers[0].output[:] = 0
+        with tracer.invoke(prompts[1], capture=["embed", Capture("mlp_out.0", positions=[-1])]):
+            pass
+        with tracer.invoke(prompts[2], capture=None):
+            lm.model.layers[0].output.save()
+    zeroed, chosen, none = tracer.captures
+    assert list(zeroed) == ["resid_post.0"] and zeroed["resid_post.0"].shape[0] == 4
+    assert zeroed["resid_post.0"].abs().max() == 0
+    assert list(chosen) == ["embed", "mlp_out.0"] and chosen.token_ids["embed"].tolist() == prompts[1]
+    assert chosen.positions["mlp_out.0"].tolist() == [5] and none is None
+    with pytest.raises(ValueError, match=r"3 requests: use tracer\.captures"):
+        tracer.activations  # noqa: B018
+    with pytest.raises(ValueError, match="capture: 3 is none"):
+        with lm.trace(prompts[0], capture=[3]):
+            lm.model.layers[0].output.save()
+
+
+def test_a_pass_with_gradients_is_captured(lm_of: Any) -> None:
+    lm, prompt = lm_of("llama"), prompt_of(6, 2)
+    with lm.trace(prompt, capture=["resid_post.1", "final_norm"]) as tracer:
+        state = lm.model.layers[1].output
+        state.retain_grad()
+        lm.output.logits.sum().backward()
+        grad = state.grad.save()
+        seen = state.save()
+    assert grad.shape == seen.shape and not tracer.activations["resid_post.1"].requires_grad
+    assert torch.equal(tracer.activations["resid_post.1"], seen[0])
+
+
+def test_a_block_that_fails_keeps_nobody_from_their_captures(lm_of: Any) -> None:
+    lm, prompt = lm_of("llama"), prompt_of(6, 2)
+    params = SamplingParams(temperature=0, max_tokens=5)
+    wanted = lm.generate([prompt], params, capture=["resid_post.1"])[0].activations
+    beside = lm.submit(prompt, params, capture=["resid_post.1"])
+    with pytest.raises(ZeroDivisionError):
+        with lm.generate(prompt, max_new_tokens=5, capture=["resid_post.1"]) as tracer:
+            for _ in tracer.iter[2]:
+                lm.model.layers[1].output[:] = 1 // 0
+    assert_same(beside.result(WAIT).activations, wanted)
+
+
+# -- no room -----------------------------------------------------------------------------------------
+
+BLOCK = 3 * INFO.hidden_size * 4  # bytes of a position of CAPTURE
+CAPTURE = ["resid_post.*"]
+
+
+def test_a_tight_ring_changes_no_result(ring_lm: Any, oracle: Any) -> None:
+    """Prompts in pieces, rows that wait, requests that give way and come back: every state once, and the right one."""
+    rng, model = random.Random(5), oracle("llama")
+    lm = ring_lm(
+        capture_ring_bytes=5 * BLOCK + 64, kv_cache_tokens=80, page_size=4, max_num_tokens=16, async_scheduling=True
+    )
+    prompts = [prompt_of(rng.randrange(1, 15), i) for i in range(10)]
+    captures = [CAPTURE if i % 3 else [] for i in range(10)]
+    params = SamplingParams(temperature=0, max_tokens=8)
+    outs = lm.generate(prompts, params, capture=captures)
+    assert lm.engine.stats()["preempted"]
+    for prompt, capture, out in zip(prompts, captures, outs, strict=True):
+        ids = (prompt + out.token_ids)[:-1]
+        states = states_of(model, ids, [], len(prompt))
+        for site, rows in (out.activations or {}).items():
+            assert out.activations.token_ids[site].tolist() == ids
+            torch.testing.assert_close(rows, states[site], rtol=1e-4, atol=1e-4)
+        assert bool(out.activations) == bool(capture)
+    ring_of(lm).wait()
+    ring_of(lm).pieces.check_integrity()
+    assert not ring_of(lm).pieces.in_use
+
+
+def test_who_finds_no_room_waits_and_nobody_else_does(ring_lm: Any) -> None:
+    lm = ring_lm(capture_ring_bytes=8 * BLOCK)
+    params = SamplingParams(temperature=0, max_tokens=12)
+    wanted = lm.generate([prompt_of(5, 1)], params, capture=CAPTURE)[0]
+    with drain_held(ring_of(lm)) as goes_on:
+        capturing = lm.submit(prompt_of(5, 1), params, capture=CAPTURE)
+        plain = lm.submit(prompt_of(5, 2), params)
+        traced_tokens = None
+        with lm.generate(prompt_of(5, 2), max_new_tokens=12) as tracer:
+            traced_tokens = tracer.result.save()
+        assert plain.result(WAIT).token_ids == traced_tokens[0, 5:].tolist()
+        assert not capturing.done and lm.engine.stats()["running"] == 1
+        # Nothing can run now; what comes meanwhile is served at once, and what is ended ends.
+        assert lm.generate([prompt_of(5, 2)], params)[0].token_ids == plain.result().token_ids
+        ended = lm.submit(prompt_of(5, 1), params, capture=CAPTURE)
+        ended.cancel()
+        assert not ended.done, "its result has all that was captured before, and that has not left yet"
+        goes_on.set()
+        out = capturing.result(WAIT)
+        assert ended.result(WAIT).finish_reason == "abort"
+    assert out.token_ids == wanted.token_ids
+    assert_same(out.activations, wanted.activations)
+
+
+def test_captures_that_find_no_room_are_lost_where_that_was_asked_for(ring_lm: Any) -> None:
+    lm = ring_lm(capture_ring_bytes=8 * BLOCK, capture_when_full="fail")
+    params = SamplingParams(temperature=0, max_tokens=12)
+    wanted = lm.generate([prompt_of(5, 1)], params)[0].token_ids
+    with drain_held(ring_of(lm)) as goes_on:
+        handle = lm.submit(prompt_of(5, 1), params, capture=CAPTURE)
+        lm.generate([prompt_of(5, 1)], SamplingParams(temperature=0, max_tokens=60))  # it takes no longer than this one
+        goes_on.set()
+        out = handle.result(WAIT)
+    assert out.token_ids == wanted
+    with pytest.raises(CaptureError, match=r"capture_ring_bytes.*capture_when_full='block'"):
+        out.activations["resid_post.0"]
+    assert ["capture_ring_bytes" in warning for warning in out.warnings] == [True] and not out.receipt.captures
+    small = lm.generate([prompt_of(5, 1)], SamplingParams(temperature=0, max_tokens=2), capture=CAPTURE)[0]
+    assert small.activations["resid_post.0"].shape[0] == 6, "the next one finds room"
+
+
+def test_what_can_never_fit_is_refused_with_the_setting(ring_lm: Any) -> None:
+    lm = ring_lm(capture_ring_bytes=4 * BLOCK)
+    wide = ["resid_post.*", "attn_out.*", "embed", "mlp_out.*", "resid_mid.*"]  # 13 states
+    message = rf"this request take {13 * INFO.hidden_size * 4} bytes.*has {4 * BLOCK} \(capture_ring_bytes"
+    with pytest.raises(ValueError, match=message):
+        lm.submit([1, 2], capture=wide)
+    with pytest.raises(ValueError, match="capture_ring_bytes"):
+        with lm.trace(prompt_of(5, 1), capture=CAPTURE):  # a traced prompt is one step's
+            lm.model.layers[0].output.save()
+    with pytest.raises(ValueError, match=r"invokes that need each other.*capture_ring_bytes"):
+        with lm.trace() as tracer:
+            meet = tracer.barrier(2)
+            for i in range(2):
+                with tracer.invoke(prompt_of(3, i), capture=CAPTURE):
+                    meet()
+    (out,) = lm.generate([prompt_of(30, 1)], SamplingParams(max_tokens=2), capture=[*wide[:3], "mlp_out.0"])
+    assert len(out.activations["resid_post.0"]) == 31, "a plain prompt comes in pieces"
+
+
+def test_an_engine_that_is_shut_down_answers_with_what_was_captured(ring_lm: Any) -> None:
+    lm = ring_lm()
+    prompt, params = prompt_of(5, 1), SamplingParams(temperature=0, max_tokens=3)
+    with drain_held(ring_of(lm)) as goes_on:
+        handle = lm.submit(prompt, params, capture=CAPTURE)
+        lm.generate([prompt], SamplingParams(temperature=0, max_tokens=30))
+        assert not handle.done
+        closing = threading.Thread(target=lm.shutdown)
+        closing.start()
+        goes_on.set()
+        closing.join()
+    assert handle.done and len(handle.result().activations["resid_post.0"]) == 7
+
+
+# -- a request's captures -----------------------------------------------------------------------------
+
+
+def captures_of(specs: list[Any], prompt_len: int, longest: int) -> Captures:
+    bounds = [b for s in specs for b in bind(Capture(s) if isinstance(s, str) else s, INFO, prompt_len)]
+    numbered = [(site_index(b.site, INFO.num_hidden_layers), b) for b in bounds]
+    return Captures(numbered, torch.float32, INFO.hidden_size, longest)
+
+
+def random_captures(rng: random.Random) -> list[Any]:
+    kinds = rng.sample(
+        ["embed", "resid_post.{0,1}", "attn_out.*", "mlp_out.2", "final_norm", "resid_mid.1"], rng.randrange(1, 5)
+    )
+    positions: list[Any] = ["all", "prompt", "generated", [0, -1], slice(1, None, 2), Generated(1, 5, 2), [0, 2, 3]]
+    reduce: list[Any] = [None, None, "mean", "last", Project(vector(INFO.hidden_size, 1, 3), top_k=2)]
+    dtypes = [None, None, torch.float16, torch.bfloat16]
+    return [
+        Capture(kind, positions=rng.choice(positions), dtype=rng.choice(dtypes), reduce=rng.choice(reduce))
+        for kind in kinds
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_and_functions_come_to_the_same(seed: int) -> None:
+    """Captures of random positions, in chunks of random sizes, some computed twice, the end somewhere before the last row."""
+    rng = random.Random(seed)
+    prompt_len = rng.randrange(3, 20)
+    longest = prompt_len + rng.randrange(1, 12)
+    specs = random_captures(rng)
+    by_function, by_block = captures_of(specs, prompt_len, longest), captures_of(specs, prompt_len, longest)
+    states = {site: vector(INFO.hidden_size, site, longest) for site in by_block.by_site}
+    start = 0
+    while start < longest:
+        count = min(rng.choice([1, 1, 2, 5, 9]), longest - start)
+        for group in by_function.groups:
+            for column, site in enumerate(group.sites):
+                ordinals = torch.from_numpy(group.ordinals)[start : start + count]
+                group.take(column, states[site][start : start + count], ordinals)
+        sizes = by_block.block_sizes(start, count)
+        block = torch.full((int(sizes.sum()) + 7,), torch.nan)[5:]  # a slice of a ring
+        for i, first in enumerate((np.cumsum(sizes) - sizes).tolist()):
+            for site, offset in by_block.offsets.items():
+                if offset < sizes[i]:
+                    block[first + offset : first + offset + INFO.hidden_size] = states[site][start + i]
+        by_block.store(block, start, sizes)
+        by_block.next = max(by_block.next, start + count)
+        start = rng.randrange(start) if start and rng.random() < 0.15 else start + count
+    tokens = list(range(100, 100 + longest - rng.randrange(2)))
+    found, wanted = by_block.activations(tokens), by_function.activations(tokens)
+    assert list(found) == list(wanted)
+    for site in wanted:
+        assert torch.equal(found[site], wanted[site]) and torch.equal(found.positions[site], wanted.positions[site]), (
+            site
+        )
+        assert torch.equal(found.token_ids[site], found.positions[site] + 100)
+        assert site not in wanted.indexes or torch.equal(found.indexes[site], wanted.indexes[site])
+
+
+def test_a_block_ends_behind_the_last_state_that_its_position_wants() -> None:
+    captures = captures_of([Capture("resid_post.*", positions=[-1]), "embed"], 6, 9)
+    width = INFO.hidden_size
+    assert captures.block_sizes(0, 9).tolist() == [width] * 5 + [4 * width] + [width] * 3
+    captures.next = 4
+    assert captures.block_sizes(2, 4).tolist() == [0, 0, width, 4 * width]
+
+
+# -- the ring ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pieces_of_the_ring_never_overlap_and_room_only_grows_until_one_is_taken(seed: int) -> None:
+    rng, pieces = random.Random(seed), Pieces(97)
+    held: list[tuple[int, int]] = []
+    for _ in range(3000):
+        room = pieces.room
+        if held and rng.random() < 0.5:
+            pieces.give_back()
+            held.pop(0)
+            assert pieces.room >= room
+        elif room:
+            count = rng.randrange(1, room + 1) if rng.random() < 0.3 else rng.randrange(1, min(room, 12) + 1)
+            start = pieces.place(count)
+            assert all(stop <= start or start + count <= first for first, stop in held), "somebody else's"
+            pieces.take(start, count)
+            held.append((start, start + count))
+            assert pieces.in_use
+        pieces.check_integrity()
+        with pytest.raises(ValueError, match="no room"):
+            pieces.place(pieces.room + 1)
+    while held:
+        pieces.give_back()
+        held.pop()
+    assert pieces.room == 97 and not pieces.in_use
+
+
+def capturing_request(prompt_len: int, specs: list[Any], max_tokens: int = 2) -> Request:
+    request = Request("r", [1] * prompt_len, SamplingParams(max_tokens=max_tokens), max_tokens, seed=0)
+    captures = captures_of(specs, prompt_len, prompt_len + max_tokens - 1)
+    request.declared = SimpleNamespace(captures=captures)
+    return request
+
+
+def test_a_prompt_takes_half_of_the_ring_at_a_time() -> None:
+    """So that the other half is emptied meanwhile; a traced one, which is not cut, takes what it needs, or waits."""
+    ring = CaptureRing(10 * BLOCK, torch.float32, "cpu", "block")
+    prompt, other = capturing_request(30, CAPTURE), capturing_request(3, CAPTURE)
+    ring.begin()
+    assert (
+        ring.take([(prompt, 30)], whole=False) == 5 and ring.take([(other, 3)], whole=False) == 3 and not ring.refused
+    )
+    assert ring.take([(prompt, 3)]) == 0 and ring.refused
+    assert ring.take([(other, 1)]) == 0, "first come, first served"
+    ring.begin()
+    assert ring.take([(prompt, 9)]) == 9 and ring.take([(other, 3)], whole=False) == 1
+    last = capturing_request(30, [Capture("resid_post.*", positions=[-1])])
+    assert ring.take([(last, 29)], whole=False) == 29, "what is not captured needs no room"
+    wide = CaptureRing(BLOCK + 4, torch.float32, "cpu", "block")
+    wide.begin()
+    assert wide.take([(prompt, 30)], whole=False) == 1, "one position at least, where the ring is free"
+
+
+class Capturing(Simulation):
+    """The scheduler's simulation with a ring beside the pools: many requests capture, and the model writes `state_of`.
+
+    The ring's thread stands still between `release`s, so that nothing hangs on its pace.
+    """
+
+    def __init__(self, ring_rows: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.ring = CaptureRing(ring_rows * 3 * INFO.hidden_size * 4, torch.float32, "cpu", "block")
+        self.scheduler.capture_ring = self.ring
+        self.capturing: list[Request] = []
+        self.refused = 0
+        self.goes_on = threading.Event()
+        self.ring.open()
+        self.hold()
+
+    def make(
+        self, prompt_len: int, max_tokens: int, *, n: int = 1, traced: bool = False, **kwargs: Any
+    ) -> list[Request]:
+        requests = super().make(prompt_len, max_tokens, n=n, traced=traced, **kwargs)
+        for request in requests:
+            if self.random.random() < 0.8:
+                positions = self.random.choice(["all", "all", "prompt", "generated", [-1]])
+                captures = captures_of(
+                    [Capture("resid_post.*", positions=positions)], prompt_len, prompt_len + max_tokens - 1
+                )
+                request.declared, request.leader = SimpleNamespace(captures=captures), None
+                self.ring.check([(captures, prompt_len if traced else 0)], "a request")
+                self.capturing.append(request)
+        return requests
+
+    def hold(self) -> None:
+        goes_on = self.goes_on = threading.Event()
+        self.ring.after(lambda: goes_on.wait() and None)
+
+    def release(self) -> None:
+        """Let all that was sent be copied out."""
+        self.goes_on.set()
+        self.ring.wait()
+        assert not self.ring.pieces.in_use
+        self.hold()
+
+    def state_of(self, request: Request, position: int, site: int) -> torch.Tensor:
+        return torch.full(
+            (INFO.hidden_size,), float(int(request.request_id.split("-")[0]) * 1000 + position * 10 + site % 10)
+        )
+
+    def check_step(self, step: Any) -> None:
+        super().check_step(step)
+        if not step.scheduled:
+            return
+        blocks, row = self.ring.lay_out(step.scheduled), 0
+        for request, count, first, _, _ in step.scheduled:
+            for position in range(first, first + count):
+                start, stop = blocks[:, row].tolist()
+                offsets = request.declared.captures.offsets if start < stop else {}
+                for site, offset in offsets.items():
+                    if start + offset < stop:
+                        at = start + offset
+                        self.ring.memory[at : at + INFO.hidden_size] = self.state_of(request, position, site)
+                row += 1
+        self.ring.send()
+        self.ring.pieces.check_integrity()
+
+    def step(self) -> Any:
+        step = super().step()
+        self.refused += self.ring.refused
+        if not step.scheduled or self.random.random() < 0.05:
+            self.release()
+        return step
+
+    def check_sat_out(self, decoding: list[Request], step: Any) -> None:
+        """Who captures may wait for room; nobody else does for theirs."""
+        others = [r for r in decoding if all(member.declared is None for member in r.gang or [r])]
+        super().check_sat_out(others, step)
+
+    def finish(self) -> None:
+        """Every request has the states of its own positions, each once."""
+        self.goes_on.set()
+        self.ring.wait()
+        for request in self.capturing:
+            ids = request.all_token_ids[
+                : min(request.num_computed_tokens, request.prompt_len + max(0, len(request.output_token_ids) - 1))
+            ]
+            captures = request.declared.captures
+            found = captures.activations(ids)
+            for name, wanted in captures.positions(len(ids)):
+                assert found.positions[name].tolist() == wanted.tolist(), (request.request_id, name)
+                assert found.token_ids[name].tolist() == [ids[position] for position in wanted]
+                site = 4 * int(name.split(".")[1]) + 5
+                for row, position in zip(found[name], wanted, strict=True):
+                    assert torch.equal(row, self.state_of(request, int(position), site)), (request.request_id, name)
+        self.ring.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(12))
+def test_random_traffic_through_a_small_ring(policy: str, seed: int) -> None:
+    """Prompts, completions, traces and gangs, in pools and a ring that are too small for them, with steps launched ahead."""
+    rng = random.Random(seed)
+    sim = Capturing(
+        ring_rows=14 + seed % 5, num_pages=12, page_size=4, max_num_tokens=14, max_running=6, policy=policy, seed=seed,
+        ahead=bool(seed % 2),
+    )  # fmt: skip
+    for _ in range(8):
+        for _ in range(rng.randrange(1, 5)):
+            kind = rng.randrange(4)
+            if kind == 0:
+                sim.add(rng.randrange(1, 12), rng.randrange(1, 10), traced=True)
+            elif kind == 1:
+                sim.add_gang([(rng.randrange(1, 5), rng.randrange(1, 6)) for _ in range(2)])
+            else:
+                sim.add(rng.randrange(1, 30), rng.randrange(1, 12), n=rng.choice([1, 1, 2]))
+        for _ in range(rng.randrange(6)):
+            sim.step()
+        if sim.scheduler.live and rng.random() < 0.3:
+            victim = rng.choice(sim.scheduler.live)
+            if victim.gang is None:
+                sim.abort(victim)
+    sim.run(3 * sim.limit())
+    sim.finish()
+    assert sim.refused, "a ring in which everybody finds room shows little"
+
+
+def test_ten_thousand_requests_leave_the_ring_as_it_was() -> None:
+    ring = CaptureRing(40 * BLOCK, torch.float32, DEVICE, "block")
+    ring.open()
+    memory = ring.memory.data_ptr()
+    live: list[Request] = []
+    for number in range(10_000):
+        live.append(capturing_request(3, [Capture("resid_post.*", positions=[number % 3])]))
+        if len(live) == 8:
+            ring.begin()
+            if not all(ring.take([(request, 3)]) for request in live):
+                ring.wait()
+            ring.lay_out([ScheduledRequest.of(request, 3) for request in live])
+            ring.send()
+            live.clear()
+    ring.wait()
+    ring.pieces.check_integrity()
+    assert not ring.pieces.in_use and ring.pieces.room == ring.pieces.size == 40 * BLOCK // 4
+    assert ring.memory.data_ptr() == memory and ring._queue.empty()
+    ring.close()
