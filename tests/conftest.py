@@ -39,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--hook-execution", default="auto", choices=["auto", "segments", "split", "eager"],
         help="how the engines of the tests run hooked decode steps; off CUDA, segments run as functions in place of graphs",
     )  # fmt: skip
+    parser.addoption("--ahead", action="store_true", help="engines launch each step before they read the last one's tokens")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -147,7 +148,10 @@ def oracle(model_folder: Callable[[str], Path]) -> Callable[[str], PreTrainedMod
 def lm_of(model_folder: Callable[[str], Path], request: pytest.FixtureRequest) -> Iterator[Callable[..., LM]]:
     """(family, **arguments) -> an LM over the folder's weights, float32; made once for equal arguments, shut down at the end."""
     made: dict[tuple, LM] = {}
-    defaults = {"dtype": "float32", "device": "cpu", "hook_execution": request.config.getoption("--hook-execution")}
+    defaults = {
+        "dtype": "float32", "device": "cpu", "hook_execution": request.config.getoption("--hook-execution"),
+        "async_scheduling": request.config.getoption("--ahead") or None,
+    }  # fmt: skip
 
     def load(family: str, **kwargs: Any) -> LM:
         key = (family, *sorted(kwargs.items()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -399,6 +400,10 @@ def test_who_finds_no_room_waits_and_nobody_else_does(ring_lm: Any) -> None:
             traced_tokens = tracer.result.save()
         assert plain.result(WAIT).token_ids == traced_tokens[0, 5:].tolist()
         assert not capturing.done and lm.engine.stats()["running"] == 1
+        deadline = time.monotonic() + WAIT
+        while not lm.engine._waits_for_room:  # the engine sleeps, it does not look for room again and again
+            assert time.monotonic() < deadline, "the engine goes on picking steps"
+            time.sleep(0.005)
         # Nothing can run now; what comes meanwhile is served at once, and what is ended ends.
         assert lm.generate([prompt_of(5, 2)], params)[0].token_ids == plain.result().token_ids
         ended = lm.submit(prompt_of(5, 1), params, capture=CAPTURE)
@@ -505,8 +510,9 @@ def test_blocks_and_functions_come_to_the_same(seed: int) -> None:
             for site, offset in by_block.offsets.items():
                 if offset < sizes[i]:
                     block[first + offset : first + offset + INFO.hidden_size] = states[site][start + i]
-        by_block.store(block, start, sizes)
+        by_block.copy(block, start, sizes)
         by_block.next = max(by_block.next, start + count)
+        by_block.copied(by_block.next)
         start = rng.randrange(start) if start and rng.random() < 0.15 else start + count
     tokens = list(range(100, 100 + longest - rng.randrange(2)))
     found, wanted = by_block.activations(tokens), by_function.activations(tokens)

@@ -248,6 +248,6 @@ class Request:
     def needs_tokens(self) -> bool:
         """Whether the next step cannot be prepared before the host has read this one's token.
 
-        A block may edit it, and must not see a step that did not happen; penalties count it.
+        Penalties count it, and a gang is scheduled as one, those of its members that have not finished.
         """
-        return self.trace is not None or self.params.penalised
+        return self.params.penalised or bool(self.gang)

@@ -155,6 +155,8 @@ class Engine:
         runner.nnsight_model.interleaver.watchdog = self._watchdog
         asked = runner.server_config.async_scheduling
         self._async = runner.device.startswith("cuda") if asked is None else asked
+        if self._async:
+            runner.nnsight_model.interleaver.catch_up = self._catch_up
         self.scheduler = Scheduler(
             runner.server_config,
             runner.max_num_tokens,
@@ -199,7 +201,8 @@ class Engine:
 
         With `async_scheduling` a step's tokens are read when the next one has been launched behind it: the device does not
         wait for the host. A step that ends a request so runs one token too many for it, which is dropped. Where the next step
-        depends on this one's tokens (`Request.needs_tokens`), they are read first.
+        depends on this one's tokens (`Request.needs_tokens`), they are read first; where a block is about to be served, there
+        and then (`_catch_up`).
         """
         step = self.scheduler.schedule()
         # Room that was freed since then has put a command into the inbox.
@@ -236,6 +239,13 @@ class Engine:
         self.num_steps += 1
         self.scheduler.launched(step)
         return step, output
+
+    def _catch_up(self) -> None:
+        """Deliver what the step before made, in the midst of a pass: blocks of requests that end with it must not be served."""
+        before, self._in_flight = self._in_flight, None
+        if before is not None:
+            self._collect(*before)
+            self.runner.drop_finished()
 
     def _collect(self, step: SchedulerOutput, launched: AsyncOutput) -> None:
         """Read a step's tokens and hand them out."""

@@ -6,12 +6,14 @@ outs[0].activations.positions["resid_post.12"]  # [positions] int64, and .token_
 
 `Captures` is what one request asks for. Its sites come in *groups* that are captured alike, and a position's states have a
 *block*: those of its sites behind each other, group after group. On a CPU a pass hands each site's rows to `Group.take`; on CUDA
-the kernels write blocks into a ring (runner/capture_ring.py), from which `Captures.store` copies them.
+the kernels write blocks into a ring (runner/capture_ring.py), from which `Captures.copy` copies them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -88,8 +90,7 @@ class Group:
         self.sites: list[int] = []
         self.ordinals = ordinals_of(windows, torch.arange(longest)).numpy()
         self.offset = 0
-        self._rows: torch.Tensor | None = None
-        self._filled: list[int] = []  # rows that each column has
+        self._filled: Counter[int] = Counter()  # by column: rows that it has
 
     @property
     def num_positions(self) -> int:
@@ -108,19 +109,18 @@ class Group:
 
     def take(self, column: int, rows: torch.Tensor, ordinals: torch.Tensor) -> None:
         """Copy a column's rows [n, width] at `ordinals` [n] of the group's; those it has, or that are -1, are left out."""
-        held, filled = self._memory()
-        new = ordinals >= filled[column]
+        new = ordinals >= self._filled[column]
         if new.any():
             taken = ordinals[new]
-            held[taken, column] = rows.detach()[new].to("cpu", self.dtype)
-            filled[column] = int(taken[-1]) + 1
+            self.rows[taken, column] = rows.detach()[new].to("cpu", self.dtype)
+            self._filled[column] = int(taken[-1]) + 1
 
-    def store(self, block: torch.Tensor, first: int, sizes: np.ndarray) -> None:
-        """Copy the group's part of the blocks of positions `first` and on; see `Captures.store`."""
+    def copy(self, blocks: torch.Tensor, first: int, sizes: np.ndarray) -> None:
+        """Copy the group's part of the blocks of positions `first` and on; see `Captures.copy`."""
         ordinals = self.ordinals[first : first + len(sizes)]
         if len(sizes) == 1:
             if sizes[0] and ordinals[0] >= 0:
-                self._put(int(ordinals[0]), block[self.offset : self.offset + self.block_size].view(1, -1, self.width))
+                self._put(int(ordinals[0]), blocks[self.offset : self.offset + self.block_size].view(1, -1, self.width))
             return
         wanted = np.flatnonzero((ordinals >= 0) & (sizes > 0))
         if not len(wanted):
@@ -129,33 +129,38 @@ class Group:
         cuts = np.flatnonzero((np.diff(starts) != sizes[:-1]) | (np.diff(sizes) != 0)) + 1
         for begin, end in pairwise((0, *cuts.tolist(), len(wanted))):
             shape, strides = (end - begin, len(self.sites), self.width), (int(sizes[begin]), self.width, 1)
-            offset = block.storage_offset() + int(starts[begin]) + self.offset
-            self._put(int(ordinals[wanted[begin]]), block.as_strided(shape, strides, offset))
+            offset = blocks.storage_offset() + int(starts[begin]) + self.offset
+            self._put(int(ordinals[wanted[begin]]), blocks.as_strided(shape, strides, offset))
 
     def _put(self, ordinal: int, rows: torch.Tensor) -> None:
-        held, filled = self._memory()
-        into = held[ordinal : ordinal + len(rows)]
+        into = self.rows[ordinal : ordinal + len(rows)]
         if into.dtype is rows.dtype:
             # torch would have its pool of threads come together for every row, with those of the model's passes on a CPU.
             np.copyto(_integers(into), _integers(rows))
         else:
             into.copy_(rows)
-        filled[:] = [ordinal + len(rows)] * len(filled)
 
-    def _memory(self) -> tuple[torch.Tensor, list[int]]:
-        if self._rows is None:
-            self._rows = torch.empty(self.num_positions, len(self.sites), self.width, dtype=self.dtype)
-            self._filled = [0] * len(self.sites)
-        return self._rows, self._filled
+    def copied(self, stop: int) -> None:
+        """All positions before `stop` have been copied."""
+        count = int((self.ordinals[:stop] >= 0).sum())
+        self._filled = Counter(dict.fromkeys(range(len(self.sites)), count))
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """[positions, sites, width], on the CPU."""
+        return torch.empty(self.num_positions, len(self.sites), self.width, dtype=self.dtype)
 
     def finish(self, token_ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         """For each column (rows, their positions, indexes of `Project`) at the positions of `token_ids` [positions]: a row
         that was computed after the request's end is left out."""
-        held, filled = self._memory()
-        positions = torch.from_numpy(np.flatnonzero(self.ordinals[: len(token_ids)] >= 0)[: min(filled)])
+        positions = torch.from_numpy(
+            np.flatnonzero(self.ordinals[: len(token_ids)] >= 0)[
+                : min(self._filled[column] for column in range(len(self.sites)))
+            ]
+        )
         found = []
         for column in range(len(self.sites)):
-            rows, indexes = held[: len(positions), column], None
+            rows, indexes = self.rows[: len(positions), column], None
             if len(positions):
                 rows, indexes = _reduced(rows, self.spec.reduce)
             found.append((rows, positions[-1:] if self.spec.reduce == "last" else positions, indexes))
@@ -243,15 +248,26 @@ class Captures:
             sizes[: self.next - first] = 0
         return sizes
 
-    def store(self, blocks: torch.Tensor, first: int, sizes: np.ndarray) -> None:
-        """Copy the states of positions `first` and on out of their blocks, which lie behind each other.
+    def prepare(self) -> None:
+        """Take the memory of the results."""
+        for group in self.groups:
+            group.rows  # noqa: B018
+
+    def copy(self, blocks: torch.Tensor, first: int, sizes: np.ndarray) -> None:
+        """Copy the states of positions `first` and on out of their blocks, which lie behind each other. After `prepare`, several
+        threads may, of different positions; then comes `copied`.
 
         Args:
             blocks: [elements], on the host.
             sizes: [positions], of `block_sizes`.
         """
         for group in self.groups:
-            group.store(blocks, first, sizes)
+            group.copy(blocks, first, sizes)
+
+    def copied(self, stop: int) -> None:
+        """All positions before `stop` have been copied."""
+        for group in self.groups:
+            group.copied(stop)
 
     def activations(self, token_ids: Sequence[int]) -> Activations:
         """What was captured of a request that computed the positions of `token_ids`."""

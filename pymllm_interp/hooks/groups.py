@@ -95,6 +95,13 @@ class NNsightRequestHelper:
             start += size
             logit_start += logit_size
 
+    def drop_finished(self) -> list[RequestTrace]:
+        """Take the traces of finished requests out of the step; returns them."""
+        dropped = [trace for entry, trace in self._step if entry.request.finished]
+        if dropped:
+            self._step = [(entry, trace) for entry, trace in self._step if not entry.request.finished]
+        return dropped
+
     def pad_to(self, rows: int) -> None:
         """Re-point the traces of a decode step to their rows in a pass that has further rows, of nobody, behind the step's."""
         for _, trace in self._step:
@@ -139,7 +146,6 @@ class NNsightRequestHelper:
             if request is not None:
                 trace.over, trace.rows = True, None
                 ending.append((trace, request))
-        self._step = [(e, t) for e, t in self._step if e.request.request_id not in finished_request_ids]
         self._wind_up(ending, model)
         for trace, request in ending:
             trace.close(request)

@@ -150,6 +150,12 @@ class Point:
         self.parked = later
         return ready
 
+    def leave(self, trace: RequestTrace) -> None:
+        """Forget what waits here for a trace."""
+        self.parked = [block for block in self.parked if block.trace is not trace]
+        self.caches = [entry for entry in self.caches if entry[0].trace is not trace]
+        self.skips = [entry for entry in self.skips if entry[0].trace is not trace]
+
     def clear(self) -> None:
         """Forget who waits: the pass is over."""
         self.parked, self.caches, self.skips = [], [], []
@@ -164,9 +170,11 @@ class EngineInterleaver(Interleaver):
     Attributes:
         thread: the thread whose modules hand over, during a pass.
         points: those at which something waits, or has waited in this pass.
+        samples, streamer: where a step's tokens are served, as they were drawn, and as generation goes on with them.
         run_locations: what a step makes outside the modules: its logits and samples.
         per_pass: visits that a pass makes to a location, where it is not one.
         visits: this pass's visits. Those of parts that ran fused are not in it: see `visited`.
+        catch_up: called before a pass serves its first value: those whose request has ended meanwhile must not see it.
         serving: the request whose block runs now.
         watchdog: watches for blocks that take long; None where nobody does.
     """
@@ -174,6 +182,7 @@ class EngineInterleaver(Interleaver):
     def __init__(self) -> None:
         self.thread: int | None = None
         super().__init__()
+        self.samples = self.streamer = ""
         self.run_locations: frozenset[str] = frozenset()
         self._logit_locations: frozenset[str] = frozenset()
         self._model_paths: set[str] = set()
@@ -186,6 +195,8 @@ class EngineInterleaver(Interleaver):
         self.points: dict[str, Point] = {}
         self._waiting: dict[int, list[Point]] = {}
         self.traces: list[RequestTrace] = []
+        self.catch_up: Callable[[], None] | None = None
+        self._caught_up = True
         self.serving: RequestTrace | None = None
         self.watchdog: Watchdog | None = None
 
@@ -193,7 +204,8 @@ class EngineInterleaver(Interleaver):
         """Learn the model's own locations, before users attach modules of theirs."""
         self._model_paths = {envoy.path for envoy in model.modules()}
         self._layers = f"{model.path}.model.layers."
-        self.run_locations = frozenset({f"{model.path}.logits", f"{model.path}.samples"})
+        self.samples, self.streamer = f"{model.path}.samples", f"{model.path}.generator.streamer.output"
+        self.run_locations = frozenset({f"{model.path}.logits", self.samples})
         head = f"{model.path}.lm_head"
         self._logit_locations = self.run_locations | {f"{head}.input", f"{head}.output", f"{model.path}.output"}
 
@@ -252,6 +264,22 @@ class EngineInterleaver(Interleaver):
                     for location, slot in cache.subscriptions().items():
                         self._open(location).caches.append((block, cache, slot))
         self.busy = self.interleaving = True
+        self._caught_up = self.catch_up is None
+
+    def leave(self, trace: RequestTrace) -> None:
+        """Take a trace out of the pass: its request ended before, and this pass never was."""
+        if trace.in_pass:
+            trace.in_pass, trace.rows = False, None
+            self.traces.remove(trace)
+            for point in self.points.values():
+                point.leave(trace)
+
+    def see_to_it(self) -> None:
+        """Call `catch_up`, once in a pass."""
+        if not self._caught_up:
+            self._caught_up = True
+            assert self.catch_up is not None
+            self.catch_up()
 
     def end_pass(self) -> None:
         """Disarm the modules and count the pass for those that took part."""
@@ -303,6 +331,18 @@ class EngineInterleaver(Interleaver):
         # A module may have run without its operations being called.
         return self.visits.get(point.module, 0) if point.module is not None else 0
 
+    def awaits_token(self) -> bool:
+        """Whether a block waits for this step's tokens."""
+        samples, streamer = self.points.get(self.samples), self.points.get(self.streamer)
+        return (samples is not None and samples.awaited(0)) or (streamer is not None and bool(streamer.parked))
+
+    def pass_token(self) -> None:
+        """Count the tokens as offered, where nobody waits for them."""
+        self.visits[self.samples] = 1
+        for trace in self.traces:
+            if not trace.single:
+                trace.calls[self.streamer] = trace.calls.get(self.streamer, 0) + 1
+
     def handle(self, provider: str, value: Any) -> Any:
         """Offer `value` to whoever waits at `provider`; return what the model goes on with."""
         if self.serving is not None:
@@ -337,6 +377,7 @@ class EngineInterleaver(Interleaver):
 
     def visit(self, location: str, value: Any) -> Any:
         """`handle` at one of `points`, from the model."""
+        self.see_to_it()
         point, visit = self.points[location], self.visits.get(location, 0)
         shared = Shared(value, point.of_logits)
         if point.skips:

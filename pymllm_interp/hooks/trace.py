@@ -50,6 +50,7 @@ class RequestTrace:
         rows: the request's rows in the current pass; None while it is in none.
         passes: passes of the model that the request took part in.
         max_passes: as many as there can be.
+        single: its request is one forward pass, and generates nothing.
         over: no further pass comes.
         ended: no block of this trace is served any more.
         error: what a block raised, other than ``tracer.stop()``.
@@ -84,6 +85,7 @@ class RequestTrace:
         self.rows: Rows | None = None
         self.passes = 0
         self.max_passes = 1
+        self.single = False
         self.in_pass = self.over = self.ended = self.stopped = False
         self.error: BaseException | None = None
         self.result: Any = None
@@ -174,7 +176,7 @@ class RequestTrace:
     def start(self, request: Request, model: TracedModel) -> None:
         """Run each block to where it first waits."""
         self.request_id = request.request_id
-        self.max_passes = 1 if request.forward_only else request.max_tokens
+        self.single, self.max_passes = request.forward_only, 1 if request.forward_only else request.max_tokens
         for block in self.blocks:
             if self.ended:
                 return
@@ -184,7 +186,7 @@ class RequestTrace:
                 block.exception = raised
                 self.fail(raised)
         prompt = torch.tensor([request.prompt_token_ids])
-        self.interleaver.offer(self, f"{model.path}.generator.streamer.output", prompt)
+        self.interleaver.offer(self, self.interleaver.streamer, prompt)
 
     def end_pass(self) -> None:
         """Count the pass, and free what was saved in it from the batch."""

@@ -17,6 +17,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -28,6 +29,10 @@ from ..core.request import Request
 from ..hooks.capture import CaptureError, Captures
 
 logger = logging.getLogger(__name__)
+
+COPIERS = 4
+"""Threads that copy out of the ring on the host. The first write to a result's memory takes longer than the copy, and they share
+that."""
 
 
 class Pieces:
@@ -140,6 +145,7 @@ class CaptureRing:
         with self._lock:
             if self._thread is None:
                 self._host = torch.empty(len(self.memory), dtype=self.memory.dtype, pin_memory=self.memory.is_cuda)
+                self._copiers = ThreadPoolExecutor(COPIERS, "pymllm-interp-captures")
                 self._thread = threading.Thread(target=self._drain, name="pymllm-interp-captures", daemon=True)
                 self._thread.start()
 
@@ -148,6 +154,7 @@ class CaptureRing:
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
+            self._copiers.shutdown()
             self._thread = None
 
     def check(self, wanted: Sequence[tuple[Captures, int]], what: str) -> None:
@@ -292,13 +299,24 @@ class CaptureRing:
             else:
                 item()
 
-    @staticmethod
-    def _copy_out(item: _Sent, host: torch.Tensor) -> None:
+    def _copy_out(self, item: _Sent, host: torch.Tensor) -> None:
         if item.copied is not None:
             item.copied.synchronize()
+        parts: list[_Share] = []
         for captures, first, sizes, offset in item.shares:
-            start = item.start + offset
-            captures.store(host[start : start + _total(sizes)], first, sizes)
+            captures.prepare()
+            for i in range(0, len(sizes), count := -(-len(sizes) // COPIERS)):
+                parts.append(_Share(captures, first + i, sizes[i : i + count], offset))
+                offset += _total(parts[-1].sizes)
+
+        def copy(parts: list[_Share]) -> None:
+            for captures, first, sizes, offset in parts:
+                start = item.start + offset
+                captures.copy(host[start : start + _total(sizes)], first, sizes)
+
+        list(self._copiers.map(copy, [parts[i::COPIERS] for i in range(COPIERS)]))
+        for captures, first, sizes, _ in item.shares:
+            captures.copied(first + len(sizes))
 
     @staticmethod
     def _lost(item: _Sent, error: RuntimeError) -> None:

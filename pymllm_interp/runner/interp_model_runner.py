@@ -278,15 +278,15 @@ class InterpModelRunner(ModelRunner):
         for entry in state.input_batch.entries:
             if entry.request.declared is not None and entry.request.trace is None:
                 entry.request.receipt.steps[state.descriptor.execution.value] += 1
-        if not self._traced().interleaver.traces:
+        if not self._traced().interleaver.interleaving:
             return super().sample_tokens_async()
-        traces = self.nnsight_request_helper.traces
         try:
             sampled = super().sample_tokens_async()
+            self._traced().interleaver.see_to_it()  # a pass counts for those that were alive
         finally:
             self._traced().interleaver.end_pass()
         assert sampled is not None
-        for trace in traces:
+        for trace in self.nnsight_request_helper.traces:
             trace.receipt.steps[state.descriptor.execution.value] += 1
             if trace.error is not None:
                 sampled.output.errors[trace.request_id] = trace.error
@@ -297,6 +297,7 @@ class InterpModelRunner(ModelRunner):
     def finish_nnsight(self, finished_requests: list[Request]) -> ModelRunnerOutput:
         """Wind up the traces of finished requests: their results, their saves, and what went wrong."""
         model = self._traced()
+        self.drop_finished()
         traced = {r.request_id: r for r in finished_requests if r.trace is not None}
         self.nnsight_request_helper.process_finished_reqs(set(traced), traced, model)
         output = ModelRunnerOutput(req_ids=list(traced))
@@ -305,6 +306,12 @@ class InterpModelRunner(ModelRunner):
             if request.trace.error is not None:
                 output.errors[rid] = request.trace.error
         return output
+
+    def drop_finished(self) -> None:
+        """Take the traces of finished requests out of the pass that is under way, which was launched before they were known to
+        have finished: no block sees a step that did not happen."""
+        for trace in self.nnsight_request_helper.drop_finished():
+            self._traced().interleaver.leave(trace)
 
     @staticmethod
     def _put_hooked_last(scheduled: list[ScheduledRequest]) -> None:
@@ -406,9 +413,19 @@ class InterpModelRunner(ModelRunner):
         self.nnsight_request_helper.unflatten(model, sampling)
         logits = interleaver.handle(f"{model.path}.logits", logits)
         sampled = super()._sample(logits, state)
-        drawn = sampled.token_ids.tolist()
-        offered = torch.tensor(drawn, dtype=torch.int64, device=logits.device).unsqueeze(1)
-        chosen: list[int] = interleaver.handle(f"{model.path}.samples", offered).squeeze(1).tolist()
+        if interleaver.awaits_token():
+            interleaver.see_to_it()
+            self._offer_tokens(sampled, sampling)
+        else:
+            interleaver.pass_token()
+        return sampled
+
+    def _offer_tokens(self, sampled: SamplerOutput, sampling: list[ScheduledRequest]) -> None:
+        """Let blocks see and change the tokens that were drawn. Waits for the device."""
+        model, device = self._traced(), sampled.token_ids.device
+        interleaver, drawn = model.interleaver, sampled.token_ids.tolist()
+        offered = torch.tensor(drawn, dtype=torch.int64, device=device).unsqueeze(1)
+        chosen: list[int] = interleaver.handle(interleaver.samples, offered).squeeze(1).tolist()
         for i, (entry, token) in enumerate(zip(sampling, chosen, strict=True)):
             if not 0 <= token < self.vocab_size:
                 entry.request.trace.fail(
@@ -419,12 +436,11 @@ class InterpModelRunner(ModelRunner):
                 )
                 chosen[i] = drawn[i]
         if chosen != drawn:
-            (sampled.token_ids,) = upload(logits.device, torch.tensor(chosen, dtype=torch.int32))
+            (sampled.token_ids,) = upload(device, torch.tensor(chosen, dtype=torch.int32))
         for entry, token in zip(sampling, chosen, strict=True):
-            if entry.request.trace is not None and not entry.request.forward_only:
-                location = f"{model.path}.generator.streamer.output"
-                interleaver.offer(entry.request.trace, location, torch.tensor([token]))
-        return sampled
+            trace = entry.request.trace
+            if trace is not None and trace.in_pass and not entry.request.forward_only:
+                interleaver.offer(trace, interleaver.streamer, torch.tensor([token]))
 
     def _traced(self) -> TracedModel:
         assert self.nnsight_model is not None, "call initialize() first"
