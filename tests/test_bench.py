@@ -76,7 +76,7 @@ def test_one_command_writes_every_number_of_both_suites(
     assert record["prefill"]["prompt_tokens"] == 80 and record["prefill"]["tokens_per_s"] > 0
 
     found = {(row["way"], row["layers"], row["batch"]): row for row in record["hooks"]}
-    sides = [("no graphs", 0), ("split", 1), ("eager", 1), ("eager", 3), ("auto", 0), ("auto", 1)]
+    sides = [("no graphs", 0), ("split", 1), ("eager", 1), ("eager", 3), ("auto", 0), ("auto", 1), ("auto", 3)]
     assert set(found) == {(*side, batch) for side in sides for batch in (1, 3)}
     assert all(math.isfinite(row["ms"]) for row in record["hooks"])
     assert ways(found["no graphs", 0, 3]) == ways(found["auto", 0, 3]) == {"plain"}, "nobody reads"
@@ -191,9 +191,10 @@ def a_record() -> dict[str, Any]:
         )
         for batch, ms in zip((1, 4), times, strict=True)
     ]  # fmt: skip
+    hooks.append({"way": "auto", "batch": 1, "layers": 32, "ms": 9.0, "plain_tokens_per_s": 0.0, "execution": {}})
     kernel = {"kernel": "void gemm<a|b>(`x`)", "us": 1500.0, "launches": 12.4}
     return {
-        "suite": "all", "model": "m", "dtype": "bfloat16",
+        "suite": "all", "model": "m", "dtype": "bfloat16", "load_format": "dummy",
         "settings": {"batches": [1, 4], "prompt_tokens": 128, "new_tokens": 256, "repeats": 3},
         "machine": {"gpu": "GPU Z", "cpu": "C", "versions": {"torch": "2.x", "flashinfer-python": None}, "commit": "c0ffee"},
         "start_s": 4.56, "graphs": 36, "graphs_mib": 1426.4,
@@ -223,6 +224,7 @@ def test_a_table_has_the_aims_beside_the_numbers_and_marks_what_is_missed() -> N
         "| whole batch eager | 5.000 | 6.500 |",
         "| ... aim, at most | 5.00, met | 6.00, **missed** |",
         "| the default | 4.000, whole batch | 7.000, split |",
+        "| the default, and every layer is read | 9.000 | - |",
         "| ... against the better of the two | - | +7.7% (aim +5%, **missed**) |",
         "| one that reads, the default | - | 429 |",
         "Prefill, 16 prompts of 2,048 tokens: 19,999 tokens a second (aim 20,000, **missed**; Other 1.0 19,000).",
@@ -245,6 +247,41 @@ def test_a_miss_comes_with_its_profile_or_says_that_there_is_none() -> None:
 def test_without_aims_the_numbers_stand_alone() -> None:
     text = render(a_record(), {})
     assert "aim, at" not in text and "Other" not in text and "| decode, ms a step | 1.900 | 3.100 |" in text
+
+
+def test_a_table_against_plain_steps_has_ratios_and_times_beside_their_aims() -> None:
+    row = {"case": "every request reads", "plain_ms": 2.0, "lowest": 1.0, "highest": 1.5}
+    record = {
+        **{name: a_record()[name] for name in ("model", "dtype", "load_format", "settings", "machine")}, "suite": "traces",
+        "rows": [{**row, "batch": 1, "ms": 2.5, "ratio": 1.25}, {**row, "batch": 4, "ms": 2.1, "ratio": 1.05}],
+        "sweep": {"invokes": 1024, "prompt_tokens": 32, "plain_s": 2.0, "traced_s": 3.0, "ratio": 1.5, "lowest": 1, "highest": 2},
+    }  # fmt: skip
+    asked = {"every request reads": {"ratio": [1.1, 1.1], "ms": [None, 2.0], "peer": [10.0, 20.0]}, "sweep": 1.25}
+    lines = render(record, {"batches": [1, 4], "traced_peer": "Other on Other", "traces": asked}, "[file](path)").splitlines()
+    for line in (
+        "| every request reads | 2.500, x 1.250 (1.000 to 1.500) | 2.100, x 1.050 (1.000 to 1.500) |",
+        "| ... aim, at most | x 1.100, **missed** | x 1.100, met |",
+        "| ... aim, at most | - | 2.0 ms, **missed** |",
+        "| ... Other on Other | 10.00 | 20.00 |",
+        "One trace of 1,024 invokes (32 tokens each, one new one) that each save a layer: 3.00 s, plain generation of the same "
+        "2.00 s, x 1.50 (1.00 to 2.00); aim, at most: x 1.25, **missed**.",
+    ):
+        assert line in lines, line
+
+
+@pytest.mark.parametrize("suite", ["traces", "interventions"])
+def test_a_suite_against_plain_steps_measures_each_case_at_each_batch_size(
+    suite: str, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "x.json"
+    command = ["bench", "--config", str(model_folder("llama")), "--suite", suite, "--quick", "--device", "cpu"]
+    assert main([*command, "--batches", "1", "3", "--out", str(out)]) == 0
+    record = json.loads(out.read_text())
+    cells = [(row["case"], row["batch"]) for row in record["rows"]]
+    assert len(set(cells)) == len(cells) and {batch for _, batch in cells} == {1, 3} and len(cells) >= 8
+    assert all(row["lowest"] <= row["ratio"] <= row["highest"] and math.isfinite(row["ms"]) for row in record["rows"])
+    if suite == "traces":
+        assert record["sweep"]["invokes"] == 8 and record["sweep"]["traced_s"] > 0
 
 
 def test_a_page_gets_the_tables_of_all_records_between_its_markers(tmp_path: Path) -> None:
@@ -280,5 +317,7 @@ def test_a_shape_is_one_that_is_served_and_its_aims_are_whole(folder: Path) -> N
     assert architecture_of(config) in NATIVE
     aims = read_aims(folder)
     rows = [values for name in ("decode_ms", "tokens_per_s", "eager_ms") for values in aims.get(name, {}).values()]
+    for suite in ("interventions", "traces"):
+        rows += [values for case in aims.get(suite, {}).values() if isinstance(case, dict) for values in case.values()]
     assert all(len(values) == len(aims["batches"]) for values in rows)
     assert bool(rows) == folder.name.startswith("llama")

@@ -20,6 +20,7 @@ import pytest
 import torch
 from conftest import CONFIGS
 from helpers_declared import prompt_of, random_specs, states_of, vector
+from helpers_graphs import use_eager_graphs
 from test_scheduler import POLICIES, Simulation
 
 from pymllm_interp import LM, Capture, Generated, SamplingParams, Steer
@@ -41,23 +42,30 @@ INFO = ModelInfo.of(CONFIGS["llama"](), torch.float32)
 WAIT = 120.0
 
 
-@pytest.fixture(scope="module", params=["functions", "tables"])
+@pytest.fixture(scope="module", params=["functions", "tables", "graphs"])
 def lm_of(request: pytest.FixtureRequest, model_folder: Callable[[str], Path]) -> Iterator[Callable[..., LM]]:
-    """(family, **arguments) -> an LM in float32; once on the CPU, with hooks that are functions, once as on CUDA."""
+    """(family, **arguments) -> an LM in float32: on the CPU, with hooks that are functions; as on CUDA; and that with steps
+    that are replayed, whole or from block to block (off CUDA, functions in place of graphs)."""
     made: dict[tuple, LM] = {}
+    defaults = {
+        "dtype": "float32", "device": "cpu" if request.param == "functions" else DEVICE,
+        "disable_cuda_graph": request.param != "graphs", "hook_execution": "segments" if request.param == "graphs" else "auto",
+    }  # fmt: skip
 
     def load(family: str, **kwargs: Any) -> LM:
         key = (family, *sorted(kwargs.items()))
         if key not in made:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(InterpModelRunner, "_has_tables", request.param == "tables")
-                device = DEVICE if request.param == "tables" else "cpu"
-                made[key] = LM(model_folder(family), **{"dtype": "float32", "device": device, **kwargs})
+                patch.setattr(InterpModelRunner, "_has_tables", request.param != "functions")
+                made[key] = LM(model_folder(family), **{**defaults, **kwargs})
         return made[key]
 
-    yield load
-    for lm in made.values():
-        lm.shutdown()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if request.param == "graphs" and not CUDA:
+            use_eager_graphs(monkeypatch)
+        yield load
+        for lm in made.values():
+            lm.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -684,7 +692,7 @@ class Capturing(Simulation):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(8), 68, 78, 94, 105])
 def test_random_traffic_through_a_small_ring(policy: str, seed: int) -> None:
     """Prompts, completions, traces and gangs, in pools and a ring that are too small for them, with steps launched ahead."""
     rng = random.Random(seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from importlib.metadata import version
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from conftest import CONFIGS, random_model
 
 from pymllm_interp import LM, Capture, Gate, SamplingParams, Scale, Steer
+from pymllm_interp.engine.handle import EngineClosedError
 from pymllm_interp.hooks.intervention import Project, fingerprint_of
 from pymllm_interp.hooks.receipt import Captured
 from pymllm_interp.models import fingerprint
@@ -61,6 +63,23 @@ def test_the_model_that_runs_has_the_fingerprint_of_what_was_loaded(model_folder
         with LM("dummy", load_format="dummy", hf_config=CONFIGS["qwen2"](), device="cpu", seed=seed) as dummy:
             dummies.append(dummy.model_fingerprint)
     assert dummies[0] == dummies[1] != dummies[2]
+
+
+def test_a_first_declared_request_waits_for_no_step_and_is_told_of_a_shutdown(model_folder):
+    with LM(model_folder("llama"), dtype="float32", device="cpu") as lm:
+        stands, goes_on = threading.Event(), threading.Event()
+        holder = threading.Thread(target=lm.engine.call, args=(lambda: stands.set() or goes_on.wait(60),))
+        holder.start()
+        assert stands.wait(60)
+        handle = lm.submit([1, 2], ONE, interventions=[Scale("embed", 0.5)])
+        assert not goes_on.is_set(), "the engine stood still, and the request was made"
+        goes_on.set()
+        holder.join()
+        assert len(handle.result(60).receipt.model) == 64
+    closed = LM(model_folder("llama"), dtype="float32", device="cpu")
+    closed.shutdown()
+    with pytest.raises(EngineClosedError, match="was shut down"):
+        closed.generate([[1, 2]], ONE, interventions=[Scale("embed", 0.5)])
 
 
 def test_specs_are_told_apart_by_all_that_they_say_and_by_their_order():

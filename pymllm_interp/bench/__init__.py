@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,14 @@ from .common import default_path, describe_machine, random_prompts, write
 from .cpu import CpuSettings, run_cpu
 from .gpu import GpuSettings, Model, records
 from .interventions import interventions_suite
-from .report import read_aims, render, render_interventions, update_page
+from .report import read_aims, render, update_page
+from .traces import traces_suite
 
 __all__ = ["describe_machine", "random_prompts", "run_bench", "update_page"]
 
-SUITES = ("cpu", "decode", "hooks", "all", "interventions")
+SUITES = ("cpu", "decode", "hooks", "all", "interventions", "traces")
+AGAINST_PLAIN = {"interventions": interventions_suite, "traces": traces_suite}
+"""Suites whose numbers are ratios to plain steps of the same engine."""
 
 
 def run_bench(
@@ -61,11 +64,13 @@ def run_bench(
         return run_cpu(model, dtype, load_format, cpu, machine, out)
     settings = replace(GpuSettings.quick() if quick else GpuSettings(), **given)
     measured = Model(model=model, dtype=dtype, device=device, load_format=load_format, settings=settings)
-    if suite == "interventions":
-        record = {"suite": suite, "machine": machine, **interventions_suite(measured)}
-        path = out or default_path(f"interventions-{Path(record['model']).name}.json")
+    if suite in AGAINST_PLAIN:
+        record = {"suite": suite, "load_format": load_format, "machine": machine, "settings": asdict(settings)}
+        record |= AGAINST_PLAIN[suite](measured)
+        kind = "gpu-" if on_cuda else ""
+        path = out or default_path(f"{kind}{suite}-{Path(record['model']).name}.json")
         write(record, path)
-        Console().print(render_interventions(record), markup=False, soft_wrap=True)
+        Console().print(render(record, read_aims(Path(model))), markup=False, soft_wrap=True)
         return path
     path, record = out, {}
     for record in records(suite, measured, machine, profile):

@@ -243,7 +243,7 @@ def hooks_suite(model: Model, way: str, profiles: dict[str, Any], with_profiles:
         depth, settings = len(lm.model.layers), model.settings
         one, every = [depth // 2], list(range(depth))
         selections: dict[str, list[list[int]]] = {
-            "no graphs": [[]], "split": [one], "eager": [one, every], "auto": [[], one],
+            "no graphs": [[]], "split": [one], "eager": [one, every], "auto": [[], one, every],
         }  # fmt: skip
         rows = []
         for batch, layers in product(settings.batches, selections[way]):

@@ -69,7 +69,9 @@ def render(record: dict[str, Any], aims: dict[str, Any], source: str = "") -> st
         aims: see `read_aims`.
         source: a link to the file.
     """
-    return "\n".join(_Report(record, aims).lines(source)).rstrip("\n") + "\n"
+    against_plain = record["suite"] in ("interventions", "traces")
+    lines = _against_plain(record, aims, source) if against_plain else _Report(record, aims).lines(source)
+    return "\n".join(lines).rstrip("\n") + "\n"
 
 
 class _Report:
@@ -82,15 +84,8 @@ class _Report:
         """Key of the profile that explains it -> what was missed."""
 
     def lines(self, source: str) -> list[str]:
-        record, settings = self.record, self.record["settings"]
-        machine = record["machine"]
-        versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
-        where = f"{machine.get('gpu') or machine['cpu']}; {versions}; commit {machine['commit'] or 'not noted'}."
-        how = (
-            f"Random weights, {record['dtype']}, prompts of {settings['prompt_tokens']} tokens, {settings['new_tokens']} new "
-            f"ones, greedy. {source}"
-        )
-        lines = [f"### {record['model']}", "", where, how.strip(), ""]
+        record = self.record
+        lines = [f"### {record['model']}", "", f"{_conditions(record)} {source}".strip(), ""]
         if "decode" in record:
             lines += self._decode()
         if record["hooks"]:
@@ -136,10 +131,13 @@ class _Report:
         def values(way: str, layers: Callable[[int], bool], name: str = "ms") -> Values:
             return {row["batch"]: row[name] for row in found if row["way"] == way and layers(row["layers"])}
 
+        def ways(row: dict[str, Any]) -> set[str]:
+            return {how.partition(":")[0] for how in row["execution"]}
+
         nobody, one, every = (lambda n: n == 0), (lambda n: n == 1), (lambda n: n > 1)
         plain, auto, eager = values("auto", nobody), values("auto", one), values("eager", one)
         picked = {
-            row["batch"]: "split" if any(how.startswith("split:") for how in row["execution"]) else "whole batch"
+            row["batch"]: next((way for way in ("segments", "split") if way in ways(row)), "whole batch")
             for row in found
             if row["way"] == "auto" and row["layers"]
         }
@@ -155,6 +153,7 @@ class _Report:
                 "... against the better of the two",
                 {n: self._against_better(n, auto[n], better[n]) for n in auto if n > 1 and n in better},
             ),
+            self._row("the default, and every layer is read", values("auto", every), "{:.3f}"),
             self._row("nobody reads", plain, "{:.3f}"),
             self._row("nobody reads, no graphs", values("no graphs", nobody), "{:.3f}"),
             "",
@@ -233,13 +232,54 @@ class _Report:
         return ["Missed, and where the time of a step goes:", "", *lines] if lines else []
 
 
-def render_interventions(record: dict[str, Any]) -> str:
-    """What the suite "interventions" measured, as a table: ratios to plain steps."""
+def _against_plain(record: dict[str, Any], aims: dict[str, Any], source: str) -> list[str]:
+    """A table of steps against plain ones, of the suites "interventions" and "traces"."""
     batches = sorted({row["batch"] for row in record["rows"]})
     cells = {(row["case"], row["batch"]): row for row in record["rows"]}
-    lines = ["| every row | " + " | ".join(f"bs {n}" for n in batches) + " |", "|---" * (len(batches) + 1) + "|"]
+    asked = aims.get(record["suite"], {})
+    lines = [
+        f"### {record['model']}: {record['suite']}", "", f"{_conditions(record)} {source}".strip(), "",
+        "| ms a step, against plain (lowest to highest of the pairs) | " + " | ".join(f"bs {n}" for n in batches) + " |",
+        "|---" * (len(batches) + 1) + "|",
+    ]  # fmt: skip
     for case in dict.fromkeys(row["case"] for row in record["rows"]):
         found = [cells[case, n] for n in batches]
-        ratios = [f"{row['ratio']:.3f} ({row['lowest']:.3f} to {row['highest']:.3f})" for row in found]
-        lines.append(f"| {case} | " + " | ".join(ratios) + " |")
-    return "\n".join(lines)
+        texts = [f"{r['ms']:.3f}, x {r['ratio']:.3f} ({r['lowest']:.3f} to {r['highest']:.3f})" for r in found]
+        lines.append(f"| {case} | " + " | ".join(texts) + " |")
+        wanted = asked.get(case, {})
+        for name, form in (("ratio", "x {:.3f}"), ("ms", "{:.1f} ms")):
+            if name in wanted:
+                limits = dict(zip(aims["batches"], wanted[name], strict=True))
+                texts = [_met(form, limits.get(row["batch"]), row[name]) for row in found]
+                lines.append("| ... aim, at most | " + " | ".join(texts) + " |")
+        if "peer" in wanted:
+            peers = dict(zip(aims["batches"], wanted["peer"], strict=True))
+            texts = [f"{peers[n]:.2f}" if n in peers else "-" for n in batches]
+            lines.append(f"| ... {aims['traced_peer']} | " + " | ".join(texts) + " |")
+    if "sweep" in record:
+        sweep = record["sweep"]
+        text = (
+            f"One trace of {sweep['invokes']:,} invokes ({sweep['prompt_tokens']} tokens each, one new one) that each save a "
+            f"layer: {sweep['traced_s']:.2f} s, plain generation of the same {sweep['plain_s']:.2f} s, x {sweep['ratio']:.2f} "
+            f"({sweep['lowest']:.2f} to {sweep['highest']:.2f})"
+        )
+        aim = asked.get("sweep")
+        lines += ["", text + (f"; aim, at most: {_met('x {:.2f}', aim, sweep['ratio'])}." if aim else ".")]
+    return lines
+
+
+def _met(form: str, limit: float | None, value: float) -> str:
+    if limit is None:
+        return "-"
+    return f"{form.format(limit)}, {'met' if value <= limit else '**missed**'}"
+
+
+def _conditions(record: dict[str, Any]) -> str:
+    """What the numbers were measured with."""
+    machine, settings = record["machine"], record["settings"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
+    return (
+        f"{machine.get('gpu') or machine['cpu']}; {versions}; commit {machine['commit'] or 'not noted'}.\n"
+        f"{'Random' if record['load_format'] == 'dummy' else 'Real'} weights, {record['dtype']}, prompts of {settings['prompt_tokens']} tokens, {settings['new_tokens']} new "
+        "ones, greedy."
+    )

@@ -45,7 +45,7 @@ from ..models.fingerprint import model_fingerprint
 from ..models.source import load_tokenizer
 from ..runner.interp_model_runner import InterpModelRunner
 from .engine import Engine
-from .handle import RequestHandle, StreamPiece
+from .handle import EngineClosedError, RequestHandle, StreamPiece
 from .harvest import READ, STEPS_AHEAD, HarvestResult, HarvestRun, Settings, tokenizer_fingerprint
 from .prompts import IGNORED, Limits, PromptError, RequestFactory, as_prompts, sampling_from_kwargs
 
@@ -138,7 +138,10 @@ class LM(TracedModel):
     @cached_property
     def model_fingerprint(self) -> str:
         """A hash of weights, dtype and config, of the weights as they are when it is first asked for."""
-        return self.engine.call(lambda: model_fingerprint(self.runner.get_model(), self.hf_config))
+        model = self.runner.model
+        if model is None:
+            raise EngineClosedError("the engine was shut down, and its model released")
+        return model_fingerprint(model, self.hf_config)  # on the caller's thread: who submits does not wait for a step
 
     # -- plain requests --------------------------------------------------------------
 

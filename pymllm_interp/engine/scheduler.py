@@ -94,17 +94,11 @@ class Scheduler:
         The step is empty where nothing can be done before tokens of launched steps have been read, or captured states have left.
         """
         step = self._pick()
-        while not step.scheduled and (self._decodes_wait or (not self.waits_for_room and self._finds_room())):
+        while not step.scheduled and (self._decodes_wait or (not self.waits_for_room and self._give_back_prompts())):
             step = self._pick()
         step.finished_req_ids, self._finished_ids = self._finished_ids, set()
         step.preempted_req_ids, self._preempted_ids = self._preempted_ids, set()
         return step
-
-    def _finds_room(self) -> bool:
-        """Whether picking again may find what an empty step did not: room in the ring that was kept for requests which then gave
-        way, or pages of a prompt that only waits."""
-        kept = self.capture_ring is not None and self.capture_ring.refused
-        return kept or self._give_back_prompts()
 
     def _pick(self) -> SchedulerOutput:
         step = SchedulerOutput()

@@ -189,7 +189,7 @@ class VectorRegistry(MutableMapping[str, Named]):
         if isinstance(source, str | Path):
             source = _of_file(Path(source))
         if not isinstance(source, Mapping):
-            self._vectors[name] = self._fitting(source, who, (1, 2))
+            self._vectors[name] = self._fitting(source, who)
             return
         if not source:
             raise ValueError(f"{who}: there is no layer in it")
@@ -197,11 +197,11 @@ class VectorRegistry(MutableMapping[str, Named]):
             if not isinstance(layer, int) or not 0 <= layer < self._layers:
                 raise ValueError(f"{who}: there is no layer {layer!r}; the model has 0 to {self._layers - 1}")
         self._vectors[name] = {
-            layer: self._fitting(vector, f"{who}, layer {layer}", (1, 2)) for layer, vector in sorted(source.items())
+            layer: self._fitting(vector, f"{who}, layer {layer}") for layer, vector in sorted(source.items())
         }
 
-    def _fitting(self, source: Source, who: str, dims: Sequence[int]) -> Tensor:
-        vector = checked_vector(source, who, dims)
+    def _fitting(self, source: Source, who: str) -> Tensor:
+        vector = checked_vector(source, who, (1, 2))
         if vector.shape[-1] not in self._widths:
             known = ", ".join(f"{width} ({setting})" for width, setting in sorted(self._widths.items()))
             raise ValueError(f"{who} has {vector.shape[-1]} values; the model's sites have {known}")

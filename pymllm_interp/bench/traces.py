@@ -1,0 +1,128 @@
+"""What traces cost a decode step: the suite "traces".
+
+Requests of a batch read or edit layers at every step, in one ``with`` block that has an invoke for each of them; the others
+are plain. A step takes ``(t(all new tokens) - t(few)) / (all - few)``, so it includes what is done once for each value that was
+saved, up to the caller's hands, and not what is done once for each request. Runs with and without alternate in one engine; a
+ratio is the median over the pairs.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .. import LM
+from .common import Prompts, generate, greedy, random_prompts, timed
+from .gpu import GpuSettings, Model, facts
+from .interventions import PAIRS, summary
+
+FEW, NEW_TOKENS = 4, 100
+"""New tokens of the short runs, and of the others at most."""
+SWEEP, SWEEP_TOKENS = 1024, 32
+"""Invokes of one trace, and tokens of each one's prompt."""
+
+
+class Case(NamedTuple):
+    """What the blocks of a trace do at each step."""
+
+    name: str
+    layers: list[int]
+    everyone: bool = True
+    """Every request of the batch; else the first one."""
+    edits: bool = False
+    """They change each layer's output, rather than save it."""
+
+
+def traces_suite(model: Model) -> dict[str, Any]:
+    """Steps with traces against plain ones, by case and batch size; and a sweep of one layer over many prompts."""
+    settings = model.settings
+    with model.load() as lm:
+        found: dict[str, Any] = facts(lm) | {"pairs": PAIRS, "new_tokens": NEW_TOKENS, "rows": []}
+        for case in cases(lm.runner.num_hidden_layers):
+            for batch in settings.batches:
+                found["rows"].append({"case": case.name, "batch": batch, **measure(lm, case, batch, settings)})
+        found["sweep"] = measure_sweep(lm, settings)
+        segments = lm.runner.segments
+        if segments is not None:
+            found["segments"] = {
+                "captured": segments.num_captured, "kept": len(segments), "evicted": segments.num_evicted
+            }  # fmt: skip
+        found["execution"] = lm.engine.stats()["execution"]
+    return found
+
+
+def cases(depth: int) -> list[Case]:
+    """What is measured in a model of so many layers."""
+    middle = depth // 2
+    eighths = sorted({depth * i // 8 for i in range(8)})
+    return [
+        Case("one request reads one layer", [middle], everyone=False),
+        Case("every request reads one layer", [middle]),
+        Case(f"every request reads {len(eighths)} layers", eighths),
+        Case("every request edits one layer", [middle], edits=True),
+    ]
+
+
+def run_case(lm: LM, case: Case, prompts: Prompts, new_tokens: int) -> None:
+    """Generate `new_tokens` from each prompt, with the blocks of the case."""
+    traced = len(prompts) if case.everyone else 1
+    handles = [lm.submit(prompt, greedy(new_tokens)) for prompt in prompts[traced:]]
+    with lm.generate(max_new_tokens=new_tokens, ignore_eos=True) as tracer:
+        for prompt in prompts[:traced]:
+            with tracer.invoke(prompt):
+                kept = list().save()  # pyright: ignore[reportAttributeAccessIssue]
+                for _ in tracer.iter[:]:
+                    for layer in case.layers:
+                        if case.edits:
+                            lm.model.layers[layer].output[0, -1] += 1e-3
+                        else:
+                            kept.append(lm.model.layers[layer].output[0, -1])
+    assert all(receipt.reads == len(case.layers) * new_tokens for receipt in tracer.receipts)
+    for handle in handles:
+        assert len(handle.result().token_ids) == new_tokens
+
+
+def measure(lm: LM, case: Case, batch: int, settings: GpuSettings) -> dict[str, float]:
+    """A step of the case against a plain one."""
+    prompts, new_tokens = random_prompts(lm, batch, settings.prompt_tokens), min(NEW_TOKENS, settings.new_tokens)
+
+    def step_ms(run: Callable[[int], None]) -> float:
+        few = timed(lambda: run(FEW))
+        return (timed(lambda: run(new_tokens)) - few) / (new_tokens - FEW) * 1e3
+
+    def plain(tokens: int) -> None:
+        generate(lm, prompts, tokens)
+
+    def traced(tokens: int) -> None:
+        run_case(lm, case, prompts, tokens)
+
+    plain(FEW), traced(FEW)  # warm: what is captured is captured now
+    return summary([(step_ms(plain), step_ms(traced)) for _ in range(min(PAIRS, 2 * settings.repeats - 1))])
+
+
+def measure_sweep(lm: LM, settings: GpuSettings) -> dict[str, float]:
+    """One trace of many invokes that each save a layer, against plain generation of one token from the same prompts: seconds."""
+    count, tokens = (SWEEP, SWEEP_TOKENS) if settings.repeats > 1 else (8, 4)
+    prompts, layer = random_prompts(lm, count, tokens), lm.runner.num_hidden_layers // 2
+
+    def traced() -> None:
+        with lm.generate(max_new_tokens=1, ignore_eos=True) as tracer:
+            states = list().save()  # pyright: ignore[reportAttributeAccessIssue]
+            for prompt in prompts:
+                with tracer.invoke(prompt):
+                    states.append(lm.model.layers[layer].output[0, -1])
+        assert len(states) == count
+
+    generate(lm, prompts, 1), traced()
+    pairs = [(timed(lambda: generate(lm, prompts, 1)), timed(traced)) for _ in range(PAIRS)]
+    ratios = [traced_s / plain_s for plain_s, traced_s in pairs]
+    return {
+        "invokes": count,
+        "prompt_tokens": tokens,
+        "plain_s": statistics.median(plain_s for plain_s, _ in pairs),
+        "traced_s": statistics.median(traced_s for _, traced_s in pairs),
+        "ratio": statistics.median(ratios),
+        "lowest": min(ratios),
+        "highest": max(ratios),
+    }
