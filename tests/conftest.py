@@ -39,7 +39,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--hook-execution", default="auto", choices=["auto", "segments", "split", "eager"],
         help="how the engines of the tests run hooked decode steps; off CUDA, segments run as functions in place of graphs",
     )  # fmt: skip
-    parser.addoption("--ahead", action="store_true", help="engines launch each step before they read the last one's tokens")
+    parser.addoption(
+        "--ahead", action="store_true", help="engines launch each step before they read the last one's tokens"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -168,18 +170,24 @@ def lm_of(model_folder: Callable[[str], Path], request: pytest.FixtureRequest) -
 
 
 @contextmanager
-def held(lm: LM, until: int) -> Iterator[None]:
-    """Keeps the engine from taking requests until so many calls of `submit` have come, whatever the machine's pace."""
-    goes_on, stands = threading.Event(), threading.Event()
-    holder = threading.Thread(target=lm.engine.call, args=(lambda: stands.set() or goes_on.wait(),))
-    holder.start()
-    stands.wait()
-    try:
-        yield
+def held(lm: LM) -> Iterator[Callable[[int], None]]:
+    """The engine stands between two steps while the body submits, so that all of it starts together.
+
+    Yields a function that waits until so many submissions have come, whatever the machine's pace.
+    """
+    stands, goes_on = threading.Event(), threading.Event()
+
+    def arrived(count: int) -> None:
         deadline = time.monotonic() + 120
-        while len(lm.engine._inbox) < until:
-            assert time.monotonic() < deadline, f"{len(lm.engine._inbox)} of {until} requests have come"
-            time.sleep(0.005)
+        while len(lm.engine._inbox) < count:
+            assert time.monotonic() < deadline, f"{len(lm.engine._inbox)} of {count} submissions have come"
+            time.sleep(0.001)
+
+    holder = threading.Thread(target=lm.engine.call, args=(lambda: stands.set() or goes_on.wait(120),))
+    holder.start()
+    assert stands.wait(120)
+    try:
+        yield arrived
     finally:
         goes_on.set()
         holder.join()

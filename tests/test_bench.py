@@ -257,7 +257,9 @@ def test_a_table_against_plain_steps_has_ratios_and_times_beside_their_aims() ->
         "sweep": {"invokes": 1024, "prompt_tokens": 32, "plain_s": 2.0, "traced_s": 3.0, "ratio": 1.5, "lowest": 1, "highest": 2},
     }  # fmt: skip
     asked = {"every request reads": {"ratio": [1.1, 1.1], "ms": [None, 2.0], "peer": [10.0, 20.0]}, "sweep": 1.25}
-    lines = render(record, {"batches": [1, 4], "traced_peer": "Other on Other", "traces": asked}, "[file](path)").splitlines()
+    lines = render(
+        record, {"batches": [1, 4], "traced_peer": "Other on Other", "traces": asked}, "[file](path)"
+    ).splitlines()
     for line in (
         "| every request reads | 2.500, x 1.250 (1.000 to 1.500) | 2.100, x 1.050 (1.000 to 1.500) |",
         "| ... aim, at most | x 1.100, **missed** | x 1.100, met |",

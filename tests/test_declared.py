@@ -73,7 +73,7 @@ def test_mixed_requests_in_a_tight_pool_equal_their_solo_runs(server: dict[str, 
     wanted = [reference(model, p, s, 10)[0] for p, s in zip(prompts, specs, strict=True)]
     before = lm.engine.stats()
     params = SamplingParams(temperature=0, max_tokens=10)
-    with held(lm, until=len(prompts)):
+    with held(lm):
         handles = [lm.submit(p, params, interventions=s) for p, s in zip(prompts, specs, strict=True)]
     with lm.generate(prompts[3], max_new_tokens=10, interventions=specs[3]) as tracer:
         for _ in tracer.iter[:]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CONFIGS, VOCAB
+from conftest import CONFIGS, VOCAB, held
 
 from pymllm_interp import LM, RequestOutput, SamplingParams
 from pymllm_interp.core.output import SchedulerOutput
@@ -70,25 +70,6 @@ def reference(
     for _ in range(steps):
         generated.append(int(adjust(logits_of(model, prompt + generated)[-1].clone(), generated).argmax()))
     return generated
-
-
-@contextmanager
-def hold(lm: LM) -> Iterator[None]:
-    """Keep the engine between two steps."""
-    held, gate = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        held.set()
-        gate.wait(WAIT)
-
-    thread = threading.Thread(target=lm.engine.call, args=(wait,))
-    thread.start()
-    assert held.wait(WAIT)
-    try:
-        yield
-    finally:
-        gate.set()
-        thread.join(WAIT)
 
 
 @contextmanager
@@ -226,7 +207,7 @@ def test_requests_that_end_while_their_next_step_is_under_way_leave_nothing_behi
     late = lm_of("qwen3", async_scheduling=True)
     prompts = prompts_of([3, 9, 17], seed=12)
     expected = tokens(late.generate(prompts, greedy(max_tokens=30)))
-    with hold(late):
+    with held(late):
         handles = [late.submit(prompt, greedy(max_tokens=30)) for prompt in prompts * 4]
     for handle in handles[3:]:
         handle.cancel()
@@ -517,7 +498,7 @@ def test_streamed_completions_of_one_prompt_are_told_apart(lm_of: LmOf) -> None:
 
 def test_leaving_a_stream_early_ends_its_request(lm_of: LmOf) -> None:
     lm = lm_of("llama")
-    with hold(lm):
+    with held(lm):
         stream = lm.stream([1, 2], greedy(max_tokens=120))
     live: list[Any] = lm.engine.call(lambda: lm.engine.scheduler.live)
     for _ in stream:
@@ -550,7 +531,7 @@ def test_async_streams_run_together_and_end_early(lm_of: LmOf) -> None:
 
 def test_a_handle_waits_cancels_and_calls_back(lm_of: LmOf) -> None:
     lm, called = lm_of("llama"), []
-    with hold(lm):
+    with held(lm):
         handle = lm.submit([1, 2, 3], GREEDY)
         handle.add_done_callback(lambda: called.append(1))
         with pytest.raises(TimeoutError, match=handle.requests[0].request_id):
@@ -583,7 +564,7 @@ def test_a_cancelled_request_keeps_what_it_has_and_the_others_go_on(lm_of: LmOf)
 
 def test_a_timeout_ends_a_request_and_no_other(lm_of: LmOf) -> None:
     lm = lm_of("llama")
-    with hold(lm):
+    with held(lm):
         late, other = lm.submit([1, 2], GREEDY, timeout=1e-6), lm.submit([1, 2], GREEDY, timeout=1000.0)
     assert late.result(WAIT).finish_reason == "timeout"
     assert other.result(WAIT).finish_reason == "length"
@@ -606,7 +587,7 @@ def test_a_trace_that_runs_into_its_timeout_raises_timeout_error(step: int, lm_o
 
 def test_a_callback_that_raises_hurts_nobody(lm_of: LmOf) -> None:
     lm = lm_of("llama")
-    with hold(lm):
+    with held(lm):
         handle = lm.submit([1, 2], GREEDY)
         handle.add_done_callback(lambda: 1 / 0)
     assert handle.result(WAIT).finish_reason == "length"
@@ -751,7 +732,7 @@ def test_a_step_that_fails_with_a_trace_in_it_ends_the_trace_and_plain_requests_
     interleaver = lm.interleaver
     attention = lm.runner.attn_backend
     monkeypatch.setattr(attention, "forward", raise_once(attention.forward, lambda *_: bool(interleaver.traces)))
-    with hold(lm):
+    with held(lm):
         handles = [lm.submit(prompt, greedy(max_tokens=30)) for prompt in prompts]
     with pytest.raises(Boom, match="boom"):
         with lm.trace([1, 2, 3]):
@@ -794,7 +775,7 @@ def test_shutdown_raises_in_every_waiter(model_folder: Callable[[str], Path]) ->
             errors[name] = error
 
     threads = [threading.Thread(target=run, args=(name,), daemon=True) for name in waiters]
-    with hold(lm):
+    with held(lm):
         for thread in threads:
             thread.start()
         until(lambda: len(lm.engine._inbox) == len(waiters) or bool(errors))
@@ -867,7 +848,7 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
 def test_a_bad_prompt_is_named_and_no_other_request_changes(prompt: Any, message: str, lm_of: LmOf) -> None:
     lm = lm_of("llama")
     expected = tokens(lm.generate([[1, 2, 3]], GREEDY))
-    with hold(lm):
+    with held(lm):
         other = lm.submit([1, 2, 3], GREEDY)
         if isinstance(prompt, (str, list)):
             listed = prompt[0] if prompt and isinstance(prompt, list) and isinstance(prompt[0], list) else prompt

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CONFIGS, VOCAB, random_model
+from conftest import CONFIGS, VOCAB, held, random_model
 from helpers_runner import random_ids
-from test_engine import WAIT, hold, until
+from test_engine import WAIT, until
 from test_faults import DEVICES, ways
 from test_stress import assert_nothing_left, stress
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
@@ -146,7 +146,7 @@ def test_half_precision_points_where_transformers_does_at_every_module(family, d
 def together(lm: LM, prompts: list[list[int]], params: SamplingParams, *traces: Callable[[], None]) -> list[Any]:
     """The outputs of plain requests that are queued in one moment with these traces."""
     threads = [threading.Thread(target=trace, daemon=True) for trace in traces]
-    with hold(lm):
+    with held(lm):
         handles = [lm.submit(prompt, params) for prompt in prompts]
         before = len(lm.engine._inbox)
         for thread in threads:

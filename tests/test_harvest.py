@@ -31,6 +31,7 @@ from pymllm_interp.engine.harvest import HarvestError
 from pymllm_interp.engine.prompts import PromptError
 from pymllm_interp.hooks.harvest import Harvest, open_harvest
 from pymllm_interp.hooks.intervention import Project
+from pymllm_interp.runner.interp_model_runner import InterpModelRunner
 
 ALONE: dict[str, Any] = {"max_running_requests": 1, "max_num_tokens": 16}
 """One document in a step, so that its bits do not depend on when it came."""
@@ -110,6 +111,28 @@ def test_rows_are_transformers_states_in_the_order_of_the_input(
     assert result.bytes == result.new_bytes == sum(shard.path.stat().st_size for shard in harvest.shards)
     assert harvest.manifest["complete"] and result.seconds > 0
     harvest.verify()
+
+
+def test_states_that_come_through_the_ring_are_the_same(
+    lm_of: Any, model_folder: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """As on CUDA, with a ring that holds a part of a step; without a GPU the kernels run under Triton's interpreter."""
+    pytest.importorskip("triton")
+    captures, documents = ["resid_post.*", Capture("mlp_out.0", positions=[0])], corpus(12, 20)
+    monkeypatch.setattr(InterpModelRunner, "_has_tables", True)
+    options = {"max_num_tokens": 16, "max_running_requests": 3, "capture_ring_bytes": 60_000}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with LM(model_folder("llama"), dtype="float32", device=device, **options) as lm:
+        assert lm.runner.capture_ring is not None
+        lm.harvest(iter(documents), capture=captures, out=tmp_path / "ring", shard_bytes=20_000)
+    monkeypatch.undo()
+    lm_of("llama").harvest(iter(documents), capture=captures, out=tmp_path / "none", shard_bytes=20_000)
+    ring, none = open_harvest(tmp_path / "ring"), open_harvest(tmp_path / "none")
+    assert ring.sites == none.sites and len(ring.shards) == len(none.shards)
+    for site in none.sites:
+        assert torch.equal(ring.document_ids(site)[:], none.document_ids(site)[:])
+        assert torch.equal(ring.positions(site)[:], none.positions(site)[:])
+        close(ring[site][:], none[site][:])
 
 
 def test_shards_are_safetensors_of_whole_documents_and_of_the_size_that_was_asked_for(

@@ -310,7 +310,9 @@ def runner_of():
 class Watch:
     """Nobody waits at the layers `at`, inside of what `inside` names, or elsewhere than at the outputs of `output`."""
 
-    def __init__(self, at: set[int] = frozenset(), inside: set[Any] = frozenset(), output: set[int] = frozenset()) -> None:
+    def __init__(
+        self, at: set[int] = frozenset(), inside: set[Any] = frozenset(), output: set[int] = frozenset()
+    ) -> None:
         self.at, self.inside, self.output = at, inside, output
 
     def nobody_at(self, layer: int) -> bool:

@@ -119,10 +119,11 @@ def stress(lm_of: Any, oracle: Any, seed: int, count: int, **server: Any) -> Non
     lm = lm_of("llama", kv_cache_tokens=56, page_size=4, max_running_requests=8, max_num_tokens=48, **server)
     before = lm.engine.stats()
     timers = [threading.Timer(plan.delay, run, (lm, plan)) for plan in plans]
-    with held(lm, until=len(plain_prompts) + count // 2):
+    with held(lm) as arrived:
         for timer in timers:
             timer.start()
         handles = [lm.submit(p, params) for p in plain_prompts]
+        arrived(len(plain_prompts) + count // 2)
     cancelled = [lm.submit([1, 2, 3], SamplingParams(max_tokens=30)) for _ in range(3)]
     for handle in cancelled:
         handle.cancel()

@@ -109,9 +109,10 @@ def test_a_gang_survives_a_full_pool(lm_of: Any) -> None:
     gang(12, alone)
     results: list[list] = [[], [], []]
     threads = [threading.Thread(target=gang, args=(12, out)) for out in results]
-    with held(lm, until=3):
+    with held(lm) as arrived:
         for thread in threads:
             thread.start()
+        arrived(3)
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()

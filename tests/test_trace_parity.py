@@ -6,7 +6,6 @@ Where nnsight has no answer (row-wise skips, plain requests beside a trace), a r
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import parity_scripts as scripts
 import pytest
 import torch
-from conftest import CONFIGS, random_model, tiny_tokenizer
+from conftest import CONFIGS, held, random_model, tiny_tokenizer
 from nnsight.modeling.transformers import TransformersModel
 
 from pymllm_interp import LM, SamplingParams
@@ -453,32 +452,6 @@ def test_a_block_reaches_the_callers_names(pair: Pair) -> None:
 # -- beside other requests --------------------------------------------------------------------------
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, logprobs=64, prompt_logprobs=64)
-
-
-@contextmanager
-def held(lm: LM) -> Iterator[Callable[[int], None]]:
-    """The engine waits while the body submits, so that all of it starts in one step.
-
-    Yields a function that waits until so many submissions have come.
-    """
-    entered, release = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        entered.set()
-        release.wait()
-
-    def arrived(count: int) -> None:
-        while len(lm.engine._inbox) < count:
-            time.sleep(0.001)
-
-    holder = threading.Thread(target=lm.engine.call, args=(wait,))
-    holder.start()
-    entered.wait()
-    try:
-        yield arrived
-    finally:
-        release.set()
-        holder.join()
 
 
 def plain_beside(lm: LM, third: Callable[[], Any]) -> tuple[list[Any], Any]:
