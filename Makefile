@@ -29,8 +29,15 @@ demo: $(STAMP)
 	$(BIN)/pymllm-interp demo
 
 # One thread for each worker: two workers with two threads each would fight for two cores.
+PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+TRACE_TESTS := $(addprefix tests/test_,trace_parity.py trace_features.py trace_errors.py interp_runner.py stress.py)
+
+# The traces twice: as a CPU runs them, and as a GPU does, in segments and with steps launched ahead.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(TESTS)
+	$(PYTEST) $(TESTS)
+ifeq ($(TESTS),tests)
+	$(PYTEST) --hook-execution segments --ahead $(TRACE_TESTS)
+endif
 
 lint: $(STAMP)
 	$(BIN)/ruff check

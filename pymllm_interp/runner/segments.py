@@ -90,15 +90,15 @@ class Segments:
         """``stretch(**inputs)``, from its graph where it has one; what it returns is fresh memory."""
         assert self._batch is not None, "begin() comes first"
         known = self._batch.batch_size, key
+        static = {name: self._load(name, value) for name, value in inputs.items()}
         if known not in self._recordings:
             self._make_room()
             self._recordings[known] = None
-            outputs = stretch(**inputs)
+            outputs = stretch(**static)  # over the registers: kernels are compiled for what they read, and no capture may do that
             for name, value in outputs.items():
                 self._view(name, value.shape, like=value)
             return outputs
         self._recordings.move_to_end(known)
-        static = {name: self._load(name, value) for name, value in inputs.items()}
         recording = self._recordings[known]
         if recording is None:
             recording = self._recordings[known] = self._record(lambda: stretch(**static))
