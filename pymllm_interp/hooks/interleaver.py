@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from greenlet import getcurrent
 
-from .modes import BlockModes
+from .modes import BlockModes, Modes
 from .nnsight_compat import (
     NO_SKIP,
     Controller,
@@ -73,25 +73,53 @@ class Block(Mediator):
     def switch(self, *args: Any) -> Any:
         """Run the block to where it parks next; returns its `Pending`, or None at its end."""
         assert self.worker is not None
-        return self.run(self.worker.switch, *args)
+        with Turn(self.trace.interleaver) as turn:
+            return turn.run(self, self.worker.switch, *args)
 
     def throw(self, error: BaseException) -> Any:
         """Raise `error` in the block, at the line where it waits; returns as `switch` does."""
         assert self.worker is not None
-        return self.run(self.worker.throw, error)
+        with Turn(self.trace.interleaver) as turn:
+            return turn.run(self, self.worker.throw, error)
 
-    def run(self, resume: Callable[..., Any], *args: Any) -> Any:
+
+class Turn:
+    """The thread, while one block after the other runs on it: what is theirs is put there, and taken away at the end.
+
+    nnsight keeps the saved ids and the nesting depth with the thread; here they belong to the request.
+    """
+
+    __slots__ = ("_depth", "_greenlet", "_interleaver", "_modes", "_saves", "_scope", "_serving", "_visit", "_watchdog")
+
+    def __init__(self, interleaver: EngineInterleaver) -> None:
+        self._interleaver = interleaver
+
+    def __enter__(self) -> Turn:
+        interleaver = self._interleaver
+        self._greenlet, self._modes, self._serving = getcurrent(), Modes.now(), interleaver.serving
+        scope = self._scope = save_scope.__dict__
+        self._depth, self._saves = scope.get("depth", 0), scope.get("saves")
+        watchdog = self._watchdog = interleaver.watchdog
+        self._visit = None
+        if watchdog is not None:
+            watchdog.watch()
+            self._visit = watchdog.visit
+        scope["depth"] = 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        scope = self._scope
+        scope["depth"], scope["saves"], self._interleaver.serving = self._depth, self._saves, self._serving
+
+    def run(self, block: Block, resume: Callable[..., Any], *args: Any) -> Any:
         """Call `resume`, which runs the block, with its request's saves as the thread's and the watchdog on."""
-        # nnsight keeps the saved ids and the nesting depth with the thread; here they belong to the request.
-        trace = self.trace
-        interleaver = trace.interleaver
-        scope = save_scope.__dict__
-        depth, saves = scope.get("depth", 0), scope.get("saves")
-        outer, watchdog = interleaver.serving, interleaver.watchdog
-        scope["depth"], scope["saves"], interleaver.serving = 1, trace.saves, trace
-        self.worker.parent = getcurrent()  # pyright: ignore[reportOptionalMemberAccess]
-        modes = self.modes.resume()
-        visit = watchdog.enter(trace) if watchdog is not None else None
+        trace, watchdog, modes = block.trace, self._watchdog, block.modes
+        self._scope["saves"], self._interleaver.serving = trace.saves, trace
+        block.worker.parent = self._greenlet  # pyright: ignore[reportOptionalMemberAccess]
+        if modes.left is not None:
+            modes.resume()
+        if watchdog is not None:
+            watchdog.visit = [trace, None]
         try:
             return resume(*args)
         except BaseException as raised:
@@ -99,13 +127,12 @@ class Block(Mediator):
                 raised.__intervention_tb__ = raised.__traceback__  # pyright: ignore[reportAttributeAccessIssue]
             raise
         finally:
-            # Plain stores, so that the watchdog's exception cannot come between them.
-            scope["depth"], scope["saves"], interleaver.serving = depth, saves, outer
             if watchdog is not None:
-                watchdog.visit = visit
+                watchdog.visit = self._visit  # a plain store: the watchdog's exception cannot come between
                 if watchdog.posted:
                     watchdog.drain()
-            self.modes.park(modes)
+            if not self._modes.are_on():
+                modes.park(self._modes)
 
 
 class Point:
@@ -144,10 +171,9 @@ class Point:
 
     def take(self, visit: int) -> list[Block]:
         """The blocks that wait for this visit; they are parked here no more."""
-        ready, later = [], []
-        for block in self.parked:
-            (ready if block.due == visit else later).append(block)
-        self.parked = later
+        parked = self.parked
+        ready = [block for block in parked if block.due == visit]
+        self.parked = [block for block in parked if block.due != visit] if len(ready) < len(parked) else []
         return ready
 
     def leave(self, trace: RequestTrace) -> None:
@@ -354,10 +380,16 @@ class EngineInterleaver(Interleaver):
 
     def resume(self, block: Block, *args: Any, error: BaseException | None = None) -> None:
         """Run a block on. What it raises ends its own request and no other."""
+        with Turn(self) as turn:
+            self._resume(turn, block, *args, error=error)
+
+    def _resume(self, turn: Turn, block: Block, *args: Any, error: BaseException | None = None) -> None:
+        worker = block.worker
+        assert worker is not None
         block.pending = None
         block.served = True
         try:
-            block.pending = block.switch(*args) if error is None else block.throw(error)
+            block.pending = turn.run(block, worker.switch, *args) if error is None else turn.run(block, worker.throw, error)
         except BaseException as raised:
             if isinstance(raised, TraceTimeoutError) and self.watchdog is not None:
                 raised.args = (
@@ -379,19 +411,22 @@ class EngineInterleaver(Interleaver):
         """`handle` at one of `points`, from the model."""
         self.see_to_it()
         point, visit = self.points[location], self.visits.get(location, 0)
-        shared = Shared(value, point.of_logits)
+        shared = Shared(value, point.of_logits, len(point.parked))
         if point.skips:
             self._replace_skipped(point, shared)
-        # One that is served may release another, which parks here too (a barrier).
-        while point.parked and (ready := point.take(visit)):
-            for block in ready:
-                if block.is_due(location, visit):
-                    self._serve(block, location, shared)
-                    self._park(block)
+        if point.parked:
+            with Turn(self) as turn:
+                # One that is served may release another, which parks here too (a barrier).
+                while point.parked and (ready := point.take(visit)):
+                    for block in ready:
+                        if block.is_due(location, visit):
+                            self._serve(turn, block, location, shared)
+                            self._park(block)
+        value = shared.settle()
         if point.caches:
             self._fill_caches(point, shared)
         self.visits[location] = visit + 1
-        return shared.value
+        return value
 
     def _replace_skipped(self, point: Point, shared: Shared) -> None:
         for block, replacement in point.skips:
@@ -409,14 +444,14 @@ class EngineInterleaver(Interleaver):
                 served = without_batch(shared.rows_of(block.trace.rows))
                 cache.observe_selected(slot, apply(served, torch.Tensor.clone, torch.Tensor))
 
-    def _serve(self, block: Block, provider: str, shared: Shared) -> None:
-        """Serve a block that waits for this visit, until it parks elsewhere or ends; `shared.value` may be edited."""
-        trace = block.trace
+    def _serve(self, turn: Turn, block: Block, provider: str, shared: Shared) -> None:
+        """Serve a block that waits for this visit, until it parks elsewhere or ends."""
+        trace, pending = block.trace, block.pending
         trace.dirty = True
-        assert block.pending is not None
-        occurrence = block.pending.iteration
-        while block.pending is not None:
-            event, location, iteration, edited = block.pending
+        assert pending is not None
+        occurrence = pending[2]
+        while pending is not None:
+            event, location, iteration, edited = pending
             if location != provider or iteration != occurrence:
                 return
             if block.iteration:
@@ -427,26 +462,27 @@ class EngineInterleaver(Interleaver):
                 served = shared.rows_of(trace.rows)
                 if isinstance(served, torch.Tensor):
                     version = served._version
-                    self.resume(block, served)
+                    self._resume(turn, block, served)
                     if served._version != version:
                         trace.count_edit(served)  # in place
                 else:
-                    self.resume(block, without_batch(served))
+                    self._resume(turn, block, without_batch(served))
             elif event is Event.SKIP:
                 self._skip(block, provider, shared, edited)
-                self.resume(block)
+                self._resume(turn, block)
             else:
-                self._swap(block, provider, shared, edited)
+                self._swap(turn, block, provider, shared, edited)
+            pending = block.pending
 
-    def _swap(self, block: Block, provider: str, shared: Shared, edited: Any) -> None:
+    def _swap(self, turn: Turn, block: Block, provider: str, shared: Shared, edited: Any) -> None:
         try:
             shared.replace(block.trace.rows, edited)
         except EditError as error:
             message = f"request {block.trace.request_id}: edit of `{provider}`: {error}"
-            self.resume(block, error=EditError(message))
+            self._resume(turn, block, error=EditError(message))
         else:
             block.trace.count_edit(edited)
-            self.resume(block)
+            self._resume(turn, block)
 
     def _skip(self, block: Block, provider: str, shared: Shared, replacement: Any) -> None:
         """A lone request's module does not run. In a shared batch it runs for the others; the skipper's rows are replaced."""
@@ -470,10 +506,11 @@ class EngineInterleaver(Interleaver):
         shared = Shared(value, of_logits=False)
         try:
             while ready := [block for block in trace.blocks if trace.reaches(block, provider)]:
-                for block in ready:
-                    self._unpark(block, provider)
-                    self._serve(block, provider, shared)
-                    self._park(block)
+                with Turn(self) as turn:
+                    for block in ready:
+                        self._unpark(block, provider)
+                        self._serve(turn, block, provider, shared)
+                        self._park(block)
         finally:
             trace.rows = rows
         trace.calls[provider] = trace.calls.get(provider, 0) + 1
@@ -497,10 +534,12 @@ class EngineInterleaver(Interleaver):
 
     def _park(self, block: Block) -> None:
         pending = block.pending
-        if pending is not None and pending.provider is not None and pending.iteration is not None:
-            point = self._open(pending.provider)
-            block.due = pending.iteration - block.trace.before_pass(point)
-            point.parked.append(block)
+        if pending is not None:
+            _, location, iteration, _ = pending
+            if location is not None and iteration is not None:
+                point = self.points.get(location) or self._open(location)
+                block.due = iteration - block.trace.before_pass(point)
+                point.parked.append(block)
 
     def _unpark(self, block: Block, location: str) -> None:
         point = self.points.get(location)

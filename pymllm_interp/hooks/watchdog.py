@@ -28,7 +28,7 @@ class TraceTimeoutError(TimeoutError):
 class Watchdog:
     """Watches the block that runs.
 
-    `Block.run` sets `visit` on the way in and back on the way out, then calls `drain` if `posted`.
+    `Turn` calls `watch`; it sets `visit` when a block goes on and back when that parks, then calls `drain` if `posted`.
 
     Args:
         warn_after: seconds until a visit is reported.
@@ -49,14 +49,12 @@ class Watchdog:
         # Instantiated where it arrives, and that is how we know that it did.
         self._exception = type("TraceTimeoutError", (TraceTimeoutError,), {"__init__": lambda _: self._arrived()})
 
-    def enter(self, trace: RequestTrace) -> Visit | None:
-        """A block of `trace` begins to run on this thread. Returns what `visit` must be set to when it leaves."""
-        outer, self.visit = self.visit, [trace, None]
+    def watch(self) -> None:
+        """Blocks are about to run on this thread: the engine's."""
         if self._thread is None and not self._closed.is_set():
             self._engine_thread = threading.get_ident()
             self._thread = threading.Thread(target=self._run, name="pymllm-interp-watchdog", daemon=True)
             self._thread.start()
-        return outer
 
     def drain(self) -> None:
         """Wait, outside of the block, for an exception that was already under way, and drop it.
