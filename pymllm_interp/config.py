@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+INNER_SITES = ("q", "k", "v", "z", "mlp_act")
+"""Kinds of sites inside of attention and MLP."""
 DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
@@ -121,6 +123,9 @@ class ServerConfig:
     """Interventions of one request at one site at most."""
     max_intervention_vectors: int = 4096
     """Vectors of all live requests' interventions at most; equal ones count once."""
+    inner_sites: tuple[str, ...] = ()
+    """Kinds of sites inside of attention and MLP ("q", "k", "v", "z", "mlp_act") that passes on CUDA have kernels for, so that they
+    can be edited and captured; each costs a launch a layer and more, used or not. On a CPU all can be, at no cost."""
     max_capture_bytes: int = 1 << 30
     """Bytes that a request's captures may come to take on the host."""
     capture_ring_bytes: int = 1 << 29
@@ -151,8 +156,13 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "max_model_len", "max_running_requests", "max_num_tokens", "kv_cache_tokens", "page_size")
-        _positive(self, "torch_compile_max_bs", "max_interventions_per_site", "max_intervention_vectors", "max_segments")
+        _positive(
+            self, "torch_compile_max_bs", "max_interventions_per_site", "max_intervention_vectors", "max_segments"
+        )
         _positive(self, "max_capture_bytes", "capture_ring_bytes")
+        for kind in self.inner_sites:
+            if kind not in INNER_SITES:
+                raise ValueError(f"inner_sites holds {kind!r}: expected some of {', '.join(INNER_SITES)}")
         _one_of(self, "capture_when_full", ("block", "fail"))
         _one_of(self, "schedule_policy", ("mixed", "prefill_first"))
         _one_of(self, "hook_execution", ("auto", "segments", "split", "eager"))

@@ -12,7 +12,7 @@ from conftest import VOCAB
 
 from pymllm_interp import Ablate, Clamp, Gate, Generated, Patch, Scale, Steer
 from pymllm_interp.hooks.intervention import Intervention, apply, bind, ordinals_of
-from pymllm_interp.hooks.site import ModelInfo
+from pymllm_interp.hooks.site import ModelInfo, Site
 
 SITES = [
     "embed",
@@ -24,6 +24,7 @@ SITES = [
     "resid_post.-1",
     "final_norm",
 ]
+INNER = ["q.1", "k.0", "v.-1", "z.1", "mlp_act.0", "logits"]
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -34,7 +35,8 @@ def vector(width: int, seed: int, *rows: int) -> torch.Tensor:
     return torch.randn(*rows, width, generator=torch.Generator().manual_seed(seed))
 
 
-def ops_at(site: str, width: int) -> list[Intervention]:
+def ops_at(site: str, config: Any) -> list[Intervention]:
+    width = ModelInfo.of(config, torch.float32).width(Site.parse(site).kind)
     v, probe = vector(width, 1), vector(width, 2)
     return [
         Steer(site, v, scale=1.5, positions="generated"),
@@ -69,12 +71,14 @@ def hooked(
                     return (edit(args[0]), *args[1:]), kwargs
                 return args, kwargs | {"hidden_states": edit(kwargs["hidden_states"])}
 
+            attn, mlp = layers[i].self_attn, layers[i].mlp
             module = {
-                "embed": model.model.embed_tokens, "attn_out": layers[i].self_attn, "mlp_out": layers[i].mlp,
-                "resid_post": layers[i], "final_norm": model.model.norm,
+                "embed": model.model.embed_tokens, "attn_out": attn, "mlp_out": mlp, "resid_post": layers[i],
+                "final_norm": model.model.norm, "q": attn.q_proj, "k": attn.k_proj, "v": attn.v_proj, "logits": model.lm_head,
             }.get(kind)  # fmt: skip
-            if kind == "resid_pre":
-                handles.append(layers[i].register_forward_pre_hook(first, with_kwargs=True))
+            reader = {"resid_pre": layers[i], "z": attn.o_proj, "mlp_act": mlp.down_proj}.get(kind)
+            if reader is not None:
+                handles.append(reader.register_forward_pre_hook(first, with_kwargs=True))
             elif kind == "resid_mid":
                 handles += resid_mid(layers[i], edit)
             else:
@@ -103,11 +107,11 @@ def resid_mid(layer: Any, edit: Callable[[torch.Tensor], torch.Tensor]) -> list[
     ]
 
 
-def random_specs(rng: random.Random, width: int) -> list[Intervention]:
+def random_specs(rng: random.Random, config: Any, sites: list[str] = SITES) -> list[Intervention]:
     specs = [
         spec
-        for site in rng.sample(SITES, rng.randrange(0, 4))
-        for spec in rng.sample(ops_at(site, width), rng.randrange(1, 3))
+        for site in rng.sample(sites, rng.randrange(0, 4))
+        for spec in rng.sample(ops_at(site, config), rng.randrange(1, 3))
     ]
     rng.shuffle(specs)
     return [spec for spec in specs if not isinstance(spec, Patch)]
@@ -141,6 +145,11 @@ def states_of(model: Any, ids: list[int], specs: list[Intervention], prompt_len:
             )
         handles.append(model.model.norm.register_forward_hook(keep("final_norm")))
         for i, layer in enumerate(layers):
+            attn, mlp = layer.self_attn, layer.mlp
+            for kind in "qkv":
+                handles.append(getattr(attn, f"{kind}_proj").register_forward_hook(keep(f"{kind}.{i}")))
+            handles.append(attn.o_proj.register_forward_pre_hook(keep_input(f"z.{i}"), with_kwargs=True))
+            handles.append(mlp.down_proj.register_forward_pre_hook(keep_input(f"mlp_act.{i}"), with_kwargs=True))
             handles.append(layer.self_attn.register_forward_hook(keep(f"attn_out.{i}")))
             handles.append(layer.mlp.register_forward_hook(keep(f"mlp_out.{i}")))
         handles.append(layers[-1].register_forward_hook(keep(f"resid_post.{len(layers) - 1}")))

@@ -35,6 +35,9 @@ def capture(run: Callable[[], None], pool: Any) -> EagerGraph:
 
 
 def record(plan: Callable[[], None], run: Callable[[], torch.Tensor], pool: Any) -> tuple[EagerGraph, torch.Tensor]:
+    for _ in range(cuda_graph_runner.WARM_UPS):
+        plan()
+        run()
     plan()
     output = run()
     return EagerGraph(lambda: output.copy_(run())), output
@@ -45,10 +48,18 @@ def use_eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     why_no_graphs = ModelRunner._why_no_graphs
 
     def why_not(runner: ModelRunner) -> str | None:
-        reason = why_no_graphs(runner)
-        return None if reason == f"device={runner.device!r}" and not runner.server_config.disable_cuda_graph else reason
+        device, runner.device = runner.device, "cuda"
+        try:
+            return why_no_graphs(runner)
+        finally:
+            runner.device = device
 
     monkeypatch.setattr(ModelRunner, "_why_no_graphs", why_not)
+    use_eager_captures(monkeypatch)
+
+
+def use_eager_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a `CudaGraphRunner` that is made on a CPU work."""
     # A graph computes its plan anew; a function finds the last one.
     monkeypatch.setattr(TorchAttnBackend, "init_forward_metadata_replay_cuda_graph", TorchAttnBackend.forget_plan)
     monkeypatch.setattr(cuda_graph_runner, "capture", capture)

@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import CONFIGS
-from helpers_declared import prompt_of, random_specs, states_of, vector
+from helpers_declared import INNER, SITES, prompt_of, random_specs, states_of, vector
 from helpers_graphs import use_eager_graphs
 from test_scheduler import POLICIES, Simulation
 
 from pymllm_interp import LM, Capture, Generated, SamplingParams, Steer
+from pymllm_interp.config import INNER_SITES
 from pymllm_interp.core.output import ScheduledRequest
 from pymllm_interp.core.request import Request
 from pymllm_interp.hooks.capture import Activations, CaptureError, Captures
@@ -121,24 +122,27 @@ def assert_same(found: Activations, wanted: Activations) -> None:
 def test_captures_are_the_states_that_the_model_goes_on_with(family: str, lm_of: Any, oracle: Any) -> None:
     """Beside others, in chunks, and after giving way: each position once, in order, with its token."""
     model, rng = oracle(family), random.Random(3)
-    lm = lm_of(family, kv_cache_tokens=80, page_size=4, max_num_tokens=16)
+    lm = lm_of(family, kv_cache_tokens=80, page_size=4, max_num_tokens=16, inner_sites=INNER_SITES)
     prompts = [prompt_of(rng.randrange(1, 15), i) for i in range(12)]
     # The oracle edits resid_mid through what the attention adds, which is then not what attn_out is.
-    specs = [[op for op in random_specs(rng, model.config.hidden_size) if "mid" not in str(op.site)] for _ in prompts]
+    sites = [site for site in SITES + INNER if "mid" not in site]
+    specs = [random_specs(rng, model.config, sites) for _ in prompts]
     before = lm.engine.stats()["preempted"]
-    wanted = ["embed", "attn_out.*", "mlp_out.1", "resid_post.*", Capture("final_norm", positions="generated")]
+    inner = ["q.0", "k.*", "v.1", "z.1", "mlp_act.*"]
+    wanted = ["embed", "attn_out.*", "mlp_out.1", "resid_post.*", Capture("final_norm", positions="generated"), *inner]
     outs = lm.generate(prompts, SamplingParams(temperature=0, max_tokens=9), interventions=specs, capture=wanted)
     assert lm.engine.stats()["preempted"] > before
     layers = model.config.num_hidden_layers
     for prompt, spec, out in zip(prompts, specs, outs, strict=True):
         ids = (prompt + out.token_ids)[:-1]
         states, got = states_of(model, ids, spec, len(prompt)), out.activations
-        assert len(got) == 3 + 2 * layers and set(got) <= set(states)
+        assert len(got) == 6 + 4 * layers and set(got) <= set(states)
         for site, rows in got.items():
             first = len(prompt) if site == "final_norm" else 0
             assert got.positions[site].tolist() == list(range(first, len(ids))), site
             assert got.token_ids[site].tolist() == ids[first:]
-            torch.testing.assert_close(rows, states[site][first:], rtol=1e-4, atol=1e-4, msg=site)
+            assert rows.shape[1:] == lm.runner.model_info.shape(site.partition(".")[0]), site
+            torch.testing.assert_close(rows.flatten(1), states[site][first:], rtol=1e-4, atol=1e-4, msg=site)
 
 
 def test_what_flows_in_a_layer_adds_up(lm_of: Any) -> None:
@@ -199,7 +203,8 @@ def test_a_row_that_was_computed_after_the_end_is_not_captured(lm_of: Any) -> No
     ("capture", "message"),
     [
         (["resid_post.1", "resid_post.*"], "resid_post.1 is captured twice"),
-        (["z.0"], "interventions act at|act at embed"),
+        (["attn_in.0"], "interventions act at embed"),
+        (["logits"], "logits are not captured.*prompt_logprobs"),
         ([3], "capture: 3 is none"),
         ([["resid_post.0"], ["resid_post.1"]], "one list for each of the 1"),
     ],
@@ -251,7 +256,7 @@ def test_streams_and_aborted_requests_end_with_what_was_captured(lm_of: Any) -> 
 
 # -- traced requests ---------------------------------------------------------------------------------
 
-SITES = [
+STREAM = [
     "embed",
     "resid_post.0",
     "attn_out.1",
@@ -267,9 +272,9 @@ def test_a_capture_takes_what_the_block_left(lm_of: Any) -> None:
     """Section 3's order of effects: declared ops, the block, the capture. Each site is edited, and captured, at its own module."""
     lm, prompt = lm_of("llama"), prompt_of(6, 2)
     width = lm.hf_config.hidden_size
-    ops = [Steer(site, vector(width, i), scale=0.3) for i, site in enumerate(SITES)]
+    ops = [Steer(site, vector(width, i), scale=0.3) for i, site in enumerate(STREAM)]
 
-    def traced(edit: bool, capture: list[str] | None = SITES) -> tuple[dict[str, torch.Tensor], Any]:
+    def traced(edit: bool, capture: list[str] | None = STREAM) -> tuple[dict[str, torch.Tensor], Any]:
         layer = lm.model.layers[1]
         with lm.trace(prompt, interventions=ops, capture=capture) as tracer:
             seen = dict().save()
@@ -293,14 +298,14 @@ def test_a_capture_takes_what_the_block_left(lm_of: Any) -> None:
 
     for edit in (False, True):
         seen, got = traced(edit)
-        assert list(got) == SITES
-        for site in SITES:
+        assert list(got) == STREAM
+        for site in STREAM:
             if site != "resid_mid.1":
                 assert torch.equal(got[site], seen[site][0]), (site, edit)
         assert got.token_ids["resid_mid.1"].tolist() == prompt
         torch.testing.assert_close(
             got["resid_mid.1"],
-            got["resid_post.0"] + got["attn_out.1"] + 0.3 * vector(width, SITES.index("resid_mid.1")),
+            got["resid_post.0"] + got["attn_out.1"] + 0.3 * vector(width, STREAM.index("resid_mid.1")),
         )
         without, none = traced(edit, capture=None)
         assert none is None and torch.equal(without["logits"], seen["logits"]), "capturing changes nothing"
@@ -311,9 +316,9 @@ def test_a_traced_generation_is_captured_in_each_of_its_steps(server: dict[str, 
     """Beside requests without a trace that capture, too; where a block waits, and where it does not."""
     lm, prompt = lm_of("llama", **server), prompt_of(5, 4)
     params = SamplingParams(temperature=0, max_tokens=6)
-    wanted = [out.activations for out in lm.generate([prompt, prompt_of(9, 5)], params, capture=SITES)]
-    beside = lm.submit(prompt_of(9, 5), params, capture=SITES)
-    with lm.generate(prompt, max_new_tokens=6, capture=SITES) as tracer:
+    wanted = [out.activations for out in lm.generate([prompt, prompt_of(9, 5)], params, capture=STREAM)]
+    beside = lm.submit(prompt_of(9, 5), params, capture=STREAM)
+    with lm.generate(prompt, max_new_tokens=6, capture=STREAM) as tracer:
         states = list().save()
         for _ in tracer.iter[1:4]:
             lm.model.layers[1].output[:] += 0
@@ -482,8 +487,8 @@ def test_an_engine_that_is_shut_down_answers_with_what_was_captured(ring_lm: Any
 
 def captures_of(specs: list[Any], prompt_len: int, longest: int) -> Captures:
     bounds = [b for s in specs for b in bind(Capture(s) if isinstance(s, str) else s, INFO, prompt_len)]
-    numbered = [(site_index(b.site, INFO.num_hidden_layers), b) for b in bounds]
-    return Captures(numbered, torch.float32, INFO.hidden_size, longest)
+    numbered = [(site_index(b.site, INFO.num_hidden_layers), b, INFO.shape(b.site.kind)) for b in bounds]
+    return Captures(numbered, torch.float32, longest)
 
 
 def random_captures(rng: random.Random) -> list[Any]:

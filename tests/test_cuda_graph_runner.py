@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CONFIGS
+from helpers_graphs import use_eager_captures
 from helpers_runner import ByHand, make_runner, random_ids
 from transformers import LlamaConfig
 
@@ -27,7 +28,6 @@ from pymllm_interp.runner import cuda_graph_runner
 from pymllm_interp.runner.cuda_graph_runner import (
     CudaGraphRunner,
     _InputBuffers,
-    _Recording,
     capture_batch_sizes,
     freeze_gc,
     get_global_graph_memory_pool,
@@ -39,30 +39,20 @@ from pymllm_interp.runner.input_batch import InputBuffers
 from pymllm_interp.runner.partition import Execution, Partition
 
 
-class RecomputingGraph:
-    def __init__(self, plan: Callable[[], None], run: Callable[[], torch.Tensor], output: torch.Tensor) -> None:
-        self.plan, self.run, self.output = plan, run, output
-
-    def replay(self) -> None:
-        self.plan()  # a captured torch plan is a part of the graph
-        self.output.copy_(self.run())
-
-
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """Captures work on a CPU; (rows, capture mode) of each recording, in order."""
     seen: list[tuple[int, bool]] = []
 
-    def record(plan: Callable[[], None], run: Callable[[], torch.Tensor], pool: Any) -> _Recording:
-        for _ in range(cuda_graph_runner.WARM_UPS):
-            plan()
-            run()
-        plan()
-        output = run()
-        seen.append((output.shape[0], is_capture_mode()))
-        return _Recording(RecomputingGraph(plan, run, output), output)  # pyright: ignore
+    use_eager_captures(monkeypatch)
+    record = cuda_graph_runner.record
 
-    monkeypatch.setattr(cuda_graph_runner, "record", record)
+    def noted(*args: Any) -> Any:
+        graph, output = record(*args)
+        seen.append((output.shape[0], is_capture_mode()))
+        return graph, output
+
+    monkeypatch.setattr(cuda_graph_runner, "record", noted)
     return seen
 
 
@@ -418,7 +408,8 @@ def test_v29_a_captured_pass_replays_unless_somebody_waits_for_a_module(mode, ho
     if mode is ForwardMode.IDLE:
         expected = Execution.IDLE
     else:
-        expected = Execution.MODULES if hooked or is_profile else Execution.REPLAY
+        expected = Execution.SEGMENTS if hooked and mode is ForwardMode.DECODE else Execution.MODULES
+        expected = Execution.MODULES if is_profile else expected if hooked else Execution.REPLAY
     assert decided.execution is expected and partition.counts == {(expected.value, decided.reason): 1}
 
 

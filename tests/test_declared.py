@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import held
-from helpers_declared import SITES, hooked, ops_at, prompt_of, random_specs, vector
+from helpers_declared import INNER, SITES, hooked, ops_at, prompt_of, random_specs, vector
 
 from pymllm_interp import LM, Ablate, Gate, SamplingParams, Scale, Steer
 from pymllm_interp.hooks.intervention import Intervention
@@ -46,12 +46,12 @@ def logits_of(lm: LM, prompt: list[int], specs: list[Intervention], new_tokens: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("site", SITES + INNER)
 def test_each_op_at_each_site_equals_a_hook_on_transformers(family: str, site: str, lm_of: Any, oracle: Any) -> None:
     lm, model, prompt = lm_of(family), oracle(family), prompt_of(9, 3)
     plain = lm.generate([prompt], SamplingParams(temperature=0, max_tokens=6))[0].token_ids
     changed = 0
-    for spec in ops_at(site, model.config.hidden_size):
+    for spec in ops_at(site, model.config):
         wanted, rows = reference(model, prompt, [spec], 6)
         found, logits = logits_of(lm, prompt, [spec], 6)
         torch.testing.assert_close(logits, rows, rtol=1e-4, atol=1e-4)
@@ -69,7 +69,7 @@ def test_mixed_requests_in_a_tight_pool_equal_their_solo_runs(server: dict[str, 
     rng, model = random.Random(7), oracle("llama")
     lm = lm_of("llama", kv_cache_tokens=80, page_size=4, max_num_tokens=16, **server)
     prompts = [prompt_of(rng.randrange(1, 15), i) for i in range(16)]
-    specs = [random_specs(rng, model.config.hidden_size) for _ in prompts]
+    specs = [random_specs(rng, model.config, SITES + INNER) for _ in prompts]
     wanted = [reference(model, p, s, 10)[0] for p, s in zip(prompts, specs, strict=True)]
     before = lm.engine.stats()
     params = SamplingParams(temperature=0, max_tokens=10)
@@ -187,7 +187,7 @@ def test_completions_of_one_prompt_share_their_interventions(lm_of: Any, oracle:
         (lambda w: Steer("resid_post.0", torch.ones(w + 1)), r"vector has \d+ values"),
         (lambda w: Steer("resid_post.99", torch.ones(w)), "99"),
         (lambda w: Scale("resid_post.0", 2.0, positions=[40]), "beyond the prompt"),
-        (lambda w: Scale("z.0", 2.0), "interventions act at embed"),
+        (lambda w: Scale("mlp_in.0", 2.0), "interventions act at embed"),
         (lambda w: [Scale("resid_post.0", 2.0)] * 5, "max_interventions_per_site"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from pymllm_interp.hooks.intervention import (
     ordinals_of,
 )
 from pymllm_interp.hooks.site import ModelInfo
-from pymllm_interp.hooks.tables import Declared, DeviceTables, Limits, VectorPool, host_edits, site_index
+from pymllm_interp.hooks.tables import Declared, DeviceTables, Limits, Share, VectorPool, host_edits, site_index
 from pymllm_interp.layers.edits import final_norm_site, num_sites
 from pymllm_interp.layers.norm import add_rms_norm
 from pymllm_interp.layers.table_edits import TableEdits
@@ -181,7 +182,7 @@ def test_a_row_that_captures_has_the_states_that_go_on_in_its_block_and_nobody_e
         declared_of([], some),
         None,
     ]
-    sites = num_sites(LAYERS)
+    sites = final_norm_site(LAYERS) + 1
     rows, positions = [0, 2, 1, 2, 3, -1, 0], [4, 5, 3, PROMPT - 1, 2, 0, 9]
     whole = sites * WIDTH
     blocks = [
@@ -247,7 +248,9 @@ def test_the_hosts_functions_are_the_same_ops(seed: int) -> None:
     rng = random.Random(seed + 50)
     requests = [declared_of([random_op(rng, site) for site in SITES]), None, declared_of([random_op(rng, SITES[seed])])]
     spans = [(0, torch.arange(PROMPT)), (PROMPT, torch.tensor([3])), (PROMPT + 1, torch.tensor([8]))]
-    edits = host_edits([(r, *span) for r, span in zip(requests, spans, strict=True) if r is not None], LAYERS)
+    edits = host_edits(
+        [Share(r, *span, 0, 0) for r, span in zip(requests, spans, strict=True) if r is not None], LAYERS
+    )
     assert edits is not None
     state = vector(rng, 1, PROMPT + 2, WIDTH)
     before = state.clone()
@@ -260,7 +263,9 @@ def test_the_hosts_functions_are_the_same_ops(seed: int) -> None:
         assert torch.equal(edits.at(site, state), wanted)
         assert torch.equal(state, before), "what goes in is left as it is"
     generated = declared_of([Scale("embed", 2.0, positions="generated")])
-    assert host_edits([(generated, 0, torch.arange(3))], LAYERS) is None, "a step that none of its ops acts in"
+    assert host_edits([Share(generated, 0, torch.arange(3), 0, 0)], LAYERS) is None, (
+        "a step that none of its ops acts in"
+    )
 
 
 def test_a_row_that_is_given_to_another_request_has_that_ones_ops() -> None:
@@ -279,7 +284,7 @@ def test_a_row_that_is_given_to_another_request_has_that_ones_ops() -> None:
 
 
 def test_ten_thousand_requests_with_vectors_of_their_own_leave_the_pool_as_it_was() -> None:
-    pool, rng = VectorPool(64), random.Random(0)
+    pool, rng = VectorPool(64, WIDTH), random.Random(0)
     live: list[Declared] = []
     for i in range(10_000):
         rank = rng.choice([1, 1, 3])
@@ -300,7 +305,7 @@ def test_ten_thousand_requests_with_vectors_of_their_own_leave_the_pool_as_it_wa
 
 
 def test_equal_vectors_share_rows_until_the_last_request_gives_them_back() -> None:
-    pool = VectorPool(4)
+    pool = VectorPool(4, WIDTH)
     shared = [declared_of([Steer(f"resid_post.{i % 3}", torch.full((WIDTH,), 2.0), scale=i + 1)]) for i in range(20)]
     for declared in shared:
         pool.acquire(declared)
@@ -313,7 +318,7 @@ def test_equal_vectors_share_rows_until_the_last_request_gives_them_back() -> No
 
 
 def test_a_full_pool_is_an_error_that_names_its_setting_and_takes_nothing() -> None:
-    pool = VectorPool(3)
+    pool = VectorPool(3, WIDTH)
     held = declared_of([Ablate("resid_post.0", torch.randn(2, WIDTH))])
     pool.acquire(held)
     with pytest.raises(ValueError, match="max_intervention_vectors"):
@@ -331,8 +336,13 @@ def test_what_cannot_be_held_is_refused_with_its_limit() -> None:
         declared_of(steer)
     with pytest.raises(ValueError, match="has 7 interventions"):
         declared_of([Scale("resid_post.0", 2.0, positions=[0, 1, 3, 4, 6]), *steer[:4]])
-    with pytest.raises(ValueError, match=r"q\.1.*interventions act at embed"):
-        declared_of([Scale("q.1", 0.5)])
+    with pytest.raises(ValueError, match=r"attn_in\.1.*interventions act at embed"):
+        declared_of([Scale("attn_in.1", 0.5)])
+    outside = replace(LIMITS, inner_sites=frozenset({"z"}))
+    assert Declared.of([Scale("z.1", 0.5)], INFO, PROMPT, outside).ops
+    for specs, captures in (([Scale("q.1", 0.5)], []), ([], [Capture("q.*")])):
+        with pytest.raises(ValueError, match=r"q\.\d.*no kernels for 'q'.*inner_sites=\('q', 'z'\)"):
+            Declared.of(specs, INFO, PROMPT, outside, captures, longest=9)
     for wrong in (["resid_post.0"], "resid_post.0", [steer, steer[0]], [steer] * 3):
         with pytest.raises(ValueError, match="interventions: "):
             for_each_prompt(wrong, 2)

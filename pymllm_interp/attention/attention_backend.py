@@ -55,5 +55,8 @@ class AttentionBackend(ABC):
         """Plan a decode pass into the static buffers, for replay."""
         raise NotImplementedError(f"{type(self).__name__} cannot be captured in a CUDA graph")
 
-    def forget_plan(self, forward_batch: ForwardBatch) -> None:
-        """Drop what layers of a captured decode pass have computed for those after them: they are captured apart."""
+    def forget_plan(self, forward_batch: ForwardBatch) -> None:  # noqa: B027
+        """Drop what layers of a captured decode pass have computed for those after them: they are captured apart.
+
+        Backends that compute nothing of the kind have nothing to drop.
+        """

@@ -278,8 +278,9 @@ def _conditions(record: dict[str, Any]) -> str:
     """What the numbers were measured with."""
     machine, settings = record["machine"], record["settings"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
+    weights = "Random" if record["load_format"] == "dummy" else "Real"
     return (
         f"{machine.get('gpu') or machine['cpu']}; {versions}; commit {machine['commit'] or 'not noted'}.\n"
-        f"{'Random' if record['load_format'] == 'dummy' else 'Real'} weights, {record['dtype']}, prompts of {settings['prompt_tokens']} tokens, {settings['new_tokens']} new "
+        f"{weights} weights, {record['dtype']}, prompts of {settings['prompt_tokens']} tokens, {settings['new_tokens']} new "
         "ones, greedy."
     )

@@ -97,7 +97,8 @@ def measure(lm: LM, case: Case, batch: int, settings: GpuSettings) -> dict[str, 
     def traced(tokens: int) -> None:
         run_case(lm, case, prompts, tokens)
 
-    plain(FEW), traced(FEW)  # warm: what is captured is captured now
+    plain(FEW)
+    traced(FEW)  # what is captured is captured now
     return summary([(step_ms(plain), step_ms(traced)) for _ in range(min(PAIRS, 2 * settings.repeats - 1))])
 
 
@@ -114,7 +115,8 @@ def measure_sweep(lm: LM, settings: GpuSettings) -> dict[str, float]:
                     states.append(lm.model.layers[layer].output[0, -1])
         assert len(states) == count
 
-    generate(lm, prompts, 1), traced()
+    generate(lm, prompts, 1)
+    traced()
     pairs = [(timed(lambda: generate(lm, prompts, 1)), timed(traced)) for _ in range(PAIRS)]
     ratios = [traced_s / plain_s for plain_s, traced_s in pairs]
     return {

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,8 @@ class CaptureError(RuntimeError):
 
 
 class Activations(Mapping[str, torch.Tensor]):
-    """What was captured of one completion, by site: [positions, width], on the CPU.
+    """What was captured of one completion, by site: [positions, width], of `q`, `k`, `v` and `z` [positions, heads, head_dim]; on
+    the CPU.
 
     A reduction leaves [1, width] (`mean`, `last`), or [positions, directions] (`Project`; with `top_k` the largest of them, whose
     places are in `indexes`). Sites that were captured alike share memory: keeping one keeps them all, a `clone()` does not.
@@ -171,9 +173,8 @@ class Captures:
     """What one request captures.
 
     Args:
-        bounds: (number of the site in layers/edits.py, what is captured there).
+        bounds: (number of the site in layers/edits.py, what is captured there, shape of a position's state).
         dtype: of the model's states.
-        width: of each of them.
         longest: positions that the request may come to have.
 
     Attributes:
@@ -184,20 +185,21 @@ class Captures:
         ValueError: a site that is named twice, or two names of one site that are captured differently.
     """
 
-    def __init__(self, bounds: Iterable[tuple[int, Bound]], dtype: torch.dtype, width: int, longest: int) -> None:
+    def __init__(self, bounds: Iterable[tuple[int, Bound, tuple[int, ...]]], dtype: torch.dtype, longest: int) -> None:
         self.next = 0
         self.error: CaptureError | None = None
         self.by_site: dict[int, tuple[Group, int]] = {}
         self._names: dict[str, int] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         groups: dict[Any, Group] = {}
-        for site, bound in bounds:
+        for site, bound, shape in bounds:
             spec, name = bound.spec, str(bound.site)
             assert isinstance(spec, Capture)
             if name in self._names:
                 raise ValueError(f"{name} is captured twice: name it once, with all positions that you want")
-            alike = bound.windows, spec.dtype, spec.reduce
+            alike = bound.windows, spec.dtype, spec.reduce, prod(shape)
             if alike not in groups:
-                groups[alike] = Group(spec, bound.windows, width, dtype, longest)
+                groups[alike] = Group(spec, bound.windows, prod(shape), dtype, longest)
             group = groups[alike]
             if self.by_site.setdefault(site, (group, len(group.sites)))[0] is not group:
                 other = next(known for known, number in self._names.items() if number == site)
@@ -207,7 +209,7 @@ class Captures:
                 )
             if site not in group.sites:
                 group.sites.append(site)
-            self._names[name] = site
+            self._names[name], self._shapes[name] = site, shape
         # A block ends behind the last group that its position is in: those with more positions come first.
         self.groups = sorted(groups.values(), key=lambda group: -group.num_positions)
         self._block_sizes = np.zeros(longest, dtype=np.int64)
@@ -284,6 +286,8 @@ class Captures:
         for name, site in sorted(self._names.items(), key=lambda entry: entry[1]):
             group, column = self.by_site[site]
             rows, positions, indexes = columns[id(group)][column]
+            if not isinstance(group.spec.reduce, Project):
+                rows = rows.unflatten(-1, self._shapes[name])
             found.add(name, rows, positions, tokens[positions])
             if indexes is not None:
                 found.indexes[name] = indexes

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from greenlet import getcurrent
 
+from .edit_log import EditLog
 from .modes import BlockModes, Modes
 from .nnsight_compat import (
     NO_SKIP,
@@ -29,15 +30,20 @@ from .nnsight_compat import (
     Event,
     Interleaver,
     Mediator,
+    Pending,
     apply,
     install_controller,
     save_scope,
 )
 from .rows import EditError, Shared
+from .saves import own
 from .watchdog import TraceTimeoutError, Watchdog
 
 if TYPE_CHECKING:
     from .trace import RequestTrace
+
+
+VALUE = Event.VALUE  # an enum's members are slow to get at
 
 
 class Block(Mediator):
@@ -60,27 +66,17 @@ class Block(Mediator):
         """How many times the request's passes have reached `location`."""
         return self.trace.occurrence(location)
 
-    def is_due(self, location: str, visit: int) -> bool:
-        """Whether it waits for this visit of `location`, and its request gets there."""
-        pending = self.pending
-        return (
-            pending is not None
-            and pending.provider == location
-            and self.due == visit
-            and self.trace.is_served_at(location)
-        )
-
     def switch(self, *args: Any) -> Any:
         """Run the block to where it parks next; returns its `Pending`, or None at its end."""
         assert self.worker is not None
         with Turn(self.trace.interleaver) as turn:
-            return turn.run(self, self.worker.switch, *args)
+            return turn.run(self, self.worker.switch, args)
 
     def throw(self, error: BaseException) -> Any:
         """Raise `error` in the block, at the line where it waits; returns as `switch` does."""
         assert self.worker is not None
         with Turn(self.trace.interleaver) as turn:
-            return turn.run(self, self.worker.throw, error)
+            return turn.run(self, self.worker.throw, (error,))
 
 
 class Turn:
@@ -111,7 +107,7 @@ class Turn:
         scope = self._scope
         scope["depth"], scope["saves"], self._interleaver.serving = self._depth, self._saves, self._serving
 
-    def run(self, block: Block, resume: Callable[..., Any], *args: Any) -> Any:
+    def run(self, block: Block, resume: Callable[..., Any], args: tuple) -> Any:
         """Call `resume`, which runs the block, with its request's saves as the thread's and the watchdog on."""
         trace, watchdog, modes = block.trace, self._watchdog, block.modes
         self._scope["saves"], self._interleaver.serving = trace.saves, trace
@@ -134,12 +130,34 @@ class Turn:
             if not self._modes.are_on():
                 modes.park(self._modes)
 
+    def resume(self, block: Block, args: tuple = (), error: BaseException | None = None) -> Pending | None:
+        """`EngineInterleaver.resume`, of one of several. Returns what the block waits for next."""
+        worker = block.worker
+        assert worker is not None
+        block.pending = None
+        block.served = True
+        try:
+            pending = self.run(block, worker.switch, args) if error is None else self.run(block, worker.throw, (error,))
+        except BaseException as raised:
+            watchdog = self._watchdog
+            if isinstance(raised, TraceTimeoutError) and watchdog is not None:
+                raised.args = (
+                    f"request {block.trace.request_id}: its block ran for more than trace_step_timeout="
+                    f"{watchdog.end_after} s without reaching the model",
+                )
+            block.exception = raised
+            block.trace.fail(raised)
+            return None
+        block.pending = pending
+        return pending
+
 
 class Point:
     """A location, and what waits there in this pass.
 
     Attributes:
         in_model: each pass reaches it. Modules that a user attached, and results, are counted by their calls.
+        of_module: it is such a place, and a module's.
         of_logits: its values carry logit rows, not token rows.
         layer: the decoder layer that it belongs to, if any.
         below: its module's path from there on, "" for the layer's own.
@@ -149,12 +167,21 @@ class Point:
         skips: replacements for the rows of requests that skip the module.
     """
 
-    __slots__ = ("below", "caches", "in_model", "layer", "location", "module", "of_logits", "parked", "skips")
+    __slots__ = (
+        "below", "caches", "in_model", "layer", "location", "module", "of_logits", "of_module", "parked", "skips",
+    )  # fmt: skip
 
     def __init__(
-        self, location: str, in_model: bool, of_logits: bool, layer: int | None, below: str, module: str | None
+        self,
+        location: str,
+        in_model: bool,
+        of_module: bool,
+        of_logits: bool,
+        layer: int | None,
+        below: str,
+        module: str | None,
     ) -> None:
-        self.location, self.in_model, self.of_logits = location, in_model, of_logits
+        self.location, self.in_model, self.of_module, self.of_logits = location, in_model, of_module, of_logits
         self.layer, self.below, self.module = layer, below, module
         self.parked: list[Block] = []
         self.caches: list[tuple[Block, Any, tuple[str, str]]] = []
@@ -202,6 +229,7 @@ class EngineInterleaver(Interleaver):
         visits: this pass's visits. Those of parts that ran fused are not in it: see `visited`.
         catch_up: called before a pass serves its first value: those whose request has ended meanwhile must not see it.
         serving: the request whose block runs now.
+        edits: looks for those that held NaN.
         watchdog: watches for blocks that take long; None where nobody does.
     """
 
@@ -224,6 +252,7 @@ class EngineInterleaver(Interleaver):
         self.catch_up: Callable[[], None] | None = None
         self._caught_up = True
         self.serving: RequestTrace | None = None
+        self.edits = EditLog()
         self.watchdog: Watchdog | None = None
 
     def bind(self, model: Envoy) -> None:
@@ -254,14 +283,16 @@ class EngineInterleaver(Interleaver):
         path, op, _ = location.partition(".source.")
         if not op:
             path = location.rpartition(".")[0]
-        in_model = path in self._model_paths or location in self.run_locations
+        made_by_run = location in self.run_locations
+        in_model = path in self._model_paths or made_by_run
         layer, below = None, ""
         if in_model and path.startswith(self._layers):
             index, _, rest = path.removeprefix(self._layers).partition(".")
             if index.isdigit():
                 layer, below = int(index), rest
         of_logits = location in self._logit_locations
-        return Point(location, in_model, of_logits, layer, below, f"{path}.output" if op else None)
+        of_module = in_model and not made_by_run
+        return Point(location, in_model, of_module, of_logits, layer, below, f"{path}.output" if op else None)
 
     # nnsight's gate, read by its probes and controllers.
     @property
@@ -313,8 +344,14 @@ class EngineInterleaver(Interleaver):
         for location, count in self.visits.items():
             if count != 1:
                 self.per_pass[location] = count
+        unowned: dict[int, torch.Tensor] = {}
         for trace in self.traces:
-            trace.end_pass()
+            trace.end_pass(unowned)
+        own(unowned.values())
+        self.edits.end_pass()
+        for trace in self.traces:
+            if trace.on_step is not None:
+                trace.stream()
         self.traces = []
         self._clear()
 
@@ -351,8 +388,10 @@ class EngineInterleaver(Interleaver):
             return count
         layer = point.layer
         if layer is not None:
-            parts = self._fused_inside.get(layer, ())
-            if layer in self._fused or any(point.lies_inside(*part) for part in parts):
+            if layer in self._fused:
+                return 1
+            parts = self._fused_inside.get(layer)
+            if parts is not None and any(point.lies_inside(*part) for part in parts):
                 return 1
         # A module may have run without its operations being called.
         return self.visits.get(point.module, 0) if point.module is not None else 0
@@ -378,26 +417,10 @@ class EngineInterleaver(Interleaver):
         self.visits[provider] = self.visits.get(provider, 0) + 1
         return value
 
-    def resume(self, block: Block, *args: Any, error: BaseException | None = None) -> None:
-        """Run a block on. What it raises ends its own request and no other."""
+    def resume(self, block: Block, error: BaseException | None = None) -> None:
+        """Run a block on, or raise `error` in it. What it raises ends its own request and no other."""
         with Turn(self) as turn:
-            self._resume(turn, block, *args, error=error)
-
-    def _resume(self, turn: Turn, block: Block, *args: Any, error: BaseException | None = None) -> None:
-        worker = block.worker
-        assert worker is not None
-        block.pending = None
-        block.served = True
-        try:
-            block.pending = turn.run(block, worker.switch, *args) if error is None else turn.run(block, worker.throw, error)
-        except BaseException as raised:
-            if isinstance(raised, TraceTimeoutError) and self.watchdog is not None:
-                raised.args = (
-                    f"request {block.trace.request_id}: its block ran for more than trace_step_timeout="
-                    f"{self.watchdog.end_after} s without reaching the model",
-                )
-            block.exception = raised
-            block.trace.fail(raised)
+            turn.resume(block, error=error)
 
     def release(self, block: Block) -> None:
         """Run a block on that waited for other blocks, and file it where it parks next."""
@@ -419,10 +442,12 @@ class EngineInterleaver(Interleaver):
                 # One that is served may release another, which parks here too (a barrier).
                 while point.parked and (ready := point.take(visit)):
                     for block in ready:
-                        if block.is_due(location, visit):
+                        if block.due == visit and block.trace.is_served_at(location):
                             self._serve(turn, block, location, shared)
                             self._park(block)
         value = shared.settle()
+        if shared.edits:
+            self.edits.note(value, point.of_logits, shared.edits)
         if point.caches:
             self._fill_caches(point, shared)
         self.visits[location] = visit + 1
@@ -432,7 +457,7 @@ class EngineInterleaver(Interleaver):
         for block, replacement in point.skips:
             try:
                 shared.replace(block.trace.rows, replacement)
-                block.trace.count_edit(replacement)
+                shared.count_edit(block.trace)
             except EditError as error:
                 message = f"request {block.trace.request_id}: skip of `{point.location}`: {error}"
                 block.trace.fail(EditError(message))
@@ -446,50 +471,46 @@ class EngineInterleaver(Interleaver):
 
     def _serve(self, turn: Turn, block: Block, provider: str, shared: Shared) -> None:
         """Serve a block that waits for this visit, until it parks elsewhere or ends."""
-        trace, pending = block.trace, block.pending
+        trace, pending, occurrence = block.trace, block.pending, None
         trace.dirty = True
-        assert pending is not None
-        occurrence = pending[2]
         while pending is not None:
             event, location, iteration, edited = pending
-            if location != provider or iteration != occurrence:
+            if location != provider or (occurrence is not None and iteration != occurrence):
                 return
+            occurrence = iteration
             if block.iteration:
                 # As in nnsight: after the first hit of iter[n] the rest of that step follows in sequence.
                 block.iteration = None
-            if event is Event.VALUE:
+            if event is VALUE:
                 trace.receipt.reads += 1
                 served = shared.rows_of(trace.rows)
                 if isinstance(served, torch.Tensor):
                     version = served._version
-                    self._resume(turn, block, served)
+                    pending = turn.resume(block, (served,))
                     if served._version != version:
-                        trace.count_edit(served)  # in place
+                        shared.count_edit(trace)  # in place
                 else:
-                    self._resume(turn, block, without_batch(served))
+                    pending = turn.resume(block, (without_batch(served),))
             elif event is Event.SKIP:
                 self._skip(block, provider, shared, edited)
-                self._resume(turn, block)
+                pending = turn.resume(block)
             else:
-                self._swap(turn, block, provider, shared, edited)
-            pending = block.pending
+                pending = turn.resume(block, error=self._swap(block, provider, shared, edited))
 
-    def _swap(self, turn: Turn, block: Block, provider: str, shared: Shared, edited: Any) -> None:
+    def _swap(self, block: Block, provider: str, shared: Shared, edited: Any) -> EditError | None:
         try:
             shared.replace(block.trace.rows, edited)
         except EditError as error:
-            message = f"request {block.trace.request_id}: edit of `{provider}`: {error}"
-            self._resume(turn, block, error=EditError(message))
-        else:
-            block.trace.count_edit(edited)
-            self._resume(turn, block)
+            return EditError(f"request {block.trace.request_id}: edit of `{provider}`: {error}")
+        shared.count_edit(block.trace)
+        return None
 
     def _skip(self, block: Block, provider: str, shared: Shared, replacement: Any) -> None:
         """A lone request's module does not run. In a shared batch it runs for the others; the skipper's rows are replaced."""
         trace, path = block.trace, provider.removesuffix(".skip")
         trace.skipping.append(path)
         if trace.rows is None or trace.rows.alone:
-            trace.count_edit(replacement)
+            shared.count_edit(trace)
             shared.value = replacement
         else:
             self._open(f"{path}.output").skips.append((block, replacement))
@@ -511,6 +532,8 @@ class EngineInterleaver(Interleaver):
                         self._unpark(block, provider)
                         self._serve(turn, block, provider, shared)
                         self._park(block)
+            if shared.edits:
+                self.edits.note(shared.value, shared.of_logits, shared.edits)
         finally:
             trace.rows = rows
         trace.calls[provider] = trace.calls.get(provider, 0) + 1

@@ -40,8 +40,11 @@ class Read(eproperty):
         block = mediator() if mediator is not None else None
         if obj is None or block is None or block.transform is not None:
             return super().__get__(obj, owner)
-        location = f"{obj.path}.{self.key}"
-        value = worker.parent.switch(Pending(Event.VALUE, location, block.wanted(location)))
+        pending = obj._waits.get(self.key)
+        if pending is None or pending[2] != block.iteration:
+            location = f"{obj.path}.{self.key}"
+            pending = obj._waits[self.key] = Pending(Event.VALUE, location, block.wanted(location))
+        value = worker.parent.switch(pending)
         assert self._preprocess is not None
         return self._preprocess(obj, value)
 
@@ -55,6 +58,8 @@ class TracedEnvoy(Envoy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # What blocks that read here wait for: most often what the one before waits for.
+        self._waits: dict[str, Pending] = {}
         # A serialised block names its envoys by path; without this it would carry the tree.
         self._persistent_id = f"Envoy:{self.path}"
 

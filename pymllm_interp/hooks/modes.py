@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import is_grad_enabled, is_inference_mode_enabled
+from torch._C import _is_any_autocast_enabled  # pyright: ignore[reportAttributeAccessIssue]
 
 DEVICES = ("cpu", "cuda")
 
@@ -28,10 +30,11 @@ class Modes(NamedTuple):
 
     def are_on(self) -> bool:
         """Whether they are the thread's: `now`, in a quarter of its time where no autocast is on, as for most."""
+        inference, grad, autocast = self
         return (
-            torch.is_inference_mode_enabled() is self.inference
-            and torch.is_grad_enabled() is self.grad
-            and not (torch._C._is_any_autocast_enabled() or True in self.autocast)
+            is_inference_mode_enabled() is inference
+            and is_grad_enabled() is grad
+            and not (_is_any_autocast_enabled() or True in autocast)
         ) or Modes.now() == self
 
 

@@ -6,12 +6,15 @@ dim 0 inside a module. The head's values carry *logit rows* instead: the rows th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..core.forward_batch import ForwardBatch
 from .nnsight_compat import apply
+
+if TYPE_CHECKING:
+    from .trace import RequestTrace
 
 
 class EditError(ValueError):
@@ -29,9 +32,7 @@ class Rows:
 
     __slots__ = ("alone", "logit_size", "logit_start", "logit_total", "size", "start", "total")
 
-    def __init__(
-        self, start: int, size: int, total: int, logit_start: int, logit_size: int, logit_total: int
-    ) -> None:
+    def __init__(self, start: int, size: int, total: int, logit_start: int, logit_size: int, logit_total: int) -> None:
         self.start, self.size, self.total = start, size, total
         self.logit_start, self.logit_size, self.logit_total = logit_start, logit_size, logit_total
         self.alone = size == total and logit_size == logit_total
@@ -63,12 +64,16 @@ class Shared:
         value: what the model has computed. Nothing is assigned to its memory: the model may hold it elsewhere.
         of_logits: it carries logit rows, not token rows.
         readers: how many blocks wait for it, as far as is known.
+
+    Attributes:
+        edits: how often each trace has edited its rows.
     """
 
-    __slots__ = ("_assigned", "_cuts", "of_logits", "readers", "value")
+    __slots__ = ("_assigned", "_cuts", "edits", "of_logits", "readers", "value")
 
     def __init__(self, value: Any, of_logits: bool, readers: int = 1) -> None:
         self.value, self.of_logits, self.readers = value, of_logits, readers
+        self.edits: dict[RequestTrace, int] = {}
         self._cuts: dict[int, _Cut] = {}
         self._assigned = False
 
@@ -97,6 +102,11 @@ class Shared:
         for cut, tensor in assigned:  # all of them, or none where one does not fit
             cut.assign(rows, tensor)
             self._assigned = True
+
+    def count_edit(self, trace: RequestTrace) -> None:
+        """`trace` has edited its rows, in place or by assignment."""
+        trace.receipt.edits += 1
+        self.edits[trace] = self.edits.get(trace, 0) + 1
 
     def settle(self) -> Any:
         """What the model goes on with."""

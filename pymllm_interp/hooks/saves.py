@@ -1,12 +1,13 @@
 """What a trace saved: found, freed from the batch that it was cut out of, and handed to the caller.
 
-While the request runs, a save lies where the block has it, in memory of its own (`release`). When it is over, the caller is
+While the request runs, a save lies where the block has it, in memory of its own from the end of its step on (`own`). When it is over, the caller is
 handed copies on the device of their choice (`Delivery`).
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -14,41 +15,50 @@ import torch
 from .nnsight_compat import apply
 
 
-def release(value: Any, seen: dict[int, int]) -> None:
-    """Give every tensor in `value` memory of its own, in place: a saved row must not hold on to the whole batch.
+def find_unowned(value: Any, found: dict[int, torch.Tensor], seen: dict[int, int]) -> None:
+    """Look for tensors in `value` that hold on to more memory than their own: the batch's, as a rule.
 
     Args:
         value: a tensor, or lists, tuples and dicts of them.
+        found: they are added here, by id.
         seen: containers that were gone through before, by id, with how many of their items; a list that grows by an
             item a step is not walked anew each time.
     """
     if isinstance(value, torch.Tensor):
-        _own(value)
+        if not value.requires_grad and value.layout is torch.strided and type(value) is not torch.nn.Parameter:
+            if value.untyped_storage().nbytes() > value.nbytes:
+                found[id(value)] = value
     elif isinstance(value, (list, tuple)):
         first = seen.get(id(value), 0) if isinstance(value, list) else 0
-        for item in value[first:]:
-            release(item, seen)
+        for item in value[first:] if first else value:
+            find_unowned(item, found, seen)
         if isinstance(value, list):
             # The last item may still grow (a list of lists), so it is looked at again.
             seen[id(value)] = max(len(value) - 1, 0)
     elif isinstance(value, dict):
         for item in value.values():
-            release(item, seen)
+            find_unowned(item, found, seen)
 
 
-def _own(tensor: torch.Tensor) -> None:
-    if tensor.requires_grad or tensor.layout is not torch.strided or type(tensor) is torch.nn.Parameter:
-        return
-    if tensor.untyped_storage().nbytes() > tensor.nbytes:
-        with torch.no_grad():
-            own = tensor.clone(memory_format=torch.contiguous_format)
+@torch.no_grad()
+def own(tensors: Collection[torch.Tensor]) -> None:
+    """Give each tensor memory of its own, just as large as it is, in place. On a GPU that is one kernel for many."""
+    alike: dict[tuple[torch.dtype, torch.device, bool], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for tensor in tensors:
+        memory = torch.empty_like(tensor)
+        # torch copies many at once where all strides are the same, and else one by one.
+        kind = tensor.dtype, tensor.device, memory.stride() == tensor.stride()
+        alike.setdefault(kind, []).append((tensor, memory))
+    for pairs in alike.values():
+        torch._foreach_copy_([memory for _, memory in pairs], [tensor for tensor, _ in pairs])
+        for tensor, memory in pairs:
             if tensor._base is None and not tensor.is_inference():
-                tensor.set_(own)  # pyright: ignore[reportArgumentType]
+                tensor.data = memory
             else:
-                # A view that the block made keeps its base, whatever memory it is given. torch refuses to replace a tensor
-                # that has weak references: that one stays a view.
+                # A view that the block made keeps its base, whatever memory it is given; so it becomes another tensor.
+                # torch refuses that for the base of other views: that one stays as it is.
                 with contextlib.suppress(RuntimeError):
-                    torch.utils.swap_tensors(tensor, own)
+                    torch._C._swap_tensor_impl(tensor, memory)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def saves_device(device: Any) -> torch.device:
@@ -64,20 +74,64 @@ def saves_device(device: Any) -> torch.device:
     return found
 
 
+_Copies = dict[int, tuple[torch.Tensor, int, torch.Tensor]]
+"""id -> (the tensor, its version when it was copied, the copy); the tensor, so that its id stays its own"""
+
+
 class Delivery:
     """Hands the saves of one ``with`` block to its caller. A tensor is copied once, under however many names it is saved.
 
-    Copies from a GPU go to pinned memory on a stream of their own, so that the engine's work does not wait for them.
+    Copies from a GPU go to pinned memory on a stream of their own, so that the engine's work does not wait for them. Of many
+    small tensors, those that are alike travel in one piece (`expect`, `send`); what the caller gets is cut from it and has
+    memory of its own.
 
     Args:
         device: of what is handed over; None leaves it where it is.
     """
 
+    SMALL = 1 << 20
+    """Bytes of a tensor that travels together with others, at most."""
+    PIECE = 64 << 20
+    """Bytes that travel in one piece, at most."""
+
     def __init__(self, device: torch.device | None) -> None:
         self.device = device
-        self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
-        """id -> (the tensor, its version when it was copied, the copy); the tensor, so that its id stays its own"""
+        self._copies: _Copies = {}
+        self._expected: dict[int, torch.Tensor] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def expect(self, value: Any) -> None:
+        """Note the tensors of `value`, which `hand` will be asked for: `send` copies them together."""
+        if isinstance(value, torch.Tensor):
+            if value.nbytes <= self.SMALL and value.layout is torch.strided and not self._is_there(value):
+                self._expected[id(value)] = value
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                self.expect(item)
+        elif isinstance(value, dict):
+            for item in value.values():
+                self.expect(item)
+
+    def send(self) -> None:
+        """Copy what is expected."""
+        alike: dict[tuple[torch.dtype, torch.device, torch.Size], list[torch.Tensor]] = {}
+        for tensor in self._expected.values():
+            if self._copy_of(tensor, self._copies) is None:
+                alike.setdefault((tensor.dtype, tensor.device, tensor.shape), []).append(tensor)
+        self._expected = {}
+        for tensors in alike.values():
+            count = max(1, self.PIECE // max(1, tensors[0].nbytes))
+            for first in range(0, len(tensors), count):
+                self._send(tensors[first : first + count])
+
+    def _send(self, tensors: list[torch.Tensor]) -> None:
+        assert self.device is not None
+        with torch.no_grad():
+            piece = torch.stack(tensors)
+            moved = self._moved(piece, self.device)
+            self.wait()
+            for tensor, copied in zip(tensors, moved.unbind(), strict=True):
+                self._copies[id(tensor)] = tensor, _version(tensor), copied.clone()
 
     def copies(self, value: Any) -> Any:
         """`value` with its tensors on the device, for one who looks while the block goes on with its own."""
@@ -113,16 +167,24 @@ class Delivery:
             stream.synchronize()
         self._streams.clear()
 
-    def _copy(self, tensor: torch.Tensor, known: dict[int, tuple[torch.Tensor, int, torch.Tensor]]) -> torch.Tensor:
+    def _is_there(self, tensor: torch.Tensor) -> bool:
         target = self.device
-        if target is None or tensor.device == target or (target.index is None and tensor.device.type == target.type):
+        return target is None or tensor.device == target or (target.index is None and tensor.device.type == target.type)
+
+    def _copy(self, tensor: torch.Tensor, known: _Copies) -> torch.Tensor:
+        target = self.device
+        if target is None or self._is_there(tensor):
             return tensor
-        version = 0 if tensor.is_inference() else tensor._version
-        entry = known.get(id(tensor))
-        if entry is None or entry[1] != version:
-            entry = tensor, version, self._moved(tensor.detach(), target)
-        self._copies[id(tensor)] = entry
-        return entry[2]
+        copied = self._copy_of(tensor, known)
+        if copied is None:
+            copied = self._moved(tensor.detach(), target)
+        self._copies[id(tensor)] = tensor, _version(tensor), copied
+        return copied
+
+    @staticmethod
+    def _copy_of(tensor: torch.Tensor, known: _Copies) -> torch.Tensor | None:
+        _, version, copied = known.get(id(tensor), (None, None, None))
+        return copied if version == _version(tensor) else None
 
     def _moved(self, tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
         if not tensor.is_cuda or target.type != "cpu" or tensor.layout is not torch.strided:
@@ -130,8 +192,12 @@ class Delivery:
         stream = self._streams.get(tensor.device)
         if stream is None:
             stream = self._streams[tensor.device] = torch.cuda.Stream(tensor.device)
-            stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
         copied = torch.empty_like(tensor, device=target, pin_memory=True)
         with torch.cuda.stream(stream):
             copied.copy_(tensor, non_blocking=True)
         return copied
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -41,6 +41,7 @@ from .receipt import Applied, Captured
 from .site import ModelInfo, Site
 
 STREAM_KINDS = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm")
+KINDS = (*STREAM_KINDS, *edits.INNER, edits.LOGITS)
 """Kinds of sites that interventions can act at."""
 NORMS = {"none": table_edits.NO_NORM, "preserve": table_edits.PRESERVE, "match": table_edits.MATCH}
 
@@ -51,11 +52,13 @@ def site_index(site: Site, num_layers: int) -> int:
     Raises:
         ValueError: a kind that no op can act at.
     """
-    if site.kind not in STREAM_KINDS:
+    if site.kind not in KINDS:
         raise ValueError(
-            f"{site}: interventions act at {', '.join(STREAM_KINDS)}; a trace (`with lm.generate(...)`) can edit the others"
+            f"{site}: interventions act at {', '.join(KINDS)}; a trace (`with lm.generate(...)`) can edit the others"
         )
     layer = site.layer or 0
+    if site.kind not in STREAM_KINDS:
+        return edits.inner_site(num_layers, layer, site.kind)
     return {
         "embed": edits.stream_site(0),
         "resid_pre": edits.stream_site(2 * layer),
@@ -74,6 +77,16 @@ class Limits:
     max_interventions_per_site: int
     max_intervention_vectors: int
     max_capture_bytes: int
+    inner_sites: frozenset[str] = frozenset(edits.INNER)
+    """Kinds that passes have kernels for."""
+
+    def check(self, site: Site) -> None:
+        """Raise ValueError where passes have no kernels for the site."""
+        if site.kind in edits.INNER and site.kind not in self.inner_sites:
+            raise ValueError(
+                f"{site}: on CUDA the passes of this engine have no kernels for {site.kind!r}; build it with "
+                f"LM(..., inner_sites={tuple(sorted({*self.inner_sites, site.kind}))})"
+            )
 
 
 def _captures(
@@ -82,12 +95,18 @@ def _captures(
     if not specs:
         return None
 
-    def bounds() -> Iterator[tuple[int, Bound]]:
+    def bounds() -> Iterator[tuple[int, Bound, tuple[int, ...]]]:
         for spec in specs:
             for bound in bind(spec, model, prompt_len):
-                yield site_index(bound.site, model.num_hidden_layers), bound
+                if bound.site.kind == edits.LOGITS:
+                    raise ValueError(
+                        "logits are not captured: logprobs= and prompt_logprobs= have the most likely ones, and a trace can save "
+                        "`lm.logits`"
+                    )
+                limits.check(bound.site)
+                yield site_index(bound.site, model.num_hidden_layers), bound, model.shape(bound.site.kind)
 
-    captures = Captures(bounds(), model.dtype, model.hidden_size, longest)
+    captures = Captures(bounds(), model.dtype, longest)
     if captures.num_bytes > limits.max_capture_bytes:
         raise ValueError(
             f"the captures of a request of {longest} positions may take {captures.num_bytes / 2**20:.0f} MiB; a request's results "
@@ -145,6 +164,7 @@ class Declared:
                 assert isinstance(bound.spec, Intervention)
                 # resid_pre.i is the state that resid_post.i-1 left, and comes after it; so does resid_pre.0 after embed.
                 later = bound.site.kind == "resid_pre"
+                limits.check(bound.site)
                 site = site_index(bound.site, model.num_hidden_layers)
                 placed.append((site, later, Op(bound.spec, bound.site, bound.windows)))
         ops: dict[int, list[Op]] = {}
@@ -159,6 +179,11 @@ class Declared:
                     f"{limits.max_interventions_per_site} are held (max_interventions_per_site): raise it, or use fewer runs"
                 )
         return cls(ops, _captures(captures, model, prompt_len, limits, longest), prompt_len)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether an op acts at the logits."""
+        return any(found[0].site.kind == edits.LOGITS for found in self.ops.values())
 
     def activations(self, token_ids: list[int]) -> Activations | None:
         """What was captured of a request that computed the positions of `token_ids`; None where nothing was asked for."""
@@ -193,28 +218,47 @@ class Declared:
         return (op for found in self.ops.values() for op in found)
 
 
-def host_edits(requests: Iterable[tuple[Declared, int, torch.Tensor]], num_layers: int) -> HostEdits | None:
+class Share(NamedTuple):
+    """A request's share of a pass."""
+
+    declared: Declared
+    start: int
+    """Its first token row."""
+    positions: torch.Tensor
+    """[rows], of the input tokens."""
+    logit_start: int
+    """Its first row of the logits."""
+    logit_rows: int
+    """Those of its last positions, so many."""
+
+
+def host_edits(requests: Iterable[Share], num_layers: int, logits_only: bool = False) -> HostEdits | None:
     """The ops and captures of a step as functions; None where no request has any in it.
 
     Args:
-        requests: (interventions, first token row, positions [rows]) of each.
+        logits_only: leave out all but the ops at the logits.
     """
+    logits = edits.inner_site(num_layers, 0, edits.LOGITS)
     by_site: dict[int, list[tuple[tuple[int, int], Callable[[torch.Tensor], torch.Tensor]]]] = {}
     taps: dict[int, list[tuple[tuple[int, int], Callable[[torch.Tensor], None]]]] = {}
-    for declared, start, positions in requests:
+    for declared, start, positions, logit_start, logit_rows in requests:
         rows = start, len(positions)
-        for group in () if declared.captures is None else declared.captures.groups:
+        for group in () if declared.captures is None or logits_only else declared.captures.groups:
             ordinals = torch.from_numpy(group.ordinals)[positions]
             if (ordinals >= 0).any():
                 for column, site in enumerate(group.sites):
                     taps.setdefault(site, []).append((rows, _taking(group, column, ordinals)))
         for site, found in declared.ops.items():
+            if site == logits:
+                rows, positions = (logit_start, logit_rows), positions[len(positions) - logit_rows :]
+            elif logits_only:
+                continue
             for i, op in enumerate(found):
                 ordinals = ordinals_of(op.windows, positions)
                 if (ordinals >= 0).any():
                     function = _function(op.spec, ordinals, declared.fires, (site, i))
                     by_site.setdefault(site, []).append((rows, function))
-    return HostEdits(by_site, taps, edits.final_norm_site(num_layers)) if by_site or taps else None
+    return HostEdits(by_site, taps, num_layers) if by_site or taps else None
 
 
 def _taking(group: Group, column: int, ordinals: torch.Tensor) -> Callable[[torch.Tensor], None]:
@@ -241,10 +285,14 @@ class VectorPool:
     """Rows of a device matrix for the vectors of live requests; equal vectors share rows, counted by reference.
 
     Any thread may take and give back; what is new is staged until `take_staged`.
+
+    Args:
+        capacity: rows.
+        width: of a row. A wider vector takes several, the last one filled up with zeros.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: int, width: int) -> None:
+        self.capacity, self.width = capacity, width
         self._free: list[tuple[int, int]] = [(0, capacity)]  # (first, count), ascending
         self._held: dict[bytes, list[int]] = {}  # content -> [first, count, references]
         self._staged: list[tuple[int, torch.Tensor]] = []
@@ -264,7 +312,7 @@ class VectorPool:
         with self._lock:
             try:
                 for op in declared:
-                    for tensor in _vectors_of(op.spec):
+                    for tensor in _vectors_of(op):
                         if id(tensor) not in declared.vectors:
                             key, first = self._take(tensor)
                             declared.vectors[id(tensor)] = first
@@ -285,10 +333,10 @@ class VectorPool:
         return staged
 
     def _take(self, tensor: torch.Tensor) -> tuple[bytes, int]:
-        rows = tensor if tensor.ndim == 2 else tensor[None]
-        key = hashlib.blake2b(rows.numpy().tobytes(), digest_size=16).digest()
+        key = hashlib.blake2b(tensor.numpy().tobytes(), digest_size=16).digest()
         held = self._held.get(key)
         if held is None:
+            rows = torch.nn.functional.pad(tensor, (0, -tensor.shape[-1] % self.width)).reshape(-1, self.width)
             held = self._held[key] = [self._allocate(len(rows)), len(rows), 0]
             self._staged.append((held[0], rows))
         held[2] += 1
@@ -337,9 +385,9 @@ class DeviceTables:
         rows, device = len(edited), edited.device
         self.tables = EditTables.empty(
             rows, model.num_hidden_layers, limits.max_interventions_per_site, limits.max_intervention_vectors,
-            model.hidden_size, ring,
+            model.hidden_size, ring, limits.inner_sites,
         )  # fmt: skip
-        self.pool = VectorPool(limits.max_intervention_vectors)
+        self.pool = VectorPool(limits.max_intervention_vectors, model.hidden_size)
         self._device, self._edited = device, edited
         self._in_use: set[int] = set()
         self._staged: dict[int, Declared | None] = {}
@@ -356,7 +404,7 @@ class DeviceTables:
         counted = self.tables.fires[row].cpu()
         for site, found in declared.ops.items():
             first = 0
-            for i, op in enumerate(found):
+            for i, op in enumerate(found if site < counted.shape[0] else ()):
                 entries = len(op.windows)
                 fires = int(counted[site, first : first + entries].sum())
                 declared.fires[site, i] = declared.fires.get((site, i), 0) + fires
@@ -383,8 +431,8 @@ class DeviceTables:
             for site, offset in () if declared.captures is None else declared.captures.offsets.items():
                 offsets[i, site] = offset
             for site, found in declared.ops.items():
-                for op in found:
-                    for entry_fields, entry_numbers in _entries(op, declared):
+                for op in found if site < sites else ():
+                    for entry_fields, entry_numbers in _entries(op, declared, self.pool.width):
                         k = counts[i, site]
                         fields[i, site, k], numbers[i, site, k] = entry_fields, entry_numbers
                         counts[i, site] += 1
@@ -399,8 +447,11 @@ class DeviceTables:
         self.tables.fires.index_fill_(0, index, 0)
 
 
-def _vectors_of(spec: Intervention) -> list[torch.Tensor]:
-    """What the tables hold for a spec: its vectors, and its gate's."""
+def _vectors_of(op: Op) -> list[torch.Tensor]:
+    """What the tables hold for an op: its vectors, and its gate's. Those at the logits are functions."""
+    spec = op.spec
+    if op.site.kind == edits.LOGITS:
+        return []
     match spec:
         case Steer():
             own = [spec.unit if spec.norm == "match" else spec.vector]
@@ -415,10 +466,10 @@ def _vectors_of(spec: Intervention) -> list[torch.Tensor]:
     return own if spec.when is None else [*own, spec.when.probe]
 
 
-def _entries(op: Op, declared: Declared) -> Iterator[tuple[list[int], list[float]]]:
-    """The table's entries for an op: one for each window."""
+def _entries(op: Op, declared: Declared, width: int) -> Iterator[tuple[list[int], list[float]]]:
+    """The table's entries for an op: one for each window. `width` is that of the pool's rows."""
     spec = op.spec
-    vectors = [declared.vectors[id(tensor)] for tensor in _vectors_of(spec)]
+    vectors = [declared.vectors[id(tensor)] for tensor in _vectors_of(op)]
     probe, threshold = (-1, 0.0) if spec.when is None else (vectors.pop(), spec.when.threshold)
     first, rank, norm, low, high, before = vectors[0] if vectors else 0, 1, 0, 0.0, 0.0, 0
     match spec:
@@ -438,4 +489,4 @@ def _entries(op: Op, declared: Declared) -> Iterator[tuple[list[int], list[float
         stop = table_edits.NO_END if window.stop is None else window.stop
         yield [code, first + before, rank, window.start, stop, window.step, probe, norm], [low, high, threshold]
         if isinstance(spec, Patch) and spec.values.ndim == 2:
-            before += window.size or 0
+            before += (window.size or 0) * -(-spec.values.shape[-1] // width)

@@ -19,10 +19,10 @@ from .capture import Activations
 from .interleaver import Block, EngineInterleaver, Point
 from .loops import LOOP_NAMES, PREFIX, LoopEnd, with_loop_ends
 from .modes import BlockModes
-from .nnsight_compat import EarlyStopException, Event, Mediator, apply, dangling_unwind, mark
+from .nnsight_compat import EarlyStopException, Event, Mediator, Pending, dangling_unwind, mark
 from .receipt import Receipt
 from .rows import Rows
-from .saves import Delivery, release
+from .saves import Delivery, find_unowned, own
 
 if TYPE_CHECKING:
     from ..core.request import Request
@@ -60,6 +60,7 @@ class RequestTrace:
         delivery: how its caller is handed what it saved.
         activations: what its request captured (hooks.capture.Activations); set when that has ended.
         on_step: called after each pass with its number and copies of the saved values by name, on the engine's thread.
+        last_edit: the pass (`EditLog.number`) in which a block has edited last.
     """
 
     def __init__(
@@ -98,11 +99,10 @@ class RequestTrace:
         self.on_step = on_step
         self.reported_slow = False
         self.dirty = False
+        self.last_edit: int | None = None
         self.calls: dict[str, int] = {}
         self.missed: dict[str, int] = {}
         self.skipping: list[str] = []
-        self._maxima: list[torch.Tensor] = []
-        self._nan: dict[torch.device, torch.Tensor] = {}
         self._seen: dict[int, int] = {}
         self._done: torch.cuda.Event | None = None
 
@@ -119,9 +119,11 @@ class RequestTrace:
 
     def occurrence(self, location: str) -> int:
         """How many times this request's passes have reached `location`."""
-        point = self.interleaver.point(location)
+        return self._count(self.interleaver.point(location))
+
+    def _count(self, point: Point) -> int:
         count = self.before_pass(point)
-        if point.in_model and self.in_pass and not (self.skipping and self.skips(location)):
+        if point.in_model and self.in_pass and not (self.skipping and self.skips(point.location)):
             count += self.interleaver.visited(point)
         return count
 
@@ -156,20 +158,18 @@ class RequestTrace:
 
     def hooks_next_pass(self) -> bool:
         """Whether a block waits for a module that the next pass reaches, so that the pass must go module by module."""
-        return not self.ended and any(
-            block.caches or (block.pending is not None and self._waits_for_module(block)) for block in self.blocks
-        )
+        if not self.ended:
+            for block in self.blocks:
+                if block.caches or (block.pending is not None and self._waits_for_module(block.pending)):
+                    return True
+        return False
 
-    def _waits_for_module(self, block: Block) -> bool:
-        pending = block.pending
-        location = pending.provider if pending is not None else None
-        if pending is None or location is None:
+    def _waits_for_module(self, pending: Pending) -> bool:
+        location, iteration = pending.provider, pending.iteration
+        if location is None or iteration is None:
             return False
-        if not self.interleaver.point(location).in_model or location in self.interleaver.run_locations:
-            return False
-        return pending.iteration in range(
-            self.occurrence(location), self.occurrence(location) + self.interleaver.per_pass.get(location, 1)
-        )
+        point = self.interleaver.point(location)
+        return point.of_module and 0 <= iteration - self._count(point) < self.interleaver.per_pass.get(location, 1)
 
     # -- life --------------------------------------------------------------------
 
@@ -185,21 +185,30 @@ class RequestTrace:
             except BaseException as raised:
                 block.exception = raised
                 self.fail(raised)
-        prompt = torch.tensor([request.prompt_token_ids])
-        self.interleaver.offer(self, self.interleaver.streamer, prompt)
+        self.offer(self.interleaver.streamer, lambda: torch.tensor([request.prompt_token_ids]))
 
-    def end_pass(self) -> None:
-        """Count the pass, and free what was saved in it from the batch."""
+    def offer(self, location: str, value: Callable[[], Any]) -> None:
+        """Offer a value that is this request's alone, and made only if a block waits for it."""
+        if any(self.reaches(block, location) for block in self.blocks):
+            self.interleaver.offer(self, location, value())
+        else:
+            self.calls[location] = self.calls.get(location, 0) + 1
+
+    def end_pass(self, unowned: dict[int, torch.Tensor]) -> None:
+        """Count the pass, and note in `unowned` what was saved in it and must be freed from the batch (hooks.saves.own)."""
         self.in_pass = False
         self.passes += 1
-        for path in self.skipping:
-            self.missed[path] = self.missed.get(path, 0) + 1
-        self.skipping.clear()
+        if self.skipping:
+            for path in self.skipping:
+                self.missed[path] = self.missed.get(path, 0) + 1
+            self.skipping.clear()
         self.rows = None
         if self.dirty:
             self.dirty = False
-            self._fold_maxima()
-            self.release_saves()
+            self.find_unowned(unowned)
+
+    def stream(self) -> None:
+        """Hand copies of what is saved so far to `on_step`."""
         if self.on_step is not None and not self.ended:
             try:
                 self.on_step(self.passes - 1, self.delivery.copies(self.saved_names()))
@@ -221,12 +230,11 @@ class RequestTrace:
 
     def serve_results(self, request: Request, model: TracedModel) -> bool:
         """Serve what only a finished request has. False: no block asks for it."""
-        result = self.result
-        if not request.forward_only:
-            result = torch.tensor([request.all_token_ids])
-        served = False
+        result, served = self.result, False
         for location in (f"{model.path}.generator.output", "result"):
             while not self.ended and any(self.reaches(block, location) for block in self.blocks):
+                if not served and not request.forward_only:
+                    result = torch.tensor([request.all_token_ids])
                 result = self.interleaver.offer(self, location, result)
                 served = True
         return served
@@ -264,11 +272,13 @@ class RequestTrace:
         for block in self.blocks:
             if block.alive:
                 self._kill(block)
-        self._fold_maxima()
-        self.receipt.nan_edits = sum(int(found) for found in self._nan.values())
+        if self.last_edit is not None:
+            self.interleaver.edits.settle(self.last_edit)
         self.receipt.preemptions = request.num_preemptions
         self.warnings += self.receipt.warnings
-        self.release_saves()
+        unowned: dict[int, torch.Tensor] = {}
+        self.find_unowned(unowned)
+        own(unowned.values())
         if torch.cuda.is_initialized():
             self._done = torch.cuda.Event()
             self._done.record()
@@ -304,47 +314,40 @@ class RequestTrace:
         """What the block saved, by name."""
         return {name: value for name, value in self.written().items() if id(value) in self.saves}
 
-    def release_saves(self) -> None:
-        """Give saved tensors memory of their own."""
-        for value in self.saved_values():
-            release(value, self._seen)
+    def find_unowned(self, unowned: dict[int, torch.Tensor]) -> None:
+        """Note the saved tensors that lie in memory which is not theirs, by id."""
+        if self.saves or self.outer:
+            for value in self.saved_values():
+                find_unowned(value, unowned, self._seen)
 
-    def hand_over(self) -> dict[str, Any]:
-        """The names that the block bound, with what the caller gets for their values; saved ones are marked as such."""
+    def announce_saves(self) -> None:
+        """Tell `delivery` what `hand_over` is going to ask for."""
         if self._done is not None:
             torch.cuda.current_stream(self._done.device).wait_event(self._done)
+        if self.delivery.device is not None:
+            for value in self.saved_values():
+                self.delivery.expect(value)
+
+    def hand_over(self) -> dict[str, Any]:
+        """The names that the block bound, with what the caller gets for their values; saved ones are marked as such.
+        `announce_saves` comes first."""
         for value in self.outer.values():
             mark(self.delivery.hand(value, self.grad))
         names = self.written()
         for name, value in names.items():
             if id(value) in self.saves:
                 names[name] = mark(self.delivery.hand(value, self.grad))
-            # Inside a session the others live on too.
-            release(names[name], {})
         self.delivery.wait()
+        if self.delivery.device is None:  # inside a session those that are not saved live on too
+            unowned: dict[int, torch.Tensor] = {}
+            find_unowned(names, unowned, {})
+            own(unowned.values())
         return names
 
     def warn(self, text: str) -> None:
         """Note something that the user should know; it reaches them with the result."""
         if text not in self.warnings:
             self.warnings.append(text)
-
-    def count_edit(self, edited: Any) -> None:
-        """Count an edit, and note its greatest value, which is NaN where any is (without waiting for the device)."""
-        self.receipt.edits += 1
-        self._note(edited) if isinstance(edited, torch.Tensor) else apply(edited, self._note, torch.Tensor)
-
-    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_floating_point() and tensor.numel():
-            self._maxima.append((tensor.detach() if tensor.requires_grad else tensor).max())
-        return tensor
-
-    def _fold_maxima(self) -> None:
-        """Count the edits that held NaN, on their device."""
-        for device in {maximum.device for maximum in self._maxima}:
-            found = torch.stack([m for m in self._maxima if m.device == device]).isnan().sum()
-            self._nan[device] = self._nan.get(device, 0) + found
-        self._maxima.clear()
 
 
 def emit(texts: list[str], stacklevel: int) -> None:

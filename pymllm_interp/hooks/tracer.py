@@ -145,6 +145,9 @@ class EngineTracer(_Captured, InterleavingTracer):
             self.receipts = [trace.receipt for trace in traces]
             self.captures = [trace.activations for trace in traces]
             for trace in traces:
+                trace.announce_saves()
+            traces[0].delivery.send()
+            for trace in traces:
                 push_result(frame, trace.hand_over())
                 emit(trace.warnings, stacklevel=5)
             errors = [trace.error for trace in traces if trace.error is not None]

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .trace import RequestTrace
+    pass
 
 logger = logging.getLogger(__name__)
 

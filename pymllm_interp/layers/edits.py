@@ -1,4 +1,4 @@
-"""Declared ops and captures on the residual stream, inside of a forward pass.
+"""Declared ops and captures, inside of a forward pass.
 
 A pass has *places*: the points where something is added to the stream and a norm reads the sum. Place 0 is the embedding,
 place ``2 * i + 1`` follows layer i's attention, place ``2 * i + 2`` its MLP. Each has two *sites*, what is added and the sum::
@@ -6,6 +6,9 @@ place ``2 * i + 1`` follows layer i's attention, place ``2 * i + 2`` its MLP. Ea
     site 2 * place          attn_out.i, mlp_out.i
     site 2 * place + 1      embed (resid_pre.0), resid_mid.i, resid_post.i (resid_pre.i+1)
     site 4 * layers + 2     final_norm: what the head reads
+
+Behind them come the *inner* sites, of which each layer has q, k, v, z and mlp_act, and last the logits. They are no part of the
+stream, and take kernels of their own; `Edits.inner` says at which kinds there may be something in a pass.
 
 `Edits` is what a pass asks of them: table_edits.py reads them from device tables, host_edits.py has them as functions. Both act
 in the same order: on what is added, on the sum, then the norm. At each site the ops come first, and a capture takes what the
@@ -19,6 +22,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
+
+from ..config import INNER_SITES
 
 if TYPE_CHECKING:
     from ..core.forward_batch import ForwardBatch
@@ -39,16 +44,30 @@ def final_norm_site(num_layers: int) -> int:
     return 4 * num_layers + 2
 
 
+INNER = INNER_SITES
+"""Kinds of inner sites that each layer has."""
+LOGITS = "logits"
+
+
+def inner_site(num_layers: int, layer: int, kind: str) -> int:
+    """Of an inner kind in a layer, or of the logits."""
+    first = final_norm_site(num_layers) + 1
+    return first + len(INNER) * num_layers if kind == LOGITS else first + len(INNER) * layer + INNER.index(kind)
+
+
 def num_sites(num_layers: int) -> int:
-    """Of a model with so many layers."""
-    return 4 * num_layers + 3
+    """Of a model with so many layers, without the logits, which are no part of a captured pass."""
+    return inner_site(num_layers, 0, LOGITS)
 
 
 class Edits(Protocol):
     """What a forward pass asks of what its requests declared."""
 
+    num_layers: int
     final_site: int
     """The final norm's."""
+    inner: frozenset[str]
+    """Kinds of inner sites at which there may be ops or captures."""
 
     def at(self, site: int, value: torch.Tensor) -> torch.Tensor:
         """`value` [1, tokens, width] after the ops at `site`; itself where there are none, else fresh memory."""
@@ -90,6 +109,19 @@ class Edited(nn.Module):
 def op_at(value: torch.Tensor, edits: Edits | None, site: int) -> torch.Tensor:
     """`value` after the ops at `site`, where there may be any."""
     return value if edits is None else edits.at(site, value)
+
+
+def op_inner(value: torch.Tensor, edits: Edits | None, layer: int, kind: str) -> torch.Tensor:
+    """`op_at` an inner site; value [1, tokens, width]."""
+    if edits is None or kind not in edits.inner:
+        return value
+    return edits.at(inner_site(edits.num_layers, layer, kind), value)
+
+
+def take_inner(value: torch.Tensor, edits: Edits | None, layer: int, kind: str) -> None:
+    """`take_at` an inner site."""
+    if edits is not None and kind in edits.inner:
+        edits.take(inner_site(edits.num_layers, layer, kind), value)
 
 
 def take_at(value: torch.Tensor, edits: Edits | None, site: int) -> None:

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
-from .edits import edited, stream_site, total
+from .edits import INNER, LOGITS, edited, final_norm_site, stream_site, total
 from .norm import rms_norm
 
 Rows = tuple[int, int]
 """First row, and rows, of a request in a pass."""
+NO_INNER: frozenset[str] = frozenset()
+ALL_INNER = frozenset({*INNER, LOGITS})
 
 
 class HostEdits:
@@ -20,16 +22,20 @@ class HostEdits:
     Args:
         by_site: site -> (rows, [rows, width] -> [rows, width]).
         taps: site -> (rows, what takes their state [rows, width]).
-        final_site: the final norm's.
+        num_layers: of the model.
+
+    The rows of the logits' site are those of the head's.
     """
 
     def __init__(
         self,
         by_site: dict[int, list[tuple[Rows, Callable[[torch.Tensor], torch.Tensor]]]],
         taps: dict[int, list[tuple[Rows, Callable[[torch.Tensor], None]]]],
-        final_site: int,
+        num_layers: int,
     ) -> None:
-        self.by_site, self.taps, self.final_site = by_site, taps, final_site
+        self.by_site, self.taps, self.num_layers = by_site, taps, num_layers
+        self.final_site = final_norm_site(num_layers)
+        self.inner = ALL_INNER if any(site > self.final_site for site in (*by_site, *taps)) else NO_INNER
 
     def rows_from(self, start: int, stop: int) -> HostEdits:
         """Those of the token rows from `start` to `stop`, which are whole requests', counted from `start`."""
@@ -40,7 +46,7 @@ class HostEdits:
                 for site, entries in by_site.items()
             }
 
-        return HostEdits(cut(self.by_site), cut(self.taps), self.final_site)
+        return HostEdits(cut(self.by_site), cut(self.taps), self.num_layers)
 
     def at(self, site: int, value: torch.Tensor) -> torch.Tensor:
         ops = self.by_site.get(site)

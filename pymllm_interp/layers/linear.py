@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .dispatch import kernels_for
-from .edits import Edited, op_at, stream_site
+from .edits import Edited, op_at, op_inner, stream_site, take_inner
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -59,11 +59,17 @@ class Gemm:
         return self._packed
 
 
-class Linear(nn.Module):
-    """A projection: x [..., in] -> [..., out]."""
+class Linear(Edited):
+    """A projection: x [..., in] -> [..., out].
+
+    Attributes:
+        reads, makes: (layer, kind) of the inner site that its input is, or its output, if any.
+    """
 
     def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device: str) -> None:
         super().__init__()
+        self.reads: tuple[int, str] | None = None
+        self.makes: tuple[int, str] | None = None
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device), False)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), False) if bias else None
@@ -74,24 +80,34 @@ class Linear(nn.Module):
         self.gemm = Gemm([self.weight], self.weight, self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.gemm(x)
+        edits = self.take_edits()
+        if self.reads is not None:
+            take_inner(x, edits, *self.reads)
+        out = self.gemm(x)
+        return out if self.makes is None else op_inner(out, edits, *self.makes)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-class Projection(nn.Module):
-    """One of the projections of a `MergedLinear`. Its weight is a view of the merged one."""
+class Projection(Edited):
+    """One of the projections of a `MergedLinear`. Its weight is a view of the merged one.
+
+    Attributes:
+        makes: (layer, kind) of the inner site that its output is, if any.
+    """
 
     def __init__(self, merged: MergedLinear, index: int, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
+        self.makes: tuple[int, str] | None = None
         self._merged = [merged]  # in a list: the merged product is no module of the tree
         self._index = index
         self.weight = nn.Parameter(weight, False)
         self.bias = nn.Parameter(bias, False) if bias is not None else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._merged[0].slice(self._index, x)
+        out = self._merged[0].slice(self._index, x)
+        return out if self.makes is None else op_inner(out, self.take_edits(), *self.makes)
 
     def extra_repr(self) -> str:
         out_features, in_features = self.weight.shape

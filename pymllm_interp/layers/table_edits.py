@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from .edits import num_sites
+from .edits import LOGITS, final_norm_site, num_sites
+
+if TYPE_CHECKING:
+    from .host_edits import HostEdits
 
 ADD, PROJECT_OUT, CLAMP, SCALE, PATCH = range(1, 6)
 """What an op does; 0 is none."""
@@ -23,7 +27,8 @@ NO_END = 2**31 - 1
 class EditTables:
     """The ops and captures of each row of the request table; row 0 is padding's and has none.
 
-    A state is `width` wide. All live at one address, so that captured graphs can read them.
+    Rows of the pool are `width` wide, as the states of the stream are; a vector of a wider site takes several. All live at one
+    address, so that captured graphs can read them.
 
     A token row's captured states lie behind each other in its block of the ring, each at its site's offset.
     """
@@ -36,11 +41,16 @@ class EditTables:
     vectors: torch.Tensor  # [capacity, width] float32
     offsets: torch.Tensor  # [rows, sites] int32, where in a block of the ring the site's state goes; -1: nowhere
     ring:    torch.Tensor  # [elements], of the states' dtype
+    num_layers: int
+    inner:   frozenset[str] = frozenset()  # kinds of inner sites that passes have kernels for
     # fmt: on
 
     @classmethod
-    def empty(cls, rows: int, num_layers: int, depth: int, capacity: int, width: int, ring: torch.Tensor) -> EditTables:
-        places, device = (rows, num_sites(num_layers)), ring.device
+    def empty(
+        cls, rows: int, num_layers: int, depth: int, capacity: int, width: int, ring: torch.Tensor,
+        inner: frozenset[str] = frozenset(),
+    ) -> EditTables:  # fmt: skip
+        places, device = (rows, num_sites(num_layers) if inner else final_norm_site(num_layers) + 1), ring.device
         return cls(
             counts=torch.zeros(*places, dtype=torch.int32, device=device),
             fields=torch.zeros(*places, depth, FIELDS, dtype=torch.int32, device=device),
@@ -49,6 +59,8 @@ class EditTables:
             vectors=torch.zeros(capacity, width, dtype=torch.float32, device=device),
             offsets=torch.full(places, -1, dtype=torch.int32, device=device),
             ring=ring,
+            num_layers=num_layers,
+            inner=inner,
         )
 
 
@@ -60,20 +72,37 @@ class TableEdits:
             position.
         blocks: [2, tokens] int64, each token row's block of the ring: its first element, and the one after its last. What does
             not fit in is not captured: the two are equal where nothing is.
+        logits: the ops at the logits, which are functions: no captured pass computes them. None where there are none.
     """
 
-    def __init__(self, tables: EditTables, rows: torch.Tensor, positions: torch.Tensor, blocks: torch.Tensor) -> None:
-        self.tables, self.rows, self.positions, self.blocks = tables, rows, positions, blocks
-        self.final_site = tables.counts.shape[1] - 1
+    def __init__(
+        self,
+        tables: EditTables,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        blocks: torch.Tensor,
+        logits: HostEdits | None = None,
+    ) -> None:
+        self.tables, self.rows, self.positions, self.blocks, self.logits = tables, rows, positions, blocks, logits
+        self.num_layers = tables.num_layers
+        self.final_site = final_norm_site(self.num_layers)
+        self.inner = tables.inner if logits is None else tables.inner | {LOGITS}
 
     def rows_from(self, start: int, stop: int) -> TableEdits:
-        """Those of the token rows from `start` to `stop`, in memory of their own."""
+        """Those of the token rows from `start` to `stop` of a decode pass, in memory of their own."""
         rows, positions, blocks = self.rows[start:stop], self.positions[start:stop], self.blocks[:, start:stop]
-        return TableEdits(self.tables, rows.clone(), positions.clone(), blocks.clone())
+        logits = None if self.logits is None else self.logits.rows_from(start, stop)
+        return TableEdits(self.tables, rows.clone(), positions.clone(), blocks.clone(), logits)
+
+    def with_logits(self, logits: HostEdits | None) -> TableEdits:
+        """The same in a pass with these ops at its logits."""
+        return TableEdits(self.tables, self.rows, self.positions, self.blocks, logits)
 
     def at(self, site: int, value: torch.Tensor) -> torch.Tensor:
         from .triton_edits import edit
 
+        if site >= self.tables.counts.shape[1]:
+            return value if self.logits is None else self.logits.at(site, value)
         return edit(value, site, self)
 
     def take(self, site: int, value: torch.Tensor) -> None:

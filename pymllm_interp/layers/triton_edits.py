@@ -20,9 +20,10 @@ FIELDS, NUMBERS = tl.constexpr(codes.FIELDS), tl.constexpr(codes.NUMBERS)
 @triton.jit
 def _apply_ops(
     value, owner, position, site, counts, fields, numbers, fires, vectors, column, mask, inside,
-    SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, dtype: tl.constexpr,
+    SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """`value` [rows, block] float32 after the ops that each row's owner [rows, 1] has at `site`, rounded after each."""
+    span: tl.constexpr = (SIZE + WIDTH - 1) // WIDTH  # rows of the pool that a vector takes
     place = owner * SITES + site
     count = tl.load(counts + place, mask=inside & (owner >= 0), other=0)
     for k in range(0, tl.max(count)):
@@ -44,7 +45,7 @@ def _apply_ops(
             b = tl.load(number + 1, mask=live, other=0.0)
             gated = live & (probe_row >= 0)
             if tl.max(gated.to(tl.int32)) > 0:
-                probe = tl.load(vectors + probe_row * SIZE + column, mask=gated & mask, other=0.0)
+                probe = tl.load(vectors + probe_row * WIDTH + column, mask=gated & mask, other=0.0)
                 dot = tl.sum(value * probe, axis=1, keep_dims=True)
                 threshold = tl.load(number + 2, mask=gated, other=0.0)
                 live = live & ((probe_row < 0) | (dot > threshold))
@@ -52,7 +53,7 @@ def _apply_ops(
             edited = value
             adds = live & (code == ADD)
             if tl.max(adds.to(tl.int32)) > 0:
-                vector = tl.load(vectors + first * SIZE + column, mask=adds & mask, other=0.0)
+                vector = tl.load(vectors + first * WIDTH + column, mask=adds & mask, other=0.0)
                 norm = tl.sqrt(tl.sum(value * value, axis=1, keep_dims=True))
                 moved = value + tl.where(mode == MATCH, a * norm, a) * vector
                 after = tl.sqrt(tl.sum(moved * moved, axis=1, keep_dims=True))
@@ -62,11 +63,11 @@ def _apply_ops(
             if tl.max(projects.to(tl.int32)) > 0:
                 for j in range(0, tl.max(tl.where(projects, rank, 0))):
                     now = projects & (j < rank)
-                    vector = tl.load(vectors + (first + j) * SIZE + column, mask=now & mask, other=0.0)
+                    vector = tl.load(vectors + (first + j * span) * WIDTH + column, mask=now & mask, other=0.0)
                     edited = edited - tl.sum(value * vector, axis=1, keep_dims=True) * vector
             clamps = live & (code == CLAMP)
             if tl.max(clamps.to(tl.int32)) > 0:
-                vector = tl.load(vectors + first * SIZE + column, mask=clamps & mask, other=0.0)
+                vector = tl.load(vectors + first * WIDTH + column, mask=clamps & mask, other=0.0)
                 along = tl.sum(value * vector, axis=1, keep_dims=True)
                 wanted = tl.minimum(tl.maximum(along, a), b)
                 edited = tl.where(clamps & (wanted != along), edited + (wanted - along) * vector, edited)
@@ -74,8 +75,8 @@ def _apply_ops(
             patches = live & (code == PATCH)
             if tl.max(patches.to(tl.int32)) > 0:
                 # A rank of 2 has a vector for each position, in the order of the window's.
-                source = first + tl.where(rank == 2, (position - start) // step, 0).to(tl.int64)
-                vector = tl.load(vectors + source * SIZE + column, mask=patches & mask, other=0.0)
+                source = first + tl.where(rank == 2, (position - start) // step, 0).to(tl.int64) * span
+                vector = tl.load(vectors + source * WIDTH + column, mask=patches & mask, other=0.0)
                 edited = tl.where(patches, vector, edited)
             value = tl.where(live, edited.to(dtype).to(tl.float32), value)
     return value
@@ -114,7 +115,7 @@ def _capture_kernel(
 @triton.jit(do_not_specialize=["count", "block_stride", "site"])
 def _edit_kernel(
     h, delta, weight, total, out, owners, positions, counts, fields, numbers, fires, vectors, offsets, blocks, block_stride,
-    ring, count, eps, site, SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, NORM: tl.constexpr,
+    ring, count, eps, site, SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr,
     LAST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Ops on `h` at `site`; with NORM ops and captures of delta there, of h + delta at the next site, and with LAST of the norm
@@ -135,14 +136,14 @@ def _edit_kernel(
         if owned:
             added = _apply_ops(
                 added, owner, position, site, counts, fields, numbers, fires, vectors, column, mask, inside, SIZE, SITES,
-                DEPTH, dtype,
+                DEPTH, WIDTH, dtype,
             )  # fmt: skip
             _capture(added, owner, row, site, offsets, blocks, block_stride, ring, column, mask, inside, SITES)
         value = (value + added).to(dtype).to(tl.float32)
         if owned:
             value = _apply_ops(
                 value, owner, position, site + 1, counts, fields, numbers, fires, vectors, column, mask, inside, SIZE,
-                SITES, DEPTH, dtype,
+                SITES, DEPTH, WIDTH, dtype,
             )  # fmt: skip
             _capture(value, owner, row, site + 1, offsets, blocks, block_stride, ring, column, mask, inside, SITES)
         tl.store(total + source, value.to(dtype), mask=mask)
@@ -154,13 +155,13 @@ def _edit_kernel(
             if owned:
                 value = _apply_ops(
                     value, owner, position, site + 2, counts, fields, numbers, fires, vectors, column, mask, inside, SIZE,
-                    SITES, DEPTH, dtype,
+                    SITES, DEPTH, WIDTH, dtype,
                 )  # fmt: skip
                 _capture(value, owner, row, site + 2, offsets, blocks, block_stride, ring, column, mask, inside, SITES)
     elif owned:
         value = _apply_ops(
             value, owner, position, site, counts, fields, numbers, fires, vectors, column, mask, inside, SIZE, SITES,
-            DEPTH, dtype,
+            DEPTH, WIDTH, dtype,
         )  # fmt: skip
     tl.store(out + source, value.to(dtype), mask=mask)
 
@@ -179,7 +180,7 @@ def _launch(
     _edit_kernel[(-(-count // rows),)](
         h, delta, weight, total, out, edits.rows, edits.positions, tables.counts, tables.fields, tables.numbers, tables.fires,
         tables.vectors, tables.offsets, edits.blocks, edits.blocks.stride(0), tables.ring, count, eps, site, size, sites, depth,
-        norm, norm and site + 2 == edits.final_site, rows, block, num_warps=warps, enable_fp_fusion=False,
+        tables.vectors.shape[1], norm, norm and site + 2 == edits.final_site, rows, block, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -22,7 +22,19 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from ..attention.radix_attention import RadixAttention
 from ..core.forward_batch import ForwardBatch, Registers
 from ..layers.activation import SiLU, gated, silu
-from ..layers.edits import Edited, added_site, edited, op_at, stream_site, take_at, total
+from ..layers.edits import (
+    LOGITS,
+    Edited,
+    Edits,
+    added_site,
+    edited,
+    op_at,
+    op_inner,
+    stream_site,
+    take_at,
+    take_inner,
+    total,
+)
 from ..layers.linear import Embedding, Linear, MergedLinear
 from ..layers.norm import RMSNorm
 from ..layers.rope import RotaryEmbedding, apply_rope, rope_and_write, rotation_of
@@ -43,7 +55,10 @@ class LlamaAttention(nn.Module):
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self._qkv = MergedLinear(config.hidden_size, [q_size, kv_size, kv_size], qkv_bias, dtype, device)
         self.q_proj, self.k_proj, self.v_proj = self._qkv.projections
+        for projection, kind in zip(self._qkv.projections, "qkv", strict=True):
+            projection.makes = layer_idx, kind
         self.o_proj = Linear(q_size, config.hidden_size, o_bias, dtype, device)
+        self.o_proj.reads = layer_idx, "z"
         self.attn = RadixAttention(
             layer_idx, self.num_heads, self.num_kv_heads, self.head_dim, self.scaling, self.window(config, layer_idx)
         )
@@ -70,11 +85,11 @@ class LlamaAttention(nn.Module):
         if out is None:
             cos, sin = rotation_of(forward_batch, *position_embeddings)
             with self._qkv.product(hidden_states):
-                q = self.normed(self.q_proj(hidden_states), "q_norm")
-                k = self.normed(self.k_proj(hidden_states), "k_norm")
-                v = self.v_proj(hidden_states).reshape(hidden_states.shape[1], -1, self.head_dim)
-            z = self.attn(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, forward_batch)
-            out = self.o_proj(z.unsqueeze(0))
+                q = self.normed(self._projected(hidden_states, "q", forward_batch), "q_norm")
+                k = self.normed(self._projected(hidden_states, "k", forward_batch), "k_norm")
+                v = self._projected(hidden_states, "v", forward_batch).reshape(*q.shape[:1], -1, self.head_dim)
+            z = self.attn(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, forward_batch).unsqueeze(0)
+            out = self._output(op_inner(z, forward_batch.edits, self.layer_idx, "z"), forward_batch)
         return op_at(out, forward_batch.edits, added_site(2 * self.layer_idx + 1)), None
 
     def _stretch(self, x: torch.Tensor, rotary: Rotation, batch: ForwardBatch) -> torch.Tensor | None:
@@ -93,20 +108,36 @@ class LlamaAttention(nn.Module):
         if watch.nobody_inside(layer, "self_attn"):
             return batch.stretch(("attn", layer), whole, x=x, cos=cos, sin=sin)["delta"]
         if watch.nobody_inside(layer, "self_attn", but="self_attn.o_proj"):
-            return self.o_proj(batch.stretch(("heads", layer), heads, x=x, cos=cos, sin=sin)["z"])
+            return self._output(batch.stretch(("heads", layer), heads, x=x, cos=cos, sin=sin)["z"], batch)
         return None
+
+    def _projected(self, x: torch.Tensor, kind: str, batch: ForwardBatch) -> torch.Tensor:
+        """`q_proj`, `k_proj` or `v_proj` of x, captured."""
+        projection = getattr(self, f"{kind}_proj")
+        projection.batch = batch
+        out = projection(x)
+        take_inner(out, batch.edits, self.layer_idx, kind)
+        return out
+
+    def _output(self, z: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        self.o_proj.batch = batch
+        return self.o_proj(z)
 
     def normed(self, projected: torch.Tensor, norm: str) -> torch.Tensor:
         """[1, tokens, heads * head_dim] -> [tokens, heads, head_dim], through the module `norm` in families that have one."""
         return projected.reshape(projected.shape[1], -1, self.head_dim)
 
     def forward_fused(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """`forward` without a call to a module, and without the ops at its output. x [1, tokens, hidden]; cos, sin: a `rotation`."""
-        return self.o_proj.gemm(self.heads_fused(x, cos, sin, batch))
+        """`forward` without a call to a module, and without ops at its output. x [1, tokens, hidden]; cos, sin: a `rotation`."""
+        z = self.heads_fused(x, cos, sin, batch)
+        take_inner(z, batch.edits, self.layer_idx, "z")
+        return self.o_proj.gemm(z)
 
     def heads_fused(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """What `o_proj` reads, [1, tokens, heads * head_dim]."""
-        qkv = self.normed_fused(self._qkv.gemm(x).view(x.shape[1], -1, self.head_dim))
+        """What `o_proj` reads, [1, tokens, heads * head_dim], after its ops."""
+        qkv = self._qkv.gemm(x).view(x.shape[1], -1, self.head_dim)
+        self._edit(qkv, batch.edits)
+        qkv = self.normed_fused(qkv)
         pool = batch.token_to_kv_pool
         if batch.fresh_kv_only or pool is None:  # k and v are not for the pool
             q, k = apply_rope(qkv[:, : -self.num_kv_heads], cos, sin).split([self.num_heads, self.num_kv_heads], dim=1)
@@ -114,7 +145,20 @@ class LlamaAttention(nn.Module):
         else:
             q = rope_and_write(qkv, cos, sin, pool, self.layer_idx, batch.out_cache_loc)
             z = self.attn.of_written(q, batch)
-        return z.unsqueeze(0)
+        return op_inner(z.unsqueeze(0), batch.edits, self.layer_idx, "z")
+
+    def _edit(self, qkv: torch.Tensor, edits: Edits | None) -> None:
+        """Ops and captures of the projections' outputs, in place; qkv [tokens, heads + 2 * kv_heads, head_dim]."""
+        first = 0
+        for kind, heads in (("q", self.num_heads), ("k", self.num_kv_heads), ("v", self.num_kv_heads)):
+            if edits is not None and kind in edits.inner:
+                part = qkv[:, first : first + heads]
+                value = part.reshape(1, len(qkv), -1)
+                edited_value = op_inner(value, edits, self.layer_idx, kind)
+                take_inner(edited_value, edits, self.layer_idx, kind)
+                if edited_value is not value:
+                    part.copy_(edited_value.view(part.shape))
+            first += heads
 
     def normed_fused(self, qkv: torch.Tensor) -> torch.Tensor:
         """[tokens, heads + 2 * kv_heads, head_dim]: q's heads, k's and v's."""
@@ -131,6 +175,7 @@ class LlamaMLP(Edited):
         self._gate_up = MergedLinear(config.hidden_size, sizes, bias, dtype, device)
         self.gate_proj, self.up_proj = self._gate_up.projections
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias, dtype, device)
+        self.down_proj.reads = layer_idx, "mlp_act"
         is_silu = config.hidden_act == "silu"
         self.layer_idx = layer_idx
         self.act_fn = SiLU() if is_silu else ACT2FN[config.hidden_act]
@@ -143,7 +188,8 @@ class LlamaMLP(Edited):
         if out is None:
             with self._gate_up.product(x):
                 # Operations are named by their calls and assignments (`.source`): as in transformers.
-                down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+                self.down_proj.batch = batch
+                down_proj = self.down_proj(self._op(self.act_fn(self.gate_proj(x)) * self.up_proj(x), batch))
             out = down_proj
         return op_at(out, None if batch is None else batch.edits, added_site(2 * self.layer_idx + 2))
 
@@ -153,18 +199,25 @@ class LlamaMLP(Edited):
         if batch is None or watch is None:
             return None
         if watch.nobody_inside(layer, "mlp"):
-            return batch.stretch(("mlp", layer), lambda x: {"delta": self.forward_fused(x)}, x=x)["delta"]
+            return batch.stretch(("mlp", layer), lambda x: {"delta": self.forward_fused(x, batch)}, x=x)["delta"]
         if watch.nobody_inside(layer, "mlp", but="mlp.down_proj"):
-            return self.down_proj(batch.stretch(("act", layer), lambda x: {"act": self.neurons_fused(x)}, x=x)["act"])
+            act = batch.stretch(("act", layer), lambda x: {"act": self.neurons_fused(x, batch)}, x=x)["act"]
+            self.down_proj.batch = batch
+            return self.down_proj(act)
         return None
 
-    def forward_fused(self, x: torch.Tensor) -> torch.Tensor:
+    def forward_fused(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """`forward` without a call to a module, and without the ops at its output."""
-        return self.down_proj.gemm(self.neurons_fused(x))
+        act = self.neurons_fused(x, batch)
+        take_inner(act, batch.edits, self.layer_idx, "mlp_act")
+        return self.down_proj.gemm(act)
 
-    def neurons_fused(self, x: torch.Tensor) -> torch.Tensor:
-        """What `down_proj` reads."""
-        return gated(self._gate_up.gemm(x), self._act[0])
+    def neurons_fused(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """What `down_proj` reads, after its ops."""
+        return self._op(gated(self._gate_up.gemm(x), self._act[0]), batch)
+
+    def _op(self, act: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor:
+        return act if batch is None else op_inner(act, batch.edits, self.layer_idx, "mlp_act")
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -210,7 +263,7 @@ class LlamaDecoderLayer(nn.Module):
         h, normed = self.input_layernorm.after_add(h, delta, batch.edits, place)
         delta = self.self_attn.forward_fused(normed, cos, sin, batch)
         h, normed = self.post_attention_layernorm.after_add(h, delta, batch.edits, place + 1)
-        return h, self.mlp.forward_fused(normed)
+        return h, self.mlp.forward_fused(normed, batch)
 
 
 class LlamaModel(nn.Module):
@@ -293,6 +346,7 @@ class LlamaForCausalLM(nn.Module):
         self.config = config
         self.model = self.model_cls(config, dtype, device, max_positions)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, False, dtype, device)
+        self.lm_head.makes = 0, LOGITS
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
             self.lm_head.bind()
@@ -309,8 +363,8 @@ class LlamaForCausalLM(nn.Module):
         if forward_batch.return_hidden_states:
             forward_batch.hidden_states = h[0]
         rows = forward_batch.logits_indices
-        logits = self.lm_head(h if rows is None else h[:, rows])
-        return CausalLMOutputWithPast(logits=logits)
+        self.lm_head.batch = forward_batch
+        return CausalLMOutputWithPast(logits=self.lm_head(h if rows is None else h[:, rows]))
 
     def forward_fused(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
@@ -320,7 +374,7 @@ class LlamaForCausalLM(nn.Module):
         if forward_batch.return_hidden_states:
             forward_batch.hidden_states = h[0]
         rows = forward_batch.logits_indices
-        return self.lm_head.gemm(h if rows is None else h[:, rows])
+        return op_inner(self.lm_head.gemm(h if rows is None else h[:, rows]), forward_batch.edits, 0, LOGITS)
 
 
 class MistralAttention(LlamaAttention):

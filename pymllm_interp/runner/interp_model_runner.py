@@ -28,7 +28,8 @@ from ..hooks.groups import NNsightRequestHelper
 from ..hooks.intervention import Capture, Intervention
 from ..hooks.model import TracedModel
 from ..hooks.site import ModelInfo
-from ..hooks.tables import Declared, DeviceTables, Limits, host_edits
+from ..hooks.tables import Declared, DeviceTables, Limits, Share, host_edits
+from ..layers.edits import INNER, LOGITS, op_inner
 from ..layers.table_edits import TableEdits
 from ..sampling import SamplerOutput
 from .async_output import AsyncOutput
@@ -82,8 +83,9 @@ class InterpModelRunner(ModelRunner):
         self.model_info = ModelInfo.of(self.source.hf_config, self.dtype)
         config = self.server_config
         self.edit_limits = Limits(
-            config.max_interventions_per_site, config.max_intervention_vectors, config.max_capture_bytes
-        )
+            config.max_interventions_per_site, config.max_intervention_vectors, config.max_capture_bytes,
+            frozenset(config.inner_sites if self._has_tables else INNER),
+        )  # fmt: skip
         super().init_memory_pool()
 
     def _init_tables(self) -> None:
@@ -226,16 +228,11 @@ class InterpModelRunner(ModelRunner):
             declared = [entry.request.declared for entry in input_batch.entries]
             if self.capture_ring is not None and any(d is not None and d.captures is not None for d in declared):
                 blocks.copy_(upload(self.device, self.capture_ring.lay_out(input_batch.entries))[0])
-            batch.edits = TableEdits(self.edit_tables.tables, rows, batch.positions, blocks)
+            at_logits = [d for d in declared if d is not None and d.edits_logits]
+            logits = host_edits(_shares(input_batch), self.num_hidden_layers, logits_only=True) if at_logits else None
+            batch.edits = TableEdits(self.edit_tables.tables, rows, batch.positions, blocks, logits)
             return
-        batch.edits = host_edits(
-            [
-                (entry.request.declared, start, torch.arange(entry.start, entry.start + entry.num_tokens))
-                for entry, start in zip(input_batch.entries, input_batch.query_start_loc.tolist(), strict=False)
-                if entry.request.declared is not None
-            ],
-            self.num_hidden_layers,
-        )
+        batch.edits = host_edits(_shares(input_batch), self.num_hidden_layers)
 
     def captured_edits(self, bs: int) -> TableEdits | None:
         if self.edit_tables is None:
@@ -322,10 +319,15 @@ class InterpModelRunner(ModelRunner):
     def dispatch(self, forward_batch: ForwardBatch) -> BatchExecutionDescriptor:
         traces = self.nnsight_request_helper.traced_requests if self._traced().interleaver.traces else []
         hooked = sum(map(_is_hooked, traces))
-        return self._decide(forward_batch, hooked)
+        can_replay = (not hooked or self.segments is not None) and self._can_replay(forward_batch)
+        return self._decide(forward_batch, hooked, can_replay)
 
     def _run(self, forward_batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
         interleaver, execution = self._traced().interleaver, descriptor.execution
+        if execution is Execution.REPLAY and forward_batch.edits is not None:
+            output = super()._run(forward_batch, descriptor)
+            logits = output.next_token_logits.unsqueeze(0)
+            return LogitsProcessorOutput(op_inner(logits, forward_batch.edits, 0, LOGITS)[0])
         if not interleaver.traces:
             return super()._run(forward_batch, descriptor)
         if execution is Execution.SPLIT:
@@ -381,6 +383,8 @@ class InterpModelRunner(ModelRunner):
         self.forward_pass_id += 1
         padded = self.segments.begin(batch)
         padded.watch = self._traced().interleaver
+        if isinstance(batch.edits, TableEdits) and batch.edits.logits is not None:
+            padded.edits = padded.edits.with_logits(batch.edits.logits)
         self.nnsight_request_helper.pad_to(padded.batch_size)
         try:
             logits = self._call_model(padded, Execution.MODULES)[0]
@@ -445,6 +449,20 @@ class InterpModelRunner(ModelRunner):
     def _traced(self) -> TracedModel:
         assert self.nnsight_model is not None, "call initialize() first"
         return self.nnsight_model
+
+
+def _shares(input_batch: InputBatch) -> list[Share]:
+    """What each request of the step that declared something has of it."""
+    return [
+        Share(
+            entry.request.declared, start, torch.arange(entry.start, entry.start + entry.num_tokens), logit_start,
+            entry.logit_rows,
+        )
+        for entry, start, logit_start in zip(
+            input_batch.entries, input_batch.query_start_loc.tolist(), input_batch.cu_num_logits.tolist(), strict=False
+        )
+        if entry.request.declared is not None
+    ]  # fmt: skip
 
 
 def _is_hooked(request: Request) -> bool:

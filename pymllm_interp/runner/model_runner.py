@@ -610,10 +610,9 @@ class ModelRunner:
 
     def dispatch(self, forward_batch: ForwardBatch) -> BatchExecutionDescriptor:
         """Decide how the batch runs."""
-        return self._decide(forward_batch, hooked=0)
+        return self._decide(forward_batch, hooked=0, can_replay=self._can_replay(forward_batch))
 
-    def _decide(self, batch: ForwardBatch, hooked: int) -> BatchExecutionDescriptor:
-        can_replay = self._can_replay(batch)
+    def _decide(self, batch: ForwardBatch, hooked: int, can_replay: bool) -> BatchExecutionDescriptor:
         return self.partition.decide(
             batch.forward_mode, batch.num_tokens, batch.batch_size, hooked, can_replay=can_replay
         )

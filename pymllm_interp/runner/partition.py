@@ -86,6 +86,6 @@ class Partition:
             return Execution.SPLIT, f"{waits}: hook_execution='split'"
         if mode.is_decode() and self.hook_execution == "eager":
             return Execution.MODULES, f"{waits}: hook_execution='eager'"
-        if can_replay and self.hook_execution in ("auto", "segments"):
+        if mode.is_decode() and can_replay and self.hook_execution in ("auto", "segments"):
             return Execution.SEGMENTS, f"{waits}, and the pass was captured"
         return Execution.MODULES, waits

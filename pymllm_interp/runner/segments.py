@@ -94,7 +94,9 @@ class Segments:
         if known not in self._recordings:
             self._make_room()
             self._recordings[known] = None
-            outputs = stretch(**static)  # over the registers: kernels are compiled for what they read, and no capture may do that
+            outputs = stretch(
+                **static
+            )  # over the registers: kernels are compiled for what they read, and no capture may do that
             for name, value in outputs.items():
                 self._view(name, value.shape, like=value)
             return outputs
@@ -169,7 +171,7 @@ class Segments:
 
 @contextmanager
 def _without_gc() -> Iterator[None]:
-    """Keep the garbage collector from freeing device memory in the middle of a capture, without the time that a collection takes."""
+    """Keep the garbage collector from freeing device memory in the middle of a capture, without the time of a collection."""
     was_on = gc.isenabled()
     gc.disable()
     try:
