@@ -1,4 +1,4 @@
-"""What declared interventions cost a decode step: the suite "interventions".
+"""What declared interventions and captures cost a decode step: the suite "interventions".
 
 Every request of the batch has them. Runs with and without alternate in one engine; a ratio is of decode steps,
 ``(t(all new tokens) - t(1)) / (new tokens - 1)``, its median and spread are over the pairs. What the tables cost where nobody
@@ -8,7 +8,7 @@ uses them is measured on the graphs: the same pass captured with them and withou
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from .gpu import GpuSettings, Model, facts, replay_ms
 
 PAIRS = 5
 PROMPT_TOKENS, NEW_TOKENS = 32, 65
+CAPTURED_PROMPTS = 4
+CAPTURED = "all resid_post captured to the host"
 
 Specs = Callable[[int], list[Intervention]]
 """Request i's interventions."""
@@ -34,6 +36,9 @@ def interventions_suite(model: Model) -> dict[str, Any]:
         for case, specs in cases(lm).items():
             for batch in settings.batches:
                 found["rows"].append({"case": case, "batch": batch, **measure(lm, batch, specs, settings)})
+        for batch in settings.batches:
+            found["rows"].append({"case": CAPTURED, "batch": batch, **measure_captured(lm, batch, settings)})
+        found["captured_prefill"] = measure_captured_prefill(lm, settings)
         found["execution"] = lm.engine.stats()["execution"]
         if lm.runner.graph_runner is not None:
             found["rows"] += [
@@ -69,20 +74,54 @@ def cases(lm: LM) -> dict[str, Specs]:
 
 def measure(lm: LM, batch: int, specs: Specs, settings: GpuSettings) -> dict[str, Any]:
     """Steps of a batch whose requests have `specs`, against plain ones."""
+    declared = [specs(i) for i in range(batch)]
+    return against_plain(lm, batch, settings, {"interventions": declared})
+
+
+def measure_captured(lm: LM, batch: int, settings: GpuSettings) -> dict[str, Any]:
+    """Steps whose states after each layer come back with the results, against plain ones; and what arrives, in GB a second."""
+    found = against_plain(lm, batch, settings, {"capture": ["resid_post.*"]})
+    return found | {"gb_per_s": batch * _bytes_a_row(lm) / found["ms"] / 1e6}
+
+
+def against_plain(lm: LM, batch: int, settings: GpuSettings, given: dict[str, Any]) -> dict[str, Any]:
+    """Steps of a batch with these arguments of `LM.generate`, against those without."""
     prompts = random_prompts(lm, batch, min(PROMPT_TOKENS, settings.prompt_tokens))
     new_tokens = min(NEW_TOKENS, settings.new_tokens)
-    declared = [specs(i) for i in range(batch)]
 
-    def seconds(given: Sequence[Sequence[Intervention]] | None, count: int) -> float:
-        return timed(lambda: lm.generate(prompts, greedy(count), interventions=given) and None)
+    def seconds(arguments: dict[str, Any], count: int) -> float:
+        return timed(lambda: lm.generate(prompts, greedy(count), **arguments) and None)
 
-    seconds(declared, 4)
-    first = {given is None: statistics.median(seconds(given, 1) for _ in range(3)) for given in (None, declared)}
+    seconds(given, 4)
+    first = [statistics.median(seconds(arguments, 1) for _ in range(3)) for arguments in ({}, given)]
     pairs = []
     for _ in range(PAIRS):
-        plain, edited = seconds(None, new_tokens) - first[True], seconds(declared, new_tokens) - first[False]
+        plain, edited = seconds({}, new_tokens) - first[0], seconds(given, new_tokens) - first[1]
         pairs.append((plain / (new_tokens - 1) * 1e3, edited / (new_tokens - 1) * 1e3))
     return summary(pairs)
+
+
+def measure_captured_prefill(lm: LM, settings: GpuSettings) -> dict[str, float]:
+    """Prompts whose states after each layer come back, against plain ones: the share of their speed, and GB a second."""
+    prompts = random_prompts(lm, CAPTURED_PROMPTS, settings.prefill_tokens)
+
+    def seconds(**given: Any) -> float:
+        return timed(lambda: lm.generate(prompts, greedy(1), **given) and None)
+
+    seconds(capture=["resid_post.*"])
+    pairs = [(seconds(), seconds(capture=["resid_post.*"])) for _ in range(PAIRS)]
+    size = sum(map(len, prompts)) * _bytes_a_row(lm)
+    return {
+        "prompts": CAPTURED_PROMPTS,
+        "prompt_tokens": settings.prefill_tokens,
+        "of_plain": statistics.median(plain / captured for plain, captured in pairs),
+        "gb_per_s": size / statistics.median(captured for _, captured in pairs) / 1e9,
+    }
+
+
+def _bytes_a_row(lm: LM) -> int:
+    """Of a position's states after each layer."""
+    return lm.runner.num_hidden_layers * lm.runner.hidden_size * lm.runner.dtype.itemsize
 
 
 def tables(lm: LM, batch: int, replays: int = 20) -> dict[str, Any]:

@@ -256,6 +256,14 @@ def _against_plain(record: dict[str, Any], aims: dict[str, Any], source: str) ->
             peers = dict(zip(aims["batches"], wanted["peer"], strict=True))
             texts = [f"{peers[n]:.2f}" if n in peers else "-" for n in batches]
             lines.append(f"| ... {aims['traced_peer']} | " + " | ".join(texts) + " |")
+    rates = [f"bs {row['batch']} {row['gb_per_s']:.2f}" for row in record["rows"] if "gb_per_s" in row]
+    if rates:
+        prefill = record["captured_prefill"]
+        lines += [
+            "",
+            f"Captured states that arrive, GB a second: {', '.join(rates)}; in the prefill of {prefill['prompts']} prompts of "
+            f"{prefill['prompt_tokens']:,} tokens {prefill['gb_per_s']:.2f}, at {prefill['of_plain']:.0%} of its speed without.",
+        ]
     if "sweep" in record:
         sweep = record["sweep"]
         text = (

@@ -66,6 +66,13 @@ class Block(Mediator):
         """How many times the request's passes have reached `location`."""
         return self.trace.occurrence(location)
 
+    def is_due(self, location: str, visit: int) -> bool:
+        """Whether it still waits for this visit of `location`, and its request gets there."""
+        pending, trace = self.pending, self.trace
+        if pending is None or pending[1] != location or self.due != visit or trace.ended:
+            return False
+        return not trace.skipping or trace.is_served_at(location)
+
     def switch(self, *args: Any) -> Any:
         """Run the block to where it parks next; returns its `Pending`, or None at its end."""
         assert self.worker is not None
@@ -100,7 +107,6 @@ class Turn:
         if watchdog is not None:
             watchdog.watch()
             self._visit = watchdog.visit
-        scope["depth"] = 1
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -109,8 +115,8 @@ class Turn:
 
     def run(self, block: Block, resume: Callable[..., Any], args: tuple) -> Any:
         """Call `resume`, which runs the block, with its request's saves as the thread's and the watchdog on."""
-        trace, watchdog, modes = block.trace, self._watchdog, block.modes
-        self._scope["saves"], self._interleaver.serving = trace.saves, trace
+        trace, watchdog, modes, scope = block.trace, self._watchdog, block.modes, self._scope
+        scope["depth"], scope["saves"], self._interleaver.serving = 1, trace.saves, trace
         block.worker.parent = self._greenlet  # pyright: ignore[reportOptionalMemberAccess]
         if modes.left is not None:
             modes.resume()
@@ -442,7 +448,7 @@ class EngineInterleaver(Interleaver):
                 # One that is served may release another, which parks here too (a barrier).
                 while point.parked and (ready := point.take(visit)):
                     for block in ready:
-                        if block.due == visit and block.trace.is_served_at(location):
+                        if block.is_due(location, visit):
                             self._serve(turn, block, location, shared)
                             self._park(block)
         value = shared.settle()
@@ -471,13 +477,14 @@ class EngineInterleaver(Interleaver):
 
     def _serve(self, turn: Turn, block: Block, provider: str, shared: Shared) -> None:
         """Serve a block that waits for this visit, until it parks elsewhere or ends."""
-        trace, pending, occurrence = block.trace, block.pending, None
+        trace, pending = block.trace, block.pending
         trace.dirty = True
+        assert pending is not None
+        occurrence = pending[2]
         while pending is not None:
             event, location, iteration, edited = pending
-            if location != provider or (occurrence is not None and iteration != occurrence):
+            if location != provider or iteration != occurrence:
                 return
-            occurrence = iteration
             if block.iteration:
                 # As in nnsight: after the first hit of iter[n] the rest of that step follows in sequence.
                 block.iteration = None

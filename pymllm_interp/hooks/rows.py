@@ -95,7 +95,7 @@ class Shared:
         if rows is None:
             self.value = edited
             return
-        if not self._assigned and not isinstance(self.value, torch.Tensor):
+        if not (self._assigned or rows.alone or isinstance(self.value, torch.Tensor)):
             self.value = _each_once(self.value)
         assigned: list[tuple[_Cut, torch.Tensor]] = []
         self.value = self._replaced(self.value, edited, rows, assigned)

@@ -1,7 +1,7 @@
 """What a trace saved: found, freed from the batch that it was cut out of, and handed to the caller.
 
-While the request runs, a save lies where the block has it, in memory of its own from the end of its step on (`own`). When it is over, the caller is
-handed copies on the device of their choice (`Delivery`).
+While the request runs, a save lies where the block has it; from the end of its step on, in memory of its own (`own`). When the
+request is over, the caller is handed copies on the device of their choice (`Delivery`).
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class Delivery:
     def expect(self, value: Any) -> None:
         """Note the tensors of `value`, which `hand` will be asked for: `send` copies them together."""
         if isinstance(value, torch.Tensor):
-            if value.nbytes <= self.SMALL and value.layout is torch.strided and not self._is_there(value):
+            small = value.layout is torch.strided and value.nbytes <= self.SMALL
+            if small and not value.requires_grad and not self._is_there(value):
                 self._expected[id(value)] = value
         elif isinstance(value, (list, tuple)):
             for item in value:
