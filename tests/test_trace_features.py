@@ -15,6 +15,8 @@ from nnsight.modeling.transformers import TransformersModel
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.engine.prompts import PromptError
+from pymllm_interp.hooks.rows import EditError, Rows, Shared
+from pymllm_interp.hooks.saves import Delivery, find_unowned, own
 from pymllm_interp.hooks.trace import GangError
 
 A, B = [3, 1, 4, 1, 5], [9, 2, 6, 5, 3]
@@ -522,6 +524,178 @@ def test_a_value_that_was_not_saved_does_not_leave_the_trace(lm: LM) -> None:
         other = lm.model.layers[0].output
         kept = lm.model.layers[1].output.save()
     assert kept is not None and other is None
+
+
+# -- many at one place, and what they keep -------------------------------------------------------------
+
+
+def elsewhere(count: int) -> list[torch.Tensor]:
+    """Rows of one larger tensor, as a block is served them, and other things that it makes of them."""
+    batch = torch.arange(count * 8.0).view(1, count, 8)
+    return [batch[:, i : i + 1].detach() for i in range(count)]
+
+
+def test_own_gives_each_tensor_just_its_own_memory_in_place() -> None:
+    rows = elsewhere(6)
+    strided = rows[4][..., ::2]
+    integers = torch.arange(10)[3:5].detach()
+    with torch.inference_mode():
+        inference = torch.ones(4, 4)[1]
+    tensors = [*rows[:3], rows[3][0, -1], strided, integers, inference]
+    expected = [tensor.clone() for tensor in tensors]
+    rows[0].note = "kept"  # pyright: ignore[reportAttributeAccessIssue]
+    own(tensors)
+    for tensor, value in zip(tensors, expected, strict=True):
+        assert torch.equal(tensor, value)
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes and tensor._base is None
+    assert rows[0].note == "kept"  # pyright: ignore[reportAttributeAccessIssue]
+    rows[1].zero_()
+    assert torch.equal(rows[0], expected[0]) and torch.equal(tensors[3], expected[3]), "nobody shares"
+
+
+def test_what_is_not_the_batchs_stays_where_it_is() -> None:
+    whole, weight, row = torch.ones(3), torch.nn.Parameter(torch.ones(4, 4)[0], requires_grad=False), elsewhere(2)[1]
+    growing: list[Any] = [row]
+    found: dict[int, torch.Tensor] = {}
+    seen: dict[int, int] = {}
+    find_unowned({"a": (whole, weight), "b": growing}, found, seen)
+    assert list(found.values()) == [row]
+    own(found.values())
+    growing.append(elsewhere(2)[0])
+    found.clear()
+    find_unowned(growing, found, seen)
+    assert [id(tensor) for tensor in found.values()] == [id(growing[1])]
+
+
+def test_saves_that_are_alike_travel_in_one_piece_and_are_cut_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    delivery, pieces = Delivery(torch.device("meta")), []
+    moved = delivery._moved
+    monkeypatch.setattr(delivery, "_moved", lambda piece, target: pieces.append(piece) or moved(piece, target))
+    rows = [torch.full((1, 1, 8), float(i)) for i in range(5)]
+    integers, large = [torch.arange(3), torch.arange(3)], torch.zeros(Delivery.SMALL // 4 + 1)
+    saved = {"rows": rows, "pairs": [(rows[0], integers[0]), (rows[1], integers[1])], "large": large}
+    delivery.expect(saved)
+    delivery.send()
+    assert sorted(piece.shape for piece in pieces) == [(2, 3), (5, 1, 1, 8)]
+    assert torch.equal(next(p for p in pieces if p.dim() == 4), torch.stack(rows)), "in the order of the saves"
+    rows[4].zero_()  # after it was sent
+    first = rows[0]
+    delivery.hand(saved)
+    assert len(pieces) == 4, "the large one by itself, and the one that was changed once more"
+    assert saved["rows"][0] is saved["pairs"][0][0] is not first, "one tensor stays one"
+    assert {tensor.device.type for tensor in (*saved["rows"], *saved["pairs"][1], saved["large"])} == {"meta"}
+
+
+def test_saves_that_travelled_together_own_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Delivery, "PIECE", 100)  # three rows
+    delivery, rows = Delivery(torch.device("cpu")), elsewhere(8)
+    delivery._expected = {id(row): row for row in rows}
+    delivery.send()
+    for row in rows:
+        _, _, copied = delivery._copies[id(row)]
+        assert torch.equal(copied, row) and copied.data_ptr() != row.data_ptr()
+        assert copied.untyped_storage().nbytes() == copied.nbytes
+
+
+def test_rows_that_many_read_and_edit_at_once_stay_each_requests_own(lm: LM) -> None:
+    """Cut, edited and put back together; each request gets what it gets alone."""
+    prompts = [[i, 2 * i + 1] for i in range(12)]
+
+    def run(prompts: list[list[int]]) -> list[Any]:
+        out: list[Any] = []
+        with lm.generate(max_new_tokens=4, ignore_eos=True) as tracer:
+            for prompt in prompts:
+                with tracer.invoke(prompt):
+                    kept, how = list().save(), prompt[0] % 4
+                    for step in tracer.iter[:]:
+                        h = lm.model.layers[1].output
+                        if how == 1:
+                            h[:] *= 0.5
+                        elif how == 2:
+                            lm.model.layers[1].output = h * 0.5
+                            kept.append(lm.model.layers[1].output)  # what it has assigned
+                        elif how == 3 and step % 2:
+                            lm.model.layers[1].output = torch.zeros_like(h)
+                        kept.append((h[0, -1], lm.logits))
+                    out.append((prompt[0], kept, tracer.result[0].tolist()))
+            out = out.save()  # pyright: ignore
+        assert [receipt.edits for receipt in tracer.receipts] == [{0: 0, 1: 4, 2: 4, 3: 2}[p[0] % 4] for p in prompts]
+        return sorted(out, key=lambda entry: entry[0])
+
+    together, alone = run(prompts), [entry for prompt in prompts for entry in run([prompt])]
+    for (_, kept, ids), (_, kept_alone, ids_alone) in zip(together, alone, strict=True):
+        assert ids == ids_alone
+        for ours, theirs in zip(kept, kept_alone, strict=True):
+            for a, b in zip(*((x if isinstance(x, tuple) else (x,)) for x in (ours, theirs)), strict=True):
+                assert torch.allclose(a, b, atol=1e-4) and a.untyped_storage().nbytes() == a.nbytes
+
+
+@pytest.mark.parametrize("others", [0, 1, 6])
+def test_an_edit_in_place_of_a_value_from_before_reaches_the_model(lm: LM, others: int) -> None:
+    """The residual stream is read again after the attention: an edit of it in between counts, beside others too."""
+
+    def run(edit: bool, others: int) -> torch.Tensor:
+        with lm.generate(max_new_tokens=3, ignore_eos=True) as tracer:
+            with tracer.invoke(A):
+                seen = list().save()
+                for _ in tracer.iter[:]:
+                    h = lm.model.layers[0].output
+                    lm.model.layers[1].self_attn.output  # noqa: B018
+                    if edit:
+                        h[:] = 1
+                    seen.append(lm.model.layers[1].output[0, -1])
+            for prompt in [B] * others:
+                with tracer.invoke(prompt):
+                    for _ in tracer.iter[:]:
+                        lm.model.layers[0].output  # noqa: B018
+        return torch.stack(seen)
+
+    edited = run(True, others)
+    assert torch.allclose(edited, run(True, 0), atol=1e-4)
+    assert not torch.allclose(edited[0], run(False, 0)[0], atol=1e-2)
+
+
+def test_a_tensor_that_a_module_gets_twice_is_replaced_in_one_place() -> None:
+    twice = torch.arange(6.0).view(3, 2)
+    shared, rows = Shared(((twice, twice), {}), of_logits=False), [Rows(i, 1, 3, i, 1, 3) for i in range(3)]
+    (first, second), _ = shared.rows_of(rows[1])
+    shared.replace(rows[1], ((first * 10, second), {}))
+    (a, b), _ = shared.settle()
+    assert a.tolist() == [[0, 1], [20, 30], [4, 5]] and torch.equal(b, twice)
+
+
+def test_an_assignment_that_does_not_fit_changes_nothing() -> None:
+    pair = torch.zeros(3, 2), torch.zeros(3, 4)
+    shared, rows = Shared(pair, of_logits=False), Rows(2, 1, 3, 2, 1, 3)
+    with pytest.raises(EditError, match=r"expected a tensor \[1, 4\]"):
+        shared.replace(rows, (torch.ones(1, 2), torch.ones(1, 3)))
+    shared.replace(rows, (pair[0][2:], torch.ones(1, 4)))
+    a, b = shared.settle()
+    assert not a.any() and b.sum() == 4 and b[2].all()
+
+
+def test_edits_that_hold_nan_are_counted_for_their_own_request(lm: LM) -> None:
+    with pytest.warns(UserWarning, match="edits held NaN"), lm.generate(max_new_tokens=4, ignore_eos=True) as tracer:
+        for how in range(4):
+            with tracer.invoke([how, 1, 2][how % 2 :]):
+                for step in tracer.iter[:]:
+                    h = lm.model.layers[0].output
+                    if how == 1 and step != 2:
+                        lm.model.layers[0].output = h * float("nan")
+                    elif how == 2 and step > 1:
+                        h[..., 3] = float("nan")
+                    elif how == 3:
+                        lm.model.layers[0].output = h * 1.0
+                        lm.logits[:] = 0
+    assert [receipt.edits for receipt in tracer.receipts] == [0, 3, 2, 8]
+    assert [receipt.nan_edits for receipt in tracer.receipts] == [0, 3, 2, 0]
+
+
+def test_an_edit_of_the_result_that_holds_nan_is_counted(lm: LM) -> None:
+    with pytest.warns(UserWarning, match="1 edit held NaN"), lm.trace(A) as tracer:
+        tracer.result.logits[:] = float("nan")
+        tracer.result = torch.full((1, 2), float("nan"))
+    assert tracer.receipt.nan_edits == 1
 
 
 # -- what a step costs those who do not look ----------------------------------------------------------
