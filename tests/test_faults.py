@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import sys
+import threading
 import traceback
 import weakref
 from collections import Counter
@@ -18,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import COMMON, CONFIGS, random_model
+from conftest import COMMON, CONFIGS, held, random_model
 from helpers_runner import make_runner, random_ids
 from test_engine import assert_idle, until
 from transformers import LlamaConfig, PretrainedConfig
@@ -318,6 +320,53 @@ def test_a_step_without_memory_ends_its_traces_and_runs_plain_requests_again(ser
         logits = lm.lm_head.output.save()
     assert logits.shape == (1, 3, 97)
     assert_idle(lm)
+
+
+@pytest.mark.parametrize("way", ["swap_out", "swap_in"])
+def test_a_traced_request_that_gives_way_and_finds_no_memory_ends_and_no_other(way, model_folder, monkeypatch):
+    prompts = [random_ids(10, seed=i) for i in range(3)]
+    with LM(model_folder("llama"), dtype="float32", device="cpu", kv_cache_tokens=40, page_size=4) as lm:
+        pool, found = lm.runner.token_to_kv_pool, {}
+        move, left = getattr(pool, way), [1]
+
+        def fails(*args: Any) -> Any:
+            if left:
+                left.pop()
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return move(*args)
+
+        def trace(i: int) -> None:
+            try:
+                with lm.generate(prompts[i], max_new_tokens=12) as tracer:
+                    for _ in tracer.iter[:]:
+                        lm.model.layers[1].output.save()
+                    found[i] = tracer.result
+            except torch.OutOfMemoryError as error:
+                found[i] = error
+
+        def all_at_once() -> None:
+            threads = [threading.Thread(target=trace, args=(i,)) for i in range(3)]
+            with held(lm) as arrived:
+                for thread in threads:
+                    thread.start()
+                arrived(3)
+            for thread in threads:
+                thread.join(60)
+
+        all_at_once()
+        expected = dict(found)
+        monkeypatch.setattr(pool, way, fails)
+        all_at_once()
+        ended = [value for value in found.values() if isinstance(value, Exception)]
+        assert len(ended) == 1 and not left
+        assert re.search(
+            r"gave way to others.*the engine goes on.*max_running_requests.*\nCUDA out of memory", str(ended[0]), re.S
+        )
+        served = [i for i in found if not isinstance(found[i], Exception)]
+        assert len(served) == 2 and all(torch.equal(found[i], expected[i]) for i in served)
+        all_at_once()
+        assert all(torch.equal(found[i], expected[i]) for i in range(3))
+        assert_idle(lm)
 
 
 @pytest.fixture

@@ -205,6 +205,8 @@ class Engine:
         and then (`_catch_up`).
         """
         step = self.scheduler.schedule()
+        while self.scheduler.lost:
+            self._finished(self.scheduler.lost.pop())
         # Room that was freed since then has put a command into the inbox.
         nothing_runs = not step.scheduled and self._in_flight is None
         self._waits_for_room = nothing_runs and self.scheduler.waits_for_room

@@ -11,13 +11,16 @@ Invariant (`check_integrity`): the free pages and those of live requests are all
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+
+import torch
 
 from ..config import ServerConfig
 from ..core.output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from ..core.request import Request, RequestStatus
 from ..mem_cache.memory_pool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
 from ..runner.capture_ring import CaptureRing
+from ..runner.memory import is_out_of_memory
 
 
 class Scheduler:
@@ -27,6 +30,9 @@ class Scheduler:
         config: `schedule_policy`, `max_running_requests` and `page_size` are read.
         max_num_tokens: token rows of one step at most.
         capture_ring: where the captured states of a step go; None where they need no room.
+
+    Attributes:
+        lost: requests that ended since somebody looked, because their KV could not be moved.
     """
 
     def __init__(
@@ -46,6 +52,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.swapped: list[Request] = []
+        self.lost: list[Request] = []
         self.num_preempted = self.num_swapped = 0
         self._arrivals = 0
         self._finished_ids: set[str] = set()
@@ -172,7 +179,10 @@ class Scheduler:
             for member in unit:
                 self._admit(member, step)
                 slots = self.allocator.slots_of(member.pages, 0, member.num_computed_tokens)
-                self.kv_pool.swap_in(slots, member.host_kv)
+                if not self._moves(member, lambda m=member, s=slots: self.kv_pool.swap_in(s, m.host_kv)):
+                    step.scheduled[:] = [entry for entry in step.scheduled if entry.request not in unit]
+                    step.scheduled_new_reqs[:] = [r for r in step.scheduled_new_reqs if r not in unit]
+                    break
                 member.host_kv = None
                 step.scheduled.append(ScheduledRequest.of(member, 1))
                 budget -= 1
@@ -354,6 +364,8 @@ class Scheduler:
             if member.status is not RequestStatus.RUNNING:
                 continue
             step.scheduled[:] = [entry for entry in step.scheduled if entry.request is not member]
+            if member.trace is not None and not self._move_to_host(member):
+                return  # it has ended, with its gang
             self.running.remove(member)
             member.num_preemptions += 1
             self._preempted_ids.add(member.request_id)
@@ -364,12 +376,35 @@ class Scheduler:
                 self.waiting.appendleft(member)
                 self.num_preempted += 1
             else:
-                slots = self.allocator.slots_of(member.pages, 0, member.num_computed_tokens)
-                member.host_kv = self.kv_pool.swap_out(slots)
                 self._release(member)
                 member.status = RequestStatus.SWAPPED
                 self.swapped.append(member)
                 self.num_swapped += 1
+
+    def _move_to_host(self, request: Request) -> bool:
+        """Copy the request's KV to the host. False: there was no memory for it."""
+        slots = self.allocator.slots_of(request.pages, 0, request.num_computed_tokens)
+        return self._moves(request, lambda: setattr(request, "host_kv", self.kv_pool.swap_out(slots)))
+
+    def _moves(self, request: Request, move: Callable[[], None]) -> bool:
+        """Move the KV of a request that gives way, or comes back. False: there was no memory for it, and it ends, with its gang."""
+        try:
+            move()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error)
+        else:
+            return True
+        for member in self._unit(request):
+            member.error = torch.OutOfMemoryError(
+                f"request {request.request_id} gave way to others, and the KV of its {request.num_computed_tokens} tokens found no "
+                "memory on its way to the host or back; the engine goes on. What helps: fewer requests at once "
+                f"(max_running_requests, now {self.config.max_running_requests}), or a larger KV pool\n{reason}"
+            )
+            self.finish(member, "error")
+            self.lost.append(member)
+        return False
 
     def _give_back_prompts(self) -> bool:
         """Take pages of a prompt that only waits, unless tokens under way will change the picture. False: none has any."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Read(eproperty):
-    """nnsight's property of the same name, with a short way to park: a read takes one call in place of eight.
+    """nnsight's property of the same name, with a short way to park: a read or an assignment takes one call in place of eight.
 
     Args:
         of: a property without a `transform`.
@@ -47,6 +47,18 @@ class Read(eproperty):
         value = worker.parent.switch(pending)
         assert self._preprocess is not None
         return self._preprocess(obj, value)
+
+    def __set__(self, obj: Any, value: Any) -> None:
+        worker: Any = getcurrent()
+        mediator = getattr(worker, "mediator", None)
+        block = mediator() if mediator is not None else None
+        if block is None or block.transform is not None:
+            super().__set__(obj, value)
+            return
+        if self._postprocess is not None:
+            value = self._postprocess(obj, value)
+        location = f"{obj.path}.{self.key}"
+        worker.parent.switch(Pending(Event.SWAP, location, block.wanted(location), value))
 
 
 class TracedEnvoy(Envoy):

@@ -278,8 +278,12 @@ class KVPool:
         self.v_buffer[layer_id].index_copy_(0, slots, v.detach().to(self.dtype))
 
     def swap_out(self, slots: Sequence[int] | torch.Tensor) -> HostKV:
-        """A copy of the slots' K and V on the host, bit for bit."""
-        return HostKV(self._kv.index_select(2, self._index(slots)).cpu())
+        """A copy of the slots' K and V on the host, bit for bit. Takes the memory of one layer's on the device while it runs."""
+        index = self._index(slots)
+        kv = torch.empty(self.num_layers, 2, len(index), self.num_kv_heads, self.head_dim, dtype=self.dtype)
+        for layer, own in enumerate(self._kv):
+            kv[layer].copy_(own.index_select(1, index))
+        return HostKV(kv)
 
     def swap_in(self, slots: Sequence[int] | torch.Tensor, host: HostKV) -> None:
         """Write what `swap_out` made to `slots`, bit for bit.
@@ -289,13 +293,17 @@ class KVPool:
         """
         if len(slots) != host.num_tokens:
             raise ValueError(f"swap_in got {len(slots)} slots for the K and V of {host.num_tokens} tokens")
-        self._kv.index_copy_(2, self._index(slots), host.kv.to(self.device))
+        index = self._index(slots)
+        for layer, own in enumerate(self._kv):
+            own.index_copy_(1, index, host.kv[layer].to(self.device))
 
     def copy(self, src_slots: Sequence[int] | torch.Tensor, dst_slots: Sequence[int] | torch.Tensor) -> None:
         """Copy K and V of all layers from slot to slot; `src_slots` are read before `dst_slots` are written."""
         if len(src_slots) != len(dst_slots):
             raise ValueError(f"copy got {len(src_slots)} source slots and {len(dst_slots)} destination slots")
-        self._kv.index_copy_(2, self._index(dst_slots), self._kv.index_select(2, self._index(src_slots)))
+        source, target = self._index(src_slots), self._index(dst_slots)
+        for own in self._kv:
+            own.index_copy_(1, target, own.index_select(1, source))
 
     def _index(self, slots: Sequence[int] | torch.Tensor) -> torch.Tensor:
         return torch.as_tensor(slots, dtype=torch.int64, device=self.device)
