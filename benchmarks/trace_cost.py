@@ -1,4 +1,5 @@
-"""What a trace costs on a CPU: a read, an edit, a module that nobody touches, and a trace of 512 invokes.
+"""What a trace costs on a CPU: a read, an edit, a module that nobody touches, a step in which 256 blocks wait at one place,
+and a trace of 512 invokes.
 
 Usage: python benchmarks/trace_cost.py [--out benchmarks/results/trace-cost-cpu.json] [--invokes 512]
 
@@ -95,11 +96,11 @@ def small_model(rounds: int = 200) -> dict[str, float]:
 
         def modules_called(run: Callable[[LM, list[int]], None]) -> Callable[[], None]:
             def side() -> None:
-                lm.interleaver.nobody_at = lambda layer: False
+                lm.interleaver.nobody_at = lm.interleaver.only_at_output = lambda layer: False
                 try:
                     run(lm, LAST)
                 finally:
-                    del lm.interleaver.nobody_at
+                    del lm.interleaver.nobody_at, lm.interleaver.only_at_output
 
             return side
 
@@ -144,7 +145,8 @@ def _untouched_module(lm: LM, timer: PassTimer, rounds: int) -> float:
     handovers = {id(module): module.__dict__["forward"] for module in modules}
     call = lm.runner._call_model
     lm.runner._call_model = lambda batch, _: call(batch, Execution.MODULES)  # pyright: ignore[reportAttributeAccessIssue]
-    lm.interleaver.nobody_at = lm.interleaver.nobody_inside = lambda layer: False
+    watch = lm.interleaver
+    watch.nobody_at = watch.only_at_output = watch.nobody_inside = lambda layer, module="", but="": False
 
     def bare() -> None:
         for module in modules:
@@ -199,6 +201,53 @@ def empty_trace(rounds: int = 15) -> dict[str, float]:
     }
 
 
+def crowd(count: int = 256, steps: int = 24) -> dict[str, float]:
+    """Decode steps in which `count` requests wait at one layer: microseconds of the engine's thread for each of them, all that
+    hooks do included; lower quartiles over the steps."""
+    torch.set_num_threads(1)
+    capacity: dict[str, Any] = {"max_running_requests": count, "kv_cache_tokens": count * 64}
+    with LM("small", load_format="dummy", hf_config=CONFIG, device="cpu", dtype="float32", **capacity) as lm:
+        parts = [PassTimer(lm.interleaver, name) for name in ("begin_pass", "visit", "end_pass")]
+        taken: list[float] = []
+        end_pass = lm.interleaver.end_pass
+
+        def ended() -> None:
+            end_pass()
+            taken.append(sum(part.last for part in parts) / count)
+
+        lm.interleaver.end_pass = ended
+
+        def read() -> None:
+            with lm.generate(max_new_tokens=steps, ignore_eos=True) as tracer:
+                for i in range(count):
+                    with tracer.invoke([i % 90]):
+                        for _ in tracer.iter[:]:
+                            lm.model.layers[5].output  # noqa: B018
+
+        def save() -> None:
+            with lm.generate(max_new_tokens=steps, ignore_eos=True) as tracer:
+                for i in range(count):
+                    with tracer.invoke([i % 90]):
+                        seen = list().save()
+                        for _ in tracer.iter[:]:
+                            seen.append(lm.model.layers[5].output[0, -1])
+
+        def edit() -> None:
+            with lm.generate(max_new_tokens=steps, ignore_eos=True) as tracer:
+                for i in range(count):
+                    with tracer.invoke([i % 90]):
+                        for _ in tracer.iter[:]:
+                            lm.model.layers[5].output *= 1.0
+
+        costs = {}
+        for name, run in (("read", read), ("saved_read", save), ("edit", edit)):
+            run()
+            taken.clear()
+            run()
+            costs[f"{name}_beside_{count - 1}_others"] = statistics.quantiles(taken[2:-2], n=4)[0]
+    return costs
+
+
 def many_invokes(count: int, rounds: int = 3) -> dict[str, float]:
     """One layer read over `count` short prompts in one trace, against plain generation of the same prompts; seconds."""
     torch.set_num_threads(2)
@@ -234,11 +283,13 @@ def main() -> None:
     record = {
         "machine": describe_machine(),
         "microseconds": small_model(),
+        "crowd": crowd(),
         "empty_trace": empty_trace(),
         "many_invokes": many_invokes(args.invokes),
     }
     table = Table("what", "value")
-    for name, value in {**record["microseconds"], **record["empty_trace"], **record["many_invokes"]}.items():
+    values = record["microseconds"] | record["crowd"] | record["empty_trace"] | record["many_invokes"]
+    for name, value in values.items():
         table.add_row(name, f"{value:.2f}")
     Console().print(table)
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -13,9 +13,10 @@ values to `handle`, a block parks by switching a `Pending` to its parent, and st
 
 from __future__ import annotations
 
-import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -249,7 +250,7 @@ class EngineInterleaver(Interleaver):
         self._layers = ""
         self._known: dict[str, Point] = {}
         self.per_pass: dict[str, int] = {}
-        self.visits: dict[str, int] = {}
+        self.visits: defaultdict[str, int] = defaultdict(int)
         self._fused: set[int] = set()
         self._fused_inside: dict[int, set[tuple[str, str]]] = {}
         self.points: dict[str, Point] = {}
@@ -303,11 +304,11 @@ class EngineInterleaver(Interleaver):
     # nnsight's gate, read by its probes and controllers.
     @property
     def interleaving(self) -> bool:
-        return self.thread is not None and self.thread == threading.get_ident()
+        return self.thread is not None and self.thread == get_ident()
 
     @interleaving.setter
     def interleaving(self, value: bool) -> None:
-        self.thread = threading.get_ident() if value else None
+        self.thread = get_ident() if value else None
 
     # -- one pass ----------------------------------------------------------------
 
@@ -315,7 +316,7 @@ class EngineInterleaver(Interleaver):
         """Arm the modules for one pass of the model, in which `traces` take part (in batch order)."""
         self.traces = list(traces)
         self._clear()
-        self.visits = {}
+        self.visits = defaultdict(int)
         self._fused.clear()
         self._fused_inside.clear()
         self.sourced.clear()
@@ -420,7 +421,7 @@ class EngineInterleaver(Interleaver):
             return self._handle_call(self.serving, provider, value)
         if provider in self.points:
             return self.visit(provider, value)
-        self.visits[provider] = self.visits.get(provider, 0) + 1
+        self.visits[provider] += 1
         return value
 
     def resume(self, block: Block, error: BaseException | None = None) -> None:
@@ -591,24 +592,24 @@ class Handover(Controller):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         interleaver = self._interleaver()
-        if interleaver is None or interleaver.thread != threading.get_ident() or interleaver.serving is not None:
+        if interleaver is None or interleaver.thread != get_ident() or interleaver.serving is not None:
             return super().__call__(*args, **kwargs)
         at_input, at_skip, at_output = self._locations
         points, visits = interleaver.points, interleaver.visits
         if at_input in points:
             args, kwargs = interleaver.visit(at_input, (args, kwargs))
         else:
-            visits[at_input] = visits.get(at_input, 0) + 1
+            visits[at_input] += 1
         output = NO_SKIP
         if at_skip in points:
             output = interleaver.visit(at_skip, NO_SKIP)
         else:
-            visits[at_skip] = visits.get(at_skip, 0) + 1
+            visits[at_skip] += 1
         if output is NO_SKIP:
             output = self.state.body(self.module_ref(), *args, **kwargs)
         if at_output in points:
             return interleaver.visit(at_output, output)
-        visits[at_output] = visits.get(at_output, 0) + 1
+        visits[at_output] += 1
         return output
 
 

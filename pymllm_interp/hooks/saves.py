@@ -40,9 +40,14 @@ def find_unowned(value: Any, found: dict[int, torch.Tensor], seen: dict[int, int
             find_unowned(item, found, seen)
 
 
-@torch.no_grad()
 def own(tensors: Collection[torch.Tensor]) -> None:
     """Give each tensor memory of its own, just as large as it is, in place. On a GPU that is one kernel for many."""
+    if tensors:
+        with torch.no_grad():
+            _own(tensors)
+
+
+def _own(tensors: Collection[torch.Tensor]) -> None:
     alike: dict[tuple[torch.dtype, torch.device, bool], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for tensor in tensors:
         memory = torch.empty_like(tensor)

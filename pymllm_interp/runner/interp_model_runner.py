@@ -383,7 +383,9 @@ class InterpModelRunner(ModelRunner):
         self.forward_pass_id += 1
         padded = self.segments.begin(batch)
         padded.watch = self._traced().interleaver
-        if isinstance(batch.edits, TableEdits) and batch.edits.logits is not None:
+        if batch.edits is None:
+            padded.edits = None
+        elif batch.edits.logits is not None:
             padded.edits = padded.edits.with_logits(batch.edits.logits)
         self.nnsight_request_helper.pad_to(padded.batch_size)
         try:

@@ -65,7 +65,7 @@ class Segments:
     def __init__(self, graph_runner: CudaGraphRunner, capacity: int) -> None:
         self.graph_runner, self.capacity = graph_runner, capacity
         self.num_captured = self.num_evicted = 0
-        self._recordings: OrderedDict[tuple[int, Hashable], _Recording | None] = OrderedDict()  # None: met once
+        self._recordings: OrderedDict[Hashable, _Recording | None] = OrderedDict()  # None: met once
         self._registers: dict[str, torch.Tensor] = {}
         self._loaded: dict[str, tuple[torch.Tensor, int]] = {}
         self._batch: ForwardBatch | None = None
@@ -89,7 +89,8 @@ class Segments:
     def run(self, key: Hashable, stretch: Callable[..., Registers], inputs: Registers) -> Registers:
         """``stretch(**inputs)``, from its graph where it has one; what it returns is fresh memory."""
         assert self._batch is not None, "begin() comes first"
-        known = self._batch.batch_size, key
+        # Where no request declared anything, the kernels are those without tables.
+        known = self._batch.batch_size, self._batch.edits is None, key
         static = {name: self._load(name, value) for name, value in inputs.items()}
         if known not in self._recordings:
             self._make_room()
