@@ -529,6 +529,23 @@ def test_a_value_that_was_not_saved_does_not_leave_the_trace(lm: LM) -> None:
 # -- many at one place, and what they keep -------------------------------------------------------------
 
 
+def test_lists_that_grow_inside_of_a_list_keep_only_what_they_hold(lm: LM) -> None:
+    with lm.generate(max_new_tokens=4, ignore_eos=True) as tracer:
+        with tracer.invoke(A):
+            by_layer = [[], [], {}].save()  # pyright: ignore
+            for step in tracer.iter[:]:
+                for layer in range(2):
+                    by_layer[layer].append(lm.model.layers[layer].output)
+                by_layer[2][step] = by_layer[0][-1][0, -1]
+        with tracer.invoke(B):
+            for _ in tracer.iter[:]:
+                lm.model.layers[0].output  # noqa: B018
+    kept = [*by_layer[0], *by_layer[1], *by_layer[2].values()]
+    assert len(kept) == 12
+    for tensor in kept:
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes and tensor._base is None
+
+
 def elsewhere(count: int) -> list[torch.Tensor]:
     """Rows of one larger tensor, as a block is served them, and other things that it makes of them."""
     batch = torch.arange(count * 8.0).view(1, count, 8)
@@ -669,9 +686,10 @@ def test_an_assignment_that_does_not_fit_changes_nothing() -> None:
     shared, rows = Shared(pair, of_logits=False), Rows(2, 1, 3, 2, 1, 3)
     with pytest.raises(EditError, match=r"expected a tensor \[1, 4\]"):
         shared.replace(rows, (torch.ones(1, 2), torch.ones(1, 3)))
-    shared.replace(rows, (pair[0][2:], torch.ones(1, 4)))
+    assert shared.settle() == pair
+    shared.replace(rows, (torch.ones(1, 2), torch.ones(1, 4)))
     a, b = shared.settle()
-    assert not a.any() and b.sum() == 4 and b[2].all()
+    assert a.sum() == 2 and b.sum() == 4 and a[2].all() and b[2].all() and not pair[0].any()
 
 
 def test_edits_that_hold_nan_are_counted_for_their_own_request(lm: LM) -> None:

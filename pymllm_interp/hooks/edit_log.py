@@ -16,30 +16,40 @@ if TYPE_CHECKING:
 Editor = tuple["Receipt", int, int, int]
 """Who edited a value, where its rows begin among those that were looked at, how many they are, and how often it edited them"""
 
+Found = tuple[torch.Tensor, list[Editor]]
+"""The greatest of each row, which is NaN where any is, and the editors"""
+
 
 class _Sent:
     """What a pass has found, on its way to the host."""
 
-    def __init__(self, number: int, found: list[tuple[torch.Tensor, list[Editor]]]) -> None:
+    def __init__(self, number: int, found: list[Found]) -> None:
         self.number = number
-        self.found = [(has_nan.to("cpu", non_blocking=True), editors) for has_nan, editors in found]
-        self.event: torch.cuda.Event | None = None
-        if any(has_nan.is_cuda for has_nan, _ in found):
-            self.event = torch.cuda.Event()
-            self.event.record()
+        alike: dict[tuple[torch.dtype, torch.device], list[Found]] = {}
+        for greatest, editors in found:
+            alike.setdefault((greatest.dtype, greatest.device), []).append((greatest, editors))
+        self._parts = [
+            (torch.cat([g for g, _ in part]).isnan().to("cpu", non_blocking=True), [(len(g), e) for g, e in part])
+            for part in alike.values()
+        ]
+        self._event: torch.cuda.Event | None = None
+        if any(device.type == "cuda" for _, device in alike):
+            self._event = torch.cuda.Event()
+            self._event.record()
 
     def has_arrived(self) -> bool:
-        return self.event is None or self.event.query()
+        return self._event is None or self._event.query()
 
     def count(self) -> None:
         """Add it to the receipts."""
-        if self.event is not None:
-            self.event.synchronize()
-        for has_nan, editors in self.found:
+        if self._event is not None:
+            self._event.synchronize()
+        for has_nan, part in self._parts:
             if has_nan.any():
-                for receipt, start, size, edits in editors:
-                    if has_nan[start : start + size].any():
-                        receipt.nan_edits += edits
+                for rows, (_, editors) in zip(has_nan.split([length for length, _ in part]), part, strict=True):
+                    for receipt, start, size, edits in editors:
+                        if rows[start : start + size].any():
+                            receipt.nan_edits += edits
 
 
 class EditLog:
@@ -53,7 +63,7 @@ class EditLog:
 
     def __init__(self) -> None:
         self.number = 0
-        self._found: list[tuple[torch.Tensor, list[Editor]]] = []
+        self._found: list[Found] = []
         self._sent: deque[_Sent] = deque()
 
     def note(self, value: Any, of_logits: bool, edits: dict[RequestTrace, int]) -> None:
@@ -65,19 +75,24 @@ class EditLog:
     def _note(self, tensor: torch.Tensor, of_logits: bool, edits: dict[RequestTrace, int]) -> torch.Tensor:
         if not tensor.is_floating_point() or not tensor.numel():
             return tensor
+        state = tensor.detach() if tensor.requires_grad else tensor
         rows = next(iter(edits)).rows
         dim, logits = (None, False) if rows is None else rows.layout(tensor, of_logits)
-        state = tensor.detach()
-        if dim is None:
-            editors = [(trace.receipt, 0, 1, count) for trace, count in edits.items()]
-            greatest = state.max().reshape(1)  # NaN where any is
-        else:
-            editors = [(trace.receipt, *_place(trace, logits), count) for trace, count in edits.items()]
-            first = min(start for _, start, _, _ in editors)
-            state = state.narrow(dim, first, max(start + size for _, start, size, _ in editors) - first)
-            editors = [(receipt, start - first, size, count) for receipt, start, size, count in editors]
-            greatest = state.movedim(dim, 0).flatten(1).amax(1) if state.ndim > 1 else state
-        self._found.append((greatest.isnan(), editors))
+        if dim is not None:
+            places = [_place(trace, logits) for trace in edits]
+            first, last = min(start for start, _ in places), max(start + size for start, size in places)
+            if last - first < state.shape[dim]:
+                state = state.narrow(dim, first, last - first)
+            if len(places) > 1:
+                others = [d for d in range(state.dim()) if d != dim]
+                greatest = state.amax(others) if others else state.clone()
+                editors = [
+                    (t.receipt, start - first, size, n)
+                    for (t, n), (start, size) in zip(edits.items(), places, strict=True)
+                ]
+                self._found.append((greatest, editors))
+                return tensor
+        self._found.append((state.max().reshape(1), [(trace.receipt, 0, 1, count) for trace, count in edits.items()]))
         return tensor
 
     def end_pass(self) -> None:

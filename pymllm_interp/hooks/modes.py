@@ -25,8 +25,10 @@ class Modes(NamedTuple):
     @classmethod
     def now(cls) -> Modes:
         """The thread's."""
-        autocast = tuple(torch.is_autocast_enabled(device) for device in DEVICES)
-        return cls(torch.is_inference_mode_enabled(), torch.is_grad_enabled(), autocast)
+        autocast = (
+            tuple(map(torch.is_autocast_enabled, DEVICES)) if _is_any_autocast_enabled() else (False,) * len(DEVICES)
+        )
+        return cls(is_inference_mode_enabled(), is_grad_enabled(), autocast)
 
     def are_on(self) -> bool:
         """Whether they are the thread's: `now`, in a quarter of its time where no autocast is on, as for most."""

@@ -331,17 +331,18 @@ class RequestTrace:
     def hand_over(self) -> dict[str, Any]:
         """The names that the block bound, with what the caller gets for their values; saved ones are marked as such.
         `announce_saves` comes first."""
-        for value in self.outer.values():
-            mark(self.delivery.hand(value, self.grad))
-        names = self.written()
+        names, session = self.written(), self.delivery.device is None
+        handed: list[Any] = [mark(self.delivery.hand(value, self.grad)) for value in self.outer.values()]
         for name, value in names.items():
             if id(value) in self.saves:
                 names[name] = mark(self.delivery.hand(value, self.grad))
+                handed.append(names[name])
+            elif session:  # there the others live on too
+                handed.append(value)
         self.delivery.wait()
-        if self.delivery.device is None:  # inside a session those that are not saved live on too
-            unowned: dict[int, torch.Tensor] = {}
-            find_unowned(names, unowned, {})
-            own(unowned.values())
+        unowned: dict[int, torch.Tensor] = {}
+        find_unowned(handed, unowned, {})  # also what was put into a list that had been gone through
+        own(unowned.values())
         return names
 
     def warn(self, text: str) -> None:
