@@ -236,6 +236,29 @@ def test_a_trace_beside_requests_that_run_ahead_is_served_step_by_step(lm_of: Lm
     assert_idle(late)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_pages_that_a_step_frees_in_the_midst_of_a_pass_are_nobodys_until_it_is_launched(
+    ahead: bool, lm_of: LmOf
+) -> None:
+    """A request ends while the pass that was launched for it still writes its KV; a completion that waits for its prompt's KV
+    must not get those pages in between."""
+    traced, ending, leading = prompts_of([9, 5, 33], seed=21)
+    lm, quiet = lm_of("llama", async_scheduling=ahead, kv_cache_tokens=1024), lm_of("llama")
+    stop = quiet.generate([ending], greedy(max_tokens=12))[0].token_ids[6]
+    expected = tokens(quiet.generate([leading], greedy(max_tokens=10)))
+    two = SamplingParams(temperature=0, max_tokens=10, n=2)
+    for at in range(9):
+        handles = [lm.submit(ending, greedy(max_tokens=30, stop_token_ids=[stop]))]
+        with lm.generate(traced, max_new_tokens=20) as tracer:
+            for step in tracer.iter[:]:
+                lm.model.layers[0].output.save()
+                if step == at:
+                    handles.append(lm.submit(leading, two))
+        out = handles[1].result(WAIT)
+        assert [o.token_ids for o in out.outputs] == expected * 2, at
+    assert_idle(lm)
+
+
 # -- sampling ------------------------------------------------------------------------
 
 SAMPLED = [

@@ -324,6 +324,9 @@ class Watch:
     def only_at_output(self, layer: int) -> bool:
         return layer in self.output
 
+    def is_own_call(self) -> bool:
+        return False
+
     def at_output(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
 

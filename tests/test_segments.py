@@ -20,7 +20,10 @@ from helpers_graphs import use_eager_graphs
 from helpers_runner import random_ids
 from test_faults import DEVICES, ways
 
-from pymllm_interp import LM, SamplingParams
+from pymllm_interp import LM, SamplingParams, Steer
+from pymllm_interp.models.llama import LlamaAttention
+from pymllm_interp.runner import cuda_graph_runner
+from pymllm_interp.runner.interp_model_runner import InterpModelRunner
 from pymllm_interp.runner.segments import Segments
 
 PROMPT, OTHERS = random_ids(9, seed=1), [random_ids(4, seed=2), random_ids(17, seed=3)]
@@ -331,3 +334,120 @@ def test_a_trace_that_changes_nothing_leaves_every_bit_of_a_replayed_step(count:
         touched = logits(paths)
         for one, other in zip(touched, untouched, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(one[1:], other[1:], strict=True))
+
+
+# -- what goes wrong -------------------------------------------------------------------------------------------
+
+
+def test_a_pass_that_fails_in_a_stretch_leaves_later_traces_as_they_were(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = load("cpu", disable_cuda_graph=True)
+    expected = reads(lm, [PROMPT], ["model.layers.1"], 4)[0]
+
+    def broken(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaAttention, "forward_fused", broken)
+        with pytest.raises(torch.OutOfMemoryError):
+            reads(lm, [PROMPT], ["model.layers.1"], 4)
+    for a, b in zip(reads(lm, [PROMPT], ["model.layers.1"], 4)[0], expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_stretch_that_cannot_be_captured_runs_kernel_by_kernel(
+    load: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lm = load("cpu", max_segments=9)
+    expected = reads(load("cpu"), [PROMPT], ["model.layers.1"], 6)[0]
+    tries = []
+
+    def fails(run: Any, pool: Any) -> Any:
+        tries.append(run)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(cuda_graph_runner, "capture", fails)
+    for _ in range(2):
+        for a, b in zip(reads(lm, [PROMPT], ["model.layers.1"], 6)[0], expected, strict=True):
+            torch.testing.assert_close(a, b, **CLOSE)
+    assert len(tries) == 1 and len(segments_of(lm)) == 0, "one is enough to know"
+    assert "could not be captured" in caplog.text
+
+
+# -- beside what is declared --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tables(model_folder: Callable[[str], Path], load: Load) -> Iterator[Load]:
+    """(hook_execution) -> an LM that reads declared ops from tables, as on CUDA."""
+    made: dict[str, LM] = {}
+
+    def lm_of(how: str) -> LM:
+        if how not in made:
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                monkeypatch.setattr(InterpModelRunner, "_has_tables", True)
+                device = "cuda" if torch.cuda.is_available() else "cpu"
+                size = {"kv_cache_tokens": 512, "max_running_requests": 4, "capture_ring_bytes": 1 << 16}
+                made[how] = LM(model_folder("llama"), dtype="float32", device=device, hook_execution=how, **size)
+        return made[how]
+
+    yield lm_of
+    for lm in made.values():
+        lm.shutdown()
+
+
+@pytest.mark.parametrize("site", ["resid_post.0", "logits"])
+def test_logits_that_a_block_keeps_are_not_those_of_the_next_replay(site: str, tables: Load) -> None:
+    lm = tables("segments")
+    width = lm.hf_config.vocab_size if site == "logits" else lm.hf_config.hidden_size
+    with lm.generate(PROMPT, max_new_tokens=6, interventions=[Steer(site, torch.ones(width), scale=0.1)]) as tracer:
+        kept, copies = list().save(), list().save()
+        for _ in tracer.iter[:]:
+            value = lm.logits
+            kept.append(value)
+            copies.append(value.clone())
+    assert tracer.receipt.steps["replay"] == 5
+    assert all(map(torch.equal, kept, copies))
+
+
+@pytest.mark.parametrize("how", ["segments", "split", "eager"])
+def test_ops_at_the_logits_act_however_the_step_beside_them_runs(how: str, tables: Load) -> None:
+    lm = tables(how)
+    seven = torch.zeros(lm.hf_config.vocab_size)
+    seven[7] = 1000.0
+    params = SamplingParams(temperature=0, max_tokens=6)
+    with held(lm) as arrived:
+        handle = lm.submit(OTHERS[0], params, interventions=[Steer("logits", seven)])
+        arrived(1)
+    beside = reads(lm, [PROMPT], ["model.layers.1"], 6)
+    assert handle.result(WAIT).token_ids == [7] * 6 and len(beside[0]) == 5
+
+
+@pytest.mark.parametrize("call", ["mlp", "lm_head"])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_blocks_own_call_of_a_module_leaves_the_passes_its_ops(graphs: bool, call: str, load: Load) -> None:
+    """The module gets its ops beside its inputs, for one call: the model's."""
+    lm = load("cpu", disable_cuda_graph=not graphs)
+    seven = torch.zeros(lm.hf_config.vocab_size)
+    seven[7] = 1000.0
+    specs = [Steer("mlp_out.1", torch.ones(lm.hf_config.hidden_size), scale=5.0), Steer("logits", seven)]
+    module = lm.lm_head if call == "lm_head" else lm.model.layers[1].mlp
+
+    def run(own: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        handle = lm.submit(OTHERS[0], SamplingParams(temperature=0, max_tokens=30))
+        with lm.generate(PROMPT, max_new_tokens=5, interventions=specs) as tracer:
+            states = list().save()
+            for _ in tracer.iter[:]:
+                x = module.input
+                if own:
+                    module(x)
+                states.append(lm.lm_head.output[:, -1])
+            ids = tracer.result.save()
+        handle.cancel()
+        return ids, states
+
+    (ids, states), (expected_ids, expected) = run(True), run(False)
+    assert torch.equal(ids, expected_ids) and ids[0, len(PROMPT) :].tolist() == [7] * 5
+    for a, b in zip(states, expected, strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)

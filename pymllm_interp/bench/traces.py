@@ -17,8 +17,8 @@ from .common import Prompts, generate, greedy, random_prompts, timed
 from .gpu import GpuSettings, Model, facts
 from .interventions import PAIRS, summary
 
-FEW, NEW_TOKENS = 4, 100
-"""New tokens of the short runs, and of the others at most."""
+FEW, WARM, NEW_TOKENS = 4, 16, 100
+"""New tokens of the short runs, of those before any that counts, and of the others at most."""
 SWEEP, SWEEP_TOKENS = 1024, 32
 """Invokes of one trace, and tokens of each one's prompt."""
 
@@ -97,8 +97,10 @@ def measure(lm: LM, case: Case, batch: int, settings: GpuSettings) -> dict[str, 
     def traced(tokens: int) -> None:
         run_case(lm, case, prompts, tokens)
 
-    plain(FEW)
-    traced(FEW)  # what is captured is captured now
+    plain(WARM)
+    traced(
+        WARM
+    )  # what is captured is captured now: all rows must come to decode together, and stay together for some steps
     return summary([(step_ms(plain), step_ms(traced)) for _ in range(min(PAIRS, 2 * settings.repeats - 1))])
 
 

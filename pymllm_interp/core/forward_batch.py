@@ -69,6 +69,10 @@ class LayerWatch(Protocol):
         """Whether hooks wait at the layer's output and nowhere else in it. If so, the rest of it counts as visited."""
         ...
 
+    def is_own_call(self) -> bool:
+        """Whether the module that is called now is called by a hook for its own ends, or on another thread: not by the pass."""
+        ...
+
     def at_output(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Serve the hooks at the layer's output. Returns what the pass goes on with."""
         ...

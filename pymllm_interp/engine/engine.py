@@ -246,10 +246,10 @@ class Engine:
         """Deliver what the step before made, in the midst of a pass: blocks of requests that end with it must not be served."""
         before, self._in_flight = self._in_flight, None
         if before is not None:
-            self._collect(*before)
+            self._collect(*before, in_a_pass=True)
             self.runner.drop_finished()
 
-    def _collect(self, step: SchedulerOutput, launched: AsyncOutput) -> None:
+    def _collect(self, step: SchedulerOutput, launched: AsyncOutput, in_a_pass: bool = False) -> None:
         """Read a step's tokens and hand them out."""
         try:
             output = launched.get_output()
@@ -258,7 +258,7 @@ class Engine:
             self._fail([entry.request for entry in step.scheduled], error)
             return
         self._collect_logprobs(step, output)
-        for request in self.scheduler.update(step, output):
+        for request in self.scheduler.update(step, output, in_a_pass):
             self._finished(request)
         for entry in step.scheduled:
             if entry.samples:

@@ -53,6 +53,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.swapped: list[Request] = []
         self.lost: list[Request] = []
+        self._leaders: list[Request] = []
         self.num_preempted = self.num_swapped = 0
         self._arrivals = 0
         self._finished_ids: set[str] = set()
@@ -100,6 +101,8 @@ class Scheduler:
 
         The step is empty where nothing can be done before tokens of launched steps have been read, or captured states have left.
         """
+        while self._leaders:
+            self._hand_over(self._leaders.pop(0))
         step = self._pick()
         while not step.scheduled and (self._decodes_wait or (not self.waits_for_room and self._give_back_prompts())):
             step = self._pick()
@@ -268,10 +271,14 @@ class Scheduler:
             request.num_computed_tokens += num_tokens
             request.num_pending += samples
 
-    def update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[Request]:
+    def update(self, step: SchedulerOutput, output: ModelRunnerOutput, in_a_pass: bool = False) -> list[Request]:
         """Take the tokens of a step that was `launched`, and end the requests that are through. Returns those that ended.
 
         Steps are taken in the order in which they were launched. The rows of requests that ended since are dropped.
+
+        Args:
+            in_a_pass: the next step's pass is launched in part. It may yet write to pages that are freed here, so they are given
+                to nobody before it has been launched whole.
         """
         ended = []
         for entry, token in zip(step.scheduled, output.sampled_token_ids, strict=True):
@@ -281,7 +288,9 @@ class Scheduler:
             request.num_pending -= entry.samples
             first = token is not None and not request.output_token_ids
             reason = self._take(request, token, output)
-            if first:
+            if first and in_a_pass:
+                self._leaders.append(request)
+            elif first:
                 self._hand_over(request)
             if reason is not None:
                 self.finish(request, reason)

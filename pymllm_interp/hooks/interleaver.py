@@ -349,7 +349,7 @@ class EngineInterleaver(Interleaver):
         """Disarm the modules and count the pass for those that took part."""
         self.busy = self.interleaving = False
         for location, count in self.visits.items():
-            if count != 1:
+            if count > 1:  # what a pass that failed did not come to is no rule
                 self.per_pass[location] = count
         unowned: dict[int, torch.Tensor] = {}
         for trace in self.traces:
@@ -381,6 +381,9 @@ class EngineInterleaver(Interleaver):
         self._fused.add(layer)
         self.visits[output] = 0  # that one is yet to come
         return True
+
+    def is_own_call(self) -> bool:
+        return self.serving is not None or self.thread != get_ident()
 
     def at_output(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         return self.visit(f"{self._layers}{layer}.output", hidden)

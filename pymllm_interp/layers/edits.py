@@ -94,10 +94,11 @@ class Edited(nn.Module):
     batch: ForwardBatch | None = None
 
     def take_batch(self) -> ForwardBatch | None:
-        """The batch of this call; None where it is a trace's own."""
+        """The batch of this call; None where it is a trace's own, which leaves it to the pass's."""
         batch = self.batch
-        if batch is not None:
-            self.batch = None
+        if batch is None or (batch.watch is not None and batch.watch.is_own_call()):
+            return None
+        self.batch = None
         return batch
 
     def take_edits(self) -> Edits | None:

@@ -292,7 +292,9 @@ class CaptureRing:
             if isinstance(item, _Sent):
                 try:
                     self._copy_out(item, self._host)
-                except RuntimeError as error:  # the device's, or no memory for a result
+                except (
+                    Exception
+                ) as error:  # the device's, or no memory for a result: those behind it must still be served
                     self._lost(item, error)
                 self.pieces.give_back()
                 self.on_room()
@@ -319,7 +321,7 @@ class CaptureRing:
             captures.copied(first + len(sizes))
 
     @staticmethod
-    def _lost(item: _Sent, error: RuntimeError) -> None:
+    def _lost(item: _Sent, error: Exception) -> None:
         logger.warning("captured states are lost: %r", error)
         for share in item.shares:
             share.captures.error = CaptureError(f"captured states are lost: {error}")

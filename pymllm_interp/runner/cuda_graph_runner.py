@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 WARM_UPS = 2
 
+_captures = threading.RLock()
+"""Engines of one process share the stream and the memory of their captures: one at a time."""
 _memory_pool: tuple | None = None
 _capturing = False
 _pool_users: WeakSet[CudaGraphRunner] = WeakSet()
@@ -167,16 +170,17 @@ def record(plan: Callable[[], None], run: Callable[[], torch.Tensor], pool: Any)
         the graph, and what `run` returned: every replay writes it anew.
     """
     stream = _capture_stream(torch.cuda.current_device())
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UPS):
-            plan()
-            run()
-        plan()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()  # what is free is free for the graph
     outputs: list[torch.Tensor] = []
-    graph = capture(lambda: outputs.append(run()), pool)
+    with _captures:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                plan()
+                run()
+            plan()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what is free is free for the graph
+        graph = capture(lambda: outputs.append(run()), pool)
     return graph, outputs[0]
 
 
@@ -187,7 +191,7 @@ def capture(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
     stream.wait_stream(current)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.stream(stream):
+        with _captures, torch.cuda.stream(stream):
             # Another engine of this process may be at work on its own thread.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:

@@ -324,11 +324,7 @@ class InterpModelRunner(ModelRunner):
 
     def _run(self, forward_batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
         interleaver, execution = self._traced().interleaver, descriptor.execution
-        if execution is Execution.REPLAY and forward_batch.edits is not None:
-            output = super()._run(forward_batch, descriptor)
-            logits = output.next_token_logits.unsqueeze(0)
-            return LogitsProcessorOutput(op_inner(logits, forward_batch.edits, 0, LOGITS)[0])
-        if not interleaver.traces:
+        if not interleaver.traces and not (isinstance(forward_batch.edits, TableEdits) and forward_batch.edits.logits):
             return super()._run(forward_batch, descriptor)
         if execution is Execution.SPLIT:
             return self._run_split(forward_batch, descriptor.num_hooked)
@@ -403,6 +399,9 @@ class InterpModelRunner(ModelRunner):
 
     def _plan_and_call(self, batch: ForwardBatch, execution: Execution) -> LogitsProcessorOutput:
         output = super()._plan_and_call(batch, execution)
+        if execution is Execution.REPLAY and batch.edits is not None:  # the graph ends before the ops at the logits
+            logits = op_inner(output.next_token_logits.unsqueeze(0), batch.edits, 0, LOGITS)[0]
+            output = LogitsProcessorOutput(logits)
         model = self.nnsight_model
         if model is not None and model.interleaver.interleaving:
             for trace in self.nnsight_request_helper.forward_traces:

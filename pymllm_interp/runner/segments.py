@@ -60,11 +60,13 @@ class Segments:
 
     Attributes:
         num_captured, num_evicted: stretches so far.
+        broken: a capture failed; what is captured is replayed, the rest runs kernel by kernel.
     """
 
     def __init__(self, graph_runner: CudaGraphRunner, capacity: int) -> None:
         self.graph_runner, self.capacity = graph_runner, capacity
         self.num_captured = self.num_evicted = 0
+        self.broken = False
         self._recordings: OrderedDict[Hashable, _Recording | None] = OrderedDict()  # None: met once
         self._registers: dict[str, torch.Tensor] = {}
         self._loaded: dict[str, tuple[torch.Tensor, int]] = {}
@@ -103,8 +105,10 @@ class Segments:
             return outputs
         self._recordings.move_to_end(known)
         recording = self._recordings[known]
-        if recording is None:
+        if recording is None and not self.broken:
             recording = self._recordings[known] = self._record(lambda: stretch(**static))
+        if recording is None:
+            return stretch(**static)
         recording.graph.replay()
         for name in recording.outputs:
             self._loaded.pop(name, None)
@@ -144,7 +148,8 @@ class Segments:
 
     # -- captures --------------------------------------------------------------------
 
-    def _record(self, stretch: Callable[[], Registers]) -> _Recording:
+    def _record(self, stretch: Callable[[], Registers]) -> _Recording | None:
+        """Capture the stretch. None: that failed, and nothing is captured any more; later ones run kernel by kernel."""
         shapes: dict[str, torch.Size] = {}
 
         def run() -> None:
@@ -153,9 +158,18 @@ class Segments:
                 shapes[name] = value.shape
 
         self._forget_plan()
-        with _without_gc():
-            graph = cuda_graph_runner.capture(run, cuda_graph_runner.get_global_graph_memory_pool())
-        self._forget_plan()
+        try:
+            with _without_gc():
+                graph = cuda_graph_runner.capture(run, cuda_graph_runner.get_global_graph_memory_pool())
+        except RuntimeError as error:
+            self.broken = True
+            cuda_graph_runner.set_global_graph_memory_pool(None)  # it may be broken, too; captured graphs keep theirs
+            logger.warning(
+                "a stretch between hooks could not be captured; they run kernel by kernel from now on: %s", error
+            )
+            return None
+        finally:
+            self._forget_plan()
         self.num_captured += 1
         return _Recording(graph, shapes)
 
