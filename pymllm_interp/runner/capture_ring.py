@@ -321,7 +321,7 @@ class CaptureRing:
             captures.copied(first + len(sizes))
 
     @staticmethod
-    def _lost(item: _Sent, error: Exception) -> None:
+    def _lost(item: _Sent, error: RuntimeError | ValueError | MemoryError) -> None:
         logger.warning("captured states are lost: %r", error)
         for share in item.shares:
             share.captures.error = CaptureError(f"captured states are lost: {error}")
