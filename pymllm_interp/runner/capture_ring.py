@@ -292,9 +292,7 @@ class CaptureRing:
             if isinstance(item, _Sent):
                 try:
                     self._copy_out(item, self._host)
-                except (
-                    Exception
-                ) as error:  # the device's, or no memory for a result: those behind it must still be served
+                except (RuntimeError, ValueError, MemoryError) as error:  # the others behind it must still be served
                     self._lost(item, error)
                 self.pieces.give_back()
                 self.on_room()
