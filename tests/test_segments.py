@@ -372,7 +372,7 @@ def test_a_stretch_that_cannot_be_captured_runs_kernel_by_kernel(
         for a, b in zip(reads(lm, [PROMPT], ["model.layers.1"], 6)[0], expected, strict=True):
             torch.testing.assert_close(a, b, **CLOSE)
     assert len(tries) == 1 and len(segments_of(lm)) == 0, "one is enough to know"
-    assert "could not be captured" in caplog.text
+    assert "could not be captured" in caplog.text and lm.engine.stats()["segments"]["broken"] == 1
 
 
 # -- beside what is declared --------------------------------------------------------------------------------------

@@ -196,8 +196,10 @@ def _bench_traces(lm: LM, settings: CpuSettings, progress: Progress) -> list[Tra
     return results
 
 
-def generate_traced(lm: LM, prompts: Prompts, traced: int, layers: list[int], new_tokens: int) -> None:
-    """As `generate`; the first `traced` requests save the last position of `layers` at each step."""
+def generate_traced(
+    lm: LM, prompts: Prompts, traced: int, layers: list[int], new_tokens: int, edits: bool = False
+) -> None:
+    """As `generate`; the first `traced` requests save the last position of `layers` at each step, or edit it."""
     handles = [lm.submit(prompt, greedy(new_tokens)) for prompt in prompts[traced:]]
     with lm.generate(max_new_tokens=new_tokens, ignore_eos=True) as tracer:
         for prompt in prompts[:traced]:
@@ -205,10 +207,13 @@ def generate_traced(lm: LM, prompts: Prompts, traced: int, layers: list[int], ne
                 kept = list().save()  # pyright: ignore[reportAttributeAccessIssue]
                 for _ in tracer.iter[:]:
                     for layer in layers:
-                        kept.append(lm.model.layers[layer].output[0, -1])
+                        if edits:
+                            lm.model.layers[layer].output[0, -1] += 1e-3
+                        else:
+                            kept.append(lm.model.layers[layer].output[0, -1])
     assert all(receipt.reads == len(layers) * new_tokens for receipt in tracer.receipts)
     for handle in handles:
-        handle.result()
+        assert len(handle.result().token_ids) == new_tokens
 
 
 # -- the rest -----------------------------------------------------------------------------------

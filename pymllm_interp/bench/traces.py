@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .. import LM
-from .common import Prompts, generate, greedy, random_prompts, timed
+from .common import generate, random_prompts, timed
+from .cpu import generate_traced
 from .gpu import GpuSettings, Model, facts
 from .interventions import PAIRS, summary
 
@@ -43,11 +44,7 @@ def traces_suite(model: Model) -> dict[str, Any]:
             for batch in settings.batches:
                 found["rows"].append({"case": case.name, "batch": batch, **measure(lm, case, batch, settings)})
         found["sweep"] = measure_sweep(lm, settings)
-        segments = lm.runner.segments
-        if segments is not None:
-            found["segments"] = {
-                "captured": segments.num_captured, "kept": len(segments), "evicted": segments.num_evicted
-            }  # fmt: skip
+        found["segments"] = lm.engine.stats()["segments"]
         found["execution"] = lm.engine.stats()["execution"]
     return found
 
@@ -64,25 +61,6 @@ def cases(depth: int) -> list[Case]:
     ]
 
 
-def run_case(lm: LM, case: Case, prompts: Prompts, new_tokens: int) -> None:
-    """Generate `new_tokens` from each prompt, with the blocks of the case."""
-    traced = len(prompts) if case.everyone else 1
-    handles = [lm.submit(prompt, greedy(new_tokens)) for prompt in prompts[traced:]]
-    with lm.generate(max_new_tokens=new_tokens, ignore_eos=True) as tracer:
-        for prompt in prompts[:traced]:
-            with tracer.invoke(prompt):
-                kept = list().save()  # pyright: ignore[reportAttributeAccessIssue]
-                for _ in tracer.iter[:]:
-                    for layer in case.layers:
-                        if case.edits:
-                            lm.model.layers[layer].output[0, -1] += 1e-3
-                        else:
-                            kept.append(lm.model.layers[layer].output[0, -1])
-    assert all(receipt.reads == len(case.layers) * new_tokens for receipt in tracer.receipts)
-    for handle in handles:
-        assert len(handle.result().token_ids) == new_tokens
-
-
 def measure(lm: LM, case: Case, batch: int, settings: GpuSettings) -> dict[str, float]:
     """A step of the case against a plain one."""
     prompts, new_tokens = random_prompts(lm, batch, settings.prompt_tokens), min(NEW_TOKENS, settings.new_tokens)
@@ -95,7 +73,7 @@ def measure(lm: LM, case: Case, batch: int, settings: GpuSettings) -> dict[str, 
         generate(lm, prompts, tokens)
 
     def traced(tokens: int) -> None:
-        run_case(lm, case, prompts, tokens)
+        generate_traced(lm, prompts, batch if case.everyone else 1, case.layers, tokens, case.edits)
 
     plain(WARM)
     traced(

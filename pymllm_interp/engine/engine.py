@@ -100,7 +100,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters: steps, and those whose tokens were read after the next launch; steps by way and reason; requests in each
-        state, free pages, preemptions."""
+        state, free pages, preemptions; what is captured between hooks."""
         scheduler = self.scheduler
         return {
             "steps": self.num_steps,
@@ -112,6 +112,7 @@ class Engine:
             "free_kv_tokens": scheduler.allocator.available_size(),
             "preempted": scheduler.num_preempted,
             "moved_to_host": scheduler.num_swapped,
+            "segments": None if self.runner.segments is None else self.runner.segments.stats(),
         }
 
     @property

@@ -377,19 +377,7 @@ class LM(TracedModel):
             FileExistsError: a folder with other things in it.
             HarvestError: it stopped before the input's end. The message names the document, and says what was kept.
         """
-        if self.engine.on_engine_thread:
-            raise RuntimeError("a harvest cannot be run inside the block of a trace: the engine would wait for itself")
-        if self.edits_of(None):
-            raise NotImplementedError(
-                "this model has edits, and a harvest does not apply them: clear them, or declare them"
-            )
-        (captures,) = self._named(captures_for_each_prompt(capture, 1))
-        (declared,) = self._named(for_each_prompt(interventions, 1))
-        if not captures:
-            raise ValueError("harvest(capture=...): nothing to capture; name sites, as in ['resid_post.*']")
-        for spec in [*captures, *declared]:
-            if spec.positions == "generated" or isinstance(spec.positions, Generated):
-                raise ValueError(f"{spec.name}: positions={spec.positions!r}; a harvest generates nothing")
+        captures, declared = self._harvest_specs(capture, interventions)
         limits, model = self._factory.limits, self.runner.model_info
         longest = min(limits.max_model_len, limits.kv_tokens)
         settings = Settings(longest if max_length is None else max_length, too_long, shard_bytes)
@@ -432,6 +420,25 @@ class LM(TracedModel):
             progress=progress,
         )
         return run.run(inputs)
+
+    def _harvest_specs(
+        self, capture: Sequence[Capture | Site | str], interventions: Sequence[Intervention] | None
+    ) -> tuple[list[Capture], list[Intervention]]:
+        """What a harvest captures and applies, with what it cannot refused."""
+        if self.engine.on_engine_thread:
+            raise RuntimeError("a harvest cannot be run inside the block of a trace: the engine would wait for itself")
+        if self.edits_of(None):
+            raise NotImplementedError(
+                "this model has edits, and a harvest does not apply them: clear them, or declare them"
+            )
+        (captures,) = self._named(captures_for_each_prompt(capture, 1))
+        (declared,) = self._named(for_each_prompt(interventions, 1))
+        if not captures:
+            raise ValueError("harvest(capture=...): nothing to capture; name sites, as in ['resid_post.*']")
+        for spec in [*captures, *declared]:
+            if spec.positions == "generated" or isinstance(spec.positions, Generated):
+                raise ValueError(f"{spec.name}: positions={spec.positions!r}; a harvest generates nothing")
+        return captures, declared
 
     # -- traces ------------------------------------------------------------------------
 

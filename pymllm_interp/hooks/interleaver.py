@@ -338,7 +338,7 @@ class EngineInterleaver(Interleaver):
             for point in self.points.values():
                 point.leave(trace)
 
-    def see_to_it(self) -> None:
+    def catch_up_once(self) -> None:
         """Call `catch_up`, once in a pass."""
         if not self._caught_up:
             self._caught_up = True
@@ -442,7 +442,7 @@ class EngineInterleaver(Interleaver):
 
     def visit(self, location: str, value: Any) -> Any:
         """`handle` at one of `points`, from the model."""
-        self.see_to_it()
+        self.catch_up_once()
         point, visit = self.points[location], self.visits.get(location, 0)
         shared = Shared(value, point.of_logits, len(point.parked))
         if point.skips:

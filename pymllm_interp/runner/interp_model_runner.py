@@ -279,7 +279,7 @@ class InterpModelRunner(ModelRunner):
             return super().sample_tokens_async()
         try:
             sampled = super().sample_tokens_async()
-            self._traced().interleaver.see_to_it()  # a pass counts for those that were alive
+            self._traced().interleaver.catch_up_once()  # a pass counts for those that were alive
         finally:
             self._traced().interleaver.end_pass()
         assert sampled is not None
@@ -419,7 +419,7 @@ class InterpModelRunner(ModelRunner):
         logits = interleaver.handle(f"{model.path}.logits", logits)
         sampled = super()._sample(logits, state)
         if interleaver.awaits_token():
-            interleaver.see_to_it()
+            interleaver.catch_up_once()
             self._offer_tokens(sampled, sampling)
         else:
             interleaver.pass_token()

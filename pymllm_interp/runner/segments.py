@@ -76,6 +76,12 @@ class Segments:
         """Stretches that are captured now."""
         return sum(recording is not None for recording in self._recordings.values())
 
+    def stats(self) -> dict[str, int]:
+        """Stretches captured so far, kept now, and evicted; and whether (1) a capture failed, so that none is made any more."""
+        return {
+            "captured": self.num_captured, "kept": len(self), "evicted": self.num_evicted, "broken": int(self.broken)
+        }  # fmt: skip
+
     def begin(self, forward_batch: ForwardBatch) -> ForwardBatch:
         """The pass that runs instead of `forward_batch`: padded, over the input buffers of the graphs, and planned.
 
@@ -97,9 +103,8 @@ class Segments:
         if known not in self._recordings:
             self._make_room()
             self._recordings[known] = None
-            outputs = stretch(
-                **static
-            )  # over the registers: kernels are compiled for what they read, and no capture may do that
+            # Over the registers: kernels are compiled for what they read, and no capture may do that.
+            outputs = stretch(**static)
             for name, value in outputs.items():
                 self._view(name, value.shape, like=value)
             return outputs
