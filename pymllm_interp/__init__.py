@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .runner.interp_model_runner import InterpModelRunner
     from .runner.model_runner import ModelRunner
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "LM": "engine.lm",
     "Ablate": "hooks.intervention",

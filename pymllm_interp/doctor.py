@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from . import __version__
 from .models.gguf import default_cache_dir
 from .models.source import find_demo_gguf
 
@@ -52,7 +53,7 @@ def _machine_rows() -> list[tuple[str, str]]:
 
 
 def _package_rows() -> tuple[list[tuple[str, str]], bool]:
-    rows, ok = [("pymllm-interp", version("pymllm-interp"))], True
+    rows, ok = [("pymllm-interp", __version__)], True
     for name in REQUIRED:
         found = _version(name)
         ok = ok and found is not None

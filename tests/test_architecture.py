@@ -45,7 +45,7 @@ def at_run_time(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def imports_of(module: str) -> Iterator[tuple[str, int]]:
-    """(module of ours that `module` imports, line), wherever the import stands."""
+    """(module of ours that `module` imports, line), wherever the import stands; the package's version may be anybody's."""
     package = module.split(".") if FILES[module].name == "__init__.py" else module.split(".")[:-1]
     for node in at_run_time(tree_of(module)):
         if isinstance(node, ast.Import):
@@ -53,7 +53,7 @@ def imports_of(module: str) -> Iterator[tuple[str, int]]:
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             base = ".".join(part for part in (base, node.module) if part)
-            whole = [f"{base}.{alias.name}" for alias in node.names]
+            whole = [f"{base}.{alias.name}" for alias in node.names if alias.name != "__version__"]
             names = [name if name in FILES else base for name in whole]
         else:
             continue

@@ -51,6 +51,7 @@ def lm_of(request: pytest.FixtureRequest, model_folder: Callable[[str], Path]) -
     defaults = {
         "dtype": "float32", "max_running_requests": 16, "device": "cpu" if request.param == "functions" else DEVICE,
         "disable_cuda_graph": request.param != "graphs", "hook_execution": "segments" if request.param == "graphs" else "auto",
+        "kv_cache_tokens": 4096,
     }  # fmt: skip
 
     def load(family: str, **kwargs: Any) -> LM:
@@ -77,9 +78,8 @@ def ring_lm(model_folder: Callable[[str], Path]) -> Iterator[Callable[..., LM]]:
     def load(**kwargs: Any) -> LM:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(InterpModelRunner, "_has_tables", True)
-            made.append(
-                LM(model_folder("llama"), dtype="float32", device=DEVICE, disable_cuda_graph=not CUDA, **kwargs)
-            )
+            options = {"dtype": "float32", "device": DEVICE, "disable_cuda_graph": not CUDA, "kv_cache_tokens": 4096}
+            made.append(LM(model_folder("llama"), **{**options, **kwargs}))
         return made[-1]
 
     yield load

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def run_bench(
         quick: as small as it gets.
         profile: say where the time of steps goes, too (not "cpu").
         commit: what to note where this is not a git checkout.
-        out: the file; by default `gpu-<model>.json` or `cpu-<model>...json`, see `default_path`.
+        out: the file; by default `gpu-<model>.json`, `gpu-traces-<model>.json` and the like (`cpu-...` there), see `default_path`.
         sizes: fields of the suite's settings; None leaves them as they are.
 
     Raises:
@@ -64,20 +65,27 @@ def run_bench(
         return run_cpu(model, dtype, load_format, cpu, machine, out)
     settings = replace(GpuSettings.quick() if quick else GpuSettings(), **given)
     measured = Model(model=model, dtype=dtype, device=device, load_format=load_format, settings=settings)
-    if suite in AGAINST_PLAIN:
-        record = {"suite": suite, "load_format": load_format, "machine": machine, "settings": asdict(settings)}
-        record |= AGAINST_PLAIN[suite](measured)
-        kind = "gpu-" if on_cuda else ""
-        path = out or default_path(f"{kind}{suite}-{Path(record['model']).name}.json")
+    path, record, console = out, {}, Console(stderr=True)
+    for record in _growing(suite, measured, machine, profile):
+        name = [
+            *(["gpu"] if on_cuda else ["cpu"]),
+            *([suite] if suite in AGAINST_PLAIN else []),
+            Path(record["model"]).name,
+        ]
+        path = path or default_path(f"{'-'.join(name)}.json")
         write(record, path)
-        Console().print(render(record, read_aims(Path(model))), markup=False, soft_wrap=True)
-        return path
-    path, record = out, {}
-    for record in records(suite, measured, machine, profile):
-        path = path or default_path(f"{'gpu' if on_cuda else 'cpu'}-{Path(record['model']).name}.json")
-        write(record, path)
+        console.log("measured", *[str(row) for row in (record.get("rows") or record["hooks"])[-1:]], markup=False)
     assert path is not None
     console = Console()
     console.print(render(record, read_aims(Path(model))), markup=False, soft_wrap=True)
     console.print(f"Written: {path}")
     return path
+
+
+def _growing(suite: str, model: Model, machine: dict[str, Any], profile: bool) -> Iterator[dict[str, Any]]:
+    """The record of a run, again whenever there is more in it: what was measured is not lost where a later part fails."""
+    if suite not in AGAINST_PLAIN:
+        yield from records(suite, model, machine, profile)
+        return
+    record = {"suite": suite, "load_format": model.load_format, "machine": machine, "settings": asdict(model.settings)}
+    yield from (record | found for found in AGAINST_PLAIN[suite](model))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import subprocess
 import time
 from collections.abc import Callable
@@ -15,12 +16,15 @@ from typing import Any
 
 import torch
 
+from .. import __version__
 from ..core.request import SamplingParams
 from ..doctor import cpu_model
 from ..engine.lm import LM
 
 Prompts = list[list[int]]
 RESULTS = Path("benchmarks/results")
+WARM_TOKENS = 16
+"""Of the runs before any that counts."""
 
 
 def random_prompts(lm: LM, batch: int, tokens: int) -> Prompts:
@@ -47,6 +51,36 @@ def timed(function: Callable[[], None]) -> float:
     return time.perf_counter() - started
 
 
+def compare(plain: Callable[[int], None], given: Callable[[int], None], new_tokens: int, pairs: int) -> dict[str, Any]:
+    """Decode steps of `given` against those of `plain`, both called with a number of new tokens.
+
+    A step takes ``(t(all new tokens) - t(1)) / (new tokens - 1)``: what is done once for each value that a step saves is
+    in it, up to the caller's hands; what is done once for each request is not. The two take turns in one engine.
+    """
+    runs = (plain, given)
+    for run in runs:
+        # What is captured for replay is captured now, once all rows decode together.
+        run(min(WARM_TOKENS, new_tokens))
+    first = [statistics.median(timed(lambda run=run: run(1)) for _ in range(3)) for run in runs]
+
+    def step_ms(i: int) -> float:
+        return (timed(lambda: runs[i](new_tokens)) - first[i]) / (new_tokens - 1) * 1e3
+
+    return summary([(step_ms(0), step_ms(1)) for _ in range(pairs)])
+
+
+def summary(pairs: list[tuple[float, float]]) -> dict[str, Any]:
+    """Medians of the pairs (plain ms, the other's ms) and of their ratios, which spread from lowest to highest."""
+    ratios = [other / plain for plain, other in pairs]
+    return {
+        "plain_ms": statistics.median(plain for plain, _ in pairs),
+        "ms": statistics.median(other for _, other in pairs),
+        "ratio": statistics.median(ratios),
+        "lowest": min(ratios),
+        "highest": max(ratios),
+    }
+
+
 def describe_machine(commit_if_unknown: str | None = None) -> dict[str, Any]:
     """What a number cannot be read without.
 
@@ -60,7 +94,8 @@ def describe_machine(commit_if_unknown: str | None = None) -> dict[str, Any]:
         "load_average_before": list(os.getloadavg()),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("pymllm-interp", "torch", "transformers", "nnsight")},
+        "versions": {"pymllm-interp": __version__}
+        | {name: _version(name) for name in ("torch", "transformers", "nnsight")},
         "commit": commit() or commit_if_unknown,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -94,7 +94,7 @@ class Model:
 
 
 def records(suite: str, model: Model, machine: dict[str, Any], with_profiles: bool) -> Iterator[dict[str, Any]]:
-    """The record of a run as it grows: what was measured is not lost where a later part fails.
+    """The record of a run as it grows.
 
     Args:
         suite: "decode", "hooks", or "all".

@@ -1,14 +1,14 @@
 """What declared interventions and captures cost a decode step: the suite "interventions".
 
-Every request of the batch has them. Runs with and without alternate in one engine; a ratio is of decode steps,
-``(t(all new tokens) - t(1)) / (new tokens - 1)``, its median and spread are over the pairs. What the tables cost where nobody
-uses them is measured on the graphs: the same pass captured with them and without, replayed in turn.
+Every request of the batch has them; see `compare`. What the tables cost where nobody uses them is measured on the graphs: the
+same pass captured with them and without, replayed in turn.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from .. import LM
 from ..hooks.intervention import Ablate, Clamp, Gate, Intervention, Steer
 from ..runner.cuda_graph_runner import CudaGraphRunner
-from .common import greedy, random_prompts, timed
+from .common import compare, greedy, random_prompts, summary, timed
 from .gpu import GpuSettings, Model, facts, replay_ms
 
 PAIRS = 5
@@ -28,23 +28,22 @@ Specs = Callable[[int], list[Intervention]]
 """Request i's interventions."""
 
 
-def interventions_suite(model: Model) -> dict[str, Any]:
-    """Ratios to plain steps, by case and batch size."""
+def interventions_suite(model: Model) -> Iterator[dict[str, Any]]:
+    """Ratios to plain steps, by case and batch size; again as each is found."""
     settings = model.settings
     with model.load() as lm:
         found: dict[str, Any] = facts(lm) | {"pairs": PAIRS, "rows": []}
-        for case, specs in cases(lm).items():
+        measures = {case: partial(measure, specs=specs) for case, specs in cases(lm).items()}
+        for case, measured in {**measures, CAPTURED: measure_captured}.items():
             for batch in settings.batches:
-                found["rows"].append({"case": case, "batch": batch, **measure(lm, batch, specs, settings)})
-        for batch in settings.batches:
-            found["rows"].append({"case": CAPTURED, "batch": batch, **measure_captured(lm, batch, settings)})
+                found["rows"].append({"case": case, "batch": batch, **measured(lm, batch, settings)})
+                yield found
         found["captured_prefill"] = measure_captured_prefill(lm, settings)
         found["execution"] = lm.engine.stats()["execution"]
-        if lm.runner.graph_runner is not None:
-            found["rows"] += [
-                {"case": "tables present, nobody hooked", "batch": n, **tables(lm, n)} for n in settings.batches
-            ]
-    return found
+        yield found
+        for batch in settings.batches if lm.runner.graph_runner is not None else ():
+            found["rows"].append({"case": "tables present, nobody hooked", "batch": batch, **tables(lm, batch)})
+            yield found
 
 
 def cases(lm: LM) -> dict[str, Specs]:
@@ -72,7 +71,7 @@ def cases(lm: LM) -> dict[str, Specs]:
     }
 
 
-def measure(lm: LM, batch: int, specs: Specs, settings: GpuSettings) -> dict[str, Any]:
+def measure(lm: LM, batch: int, settings: GpuSettings, specs: Specs) -> dict[str, Any]:
     """Steps of a batch whose requests have `specs`, against plain ones."""
     declared = [specs(i) for i in range(batch)]
     return against_plain(lm, batch, settings, {"interventions": declared})
@@ -87,18 +86,11 @@ def measure_captured(lm: LM, batch: int, settings: GpuSettings) -> dict[str, Any
 def against_plain(lm: LM, batch: int, settings: GpuSettings, given: dict[str, Any]) -> dict[str, Any]:
     """Steps of a batch with these arguments of `LM.generate`, against those without."""
     prompts = random_prompts(lm, batch, min(PROMPT_TOKENS, settings.prompt_tokens))
-    new_tokens = min(NEW_TOKENS, settings.new_tokens)
 
-    def seconds(arguments: dict[str, Any], count: int) -> float:
-        return timed(lambda: lm.generate(prompts, greedy(count), **arguments) and None)
+    def run(arguments: dict[str, Any], count: int) -> None:
+        lm.generate(prompts, greedy(count), **arguments)
 
-    seconds(given, 4)
-    first = [statistics.median(seconds(arguments, 1) for _ in range(3)) for arguments in ({}, given)]
-    pairs = []
-    for _ in range(PAIRS):
-        plain, edited = seconds({}, new_tokens) - first[0], seconds(given, new_tokens) - first[1]
-        pairs.append((plain / (new_tokens - 1) * 1e3, edited / (new_tokens - 1) * 1e3))
-    return summary(pairs)
+    return compare(partial(run, {}), partial(run, given), min(NEW_TOKENS, settings.new_tokens), PAIRS)
 
 
 def measure_captured_prefill(lm: LM, settings: GpuSettings) -> dict[str, float]:
@@ -149,15 +141,3 @@ def tables(lm: LM, batch: int, replays: int = 20) -> dict[str, Any]:
         return pairs
 
     return summary(lm.engine.call(run))
-
-
-def summary(pairs: list[tuple[float, float]]) -> dict[str, Any]:
-    """Medians of the pairs (plain ms, edited ms) and of their ratios."""
-    ratios = [edited / plain for plain, edited in pairs]
-    return {
-        "plain_ms": statistics.median(plain for plain, _ in pairs),
-        "ms": statistics.median(edited for _, edited in pairs),
-        "ratio": statistics.median(ratios),
-        "lowest": min(ratios),
-        "highest": max(ratios),
-    }

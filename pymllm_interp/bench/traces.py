@@ -1,25 +1,22 @@
 """What traces cost a decode step: the suite "traces".
 
 Requests of a batch read or edit layers at every step, in one ``with`` block that has an invoke for each of them; the others
-are plain. A step takes ``(t(all new tokens) - t(few)) / (all - few)``, so it includes what is done once for each value that was
-saved, up to the caller's hands, and not what is done once for each request. Runs with and without alternate in one engine; a
-ratio is the median over the pairs.
+are plain. See `compare`.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from .. import LM
-from .common import generate, random_prompts, timed
+from .common import compare, generate, random_prompts, timed
 from .cpu import generate_traced
 from .gpu import GpuSettings, Model, facts
-from .interventions import PAIRS, summary
 
-FEW, WARM, NEW_TOKENS = 4, 16, 100
-"""New tokens of the short runs, of those before any that counts, and of the others at most."""
+PAIRS, NEW_TOKENS = 3, 100
 SWEEP, SWEEP_TOKENS = 1024, 32
 """Invokes of one trace, and tokens of each one's prompt."""
 
@@ -35,18 +32,19 @@ class Case(NamedTuple):
     """They change each layer's output, rather than save it."""
 
 
-def traces_suite(model: Model) -> dict[str, Any]:
-    """Steps with traces against plain ones, by case and batch size; and a sweep of one layer over many prompts."""
+def traces_suite(model: Model) -> Iterator[dict[str, Any]]:
+    """Steps with traces against plain ones, by case and batch size, and a sweep of one layer over many prompts; again as each
+    is found."""
     settings = model.settings
     with model.load() as lm:
         found: dict[str, Any] = facts(lm) | {"pairs": PAIRS, "new_tokens": NEW_TOKENS, "rows": []}
         for case in cases(lm.runner.num_hidden_layers):
             for batch in settings.batches:
                 found["rows"].append({"case": case.name, "batch": batch, **measure(lm, case, batch, settings)})
+                found |= {name: lm.engine.stats()[name] for name in ("segments", "execution")}
+                yield found
         found["sweep"] = measure_sweep(lm, settings)
-        found["segments"] = lm.engine.stats()["segments"]
-        found["execution"] = lm.engine.stats()["execution"]
-    return found
+        yield found
 
 
 def cases(depth: int) -> list[Case]:
@@ -61,25 +59,14 @@ def cases(depth: int) -> list[Case]:
     ]
 
 
-def measure(lm: LM, case: Case, batch: int, settings: GpuSettings) -> dict[str, float]:
+def measure(lm: LM, case: Case, batch: int, settings: GpuSettings) -> dict[str, Any]:
     """A step of the case against a plain one."""
-    prompts, new_tokens = random_prompts(lm, batch, settings.prompt_tokens), min(NEW_TOKENS, settings.new_tokens)
-
-    def step_ms(run: Callable[[int], None]) -> float:
-        few = timed(lambda: run(FEW))
-        return (timed(lambda: run(new_tokens)) - few) / (new_tokens - FEW) * 1e3
-
-    def plain(tokens: int) -> None:
-        generate(lm, prompts, tokens)
+    prompts = random_prompts(lm, batch, settings.prompt_tokens)
 
     def traced(tokens: int) -> None:
         generate_traced(lm, prompts, batch if case.everyone else 1, case.layers, tokens, case.edits)
 
-    plain(WARM)
-    traced(
-        WARM
-    )  # what is captured is captured now: all rows must come to decode together, and stay together for some steps
-    return summary([(step_ms(plain), step_ms(traced)) for _ in range(min(PAIRS, 2 * settings.repeats - 1))])
+    return compare(partial(generate, lm, prompts), traced, min(NEW_TOKENS, settings.new_tokens), PAIRS)
 
 
 def measure_sweep(lm: LM, settings: GpuSettings) -> dict[str, float]:

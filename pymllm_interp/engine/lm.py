@@ -14,7 +14,6 @@ import sys
 import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PretrainedConfig
 
+from .. import __version__
 from ..config import ModelConfig, ServerConfig
 from ..core.output import RequestOutput
 from ..core.request import Request, SamplingParams
@@ -304,7 +304,7 @@ class LM(TracedModel):
         """What computes: what the same specs on the same model may come out differently by, in the last bits."""
         runner = self.runner
         return (
-            f"pymllm-interp {version('pymllm-interp')}, torch {torch.__version__}, {runner.device}, "
+            f"pymllm-interp {__version__}, torch {torch.__version__}, {runner.device}, "
             f"{type(runner.attn_backend).__name__}, {runner.dtype}"
         )
 
