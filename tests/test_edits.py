@@ -186,11 +186,11 @@ def test_a_row_that_captures_has_the_states_that_go_on_in_its_block_and_nobody_e
     rows, positions = [0, 2, 1, 2, 3, -1, 0], [4, 5, 3, PROMPT - 1, 2, 0, 9]
     whole = sites * WIDTH
     blocks = [
-        (10, 10 + whole),
-        (1500, 1500 + WIDTH),
-        (40, 90),
+        (16, 16 + whole),
+        (1504, 1504 + WIDTH),
+        (40, 96),
         (1600, 1600 + 2 * WIDTH),
-        (95, 100),
+        (96, 104),
         (0, 0),
         (2000, 2000),
     ]

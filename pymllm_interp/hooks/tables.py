@@ -386,6 +386,7 @@ class DeviceTables:
         self.tables = EditTables.empty(
             rows, model.num_hidden_layers, limits.max_interventions_per_site, limits.max_intervention_vectors,
             model.hidden_size, ring, limits.inner_sites,
+            all(model.width(kind) % table_edits.ALIGNED == 0 for kind in ("resid_post", *limits.inner_sites)),
         )  # fmt: skip
         self.pool = VectorPool(limits.max_intervention_vectors, model.hidden_size)
         self._device, self._edited = device, edited
@@ -419,30 +420,36 @@ class DeviceTables:
             return
         _, sites, depth = self.tables.fires.shape
         rows = np.array(list(self._staged), dtype=np.int64)
-        counts = np.zeros((len(rows), sites), dtype=np.int32)
-        fields = np.zeros((len(rows), sites, depth, table_edits.FIELDS), dtype=np.int32)
-        numbers = np.zeros((len(rows), sites, depth, table_edits.NUMBERS), dtype=np.float32)
+        marks = np.zeros(len(rows), dtype=np.int32)
+        ops = np.zeros((len(rows), sites, depth, table_edits.WORDS), dtype=np.int32)
         offsets = np.full((len(rows), sites), -1, dtype=np.int32)
+        places: list[tuple[int, int, int]] = []
+        whole: list[list[int]] = []
+        real: list[list[float]] = []
         for i, (row, declared) in enumerate(self._staged.items()):
             if declared is None:
                 self._in_use.discard(row)
                 continue
             self._in_use.add(row)
             for site, offset in () if declared.captures is None else declared.captures.offsets.items():
-                offsets[i, site] = offset
+                offsets[i, site], marks[i] = offset, 1
             for site, found in declared.ops.items():
-                for op in found if site < sites else ():
-                    for entry_fields, entry_numbers in _entries(op, declared, self.pool.width):
-                        k = counts[i, site]
-                        fields[i, site, k], numbers[i, site, k] = entry_fields, entry_numbers
-                        counts[i, site] += 1
+                entries = (
+                    [entry for op in found for entry in _entries(op, declared, self.pool.width)] if site < sites else []
+                )
+                for k, (words, numbers) in enumerate(entries):
+                    words[0] += table_edits.MORE * (k + 1 < len(entries))
+                    places.append((i, site, k))
+                    whole.append(words)
+                    real.append(numbers)
+                    marks[i] = 1
         self._staged.clear()
-        marks = np.asarray(counts.any(axis=1) | (offsets >= 0).any(axis=1), dtype=np.int32)
-        index, *values = upload(self._device, rows, marks, counts, fields, numbers, offsets)
-        tables = self.tables
-        for table, value in zip(
-            (self._edited, tables.counts, tables.fields, tables.numbers, tables.offsets), values, strict=True
-        ):
+        if places:
+            at = tuple(np.array(places).T)
+            words = np.array(whole, dtype=np.int32), np.array(real, dtype=np.float32).view(np.int32)
+            ops[(*at, slice(sum(part.shape[1] for part in words)))] = np.concatenate(words, axis=1)
+        index, *values = upload(self._device, rows, marks, ops, offsets)
+        for table, value in zip((self._edited, self.tables.ops, self.tables.offsets), values, strict=True):
             table.index_copy_(0, index, value)
         self.tables.fires.index_fill_(0, index, 0)
 
@@ -467,7 +474,8 @@ def _vectors_of(op: Op) -> list[torch.Tensor]:
 
 
 def _entries(op: Op, declared: Declared, width: int) -> Iterator[tuple[list[int], list[float]]]:
-    """The table's entries for an op: one for each window. `width` is that of the pool's rows."""
+    """The table's words for an op, for each of its windows: whole numbers, and those behind them. `width` is that of the pool's
+    rows."""
     spec = op.spec
     vectors = [declared.vectors[id(tensor)] for tensor in _vectors_of(op)]
     probe, threshold = (-1, 0.0) if spec.when is None else (vectors.pop(), spec.when.threshold)
@@ -482,11 +490,12 @@ def _entries(op: Op, declared: Declared, width: int) -> Iterator[tuple[list[int]
             low = -np.inf if spec.low is None else spec.low
             high = np.inf if spec.high is None else spec.high
         case Scale():
-            code, low = table_edits.SCALE, spec.factor
+            code, low, rank = table_edits.SCALE, spec.factor, 0
         case Patch():
             code, rank = table_edits.PATCH, spec.values.ndim  # 2: a row for each position
     for window in op.windows:
         stop = table_edits.NO_END if window.stop is None else window.stop
-        yield [code, first + before, rank, window.start, stop, window.step, probe, norm], [low, high, threshold]
+        kind = table_edits.kind_word(code, rank, norm)
+        yield [kind, first + before, window.start, stop, window.step, probe], [low, high, threshold]
         if isinstance(spec, Patch) and spec.values.ndim == 2:
             before += (window.size or 0) * -(-spec.values.shape[-1] // width)

@@ -16,11 +16,20 @@ ADD, PROJECT_OUT, CLAMP, SCALE, PATCH = range(1, 6)
 """What an op does; 0 is none."""
 NO_NORM, PRESERVE, MATCH = range(3)
 """What an ADD keeps: nothing, the state's norm, or the vector's length relative to it."""
-FIELDS = 8
-"""Whole numbers of an op: code, first vector, vectors, first position, position after the last, step, gate's vector, norm."""
-NUMBERS = 3
-"""Its others: scale, factor or lower bound; upper bound; the gate's threshold."""
+MORE = 1 << 24
+"""In the first word of an op that another one follows at its site."""
+WORDS = 16
+"""int32 of an op: `kind_word`, first vector, first position, position after the last, step, gate's vector or -1; and the bits of
+float32s: scale, factor or lower bound; upper bound; the gate's threshold. The rest is unused: an op starts where a sector of the
+cache does."""
+ALIGNED = 8
+"""Elements that the places of captured states are multiples of, where the widths of all sites are."""
 NO_END = 2**31 - 1
+
+
+def kind_word(code: int, vectors: int, norm: int) -> int:
+    """The first word of an op: what it does, how many vectors it has (of `PATCH`, 2 for one at each position), what it keeps."""
+    return code | vectors << 8 | norm << 16
 
 
 @dataclass(frozen=True)
@@ -34,33 +43,31 @@ class EditTables:
     """
 
     # fmt: off
-    counts:  torch.Tensor  # [rows, sites] int32, ops there
-    fields:  torch.Tensor  # [rows, sites, depth, FIELDS] int32
-    numbers: torch.Tensor  # [rows, sites, depth, NUMBERS] float32
+    ops:     torch.Tensor  # [rows, sites, depth, WORDS] int32
     fires:   torch.Tensor  # [rows, sites, depth] int32, how often a gated op acted
     vectors: torch.Tensor  # [capacity, width] float32
     offsets: torch.Tensor  # [rows, sites] int32, where in a block of the ring the site's state goes; -1: nowhere
     ring:    torch.Tensor  # [elements], of the states' dtype
     num_layers: int
     inner:   frozenset[str] = frozenset()  # kinds of inner sites that passes have kernels for
+    aligned: bool = False  # the widths of all sites are multiples of ALIGNED
     # fmt: on
 
     @classmethod
     def empty(
         cls, rows: int, num_layers: int, depth: int, capacity: int, width: int, ring: torch.Tensor,
-        inner: frozenset[str] = frozenset(),
+        inner: frozenset[str] = frozenset(), aligned: bool = False,
     ) -> EditTables:  # fmt: skip
         places, device = (rows, num_sites(num_layers) if inner else final_norm_site(num_layers) + 1), ring.device
         return cls(
-            counts=torch.zeros(*places, dtype=torch.int32, device=device),
-            fields=torch.zeros(*places, depth, FIELDS, dtype=torch.int32, device=device),
-            numbers=torch.zeros(*places, depth, NUMBERS, dtype=torch.float32, device=device),
+            ops=torch.zeros(*places, depth, WORDS, dtype=torch.int32, device=device),
             fires=torch.zeros(*places, depth, dtype=torch.int32, device=device),
             vectors=torch.zeros(capacity, width, dtype=torch.float32, device=device),
             offsets=torch.full(places, -1, dtype=torch.int32, device=device),
             ring=ring,
             num_layers=num_layers,
             inner=inner,
+            aligned=aligned,
         )
 
 
@@ -101,7 +108,7 @@ class TableEdits:
     def at(self, site: int, value: torch.Tensor) -> torch.Tensor:
         from .triton_edits import edit
 
-        if site >= self.tables.counts.shape[1]:
+        if site >= self.tables.ops.shape[1]:
             return value if self.logits is None else self.logits.at(site, value)
         return edit(value, site, self)
 

@@ -14,92 +14,93 @@ from .triton_kernels import norm_launch
 ADD, PROJECT_OUT, CLAMP = tl.constexpr(codes.ADD), tl.constexpr(codes.PROJECT_OUT), tl.constexpr(codes.CLAMP)
 SCALE, PATCH = tl.constexpr(codes.SCALE), tl.constexpr(codes.PATCH)
 PRESERVE, MATCH = tl.constexpr(codes.PRESERVE), tl.constexpr(codes.MATCH)
-FIELDS, NUMBERS = tl.constexpr(codes.FIELDS), tl.constexpr(codes.NUMBERS)
+MORE, WORDS = tl.constexpr(codes.MORE), tl.constexpr(codes.WORDS)
+
+
+MAX_REGISTERS = 128
+"""Of a thread: two programs fit a processor of the device then, and 256 rows of 4,096 run all at once."""
 
 
 @triton.jit
 def _apply_ops(
-    value, owner, position, site, counts, fields, numbers, fires, vectors, column, mask, inside,
+    value, owner, position, site, kind, ops, fires, vectors, column, mask, inside,
     SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """`value` [rows, block] float32 after the ops that each row's owner [rows, 1] has at `site`, rounded after each."""
+    """`value` [rows, block] float32 after the ops that each row's owner has at `site`, rounded after each.
+
+    Every op adds multiples of its vectors to what it keeps of the state, so that one short loop serves them all: the kernel's
+    code, too, comes through the cache that the model's weights go through.
+
+    Args:
+        kind: [rows, 1], the first word of each row's first op there.
+    """
     span: tl.constexpr = (SIZE + WIDTH - 1) // WIDTH  # rows of the pool that a vector takes
-    place = owner * SITES + site
-    count = tl.load(counts + place, mask=inside & (owner >= 0), other=0)
-    for k in range(0, tl.max(count)):
-        op = place * DEPTH + k
-        live = inside & (k < count)
-        field = fields + op * FIELDS
-        number = numbers + op * NUMBERS
-        start = tl.load(field + 3, mask=live, other=0)
-        stop = tl.load(field + 4, mask=live, other=0)
-        step = tl.load(field + 5, mask=live, other=1)
+    op = (owner * SITES + site) * DEPTH
+    while tl.max(kind) > 0:
+        word = ops + op * WORDS
+        live = inside & (kind > 0)
+        code, rank, norms = kind & 255, (kind >> 8) & 255, (kind >> 16) & 255
+        first = tl.load(word + 1, mask=live, other=0, eviction_policy="evict_last").to(tl.int64)
+        start = tl.load(word + 2, mask=live, other=0, eviction_policy="evict_last")
+        stop = tl.load(word + 3, mask=live, other=0, eviction_policy="evict_last")
+        step = tl.load(word + 4, mask=live, other=1, eviction_policy="evict_last")
+        probe_row = tl.load(word + 5, mask=live, other=-1, eviction_policy="evict_last").to(tl.int64)
+        a = tl.load(word + 6, mask=live, other=0, eviction_policy="evict_last").to(tl.float32, bitcast=True)
+        b = tl.load(word + 7, mask=live, other=0, eviction_policy="evict_last").to(tl.float32, bitcast=True)
         live = live & (position >= start) & (position < stop) & ((position - start) % step == 0)
-        if tl.max(live.to(tl.int32)) > 0:
-            code = tl.load(field, mask=live, other=0)
-            first = tl.load(field + 1, mask=live, other=0).to(tl.int64)
-            rank = tl.load(field + 2, mask=live, other=0)
-            probe_row = tl.load(field + 6, mask=live, other=-1).to(tl.int64)
-            mode = tl.load(field + 7, mask=live, other=0)
-            a = tl.load(number, mask=live, other=0.0)
-            b = tl.load(number + 1, mask=live, other=0.0)
+        if tl.max((live & (probe_row >= 0)).to(tl.int32)) > 0:
             gated = live & (probe_row >= 0)
-            if tl.max(gated.to(tl.int32)) > 0:
-                probe = tl.load(vectors + probe_row * WIDTH + column, mask=gated & mask, other=0.0)
-                dot = tl.sum(value * probe, axis=1, keep_dims=True)
-                threshold = tl.load(number + 2, mask=gated, other=0.0)
-                live = live & ((probe_row < 0) | (dot > threshold))
-                tl.atomic_add(fires + op, 1, mask=gated & live)
-            edited = value
-            adds = live & (code == ADD)
-            if tl.max(adds.to(tl.int32)) > 0:
-                vector = tl.load(vectors + first * WIDTH + column, mask=adds & mask, other=0.0)
-                norm = tl.sqrt(tl.sum(value * value, axis=1, keep_dims=True))
-                moved = value + tl.where(mode == MATCH, a * norm, a) * vector
-                after = tl.sqrt(tl.sum(moved * moved, axis=1, keep_dims=True))
-                moved = tl.where((mode == PRESERVE) & (after > 0.0), moved * (norm / after), moved)
-                edited = tl.where(adds, moved, edited)
-            projects = live & (code == PROJECT_OUT)
-            if tl.max(projects.to(tl.int32)) > 0:
-                for j in range(0, tl.max(tl.where(projects, rank, 0))):
-                    now = projects & (j < rank)
-                    vector = tl.load(vectors + (first + j * span) * WIDTH + column, mask=now & mask, other=0.0)
-                    edited = edited - tl.sum(value * vector, axis=1, keep_dims=True) * vector
-            clamps = live & (code == CLAMP)
-            if tl.max(clamps.to(tl.int32)) > 0:
-                vector = tl.load(vectors + first * WIDTH + column, mask=clamps & mask, other=0.0)
-                along = tl.sum(value * vector, axis=1, keep_dims=True)
-                wanted = tl.minimum(tl.maximum(along, a), b)
-                edited = tl.where(clamps & (wanted != along), edited + (wanted - along) * vector, edited)
-            edited = tl.where(live & (code == SCALE), value * a, edited)
-            patches = live & (code == PATCH)
-            if tl.max(patches.to(tl.int32)) > 0:
-                # A rank of 2 has a vector for each position, in the order of the window's.
-                source = first + tl.where(rank == 2, (position - start) // step, 0).to(tl.int64) * span
-                vector = tl.load(vectors + source * WIDTH + column, mask=patches & mask, other=0.0)
-                edited = tl.where(patches, vector, edited)
-            value = tl.where(live, edited.to(dtype).to(tl.float32), value)
+            probe = tl.load(
+                vectors + probe_row * WIDTH + column, mask=gated & mask, other=0.0, eviction_policy="evict_last"
+            )
+            dot = tl.sum(value * probe, axis=1, keep_dims=True)
+            threshold = tl.load(word + 8, mask=gated, other=0).to(tl.float32, bitcast=True)
+            live = live & ((probe_row < 0) | (dot > threshold))
+            tl.atomic_add(fires + op, 1, mask=gated & live)
+        norm = tl.zeros_like(a)
+        if tl.max(tl.where(live, norms, 0)) > 0:
+            norm = tl.sqrt(tl.sum(value * value, axis=1, keep_dims=True))
+        along = live & ((code == PROJECT_OUT) | (code == CLAMP))
+        patches = code == PATCH
+        # A patch of rank 2 has a vector for each position, in the order of the window's.
+        ordinal = tl.where(patches & (rank == 2), (position - start) // step, 0)
+        rank = tl.where(patches, 1, rank)
+        edited = tl.where(patches, 0.0, tl.where(code == SCALE, value * a, value))
+        for j in range(0, tl.max(tl.where(live, rank, 0))):
+            now = live & (j < rank)
+            source = vectors + (first + (ordinal + j) * span) * WIDTH + column
+            vector = tl.load(source, mask=now & mask, other=0.0, eviction_policy="evict_last")
+            gain = tl.where(patches, 1.0, tl.where(norms == MATCH, a * norm, a))
+            if tl.max(along.to(tl.int32)) > 0:
+                dot = tl.sum(value * vector, axis=1, keep_dims=True)
+                wanted = tl.where(code == CLAMP, tl.minimum(tl.maximum(dot, a), b), 0.0)
+                gain = tl.where(along, wanted - dot, gain)
+            # What adds nothing changes no bit, not even a zero's sign.
+            edited = tl.where(now & (gain != 0.0), edited + gain * vector, edited)
+        if tl.max((live & (norms == PRESERVE)).to(tl.int32)) > 0:
+            after = tl.sqrt(tl.sum(edited * edited, axis=1, keep_dims=True))
+            edited = tl.where((norms == PRESERVE) & (after > 0.0), edited * (norm / after), edited)
+        value = tl.where(live, edited.to(dtype).to(tl.float32), value)
+        op += 1
+        kind = tl.load(ops + op * WORDS, mask=kind >= MORE, other=0, eviction_policy="evict_last")
     return value
 
 
 @triton.jit
-def _capture(
-    value, owner, row, site, offsets, blocks, block_stride, ring, column, mask, inside, SITES: tl.constexpr,
-):  # fmt: skip
-    """Store `value` [rows, block], rounded, in the ring where the row's owner captures `site` and the row's block holds it."""
-    wanted = inside & (owner >= 0)
-    offset = tl.load(offsets + owner * SITES + site, mask=wanted, other=-1).to(tl.int64)
-    wanted = wanted & (offset >= 0)
+def _capture(value, offset, first, stop, ring, column, mask, ALIGNED: tl.constexpr):
+    """Store `value` [rows, block], rounded, in the ring at `offset` [rows, 1] of each row's block, where that holds it; -1: not."""
+    place = first + offset
+    if ALIGNED:
+        place = tl.multiple_of(place, (8, 8))
+    wanted = (offset >= 0) & (place < stop)
     if tl.max(wanted.to(tl.int32)) > 0:
-        first = tl.load(blocks + row, mask=wanted, other=0) + offset
-        stop = tl.load(blocks + block_stride + row, mask=wanted, other=0)
-        tl.store(ring + first + column, value.to(ring.dtype.element_ty), mask=wanted & (first < stop) & mask)
+        tl.store(ring + place + column, value.to(ring.dtype.element_ty), mask=wanted & mask)
 
 
 @triton.jit(do_not_specialize=["count", "block_stride", "site"])
 def _capture_kernel(
     h, owners, offsets, blocks, block_stride, ring, count, site,
-    SIZE: tl.constexpr, SITES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, SITES: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Captures of `h` at `site`."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -108,61 +109,80 @@ def _capture_kernel(
     mask = inside & (column < SIZE)
     owner = tl.load(owners + row, mask=inside, other=-1)
     if tl.max(owner) >= 0:
+        first = tl.load(blocks + row, mask=inside, other=0)
+        stop = tl.load(blocks + block_stride + row, mask=inside, other=0)
+        offset = tl.load(offsets + owner * SITES + site, mask=inside & (owner >= 0), other=-1)
         value = tl.load(h + row * SIZE + column, mask=mask, other=0.0)
-        _capture(value, owner, row, site, offsets, blocks, block_stride, ring, column, mask, inside, SITES)
+        _capture(value, offset, first, stop, ring, column, mask, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["count", "block_stride", "site"])
 def _edit_kernel(
-    h, delta, weight, total, out, owners, positions, counts, fields, numbers, fires, vectors, offsets, blocks, block_stride,
+    h, delta, weight, total, out, owners, positions, ops, fires, vectors, offsets, blocks, block_stride,
     ring, count, eps, site, SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr,
-    LAST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Ops on `h` at `site`; with NORM ops and captures of delta there, of h + delta at the next site, and with LAST of the norm
-    after that."""
+    after that.
+
+    What is read is asked for at the start, all at once: a read takes longer than what is done with it. So a row that nobody
+    declared anything for waits for nothing but its states. The tables and the weights are kept in the cache against the weights
+    of the products, which go through it once a step.
+    """
     dtype: tl.constexpr = h.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = row < count
     mask = inside & (column < SIZE)
     source = row * SIZE + column
-    owner = tl.load(owners + row, mask=inside, other=-1)
-    # Where nobody declared anything nothing more is read: the owners come with the states, and cost no time of their own.
-    owned = tl.max(owner) >= 0
-    position = tl.load(positions + row, mask=inside, other=0).to(tl.int32)
-    value = tl.load(h + source, mask=mask, other=0.0).to(tl.float32)
+    owner = tl.load(owners + row, mask=inside, other=-1, eviction_policy="evict_last")
+    position = tl.load(positions + row, mask=inside, other=0, eviction_policy="evict_last").to(tl.int32)
+    state = tl.load(h + source, mask=mask, other=0.0)
     if NORM:
-        added = tl.load(delta + source, mask=mask, other=0.0).to(tl.float32)
-        if owned:
-            added = _apply_ops(
-                added, owner, position, site, counts, fields, numbers, fires, vectors, column, mask, inside, SIZE, SITES,
-                DEPTH, WIDTH, dtype,
-            )  # fmt: skip
-            _capture(added, owner, row, site, offsets, blocks, block_stride, ring, column, mask, inside, SITES)
-        value = (value + added).to(dtype).to(tl.float32)
-        if owned:
-            value = _apply_ops(
-                value, owner, position, site + 1, counts, fields, numbers, fires, vectors, column, mask, inside, SIZE,
-                SITES, DEPTH, WIDTH, dtype,
-            )  # fmt: skip
-            _capture(value, owner, row, site + 1, offsets, blocks, block_stride, ring, column, mask, inside, SITES)
+        value = tl.load(delta + source, mask=mask, other=0.0).to(tl.float32)
+        weights = tl.load(weight + column, mask=column < SIZE, other=0.0, eviction_policy="evict_last")
+        if tl.max(owner) >= 0:
+            owned = inside & (owner >= 0)
+            place = owner * SITES + site
+            word = ops + place * DEPTH * WORDS
+            kind = tl.load(word, mask=owned, other=0, eviction_policy="evict_last")
+            kind_after = tl.load(word + DEPTH * WORDS, mask=owned, other=0, eviction_policy="evict_last")
+            offset = tl.load(offsets + place, mask=owned, other=-1, eviction_policy="evict_last")
+            offset_after = tl.load(offsets + place + 1, mask=owned, other=-1, eviction_policy="evict_last")
+            first = tl.load(blocks + row, mask=owned, other=0, eviction_policy="evict_last")
+            stop = tl.load(blocks + block_stride + row, mask=owned, other=0, eviction_policy="evict_last")
+            for step in range(0, 2):  # of what is added, and of the sum: one piece of code for both
+                value = _apply_ops(
+                    value, owner, position, site + step, kind, ops, fires, vectors, column, mask, inside, SIZE,
+                    SITES, DEPTH, WIDTH, dtype,
+                )  # fmt: skip
+                _capture(value, offset, first, stop, ring, column, mask, ALIGNED)
+                if step == 0:
+                    value = (state.to(tl.float32) + value).to(dtype).to(tl.float32)
+                kind, offset = kind_after, offset_after
+        else:
+            value = (state.to(tl.float32) + value).to(dtype).to(tl.float32)
         tl.store(total + source, value.to(dtype), mask=mask)
         scale = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / SIZE + eps)
         normed = (value * scale).to(dtype).to(tl.float32)
-        weights = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
-        value = (weights * normed).to(dtype).to(tl.float32)
-        if LAST:
-            if owned:
-                value = _apply_ops(
-                    value, owner, position, site + 2, counts, fields, numbers, fires, vectors, column, mask, inside, SIZE,
-                    SITES, DEPTH, WIDTH, dtype,
-                )  # fmt: skip
-                _capture(value, owner, row, site + 2, offsets, blocks, block_stride, ring, column, mask, inside, SITES)
-    elif owned:
-        value = _apply_ops(
-            value, owner, position, site, counts, fields, numbers, fires, vectors, column, mask, inside, SIZE, SITES,
-            DEPTH, WIDTH, dtype,
-        )  # fmt: skip
+        value = (weights.to(tl.float32) * normed).to(dtype).to(tl.float32)
+    else:
+        value = state.to(tl.float32)
+    if LAST or not NORM:
+        if tl.max(owner) >= 0:
+            last: tl.constexpr = LAST * 2  # sites on
+            owned = inside & (owner >= 0)
+            place = owner * SITES + site + last
+            kind = tl.load(ops + place * DEPTH * WORDS, mask=owned, other=0)
+            value = _apply_ops(
+                value, owner, position, site + last, kind, ops, fires, vectors, column, mask, inside, SIZE, SITES,
+                DEPTH, WIDTH, dtype,
+            )  # fmt: skip
+            if LAST:
+                offset = tl.load(offsets + place, mask=owned, other=-1)
+                first = tl.load(blocks + row, mask=owned, other=0)
+                stop = tl.load(blocks + block_stride + row, mask=owned, other=0)
+                _capture(value, offset, first, stop, ring, column, mask, ALIGNED)
     tl.store(out + source, value.to(dtype), mask=mask)
 
 
@@ -178,9 +198,10 @@ def _launch(
     _, sites, depth = tables.fires.shape
     rows, block, warps = norm_launch(size)
     _edit_kernel[(-(-count // rows),)](
-        h, delta, weight, total, out, edits.rows, edits.positions, tables.counts, tables.fields, tables.numbers, tables.fires,
-        tables.vectors, tables.offsets, edits.blocks, edits.blocks.stride(0), tables.ring, count, eps, site, size, sites, depth,
-        tables.vectors.shape[1], norm, norm and site + 2 == edits.final_site, rows, block, num_warps=warps, enable_fp_fusion=False,
+        h, delta, weight, total, out, edits.rows, edits.positions, tables.ops, tables.fires, tables.vectors, tables.offsets,
+        edits.blocks, edits.blocks.stride(0), tables.ring, count, eps, site, size, sites, depth, tables.vectors.shape[1], norm,
+        norm and site + 2 == edits.final_site, tables.aligned, rows, block, num_warps=warps, enable_fp_fusion=False,
+        maxnreg=MAX_REGISTERS,
     )  # fmt: skip
 
 
@@ -194,7 +215,7 @@ def capture(value: torch.Tensor, site: int, edits: codes.TableEdits) -> None:
     rows, block, warps = norm_launch(size)
     _capture_kernel[(-(-count // rows),)](
         value, edits.rows, tables.offsets, edits.blocks, edits.blocks.stride(0), tables.ring, count, site,
-        size, tables.offsets.shape[1], rows, block, num_warps=warps,
+        size, tables.offsets.shape[1], tables.aligned, rows, block, num_warps=warps,
     )  # fmt: skip
 
 
