@@ -85,7 +85,7 @@ def test_greedy_runs_with_graphs_equal_those_without(gpu_lm, family):
             )
 
 
-def test_a_hooked_step_runs_by_modules_and_the_others_replay(gpu_lm):
+def test_a_hooked_decode_step_runs_in_segments_and_the_others_replay(gpu_lm):
     lm = gpu_lm("llama")
     prompt = PROMPTS[2]
     before = ways(lm)
@@ -95,7 +95,7 @@ def test_a_hooked_step_runs_by_modules_and_the_others_replay(gpu_lm):
         for _ in tracer.iter[:]:
             logits.append(lm.lm_head.output[0, -1])
     assert len(logits) == 6 and first.shape == (1, 17, 384)
-    assert tracer.receipt.steps == {"modules": 6}
+    assert tracer.receipt.steps == {"modules": 1, "segments": 5}
     with lm.generate(prompt, max_new_tokens=6) as tracer:
         h = lm.model.layers[1].output.save()
     assert tracer.receipt.steps == {"modules": 1, "replay": 5}
