@@ -6,9 +6,12 @@ same pass captured with them and without, replayed in turn.
 
 from __future__ import annotations
 
+import os
 import statistics
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +25,8 @@ from .gpu import GpuSettings, Model, facts, replay_ms
 PAIRS = 5
 PROMPT_TOKENS, NEW_TOKENS = 32, 65
 CAPTURED_PROMPTS = 4
+HARVESTED = 8
+"""Documents, each as long as the prompts whose prefill is measured."""
 CAPTURED = "all resid_post captured to the host"
 
 Specs = Callable[[int], list[Intervention]]
@@ -39,6 +44,7 @@ def interventions_suite(model: Model) -> Iterator[dict[str, Any]]:
                 found["rows"].append({"case": case, "batch": batch, **measured(lm, batch, settings)})
                 yield found
         found["captured_prefill"] = measure_captured_prefill(lm, settings)
+        found["harvest"] = measure_harvest(lm, settings)
         found["execution"] = lm.engine.stats()["execution"]
         yield found
         for batch in settings.batches if lm.runner.graph_runner is not None else ():
@@ -109,6 +115,24 @@ def measure_captured_prefill(lm: LM, settings: GpuSettings) -> dict[str, float]:
         "of_plain": statistics.median(plain / captured for plain, captured in pairs),
         "gb_per_s": size / statistics.median(captured for _, captured in pairs) / 1e9,
     }
+
+
+def measure_harvest(lm: LM, settings: GpuSettings) -> dict[str, float]:
+    """A harvest of the states after each layer to the folder's disk, and that disk's own speed: GB a second, until all is on it."""
+    documents = random_prompts(lm, HARVESTED, settings.prefill_tokens)
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        result = lm.harvest(documents, capture=["resid_post.*"], out=Path(folder) / "harvest", progress=False)
+        piece = os.urandom(min(result.new_bytes, 1 << 28))
+        pieces = result.new_bytes // len(piece)
+
+        def write() -> None:
+            with open(Path(folder) / "plain", "wb") as file:
+                for _ in range(pieces):
+                    file.write(piece)
+                os.fsync(file.fileno())
+
+        disk = pieces * len(piece) / timed(write) / 1e9
+    return {"bytes": result.new_bytes, "gb_per_s": result.gb_per_second, "disk_gb_per_s": disk}
 
 
 def _bytes_a_row(lm: LM) -> int:

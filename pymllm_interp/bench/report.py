@@ -264,6 +264,13 @@ def _against_plain(record: dict[str, Any], aims: dict[str, Any], source: str) ->
             f"Captured states that arrive, GB a second: {', '.join(rates)}; in the prefill of {prefill['prompts']} prompts of "
             f"{prefill['prompt_tokens']:,} tokens {prefill['gb_per_s']:.2f}, at {prefill['of_plain']:.0%} of its speed without.",
         ]
+    if "harvest" in record:
+        harvest = record["harvest"]
+        lines += [
+            "",
+            f"A harvest of {harvest['bytes'] / 1e9:.1f} GB to the local disk: {harvest['gb_per_s']:.2f} GB a second, until all is "
+            f"on it; a file of that size, written and synced: {harvest['disk_gb_per_s']:.2f}.",
+        ]
     if "sweep" in record:
         sweep = record["sweep"]
         text = (
