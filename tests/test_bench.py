@@ -284,6 +284,8 @@ def test_a_suite_against_plain_steps_measures_each_case_at_each_batch_size(
     assert all(row["lowest"] <= row["ratio"] <= row["highest"] and math.isfinite(row["ms"]) for row in record["rows"])
     if suite == "traces":
         assert record["sweep"]["invokes"] == 8 and record["sweep"]["traced_s"] > 0
+    else:
+        assert record["harvest"]["gb_per_s"] > 0 and record["captured_prefill"]["gb_per_s"] > 0
 
 
 def test_a_page_gets_the_tables_of_all_records_between_its_markers(tmp_path: Path) -> None:
