@@ -1,10 +1,13 @@
 """FlashInfer's two paged wrappers in plain torch, as their documentation has them: what is handed to them is tested without CUDA.
 
 They keep the habits that matter: a plan is made from lengths on the host, for one batch size where graphs are on, and
-kernels read the page tables from where the buffers are when they run.
+kernels read the page tables from where the buffers are when they run. What `run` has checked, it hands to a function of the
+planned module, by place.
 """
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import torch
 
@@ -40,21 +43,26 @@ class _Paged:
         )
         assert not options, options
         self._qo_indptr, self._planned, self.page_size = qo_indptr, indptr.clone(), page_size
+        self._cached_module = SimpleNamespace(paged_run=self._paged_run)
         self.plans += 1
 
     def run(self, q, paged_kv_cache, out=None):
         assert out is not None and out.shape == q.shape and out.dtype == q.dtype
         k_cache, v_cache = paged_kv_cache
         assert k_cache.shape[1] == self.page_size
-        indptr, indices, last = self._buffers
+        if q.dtype != k_cache.dtype or len(q) != self._qo_indptr[-1]:
+            raise ValueError(f"the plan is for other queries than {len(q)} in {q.dtype}")
+        self._cached_module.paged_run(self._qo_indptr, q, k_cache, v_cache, *self._buffers, out, None)
+        return out
+
+    def _paged_run(self, qo_indptr, q, k_cache, v_cache, indptr, indices, last, out, lse):
         assert torch.equal(indptr, self._planned), "the plan is of a pass with other numbers of pages"
         for i in range(len(last)):
             pages = indices[indptr[i] : indptr[i + 1]].long()
             length = (len(pages) - 1) * self.page_size + int(last[i])
             k, v = (cache[pages].flatten(0, 1)[:length] for cache in (k_cache, v_cache))
-            start, stop = self._qo_indptr[i : i + 2].tolist()
+            start, stop = qo_indptr[i : i + 2].tolist()
             out[start:stop] = self._attend(q[start:stop], k, v)
-        return out
 
     def _attend(self, q, k, v):
         layer = self._layer

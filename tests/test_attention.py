@@ -10,7 +10,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import helpers_flashinfer
 import pytest
@@ -498,6 +498,116 @@ def test_captured_torch_passes_refuse_lengths_past_what_they_gather(monkeypatch:
     assert backend.can_replay(sequences.batch({0: (1, 2), 1: (19, 20)}), 2)
     longer = make_sequences(case, [3, 21], layer)
     assert not backend.can_replay(longer.batch({0: (1, 2), 1: (20, 21)}), 2)
+
+
+# What a plan's first layer has worked out serves those behind it.
+
+flashinfer_alone = pytest.mark.parametrize(
+    "case",
+    [BACKENDS["flashinfer-in-torch"], pytest.param(BACKENDS["flashinfer"], marks=pytest.mark.gpu)],
+    ids=["in-torch", "flashinfer"],
+    indirect=True,
+)
+
+
+def plan_for_two_layers(
+    case: BackendCase, name: str
+) -> tuple[FlashInferAttnBackend, Sequences, Callable[..., torch.Tensor]]:
+    """A backend, sequences, and what runs layer 0 or 1 of a pass over queries (the sequences' own by default)."""
+    sequences, ranges = prepare(case, PASSES[name], LAYERS["9-over-3"])
+    for buffers in (sequences.pool.k_buffer, sequences.pool.v_buffer):
+        buffers[0].copy_(-buffers[1])
+    backend, batch, (own, k, v) = backend_of(case), sequences.batch(ranges), sequences.rows(ranges)
+    assert isinstance(backend, FlashInferAttnBackend)
+    backend.init_forward_metadata(batch)
+
+    def run(layer_id: int, q: torch.Tensor = own) -> torch.Tensor:
+        layer, sign = replace(sequences.layer, layer_id=layer_id), 2 * layer_id - 1
+        sequences.pool.set_kv(layer_id, batch.out_cache_loc, sign * k, sign * v)
+        return backend.forward(q, k, v, layer, batch, save_kv_cache=False)
+
+    return backend, sequences, run
+
+
+@flashinfer_alone
+@pytest.mark.parametrize("name", ["one-decode", "decode", "prompts", "mixed"])
+def test_layers_behind_the_first_of_a_plan_skip_its_wrapper_and_have_its_bits(
+    case: BackendCase, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, sequences, run = plan_for_two_layers(case, name)
+    first = run(1)
+    (planned,) = backend._eager.values()
+    monkeypatch.setattr(planned.wrapper, "run", None)
+    outs = {0: run(0), 1: run(1)}
+    monkeypatch.undo()
+    assert torch.equal(outs[1], first) and not torch.equal(outs[0], first)
+    q = torch.cat([q[start:stop] for q, (start, stop) in zip(sequences.q, PASSES[name], strict=True)])
+    for layer_id, out in outs.items():
+        expected = torch.empty_like(q)
+        planned.wrapper.run(q, sequences.pool.paged(layer_id), out=expected)
+        assert torch.equal(out, expected.flatten(1))
+
+
+@flashinfer_alone
+def test_queries_that_a_plan_is_not_for_are_still_refused(case: BackendCase) -> None:
+    _, sequences, run = plan_for_two_layers(case, "prompts")
+    first = run(1)
+    q = torch.cat(sequences.q)
+    for other in (q[:-1], q.half()):
+        with pytest.raises(ValueError):
+            run(1, other)
+    assert torch.equal(run(1), first)
+
+
+@flashinfer_alone
+def test_a_plan_is_not_run_with_what_the_last_one_worked_out(case: BackendCase) -> None:
+    sequences, _ = prepare(case, [(0, 41), (0, 20)], LAYERS["9-over-3"])
+    backend = backend_of(case)
+    for ranges in (
+        {0: (15, 16), 1: (2, 3)},
+        {0: (16, 17), 1: (3, 4)},
+        {0: (40, 41), 1: (19, 20)},
+        {0: (2, 3), 1: (1, 2)},
+    ):
+        sequences.fill({i: start for i, (start, _) in ranges.items()})
+        check_against_reference(backend, sequences, ranges)
+
+
+class Module:
+    """Of a wrapper, with its kernel under the same name, but not as FlashInfer has it."""
+
+    __slots__ = ("paged_run",)
+
+    def __init__(self, paged_run: Callable[..., None]) -> None:
+        self.paged_run = paged_run
+
+
+def around_the_module(self: Any, q: torch.Tensor, paged: Any, out: torch.Tensor) -> None:
+    self._paged_run(self._qo_indptr, q, *paged, *self._buffers, out, None)
+
+
+def over_a_copy(self: Any, q: torch.Tensor, paged: Any, out: torch.Tensor) -> None:
+    self._cached_module.paged_run(self._qo_indptr, q.clone(), *paged, *self._buffers, out, None)
+
+
+@pytest.mark.parametrize("case", [BACKENDS["flashinfer-in-torch"]], indirect=True)
+@pytest.mark.parametrize(
+    ("of", "name", "other"),
+    [
+        (helpers_flashinfer, "SimpleNamespace", Module),
+        (helpers_flashinfer._Paged, "run", around_the_module),
+        (helpers_flashinfer._Paged, "run", over_a_copy),
+    ],
+)
+def test_a_wrapper_that_calls_its_kernel_in_another_way_runs_every_layer(
+    case: BackendCase, of: Any, name: str, other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, run = plan_for_two_layers(case, "mixed")
+    expected = [run(i) for i in (1, 0)]
+    monkeypatch.setattr(of, name, other)
+    _, _, run = plan_for_two_layers(case, "mixed")
+    for _ in range(2):
+        assert all(torch.equal(run(i), out) for i, out in zip((1, 0), expected, strict=True))
 
 
 # FlashInfer's own kernels.

@@ -7,7 +7,7 @@ which it rounds, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from conftest import COMMON
 from helpers_runner import ByHand, make_runner, random_ids
+from torch.testing import assert_close
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from pymllm_interp import ModelRunner
@@ -26,7 +27,10 @@ from pymllm_interp.mem_cache import KVPool
 from pymllm_interp.runner.partition import Execution
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
+from pymllm_interp.layers import launch, triton_edits
 from pymllm_interp.layers import triton_kernels as kernels
+from pymllm_interp.layers.launch import Launcher
+from pymllm_interp.runner import triton_inputs
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -235,6 +239,152 @@ def test_a_row_times_a_matrix_equals_torch(out, width, bias, dtype):
         assert actual.dtype == dtype and actual.shape == (1, 1, out)
         bits = 1 if CUDA or dtype == torch.float16 else 2
         torch.testing.assert_close(actual.double(), expected, rtol=bits * torch.finfo(dtype).eps, atol=1e-6 * scale)
+
+
+# -- launches --------------------------------------------------------------------------------------
+
+
+LAUNCHERS = [launcher for launcher in vars(kernels).values() if isinstance(launcher, Launcher)]
+
+
+def results(rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """What each kernel makes of so many rows."""
+    x, delta, weight = (
+        randn(1, rows, 576, dtype=dtype),
+        randn(1, rows, 576, dtype=dtype, seed=1),
+        randn(576, dtype=dtype),
+    )
+    qkv = randn(rows, 9 + 3 + 3, 64, dtype=dtype, seed=2)
+    cos, signed_sin = rope.rotation(randn(1, rows, 64, dtype=dtype, seed=3), randn(1, rows, 64, dtype=dtype, seed=4))
+    caches = torch.zeros(2, 2 * rows, 3, 64, dtype=dtype, device=DEVICE)
+    slots = torch.randperm(2 * rows, generator=torch.Generator().manual_seed(0))[:rows].to(DEVICE)
+    normed = qkv.clone()
+    kernels.rms_norm_(normed[:, :9], weight[:64], EPS)
+    return [
+        kernels.rms_norm(x, weight, EPS),
+        *kernels.add_rms_norm(x, delta, weight, EPS),
+        kernels.rms_norm(qkv[:, 9:12], weight[:64], EPS),
+        normed,
+        kernels.rope(qkv, cos, signed_sin),
+        kernels.rope_and_write(qkv, cos, signed_sin, *caches, slots),
+        caches,
+        kernels.silu(x),
+        kernels.silu_mul(x),
+        kernels.gemv(x[:, :1], randn(7 + rows, 576, dtype=dtype, seed=5), None),
+        kernels.gemv(x[:, :1], randn(7 + rows, 576, dtype=dtype, seed=5), randn(7 + rows, dtype=dtype, seed=6)),
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_launched_again_has_the_bits_of_tritons_own_launch(dtype, monkeypatch):
+    expected = {}
+    for rows in (1, 3, 16, 100):
+        for launcher in LAUNCHERS:
+            monkeypatch.setattr(launcher, "_compiled", {})
+        expected[rows] = results(rows, dtype)
+    for launcher in LAUNCHERS:
+        monkeypatch.setattr(launcher, "_compiled", {})
+    for rows in (1, 2):  # they serve any number; of one row all heads lie behind each other
+        results(rows, dtype)
+    for launcher in LAUNCHERS:
+        assert launcher._compiled
+        monkeypatch.setattr(launcher, "kernel", None)
+    for rows, outs in expected.items():
+        for out, again in zip(outs, results(rows, dtype), strict=True):
+            assert torch.equal(out, again)
+
+
+@pytest.mark.gpu
+def test_a_tensor_of_the_host_is_refused_also_behind_one_of_the_device():
+    h, delta, weight = randn(1, 3, 576), randn(1, 3, 576, seed=1), randn(576)
+    expected = kernels.add_rms_norm(h, delta, weight, EPS)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="cpu tensor"):
+            kernels.add_rms_norm(h, delta.cpu(), weight, EPS)
+    for out, again in zip(expected, kernels.add_rms_norm(h, delta, weight, EPS), strict=True):
+        assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_that_is_not_aligned_is_read_and_written_as_any_other(dtype):
+    flat = randn(1 + 3 * 576, dtype=dtype)
+    aligned, odd = flat[1:].clone().view(3, 576), flat[1:].view(3, 576)
+    weight = randn(577, dtype=dtype, seed=1)
+    for _ in range(2):
+        for x, w in ((aligned, weight[1:].clone()), (odd, weight[1:]), (aligned, weight[1:])):
+            # Threads share a row in another way, so its sum goes in another order.
+            assert_close(kernels.rms_norm(x, w, EPS), kernels.rms_norm(aligned, weight[1:].clone(), EPS))
+        assert torch.equal(kernels.silu(odd), kernels.silu(aligned))
+    heads = odd.view(3, 9, 64)
+    kernels.rms_norm_(heads, weight[1:65], EPS)
+    assert_close(heads, kernels.rms_norm(aligned.view(3, 9, 64), weight[1:65].clone(), EPS))
+
+
+class TritonsOwn:
+    """Stands for a compiled kernel without a device: notes how it is launched, by Triton and again."""
+
+    function, packed_metadata = 7, (4, 1, 0)
+
+    def __init__(self, interpreted: bool = False) -> None:
+        self.interpreted, self.own, self.again = interpreted, [], []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def launch(*args: Any, **options: Any) -> TritonsOwn | None:
+            self.own.append((grid, args, options))
+            return None if self.interpreted else self
+
+        return launch
+
+    def run(self, *args: Any) -> None:
+        self.again.append(args)
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 5)))
+    return 5
+
+
+def test_a_kernel_is_launched_again_without_triton_where_only_numbers_and_the_grid_differ(stream):
+    own = TritonsOwn()
+    launcher, x, y = Launcher(own, enable_fp_fusion=False), randn(4), randn(4)
+    launcher((3, 1, 1), (x, y), (3, 0.5), (64, True), 4)
+    assert own.own == [((3, 1, 1), (x, y, 3, 0.5, 64, True), {"num_warps": 4, "enable_fp_fusion": False})]
+    launcher((5, 2, 1), (y, x), (5, 0.25), (64, True), 4)
+    pointers = y.data_ptr(), x.data_ptr()
+    assert own.again == [(5, 2, 1, stream, 7, (4, 1, 0), None, None, None, *pointers, 5, 0.25, 64, True)]
+    assert len(own.own) == 1
+
+
+def test_triton_launches_what_it_has_not_compiled_and_what_is_not_aligned(stream):
+    own, x = TritonsOwn(), randn(8)
+    launcher = Launcher(own)
+    launcher((1, 1, 1), (x, x), (), (64,), 4)
+    different = [((x, x), (32,), 4), ((x, x), (64,), 8), ((x, x.half()), (64,), 4)]
+    for count, (tensors, constants, warps) in enumerate(different, 2):
+        launcher((1, 1, 1), tensors, (), constants, warps)
+        assert (len(own.own), len(own.again)) == (count, 0)
+    for count in (5, 6):
+        launcher((1, 1, 1), (x, x[1:]), (), (64,), 4)
+        assert (len(own.own), len(own.again)) == (count, 0)
+
+
+def test_the_interpreter_makes_all_launches():
+    own, x = TritonsOwn(interpreted=True), randn(8)
+    launcher = Launcher(own)
+    for _ in range(2):
+        launcher((1, 1, 1), (x,), (), (), 4)
+    assert (len(own.own), len(own.again)) == (2, 0)
+
+
+@pytest.mark.gpu
+def test_the_kernels_numbers_are_none_that_triton_specialises_on():
+    whole = {"rows", "count", "width", "site", "block_stride"}
+    for launcher in (*LAUNCHERS, triton_edits._edit_launch, triton_edits._capture_launch, triton_inputs._launch):
+        for parameter in launcher.kernel.params:
+            assert parameter.is_constexpr == parameter.name.isupper(), parameter.name
+            assert parameter.do_not_specialize == (parameter.name in whole), parameter.name
 
 
 # -- the native families over them ---------------------------------------------------------------

@@ -13,8 +13,10 @@ kernels inside read them there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -66,13 +68,72 @@ class Planned:
         self.owner: object = None
         self.pages: np.ndarray | None = None
         self._read = torch.cuda.Event() if device.type == "cuda" else None
+        self._call: KernelCall | None = None
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
         if self._read is not None:
             self._read.synchronize()
+        self._call = None
         self.wrapper.plan(*args, **kwargs)
         if self._read is not None:
             self._read.record()
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
+        """`wrapper.run`; the layers behind the first of a plan call the kernel as the first one did, without its checks."""
+        if self._call is not None and self._call.takes(q):
+            self._call(q, *kv, out)
+        else:
+            self._call = KernelCall.noted(self.wrapper, q, kv, out)
+
+
+class KernelCall(NamedTuple):
+    """A call of FlashInfer's kernel, but for what changes from layer to layer."""
+
+    # fmt: off
+    kernel: Callable[..., None]
+    args:   list[Any]
+    places: tuple[int, ...]  # of q, k, v and out in args
+    like:   tuple[torch.Size, torch.dtype, torch.device]  # q's
+    # fmt: on
+
+    @classmethod
+    def noted(
+        cls, wrapper: Any, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor
+    ) -> KernelCall | None:
+        """Run `wrapper`, and note how it calls its kernel; None where the wrapper is not as FlashInfer 0.7 has it."""
+        module, calls = getattr(wrapper, "_cached_module", None), []
+        if not isinstance(module, SimpleNamespace) or not hasattr(module, "paged_run"):
+            wrapper.run(q, kv, out=out)
+            return None
+
+        def noting(*args: Any) -> Any:
+            calls.append(args)
+            return module.paged_run(*args)
+
+        wrapper._cached_module = SimpleNamespace(**{**vars(module), "paged_run": noting})
+        try:
+            wrapper.run(q, kv, out=out)
+        finally:
+            wrapper._cached_module = module
+        tensors = (q, *kv, out)
+        found = [[i for i, arg in enumerate(args) if arg is tensor] for args in calls for tensor in tensors]
+        if [len(places) for places in found] != [1, 1, 1, 1]:
+            return None
+        places = tuple(i for (i,) in found)
+        # Without the layer's own tensors, whose memory it would keep.
+        args = [None if i in places else arg for i, arg in enumerate(calls[0])]
+        return cls(module.paged_run, args, places, (q.shape, q.dtype, q.device))
+
+    def takes(self, q: torch.Tensor) -> bool:
+        """Whether the plan is for queries like `q`; those that it is not for are the wrapper's to refuse."""
+        return (q.shape, q.dtype, q.device) == self.like
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        """q, k, v and out, as `noted` has them."""
+        args = self.args.copy()
+        for place, tensor in zip(self.places, tensors, strict=True):
+            args[place] = tensor
+        self.kernel(*args)
 
 
 @dataclass
@@ -196,13 +257,12 @@ class FlashInferAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         if forward_batch.fresh_kv_only:
             return self._torch_backend.forward(q, k, v, layer, forward_batch, save_kv_cache)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if q.shape[0]:
             pool = _pool_of(forward_batch)
             if save_kv_cache:
                 pool.set_kv(layer.layer_id, forward_batch.out_cache_loc, k, v)
-            wrapper = self._wrapper(layer, forward_batch, pool)
-            wrapper.run(q, pool.paged(layer.layer_id), out=out)
+            self._planned(layer, forward_batch, pool).run(q, pool.paged(layer.layer_id), out)
         return out.flatten(1)
 
     # -- CUDA graphs ---------------------------------------------------------------
@@ -263,12 +323,12 @@ class FlashInferAttnBackend(AttentionBackend):
 
     # -- plans ---------------------------------------------------------------------
 
-    def _wrapper(self, layer: RadixAttention, forward_batch: ForwardBatch, pool: KVPool) -> Any:
-        """The FlashInfer wrapper that is planned for this pass and this kind of layer."""
+    def _planned(self, layer: RadixAttention, forward_batch: ForwardBatch, pool: KVPool) -> Planned:
+        """What is planned for this pass and this kind of layer."""
         metadata = forward_batch.attn_metadata
         kind = LayerKind.of(layer, _table_of(forward_batch).shape[1])
         if isinstance(metadata, GraphPass):
-            return self._graph_plan(kind, metadata, pool).wrapper
+            return self._graph_plan(kind, metadata, pool)
         assert isinstance(metadata, EagerPass), "init_forward_metadata plans the pass before its first layer"
         check_head_dim(kind.head_dim)
         decode = metadata.qo_indptr is None
@@ -284,7 +344,7 @@ class FlashInferAttnBackend(AttentionBackend):
         if planned.owner is not metadata:
             self._plan(planned, kind, metadata.lens, metadata.kv_indices, metadata.qo_indptr, pool)
             planned.owner = metadata
-        return planned.wrapper
+        return planned
 
     def _prefill(self, kind: LayerKind) -> str:
         """Hopper's own kernels where they are worth the minutes that it takes to compile them: the common kind of layer."""

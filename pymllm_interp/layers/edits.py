@@ -18,7 +18,7 @@ ops inside (`op_at`), and the pass takes the state behind it (`take_at`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -92,6 +92,12 @@ class Edited(nn.Module):
     """
 
     batch: ForwardBatch | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "batch":  # a dozen times a layer: a module's own looks at it as a parameter and as a module first
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
 
     def take_batch(self) -> ForwardBatch | None:
         """The batch of this call; None where it is a trace's own, which leaves it to the pass's."""

@@ -43,10 +43,10 @@ class Gemm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out], in x's dtype."""
-        if x.device.type == "cpu" and x.dtype is torch.bfloat16 and not torch.is_grad_enabled():
+        if x.is_cpu and x.dtype is torch.bfloat16 and not torch.is_grad_enabled():
             return torch.ops.mkldnn._linear_pointwise(x, self._pack(), self.bias, "none", [], "")
-        one_row = x.numel() == self.weight.shape[1] and x.is_contiguous()
-        if one_row and x.dtype in HALF and (kernels := kernels_for(x)) is not None:
+        one_row = x.numel() == self.weight.shape[1] and x.dtype in HALF and x.is_contiguous()
+        if one_row and (kernels := kernels_for(x)) is not None:
             return kernels.gemv(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 

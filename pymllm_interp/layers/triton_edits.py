@@ -9,6 +9,7 @@ import triton.language as tl
 
 from . import table_edits as codes
 from .edits import added_site
+from .launch import Launcher
 from .triton_kernels import norm_launch
 
 ADD, PROJECT_OUT, CLAMP = tl.constexpr(codes.ADD), tl.constexpr(codes.PROJECT_OUT), tl.constexpr(codes.CLAMP)
@@ -99,7 +100,7 @@ def _capture(value, offset, first, stop, ring, column, mask, ALIGNED: tl.constex
 
 @triton.jit(do_not_specialize=["count", "block_stride", "site"])
 def _capture_kernel(
-    h, owners, offsets, blocks, block_stride, ring, count, site,
+    h, owners, offsets, blocks, ring, block_stride, count, site,
     SIZE: tl.constexpr, SITES: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Captures of `h` at `site`."""
@@ -116,11 +117,14 @@ def _capture_kernel(
         _capture(value, offset, first, stop, ring, column, mask, ALIGNED)
 
 
+_capture_launch = Launcher(_capture_kernel)
+
+
 @triton.jit(do_not_specialize=["count", "block_stride", "site"])
 def _edit_kernel(
-    h, delta, weight, total, out, owners, positions, ops, fires, vectors, offsets, blocks, block_stride,
-    ring, count, eps, site, SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr,
-    LAST: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    h, delta, weight, total, out, owners, positions, ops, fires, vectors, offsets, blocks, ring, block_stride, count, eps, site,
+    SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, LAST: tl.constexpr,
+    ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Ops on `h` at `site`; with NORM ops and captures of delta there, of h + delta at the next site, and with LAST of the norm
     after that.
@@ -186,6 +190,9 @@ def _edit_kernel(
     tl.store(out + source, value.to(dtype), mask=mask)
 
 
+_edit_launch = Launcher(_edit_kernel, enable_fp_fusion=False, maxnreg=MAX_REGISTERS)
+
+
 def _launch(
     h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, total: torch.Tensor, out: torch.Tensor, eps: float,
     site: int, edits: codes.TableEdits, norm: bool,
@@ -197,12 +204,13 @@ def _launch(
     tables = edits.tables
     _, sites, depth = tables.fires.shape
     rows, block, warps = norm_launch(size)
-    _edit_kernel[(-(-count // rows),)](
+    tensors = (
         h, delta, weight, total, out, edits.rows, edits.positions, tables.ops, tables.fires, tables.vectors, tables.offsets,
-        edits.blocks, edits.blocks.stride(0), tables.ring, count, eps, site, size, sites, depth, tables.vectors.shape[1], norm,
-        norm and site + 2 == edits.final_site, tables.aligned, rows, block, num_warps=warps, enable_fp_fusion=False,
-        maxnreg=MAX_REGISTERS,
+        edits.blocks, tables.ring,
     )  # fmt: skip
+    last = norm and site + 2 == edits.final_site
+    constants = (size, sites, depth, tables.vectors.shape[1], norm, last, tables.aligned, rows, block)
+    _edit_launch((-(-count // rows), 1, 1), tensors, (edits.blocks.stride(0), count, eps, site), constants, warps)
 
 
 def capture(value: torch.Tensor, site: int, edits: codes.TableEdits) -> None:
@@ -213,10 +221,9 @@ def capture(value: torch.Tensor, site: int, edits: codes.TableEdits) -> None:
         return
     tables = edits.tables
     rows, block, warps = norm_launch(size)
-    _capture_kernel[(-(-count // rows),)](
-        value, edits.rows, tables.offsets, edits.blocks, edits.blocks.stride(0), tables.ring, count, site,
-        size, tables.offsets.shape[1], tables.aligned, rows, block, num_warps=warps,
-    )  # fmt: skip
+    tensors = (value, edits.rows, tables.offsets, edits.blocks, tables.ring)
+    constants = (size, tables.offsets.shape[1], tables.aligned, rows, block)
+    _capture_launch((-(-count // rows), 1, 1), tensors, (edits.blocks.stride(0), count, site), constants, warps)
 
 
 def edit(value: torch.Tensor, site: int, edits: codes.TableEdits) -> torch.Tensor:

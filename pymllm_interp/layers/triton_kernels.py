@@ -21,6 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import Launcher
+
 NORM_BLOCK = 2048
 """Elements of a program of `rms_norm`, whose rows are shorter: whole rows, so several of a short one."""
 NORM_WARP = 512
@@ -48,15 +50,19 @@ def _rms_norm(
     mask = (row < rows) & (column < SIZE)
     source = row // INNER * OUTER_STRIDE + row % INNER * INNER_STRIDE + column
     value = tl.load(x + source, mask=mask, other=0.0).to(tl.float32)
+    # Every pass reads the same few weights: they stay in the cache, through which all others of the model go once a step.
+    weights = tl.load(weight + column, mask=column < SIZE, other=0.0, eviction_policy="evict_last")
     if ADD:
         summed = (value + tl.load(delta + source, mask=mask, other=0.0).to(tl.float32)).to(dtype)
         tl.store(total + source, summed, mask=mask)
         value = summed.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / SIZE + eps)
     normed = (value * scale).to(dtype).to(tl.float32)
-    weights = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
     target = source if IN_PLACE else row * SIZE + column
-    tl.store(out + target, (weights * normed).to(dtype), mask=mask)
+    tl.store(out + target, (weights.to(tl.float32) * normed).to(dtype), mask=mask)
+
+
+_rms_norm_launch = Launcher(_rms_norm, enable_fp_fusion=False)
 
 
 def _launch_norm(
@@ -76,10 +82,8 @@ def _launch_norm(
     if not x.is_contiguous():  # [tokens, heads, head_dim], heads of a merged product
         inner, (outer_stride, inner_stride, _) = x.shape[1], x.stride()
     per_program, block, warps = norm_launch(size)
-    _rms_norm[(-(-rows // per_program),)](
-        x, delta, weight, total, out, rows, eps, size, inner, outer_stride, inner_stride, add, out is x, per_program, block,
-        num_warps=warps, enable_fp_fusion=False,
-    )  # fmt: skip
+    constants = (size, inner, outer_stride, inner_stride, add, out is x, per_program, block)
+    _rms_norm_launch((-(-rows // per_program), 1, 1), (x, delta, weight, total, out), (rows, eps), constants, warps)
 
 
 def norm_launch(size: int) -> tuple[int, int, int]:
@@ -93,7 +97,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., size], contiguous or [tokens, heads, size] with any strides but the last one's -> fresh memory."""
     if not x.is_contiguous() and (x.dim() != 3 or x.stride(2) != 1):
         x = x.contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _launch_norm(x, x, weight, x, out, eps, False)
     return out
 
@@ -160,6 +164,9 @@ def _rope(
         tl.store(value + half, second.to(v_cache.dtype.element_ty), mask=is_value)
 
 
+_rope_launch = Launcher(_rope, enable_fp_fusion=False)
+
+
 def _launch_rope(
     x: torch.Tensor,
     cos: torch.Tensor,
@@ -170,14 +177,13 @@ def _launch_rope(
     kv_heads: int,
 ) -> torch.Tensor:
     tokens, heads, head_dim = x.shape
-    out = torch.empty(tokens, heads - 2 * kv_heads, head_dim, dtype=x.dtype, device=x.device)
+    out = x.new_empty(tokens, heads - 2 * kv_heads, head_dim)
     if tokens:
-        head_block = min(ROPE_HEADS, 1 << (heads - 1).bit_length())
-        _rope[(tokens, -(-heads // head_block))](
-            x, cos, signed_sin, out, k_cache, v_cache, slots, x.stride(0), x.stride(1), cos.stride(0), heads - 2 * kv_heads,
-            kv_heads, head_dim, head_block, 1 << (head_dim // 2 - 1).bit_length(),
-            num_warps=ROPE_WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+        head_block, half_block = min(ROPE_HEADS, 1 << (heads - 1).bit_length()), 1 << (head_dim // 2 - 1).bit_length()
+        strides = (x.stride(0), x.stride(1), cos.stride(0))
+        constants = (*strides, heads - 2 * kv_heads, kv_heads, head_dim, head_block, half_block)
+        tensors = (x, cos, signed_sin, out, k_cache, v_cache, slots)
+        _rope_launch((tokens, -(-heads // head_block), 1), tensors, (), constants, ROPE_WARPS)
     return out
 
 
@@ -218,12 +224,14 @@ def _silu(x, out, SIZE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * SIZE + column, value, mask=mask)
 
 
+_silu_launch = Launcher(_silu, enable_fp_fusion=False)
+
+
 def _launch_silu(x: torch.Tensor, size: int, gated: bool) -> torch.Tensor:
     x = x.contiguous()
-    out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
-    if out.numel():
-        grid = (out.numel() // size, -(-size // SILU_BLOCK))
-        _silu[grid](x, out, size, gated, SILU_BLOCK, num_warps=SILU_WARPS, enable_fp_fusion=False)
+    out = x.new_empty(*x.shape[:-1], size)
+    if rows := out.numel() // size:
+        _silu_launch((rows, -(-size // SILU_BLOCK), 1), (x, out), (), (size, gated, SILU_BLOCK), SILU_WARPS)
     return out
 
 
@@ -260,6 +268,9 @@ def _gemv(x, weight, bias, out, K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_K
     tl.store(out + row, result.to(out.dtype.element_ty))
 
 
+_gemv_launch = Launcher(_gemv, enable_fp_fusion=True)
+
+
 def gemv(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -269,12 +280,11 @@ def gemv(
 ) -> torch.Tensor:
     """x [..., in] of one row, weight [out, in], both contiguous; bias [out] -> [..., out]. Sums in float32."""
     n, k = weight.shape
-    out = torch.empty(*x.shape[:-1], n, dtype=x.dtype, device=x.device)
+    out = x.new_empty(*x.shape[:-1], n)
     if block_k is None:
         block_k = next((block for block in GEMV_BLOCKS if k % block == 0), GEMV_BLOCKS[-1])
     block_k = min(block_k, 1 << (k - 1).bit_length())
-    _gemv[(n,)](
-        x, weight, weight if bias is None else bias, out, k, bias is not None, block_k,
-        num_warps=num_warps or max(1, block_k // GEMV_WARP), enable_fp_fusion=True,
-    )  # fmt: skip
+    tensors = (x, weight, weight if bias is None else bias, out)
+    warps = num_warps or max(1, block_k // GEMV_WARP)
+    _gemv_launch((n, 1, 1), tensors, (), (k, bias is not None, block_k), warps)
     return out

@@ -136,7 +136,8 @@ class LlamaAttention(nn.Module):
     def heads_fused(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """What `o_proj` reads, [1, tokens, heads * head_dim], after its ops."""
         qkv = self._qkv.gemm(x).view(x.shape[1], -1, self.head_dim)
-        self._edit(qkv, batch.edits)
+        if batch.edits is not None and batch.edits.inner:
+            self._edit(qkv, batch.edits)
         qkv = self.normed_fused(qkv)
         pool = batch.token_to_kv_pool
         if batch.fresh_kv_only or pool is None:  # k and v are not for the pool
@@ -147,11 +148,11 @@ class LlamaAttention(nn.Module):
             z = self.attn.of_written(q, batch)
         return op_inner(z.unsqueeze(0), batch.edits, self.layer_idx, "z")
 
-    def _edit(self, qkv: torch.Tensor, edits: Edits | None) -> None:
+    def _edit(self, qkv: torch.Tensor, edits: Edits) -> None:
         """Ops and captures of the projections' outputs, in place; qkv [tokens, heads + 2 * kv_heads, head_dim]."""
         first = 0
         for kind, heads in (("q", self.num_heads), ("k", self.num_kv_heads), ("v", self.num_kv_heads)):
-            if edits is not None and kind in edits.inner:
+            if kind in edits.inner:
                 part = qkv[:, first : first + heads]
                 value = part.reshape(1, len(qkv), -1)
                 edited_value = op_inner(value, edits, self.layer_idx, kind)

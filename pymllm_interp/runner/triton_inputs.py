@@ -8,18 +8,20 @@ import torch
 import triton
 import triton.language as tl
 
+from ..layers.launch import Launcher
+
 if TYPE_CHECKING:
     from .input_batch import InputBuffers
 
-BLOCK = 128
+BLOCK, WARPS = 128, 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "width"])
 def _kernel(
-    tokens, last_sampled_tokens, edited, req_to_token, input_ids, positions, out_cache_loc, rows, edited_rows, seq_lens,
-    count, width, block: tl.constexpr,
+    tokens, last_sampled_tokens, edited, req_to_token, input_ids, positions, out_cache_loc, table_rows, edited_rows, seq_lens,
+    count, width, SIZE: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0) * block + tl.arange(0, block)
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = at < count
     token_id = tl.load(tokens + at, mask=inside, other=0)
     position = tl.load(tokens + count + at, mask=inside, other=0)
@@ -30,9 +32,12 @@ def _kernel(
     tl.store(input_ids + at, tl.where(token_id < 0, sampled, token_id), mask=inside)
     tl.store(positions + at, position, mask=inside)
     tl.store(out_cache_loc + at, slot.to(tl.int64), mask=inside)
-    tl.store(rows + at, row, mask=inside)
+    tl.store(table_rows + at, row, mask=inside)
     tl.store(edited_rows + at, tl.where(has_ops != 0, row, -1), mask=inside)
     tl.store(seq_lens + at, (position + 1).to(tl.int32), mask=inside)
+
+
+_launch = Launcher(_kernel)
 
 
 def lay_out(
@@ -47,7 +52,8 @@ def lay_out(
     last_sampled_tokens [table rows] int64; edited [table rows] int32; req_to_token [table rows, positions] int32.
     """
     count = tokens.shape[1]
-    _kernel[(triton.cdiv(count, BLOCK),)](
+    tensors = (
         tokens, last_sampled_tokens, edited, req_to_token, buffers.input_ids, buffers.positions, buffers.out_cache_loc,
-        buffers.rows, buffers.edited_rows, buffers.seq_lens, count, req_to_token.shape[1], block=BLOCK,  # pyright: ignore[reportArgumentType]
+        buffers.rows, buffers.edited_rows, buffers.seq_lens,
     )  # fmt: skip
+    _launch((triton.cdiv(count, BLOCK), 1, 1), tensors, (count, req_to_token.shape[1]), (BLOCK,), WARPS)
