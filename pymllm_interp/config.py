@@ -128,8 +128,11 @@ class ServerConfig:
     can be edited and captured; each costs a launch a layer and more, used or not. On a CPU all can be, at no cost."""
     max_capture_bytes: int = 1 << 30
     """Bytes that a request's captures may come to take on the host."""
-    capture_ring_bytes: int = 1 << 29
-    """Bytes of the ring that captured states leave a CUDA device through, there and in pinned memory on the host."""
+    capture_ring_bytes: int = 1 << 30
+    """Bytes of the ring that captured states leave a CUDA device through, there and in pinned memory on the host. Prompts that are
+    captured take a quarter of it in one step."""
+    capture_kept_bytes: int = 1 << 33
+    """Bytes of memory that captured states came back in, and nobody holds any more, that are kept for the next ones at most."""
     capture_when_full: str = "block"
     """What becomes of a request that finds no room in the ring: "block" has it sit steps out, "fail" drops what it captures."""
     hook_execution: str = "auto"
@@ -159,7 +162,7 @@ class ServerConfig:
         _positive(
             self, "torch_compile_max_bs", "max_interventions_per_site", "max_intervention_vectors", "max_segments"
         )
-        _positive(self, "max_capture_bytes", "capture_ring_bytes")
+        _positive(self, "max_capture_bytes", "capture_ring_bytes", "capture_kept_bytes")
         for kind in self.inner_sites:
             if kind not in INNER_SITES:
                 raise ValueError(f"inner_sites holds {kind!r}: expected some of {', '.join(INNER_SITES)}")

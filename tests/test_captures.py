@@ -33,6 +33,7 @@ from pymllm_interp.hooks.site import ModelInfo
 from pymllm_interp.hooks.tables import site_index
 from pymllm_interp.runner.capture_ring import CaptureRing, Pieces
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner
+from pymllm_interp.runner.result_memory import ResultMemory
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
 
@@ -526,7 +527,8 @@ def test_blocks_and_functions_come_to_the_same(seed: int) -> None:
             for site, offset in by_block.offsets.items():
                 if offset < sizes[i]:
                     block[first + offset : first + offset + INFO.hidden_size] = states[site][start + i]
-        by_block.copy(block, start, sizes)
+        by_block.prepare(lambda shape, dtype: torch.empty(shape, dtype=dtype))
+        by_block.copy(block.view(torch.int32).numpy(), start, sizes)
         by_block.next = max(by_block.next, start + count)
         by_block.copied(by_block.next)
         start = rng.randrange(start) if start and rng.random() < 0.15 else start + count
@@ -585,23 +587,88 @@ def capturing_request(prompt_len: int, specs: list[Any], max_tokens: int = 2) ->
     return request
 
 
-def test_a_prompt_takes_half_of_the_ring_at_a_time() -> None:
-    """So that the other half is emptied meanwhile; a traced one, which is not cut, takes what it needs, or waits."""
-    ring = CaptureRing(10 * BLOCK, torch.float32, "cpu", "block")
+def test_prompts_take_a_quarter_of_the_ring_in_one_step() -> None:
+    """So that the rest is emptied meanwhile; a traced one, which is not cut, takes what it needs, or waits."""
+    ring = CaptureRing(16 * BLOCK, torch.float32, "cpu", "block")
     prompt, other = capturing_request(30, CAPTURE), capturing_request(3, CAPTURE)
-    ring.begin()
-    assert (
-        ring.take([(prompt, 30)], whole=False) == 5 and ring.take([(other, 3)], whole=False) == 3 and not ring.refused
-    )
-    assert ring.take([(prompt, 3)]) == 0 and ring.refused
-    assert ring.take([(other, 1)]) == 0, "first come, first served"
-    ring.begin()
-    assert ring.take([(prompt, 9)]) == 9 and ring.take([(other, 3)], whole=False) == 1
     last = capturing_request(30, [Capture("resid_post.*", positions=[-1])])
-    assert ring.take([(last, 29)], whole=False) == 29, "what is not captured needs no room"
+    ring.begin()
+    assert ring.take([(other, 3)], whole=False) == 3 and ring.take([(prompt, 30)], whole=False) == 1
+    assert ring.take([(prompt, 29)], whole=False) == 0 and ring.take([(last, 30)], whole=False) == 29
+    assert ring.take([(other, 1)]) == 1 and not ring.refused, "there is room for others"
+    ring.begin()
+    assert ring.take([(prompt, 2)], whole=False) == 2 and ring.take([(prompt, 28)], whole=False) == 2
+    ring.begin()
+    assert ring.take([(prompt, 15)]) == 15 and ring.take([(other, 3)], whole=False) == 1 and not ring.refused
+    assert ring.take([(other, 3)], whole=False) == 0 and ring.refused
+    assert ring.take([(other, 1)]) == 0, "first come, first served"
     wide = CaptureRing(BLOCK + 4, torch.float32, "cpu", "block")
     wide.begin()
     assert wide.take([(prompt, 30)], whole=False) == 1, "one position at least, where the ring is free"
+
+
+def test_a_prompt_that_comes_after_the_step_s_share_loses_nothing() -> None:
+    """With capture_when_full="fail", too: there is room, and it is next."""
+    ring = CaptureRing(8 * BLOCK, torch.float32, "cpu", "fail")
+    first, second = capturing_request(30, CAPTURE), capturing_request(3, CAPTURE)
+    ring.begin()
+    assert ring.take([(first, 30)], whole=False) == 2 and ring.take([(second, 3)], whole=False) == 0
+    ring.begin()
+    assert ring.take([(second, 3)], whole=False) == 2
+    assert first.declared.captures.error is None and second.declared.captures.error is None
+
+
+def test_results_have_the_memory_of_those_that_are_gone_and_of_no_other() -> None:
+    """Whatever is held and dropped, in whatever order, no two that are held overlap, and no more than was asked for is kept."""
+    memory, rng = ResultMemory(40 << 20), random.Random(1)
+    held: list[tuple[torch.Tensor, int]] = []
+    addresses = set()
+    for number in range(300):
+        rows = memory.empty((rng.choice([3, 1024, 1030, 5000]), 1024), rng.choice([torch.bfloat16, torch.float32]))
+        addresses.add(rows.data_ptr())
+        held.append((rows[1:].fill_(number % 100), number % 100))  # a view holds the memory as well
+        while held and rng.random() < len(held) / 8:
+            held.pop(rng.randrange(len(held)))
+        del rows
+        assert 0 <= memory.kept <= 40 << 20
+        assert all(bool((kept == value).all()) for kept, value in held), number
+    assert len(addresses) < 150, "it is used again"
+    large = memory.empty((1 << 20, 16), torch.float32)
+    assert large.untyped_storage().nbytes() == large.nbytes, "a result owns its own rows"
+    del large
+    assert memory.kept <= 40 << 20
+    held.clear()
+    memory.close()
+    assert memory.kept == 0
+    rows = memory.empty((1024, 1024), torch.float32)
+    del rows
+    assert memory.kept == 0, "and nothing is kept after the end"
+
+
+@pytest.mark.parametrize("where", ["prepare", "copy"])
+def test_what_one_request_has_no_memory_for_costs_nobody_else_theirs(where: str, monkeypatch: Any) -> None:
+    ring = CaptureRing(40 * BLOCK, torch.float32, DEVICE, "block")
+    ring.open()
+    before, unlucky, behind = requests = [capturing_request(6, CAPTURE) for _ in range(3)]
+
+    def fails(*args: Any) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(unlucky.declared.captures.groups[0], where, fails)
+    for start, count in ((0, 5), (5, 1)):
+        entries = [ScheduledRequest(request, count, start, False, False) for request in requests]
+        rows = ring.lay_out(entries)[0].tolist()
+        assert rows[-1] > rows[0]
+        ring.memory.copy_(torch.arange(len(ring.memory)) % 997)
+        ring.send()
+        ring.wait()
+    for request in (before, behind):
+        found = request.declared.captures.activations([1] * 6)
+        assert found["resid_post.0"].shape == (6, INFO.hidden_size) and found["resid_post.0"].max() > 0
+    with pytest.raises(CaptureError, match="no memory"):
+        unlucky.declared.captures.activations([1] * 6)["resid_post.0"]
+    assert not ring.pieces.in_use
+    ring.close()
 
 
 class Capturing(Simulation):

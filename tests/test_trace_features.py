@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import queue
 import threading
 import weakref
@@ -404,6 +406,144 @@ def test_saves_of_several_invokes_are_handed_over_once(lm: LM) -> None:
             with tracer.invoke(prompt):
                 last.append(lm.model.layers[-1].output[0, -1])
     assert [tensor.device.type for tensor in last] == ["meta", "meta"]
+
+
+class CountedList(list):
+    """Counts how many of its items are looked at."""
+
+    looked = 0
+
+    def __iter__(self) -> Any:
+        self.looked += len(self)
+        return super().__iter__()
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        self.looked += len(found) if isinstance(key, slice) else 1
+        return found
+
+
+class CountedDict(dict):
+    """The same of its values."""
+
+    looked = 0
+
+    def values(self) -> Any:
+        self.looked += len(self)
+        return super().values()
+
+    def items(self) -> Any:
+        self.looked += len(self)
+        return super().items()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_many_invokes_fill_is_gone_through_for_all_of_them_together(lm: LM, device: str) -> None:
+    count = 64
+    with lm.generate(max_new_tokens=2, ignore_eos=True, device=device) as tracer:
+        listed, named = CountedList().save(), CountedDict().save()  # pyright: ignore[reportAttributeAccessIssue]
+        for i in range(count):
+            with tracer.invoke([i, i + 1]):
+                for step in tracer.iter[:]:
+                    h = lm.model.layers[0].output[0, -1]
+                    listed.append(h)
+                    named[i, step] = h
+                tracer.result.save()
+    assert len(listed) == len(named) == 2 * count
+    assert {tensor.device.type for tensor in listed} == {device} and all(named[i, 1] is not None for i in range(count))
+    assert max(listed.looked, named.looked) < 20 * 2 * count, "for each invoke, it would be 64 times or more"
+
+
+def test_what_a_block_puts_into_a_shared_dict_behind_its_last_pass_is_its_own(lm: LM) -> None:
+    with lm.generate(max_new_tokens=2, ignore_eos=True) as tracer:
+        late = dict().save()
+        for i, prompt in enumerate((A, B)):
+            with tracer.invoke(prompt):
+                h = lm.model.layers[1].output
+                tracer.result.save()
+                late[i] = [h, h[0, -1]]
+    for tensor in (*late[0], *late[1]):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes and tensor._base is None
+
+
+def test_one_list_of_gradients_is_detached_though_other_blocks_want_none(lm: LM) -> None:
+    with lm.trace() as tracer:
+        kept = list().save()
+        with tracer.invoke(A):
+            kept.append(lm.model.layers[0].output)
+        with tracer.invoke(B, grad=True):
+            kept.append(lm.model.layers[0].output.requires_grad_())
+            kept.append(lm.lm_head.output[0, -1])
+    assert len(kept) == 3 and not any(tensor.requires_grad for tensor in kept)
+
+
+def test_the_last_block_that_saves_a_name_gives_it_its_value(lm: LM) -> None:
+    h = "before"
+    with lm.trace() as tracer:
+        for i in range(3):
+            with tracer.invoke(A):
+                layer = lm.model.layers[0].output
+                h = (layer if i == 2 else torch.full((1,), float(i)).save()) if i else torch.zeros(1).save()
+    assert torch.equal(h, torch.ones(1)), "what the third one bound, it did not save"  # pyright: ignore
+
+
+class Marker:
+    """Something that a block holds."""
+
+
+def test_a_trace_leaves_nothing_for_the_cycle_collector(lm: LM) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        with lm.trace() as tracer:
+            held = list().save()
+            for prompt in (A, B):
+                with tracer.invoke(prompt):
+                    marker = Marker()
+                    held.append(weakref.ref(marker))
+                    lm.model.layers[0].output.save()
+        del tracer
+        assert [ref() for ref in held] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_the_collector_has_its_threshold_back_when_a_trace_is_over(lm: LM) -> None:
+    usual, seen = gc.get_threshold(), []
+    for fails in (False, True):
+        with contextlib.suppress(ZeroDivisionError):
+            with lm.trace() as tracer:
+                for prompt in (A, B):
+                    with tracer.invoke(prompt):
+                        lm.model.layers[0].output  # noqa: B018
+                        seen.append(gc.get_threshold()[0])
+                        1 / (0 if fails else 1)
+        assert gc.get_threshold() == usual
+    with pytest.raises(PromptError):
+        with lm.trace() as tracer:
+            with tracer.invoke([]):
+                lm.model.layers[0].output.save()
+    assert gc.get_threshold() == usual and len(seen) == 4 and min(seen) > usual[0]
+
+
+def test_the_collector_makes_room_for_saves_until_they_are_handed_over(lm: LM) -> None:
+    usual, seen = gc.get_threshold(), []
+    with lm.generate(max_new_tokens=5, ignore_eos=True) as tracer:
+        for prompt in (A, B):
+            with tracer.invoke(prompt):
+                kept = list().save()
+                for _ in tracer.iter[:]:
+                    kept.append(lm.model.layers[0].output[0, -1])
+                    seen.append(gc.get_threshold()[0])
+    assert seen == sorted(seen) and seen[-1] - seen[0] == 8, "two saves a step"
+    assert gc.get_threshold() == usual
+
+    delivery = Delivery(torch.device("cpu"))
+    delivery.make_room(5)
+    assert gc.get_threshold()[0] == usual[0] + 5
+    delivery.close()
+    delivery.make_room(5)  # of a pass that was under way when the caller left
+    assert gc.get_threshold() == usual
 
 
 def test_a_session_hands_over_at_its_end(lm: LM) -> None:

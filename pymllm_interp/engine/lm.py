@@ -47,7 +47,7 @@ from ..runner.interp_model_runner import InterpModelRunner
 from .engine import Engine
 from .handle import EngineClosedError, RequestHandle, StreamPiece
 from .harvest import READ, STEPS_AHEAD, HarvestResult, HarvestRun, Settings, tokenizer_fingerprint
-from .prompts import IGNORED, Limits, PromptError, RequestFactory, as_prompts, sampling_from_kwargs
+from .prompts import IGNORED, Limits, PromptError, RequestFactory, as_prompts, default_max_tokens, sampling_from_kwargs
 
 Interventions = Sequence[Intervention] | Sequence[Sequence[Intervention]] | None
 """One list for all prompts, or a list for each."""
@@ -265,12 +265,11 @@ class LM(TracedModel):
         params = self._params_for(prompts, sampling_params)
         declared = self._named(for_each_prompt(interventions, len(prompts)))
         captures = self._named(captures_for_each_prompt(capture, len(prompts)))
-        handles = []
+        blocks, handles = self.edits_of(edits), []
+        traced = bool(blocks)
         for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             what = f"prompt {i}" if len(prompts) > 1 else "the prompt"
             text, ids = self._factory.tokens(prompt, what)
-            blocks = self.edits_of(edits)
-            traced = bool(blocks)
             if traced and param.n > 1:
                 raise PromptError(
                     f"{what} asks for n={param.n}, but this model has edits, which follow one generation each"
@@ -457,15 +456,17 @@ class LM(TracedModel):
     def run_traces(self, tracer: EngineTracer, traces: list[RequestTrace], inputs: list[tuple[tuple, dict]]) -> None:
         if self.engine.on_engine_thread:
             raise RuntimeError("a trace cannot be opened inside the block of another: use a session, or invokes")
-        handles = []
+        handles, sampling = [], {}
         for i, (trace, (args, kwargs)) in enumerate(zip(traces, inputs, strict=True)):
             what = f"invoke {i}" if len(traces) > 1 else "the prompt"
             kwargs = dict(kwargs)
-            (interventions,) = self._named(for_each_prompt(kwargs.pop("interventions", None), 1))
-            (captures,) = self._named(captures_for_each_prompt(kwargs.pop("capture", None), 1))
-            request = self._traced_request(tracer.mode, args, kwargs, what)
+            specs, captured = kwargs.pop("interventions", None), kwargs.pop("capture", None)
+            request = self._traced_request(tracer.mode, args, kwargs, what, sampling)
             request.trace, request.receipt = trace, trace.receipt
-            self._declare(request, interventions, captures)
+            if specs is not None or captured is not None:
+                (interventions,) = self._named(for_each_prompt(specs, 1))
+                (captures,) = self._named(captures_for_each_prompt(captured, 1))
+                self._declare(request, interventions, captures)
             request.alone = trace.grad
             if trace.grad and tracer.mode != "trace":
                 raise PromptError(
@@ -510,8 +511,14 @@ class LM(TracedModel):
         for request in requests:
             request.gang = requests
 
-    def _traced_request(self, mode: str, args: tuple, kwargs: dict[str, Any], what: str) -> Request:
-        kwargs = dict(kwargs)
+    def _traced_request(
+        self, mode: str, args: tuple, kwargs: dict[str, Any], what: str, sampling: dict[tuple, SamplingParams]
+    ) -> Request:
+        """The request of one prompt.
+
+        Args:
+            sampling: what the keywords of the trace's other prompts came to, which are most often the same objects.
+        """
         timeout = kwargs.pop("timeout", None)
         prompt, kwargs = _prompt_of(args, kwargs, what)
         _, ids = self._factory.tokens(prompt, what)
@@ -524,7 +531,12 @@ class LM(TracedModel):
                 )
             params = FORWARD
         else:
-            params = kwargs.pop("sampling_params", None) or sampling_from_kwargs(kwargs, len(ids))
+            params = kwargs.pop("sampling_params", None)
+            if params is None:
+                key = (default_max_tokens(len(ids)), *((name, id(value)) for name, value in kwargs.items()))
+                params = sampling.get(key)
+                if params is None:
+                    params = sampling[key] = sampling_from_kwargs(kwargs, len(ids))
         if params.n > 1:
             raise PromptError(f"{what} asks for n={params.n}: a trace follows one generation; use one invoke for each")
         (request,) = self._factory.requests(

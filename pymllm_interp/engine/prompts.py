@@ -98,7 +98,9 @@ class RequestFactory:
             raise PromptError(f"timeout={timeout}: expected seconds above 0, or None")
         number, ordinal = next(_ids), next(self._ordinals)
         seed = params.seed if params.seed is not None else _mix(self.seed, ordinal)
-        stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        stops = frozenset() if params.ignore_eos else self.eos_token_ids
+        if params.stop_token_ids:
+            stops |= frozenset(params.stop_token_ids)
         requests: list[Request] = []
         for index in range(params.n):
             requests.append(
@@ -188,8 +190,13 @@ def sampling_from_kwargs(kwargs: dict[str, Any], prompt_len: int) -> SamplingPar
     if do_sample is False:
         given["temperature"] = 0.0
     given.setdefault("temperature", 1.0 if do_sample else 0.0)
-    given.setdefault("max_tokens", max(1, 20 - prompt_len))
+    given.setdefault("max_tokens", default_max_tokens(prompt_len))
     return SamplingParams(**given)
+
+
+def default_max_tokens(prompt_len: int) -> int:
+    """New tokens where nobody says how many: 20 with the prompt's, as in transformers."""
+    return max(1, 20 - prompt_len)
 
 
 ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "eos_token_id": "stop_token_ids"}

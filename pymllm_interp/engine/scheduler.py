@@ -197,8 +197,6 @@ class Scheduler:
                 return
             if request.status is not RequestStatus.WAITING or self._waits_for_leader(request):
                 continue
-            if any(entry.request is request for entry in step.scheduled):
-                continue
             unit = self._unit(request)
             needed = sum(r.num_tokens_left for r in unit)
             whole = request.trace is not None or len(unit) > 1
@@ -286,11 +284,11 @@ class Scheduler:
             if request.finished:
                 continue
             request.num_pending -= entry.samples
-            first = token is not None and not request.output_token_ids
+            leads = token is not None and not request.output_token_ids and request.params.n > 1
             reason = self._take(request, token, output)
-            if first and in_a_pass:
+            if leads and in_a_pass:
                 self._leaders.append(request)
-            elif first:
+            elif leads:
                 self._hand_over(request)
             if reason is not None:
                 self.finish(request, reason)

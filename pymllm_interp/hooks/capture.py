@@ -12,8 +12,7 @@ the kernels write blocks into a ring (runner/capture_ring.py), from which `Captu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -22,6 +21,11 @@ import numpy as np
 import torch
 
 from .intervention import Bound, Capture, Project, Window, ordinals_of
+
+Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""(shape, dtype) -> a tensor on the CPU that nothing has been written to."""
+INTEGERS = {2: torch.int16, 4: torch.int32}
+"""By itemsize, what numpy sees states as: it knows no bfloat16."""
 
 
 class CaptureError(RuntimeError):
@@ -92,7 +96,10 @@ class Group:
         self.sites: list[int] = []
         self.ordinals = ordinals_of(windows, torch.arange(longest)).numpy()
         self.offset = 0
-        self._filled: Counter[int] = Counter()  # by column: rows that it has
+        self._states_dtype = dtype
+        self._filled: Counter[int] = Counter()  # by column: rows that it has of `take`
+        self._rows: torch.Tensor | None = None
+        self._into = np.empty(0)
 
     @property
     def num_positions(self) -> int:
@@ -117,55 +124,60 @@ class Group:
             self.rows[taken, column] = rows.detach()[new].to("cpu", self.dtype)
             self._filled[column] = int(taken[-1]) + 1
 
-    def copy(self, blocks: torch.Tensor, first: int, sizes: np.ndarray) -> None:
+    @property
+    def rows(self) -> torch.Tensor:
+        """[positions, sites, width], on the CPU."""
+        if self._rows is None:
+            self.prepare(lambda shape, dtype: torch.empty(shape, dtype=dtype))
+        assert self._rows is not None
+        return self._rows
+
+    def prepare(self, empty: Empty) -> None:
+        """Take the memory of the rows; a second call does nothing."""
+        if self._rows is None:
+            self._rows = empty((self.num_positions, len(self.sites), self.width), self.dtype)
+            self._into = _integers(self._rows)
+
+    def copy(self, blocks: np.ndarray, first: int, sizes: np.ndarray) -> None:
         """Copy the group's part of the blocks of positions `first` and on; see `Captures.copy`."""
-        ordinals = self.ordinals[first : first + len(sizes)]
-        if len(sizes) == 1:
-            if sizes[0] and ordinals[0] >= 0:
-                self._put(int(ordinals[0]), blocks[self.offset : self.offset + self.block_size].view(1, -1, self.width))
+        if len(sizes) == 1:  # without numpy's ado: of a decode step, a row for each request
+            ordinal = self.ordinals.item(first)
+            if ordinal >= 0 and sizes.item():
+                self._put(ordinal, blocks[self.offset : self.offset + self.block_size].reshape(1, -1, self.width))
             return
+        ordinals = self.ordinals[first : first + len(sizes)]
         wanted = np.flatnonzero((ordinals >= 0) & (sizes > 0))
         if not len(wanted):
             return
         starts, sizes = (np.cumsum(sizes) - sizes)[wanted], sizes[wanted]
         cuts = np.flatnonzero((np.diff(starts) != sizes[:-1]) | (np.diff(sizes) != 0)) + 1
         for begin, end in pairwise((0, *cuts.tolist(), len(wanted))):
-            shape, strides = (end - begin, len(self.sites), self.width), (int(sizes[begin]), self.width, 1)
-            offset = blocks.storage_offset() + int(starts[begin]) + self.offset
-            self._put(int(ordinals[wanted[begin]]), blocks.as_strided(shape, strides, offset))
-
-    def _put(self, ordinal: int, rows: torch.Tensor) -> None:
-        into = self.rows[ordinal : ordinal + len(rows)]
-        if into.dtype is rows.dtype:
-            # torch would have its pool of threads come together for every row, with those of the model's passes on a CPU.
-            np.copyto(_integers(into), _integers(rows))
-        else:
-            into.copy_(rows)
-
-    def copied(self, stop: int) -> None:
-        """All positions before `stop` have been copied."""
-        count = int((self.ordinals[:stop] >= 0).sum())
-        self._filled = Counter(dict.fromkeys(range(len(self.sites)), count))
-
-    @cached_property
-    def rows(self) -> torch.Tensor:
-        """[positions, sites, width], on the CPU."""
-        return torch.empty(self.num_positions, len(self.sites), self.width, dtype=self.dtype)
-
-    def finish(self, token_ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """For each column (rows, their positions, indexes of `Project`) at the positions of `token_ids` [positions]: a row
-        that was computed after the request's end is left out."""
-        positions = torch.from_numpy(
-            np.flatnonzero(self.ordinals[: len(token_ids)] >= 0)[
-                : min(self._filled[column] for column in range(len(self.sites)))
+            count, size, start = end - begin, int(sizes[begin]), int(starts[begin])
+            rows = blocks[start : start + count * size].reshape(count, size)[
+                :, self.offset : self.offset + self.block_size
             ]
-        )
+            self._put(int(ordinals[wanted[begin]]), rows.reshape(count, -1, self.width))
+
+    def _put(self, ordinal: int, rows: np.ndarray) -> None:
+        if self.dtype is self._states_dtype:
+            # torch would have its pool of threads come together for every row, with those of the model's passes on a CPU.
+            self._into[ordinal : ordinal + len(rows)] = rows
+        else:
+            self.rows[ordinal : ordinal + len(rows)].copy_(torch.from_numpy(rows).view(self._states_dtype))
+
+    def finish(self, num_positions: int, copied: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """For each column (rows, their positions, indexes of `Project`) of the first `num_positions`: a row that was computed
+        after the request's end is left out. Positions before `copied` have come by `copy`."""
+        captured = self.ordinals[:num_positions] >= 0
+        count = max(min(self._filled[column] for column in range(len(self.sites))), int(captured[:copied].sum()))
+        positions = torch.from_numpy(np.flatnonzero(captured)[:count])
+        placed = positions[-1:] if self.spec.reduce == "last" else positions
         found = []
         for column in range(len(self.sites)):
             rows, indexes = self.rows[: len(positions), column], None
             if len(positions):
                 rows, indexes = _reduced(rows, self.spec.reduce)
-            found.append((rows, positions[-1:] if self.spec.reduce == "last" else positions, indexes))
+            found.append((rows, placed, indexes))
         return found
 
 
@@ -188,6 +200,7 @@ class Captures:
     def __init__(self, bounds: Iterable[tuple[int, Bound, tuple[int, ...]]], dtype: torch.dtype, longest: int) -> None:
         self.next = 0
         self.error: CaptureError | None = None
+        self._copied = 0
         self.by_site: dict[int, tuple[Group, int]] = {}
         self._names: dict[str, int] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -250,17 +263,27 @@ class Captures:
             sizes[: self.next - first] = 0
         return sizes
 
-    def prepare(self) -> None:
-        """Take the memory of the results."""
-        for group in self.groups:
-            group.rows  # noqa: B018
+    def size_of(self, first: int, count: int) -> int:
+        """The sum of `block_sizes`."""
+        if count != 1:
+            return int(self.block_sizes(first, count).sum())
+        return 0 if first < self.next or self.error is not None else self._block_sizes.item(first)
 
-    def copy(self, blocks: torch.Tensor, first: int, sizes: np.ndarray) -> None:
+    def prepare(self, empty: Empty) -> None:
+        """Take the memory of the results; a second call does nothing.
+
+        Raises:
+            Exception: what `empty` raises, where there is none.
+        """
+        for group in self.groups:
+            group.prepare(empty)
+
+    def copy(self, blocks: np.ndarray, first: int, sizes: np.ndarray) -> None:
         """Copy the states of positions `first` and on out of their blocks, which lie behind each other. After `prepare`, several
         threads may, of different positions; then comes `copied`.
 
         Args:
-            blocks: [elements], on the host.
+            blocks: [elements], on the host, as whole numbers of the states' width (`INTEGERS`).
             sizes: [positions], of `block_sizes`.
         """
         for group in self.groups:
@@ -268,8 +291,7 @@ class Captures:
 
     def copied(self, stop: int) -> None:
         """All positions before `stop` have been copied."""
-        for group in self.groups:
-            group.copied(stop)
+        self._copied = stop
 
     def activations(self, token_ids: Sequence[int]) -> Activations:
         """What was captured of a request that computed the positions of `token_ids`."""
@@ -279,24 +301,26 @@ class Captures:
             return found
         tokens = torch.tensor(token_ids, dtype=torch.int64)
         try:
-            columns = {id(group): group.finish(tokens) for group in self.groups}
+            columns = {id(group): group.finish(len(tokens), self._copied) for group in self.groups}
         except RuntimeError as error:  # no memory for them
             found.error = CaptureError(f"captured states are lost: {error}")
             return found
+        tokens_at = {key: tokens[columns[key][0][1]] for key in columns}
         for name, site in sorted(self._names.items(), key=lambda entry: entry[1]):
             group, column = self.by_site[site]
             rows, positions, indexes = columns[id(group)][column]
-            if not isinstance(group.spec.reduce, Project):
-                rows = rows.unflatten(-1, self._shapes[name])
-            found.add(name, rows, positions, tokens[positions])
+            shape = self._shapes[name]
+            if len(shape) > 1 and not isinstance(group.spec.reduce, Project):
+                rows = rows.unflatten(-1, shape)
+            found.add(name, rows, positions, tokens_at[id(group)])
             if indexes is not None:
                 found.indexes[name] = indexes
         return found
 
 
 def _integers(values: torch.Tensor) -> np.ndarray:
-    """The same memory as whole numbers of the same width: numpy knows no bfloat16."""
-    return values.view({2: torch.int16, 4: torch.int32}[values.dtype.itemsize]).numpy()
+    """The same memory as whole numbers of the same width."""
+    return values.view(INTEGERS[values.dtype.itemsize]).numpy()
 
 
 def _reduced(rows: torch.Tensor, reduce: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -149,6 +149,8 @@ class NNsightRequestHelper:
         self._wind_up(ending, model)
         for trace, request in ending:
             trace.close(request)
+        if not self._traces:  # the last step's hold what their blocks hold
+            self._step = []
 
     @staticmethod
     def _wind_up(ending: list[tuple[RequestTrace, Request]], model: TracedModel) -> None:

@@ -14,16 +14,17 @@ values to `handle`, a block parks by switching a `Pending` to its parent, and st
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
 from greenlet import getcurrent
+from torch import is_grad_enabled, is_inference_mode_enabled
 
 from .edit_log import EditLog
-from .modes import BlockModes, Modes
+from .modes import BlockModes, Modes, is_any_autocast_enabled
 from .nnsight_compat import (
     NO_SKIP,
     Controller,
@@ -37,7 +38,7 @@ from .nnsight_compat import (
     save_scope,
 )
 from .rows import EditError, Shared
-from .saves import own
+from .saves import Delivery, own
 from .watchdog import TraceTimeoutError, Watchdog
 
 if TYPE_CHECKING:
@@ -67,24 +68,22 @@ class Block(Mediator):
         """How many times the request's passes have reached `location`."""
         return self.trace.occurrence(location)
 
-    def is_due(self, location: str, visit: int) -> bool:
-        """Whether it still waits for this visit of `location`, and its request gets there."""
-        pending, trace = self.pending, self.trace
-        if pending is None or pending[1] != location or self.due != visit or trace.ended:
-            return False
-        return not trace.skipping or trace.is_served_at(location)
+    def wanted(self, location: str) -> int:
+        """The occurrence of `location` that it asks for when it reads there now."""
+        iteration = self.iteration
+        return self.trace.occurrence(location) if iteration is None else iteration
 
     def switch(self, *args: Any) -> Any:
         """Run the block to where it parks next; returns its `Pending`, or None at its end."""
         assert self.worker is not None
         with Turn(self.trace.interleaver) as turn:
-            return turn.run(self, self.worker.switch, args)
+            return turn.run(self, self.worker.switch, *args)
 
     def throw(self, error: BaseException) -> Any:
         """Raise `error` in the block, at the line where it waits; returns as `switch` does."""
         assert self.worker is not None
         with Turn(self.trace.interleaver) as turn:
-            return turn.run(self, self.worker.throw, (error,))
+            return turn.run(self, self.worker.throw, error)
 
 
 class Turn:
@@ -93,14 +92,19 @@ class Turn:
     nnsight keeps the saved ids and the nesting depth with the thread; here they belong to the request.
     """
 
-    __slots__ = ("_depth", "_greenlet", "_interleaver", "_modes", "_saves", "_scope", "_serving", "_visit", "_watchdog")
+    __slots__ = (
+        "_autocast", "_depth", "_grad", "_greenlet", "_inference", "_interleaver", "_modes", "_saves", "_scope", "_serving",
+        "_visit", "_watchdog",
+    )  # fmt: skip
 
     def __init__(self, interleaver: EngineInterleaver) -> None:
         self._interleaver = interleaver
 
     def __enter__(self) -> Turn:
         interleaver = self._interleaver
-        self._greenlet, self._modes, self._serving = getcurrent(), Modes.now(), interleaver.serving
+        self._greenlet, self._serving = getcurrent(), interleaver.serving
+        self._modes = modes = Modes.now()
+        self._grad, self._inference, self._autocast = modes.grad, modes.inference, True in modes.autocast
         scope = self._scope = save_scope.__dict__
         self._depth, self._saves = scope.get("depth", 0), scope.get("saves")
         watchdog = self._watchdog = interleaver.watchdog
@@ -114,13 +118,13 @@ class Turn:
         scope = self._scope
         scope["depth"], scope["saves"], self._interleaver.serving = self._depth, self._saves, self._serving
 
-    def run(self, block: Block, resume: Callable[..., Any], args: tuple) -> Any:
+    def run(self, block: Block, resume: Callable[..., Any], *args: Any) -> Any:
         """Call `resume`, which runs the block, with its request's saves as the thread's and the watchdog on."""
-        trace, watchdog, modes, scope = block.trace, self._watchdog, block.modes, self._scope
+        trace, watchdog, scope = block.trace, self._watchdog, self._scope
         scope["depth"], scope["saves"], self._interleaver.serving = 1, trace.saves, trace
         block.worker.parent = self._greenlet  # pyright: ignore[reportOptionalMemberAccess]
-        if modes.left is not None:
-            modes.resume()
+        if block.modes.left is not None:
+            block.modes.resume()
         if watchdog is not None:
             watchdog.visit = [trace, None]
         try:
@@ -134,17 +138,22 @@ class Turn:
                 watchdog.visit = self._visit  # a plain store: the watchdog's exception cannot come between
                 if watchdog.posted:
                     watchdog.drain()
-            if not self._modes.are_on():
-                modes.park(self._modes)
+            if (
+                is_grad_enabled() is not self._grad
+                or is_inference_mode_enabled() is not self._inference
+                or self._autocast
+                or is_any_autocast_enabled()
+            ):
+                block.modes.park(self._modes)
 
-    def resume(self, block: Block, args: tuple = (), error: BaseException | None = None) -> Pending | None:
+    def resume(self, block: Block, *args: Any, error: BaseException | None = None) -> Pending | None:
         """`EngineInterleaver.resume`, of one of several. Returns what the block waits for next."""
         worker = block.worker
         assert worker is not None
         block.pending = None
         block.served = True
         try:
-            pending = self.run(block, worker.switch, args) if error is None else self.run(block, worker.throw, (error,))
+            pending = self.run(block, worker.switch, *args) if error is None else self.run(block, worker.throw, error)
         except BaseException as raised:
             watchdog = self._watchdog
             if isinstance(raised, TraceTimeoutError) and watchdog is not None:
@@ -281,10 +290,7 @@ class EngineInterleaver(Interleaver):
 
     def point(self, location: str) -> Point:
         """The point at `location`, whether anything waits there or not."""
-        point = self._known.get(location)
-        if point is None:
-            point = self._known[location] = self._locate(location)
-        return point
+        return self._known.get(location) or self._known.setdefault(location, self._locate(location))
 
     def _locate(self, location: str) -> Point:
         path, op, _ = location.partition(".source.")
@@ -352,8 +358,15 @@ class EngineInterleaver(Interleaver):
             if count > 1:  # what a pass that failed did not come to is no rule
                 self.per_pass[location] = count
         unowned: dict[int, torch.Tensor] = {}
+        shared: set[int] = set()
+        saved: Counter[Delivery] = Counter()
         for trace in self.traces:
-            trace.end_pass(unowned)
+            before = len(unowned)
+            trace.end_pass(unowned, shared)
+            saved[trace.delivery] += len(unowned) - before
+        for delivery, count in saved.items():
+            if count:
+                delivery.make_room(count)
         own(unowned.values())
         self.edits.end_pass()
         for trace in self.traces:
@@ -434,6 +447,7 @@ class EngineInterleaver(Interleaver):
 
     def release(self, block: Block) -> None:
         """Run a block on that waited for other blocks, and file it where it parks next."""
+        block.trace.dirty = True
         self.resume(block)
         if block.trace.in_pass:
             self._park(block)
@@ -452,7 +466,11 @@ class EngineInterleaver(Interleaver):
                 # One that is served may release another, which parks here too (a barrier).
                 while point.parked and (ready := point.take(visit)):
                     for block in ready:
-                        if block.is_due(location, visit):
+                        pending, trace = block.pending, block.trace
+                        # Those before it may have ended its request, or have had it go on.
+                        if pending is None or pending[1] != location or block.due != visit or trace.ended:
+                            continue
+                        if not (trace.skipping and trace.skips(location)):
                             self._serve(turn, block, location, shared)
                             self._park(block)
         value = shared.settle()
@@ -497,11 +515,11 @@ class EngineInterleaver(Interleaver):
                 served = shared.rows_of(trace.rows)
                 if isinstance(served, torch.Tensor):
                     version = served._version
-                    pending = turn.resume(block, (served,))
+                    pending = turn.resume(block, served)
                     if served._version != version:
                         shared.count_edit(trace)  # in place
                 else:
-                    pending = turn.resume(block, (without_batch(served),))
+                    pending = turn.resume(block, without_batch(served))
             elif event is Event.SKIP:
                 self._skip(block, provider, shared, edited)
                 pending = turn.resume(block)

@@ -40,10 +40,13 @@ class Read(eproperty):
         block = mediator() if mediator is not None else None
         if obj is None or block is None or block.transform is not None:
             return super().__get__(obj, owner)
-        pending = obj._waits.get(self.key)
-        if pending is None or pending[2] != block.iteration:
-            location = f"{obj.path}.{self.key}"
-            pending = obj._waits[self.key] = Pending(Event.VALUE, location, block.wanted(location))
+        pending, wanted = obj._waits.get(self.key), block.iteration
+        if pending is None or pending[2] != wanted:
+            location = f"{obj.path}.{self.key}" if pending is None else pending[1]
+            if wanted is None:
+                wanted = block.wanted(location)
+            if pending is None or pending[2] != wanted:
+                pending = obj._waits[self.key] = Pending(Event.VALUE, location, wanted)
         value = worker.parent.switch(pending)
         assert self._preprocess is not None
         return self._preprocess(obj, value)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import is_grad_enabled, is_inference_mode_enabled
-from torch._C import _is_any_autocast_enabled  # pyright: ignore[reportAttributeAccessIssue]
+from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled  # pyright: ignore[reportAttributeAccessIssue]
 
 DEVICES = ("cpu", "cuda")
 
@@ -26,18 +26,9 @@ class Modes(NamedTuple):
     def now(cls) -> Modes:
         """The thread's."""
         autocast = (
-            tuple(map(torch.is_autocast_enabled, DEVICES)) if _is_any_autocast_enabled() else (False,) * len(DEVICES)
+            tuple(map(torch.is_autocast_enabled, DEVICES)) if is_any_autocast_enabled() else (False,) * len(DEVICES)
         )
         return cls(is_inference_mode_enabled(), is_grad_enabled(), autocast)
-
-    def are_on(self) -> bool:
-        """Whether they are the thread's: `now`, in a quarter of its time where no autocast is on, as for most."""
-        inference, grad, autocast = self
-        return (
-            is_inference_mode_enabled() is inference
-            and is_grad_enabled() is grad
-            and not (_is_any_autocast_enabled() or True in autocast)
-        ) or Modes.now() == self
 
 
 class BlockModes:
@@ -60,8 +51,11 @@ class BlockModes:
             self.left = self._guard = None
 
     def park(self, before: Modes) -> None:
-        """Take the block's changes out of the thread, which had the modes `before`."""
-        self.left = now = Modes.now()
+        """Take the block's changes, if there are any, out of the thread, which had the modes `before`."""
+        now = Modes.now()
+        if now == before:
+            return
+        self.left = now
         if now.inference != before.inference:
             # Leaving it restores what is now, whatever other blocks did meanwhile.
             self._guard = torch.inference_mode(before.inference)

@@ -6,12 +6,14 @@ request is over, the caller is handed copies on the device of their choice (`Del
 
 from __future__ import annotations
 
-import contextlib
+import threading
+from collections import defaultdict
 from collections.abc import Collection
 from typing import Any
 
 import torch
 
+from .collector import give_back, make_room
 from .nnsight_compat import apply
 
 
@@ -25,8 +27,8 @@ def find_unowned(value: Any, found: dict[int, torch.Tensor], seen: dict[int, int
             item a step is not walked anew each time.
     """
     if isinstance(value, torch.Tensor):
-        if not value.requires_grad and value.layout is torch.strided and type(value) is not torch.nn.Parameter:
-            if value.untyped_storage().nbytes() > value.nbytes:
+        if value.layout is torch.strided and value.untyped_storage().nbytes() > value.nbytes:
+            if not value.requires_grad and type(value) is not torch.nn.Parameter:
                 found[id(value)] = value
     elif isinstance(value, (list, tuple)):
         first = seen.get(id(value), 0) if isinstance(value, list) else 0
@@ -48,22 +50,23 @@ def own(tensors: Collection[torch.Tensor]) -> None:
 
 
 def _own(tensors: Collection[torch.Tensor]) -> None:
-    alike: dict[tuple[torch.dtype, torch.device, bool], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    swap = torch._C._swap_tensor_impl  # pyright: ignore[reportAttributeAccessIssue]
+    # torch copies many at once where all strides are the same, and else one by one.
+    alike: defaultdict[Any, list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
-        memory = torch.empty_like(tensor)
-        # torch copies many at once where all strides are the same, and else one by one.
-        kind = tensor.dtype, tensor.device, memory.stride() == tensor.stride()
-        alike.setdefault(kind, []).append((tensor, memory))
-    for pairs in alike.values():
-        torch._foreach_copy_([memory for _, memory in pairs], [tensor for tensor, _ in pairs])
-        for tensor, memory in pairs:
+        alike[tensor.dtype, tensor.device, tensor.shape, tensor.stride()].append(tensor)
+    for group in alike.values():
+        memories = list(map(torch.empty_like, group))
+        torch._foreach_copy_(memories, group)
+        for tensor, memory in zip(group, memories, strict=True):
             if tensor._base is None and not tensor.is_inference():
                 tensor.data = memory
-            else:
+                continue
+            try:
                 # A view that the block made keeps its base, whatever memory it is given; so it becomes another tensor.
-                # torch refuses that for the base of other views: that one stays as it is.
-                with contextlib.suppress(RuntimeError):
-                    torch._C._swap_tensor_impl(tensor, memory)  # pyright: ignore[reportAttributeAccessIssue]
+                swap(tensor, memory)
+            except RuntimeError:
+                pass  # torch refuses that for the base of other views: that one stays as it is
 
 
 def saves_device(device: Any) -> torch.device:
@@ -81,6 +84,7 @@ def saves_device(device: Any) -> torch.device:
 
 _Copies = dict[int, tuple[torch.Tensor, int, torch.Tensor]]
 """id -> (the tensor, its version when it was copied, the copy); the tensor, so that its id stays its own"""
+_NEVER = None, None, None
 
 
 class Delivery:
@@ -92,6 +96,10 @@ class Delivery:
 
     Args:
         device: of what is handed over; None leaves it where it is.
+
+    Attributes:
+        seen: see `find_unowned`; of what was saved above several blocks, which fill it together.
+        owned: the same, of lists that were handed over, where all that they hold are copies.
     """
 
     SMALL = 1 << 20
@@ -101,43 +109,64 @@ class Delivery:
 
     def __init__(self, device: torch.device | None) -> None:
         self.device = device
+        self.seen: dict[int, int] = {}
+        self.owned: dict[int, int] = {}
+        self._announced: dict[int, Any] = {}
+        self._handed: dict[tuple[int, bool], tuple[Any, Any]] = {}
         self._copies: _Copies = {}
         self._expected: dict[int, torch.Tensor] = {}
+        self._room: int | None = 0
+        self._lock = threading.Lock()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def make_room(self, count: int) -> None:
+        """Tell the garbage collector of so many more tensors, which live until `close`; the engine's thread may come later."""
+        with self._lock:
+            if self._room is not None:
+                self._room += count
+                make_room(count)
+
+    def close(self) -> None:
+        """All is handed over, or never will be."""
+        with self._lock:
+            if self._room is not None:
+                give_back(self._room)
+                self._room = None
 
     def expect(self, value: Any) -> None:
         """Note the tensors of `value`, which `hand` will be asked for: `send` copies them together."""
         if isinstance(value, torch.Tensor):
-            small = value.layout is torch.strided and value.nbytes <= self.SMALL
-            if small and not value.requires_grad and not self._is_there(value):
+            if not value.requires_grad and not self._is_there(value):
                 self._expected[id(value)] = value
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                self.expect(item)
-        elif isinstance(value, dict):
-            for item in value.values():
+        elif isinstance(value, (list, tuple, dict)) and id(value) not in self._announced:
+            self._announced[id(value)] = value
+            for item in value.values() if isinstance(value, dict) else value:
                 self.expect(item)
 
     def send(self) -> None:
-        """Copy what is expected."""
-        alike: dict[tuple[torch.dtype, torch.device, torch.Size], list[torch.Tensor]] = {}
+        """Copy what is expected, and small."""
+        known = self._copies
+        alike: defaultdict[Any, list[torch.Tensor]] = defaultdict(list)
         for tensor in self._expected.values():
-            if self._copy_of(tensor, self._copies) is None:
-                alike.setdefault((tensor.dtype, tensor.device, tensor.shape), []).append(tensor)
+            if not known or self._copy_of(tensor, known) is None:
+                alike[tensor.dtype, tensor.device, tensor.shape, tensor.layout].append(tensor)
         self._expected = {}
         for tensors in alike.values():
-            count = max(1, self.PIECE // max(1, tensors[0].nbytes))
-            for first in range(0, len(tensors), count):
-                self._send(tensors[first : first + count])
+            some = tensors[0]
+            if some.layout is torch.strided and some.nbytes <= self.SMALL:
+                count = max(1, self.PIECE // max(1, some.nbytes))
+                for first in range(0, len(tensors), count):
+                    self._send(tensors[first : first + count])
 
     def _send(self, tensors: list[torch.Tensor]) -> None:
         assert self.device is not None
         with torch.no_grad():
-            piece = torch.stack(tensors)
-            moved = self._moved(piece, self.device)
+            piece = self._moved(torch.stack(tensors), self.device)
+            self.make_room(len(tensors))
             self.wait()
-            for tensor, copied in zip(tensors, moved.unbind(), strict=True):
-                self._copies[id(tensor)] = tensor, _version(tensor), copied.clone()
+            copies: Any = torch.unbind_copy(piece)
+            known = zip(tensors, map(_version, tensors), copies, strict=True)
+            self._copies.update(zip(map(id, tensors), known, strict=True))
 
     def copies(self, value: Any) -> Any:
         """`value` with its tensors on the device, for one who looks while the block goes on with its own."""
@@ -156,15 +185,31 @@ class Delivery:
             if detached and value.requires_grad and not isinstance(value, torch.nn.Parameter):
                 value = value.detach()
             return self._copy(value, self._copies)
+        if not isinstance(value, (list, dict, tuple)):
+            return value
+        known = self._handed.get((id(value), detached))
+        if known is not None:  # a list that many blocks have filled is gone through once
+            return known[1]
+        self._handed[id(value), detached] = value, value
         if isinstance(value, list):
-            value[:] = [self.hand(item, detached) for item in value]
+            copies, all_sent = self._copies, True
+            for i, item in enumerate(value):
+                _, version, copied = copies.get(id(item), _NEVER)
+                if copied is not None and version == _version(item):
+                    value[i] = copied
+                else:
+                    value[i], all_sent = self.hand(item, detached), False
+            if all_sent:
+                self.owned[id(value)] = len(value)
         elif isinstance(value, dict):
             for key, item in list(value.items()):
                 value[key] = self.hand(item, detached)
-        elif isinstance(value, tuple):
+        else:
             items = [self.hand(item, detached) for item in value]
             if any(new is not old for new, old in zip(items, value, strict=True)):
-                return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+                handed = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+                self._handed[id(value), detached] = value, handed
+                return handed
         return value
 
     def wait(self) -> None:
@@ -189,7 +234,7 @@ class Delivery:
 
     @staticmethod
     def _copy_of(tensor: torch.Tensor, known: _Copies) -> torch.Tensor | None:
-        _, version, copied = known.get(id(tensor), (None, None, None))
+        _, version, copied = known.get(id(tensor), _NEVER)
         return copied if version == _version(tensor) else None
 
     def _moved(self, tensor: torch.Tensor, target: torch.device) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,6 +61,8 @@ class RequestTrace:
         activations: what its request captured (hooks.capture.Activations); set when that has ended.
         on_step: called after each pass with its number and copies of the saved values by name, on the engine's thread.
         last_edit: the pass (`EditLog.number`) in which a block has edited last.
+        outer: by name, what was saved above the block, where it stood then.
+        dirty: a block has run since its saves were gone through.
     """
 
     def __init__(
@@ -93,12 +95,12 @@ class RequestTrace:
         self.activations: Activations | None = None
         self.receipt = Receipt()
         self.warnings: list[str] = []
-        self.gang: list[RequestTrace] = []
+        self.gang: Sequence[RequestTrace] = ()
         self.grad = grad or any(wants_gradients(b.code) for b in self.blocks)
         self.delivery = delivery or Delivery(None)
         self.on_step = on_step
         self.reported_slow = False
-        self.dirty = False
+        self.dirty = True
         self.last_edit: int | None = None
         self.calls: dict[str, int] = {}
         self.missed: dict[str, int] = {}
@@ -194,8 +196,12 @@ class RequestTrace:
         else:
             self.calls[location] = self.calls.get(location, 0) + 1
 
-    def end_pass(self, unowned: dict[int, torch.Tensor]) -> None:
-        """Count the pass, and note in `unowned` what was saved in it and must be freed from the batch (hooks.saves.own)."""
+    def end_pass(self, unowned: dict[int, torch.Tensor], shared: set[int]) -> None:
+        """Count the pass, and note in `unowned` what was saved in it and must be freed from the batch (hooks.saves.own).
+
+        Args:
+            shared: ids of what was saved above several blocks, and has been looked through after this pass.
+        """
         self.in_pass = False
         self.passes += 1
         if self.skipping:
@@ -205,7 +211,11 @@ class RequestTrace:
         self.rows = None
         if self.dirty:
             self.dirty = False
-            self.find_unowned(unowned)
+            self._find_unowned(unowned)
+            for value in self.outer.values():
+                if id(value) not in shared:
+                    shared.add(id(value))
+                    find_unowned(value, unowned, self.delivery.seen)
 
     def stream(self) -> None:
         """Hand copies of what is saved so far to `on_step`."""
@@ -257,6 +267,7 @@ class RequestTrace:
             else:
                 error, _ = dangling_unwind(block)
                 error = type(error)(f"request {self.request_id}: {error}{ORDER_HINT if pending.provider else ''}")
+            self.dirty = True
             self.interleaver.resume(block, error=error)
             if self.error is error and isinstance(error, LoopEnd):
                 self.error, self.ended = None, False
@@ -271,19 +282,21 @@ class RequestTrace:
         """Free the blocks' frames, and what was saved from the batch."""
         for block in self.blocks:
             if block.alive:
+                self.dirty = True
                 self._kill(block)
         if self.last_edit is not None:
             self.interleaver.edits.settle(self.last_edit)
         self.receipt.preemptions = request.num_preemptions
         self.warnings += self.receipt.warnings
-        unowned: dict[int, torch.Tensor] = {}
-        self.find_unowned(unowned)
-        own(unowned.values())
+        if self.dirty:  # what its last lines put into a list from above is found after the next pass, or by `hand_over`
+            unowned: dict[int, torch.Tensor] = {}
+            self._find_unowned(unowned)
+            own(unowned.values())
         if torch.cuda.is_initialized():
             self._done = torch.cuda.Event()
             self._done.record()
         self.result = None
-        self.gang = []
+        self.gang = ()
 
     def _kill(self, block: Block) -> None:
         """Unwind a block that will not be served any more, so that its frame is freed."""
@@ -296,13 +309,12 @@ class RequestTrace:
 
     # -- what it made --------------------------------------------------------------
 
-    def saved_values(self) -> list[Any]:
-        """What the block marked with ``.save()`` and still has under a name, and what was saved above it."""
-        if self.own is None:
+    def _own_saves(self) -> list[Any]:
+        """What the block marked with ``.save()`` and still has under a name."""
+        if self.own is None or not self.saves:
             return []
         bound = self.own.lcls
-        own = [bound[name] for name in bound.written if name in bound and id(bound[name]) in self.saves]
-        return own + list(self.outer.values())
+        return [bound[name] for name in bound.written if name in bound and id(bound[name]) in self.saves]
 
     def written(self) -> dict[str, Any]:
         """The names that the block bound, with their values; for the caller's frame."""
@@ -314,41 +326,56 @@ class RequestTrace:
         """What the block saved, by name."""
         return {name: value for name, value in self.written().items() if id(value) in self.saves}
 
-    def find_unowned(self, unowned: dict[int, torch.Tensor]) -> None:
-        """Note the saved tensors that lie in memory which is not theirs, by id."""
-        if self.saves or self.outer:
-            for value in self.saved_values():
-                find_unowned(value, unowned, self._seen)
+    def _find_unowned(self, unowned: dict[int, torch.Tensor]) -> None:
+        """Note the tensors that the block saved and that lie in memory which is not theirs, by id."""
+        for value in self._own_saves():
+            find_unowned(value, unowned, self._seen)
 
     def announce_saves(self) -> None:
         """Tell `delivery` what `hand_over` is going to ask for."""
         if self._done is not None:
             torch.cuda.current_stream(self._done.device).wait_event(self._done)
         if self.delivery.device is not None:
-            for value in self.saved_values():
+            for value in itertools.chain(self._own_saves(), self.outer.values()):
                 self.delivery.expect(value)
 
-    def hand_over(self) -> dict[str, Any]:
+    def hand_over(self, handed: dict[int, Any]) -> dict[str, Any]:
         """The names that the block bound, with what the caller gets for their values; saved ones are marked as such.
-        `announce_saves` comes first."""
+        `announce_saves` comes first, `settle_saves` last.
+
+        Args:
+            handed: what lives on is added here, by id.
+        """
         names, session = self.written(), self.delivery.device is None
-        handed: list[Any] = [mark(self.delivery.hand(value, self.grad)) for value in self.outer.values()]
+        for value in self.outer.values():
+            value = mark(self.delivery.hand(value, self.grad))
+            handed[id(value)] = value
         for name, value in names.items():
             if id(value) in self.saves:
-                names[name] = mark(self.delivery.hand(value, self.grad))
-                handed.append(names[name])
+                value = names[name] = mark(self.delivery.hand(value, self.grad))
+                handed[id(value)] = value
             elif session:  # there the others live on too
-                handed.append(value)
-        self.delivery.wait()
-        unowned: dict[int, torch.Tensor] = {}
-        find_unowned(handed, unowned, {})  # also what was put into a list that had been gone through
-        own(unowned.values())
+                handed[id(value)] = value
         return names
+
+    def let_go(self) -> None:
+        """Forget the blocks: they and their trace hold each other, and what was read. It has been handed over."""
+        self.blocks, self.own, self.outer = [], None, {}
 
     def warn(self, text: str) -> None:
         """Note something that the user should know; it reaches them with the result."""
         if text not in self.warnings:
             self.warnings.append(text)
+
+
+def settle_saves(handed: Iterable[Any], delivery: Delivery) -> None:
+    """Wait for what a ``with`` block's traces have handed over, and give it memory of its own where it has not: what was put
+    into a list that had been gone through."""
+    delivery.wait()
+    unowned: dict[int, torch.Tensor] = {}
+    for value in handed:
+        find_unowned(value, unowned, delivery.owned)
+    own(unowned.values())
 
 
 def emit(texts: list[str], stacklevel: int) -> None:

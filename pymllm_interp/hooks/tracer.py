@@ -18,6 +18,7 @@ from greenlet import getcurrent
 from .analysis import depend_on_each_other
 from .barrier import EngineBarrier
 from .capture import Activations
+from .collector import give_back, make_room
 from .interleaver import Block
 from .loops import AST_LOCK, StepIterations
 from .model import TracedModel
@@ -36,7 +37,10 @@ from .nnsight_compat import (
     thread_saves,
 )
 from .saves import Delivery, saves_device
-from .trace import GangError, RequestTrace, emit
+from .trace import GangError, RequestTrace, emit, settle_saves
+
+OBJECTS = 64
+"""That one request of a trace is made of, about: those that Python's collector goes through."""
 
 Invocation = tuple[Mediator, tuple, dict[str, Any]]
 """A block, and the ``(args, kwargs)`` that its prompt was given by."""
@@ -138,31 +142,45 @@ class EngineTracer(_Captured, InterleavingTracer):
 
     def execute(self, code: CodeType) -> None:
         """Collect the blocks, have the engine serve their requests, and put the saved names into the caller's frame."""
-        frame = self.info.frame  # pyright: ignore[reportOptionalMemberAccess]
         try:
-            traces, inputs = self._collect(code)
+            self._serve(code)
+        finally:
+            invokes, self._invocations = len(self._invocations), []
+            clear_shared_locals()
+            give_back(invokes * OBJECTS)
+
+    def _serve(self, code: CodeType) -> None:
+        frame = self.info.frame  # pyright: ignore[reportOptionalMemberAccess]
+        traces, inputs = self._collect(code)
+        delivery = traces[0].delivery
+        try:
             self._model.run_traces(self, traces, inputs)
             self.receipts = [trace.receipt for trace in traces]
             self.captures = [trace.activations for trace in traces]
             for trace in traces:
                 trace.announce_saves()
-            traces[0].delivery.send()
+            delivery.send()
+            handed: dict[int, Any] = {}
+            names: dict[str, Any] = {}
             for trace in traces:
-                push_result(frame, trace.hand_over())
-                emit(trace.warnings, stacklevel=5)
-            errors = [trace.error for trace in traces if trace.error is not None]
-            for error in sorted(errors, key=lambda e: isinstance(e, GangError)):  # the cause before its consequences
-                raise error.with_traceback(block_traceback(error))
+                names |= pushed(trace.hand_over(handed))
+            settle_saves(handed.values(), delivery)
         finally:
-            self._invocations = []
-            clear_shared_locals()
+            delivery.close()
+        push_result(frame, names)
+        for trace in traces:
+            trace.let_go()
+            emit(trace.warnings, stacklevel=6)
+        errors = [trace.error for trace in traces if trace.error is not None]
+        for error in sorted(errors, key=lambda e: isinstance(e, GangError)):  # the cause before its consequences
+            raise error.with_traceback(block_traceback(error))
 
     def _collect(self, code: CodeType) -> tuple[list[RequestTrace], list[tuple[tuple, dict]]]:
         """One trace for each prompt: of the ``with`` itself, or of its invokes (whose bodies' surroundings run now)."""
         frame = self.info.frame  # pyright: ignore[reportOptionalMemberAccess]
         if self._model._batch_size(*self.args, **self.kwargs):
-            block = Mediator(code, frame.f_globals, dict(frame.f_locals), node=self.node)
-            self._invocations = [(block, self.args, self.kwargs)]
+            block = Mediator(code, frame.f_globals, frame.f_locals, node=self.node)
+            self._add(block, self.args, self.kwargs)
         else:
             body = Scope(dict(frame.f_locals), shared_locals(frame), frame.f_globals)
             exec(code, body)
@@ -172,6 +190,10 @@ class EngineTracer(_Captured, InterleavingTracer):
                     f"lm.{self.mode}() needs a prompt, or at least one `with tracer.invoke(prompt):` in its block"
                 )
         return self._traces()
+
+    def _add(self, block: Mediator, args: tuple, kwargs: dict[str, Any]) -> None:
+        make_room(OBJECTS)
+        self._invocations.append((block, args, kwargs))
 
     def _traces(self) -> tuple[list[RequestTrace], list[tuple[tuple, dict]]]:
         saved, delivery = thread_saves(), self._delivery()
@@ -233,11 +255,11 @@ class EngineInvoker(_Captured, Invoker):
         block = Mediator(
             code,
             frame.f_globals,
-            dict(frame.f_locals),
+            frame.f_locals,  # copied there
             node=self.node,
             shared=shared_locals(frame),
         )
-        self.tracer._invocations.append((block, self.args, {**self.tracer.kwargs, **self.kwargs}))
+        self.tracer._add(block, self.args, {**self.tracer.kwargs, **self.kwargs})
 
 
 class SessionTracer(_Captured, Tracer):
@@ -262,6 +284,15 @@ class SessionTracer(_Captured, Tracer):
             names = {name: mark(delivery.hand(value)) for name, value in names.items() if id(value) in saved}
             delivery.wait()
         push_result(frame, names)
+
+
+def pushed(names: dict[str, Any]) -> dict[str, Any]:
+    """Those of a block's names that `push_result` lets through. It writes to a frame but once for all blocks: that takes longer
+    than to ask for their names."""
+    if save_scope.depth > 1:
+        return names
+    saved = thread_saves()
+    return {name: value for name, value in names.items() if id(value) in saved}
 
 
 def opens_with(frame: FrameType) -> bool:

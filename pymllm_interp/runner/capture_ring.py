@@ -26,13 +26,17 @@ import torch
 
 from ..core.output import ScheduledRequest
 from ..core.request import Request
-from ..hooks.capture import CaptureError, Captures
+from ..hooks.capture import INTEGERS, CaptureError, Captures
+from .result_memory import ResultMemory
 
 logger = logging.getLogger(__name__)
 
-COPIERS = 4
-"""Threads that copy out of the ring on the host. The first write to a result's memory takes longer than the copy, and they share
-that."""
+COPIERS = 8
+"""Threads that copy out of the ring on the host."""
+PROMPTS_SHARE = 4
+"""Prompts take 1 / PROMPTS_SHARE of the ring in one step: one part fills, one leaves the device, one is copied out."""
+NO_MEMORY = (MemoryError, OSError, RuntimeError)
+"""What taking memory raises, and torch's copies: it costs the captures that it happened to, and no others."""
 
 
 class Pieces:
@@ -118,21 +122,26 @@ class CaptureRing:
         size: bytes of each (`capture_ring_bytes`).
         dtype: of the states.
         when_full: "block" or "fail" (`capture_when_full`).
+        keep: bytes of former results' memory that is kept for the next ones (`capture_kept_bytes`).
 
     Attributes:
         memory: [elements] on the device, what kernels write to.
+        results: what results' memory is taken from.
         pieces: what is taken of it.
         on_room: called on the ring's thread when a piece has been given back.
         refused: whether a request found no room since `begin`.
     """
 
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device | str, when_full: str) -> None:
+    def __init__(
+        self, size: int, dtype: torch.dtype, device: torch.device | str, when_full: str, keep: int = 0
+    ) -> None:
         self.memory = torch.empty(size // dtype.itemsize, dtype=dtype, device=device)
         self.pieces = Pieces(len(self.memory))
+        self.results = ResultMemory(keep)
         self.on_room: Callable[[], None] = lambda: None
         self.refused = False
         self._size, self._when_full = size, when_full
-        self._room = 0
+        self._room = self._of_prompts = 0
         self._laid_out: tuple[int, int, list[_Share]] | None = None  # start, elements, shares
         self._queue: queue.SimpleQueue[_Sent | Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -156,6 +165,7 @@ class CaptureRing:
             self._thread.join()
             self._copiers.shutdown()
             self._thread = None
+            self.results.close()
 
     def check(self, wanted: Sequence[tuple[Captures, int]], what: str) -> None:
         """Raise ValueError where the ring can never hold what a step captures.
@@ -164,7 +174,7 @@ class CaptureRing:
             wanted: what takes part in the step together: captures, and tokens from the first on that one step computes.
             what: names them, for the message.
         """
-        sizes = [max(int(captures.block_sizes(0, n).sum()), captures.largest_block) for captures, n in wanted]
+        sizes = [max(captures.size_of(0, n), captures.largest_block) for captures, n in wanted]
         needed = sum(sizes) * self.memory.dtype.itemsize
         if needed > self._size:
             raise ValueError(
@@ -177,6 +187,7 @@ class CaptureRing:
     def begin(self) -> None:
         """A step's requests are picked, from the start."""
         self._room, self.refused = self.pieces.room, False
+        self._of_prompts = 0
 
     def take(self, wanted: Sequence[tuple[Request, int]], whole: bool = True) -> int:
         """Keep room for the next tokens of requests that take part in the step together.
@@ -186,23 +197,35 @@ class CaptureRing:
 
         Args:
             wanted: requests, and tokens of each.
-            whole: all of them or none; else, of a single request, as many as there is room for, in half of the ring: the other
-                half is emptied meanwhile.
+            whole: all of them or none; else, of a single request, as many as there is room for in the share of the ring that
+                a step's prompts have, so that the rest is emptied meanwhile. One at least, where none has any of that share.
 
         Returns:
             the tokens that may be computed, of the only request or the first one; 0 for none.
         """
-        sizes = [_sizes(request, request.num_computed_tokens, tokens) for request, tokens in wanted]
-        needed = sum(map(_total, sizes))
-        tokens = wanted[0][1]
         if not whole:
-            ends = np.cumsum(sizes[0])
-            half = max(self.pieces.size // 2, int(ends[0]))
-            tokens = int(np.searchsorted(ends, min(self._room, half), side="right"))
-            needed = int(ends[max(tokens, 1) - 1])
-        if tokens and needed <= self._room:
+            return self._take_part(*wanted[0])
+        needed = sum([_size(request, tokens) for request, tokens in wanted])
+        if needed <= self._room:
             self._room -= needed
-            return tokens
+            return wanted[0][1]
+        return self._refuse(wanted)
+
+    def _take_part(self, request: Request, tokens: int) -> int:
+        ends = np.cumsum(_sizes(request, request.num_computed_tokens, tokens))
+        first, share = int(ends[0]), self.pieces.size // PROMPTS_SHARE
+        room = min(self._room, max(share - self._of_prompts, 0) if self._of_prompts else max(share, first))
+        count = int(np.searchsorted(ends, room, side="right"))
+        if count:
+            self._room -= int(ends[count - 1])
+            self._of_prompts += int(ends[count - 1])
+            return count
+        if first > self._room:
+            return self._refuse([(request, tokens)])
+        self._of_prompts = self.pieces.size  # first come, first served; its turn is in the next step
+        return 0
+
+    def _refuse(self, wanted: Sequence[tuple[Request, int]]) -> int:
         if self._when_full == "fail":
             for request, _ in wanted:
                 self._lose(request)
@@ -212,8 +235,7 @@ class CaptureRing:
 
     def fits(self, requests: Sequence[Request], tokens: Sequence[int]) -> bool:
         """Whether `take` would find room for so many tokens of each."""
-        sizes = [_sizes(r, r.num_computed_tokens, n) for r, n in zip(requests, tokens, strict=True)]
-        return self._when_full == "fail" or sum(map(_total, sizes)) <= self._room
+        return self._when_full == "fail" or sum(map(_size, requests, tokens)) <= self._room
 
     def _lose(self, request: Request) -> None:
         captures: Captures | None = request.declared and request.declared.captures
@@ -232,17 +254,16 @@ class CaptureRing:
         Returns:
             [2, tokens] int64: each row's first element of the ring, and the one after its last; equal where nothing is captured.
         """
-        sizes = [_sizes(entry.request, entry.start, entry.num_tokens) for entry in entries]
-        total, shares = 0, []
-        for entry, blocks in zip(entries, sizes, strict=True):
-            size = _total(blocks)
-            if size:
-                shares.append(_Share(entry.request.declared.captures, entry.start, blocks, total))
-                total += size
-        start = self.pieces.place(total) if total else 0
-        self._laid_out = (start, total, shares) if total else None
-        rows = np.concatenate(sizes)
-        stops = start + np.cumsum(rows)
+        rows = np.concatenate([_sizes(entry.request, entry.start, entry.num_tokens) for entry in entries])
+        stops = np.cumsum(rows)
+        ends, row, shares = [0, *stops.tolist()], 0, []
+        for request, count, first, _, _ in entries:
+            if ends[row] < ends[row + count]:
+                shares.append(_Share(request.declared.captures, first, rows[row : row + count], ends[row]))
+            row += count
+        start = self.pieces.place(ends[-1]) if shares else 0
+        self._laid_out = (start, ends[-1], shares) if shares else None
+        stops += start
         return np.stack((stops - rows, stops))
 
     def send(self) -> None:
@@ -288,50 +309,64 @@ class CaptureRing:
 
     def _drain(self) -> None:
         assert self._host is not None
+        host = self._host.view(INTEGERS[self._host.dtype.itemsize]).numpy()
         while (item := self._queue.get()) is not None:
             if isinstance(item, _Sent):
                 try:
-                    self._copy_out(item, self._host)
-                except (RuntimeError, ValueError, MemoryError) as error:  # the others behind it must still be served
-                    self._lost(item, error)
+                    self._copy_out(item, host)
+                except NO_MEMORY as error:  # of CUDA; those behind it must still be served
+                    for share in item.shares:
+                        _lose(share.captures, error)
                 self.pieces.give_back()
                 self.on_room()
             else:
                 item()
 
-    def _copy_out(self, item: _Sent, host: torch.Tensor) -> None:
+    def _copy_out(self, item: _Sent, host: np.ndarray) -> None:
         if item.copied is not None:
             item.copied.synchronize()
-        parts: list[_Share] = []
+        parts = []
         for captures, first, sizes, offset in item.shares:
-            captures.prepare()
-            for i in range(0, len(sizes), count := -(-len(sizes) // COPIERS)):
-                parts.append(_Share(captures, first + i, sizes[i : i + count], offset))
-                offset += _total(parts[-1].sizes)
+            try:
+                captures.prepare(self.results.empty)
+            except NO_MEMORY as error:
+                _lose(captures, error)
+            if len(sizes) == 1:
+                parts.append((captures, first, sizes, offset, sizes.item()))
+                continue
+            count = -(-len(sizes) // COPIERS)
+            for i in range(0, len(sizes), count):
+                some = sizes[i : i + count]
+                parts.append((captures, first + i, some, offset, total := int(some.sum())))
+                offset += total
 
-        def copy(parts: list[_Share]) -> None:
-            for captures, first, sizes, offset in parts:
+        def copy(parts: list[tuple[Captures, int, np.ndarray, int, int]]) -> None:
+            for captures, first, sizes, offset, total in parts:
                 start = item.start + offset
-                captures.copy(host[start : start + _total(sizes)], first, sizes)
+                try:
+                    if captures.error is None:
+                        captures.copy(host[start : start + total], first, sizes)
+                except NO_MEMORY as error:
+                    _lose(captures, error)
 
         list(self._copiers.map(copy, [parts[i::COPIERS] for i in range(COPIERS)]))
         for captures, first, sizes, _ in item.shares:
             captures.copied(first + len(sizes))
 
-    @staticmethod
-    def _lost(item: _Sent, error: RuntimeError | ValueError | MemoryError) -> None:
-        logger.warning("captured states are lost: %r", error)
-        for share in item.shares:
-            share.captures.error = CaptureError(f"captured states are lost: {error}")
+
+def _lose(captures: Captures, error: Exception) -> None:
+    logger.warning("captured states are lost: %r", error)
+    captures.error = CaptureError(f"captured states are lost: {error!r}")
 
 
-def _total(sizes: np.ndarray) -> int:
-    """The sum; of a row alone, as in decode steps, without numpy's ado."""
-    return int(sizes[0] if len(sizes) == 1 else sizes.sum())
+def _size(request: Request, count: int) -> int:
+    """Elements of the blocks of a request's next `count` positions. A pass with gradients goes by the host."""
+    captures: Captures | None = request.declared and request.declared.captures
+    return 0 if captures is None or request.alone else captures.size_of(request.num_computed_tokens, count)
 
 
 def _sizes(request: Request, first: int, count: int) -> np.ndarray:
-    """[count] int64: elements of the blocks of a request's positions `first` and on. A pass with gradients goes by the host."""
+    """[count] int64: elements of the blocks of a request's positions `first` and on, as `_size` has them."""
     captures: Captures | None = request.declared and request.declared.captures
     if captures is None or request.alone:
         return np.zeros(count, dtype=np.int64)

@@ -94,7 +94,7 @@ class InterpModelRunner(ModelRunner):
             config = self.server_config
             size, when_full = config.capture_ring_bytes, config.capture_when_full
             self.capture_ring = within_memory(
-                lambda: CaptureRing(size, self.dtype, self.device, when_full),
+                lambda: CaptureRing(size, self.dtype, self.device, when_full, config.capture_kept_bytes),
                 f"the ring of captured states does not fit; what helps: a lower capture_ring_bytes (now {size})",
             )
             self.edit_tables = DeviceTables(
@@ -294,8 +294,9 @@ class InterpModelRunner(ModelRunner):
     def finish_nnsight(self, finished_requests: list[Request]) -> ModelRunnerOutput:
         """Wind up the traces of finished requests: their results, their saves, and what went wrong."""
         model = self._traced()
-        self.drop_finished()
         traced = {r.request_id: r for r in finished_requests if r.trace is not None}
+        if any(request.trace.in_pass for request in traced.values()):
+            self.drop_finished()
         self.nnsight_request_helper.process_finished_reqs(set(traced), traced, model)
         output = ModelRunnerOutput(req_ids=list(traced))
         for rid, request in traced.items():

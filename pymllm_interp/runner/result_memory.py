@@ -1,0 +1,91 @@
+"""Memory that captured states are handed out in, and that comes back when nobody holds them any more.
+
+Writing to fresh memory costs more than the copy: every page is a fault, on a virtual machine often one of the host's too. So what
+is large has a mapping of its own, in huge pages where the system has them, and the mapping is kept for the next results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+import weakref
+from math import prod
+
+import numpy as np
+import torch
+
+SMALL = 1 << 20
+"""Bytes below which memory is torch's: of that there is never much, and a mapping takes whole pages."""
+
+
+class ResultMemory:
+    """Tensors on the CPU, and the memory of those that are gone. Any thread may ask.
+
+    Args:
+        keep: bytes that are kept for the next tensors at most, while nobody holds them.
+
+    Attributes:
+        kept: bytes that are kept.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self.kept = 0
+        self._keep = keep
+        self._mappings: dict[int, list[mmap.mmap]] = {}  # by size, the one that came back last at the end
+        self._lock = threading.Lock()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that holds anything, another's former states included.
+
+        Raises:
+            RuntimeError, OSError: there is no memory.
+        """
+        size = prod(shape) * dtype.itemsize
+        if size < SMALL:
+            return torch.empty(shape, dtype=dtype)
+        mapping = self._take(_rounded(size))
+        memory = np.frombuffer(mapping, np.uint8, size)
+        weakref.finalize(memory, self._give_back, mapping).atexit = False
+        return torch.from_numpy(memory).view(dtype).view(shape)
+
+    def close(self) -> None:
+        """Keep nothing any more, nor what comes back later."""
+        with self._lock:
+            self._keep = self.kept = 0
+            self._mappings.clear()
+
+    def _take(self, size: int) -> mmap.mmap:
+        with self._lock:
+            if size in self._mappings:
+                return self._pop(size)
+        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(AttributeError, OSError):  # a system without huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        return mapping
+
+    def _give_back(self, mapping: mmap.mmap) -> None:
+        # Called wherever the last reference ends: also amid the lines that hold the lock, by the garbage collector.
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            size = len(mapping)
+            self._mappings[size] = [*self._mappings.pop(size, ()), mapping]
+            self.kept += size
+            while self.kept > self._keep:
+                self._pop(next(iter(self._mappings)))  # the size that was of no use for the longest time
+        finally:
+            self._lock.release()
+
+    def _pop(self, size: int) -> mmap.mmap:
+        mapping = self._mappings[size].pop()
+        self.kept -= size
+        if not self._mappings[size]:
+            del self._mappings[size]
+        return mapping
+
+
+def _rounded(size: int) -> int:
+    """Up by an eighth at most, so that results which differ little can have each other's memory."""
+    unit = 1 << (size.bit_length() - 4)
+    return -(-size // unit) * unit
