@@ -57,7 +57,7 @@ class Sequences:
             row = table.alloc()
             assert row is not None and row == len(slots) + 1
             own, free = free[:count], free[count:]
-            slots.append(allocator.slots_of(own, 0, length))
+            slots.append(allocator.slots_of(own, 0, length).tolist())
             table.write(row, 0, slots[-1])
         table.apply_staged_writes()
         q, k, v = (

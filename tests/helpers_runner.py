@@ -55,7 +55,7 @@ class ByHand:
             self.pages[key] += allocator.alloc_pages(max(missing, 0)) or []
             own = allocator.slots_of(self.pages[key], start, start + len(new))
             table.write(self.rows[key], start, own)
-            slots += own
+            slots += own.tolist()
             self.lengths[key] += len(new)
         table.apply_staged_writes()
         device = self.runner.device

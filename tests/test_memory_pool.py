@@ -149,7 +149,7 @@ def test_position_p_lies_at_offset_p_of_its_page(page_size: int, pages: list[int
     every = [page * page_size + offset for page in pages for offset in range(page_size)]
     start = data.draw(st.integers(0, len(every)))
     stop = data.draw(st.integers(start, len(every)))
-    assert allocator.slots_of(pages, start, stop) == every[start:stop]
+    assert allocator.slots_of(pages, start, stop).tolist() == every[start:stop]
     with pytest.raises(ValueError, match="do not reach"):
         allocator.slots_of(pages, 0, len(every) + 1)
 

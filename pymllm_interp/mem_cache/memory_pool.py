@@ -76,7 +76,7 @@ class ReqToTokenPool:
         self._dirty.pop(row, None)
         self._free.append(row)
 
-    def write(self, row: int, start: int, slots: Sequence[int] | torch.Tensor) -> None:
+    def write(self, row: int, start: int, slots: Sequence[int] | np.ndarray | torch.Tensor) -> None:
         """Stage the slots of positions ``start, start + 1, ...`` of `row`: visible after `apply_staged_writes`.
 
         Raises:
@@ -168,8 +168,8 @@ class TokenToKVPoolAllocator:
         self._live.difference_update(pages)
         self._free.extend(pages)
 
-    def slots_of(self, pages: Sequence[int], start: int, stop: int) -> list[int]:
-        """Slots of positions ``start`` up to `stop` of a request whose `pages` are in order of position.
+    def slots_of(self, pages: Sequence[int], start: int, stop: int) -> np.ndarray:
+        """[stop - start] int64: slots of positions ``start`` up to `stop` of a request whose `pages` are in order of position.
 
         Raises:
             ValueError: the pages do not reach that far.
@@ -179,7 +179,9 @@ class TokenToKVPoolAllocator:
             raise ValueError(
                 f"slots_of(start={start}, stop={stop}): {len(pages)} pages of {size} slots do not reach there"
             )
-        return [pages[position // size] * size + position % size for position in range(start, stop)]
+        first, positions = start // size, np.arange(start, stop)
+        held = np.array(pages[first : -(-stop // size)], dtype=np.int64)
+        return held[positions // size - first] * size + positions % size
 
     def check_integrity(self, live: Iterable[int]) -> None:
         """Check that the free pages and `live` (the pages that requests and caches hold) are all pages, each once.
@@ -277,7 +279,7 @@ class KVPool:
         self.k_buffer[layer_id].index_copy_(0, slots, k.detach().to(self.dtype))
         self.v_buffer[layer_id].index_copy_(0, slots, v.detach().to(self.dtype))
 
-    def swap_out(self, slots: Sequence[int] | torch.Tensor) -> HostKV:
+    def swap_out(self, slots: Sequence[int] | np.ndarray | torch.Tensor) -> HostKV:
         """A copy of the slots' K and V on the host, bit for bit. Takes the memory of one layer's on the device while it runs."""
         index = self._index(slots)
         kv = torch.empty(self.num_layers, 2, len(index), self.num_kv_heads, self.head_dim, dtype=self.dtype)
@@ -285,7 +287,7 @@ class KVPool:
             kv[layer].copy_(own.index_select(1, index))
         return HostKV(kv)
 
-    def swap_in(self, slots: Sequence[int] | torch.Tensor, host: HostKV) -> None:
+    def swap_in(self, slots: Sequence[int] | np.ndarray | torch.Tensor, host: HostKV) -> None:
         """Write what `swap_out` made to `slots`, bit for bit.
 
         Raises:
@@ -297,7 +299,9 @@ class KVPool:
         for layer, own in enumerate(self._kv):
             own.index_copy_(1, index, host.kv[layer].to(self.device))
 
-    def copy(self, src_slots: Sequence[int] | torch.Tensor, dst_slots: Sequence[int] | torch.Tensor) -> None:
+    def copy(
+        self, src_slots: Sequence[int] | np.ndarray | torch.Tensor, dst_slots: Sequence[int] | torch.Tensor
+    ) -> None:
         """Copy K and V of all layers from slot to slot; `src_slots` are read before `dst_slots` are written."""
         if len(src_slots) != len(dst_slots):
             raise ValueError(f"copy got {len(src_slots)} source slots and {len(dst_slots)} destination slots")
@@ -305,7 +309,7 @@ class KVPool:
         for own in self._kv:
             own.index_copy_(1, target, own.index_select(1, source))
 
-    def _index(self, slots: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    def _index(self, slots: Sequence[int] | np.ndarray | torch.Tensor) -> torch.Tensor:
         return torch.as_tensor(slots, dtype=torch.int64, device=self.device)
 
 
