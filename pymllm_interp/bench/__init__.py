@@ -45,7 +45,7 @@ def run_bench(
         device: what `LM` takes; "cpu" measures there alone.
         quick: as small as it gets.
         profile: say where the time of steps goes, too (not "cpu").
-        commit: what to note where this is not a git checkout.
+        commit: what to note in place of the checkout's own, where these files are a copy of another's.
         out: the file; by default `gpu-<model>.json`, `gpu-traces-<model>.json` and the like (`cpu-...` there), see `default_path`.
         sizes: fields of the suite's settings; None leaves them as they are.
 

@@ -81,11 +81,11 @@ def summary(pairs: list[tuple[float, float]]) -> dict[str, Any]:
     }
 
 
-def describe_machine(commit_if_unknown: str | None = None) -> dict[str, Any]:
+def describe_machine(noted_commit: str | None = None) -> dict[str, Any]:
     """What a number cannot be read without.
 
     Args:
-        commit_if_unknown: what to note outside of a checkout.
+        noted_commit: in place of the checkout's own, where these files are a copy of another's.
     """
     found = {
         "cpu": cpu_model(),
@@ -96,7 +96,7 @@ def describe_machine(commit_if_unknown: str | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {"pymllm-interp": __version__}
         | {name: _version(name) for name in ("torch", "transformers", "nnsight")},
-        "commit": commit() or commit_if_unknown,
+        "commit": noted_commit or commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     if torch.cuda.is_available():
