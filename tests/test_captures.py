@@ -29,7 +29,7 @@ from pymllm_interp.core.output import ScheduledRequest
 from pymllm_interp.core.request import Request
 from pymllm_interp.hooks.capture import Activations, CaptureError, Captures
 from pymllm_interp.hooks.intervention import Project, bind
-from pymllm_interp.hooks.site import ModelInfo
+from pymllm_interp.hooks.site import ModelInfo, Site
 from pymllm_interp.hooks.tables import site_index
 from pymllm_interp.runner.capture_ring import CaptureRing, Pieces
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner
@@ -178,15 +178,62 @@ def test_captures_select_convert_and_reduce(lm_of: Any) -> None:
     )
     end = capture(Capture("resid_post.1", reduce="last"))
     assert torch.equal(end["resid_post.1"], whole[-1:]) and end.positions["resid_post.1"].tolist() == [10]
-    torch.testing.assert_close(
-        capture(Capture("resid_post.1", reduce=Project(probes)))["resid_post.1"], whole @ probes.T
-    )
-    top = capture(Capture("resid_post.1", reduce=Project(probes, top_k=2)))
-    best = (whole @ probes.T).topk(2)
-    torch.testing.assert_close(top["resid_post.1"], best.values)
-    assert torch.equal(top.indexes["resid_post.1"], best.indices)
+    for directions in (probes, vector(lm.hf_config.hidden_size, 3, 40)):  # on the device, and too many for that
+        wanted = whole @ directions.T
+        dots = capture(Capture("resid_post.1", reduce=Project(directions)))
+        torch.testing.assert_close(dots["resid_post.1"], wanted, rtol=1e-5, atol=1e-4)
+        assert dots.positions["resid_post.1"].tolist() == list(range(11))
+        top = capture(Capture("resid_post.1", dtype="bfloat16", reduce=Project(directions, top_k=2)))
+        best = wanted.topk(2)
+        torch.testing.assert_close(top["resid_post.1"], best.values.bfloat16())
+        assert torch.equal(top.indexes["resid_post.1"], best.indices)
+    mean, end = (capture(Capture("resid_post.1", dtype="bfloat16", reduce=reduce)) for reduce in ("mean", "last"))
+    torch.testing.assert_close(mean["resid_post.1"], whole.mean(0, keepdim=True).bfloat16())
+    # Triton's interpreter cuts bfloat16s off where a device rounds them.
+    torch.testing.assert_close(end["resid_post.1"], whole[-1:].bfloat16(), rtol=0 if CUDA else 8e-3, atol=0)
+    none = capture(Capture("resid_post.1", positions=Generated(50), reduce=Project(probes, top_k=2)))
+    assert none["resid_post.1"].shape == none.indexes["resid_post.1"].shape == (0, 2)
     never = capture(Capture("resid_post.1", positions=Generated(50)))
     assert never["resid_post.1"].shape == (0, lm.hf_config.hidden_size) and never.token_ids["resid_post.1"].numel() == 0
+
+
+def test_what_is_reduced_is_each_position_once(lm_of: Any, oracle: Any) -> None:
+    """Beside each other and beside whole states, in chunks, and after giving way."""
+    model, rng = oracle("llama"), random.Random(4)
+    lm = lm_of("llama", kv_cache_tokens=80, page_size=4, max_num_tokens=16, inner_sites=INNER_SITES)
+    prompts = [prompt_of(rng.randrange(1, 15), i) for i in range(12)]
+    width = lm.runner.model_info.width
+    probes = {kind: vector(width(kind), 7, 3) for kind in ("mlp_out", "k", "mlp_act", "final_norm")}
+    captures = [
+        ["resid_post.0", Capture("resid_post.2", reduce="mean"), Capture("embed", reduce="last")],
+        [Capture("mlp_out.*", reduce=Project(probes["mlp_out"])), Capture("embed", dtype="float16")],
+        [Capture(f"{kind}.1", reduce=Project(probes[kind])) for kind in ("k", "mlp_act", "mlp_out")],
+        [Capture("attn_out.*", positions="generated", reduce="mean"), Capture("v.0", dtype="bfloat16")],
+        ["resid_post.1", Capture("final_norm", positions="prompt", reduce=Project(probes["final_norm"][:1]))],
+    ]
+    asked = [captures[i % len(captures)] for i in range(len(prompts))]
+    before = lm.engine.stats()["preempted"]
+    outs = lm.generate(prompts, SamplingParams(temperature=0, max_tokens=9), capture=asked)
+    assert lm.engine.stats()["preempted"] > before
+    for prompt, specs, out in zip(prompts, asked, outs, strict=True):
+        ids = (prompt + out.token_ids)[:-1]
+        states = states_of(model, ids, [], len(prompt))
+        for spec in (Capture(s) if isinstance(s, str) else s for s in specs):
+            for bound in bind(spec, lm.runner.model_info, len(prompt)):
+                site, first, stop = str(bound.site), 0, len(ids)
+                if spec.positions != "all":
+                    first, stop = (0, len(prompt)) if spec.positions == "prompt" else (len(prompt), len(ids))
+                rows = states[site][first:stop]
+                if spec.reduce == "mean":
+                    rows = rows.mean(0, keepdim=True)
+                elif spec.reduce == "last":
+                    rows, first = rows[-1:], stop - 1
+                elif isinstance(spec.reduce, Project):
+                    rows = rows @ spec.reduce.directions.T
+                assert out.activations.positions[site].tolist() == list(range(first, stop)), site
+                found = out.activations[site].flatten(1)
+                tolerance = 1e-4 if spec.dtype is None else {torch.float16: 2e-3, torch.bfloat16: 2e-2}[spec.dtype]
+                torch.testing.assert_close(found, rows.to(found.dtype), rtol=tolerance, atol=tolerance, msg=site)
 
 
 def test_a_row_that_was_computed_after_the_end_is_not_captured(lm_of: Any) -> None:
@@ -195,9 +242,15 @@ def test_a_row_that_was_computed_after_the_end_is_not_captured(lm_of: Any) -> No
     ids = late.generate([prompt], SamplingParams(temperature=0, max_tokens=9))[0].token_ids
     stop = next(i for i in range(2, 9) if ids[i] not in ids[:i])
     params = SamplingParams(temperature=0, max_tokens=9, stop_token_ids=[ids[stop]])
-    (out,) = late.generate([prompt], params, capture=["resid_post.0"])
+    captures = ["resid_post.0", Capture("resid_post.1", reduce="mean"), Capture("mlp_out.0", reduce="last")]
+    (out,) = late.generate([prompt], params, capture=captures)
     assert out.token_ids == ids[: stop + 1]
-    assert out.activations.token_ids["resid_post.0"].tolist() == prompt + ids[:stop]
+    found = out.activations
+    assert found.token_ids["resid_post.0"].tolist() == found.token_ids["resid_post.1"].tolist() == prompt + ids[:stop]
+    assert found.token_ids["mlp_out.0"].tolist() == [ids[stop - 1]]
+    (whole,) = late.generate([prompt], params, capture=["resid_post.1", "mlp_out.0"])
+    torch.testing.assert_close(found["resid_post.1"], whole.activations["resid_post.1"].mean(0, keepdim=True))
+    torch.testing.assert_close(found["mlp_out.0"], whole.activations["mlp_out.0"][-1:])
 
 
 @pytest.mark.parametrize(
@@ -486,10 +539,10 @@ def test_an_engine_that_is_shut_down_answers_with_what_was_captured(ring_lm: Any
 # -- a request's captures -----------------------------------------------------------------------------
 
 
-def captures_of(specs: list[Any], prompt_len: int, longest: int) -> Captures:
+def captures_of(specs: list[Any], prompt_len: int, longest: int, dtype: torch.dtype = torch.float32) -> Captures:
     bounds = [b for s in specs for b in bind(Capture(s) if isinstance(s, str) else s, INFO, prompt_len)]
     numbered = [(site_index(b.site, INFO.num_hidden_layers), b, INFO.shape(b.site.kind)) for b in bounds]
-    return Captures(numbered, torch.float32, longest)
+    return Captures(numbered, dtype, longest)
 
 
 def random_captures(rng: random.Random) -> list[Any]:
@@ -497,50 +550,150 @@ def random_captures(rng: random.Random) -> list[Any]:
         ["embed", "resid_post.{0,1}", "attn_out.*", "mlp_out.2", "final_norm", "resid_mid.1"], rng.randrange(1, 5)
     )
     positions: list[Any] = ["all", "prompt", "generated", [0, -1], slice(1, None, 2), Generated(1, 5, 2), [0, 2, 3]]
-    reduce: list[Any] = [None, None, "mean", "last", Project(vector(INFO.hidden_size, 1, 3), top_k=2)]
-    dtypes = [None, None, torch.float16, torch.bfloat16]
+    reduce: list[Any] = [None, None, "mean", "last", *PROJECTIONS]
+    dtypes = [None, None, torch.float16, torch.bfloat16, torch.float32]
     return [
         Capture(kind, positions=rng.choice(positions), dtype=rng.choice(dtypes), reduce=rng.choice(reduce))
         for kind in kinds
     ]
 
 
+PROJECTIONS = [Project(vector(INFO.hidden_size, 1, 3), top_k=2), Project(vector(INFO.hidden_size, 2, 20))]
+
+
+def what_leaves(spec: Capture, state: torch.Tensor) -> torch.Tensor:
+    """The bytes of a state that a kernel stores."""
+    if isinstance(spec.reduce, Project):
+        if len(spec.reduce.directions) <= 16:
+            state = spec.reduce.directions @ state.float()
+    elif isinstance(spec.dtype, torch.dtype) and spec.dtype.itemsize < state.itemsize and spec.reduce != "mean":
+        state = state.to(spec.dtype)
+    return state.view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(20))
-def test_blocks_and_functions_come_to_the_same(seed: int) -> None:
+def test_blocks_and_functions_come_to_the_same(seed: int, dtype: torch.dtype) -> None:
     """Captures of random positions, in chunks of random sizes, some computed twice, the end somewhere before the last row."""
     rng = random.Random(seed)
     prompt_len = rng.randrange(3, 20)
     longest = prompt_len + rng.randrange(1, 12)
     specs = random_captures(rng)
-    by_function, by_block = captures_of(specs, prompt_len, longest), captures_of(specs, prompt_len, longest)
-    states = {site: vector(INFO.hidden_size, site, longest) for site in by_block.by_site}
+    by_function, by_block = (captures_of(specs, prompt_len, longest, dtype) for _ in range(2))
+    states = {site: vector(INFO.hidden_size, site, longest).to(dtype) for site in by_block.by_site}
+    for group in by_function.groups:  # all at once: of what comes in pieces, the sums are the same
+        for column, site in enumerate(group.sites):
+            group.take(column, states[site], torch.from_numpy(group.ordinals))
     start = 0
     while start < longest:
         count = min(rng.choice([1, 1, 2, 5, 9]), longest - start)
-        for group in by_function.groups:
-            for column, site in enumerate(group.sites):
-                ordinals = torch.from_numpy(group.ordinals)[start : start + count]
-                group.take(column, states[site][start : start + count], ordinals)
         sizes = by_block.block_sizes(start, count)
-        block = torch.full((int(sizes.sum()) + 7,), torch.nan)[5:]  # a slice of a ring
+        block = torch.full((int(sizes.sum()) + 9,), torch.nan, dtype=dtype)[8:]  # a slice of a ring
+        stored = block.view(torch.uint8)
         for i, first in enumerate((np.cumsum(sizes) - sizes).tolist()):
             for site, offset in by_block.offsets.items():
                 if offset < sizes[i]:
-                    block[first + offset : first + offset + INFO.hidden_size] = states[site][start + i]
-        by_block.prepare(lambda shape, dtype: torch.empty(shape, dtype=dtype))
-        by_block.copy(block.view(torch.int32).numpy(), start, sizes)
+                    part = what_leaves(by_block.by_site[site][0].spec, states[site][start + i])
+                    stored[(at := (first + offset) * dtype.itemsize) : at + len(part)] = part
+        by_block.prepare(lambda shape, dtype: torch.empty(shape, dtype=dtype).view(torch.uint8).fill_(77).view(dtype))
+        by_block.copy(block.view(torch.int32 if dtype.itemsize == 4 else torch.int16).numpy(), start, sizes)
         by_block.next = max(by_block.next, start + count)
         by_block.copied(by_block.next)
         start = rng.randrange(start) if start and rng.random() < 0.15 else start + count
     tokens = list(range(100, 100 + longest - rng.randrange(2)))
     found, wanted = by_block.activations(tokens), by_function.activations(tokens)
     assert list(found) == list(wanted)
-    for site in wanted:
-        assert torch.equal(found[site], wanted[site]) and torch.equal(found.positions[site], wanted.positions[site]), (
-            site
-        )
+    for site, rows in wanted.items():
+        number = site_index(Site.parse(site), INFO.num_hidden_layers)
+        spec, whole = by_block.by_site[number][0].spec, states[number][found.positions[site]]
+        if isinstance(spec.reduce, Project):
+            whole = whole.float() @ spec.reduce.directions.T
+            whole = whole if spec.reduce.top_k is None else whole.topk(2).values
+            torch.testing.assert_close(found[site], rows)
+        else:
+            whole = whole.double().mean(0, keepdim=True)[: len(whole)] if spec.reduce == "mean" else whole
+            assert torch.equal(found[site], rows), site
+        torch.testing.assert_close(rows, whole.to(rows.dtype), msg=site)
+        assert torch.equal(found.positions[site], wanted.positions[site])
         assert torch.equal(found.token_ids[site], found.positions[site] + 100)
         assert site not in wanted.indexes or torch.equal(found.indexes[site], wanted.indexes[site])
+
+
+@pytest.mark.parametrize("reduce", ["mean", "last"])
+def test_a_request_that_ends_before_what_is_kept_has_nothing_of_it(reduce: Any) -> None:
+    """It gave way, and ended before it had come as far again. One row too many is what running ahead computes, and is left out."""
+    captures = captures_of([Capture("resid_post.0", reduce=reduce)], 12, 14)
+    states = vector(INFO.hidden_size, 1, 10)
+    captures.groups[0].take(0, states, torch.arange(10))
+    for count in (10, 9):
+        wanted = states[:count].mean(0) if reduce == "mean" else states[count - 1]
+        found = captures.activations(range(count))
+        torch.testing.assert_close(found["resid_post.0"], wanted[None])
+        assert found.positions["resid_post.0"].tolist() == list(range(count))[-1 if reduce == "last" else 0 :]
+    for count in (8, 0):
+        found = captures.activations(range(count))
+        assert found["resid_post.0"].shape == (0, INFO.hidden_size) and not len(found.positions["resid_post.0"])
+
+
+@pytest.mark.parametrize("reduce", [None, "mean", "last"])
+def test_sums_and_last_rows_are_copied_in_the_order_of_the_positions(reduce: Any, monkeypatch: Any) -> None:
+    """By one thread; rows that have places of their own by several."""
+    ring = CaptureRing(1 << 16, torch.float32, DEVICE, "block")
+    ring.open()
+    request = capturing_request(40, ["embed", Capture("resid_post.0", reduce=reduce)])
+    captures, copied = request.declared.captures, []
+    copy = captures.copy
+
+    def spy(blocks: np.ndarray, first: int, sizes: np.ndarray) -> None:
+        copied.append((first, len(sizes)))
+        copy(blocks, first, sizes)
+
+    monkeypatch.setattr(captures, "copy", spy)
+    for start, count in ((0, 30), (30, 10)):
+        ring.lay_out([ScheduledRequest(request, count, start, False, False)])
+        ring.memory.fill_(float(start))
+        ring.send()
+        ring.wait()
+    ring.close()
+    assert sorted(copied) == [(0, 30), (30, 10)] if reduce else len(copied) > 2
+    wanted = {None: [0.0] * 30 + [30.0] * 10, "mean": [7.5], "last": [30.0]}[reduce]
+    assert captures.activations(range(40))["resid_post.0"][:, 0].tolist() == wanted
+
+
+def test_no_more_leaves_the_device_than_is_asked_for_and_no_more_is_kept() -> None:
+    width, sites, longest = INFO.hidden_size, INFO.num_hidden_layers, 9
+
+    def sizes(model: torch.dtype = torch.float32, **how: Any) -> tuple[int, int]:
+        """Bytes of a position, and of what is kept of a request."""
+        captures = captures_of([Capture("resid_post.*", **how)], 6, longest, model)
+        return int(captures.block_sizes(0, 1)[0]) * model.itemsize, captures.num_bytes
+
+    def rounded(size: int, itemsize: int = 4) -> int:
+        return -(-size // (8 * itemsize)) * 8 * itemsize
+
+    whole = sites * width * 4
+    assert sizes() == (whole, longest * whole)
+    for dtype in (torch.float16, torch.bfloat16):
+        assert sizes(dtype=dtype) == (rounded(whole // 2), longest * whole // 2)
+        assert sizes(dtype=dtype, reduce="last") == (rounded(whole // 2), whole)
+        assert sizes(dtype=dtype, reduce="mean") == (whole, 4 * whole), "the mean of what the model has"
+    assert sizes(reduce="last") == (whole, 2 * whole) and sizes(reduce="mean") == (whole, 4 * whole)
+    for count in (1, 3, 16):
+        reduce = Project(vector(width, 1, count))
+        assert sizes(reduce=reduce) == (rounded(sites * count * 4), longest * sites * count * 4)
+        assert sizes(torch.bfloat16, reduce=reduce) == (rounded(sites * count * 4, 2), longest * sites * count * 4)
+    assert sizes(reduce=Project(vector(width, 1, 17))) == (whole, longest * whole), "too many for a kernel"
+    assert sizes(torch.bfloat16, dtype=torch.float32) == (whole // 2, longest * whole), "wider on the host"
+
+    ring = CaptureRing(1 << 16, torch.float32, DEVICE, "block")
+    ring.open()
+    request = capturing_request(6, [Capture("mlp_out.*", reduce=Project(vector(width, 1, 5))), "embed"])
+    with drain_held(ring):
+        ring.lay_out([ScheduledRequest(request, 6, 0, False, False)])
+        ring.send()
+        ((start, stop),) = ring.pieces._taken
+        assert stop - start == 6 * (width + rounded(sites * 5 * 4) // 4)
+    ring.close()
 
 
 def test_a_block_ends_behind_the_last_state_that_its_position_wants() -> None:

@@ -173,6 +173,19 @@ def test_receipts_count_rows_by_phase_gates_and_how_steps_ran(lm_of: Any) -> Non
     assert lm.generate([prompt], SamplingParams(temperature=0, max_tokens=2))[0].receipt is None
 
 
+def test_a_receipt_leaves_out_the_step_that_ran_before_its_stop_token_was_known(lm_of: Any) -> None:
+    lm, prompt = lm_of("llama", async_scheduling=True), prompt_of(7, 4)
+    steer = [Steer("resid_post.0", vector(lm.hf_config.hidden_size, 1))]
+    (out,) = lm.generate([prompt], SamplingParams(temperature=0, max_tokens=8), interventions=steer)
+    stop = next(i for i, token in enumerate(out.token_ids) if i and token not in out.token_ids[:i])
+    params = SamplingParams(temperature=0, max_tokens=8, stop_token_ids=[out.token_ids[stop]])
+    before = lm.engine.stats()["steps"]
+    (out,) = lm.generate([prompt], params, interventions=steer)
+    assert out.finish_reason == "stop" and len(out.token_ids) == stop + 1
+    assert sum(out.receipt.steps.values()) == stop + 1
+    assert lm.engine.stats()["steps"] - before == stop + 2, "it did run one step more"
+
+
 def test_completions_of_one_prompt_share_their_interventions(lm_of: Any, oracle: Any) -> None:
     lm, prompt = lm_of("qwen3"), prompt_of(9, 6)
     specs = [Steer("resid_post.0", vector(lm.hf_config.hidden_size, 1), scale=2.0)]

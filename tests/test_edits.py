@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from pymllm_interp.hooks.intervention import (
     Generated,
     Intervention,
     Patch,
+    Project,
     Scale,
     Steer,
     apply,
@@ -89,13 +91,13 @@ def expected(declared: Declared, site: int, state: torch.Tensor, positions: torc
 
 def tables_of(
     requests: list[Declared | None], rows: list[int], positions: list[int], blocks: list[tuple[int, int]] | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32, info: ModelInfo = INFO,
 ) -> tuple[DeviceTables, TableEdits]:  # fmt: skip
     """Tables with each request in the row that is its place + 1, and a pass over token rows of the requests `rows`, each with
     its (start, stop) in the ring."""
     edited = torch.zeros(len(requests) + 1, dtype=torch.int32, device=DEVICE)
     ring = torch.full((4000,), torch.nan, dtype=dtype, device=DEVICE)
-    tables = DeviceTables(edited, INFO, LIMITS, ring)
+    tables = DeviceTables(edited, info, LIMITS, ring)
     for row, declared in enumerate(requests, start=1):
         if declared is not None:
             tables.pool.acquire(declared)
@@ -222,6 +224,117 @@ def test_a_row_that_captures_has_the_states_that_go_on_in_its_block_and_nobody_e
     assert torch.equal(edits.tables.ring.nan_to_num(-7), expected.nan_to_num(-7))
 
 
+PROJECTED = {
+    rank: Project(torch.randn(rank, WIDTH, generator=torch.Generator().manual_seed(rank))) for rank in (1, 3, 16)
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("fused", [True, False])
+@torch.no_grad()
+def test_a_row_leaves_as_dot_products_as_its_conversion_or_whole(fused: bool, dtype: torch.dtype) -> None:
+    """Each site of each row its own way, and what is made of it is what functions make of the states."""
+    rng, info = random.Random(8), replace(INFO, dtype=dtype)
+    specs = [
+        [
+            Capture("attn_out.*", reduce=PROJECTED[3]),
+            Capture("resid_post.*"),
+            Capture("mlp_out.{0,1}", dtype=torch.float16),
+            Capture("mlp_out.2", dtype=torch.bfloat16),
+            Capture("resid_mid.*", reduce=PROJECTED[16]),
+            Capture("final_norm", reduce=PROJECTED[1]),
+        ],
+        [
+            Capture("attn_out.*", dtype=torch.float16),
+            Capture("mlp_out.*", reduce=PROJECTED[1]),
+            Capture("resid_post.*", reduce=PROJECTED[3]),
+            Capture("resid_mid.*", dtype=torch.bfloat16),
+            Capture("final_norm"),
+        ],
+        [
+            Capture("attn_out.*"),
+            Capture("final_norm", dtype=torch.bfloat16),
+            Capture("mlp_out.*", reduce=PROJECTED[16]),
+            Capture("resid_mid.*", reduce=PROJECTED[3]),
+            Capture("embed", reduce=PROJECTED[16]),
+        ],
+    ]
+    requests = [
+        Declared.of([random_op(rng, site) for site in SITES[:3]], info, PROMPT, LIMITS, some, longest=PROMPT + 8)
+        for some in specs
+    ]
+    rows, positions = [0, 1, 2, 0, -1, 1], [0, 0, 0, 1, 0, 1]
+    blocks, end = [], 8
+    for owner, position in zip(rows, positions, strict=True):
+        captures = requests[owner].captures
+        size = int(captures.block_sizes(position, 1)[0]) if captures is not None and owner >= 0 else 0
+        blocks.append((end, end + size))
+        end += size + 8
+    _, edits = tables_of([*requests], rows, positions, blocks, dtype, info)
+    sites = final_norm_site(LAYERS) + 1
+    tensors = [vector(rng, 1, len(rows), WIDTH).to(DEVICE, dtype) for _ in range(sites)]
+    weight = vector(rng).to(DEVICE, dtype)
+    went_on: list[torch.Tensor] = list(tensors)
+    for place in range(2 * LAYERS + 1 if fused else 0):
+        delta, h = tensors[2 * place : 2 * place + 2]
+        went_on[2 * place] = edits.at(2 * place, delta)
+        went_on[2 * place + 1], went_on[-1] = edits.add_rms_norm(place, h, delta, weight, 1e-5)
+    for site in range(0 if fused else sites):
+        edits.take(site, tensors[site])
+    ring = edits.tables.ring.cpu()
+    assert_left(ring, requests, rows, positions, blocks, lambda site, row: went_on[site][0, row])
+    outside = torch.ones(len(ring), dtype=torch.bool)
+    for start, stop in blocks:
+        outside[start:stop] = False
+    assert ring[outside].isnan().all(), "nobody else's memory"
+
+
+@pytest.mark.parametrize(("family", "kind"), [("llama", "k"), ("qwen3", "z")])
+@torch.no_grad()
+def test_dot_products_of_states_that_are_narrower_or_wider_than_the_streams(family: str, kind: str) -> None:
+    rng, info = random.Random(4), ModelInfo.of(CONFIGS[family](), torch.float32)
+    width, hidden = info.width(kind), info.hidden_size
+    assert width < hidden if kind == "k" else width > hidden
+    capture = Capture(f"{kind}.*", reduce=Project(vector(rng, 3, width)))
+    other = Steer("resid_post.0", vector(rng, hidden))
+    requests = [Declared.of([other], info, PROMPT, LIMITS, [capture], longest=PROMPT)]
+    blocks = [(8, 8 + 16), (32, 32 + 16)]
+    tables, edits = tables_of([*requests], [0, 0], [0, 1], blocks, info=info)
+    assert tables.pool.used == 1 + 3 * -(-width // hidden)
+    assert requests[0].captures is not None
+    states = {site: vector(rng, 1, 2, width).to(DEVICE) for site in requests[0].captures.offsets}
+    for site, value in states.items():
+        edits.take(site, value)
+    assert_left(edits.tables.ring.cpu(), requests, [0, 0], [0, 1], blocks, lambda site, row: states[site][0, row])
+
+
+def assert_left(
+    ring: torch.Tensor, requests: list[Declared], rows: list[int], positions: list[int], blocks: list[tuple[int, int]],
+    state_of: Callable[[int, int], torch.Tensor],
+) -> None:  # fmt: skip
+    """What is copied out of the ring is what functions take of the states."""
+    integers = ring.view({2: torch.int16, 4: torch.int32}[ring.itemsize]).numpy()
+    for number, declared in enumerate(requests):
+        assert declared.captures is not None
+        captures, found = declared.captures, {}
+        mine = [row for row, owner in enumerate(rows) if owner == number]
+        captures.prepare(lambda shape, dtype: torch.empty(shape, dtype=dtype))
+        for row in mine:
+            captures.copy(integers[slice(*blocks[row])], positions[row], captures.block_sizes(positions[row], 1))
+        captures.copied(len(mine))
+        found = {site: rows.clone() for site, rows in captures.activations([1] * len(mine)).items()}
+        for site, (group, column) in captures.by_site.items():
+            states = torch.stack([state_of(site, row) for row in mine])
+            group.take(column, states, torch.arange(len(mine)))
+        wanted = captures.activations([1] * len(mine))
+        assert found.keys() == wanted.keys()
+        for site, value in wanted.items():
+            assert len(value) == len(mine) and found[site].dtype is value.dtype
+            # Triton's interpreter cuts bfloat16s off where a device rounds them.
+            tolerance = 8e-3 if value.dtype is torch.bfloat16 and not CUDA else 1e-5
+            torch.testing.assert_close(found[site], value, rtol=tolerance, atol=1e-5, msg=site)
+
+
 def plain_add_norm(h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     from pymllm_interp.layers import triton_kernels
 
@@ -315,6 +428,22 @@ def test_equal_vectors_share_rows_until_the_last_request_gives_them_back() -> No
     assert pool.used == 1
     pool.release(shared[-1])
     assert pool.used == 0
+
+
+def test_directions_of_captures_are_in_the_pool_while_their_request_is() -> None:
+    pool = VectorPool(40, WIDTH)
+    ranks = [3, 3, 16, 17]  # the last is worked out on the host
+    live = [declared_of([], [Capture("resid_post.*", reduce=Project(torch.ones(rank, WIDTH)))]) for rank in ranks]
+    for declared in live:
+        pool.acquire(declared)
+    assert pool.used == 3 + 16
+    fourth = declared_of([], [Capture("embed", reduce=Project(torch.ones(16, WIDTH)))])
+    with pytest.raises(ValueError, match="max_intervention_vectors"):
+        VectorPool(15, WIDTH).acquire(fourth)
+    assert not fourth.held
+    for declared, left in zip(live, [19, 16, 0, 0], strict=True):
+        pool.release(declared)
+        assert pool.used == left
 
 
 def test_a_full_pool_is_an_error_that_names_its_setting_and_takes_nothing() -> None:

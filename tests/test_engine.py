@@ -765,6 +765,36 @@ def test_a_step_that_fails_with_a_trace_in_it_ends_the_trace_and_plain_requests_
     assert_idle(lm)
 
 
+def test_a_stream_and_a_stop_string_beside_a_block_get_what_they_get_alone(lm_of: LmOf) -> None:
+    """Blocks are served in the midst of a pass, where the last step's tokens are read: a stream is told of them when the pass
+    has been launched, a stop string ends its request at once."""
+    lm = lm_of("llama", async_scheduling=True)
+    params = greedy(max_tokens=20, ignore_eos=True)
+    (alone,) = lm.generate([[7, 8, 9]], params)
+    stops = greedy(max_tokens=20, ignore_eos=True, stop=[alone.text[len(alone.text) // 2 :][:3]])
+    (stopped,) = lm.generate([[7, 8, 9]], stops)
+    assert stopped.finish_reason == "stop"
+    with held(lm) as arrived:
+        handle, stream = lm.submit([7, 8, 9], stops), lm.stream([7, 8, 9], params)
+        reads: list[torch.Tensor] = []
+
+        def trace() -> None:
+            with lm.generate([1, 2], max_new_tokens=20, ignore_eos=True) as tracer:
+                for _ in tracer.iter[:]:
+                    reads.append(lm.model.layers[1].output[0, -1])
+
+        client = threading.Thread(target=trace)
+        client.start()
+        arrived(3)
+    client.join(WAIT)
+    pieces = list(stream)
+    assert len(reads) == 20 and len(pieces) > 1
+    assert "".join(pieces) == alone.text and [t for p in pieces for t in p.token_ids] == alone.token_ids
+    found = handle.result(WAIT)
+    assert (found.text, found.token_ids, found.finish_reason) == (stopped.text, stopped.token_ids, "stop")
+    assert_idle(lm)
+
+
 def fresh(model_folder: Callable[[str], Path]) -> LM:
     return LM(model_folder("llama"), dtype="float32", device="cpu")
 
@@ -822,6 +852,36 @@ def test_shutdown_in_the_midst_of_steps_gives_every_request_an_end(model_folder:
         with pytest.raises(RuntimeError, match=rf"request {handle.requests[0].request_id} .*shut down"):
             handle.result(WAIT)
         assert handle.requests[0].finish_reason == "abort"
+
+
+def test_an_engine_that_dies_in_winding_up_answers_the_request_that_it_died_of(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm, caught = fresh(model_folder), []
+
+    def broken(*_: Any) -> None:
+        raise Boom("boom in winding up")
+
+    def trace() -> None:
+        try:
+            with lm.generate([1, 2], max_new_tokens=3):
+                lm.lm_head.output.save()
+        except BaseException as error:
+            caught.append(error)
+
+    monkeypatch.setattr(lm.runner, "finish_nnsight", broken)
+    with held(lm):
+        plain = lm.submit([1], greedy(max_tokens=120))
+        client = threading.Thread(target=trace, daemon=True)
+        client.start()
+        until(lambda: len(lm.engine._inbox) == 2 or bool(caught))
+    client.join(WAIT)
+    assert not client.is_alive(), "its client waits for ever"
+    assert isinstance(caught[0], RuntimeError) and "boom in winding up" in str(caught[0])
+    with pytest.raises(RuntimeError, match="boom in winding up"):
+        plain.result(WAIT)
+    lm.shutdown()
+    assert lm.runner.model is None and not lm.engine._handles
 
 
 def test_after_shutdown_nothing_is_taken(model_folder: Callable[[str], Path]) -> None:

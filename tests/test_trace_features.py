@@ -17,8 +17,9 @@ from nnsight.modeling.transformers import TransformersModel
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.engine.prompts import PromptError
+from pymllm_interp.hooks import saves
 from pymllm_interp.hooks.rows import EditError, Rows, Shared
-from pymllm_interp.hooks.saves import Delivery, find_unowned, own
+from pymllm_interp.hooks.saves import Delivery, _Cutter, find_unowned, own
 from pymllm_interp.hooks.trace import GangError
 
 A, B = [3, 1, 4, 1, 5], [9, 2, 6, 5, 3]
@@ -752,6 +753,166 @@ def test_saves_that_travelled_together_own_their_memory(monkeypatch: pytest.Monk
         _, _, copied = delivery._copies[id(row)]
         assert torch.equal(copied, row) and copied.data_ptr() != row.data_ptr()
         assert copied.untyped_storage().nbytes() == copied.nbytes
+
+
+@pytest.fixture()
+def far(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The CPU stands for a GPU and for the CPU beside it: what is handed over is copied. Lists the shapes that were."""
+    moved: list[torch.Size] = []
+    monkeypatch.setattr(Delivery, "_is_there", lambda self, tensor: self.device is None)
+    monkeypatch.setattr(
+        Delivery, "_moved", lambda self, tensor, target: (moved.append(tensor.shape), tensor.clone())[1]
+    )
+    return moved
+
+
+def saved_by_many(lm: LM, count: int = 20, tokens: int = 4) -> tuple[list[Any], list[Any], list[int]]:
+    """Saves in lists, dicts and names; blocks that read, edit and drop in a later step what they have saved."""
+    out: list[Any] = []
+    with lm.generate(max_new_tokens=tokens, ignore_eos=True) as tracer:
+        means, sizes = list().save(), list().save()
+        for i in range(count):
+            with tracer.invoke([i, i + 1, 5]):
+                kept, named = list().save(), dict().save()
+                for step in tracer.iter[:]:
+                    h = lm.model.layers[0].output
+                    row = h[0, -1].save()
+                    kept.append(row)
+                    named[step] = [row, lm.model.layers[1].output[0, -1]]
+                    if step == tokens - 1:
+                        means.append(torch.stack(kept).mean(0))
+                    if step and i == 3:
+                        kept[0] += step
+                    if step and i == 4:
+                        kept[-2][:3].zero_()
+                    if i == 5:
+                        sizes.append(kept[0].untyped_storage().nbytes() // kept[0].nbytes)
+                out.append((kept, named, row))
+        out = out.save()  # pyright: ignore
+    return out, means, sizes
+
+
+def test_what_many_save_in_a_pass_leaves_at_its_end(lm: LM, far: list[torch.Size], monkeypatch: Any) -> None:
+    ends, end_pass = [], lm.interleaver.end_pass
+    monkeypatch.setattr(lm.interleaver, "end_pass", lambda: (end_pass(), ends.append(len(far)))[0])
+    packed, packed_means, sizes = saved_by_many(lm)
+    assert far[:4] == [(40, 72)] * 4 and ends == [1, 2, 3, 4], "one piece for all that is alike"
+    assert sizes == [60, 40, 40, 40], "the block goes on with the piece: before its end, with the batch"
+    assert sum(shape[0] for shape in far[4:] if len(shape) == 2) == 24, "what was edited since, and the means"
+    monkeypatch.undo()
+    kept, means, _ = saved_by_many(lm)
+    for (ours, ours_named, ours_row), (theirs, theirs_named, row) in zip(packed, kept, strict=True):
+        pairs = [*zip(ours, theirs, strict=True), (ours_row, row)]
+        pairs += [pair for step in range(4) for pair in zip(ours_named[step], theirs_named[step], strict=True)]
+        for a, b in pairs:
+            assert torch.equal(a, b) and a._base is None and a.untyped_storage().nbytes() == a.nbytes
+        assert ours_row is ours[-1] is ours_named[3][0], "one tensor stays one"
+    assert all(map(torch.equal, packed_means, means))
+
+
+def test_what_a_block_drops_is_kept_nowhere(lm: LM, far: list[torch.Size]) -> None:
+    pieces: list[int] = []
+    with lm.generate(max_new_tokens=5, ignore_eos=True) as tracer:
+        for i in range(20):
+            with tracer.invoke([i, i + 1]):
+                for _ in tracer.iter[:]:
+                    last = lm.model.layers[0].output[0, -1].save()
+                    pieces.append(len(lm.interleaver.serving.delivery.pieces))  # pyright: ignore
+    assert max(pieces) <= 2 and far[:5] == [(20, 72)] * 5 and last.shape == (72,)
+
+
+def test_a_pass_is_packed_by_kind_and_few_or_large_ones_are_left(far: list[torch.Size]) -> None:
+    delivery, rows = Delivery(torch.device("cpu")), elsewhere(20)
+    half = [row.half() for row in rows]
+    large = [torch.zeros(Delivery.SMALL // 4 + 1) for _ in range(Delivery.MANY)]
+    few = [row[..., :2] for row in elsewhere(Delivery.MANY - 1)]
+    expected = [tensor.clone() for tensor in (*rows, *half)]
+    assert list(map(id, delivery.pack([*rows, *few, *large, *half]))) == list(map(id, [*few, *large]))
+    assert far == [(20, 1, 1, 8)] * 2
+    assert len({tensor.untyped_storage().data_ptr() for tensor in (*rows, *half)}) == len(delivery.pieces) == 2
+    assert all(tensor._base is None and tensor._version == 0 for tensor in rows)
+    found: dict[int, torch.Tensor] = {}
+    find_unowned(rows, found, {}, delivery.pieces)
+    assert not found, "a piece is theirs"
+    rows[3] += 1
+    rows[5].view(-1)[:2].zero_()
+    expected[3] += 1
+    expected[5].view(-1)[:2].zero_()
+    saved = [*rows, *half]
+    delivery.receive()
+    delivery.expect(saved)
+    delivery.send()
+    assert far[2:] == [(2, 1, 1, 8)], "those that were edited since, and no other"
+    delivery.hand(saved)
+    for tensor, value in zip(saved, expected, strict=True):
+        assert torch.equal(tensor, value) and tensor.untyped_storage().nbytes() == tensor.nbytes
+    delivery.close()
+
+
+def test_a_tensor_that_torch_does_not_move_is_left(far: list[torch.Size], monkeypatch: Any) -> None:
+    delivery, rows = Delivery(torch.device("cpu")), elsewhere(20)
+    stays, moves = rows[:2], saves._swap
+
+    def swap(tensor: torch.Tensor, memory: torch.Tensor) -> None:
+        if any(tensor is one for one in stays):
+            raise RuntimeError("another holds it")  # as some versions of torch do, of the base of views
+        moves(tensor, memory)
+
+    monkeypatch.setattr(saves, "_swap", swap)
+    assert list(map(id, delivery.pack(rows))) == list(map(id, stays))
+    own(stays)
+    rows[1] += 1
+    delivery.receive()
+    saved = list(rows)
+    delivery.hand(saved)
+    assert all(map(torch.equal, saved, rows)) and far == [(20, 1, 1, 8), (1, 1, 8), (1, 1, 8)]
+    delivery.close()
+
+
+def test_where_pinned_memory_is_full_saves_wait_for_the_end(far: list[torch.Size], monkeypatch: Any) -> None:
+    monkeypatch.setattr(_Cutter, "ROOM", 20 * 32)
+    delivery, rows = Delivery(torch.device("cpu")), elsewhere(21)
+    expected = [row.clone() for row in rows]
+    assert delivery.pack(rows) == [] and far == [] and len(delivery.pieces) == 1
+    delivery.receive()
+    delivery.expect(rows)
+    delivery.send()
+    delivery.hand(rows)
+    assert far == [(21, 1, 1, 8)] and all(map(torch.equal, rows, expected))
+    delivery.close()
+
+
+def test_a_piece_is_cut_when_it_has_arrived_and_its_room_is_free_then() -> None:
+    piece, may_arrive = torch.zeros(3, 8), threading.Event()
+
+    class Arrival:
+        """In place of a copy stream's event: the values are there when it has been waited for."""
+
+        def synchronize(self) -> None:
+            assert may_arrive.wait(30)
+            piece.fill_(1)
+
+    cutter = _Cutter()
+    cutter.ROOM = 100
+    assert cutter.take(96) and not cutter.take(96)
+    copies = cutter.cut(piece, Arrival())  # pyright: ignore[reportArgumentType]
+    assert not copies.done()
+    may_arrive.set()
+    assert [copied.sum() for copied in copies.result(30)] == [8, 8, 8] and cutter.take(96)
+
+
+@pytest.mark.gpu
+def test_what_many_save_in_a_pass_leaves_a_gpu_as_it_was(lm_of: Any) -> None:
+    lm = lm_of("llama", device="cuda")
+    packed, means, sizes = saved_by_many(lm)
+    assert sizes == [60, 40, 40, 40]
+    for kept, named, row in packed:
+        assert row is kept[-1] is named[3][0]
+        for tensor in (*kept, *(t for pair in named.values() for t in pair)):
+            assert tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() == tensor.nbytes
+    for i, ((kept, _, _), mean) in enumerate(zip(packed, means, strict=True)):
+        if i not in (3, 4):
+            assert torch.allclose(torch.stack(kept).mean(0), mean, atol=1e-5)
 
 
 def test_rows_that_many_read_and_edit_at_once_stay_each_requests_own(lm: LM) -> None:

@@ -146,6 +146,8 @@ class ModelRunnerOutput:
     logprobs: list[SampledLogprobs | None] = field(default_factory=list)
     prompt_logprobs: dict[str, list[SampledLogprobs]] = field(default_factory=dict)
     """For prompt positions computed in this step, in order; position 0 has none."""
+    execution: str = ""
+    """How the forward pass ran (a `runner.partition.Execution`'s value)."""
     errors: dict[str, BaseException] = field(default_factory=dict)
     """Requests whose hooks raised in this step."""
     stopped: set[str] = field(default_factory=set)

@@ -121,7 +121,7 @@ class SamplingParams:
         changed = self.penalised or self.logit_bias or self.min_tokens > 0
         return self.greedy and self.logprobs is None and not changed
 
-    @property
+    @cached_property
     def penalised(self) -> bool:
         """Whether the tokens so far change the next one's logits."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0

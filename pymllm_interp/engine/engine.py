@@ -47,6 +47,8 @@ class Engine:
         self.num_steps = self.num_steps_ahead = 0
         self._in_flight: tuple[SchedulerOutput, AsyncOutput] | None = None
         self._handles: dict[str, RequestHandle] = {}
+        self._followed: dict[str, RequestHandle] = {}
+        self._undelivered: list[Request] = []
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closing: BaseException | None = None
@@ -67,6 +69,8 @@ class Engine:
             for handle in handles:
                 for request in handle.requests:
                     self._handles[request.request_id] = handle
+                    if handle.follows:
+                        self._followed[request.request_id] = handle
                 self.scheduler.add(handle.requests)
 
         for handle in handles:
@@ -212,6 +216,9 @@ class Engine:
         nothing_runs = not step.scheduled and self._in_flight is None
         self._waits_for_room = nothing_runs and self.scheduler.waits_for_room
         launched = self._launch(step)
+        undelivered, self._undelivered = self._undelivered, []
+        for request in undelivered:
+            self._deliver(request)
         before, self._in_flight = self._in_flight, launched
         if before is not None:
             self._collect(*before)
@@ -251,7 +258,11 @@ class Engine:
             self.runner.drop_finished()
 
     def _collect(self, step: SchedulerOutput, launched: AsyncOutput, in_a_pass: bool = False) -> None:
-        """Read a step's tokens and hand them out."""
+        """Read a step's tokens and hand them out.
+
+        Args:
+            in_a_pass: the device waits for the rest of it: what only streams tokens is told when that has been launched.
+        """
         try:
             output = launched.get_output()
         except Exception as error:  # the device's: what the step computed is lost for everyone in it
@@ -261,12 +272,18 @@ class Engine:
         self._collect_logprobs(step, output)
         for request in self.scheduler.update(step, output, in_a_pass):
             self._finished(request)
-        for entry in step.scheduled:
-            if entry.samples:
-                self._deliver(entry.request)
+        if self._followed:
+            for entry in step.scheduled:
+                handle = self._followed.get(entry.request.request_id)
+                if handle is None or not entry.samples:
+                    continue
+                if in_a_pass and not handle.may_stop:
+                    self._undelivered.append(entry.request)
+                else:
+                    self._deliver(entry.request)
 
     def _deliver(self, request: Request) -> None:
-        handle = self._handles.get(request.request_id)
+        handle = self._followed.get(request.request_id)
         if handle is None or request.finished or not request.output_token_ids:
             return
         stop = handle.on_token(request)
@@ -360,6 +377,7 @@ class Engine:
 
     def _answer(self, request: Request) -> None:
         handle = self._handles.pop(request.request_id, None)
+        self._followed.pop(request.request_id, None)
         if handle is not None:
             if request.output_token_ids and request.finish_reason in ("stop", "length") and request.stop_reason is None:
                 stop = handle.on_token(request)
@@ -368,6 +386,8 @@ class Engine:
             handle.on_finish(request)
 
     def _collect_logprobs(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        if not (output.prompt_logprobs or any(output.logprobs)):
+            return
         for entry, sampled in zip(step.scheduled, output.logprobs, strict=True):
             request = entry.request
             if request.finished:
@@ -381,26 +401,37 @@ class Engine:
                 request.prompt_logprobs.extend(as_dict(e) for e in found[max(0, known - entry.start) :])
 
     def _close(self) -> None:
-        error = self._closing or EngineClosedError("the engine was shut down")
+        self._end_all()
+        self._empty_inbox()  # handles that came too late still get their answer
+        self._end_all()
+        if self.runner.capture_ring is not None:
+            self.runner.capture_ring.wait()
+            self._empty_inbox()
+        for request_id, handle in list(self._handles.items()):  # something failed between its end and the answer
+            for request in handle.requests:
+                if request.request_id == request_id:
+                    request.error = self._closed_error(request)
+                    self._answer(request)
+        self._watchdog.close()
+        self.runner.shutdown()
+
+    def _end_all(self) -> None:
         for request in self.scheduler.live:
-            request.error = EngineClosedError(f"request {request.request_id} was ended: {error}")
+            request.error = self._closed_error(request)
             try:
                 self._end([request], "abort")
             except Exception:
                 logger.exception("request %s could not be wound up", request.request_id)
-        self._empty_inbox()  # handles that came too late still get their answer
-        for request in list(self.scheduler.live):
-            request.error = EngineClosedError(f"request {request.request_id} was ended: {error}")
-            self._end([request], "abort")
-        if self.runner.capture_ring is not None:
-            self.runner.capture_ring.wait()
-            self._empty_inbox()
-        self._watchdog.close()
-        self.runner.shutdown()
+
+    def _closed_error(self, request: Request) -> EngineClosedError:
+        return EngineClosedError(f"request {request.request_id} was ended: {self._closing}")
 
     def _empty_inbox(self) -> None:
         while self._inbox:
-            self._inbox.popleft()()
+            try:
+                self._inbox.popleft()()
+            except Exception:
+                logger.exception("a command of the closing engine failed")
 
 
 def as_dict(sampled: SampledLogprobs) -> dict[int, Logprob]:

@@ -125,6 +125,10 @@ class RequestHandle:
     """One prompt's requests, from submission to result. Made by `LM.submit`.
 
     `result()` waits, `cancel()` ends it, iterating yields `StreamPiece`s where it was submitted for streaming.
+
+    Attributes:
+        follows: each token is asked for as it comes, by `on_token`.
+        may_stop: and may end the request, by a stop string.
     """
 
     def __init__(
@@ -136,6 +140,8 @@ class RequestHandle:
         self._completions = {id(r): Completion(r, tokenizer, streaming) for r in requests}
         self._tokenizer = tokenizer
         self._abort = abort
+        self.may_stop = tokenizer is not None and any(request.params.stop_strings for request in requests)
+        self.follows = streaming or self.may_stop
         self._left = len(requests)
         self.engine_thread: threading.Thread | None = None  # set when it is submitted
         self._done = threading.Event()

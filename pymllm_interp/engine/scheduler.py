@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 
 import torch
 
@@ -125,7 +126,7 @@ class Scheduler:
                 budget = self._schedule_chunks(step, budget)
             budget = self._schedule_swapped(step, budget)
             self._schedule_waiting(step, budget)
-        step.scheduled.sort(key=lambda entry: not entry.decodes)  # stable: decode first
+        step.scheduled.sort(key=attrgetter("decodes"), reverse=True)  # stable: decode first
         return step
 
     def _prompts_have_this_step(self, decoding: int) -> bool:
@@ -151,12 +152,14 @@ class Scheduler:
         return None
 
     def _schedule_decodes(self, step: SchedulerOutput, budget: int, decoding: list[Request]) -> int:
-        decoding = sorted(decoding, key=lambda r: r.arrival)
-        sit_out = self._without_room(decoding)
+        decoding = sorted(decoding, key=attrgetter("arrival"))
+        sit_out, page_size = self._without_room(decoding), self.config.page_size
         for request in decoding:
-            running = request.status is RequestStatus.RUNNING and request not in sit_out
-            if running and self._make_room(request, 1, step):
-                step.scheduled.append(ScheduledRequest(request, 1, request.num_computed_tokens, True, True))
+            if request.status is not RequestStatus.RUNNING or request in sit_out:
+                continue
+            computed = request.num_computed_tokens
+            if computed < len(request.pages) * page_size or self._make_room(request, 1, step):
+                step.scheduled.append(ScheduledRequest(request, 1, computed, True, True))
                 budget -= 1
         return budget
 

@@ -8,6 +8,7 @@ winds it up. Requests without a trace are skipped, but their rows are counted.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
     from ..core.request import Request
     from .model import TracedModel
     from .trace import RequestTrace
+
+
+@lru_cache(maxsize=16)
+def one_each(total: int) -> list[Rows]:
+    """The rows of `total` requests that have one each, in the order of the batch. Shared by all steps: nobody changes them."""
+    return [Rows(row, 1, total, row, 1, total) for row in range(total)]
 
 
 class NNsightRequestHelper:
@@ -63,11 +70,6 @@ class NNsightRequestHelper:
         return [trace for _, trace in self._step]
 
     @property
-    def traced_requests(self) -> list[Request]:
-        """The requests of this step that have a trace, in batch order."""
-        return [entry.request for entry, _ in self._step]
-
-    @property
     def forward_traces(self) -> list[RequestTrace]:
         """Those of them whose request is a single forward pass, whose result is the model's output."""
         return [trace for entry, trace in self._step if entry.request.forward_only]
@@ -80,20 +82,17 @@ class NNsightRequestHelper:
             model: that the traces were written against.
         """
         self._groups, self._step, self.req_id_to_batch_group_idx = [], [], {}
-        start = logit_start = 0
-        logit_total = sum(entry.logit_rows for entry in new_reqs)
-        total = sum(entry.num_tokens for entry in new_reqs)
-        for entry in new_reqs:
-            trace: RequestTrace | None = entry.request.trace
-            size, logit_size = entry.num_tokens, entry.logit_rows
+        for entry, rows in zip(new_reqs, _rows_of(new_reqs), strict=True):
+            request = entry.request
+            trace: RequestTrace | None = request.trace
             if trace is not None:
-                self.req_id_to_batch_group_idx[entry.request.request_id] = len(self._groups)
-                self._groups.append((start, size))
+                request_id = request.request_id
+                self.req_id_to_batch_group_idx[request_id] = len(self._groups)
+                self._groups.append((rows.start, rows.size))
                 self._step.append((entry, trace))
-                self._admit(entry.request, trace, model)
-                trace.rows = Rows(start, size, total, logit_start, logit_size, logit_total)
-            start += size
-            logit_start += logit_size
+                if request_id not in self._traces:
+                    self._admit(request, trace, model)
+                trace.rows = rows
 
     def drop_finished(self) -> list[RequestTrace]:
         """Take the traces of finished requests out of the step; returns them."""
@@ -104,23 +103,27 @@ class NNsightRequestHelper:
 
     def pad_to(self, rows: int) -> None:
         """Re-point the traces of a decode step to their rows in a pass that has further rows, of nobody, behind the step's."""
-        for _, trace in self._step:
-            own = trace.rows
-            assert own is not None
-            trace.rows = Rows(own.start, 1, rows, own.start, 1, rows)
+        if self._step and rows != self._step[0][1].rows.total:  # pyright: ignore[reportOptionalMemberAccess]
+            padded = one_each(rows)
+            for _, trace in self._step:
+                assert trace.rows is not None
+                trace.rows = padded[trace.rows.start]
 
     def narrow_to_last(self, requests: int) -> None:
         """Re-point the traces of the decode step's last `requests` to their rows in a pass over those alone."""
-        for row, (_, trace) in enumerate(self._step[-requests:]):
-            trace.rows = Rows(row, 1, requests, row, 1, requests)
+        for rows, (_, trace) in zip(one_each(requests), self._step[-requests:], strict=True):
+            trace.rows = rows
 
     def unflatten(self, model: TracedModel, rows: list[ScheduledRequest]) -> None:
         """Re-point each trace from its tokens to its row among `rows`, the requests that sample in this step."""
-        index = {entry.request.request_id: row for row, entry in enumerate(rows)}
-        for entry, trace in self._step:
-            row = index.get(entry.request.request_id)
-            if row is not None:
-                trace.rows = Rows(row, 1, len(rows), row, 1, len(rows))
+        places = one_each(len(rows))
+        last = self._step[-1][1].rows if self._step else None  # where some only were moved, it was
+        if last is not None and last.total == len(rows) and last is places[last.start]:
+            return  # a decode step, which was neither padded nor split: all have them
+        for own, entry in zip(places, rows, strict=True):
+            trace: RequestTrace | None = entry.request.trace
+            if trace is not None and trace.rows is not None:  # else it has left the pass
+                trace.rows = own
 
     def process_finished_reqs(
         self, finished_request_ids: set[str], requests: Mapping[str, Request], model: TracedModel
@@ -163,8 +166,20 @@ class NNsightRequestHelper:
             pass
 
     def _admit(self, request: Request, trace: RequestTrace, model: TracedModel) -> None:
-        if request.request_id in self._traces:
-            return
         self._traces[request.request_id] = trace
         self.num_prompts_in_mediator.setdefault(trace.trace_id, trace.num_prompts)
         trace.start(request, model)
+
+
+def _rows_of(entries: list[ScheduledRequest]) -> list[Rows]:
+    """The rows of each request of a step."""
+    if all(entry.decodes for entry in entries):
+        return one_each(len(entries))
+    total, logit_total = sum(entry.num_tokens for entry in entries), sum(entry.logit_rows for entry in entries)
+    rows, start, logit_start = [], 0, 0
+    for entry in entries:
+        size, logit_size = entry.num_tokens, entry.logit_rows
+        rows.append(Rows(start, size, total, logit_start, logit_size, logit_total))
+        start += size
+        logit_start += logit_size
+    return rows

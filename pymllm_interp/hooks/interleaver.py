@@ -14,7 +14,7 @@ values to `handle`, a block parks by switching a `Pending` to its parent, and st
 from __future__ import annotations
 
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -336,6 +336,20 @@ class EngineInterleaver(Interleaver):
         self.busy = self.interleaving = True
         self._caught_up = self.catch_up is None
 
+    def hooked(self) -> set[RequestTrace]:
+        """The traces of a pass that has not begun to run whose blocks wait for a module that it reaches.
+
+        The blocks of a gang may let each other go on in the middle of a pass, so it is all of them or none.
+        """
+        found = {trace for trace in self.traces if trace.grad}
+        for point in self.points.values():
+            found.update(entry[0].trace for entry in point.caches)
+            if point.of_module:
+                visits = self.per_pass.get(point.location, 1)
+                found.update(block.trace for block in point.parked if 0 <= block.due < visits)
+        alive = {trace for trace in found if not trace.ended}
+        return alive.union(*(trace.gang for trace in alive if trace.gang)).intersection(self.traces)
+
     def leave(self, trace: RequestTrace) -> None:
         """Take a trace out of the pass: its request ended before, and this pass never was."""
         if trace.in_pass:
@@ -357,17 +371,16 @@ class EngineInterleaver(Interleaver):
         for location, count in self.visits.items():
             if count > 1:  # what a pass that failed did not come to is no rule
                 self.per_pass[location] = count
-        unowned: dict[int, torch.Tensor] = {}
+        unowned: defaultdict[Delivery, dict[int, torch.Tensor]] = defaultdict(dict)
         shared: set[int] = set()
-        saved: Counter[Delivery] = Counter()
         for trace in self.traces:
-            before = len(unowned)
-            trace.end_pass(unowned, shared)
-            saved[trace.delivery] += len(unowned) - before
-        for delivery, count in saved.items():
-            if count:
-                delivery.make_room(count)
-        own(unowned.values())
+            trace.end_pass(unowned[trace.delivery], shared)
+        left: list[torch.Tensor] = []
+        for delivery, saved in unowned.items():
+            if saved:
+                delivery.make_room(len(saved))
+                left += delivery.pack(saved.values())
+        own(left)
         self.edits.end_pass()
         for trace in self.traces:
             if trace.on_step is not None:
@@ -376,7 +389,7 @@ class EngineInterleaver(Interleaver):
         self._clear()
 
     def nobody_at(self, layer: int) -> bool:
-        if self._awaited(layer):
+        if layer in self._waiting and self._awaited(layer):
             return False
         self._fused.add(layer)
         return True

@@ -468,7 +468,8 @@ class Capture(_Placed):
     site: Site | str
     positions: Positions = "all"
     dtype: torch.dtype | str | None = None
-    """What the rows are converted to on the device: a floating dtype or its name; None leaves the model's."""
+    """What the rows are converted to, after a reduction: a floating dtype or its name. None leaves the model's, and of a `Project`
+    float32."""
     reduce: Literal["mean", "last"] | Project | None = None
     """Over the captured positions: their mean, or the last one alone; or a `Project` of each."""
 

@@ -35,7 +35,8 @@ class Receipt:
 
     steps: Counter[str] = field(default_factory=Counter)
     """Steps by how they ran: "plain" (no module was called), "replay" (the same, as a CUDA graph), "modules" (module by
-    module, hooks served), "split" (the same, for the hooked requests by themselves)."""
+    module, hooks served), "segments" (the same, what lies between hooks as CUDA graphs), "split" (as "modules", for the hooked
+    requests by themselves)."""
     interventions: list[Applied] = field(default_factory=list)
     """By site, in the order in which they act; those that change nothing are left out."""
     captures: list[Captured] = field(default_factory=list)

@@ -1,23 +1,29 @@
 """What a trace saved: found, freed from the batch that it was cut out of, and handed to the caller.
 
-While the request runs, a save lies where the block has it; from the end of its step on, in memory of its own (`own`). When the
-request is over, the caller is handed copies on the device of their choice (`Delivery`).
+While the request runs, a save lies where the block has it; from the end of its step on, in memory of its own (`own`), or in a
+piece with others of its ``with`` block, which starts for the caller's device at once (`Delivery.pack`). When the request is over,
+the caller is handed copies on the device of their choice.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Container, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .collector import give_back, make_room
 from .nnsight_compat import apply
 
 
-def find_unowned(value: Any, found: dict[int, torch.Tensor], seen: dict[int, int]) -> None:
+def find_unowned(value: Any, found: dict[int, torch.Tensor], seen: dict[int, int], pieces: Container[int] = ()) -> None:
     """Look for tensors in `value` that hold on to more memory than their own: the batch's, as a rule.
 
     Args:
@@ -25,21 +31,25 @@ def find_unowned(value: Any, found: dict[int, torch.Tensor], seen: dict[int, int
         found: they are added here, by id.
         seen: containers that were gone through before, by id, with how many of their items; a list that grows by an
             item a step is not walked anew each time.
+        pieces: memory that they may share; see `Delivery`.
     """
     if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided and value.untyped_storage().nbytes() > value.nbytes:
-            if not value.requires_grad and type(value) is not torch.nn.Parameter:
+        if value.layout is torch.strided and (memory := value.untyped_storage()).nbytes() > value.nbytes:
+            if not (value.requires_grad or memory._cdata in pieces or type(value) is torch.nn.Parameter):
                 found[id(value)] = value
     elif isinstance(value, (list, tuple)):
         first = seen.get(id(value), 0) if isinstance(value, list) else 0
         for item in value[first:] if first else value:
-            find_unowned(item, found, seen)
+            find_unowned(item, found, seen, pieces)
         if isinstance(value, list):
             # The last item may still grow (a list of lists), so it is looked at again.
             seen[id(value)] = max(len(value) - 1, 0)
     elif isinstance(value, dict):
         for item in value.values():
-            find_unowned(item, found, seen)
+            find_unowned(item, found, seen, pieces)
+
+
+_swap = torch._C._swap_tensor_impl  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def own(tensors: Collection[torch.Tensor]) -> None:
@@ -50,7 +60,6 @@ def own(tensors: Collection[torch.Tensor]) -> None:
 
 
 def _own(tensors: Collection[torch.Tensor]) -> None:
-    swap = torch._C._swap_tensor_impl  # pyright: ignore[reportAttributeAccessIssue]
     # torch copies many at once where all strides are the same, and else one by one.
     alike: defaultdict[Any, list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
@@ -64,7 +73,7 @@ def _own(tensors: Collection[torch.Tensor]) -> None:
                 continue
             try:
                 # A view that the block made keeps its base, whatever memory it is given; so it becomes another tensor.
-                swap(tensor, memory)
+                _swap(tensor, memory)
             except RuntimeError:
                 pass  # torch refuses that for the base of other views: that one stays as it is
 
@@ -87,12 +96,68 @@ _Copies = dict[int, tuple[torch.Tensor, int, torch.Tensor]]
 _NEVER = None, None, None
 
 
+class _Cutter:
+    """Cuts what has come to pinned memory into tensors with memory of their own, on a thread of its own."""
+
+    ROOM = 256 << 20
+    """Bytes that may be on their way at once: pinned memory is the whole machine's."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "pymllm-interp-saves")
+        self._lock = threading.Lock()
+        self._under_way = 0
+
+    def take(self, nbytes: int) -> bool:
+        """Keep room for a piece; False where there is none."""
+        with self._lock:
+            if self._under_way + nbytes > self.ROOM:
+                return False
+            self._under_way += nbytes
+            return True
+
+    def cut(self, piece: torch.Tensor, arrived: torch.cuda.Event | None) -> Future[Sequence[torch.Tensor]]:
+        """Cut a piece for which room was kept, once it has arrived. Its memory is free from then on."""
+        return self._thread.submit(self._cut, piece, arrived)
+
+    def _cut(self, piece: torch.Tensor, arrived: torch.cuda.Event | None) -> Sequence[torch.Tensor]:
+        try:
+            if arrived is not None:
+                arrived.synchronize()
+            copies: Any = torch.unbind_copy(piece)
+            return copies
+        finally:
+            with self._lock:
+                self._under_way -= piece.nbytes
+
+
+_cutter = _Cutter()
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Memory that tensors of one kind share, which were saved in one pass."""
+
+    memory: StorageWeakRef
+    """Lives as long as one of the tensors does; while this refers to it, no other memory has its `cdata`."""
+    tensors: list[weakref.ref[torch.Tensor]]
+    """Those that a block has dropped meanwhile are not kept for the caller's sake."""
+    copies: Future[Sequence[torch.Tensor]] | None
+    """Of each tensor, as it was at the end of the pass; None where they were not sent, or have been taken."""
+
+
+_kind = attrgetter("dtype", "device", "shape")
+_data = attrgetter("data")
+
+
 class Delivery:
     """Hands the saves of one ``with`` block to its caller. A tensor is copied once, under however many names it is saved.
 
     Copies from a GPU go to pinned memory on a stream of their own, so that the engine's work does not wait for them. Of many
-    small tensors, those that are alike travel in one piece (`expect`, `send`); what the caller gets is cut from it and has
-    memory of its own.
+    small tensors, those that are alike travel in one piece: most of them at the end of the pass that they were saved in (`pack`),
+    the others when the request is over (`expect`, `send`). What the caller gets is cut from it and has memory of its own.
+
+    The block goes on with what it saved, and may edit it: that torch has counted the edit (`Tensor._version`) tells that it must
+    be copied again.
 
     Args:
         device: of what is handed over; None leaves it where it is.
@@ -100,8 +165,11 @@ class Delivery:
     Attributes:
         seen: see `find_unowned`; of what was saved above several blocks, which fill it together.
         owned: the same, of lists that were handed over, where all that they hold are copies.
+        pieces: by the identity of their memory (`UntypedStorage._cdata`).
     """
 
+    MANY = 16
+    """Tensors of a kind that are packed, at least: with fewer, a piece takes longer than to copy them by themselves."""
     SMALL = 1 << 20
     """Bytes of a tensor that travels together with others, at most."""
     PIECE = 64 << 20
@@ -111,6 +179,7 @@ class Delivery:
         self.device = device
         self.seen: dict[int, int] = {}
         self.owned: dict[int, int] = {}
+        self.pieces: dict[int, _Piece] = {}
         self._announced: dict[int, Any] = {}
         self._handed: dict[tuple[int, bool], tuple[Any, Any]] = {}
         self._copies: _Copies = {}
@@ -133,6 +202,66 @@ class Delivery:
                 give_back(self._room)
                 self._room = None
 
+    def pack(self, tensors: Collection[torch.Tensor]) -> list[torch.Tensor]:
+        """Move what a pass has saved into pieces, in place, and let these start for the device. Called by the engine's thread.
+
+        Returns:
+            those that are in none: they are few of their kind, large, or on the device already.
+        """
+        if len(tensors) < self.MANY or self.device is None:
+            return list(tensors)
+        left: list[torch.Tensor] = []
+        alike: defaultdict[Any, list[torch.Tensor]] = defaultdict(list)
+        for tensor in tensors:
+            alike[_kind(tensor)].append(tensor)
+        for group in alike.values():
+            some = group[0]
+            if len(group) < self.MANY or some.nbytes > self.SMALL or self._is_there(some):
+                left += group
+                continue
+            count = max(1, self.PIECE // max(1, some.nbytes))
+            for first in range(0, len(group), count):
+                left += self._pack(group[first : first + count])
+        return left
+
+    def _pack(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """`pack` of one piece, of one kind. Returns those that torch refuses to move."""
+        assert self.device is not None
+        left = []
+        with torch.no_grad():
+            piece = torch.stack(tensors)
+            # `data`, since views count their edits together, and each keeps its base.
+            for tensor, cut in zip(tensors, map(_data, piece.unbind()), strict=True):
+                try:
+                    _swap(tensor, cut)
+                except RuntimeError:
+                    left.append(tensor)  # the base of other views
+            copies = None
+            if _cutter.take(piece.nbytes):
+                self.make_room(3 * len(tensors))  # copies, weak references, and a tuple of both
+                moved, arrived = self._moved(piece, self.device), None
+                stream = self._streams.get(piece.device)
+                if stream is not None:
+                    piece.record_stream(stream)  # the block may drop all that is in it before it has been copied
+                    arrived = torch.cuda.Event(blocking=True)
+                    arrived.record(stream)
+                copies = _cutter.cut(moved, arrived)
+        for gone in [key for key, known in self.pieces.items() if known.memory.expired()]:
+            del self.pieces[gone]
+        memory = StorageWeakRef(piece.untyped_storage())
+        self.pieces[memory.cdata] = _Piece(memory, list(map(weakref.ref, tensors)), copies)
+        return left
+
+    def receive(self) -> None:
+        """Take the copies that `pack` has sent, of what is still as it was: a piece counts from 0."""
+        for piece in self.pieces.values():
+            if piece.copies is not None:
+                for reference, copied in zip(piece.tensors, piece.copies.result(), strict=True):
+                    tensor = reference()
+                    if tensor is not None and not tensor._version:
+                        self._copies[id(tensor)] = tensor, 0, copied
+                piece.copies = None
+
     def expect(self, value: Any) -> None:
         """Note the tensors of `value`, which `hand` will be asked for: `send` copies them together."""
         if isinstance(value, torch.Tensor):
@@ -141,7 +270,8 @@ class Delivery:
         elif isinstance(value, (list, tuple, dict)) and id(value) not in self._announced:
             self._announced[id(value)] = value
             for item in value.values() if isinstance(value, dict) else value:
-                self.expect(item)
+                if id(item) not in self._copies:
+                    self.expect(item)
 
     def send(self) -> None:
         """Copy what is expected, and small."""
@@ -170,6 +300,7 @@ class Delivery:
 
     def copies(self, value: Any) -> Any:
         """`value` with its tensors on the device, for one who looks while the block goes on with its own."""
+        self.receive()
         known, self._copies = self._copies, {}
         copied = apply(value, lambda tensor: self._copy(tensor, known), torch.Tensor)
         self.wait()

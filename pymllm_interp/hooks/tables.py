@@ -43,6 +43,7 @@ from .site import ModelInfo, Site
 STREAM_KINDS = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm")
 KINDS = (*STREAM_KINDS, *edits.INNER, edits.LOGITS)
 """Kinds of sites that interventions can act at."""
+CONVERTED = {torch.float16: table_edits.FLOAT16, torch.bfloat16: table_edits.BFLOAT16}
 NORMS = {"none": table_edits.NO_NORM, "preserve": table_edits.PRESERVE, "match": table_edits.MATCH}
 
 
@@ -214,6 +215,14 @@ class Declared:
             for i, op in enumerate(found)
         ]
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The vectors that the tables hold for it."""
+        for op in self:
+            yield from _vectors_of(op)
+        for group in () if self.captures is None else self.captures.groups:
+            if group.probes is not None:
+                yield group.probes
+
     def __iter__(self) -> Iterator[Op]:
         return (op for found in self.ops.values() for op in found)
 
@@ -311,12 +320,11 @@ class VectorPool:
         """
         with self._lock:
             try:
-                for op in declared:
-                    for tensor in _vectors_of(op):
-                        if id(tensor) not in declared.vectors:
-                            key, first = self._take(tensor)
-                            declared.vectors[id(tensor)] = first
-                            declared.held.append(key)
+                for tensor in declared.tensors():
+                    if id(tensor) not in declared.vectors:
+                        key, first = self._take(tensor)
+                        declared.vectors[id(tensor)] = first
+                        declared.held.append(key)
             except ValueError:
                 self._release(declared)
                 raise
@@ -422,7 +430,7 @@ class DeviceTables:
         rows = np.array(list(self._staged), dtype=np.int64)
         marks = np.zeros(len(rows), dtype=np.int32)
         ops = np.zeros((len(rows), sites, depth, table_edits.WORDS), dtype=np.int32)
-        offsets = np.full((len(rows), sites), -1, dtype=np.int32)
+        captures = np.full((len(rows), sites, table_edits.CAPTURE_WORDS), -1, dtype=np.int32)
         places: list[tuple[int, int, int]] = []
         whole: list[list[int]] = []
         real: list[list[float]] = []
@@ -432,7 +440,7 @@ class DeviceTables:
                 continue
             self._in_use.add(row)
             for site, offset in () if declared.captures is None else declared.captures.offsets.items():
-                offsets[i, site], marks[i] = offset, 1
+                captures[i, site, :3], marks[i] = (offset, *_way(declared, site)), 1
             for site, found in declared.ops.items():
                 entries = (
                     [entry for op in found for entry in _entries(op, declared, self.pool.width)] if site < sites else []
@@ -448,8 +456,8 @@ class DeviceTables:
             at = tuple(np.array(places).T)
             words = np.array(whole, dtype=np.int32), np.array(real, dtype=np.float32).view(np.int32)
             ops[(*at, slice(sum(part.shape[1] for part in words)))] = np.concatenate(words, axis=1)
-        index, *values = upload(self._device, rows, marks, ops, offsets)
-        for table, value in zip((self._edited, self.tables.ops, self.tables.offsets), values, strict=True):
+        index, *values = upload(self._device, rows, marks, ops, captures)
+        for table, value in zip((self._edited, self.tables.ops, self.tables.captures), values, strict=True):
             table.index_copy_(0, index, value)
         self.tables.fires.index_fill_(0, index, 0)
 
@@ -471,6 +479,16 @@ def _vectors_of(op: Op) -> list[torch.Tensor]:
         case _:
             own = []
     return own if spec.when is None else [*own, spec.when.probe]
+
+
+def _way(declared: Declared, site: int) -> tuple[int, int]:
+    """The table's words for how a request captures a site: `capture_word`, and the first vector."""
+    assert declared.captures is not None
+    group, _ = declared.captures.by_site[site]
+    if group.probes is not None:
+        return table_edits.capture_word(len(group.probes), table_edits.WHOLE), declared.vectors[id(group.probes)]
+    code = table_edits.WHOLE if group.converted is None else CONVERTED[group.converted]
+    return table_edits.capture_word(0, code), 0
 
 
 def _entries(op: Op, declared: Declared, width: int) -> Iterator[tuple[list[int], list[float]]]:

@@ -19,7 +19,7 @@ from .capture import Activations
 from .interleaver import Block, EngineInterleaver, Point
 from .loops import LOOP_NAMES, PREFIX, LoopEnd, with_loop_ends
 from .modes import BlockModes
-from .nnsight_compat import EarlyStopException, Event, Mediator, Pending, dangling_unwind, mark
+from .nnsight_compat import EarlyStopException, Event, Mediator, dangling_unwind, mark
 from .receipt import Receipt
 from .rows import Rows
 from .saves import Delivery, find_unowned, own
@@ -158,21 +158,6 @@ class RequestTrace:
         """Whether `location` lies inside a module that this request skips in this pass."""
         return any(_inside(path, location) for path in self.skipping)
 
-    def hooks_next_pass(self) -> bool:
-        """Whether a block waits for a module that the next pass reaches, so that the pass must go module by module."""
-        if not self.ended:
-            for block in self.blocks:
-                if block.caches or (block.pending is not None and self._waits_for_module(block.pending)):
-                    return True
-        return False
-
-    def _waits_for_module(self, pending: Pending) -> bool:
-        location, iteration = pending.provider, pending.iteration
-        if location is None or iteration is None:
-            return False
-        point = self.interleaver.point(location)
-        return point.of_module and 0 <= iteration - self._count(point) < self.interleaver.per_pass.get(location, 1)
-
     # -- life --------------------------------------------------------------------
 
     def start(self, request: Request, model: TracedModel) -> None:
@@ -215,7 +200,7 @@ class RequestTrace:
             for value in self.outer.values():
                 if id(value) not in shared:
                     shared.add(id(value))
-                    find_unowned(value, unowned, self.delivery.seen)
+                    find_unowned(value, unowned, self.delivery.seen, self.delivery.pieces)
 
     def stream(self) -> None:
         """Hand copies of what is saved so far to `on_step`."""
@@ -329,13 +314,14 @@ class RequestTrace:
     def _find_unowned(self, unowned: dict[int, torch.Tensor]) -> None:
         """Note the tensors that the block saved and that lie in memory which is not theirs, by id."""
         for value in self._own_saves():
-            find_unowned(value, unowned, self._seen)
+            find_unowned(value, unowned, self._seen, self.delivery.pieces)
 
     def announce_saves(self) -> None:
         """Tell `delivery` what `hand_over` is going to ask for."""
         if self._done is not None:
             torch.cuda.current_stream(self._done.device).wait_event(self._done)
         if self.delivery.device is not None:
+            self.delivery.receive()
             for value in itertools.chain(self._own_saves(), self.outer.values()):
                 self.delivery.expect(value)
 

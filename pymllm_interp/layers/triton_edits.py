@@ -16,6 +16,7 @@ ADD, PROJECT_OUT, CLAMP = tl.constexpr(codes.ADD), tl.constexpr(codes.PROJECT_OU
 SCALE, PATCH = tl.constexpr(codes.SCALE), tl.constexpr(codes.PATCH)
 PRESERVE, MATCH = tl.constexpr(codes.PRESERVE), tl.constexpr(codes.MATCH)
 MORE, WORDS = tl.constexpr(codes.MORE), tl.constexpr(codes.WORDS)
+FLOAT16, CAPTURE_WORDS = tl.constexpr(codes.FLOAT16), tl.constexpr(codes.CAPTURE_WORDS)
 
 
 MAX_REGISTERS = 128
@@ -88,20 +89,54 @@ def _apply_ops(
 
 
 @triton.jit
-def _capture(value, offset, first, stop, ring, column, mask, ALIGNED: tl.constexpr):
-    """Store `value` [rows, block], rounded, in the ring at `offset` [rows, 1] of each row's block, where that holds it; -1: not."""
+def _capture(
+    value, offset, way, words, first, stop, vectors, ring, column, mask,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Store `value` [rows, block] in the ring at `offset` [rows, 1] of each row's block, where that holds it; -1: not.
+
+    Args:
+        way: [rows, 1], 0 for the states rounded to the ring's dtype; else see `_capture_less`.
+        words: [rows, 1], pointers to what the table has of each row at the site.
+    """
     place = first + offset
-    if ALIGNED:
-        place = tl.multiple_of(place, (8, 8))
     wanted = (offset >= 0) & (place < stop)
     if tl.max(wanted.to(tl.int32)) > 0:
-        tl.store(ring + place + column, value.to(ring.dtype.element_ty), mask=wanted & mask)
+        start = place
+        if ALIGNED:  # of whole states
+            start = tl.multiple_of(place, (8, 8))
+        tl.store(ring + start + column, value.to(ring.dtype.element_ty), mask=wanted & (way == 0) & mask)
+        way = tl.where(wanted, way, 0)
+        if tl.max(way) > 0:
+            _capture_less(value, place, way, words, vectors, ring, column, mask, SIZE, WIDTH)
+
+
+@triton.jit
+def _capture_less(value, place, way, words, vectors, ring, column, mask, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Store what is less than `value` [rows, block] at `place` [rows, 1]: its dot products with some vectors of the pool, as
+    float32s, or its conversion to 16 bits. A row whose `way` is 0 has neither."""
+    span: tl.constexpr = (SIZE + WIDTH - 1) // WIDTH  # rows of the pool that a vector takes
+    bits: tl.constexpr = ring.dtype.element_ty.primitive_bitwidth
+    count = way & 255
+    probe = tl.load(words + 2, mask=count > 0, other=0, eviction_policy="evict_last").to(tl.int64)
+    dots = ring.to(tl.pointer_type(tl.float32), bitcast=True) + place * bits // 32
+    for j in range(0, tl.max(count)):
+        source = vectors + (probe + j * span) * WIDTH + column
+        vector = tl.load(source, mask=(j < count) & mask, other=0.0, eviction_policy="evict_last")
+        tl.store(dots + j, tl.sum(value * vector, axis=1, keep_dims=True), mask=j < count)
+    if bits == 32:
+        code = way >> 8
+        half = value.to(tl.float16).to(tl.int16, bitcast=True)
+        half = tl.where(code == FLOAT16, half, value.to(tl.bfloat16).to(tl.int16, bitcast=True))
+        halves = ring.to(tl.pointer_type(tl.int16), bitcast=True) + place * 2
+        tl.store(halves + column, half, mask=(code > 0) & mask)
 
 
 @triton.jit(do_not_specialize=["count", "block_stride", "site"])
 def _capture_kernel(
-    h, owners, offsets, blocks, ring, block_stride, count, site,
-    SIZE: tl.constexpr, SITES: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    h, owners, captures, vectors, blocks, ring, block_stride, count, site,
+    SIZE: tl.constexpr, SITES: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Captures of `h` at `site`."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -110,19 +145,22 @@ def _capture_kernel(
     mask = inside & (column < SIZE)
     owner = tl.load(owners + row, mask=inside, other=-1)
     if tl.max(owner) >= 0:
+        owned = inside & (owner >= 0)
         first = tl.load(blocks + row, mask=inside, other=0)
         stop = tl.load(blocks + block_stride + row, mask=inside, other=0)
-        offset = tl.load(offsets + owner * SITES + site, mask=inside & (owner >= 0), other=-1)
-        value = tl.load(h + row * SIZE + column, mask=mask, other=0.0)
-        _capture(value, offset, first, stop, ring, column, mask, ALIGNED)
+        words = captures + (owner * SITES + site) * CAPTURE_WORDS
+        offset = tl.load(words, mask=owned, other=-1)
+        way = tl.load(words + 1, mask=owned, other=0)
+        value = tl.load(h + row * SIZE + column, mask=mask, other=0.0).to(tl.float32)
+        _capture(value, offset, way, words, first, stop, vectors, ring, column, mask, SIZE, WIDTH, ALIGNED)
 
 
-_capture_launch = Launcher(_capture_kernel)
+_capture_launch = Launcher(_capture_kernel, enable_fp_fusion=False)
 
 
 @triton.jit(do_not_specialize=["count", "block_stride", "site"])
 def _edit_kernel(
-    h, delta, weight, total, out, owners, positions, ops, fires, vectors, offsets, blocks, ring, block_stride, count, eps, site,
+    h, delta, weight, total, out, owners, positions, ops, fires, vectors, captures, blocks, ring, block_stride, count, eps, site,
     SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, LAST: tl.constexpr,
     ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -151,8 +189,11 @@ def _edit_kernel(
             word = ops + place * DEPTH * WORDS
             kind = tl.load(word, mask=owned, other=0, eviction_policy="evict_last")
             kind_after = tl.load(word + DEPTH * WORDS, mask=owned, other=0, eviction_policy="evict_last")
-            offset = tl.load(offsets + place, mask=owned, other=-1, eviction_policy="evict_last")
-            offset_after = tl.load(offsets + place + 1, mask=owned, other=-1, eviction_policy="evict_last")
+            taken = captures + place * CAPTURE_WORDS
+            offset = tl.load(taken, mask=owned, other=-1, eviction_policy="evict_last")
+            way = tl.load(taken + 1, mask=owned, other=0, eviction_policy="evict_last")
+            offset_after = tl.load(taken + CAPTURE_WORDS, mask=owned, other=-1, eviction_policy="evict_last")
+            way_after = tl.load(taken + CAPTURE_WORDS + 1, mask=owned, other=0, eviction_policy="evict_last")
             first = tl.load(blocks + row, mask=owned, other=0, eviction_policy="evict_last")
             stop = tl.load(blocks + block_stride + row, mask=owned, other=0, eviction_policy="evict_last")
             for step in range(0, 2):  # of what is added, and of the sum: one piece of code for both
@@ -160,10 +201,13 @@ def _edit_kernel(
                     value, owner, position, site + step, kind, ops, fires, vectors, column, mask, inside, SIZE,
                     SITES, DEPTH, WIDTH, dtype,
                 )  # fmt: skip
-                _capture(value, offset, first, stop, ring, column, mask, ALIGNED)
+                _capture(
+                    value, offset, way, taken + step * CAPTURE_WORDS, first, stop, vectors, ring, column, mask, SIZE, WIDTH,
+                    ALIGNED,
+                )  # fmt: skip
                 if step == 0:
                     value = (state.to(tl.float32) + value).to(dtype).to(tl.float32)
-                kind, offset = kind_after, offset_after
+                kind, offset, way = kind_after, offset_after, way_after
         else:
             value = (state.to(tl.float32) + value).to(dtype).to(tl.float32)
         tl.store(total + source, value.to(dtype), mask=mask)
@@ -183,10 +227,12 @@ def _edit_kernel(
                 DEPTH, WIDTH, dtype,
             )  # fmt: skip
             if LAST:
-                offset = tl.load(offsets + place, mask=owned, other=-1)
+                taken = captures + place * CAPTURE_WORDS
+                offset = tl.load(taken, mask=owned, other=-1)
+                way = tl.load(taken + 1, mask=owned, other=0)
                 first = tl.load(blocks + row, mask=owned, other=0)
                 stop = tl.load(blocks + block_stride + row, mask=owned, other=0)
-                _capture(value, offset, first, stop, ring, column, mask, ALIGNED)
+                _capture(value, offset, way, taken, first, stop, vectors, ring, column, mask, SIZE, WIDTH, ALIGNED)
     tl.store(out + source, value.to(dtype), mask=mask)
 
 
@@ -205,7 +251,7 @@ def _launch(
     _, sites, depth = tables.fires.shape
     rows, block, warps = norm_launch(size)
     tensors = (
-        h, delta, weight, total, out, edits.rows, edits.positions, tables.ops, tables.fires, tables.vectors, tables.offsets,
+        h, delta, weight, total, out, edits.rows, edits.positions, tables.ops, tables.fires, tables.vectors, tables.captures,
         edits.blocks, tables.ring,
     )  # fmt: skip
     last = norm and site + 2 == edits.final_site
@@ -221,8 +267,8 @@ def capture(value: torch.Tensor, site: int, edits: codes.TableEdits) -> None:
         return
     tables = edits.tables
     rows, block, warps = norm_launch(size)
-    tensors = (value, edits.rows, tables.offsets, edits.blocks, tables.ring)
-    constants = (size, tables.offsets.shape[1], tables.aligned, rows, block)
+    tensors = (value, edits.rows, tables.captures, tables.vectors, edits.blocks, tables.ring)
+    constants = (size, tables.captures.shape[1], tables.vectors.shape[1], tables.aligned, rows, block)
     _capture_launch((-(-count // rows), 1, 1), tensors, (edits.blocks.stride(0), count, site), constants, warps)
 
 

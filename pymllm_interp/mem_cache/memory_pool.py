@@ -300,7 +300,9 @@ class KVPool:
             own.index_copy_(1, index, host.kv[layer].to(self.device))
 
     def copy(
-        self, src_slots: Sequence[int] | np.ndarray | torch.Tensor, dst_slots: Sequence[int] | torch.Tensor
+        self,
+        src_slots: Sequence[int] | np.ndarray | torch.Tensor,
+        dst_slots: Sequence[int] | np.ndarray | torch.Tensor,
     ) -> None:
         """Copy K and V of all layers from slot to slot; `src_slots` are read before `dst_slots` are written."""
         if len(src_slots) != len(dst_slots):

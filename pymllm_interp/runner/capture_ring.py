@@ -334,7 +334,7 @@ class CaptureRing:
             if len(sizes) == 1:
                 parts.append((captures, first, sizes, offset, sizes.item()))
                 continue
-            count = -(-len(sizes) // COPIERS)
+            count = len(sizes) if captures.in_order else -(-len(sizes) // COPIERS)
             for i in range(0, len(sizes), count):
                 some = sizes[i : i + count]
                 parts.append((captures, first + i, some, offset, total := int(some.sum())))

@@ -255,11 +255,11 @@ class InterpModelRunner(ModelRunner):
         if not any(entry.request.trace is not None for entry in scheduler_output.scheduled):
             return super().execute_model(scheduler_output, intermediate_tensors)
         model, helper = self._traced(), self.nnsight_request_helper
-        if self.partition.hook_execution == "split":
-            self._put_hooked_last(scheduler_output.scheduled)
         helper.process_new_reqs(scheduler_output.scheduled, model)
         model.interleaver.begin_pass(helper.traces)
         try:
+            if self.partition.hook_execution == "split":
+                self._put_hooked_last(scheduler_output.scheduled)
             return super().execute_model(scheduler_output, intermediate_tensors)
         except BaseException:
             model.interleaver.end_pass()
@@ -272,9 +272,6 @@ class InterpModelRunner(ModelRunner):
             return None
         if self.capture_ring is not None:
             self.capture_ring.send()
-        for entry in state.input_batch.entries:
-            if entry.request.declared is not None and entry.request.trace is None:
-                entry.request.receipt.steps[state.descriptor.execution.value] += 1
         if not self._traced().interleaver.interleaving:
             return super().sample_tokens_async()
         try:
@@ -283,13 +280,24 @@ class InterpModelRunner(ModelRunner):
         finally:
             self._traced().interleaver.end_pass()
         assert sampled is not None
+        how = sampled.output.execution
         for trace in self.nnsight_request_helper.traces:
-            trace.receipt.steps[state.descriptor.execution.value] += 1
+            trace.receipt.steps[how] += 1
+            if not trace.ended:
+                continue
             if trace.error is not None:
                 sampled.output.errors[trace.request_id] = trace.error
             elif trace.stopped:
                 sampled.output.stopped.add(trace.request_id)
         return sampled
+
+    def postprocess(self, input_batch: InputBatch, output: ModelRunnerOutput) -> None:
+        super().postprocess(input_batch, output)
+        for entry in input_batch.entries:
+            request = entry.request
+            # One that has ended was in this step only because that was not known when it was launched.
+            if request.declared is not None and request.trace is None and not request.finished:
+                request.receipt.steps[output.execution] += 1
 
     def finish_nnsight(self, finished_requests: list[Request]) -> ModelRunnerOutput:
         """Wind up the traces of finished requests: their results, their saves, and what went wrong."""
@@ -311,15 +319,15 @@ class InterpModelRunner(ModelRunner):
         for trace in self.nnsight_request_helper.drop_finished():
             self._traced().interleaver.leave(trace)
 
-    @staticmethod
-    def _put_hooked_last(scheduled: list[ScheduledRequest]) -> None:
+    def _put_hooked_last(self, scheduled: list[ScheduledRequest]) -> None:
         """In a decode step, move the requests whose blocks wait for a module behind the others: each half is then one slice."""
         if all(entry.decodes for entry in scheduled):
-            scheduled.sort(key=lambda entry: _is_hooked(entry.request))
+            hooked = self._traced().interleaver.hooked()
+            scheduled.sort(key=lambda entry: entry.request.trace in hooked)
+            self.nnsight_request_helper.process_new_reqs(scheduled, self._traced())
 
     def dispatch(self, forward_batch: ForwardBatch) -> BatchExecutionDescriptor:
-        traces = self.nnsight_request_helper.traced_requests if self._traced().interleaver.traces else []
-        hooked = sum(map(_is_hooked, traces))
+        hooked = len(self._traced().interleaver.hooked())
         can_replay = (not hooked or self.segments is not None) and self._can_replay(forward_batch)
         return self._decide(forward_batch, hooked, can_replay)
 
@@ -465,15 +473,3 @@ def _shares(input_batch: InputBatch) -> list[Share]:
         )
         if entry.request.declared is not None
     ]  # fmt: skip
-
-
-def _is_hooked(request: Request) -> bool:
-    """Whether a block of the request, or of one in its gang, waits for a module that the next pass reaches.
-
-    The blocks of a gang may let each other go on in the middle of a pass, so they stay together.
-    """
-    members = request.gang or [request]
-    return any(
-        member.trace is not None and not member.finished and (member.trace.grad or member.trace.hooks_next_pass())
-        for member in members
-    )

@@ -17,6 +17,7 @@ import gc
 import logging
 import os
 import time
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -604,6 +605,7 @@ class ModelRunner:
             req_id_to_index={rid: i for i, rid in enumerate(batch.req_ids)},
             logprobs=batch.spread(sampled.logprobs),
             prompt_logprobs=self._prompt_logprobs(all_logits, state),
+            execution=state.descriptor.execution.value,
         )
         self.req_states.advance(batch.idx_mapping_np, batch.num_scheduled_tokens)
         return AsyncOutput(output, batch, sampled.token_ids, self.postprocess)
@@ -691,28 +693,32 @@ class ModelRunner:
         """Lay the step's tokens out in batch rows: token ids, positions, KV slots, and the rows that the head runs on."""
         assert self.req_to_token_pool is not None
         entries, states = scheduler_output.scheduled, self.req_states
-        index = np.array([states.req_id_to_index[e.request.request_id] for e in entries], dtype=np.int64)
-        sizes = np.array([e.num_tokens for e in entries], dtype=np.int32)
-        decodes = np.array([e.decodes for e in entries])
+        requests, num_tokens, _, samples, decoding = zip(*entries, strict=True)
+        req_ids = [request.request_id for request in requests]
+        index = np.array([states.req_id_to_index[rid] for rid in req_ids], dtype=np.int64)
+        sizes, decodes = np.array(num_tokens, dtype=np.int32), all(decoding)
         starts = states.num_computed_tokens_np[index]
-        loc = np.zeros(len(entries) + 1, dtype=np.int32)
-        np.cumsum(sizes, out=loc[1:])
-        rows = np.repeat(index, sizes)
-        positions = np.arange(loc[-1], dtype=np.int64) - np.repeat(loc[:-1] - starts, sizes)
-        # What decodes is fed on the device: the host may not know that token yet.
-        token_ids = np.where(np.repeat(decodes, sizes), -1, states.all_token_ids[rows, positions])
-        logit_counts = np.array([e.logit_rows for e in entries], dtype=np.int32)
-        cu_num_logits = np.zeros(len(entries) + 1, dtype=np.int32)
-        np.cumsum(logit_counts, out=cu_num_logits[1:])
+        loc = _cumulated(sizes)
+        if decodes:
+            # Fed on the device: the host may not know that token yet.
+            rows, positions, token_ids = index, starts.astype(np.int64), np.full(len(index), -1)
+            cu_num_logits, logits_indices = loc, np.arange(len(index))
+        else:
+            rows = np.repeat(index, sizes)
+            positions = np.arange(loc[-1], dtype=np.int64) - np.repeat(loc[:-1] - starts, sizes)
+            token_ids = np.where(np.repeat(decoding, sizes), -1, states.all_token_ids[rows, positions])
+            logit_counts = np.array([e.logit_rows for e in entries], dtype=np.int32)
+            cu_num_logits = _cumulated(logit_counts)
+            logits_indices = np.repeat(loc[1:] - cu_num_logits[1:], logit_counts) + np.arange(cu_num_logits[-1])
         padded_size = int(loc[-1])
-        if decodes.all() and self.graph_runner is not None:
+        if decodes and self.graph_runner is not None:
             padded_size = self.graph_runner.padded_size(padded_size)
         buffers = self.input_buffers
         buffers.lay_out(
             np.stack((token_ids, positions, rows)), states, self.req_to_token_pool.req_to_token, padded_size,
         )  # fmt: skip
         return InputBatch(
-            req_ids=[e.request.request_id for e in entries],
+            req_ids=req_ids,
             entries=entries,
             idx_mapping_np=index,
             num_scheduled_tokens=sizes,
@@ -720,11 +726,11 @@ class ModelRunner:
             input_ids=buffers.input_ids[: len(rows)],
             positions=buffers.positions[: len(rows)],
             seq_lens_cpu=torch.from_numpy(starts + sizes),
-            logits_indices=np.repeat(loc[1:] - cu_num_logits[1:], logit_counts) + np.arange(cu_num_logits[-1]),
+            logits_indices=logits_indices,
             cu_num_logits=cu_num_logits,
-            sampling=[e for e in entries if e.samples],
-            sample_rows=[last - 1 for e, last in zip(entries, cu_num_logits[1:].tolist(), strict=True) if e.samples],
-            decodes=bool(decodes.all()),
+            sampling=list(compress(entries, samples)),
+            sample_rows=list(compress((cu_num_logits[1:] - 1).tolist(), samples)),
+            decodes=decodes,
             padded_size=padded_size,
         )
 
@@ -849,6 +855,13 @@ class ModelRunner:
         _, sampled_from = self._dummy_run(self.max_num_tokens, skip_attn=True, is_profile=True)
         self._dummy_sampler_run(sampled_from)
         gc.collect()
+
+
+def _cumulated(counts: np.ndarray) -> np.ndarray:
+    """counts [n] -> [n + 1] int32: where each one's begin, and where the last one's end."""
+    ends = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=ends[1:])
+    return ends
 
 
 class _NoAttention(AttentionBackend):
