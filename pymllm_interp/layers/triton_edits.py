@@ -108,18 +108,21 @@ def _capture(
         tl.store(ring + start + column, value.to(ring.dtype.element_ty), mask=wanted & (way == 0) & mask)
         way = tl.where(wanted, way, 0)
         if tl.max(way) > 0:
-            _capture_less(value, place, way, words, vectors, ring, column, mask, SIZE, WIDTH)
+            _capture_less(value, first, offset, way, words, vectors, ring, column, mask, SIZE, WIDTH, ALIGNED)
 
 
 @triton.jit
-def _capture_less(value, place, way, words, vectors, ring, column, mask, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Store what is less than `value` [rows, block] at `place` [rows, 1]: its dot products with some vectors of the pool, as
-    float32s, or its conversion to 16 bits. A row whose `way` is 0 has neither."""
+def _capture_less(
+    value, first, offset, way, words, vectors, ring, column, mask,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Store what is less than `value` [rows, block] at `first + offset` [rows, 1]: its dot products with some vectors of the pool,
+    as float32s, or its conversion to 16 bits. A row whose `way` is 0 has neither."""
     span: tl.constexpr = (SIZE + WIDTH - 1) // WIDTH  # rows of the pool that a vector takes
     bits: tl.constexpr = ring.dtype.element_ty.primitive_bitwidth
     count = way & 255
     probe = tl.load(words + 2, mask=count > 0, other=0, eviction_policy="evict_last").to(tl.int64)
-    dots = ring.to(tl.pointer_type(tl.float32), bitcast=True) + place * bits // 32
+    dots = ring.to(tl.pointer_type(tl.float32), bitcast=True) + (first + offset) * bits // 32
     for j in range(0, tl.max(count)):
         source = vectors + (probe + j * span) * WIDTH + column
         vector = tl.load(source, mask=(j < count) & mask, other=0.0, eviction_policy="evict_last")
@@ -128,7 +131,12 @@ def _capture_less(value, place, way, words, vectors, ring, column, mask, SIZE: t
         code = way >> 8
         half = value.to(tl.float16).to(tl.int16, bitcast=True)
         half = tl.where(code == FLOAT16, half, value.to(tl.bfloat16).to(tl.int16, bitcast=True))
-        halves = ring.to(tl.pointer_type(tl.int16), bitcast=True) + place * 2
+        start = first * 2 + offset * 2
+        if ALIGNED:
+            # Not by more: Triton lays a kernel out for its widest access, and the norm's sum would go in another order than
+            # that of `triton_kernels.add_rms_norm`.
+            start = tl.multiple_of(start, (4, 4))
+        halves = ring.to(tl.pointer_type(tl.int16), bitcast=True) + start
         tl.store(halves + column, half, mask=(code > 0) & mask)
 
 
