@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -475,3 +480,14 @@ def test_what_cannot_be_held_is_refused_with_its_limit() -> None:
     for wrong in (["resid_post.0"], "resid_post.0", [steer, steer[0]], [steer] * 3):
         with pytest.raises(ValueError, match="interventions: "):
             for_each_prompt(wrong, 2)
+
+
+def test_the_norms_sum_goes_in_one_order_with_tables_and_without(tmp_path: Path) -> None:
+    """Triton lays a whole kernel out for its widest access, and a sum's order follows: compiled for a GPU, without one."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    script = Path(__file__).with_name("helpers_layouts.py")
+    found = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    for shape, (plain, *others) in json.loads(found.stdout).items():
+        assert len(plain) == 1 and all(layout == plain for layout in others), (shape, plain, others)

@@ -1,0 +1,53 @@
+"""Compiles kernels for a GPU that need not be there, and prints how their threads share the rows that they take sums over.
+
+A process of its own, since Triton's interpreter is chosen when Triton is imported: ``python helpers_layouts.py`` prints
+JSON, by (size, dtype) the layouts of `add_rms_norm`'s kernel, of `rms_norm`'s, and of that with ops and captures.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pymllm_interp.layers import triton_edits, triton_kernels
+
+HOPPER = GPUTarget("cuda", 90, 32)
+WHOLE = {"owners": "*i64", "positions": "*i64", "blocks": "*i64", "ops": "*i32", "fires": "*i32", "captures": "*i32"}
+NUMBERS = {"rows": "i32", "count": "i32", "site": "i32", "block_stride": "i32", "eps": "fp32"}
+
+
+def layouts(kernel: Any, dtype: str, constants: dict[str, Any], **options: Any) -> list[str]:
+    """Of the operands of sums over a row, where the kernel is compiled for aligned memory."""
+    names = [parameter.name for parameter in kernel.params]
+    types = {**dict.fromkeys(names, f"*{dtype}"), **WHOLE, **NUMBERS, "vectors": "*fp32"}
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
+    code = triton.compile(source, target=HOPPER, options={"enable_fp_fusion": False, **options}).asm["ttgir"]
+    named = dict(re.findall(r"^#(\w+) = (#ttg\.blocked<\{.*\}>)", code, re.MULTILINE))
+    sums = re.findall(r'"tt\.reduce"\(%\w+\) <\{axis = 1 .*?\) : \((tensor<[^>]*>)', code, re.DOTALL)
+    return sorted({named[name] for kind in sums for name in re.findall(r"#(\w+)", kind)})
+
+
+def main() -> None:
+    found = {}
+    for size, dtype in ((72, "fp32"), (4096, "fp32"), (4096, "bf16")):
+        rows, block, warps = triton_kernels.norm_launch(size)
+        shape = {"SIZE": size, "ROWS": rows, "BLOCK": block}
+        norm = {"INNER": 1, "OUTER_STRIDE": size, "INNER_STRIDE": 0, "IN_PLACE": False, **shape}
+        tables = {"SITES": 130, "DEPTH": 4, "WIDTH": size, "NORM": True, "ALIGNED": True, **shape}
+        alone = [layouts(triton_kernels._rms_norm, dtype, {"ADD": add, **norm}, num_warps=warps) for add in (True, False)]
+        edits = {"num_warps": warps, "maxnreg": triton_edits.MAX_REGISTERS}
+        with_tables = [layouts(triton_edits._edit_kernel, dtype, {"LAST": last, **tables}, **edits) for last in (True, False)]
+        found[f"{size} {dtype}"] = alone + with_tables
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
