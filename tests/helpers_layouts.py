@@ -42,9 +42,13 @@ def main() -> None:
         shape = {"SIZE": size, "ROWS": rows, "BLOCK": block}
         norm = {"INNER": 1, "OUTER_STRIDE": size, "INNER_STRIDE": 0, "IN_PLACE": False, **shape}
         tables = {"SITES": 130, "DEPTH": 4, "WIDTH": size, "NORM": True, "ALIGNED": True, **shape}
-        alone = [layouts(triton_kernels._rms_norm, dtype, {"ADD": add, **norm}, num_warps=warps) for add in (True, False)]
+        alone = [
+            layouts(triton_kernels._rms_norm, dtype, {"ADD": add, **norm}, num_warps=warps) for add in (True, False)
+        ]
         edits = {"num_warps": warps, "maxnreg": triton_edits.MAX_REGISTERS}
-        with_tables = [layouts(triton_edits._edit_kernel, dtype, {"LAST": last, **tables}, **edits) for last in (True, False)]
+        with_tables = [
+            layouts(triton_edits._edit_kernel, dtype, {"LAST": last, **tables}, **edits) for last in (True, False)
+        ]
         found[f"{size} {dtype}"] = alone + with_tables
     print(json.dumps(found))
 
