@@ -340,6 +340,19 @@ def test_saves_never_pin_the_batch(lm: LM) -> None:
         assert tensor._base is None, "a view keeps its base alive, and with it the whole batch"
 
 
+def test_what_a_request_saves_alone_is_a_tensor_of_its_own_each(lm: LM) -> None:
+    """Also where the one row that it is served is all there is, and a view of it is as large."""
+    with lm.generate(A, max_new_tokens=3) as tracer:
+        rows = list().save()
+        for _ in tracer.iter[:]:
+            h = lm.model.layers[1].output
+            rows.append((h[0, -1], h))
+    for row, h in rows:
+        before = h.clone()
+        row.zero_()
+        assert torch.equal(h, before)
+
+
 def everything_saved(lm: LM, **device: Any) -> tuple[Any, ...]:
     """A generation whose block saves a tensor under two names, and tensors in nested containers."""
     with lm.generate(A, max_new_tokens=3, **device) as tracer:

@@ -494,6 +494,14 @@ def third_touches_everything(lm: LM) -> Any:
     return scripts.identity_edits(lm, PROMPT)
 
 
+def needs_one_shape(lm: LM) -> None:
+    """Skip where the traced request is computed apart from the others: the last bits go by the batch's shape."""
+    if lm.runner.partition.hook_execution == "split":
+        pytest.skip(
+            "hook_execution='split' computes hooked requests in a batch of their own, whose shape the last bits go by"
+        )
+
+
 @pytest.mark.parametrize(
     "third",
     [third_traced, third_edits_inputs, third_touches_everything],
@@ -501,6 +509,7 @@ def third_touches_everything(lm: LM) -> Any:
 )
 def test_a_trace_changes_nothing_for_plain_requests_bit_for_bit(pair: Pair, third: Callable[[LM], Any]) -> None:
     lm, _ = pair
+    needs_one_shape(lm)
     expected, _ = plain_beside(lm, lambda: third_plain(lm))
     found, _ = plain_beside(lm, lambda: third(lm))
     assert found == expected
@@ -508,6 +517,7 @@ def test_a_trace_changes_nothing_for_plain_requests_bit_for_bit(pair: Pair, thir
 
 def test_a_skip_changes_nothing_for_plain_requests_bit_for_bit(pair: Pair) -> None:
     lm, _ = pair
+    needs_one_shape(lm)
     params = SamplingParams(temperature=0, max_tokens=4)
     expected, _ = plain_beside(lm, lambda: lm.generate(PROMPT, params))
     found, _ = plain_beside(lm, lambda: third_skips(lm))
@@ -523,6 +533,7 @@ def test_a_forward_pass_of_all_positions_changes_nothing_for_plain_requests_bit_
 
 def test_edits_that_change_nothing_are_bit_equal(pair: Pair) -> None:
     lm, _ = pair
+    needs_one_shape(lm)
     _, untouched = plain_beside(lm, lambda: scripts.step_logits(lm, PROMPT))
     _, touched = plain_beside(lm, lambda: scripts.identity_edits(lm, PROMPT))
     assert len(untouched) == 6 and all(map(torch.equal, touched, untouched))

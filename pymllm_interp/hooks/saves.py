@@ -24,7 +24,7 @@ from .nnsight_compat import apply
 
 
 def find_unowned(value: Any, found: dict[int, torch.Tensor], seen: dict[int, int], pieces: Container[int] = ()) -> None:
-    """Look for tensors in `value` that hold on to more memory than their own: the batch's, as a rule.
+    """Look for tensors in `value` that hold on to more memory than their own, the batch's as a rule, or to another's.
 
     Args:
         value: a tensor, or lists, tuples and dicts of them.
@@ -34,7 +34,10 @@ def find_unowned(value: Any, found: dict[int, torch.Tensor], seen: dict[int, int
         pieces: memory that they may share; see `Delivery`.
     """
     if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided and (memory := value.untyped_storage()).nbytes() > value.nbytes:
+        if value.layout is not torch.strided:
+            return
+        memory = value.untyped_storage()
+        if memory.nbytes() > value.nbytes or value._base is not None:
             if not (value.requires_grad or memory._cdata in pieces or type(value) is torch.nn.Parameter):
                 found[id(value)] = value
     elif isinstance(value, (list, tuple)):
