@@ -1062,3 +1062,18 @@ def test_samples_and_logits_are_read_and_forced(lm: LM) -> None:
     assert drawn[0].shape == (1, 1) and ids[0, -2:].tolist() == [11, 12]
     with pytest.raises(ValueError, match="token ids go from 0 to 96"), lm.generate(A, max_new_tokens=2):
         lm.samples = torch.tensor([[97]])
+
+
+def test_a_piece_that_finds_no_pinned_memory_gives_its_room_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    delivery, rows = Delivery(torch.device("cpu")), torch.zeros(Delivery.MANY, 4)
+
+    def without_memory(*args: Any) -> Any:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(saves, "_cutter", _Cutter())
+    monkeypatch.setattr(delivery, "_is_there", lambda tensor: False)
+    monkeypatch.setattr(delivery, "_moved", without_memory)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        delivery.pack(rows.unbind())
+    assert saves._cutter._under_way == 0
+    delivery.close()

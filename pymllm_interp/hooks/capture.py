@@ -40,6 +40,7 @@ class Activations(Mapping[str, torch.Tensor]):
 
     A reduction leaves [1, width] (`mean`, `last`), or [positions, directions] (`Project`; with `top_k` the largest of them, whose
     places are in `indexes`). Sites that were captured alike share memory: keeping one keeps them all, a `clone()` does not.
+    What lies in that memory outside of the tensors may be left from other results: save or send a `clone()`.
 
     Attributes:
         positions: by site, [positions] int64: of the input tokens that the rows belong to, in ascending order.

@@ -118,6 +118,11 @@ class _Cutter:
             self._under_way += nbytes
             return True
 
+    def give_back(self, nbytes: int) -> None:
+        """The room that was kept for a piece is free."""
+        with self._lock:
+            self._under_way -= nbytes
+
     def cut(self, piece: torch.Tensor, arrived: torch.cuda.Event | None) -> Future[Sequence[torch.Tensor]]:
         """Cut a piece for which room was kept, once it has arrived. Its memory is free from then on."""
         return self._thread.submit(self._cut, piece, arrived)
@@ -129,8 +134,7 @@ class _Cutter:
             copies: Any = torch.unbind_copy(piece)
             return copies
         finally:
-            with self._lock:
-                self._under_way -= piece.nbytes
+            self.give_back(piece.nbytes)
 
 
 _cutter = _Cutter()
@@ -242,7 +246,11 @@ class Delivery:
             copies = None
             if _cutter.take(piece.nbytes):
                 self.make_room(3 * len(tensors))  # copies, weak references, and a tuple of both
-                moved, arrived = self._moved(piece, self.device), None
+                try:
+                    moved, arrived = self._moved(piece, self.device), None
+                except BaseException:  # no pinned memory: the room is nobody's then
+                    _cutter.give_back(piece.nbytes)
+                    raise
                 stream = self._streams.get(piece.device)
                 if stream is not None:
                     piece.record_stream(stream)  # the block may drop all that is in it before it has been copied
