@@ -20,7 +20,7 @@ from pymllm_interp.bench.gpu import (
     GpuSettings,
     Model,
     Window,
-    decode_suite,
+    decode_profiles,
     measure_reading,
     profile_reading,
     records,
@@ -110,8 +110,7 @@ def test_profiles_say_where_the_time_of_steps_goes(
     model_folder: Callable[[str], Path], lm_of: Callable[..., LM]
 ) -> None:
     model = tiny(model_folder, batches=(2,), new_tokens=40)
-    profiles: dict[str, Any] = {}
-    decode_suite(model, profiles, with_profiles=True)
+    profiles = decode_profiles(model)
     profiles["eager 2"] = profile_reading(lm_of("llama"), 2, [1], model.settings)
     assert list(profiles) == ["decode 2", "prefill", "eager 2"]
     for name, step in profiles.items():

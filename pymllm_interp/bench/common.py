@@ -19,12 +19,16 @@ import torch
 from .. import __version__
 from ..core.request import SamplingParams
 from ..doctor import cpu_model
+from ..engine.handle import RequestHandle
 from ..engine.lm import LM
 
 Prompts = list[list[int]]
 RESULTS = Path("benchmarks/results")
 WARM_TOKENS = 16
 """Of the runs before any that counts."""
+MARGIN = 8
+"""Steps before and after those that `steady_ms` counts."""
+POLL_S = 2e-3
 
 
 def random_prompts(lm: LM, batch: int, tokens: int) -> Prompts:
@@ -67,6 +71,31 @@ def compare(plain: Callable[[int], None], given: Callable[[int], None], new_toke
         return (timed(lambda: runs[i](new_tokens)) - first[i]) / (new_tokens - 1) * 1e3
 
     return summary([(step_ms(0), step_ms(1)) for _ in range(pairs)])
+
+
+def steady_ms(lm: LM, submit: Callable[[int], list[RequestHandle]], new_tokens: int) -> float:
+    """Milliseconds of a step while all requests decode: what is done once for each of them is not in it.
+
+    Args:
+        submit: called on the engine's thread with a number of new tokens; returns the handles, first come, first served.
+        new_tokens: of the steps that count, and of some more, in which not all decode.
+    """
+    engine = lm.engine
+
+    def mark() -> tuple[float, int]:
+        return time.perf_counter(), engine.num_steps
+
+    handles: list[RequestHandle] = engine.call(lambda: submit(new_tokens + 2 * MARGIN))
+    first, last = handles[0].requests[0], handles[-1].requests[0]
+    while len(last.output_token_ids) < MARGIN:
+        time.sleep(POLL_S)
+    started, before = engine.call(mark)
+    while len(first.output_token_ids) < MARGIN + new_tokens and not handles[0].done:
+        time.sleep(POLL_S)
+    stopped, after = engine.call(mark)
+    for handle in handles:
+        handle.result()
+    return (stopped - started) / (after - before) * 1e3
 
 
 def summary(pairs: list[tuple[float, float]]) -> dict[str, Any]:

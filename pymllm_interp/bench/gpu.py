@@ -10,7 +10,7 @@ import gc
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any, NamedTuple
@@ -99,28 +99,37 @@ def records(suite: str, model: Model, machine: dict[str, Any], with_profiles: bo
     Args:
         suite: "decode", "hooks", or "all".
         machine: see `describe_machine`.
-        with_profiles: say where the time of steps goes, too.
+        with_profiles: say where the time of steps goes, too. That comes last: what a profiler leaves behind in the process
+            slows launches down.
     """
     record = {"suite": suite, "load_format": model.load_format, "settings": asdict(model.settings)}
     record |= {"machine": machine, "hooks": [], "profile": {}}
+    ways = WAYS if suite in ("hooks", "all") else {}
     if suite in ("decode", "all"):
-        record |= decode_suite(model, record["profile"], with_profiles)
-        _free()
+        record |= _alone(decode_suite, model)
         yield record
-    if suite in ("hooks", "all"):
-        for way in WAYS:
-            found = hooks_suite(model, way, record["profile"], with_profiles)
-            record["hooks"] += found.pop("rows")
-            record |= found
-            _free()
+    for way in ways:
+        found = _alone(hooks_suite, model, way)
+        record["hooks"] += found.pop("rows")
+        record |= found
+        yield record
+    if with_profiles:
+        if suite in ("decode", "all"):
+            record["profile"] |= _alone(decode_profiles, model)
             yield record
+        for way in ways:
+            if "hook_execution" in WAYS[way]:
+                record["profile"] |= _alone(hooks_profiles, model, way)
+                yield record
 
 
-def _free() -> None:
-    """Give back the memory of an engine that was shut down, and which nobody holds: the next one needs it."""
+def _alone(measure: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """What `measure` finds. The memory of the engine that it shut down is given back: the next one needs it."""
+    found = measure(*args)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    return found
 
 
 def facts(lm: LM) -> dict[str, Any]:
@@ -133,7 +142,7 @@ def facts(lm: LM) -> dict[str, Any]:
 # -- plain serving ---------------------------------------------------------------------------------
 
 
-def decode_suite(model: Model, profiles: dict[str, Any], with_profiles: bool) -> dict[str, Any]:
+def decode_suite(model: Model) -> dict[str, Any]:
     """Start-up, decoding at each batch size, and prefill."""
     started = time.perf_counter()
     with model.load() as lm:
@@ -145,11 +154,17 @@ def decode_suite(model: Model, profiles: dict[str, Any], with_profiles: bool) ->
             "attention": type(lm.runner.attn_backend).__name__,
             "decode": [measure_decode(lm, batch, settings) for batch in settings.batches],
             "prefill": measure_prefill(lm, settings),
+            "execution": lm.engine.stats()["execution"],
         }
-        if with_profiles:
-            profiles |= {f"decode {n}": profile_decode(lm, n, settings) for n in settings.batches}
-            profiles["prefill"] = profile_prefill(lm, settings)
-        found["execution"] = lm.engine.stats()["execution"]
+    return found
+
+
+def decode_profiles(model: Model) -> dict[str, Any]:
+    """Where the time of decode steps at each batch size goes, and that of prefill."""
+    with model.load() as lm:
+        settings = model.settings
+        found = {f"decode {n}": profile_decode(lm, n, settings) for n in settings.batches}
+        found["prefill"] = profile_prefill(lm, settings)
     return found
 
 
@@ -237,7 +252,7 @@ def profile_prefill(lm: LM, settings: GpuSettings) -> dict[str, Any]:
 # -- one request that reads, beside others ---------------------------------------------------------
 
 
-def hooks_suite(model: Model, way: str, profiles: dict[str, Any], with_profiles: bool) -> dict[str, Any]:
+def hooks_suite(model: Model, way: str) -> dict[str, Any]:
     """ "rows": a step at each batch size of one of the engines in `WAYS`, where nobody reads or one request reads some layers."""
     with model.load(**WAYS[way]) as lm:
         depth, settings = len(lm.model.layers), model.settings
@@ -251,9 +266,15 @@ def hooks_suite(model: Model, way: str, profiles: dict[str, Any], with_profiles:
             row = measure_reading(lm, batch, layers, settings) if layers else measure_plain(lm, batch, settings)
             steps = Counter(lm.engine.stats()["execution"]) - before
             rows.append({"way": way, "batch": batch, "layers": len(layers), **row, "execution": dict(steps)})
-        if with_profiles and "hook_execution" in WAYS[way]:
-            profiles |= {f"{way} {n}": profile_reading(lm, n, one, settings) for n in settings.batches}
         found = facts(lm) | {"rows": rows}
+    return found
+
+
+def hooks_profiles(model: Model, way: str) -> dict[str, Any]:
+    """Where the time of steps goes in which one request reads one layer."""
+    with model.load(**WAYS[way]) as lm:
+        one = [len(lm.model.layers) // 2]
+        found = {f"{way} {n}": profile_reading(lm, n, one, model.settings) for n in model.settings.batches}
     return found
 
 

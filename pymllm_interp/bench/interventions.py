@@ -1,7 +1,8 @@
 """What declared interventions and captures cost a decode step: the suite "interventions".
 
-Every request of the batch has them; see `compare`. What the tables cost where nobody uses them is measured on the graphs: the
-same pass captured with them and without, replayed in turn.
+Every request of the batch has them. Of interventions, steps are measured in which all requests decode (`steady_ms`); of
+captures, what it takes until they are in the caller's hands, too (`compare`). What the tables cost where nobody uses them is
+measured on the graphs: the same pass captured with them and without, replayed in turn.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from typing import Any
 import torch
 
 from .. import LM
+from ..engine.handle import RequestHandle
 from ..hooks.intervention import Ablate, Clamp, Gate, Intervention, Steer
 from ..runner.cuda_graph_runner import CudaGraphRunner
-from .common import compare, greedy, random_prompts, summary, timed
+from .common import compare, greedy, random_prompts, steady_ms, summary, timed
 from .gpu import GpuSettings, Model, facts, replay_ms
 
 PAIRS = 5
@@ -78,25 +80,31 @@ def cases(lm: LM) -> dict[str, Specs]:
 
 
 def measure(lm: LM, batch: int, settings: GpuSettings, specs: Specs) -> dict[str, Any]:
-    """Steps of a batch whose requests have `specs`, against plain ones."""
+    """Steps of a batch whose requests have `specs`, against plain ones; what is done once for each request is in neither."""
+    prompts = random_prompts(lm, batch, min(PROMPT_TOKENS, settings.prompt_tokens))
     declared = [specs(i) for i in range(batch)]
-    return against_plain(lm, batch, settings, {"interventions": declared})
+    nothing = [None] * batch
+
+    def step_ms(given: Sequence[Sequence[Intervention] | None]) -> float:
+        def submit(count: int) -> list[RequestHandle]:
+            own = zip(prompts, given, strict=True)
+            return [lm.submit(prompt, greedy(count), interventions=specs) for prompt, specs in own]
+
+        return steady_ms(lm, submit, min(NEW_TOKENS, settings.new_tokens))
+
+    step_ms(declared)  # what is captured for replay, or compiled, is so now
+    return summary([(step_ms(nothing), step_ms(declared)) for _ in range(PAIRS)])
 
 
 def measure_captured(lm: LM, batch: int, settings: GpuSettings) -> dict[str, Any]:
     """Steps whose states after each layer come back with the results, against plain ones; and what arrives, in GB a second."""
-    found = against_plain(lm, batch, settings, {"capture": ["resid_post.*"]})
-    return found | {"gb_per_s": batch * _bytes_a_row(lm) / found["ms"] / 1e6}
-
-
-def against_plain(lm: LM, batch: int, settings: GpuSettings, given: dict[str, Any]) -> dict[str, Any]:
-    """Steps of a batch with these arguments of `LM.generate`, against those without."""
     prompts = random_prompts(lm, batch, min(PROMPT_TOKENS, settings.prompt_tokens))
 
-    def run(arguments: dict[str, Any], count: int) -> None:
-        lm.generate(prompts, greedy(count), **arguments)
+    def run(sites: list[str], count: int) -> None:
+        lm.generate(prompts, greedy(count), capture=sites)
 
-    return compare(partial(run, {}), partial(run, given), min(NEW_TOKENS, settings.new_tokens), PAIRS)
+    found = compare(partial(run, []), partial(run, ["resid_post.*"]), min(NEW_TOKENS, settings.new_tokens), PAIRS)
+    return found | {"gb_per_s": batch * _bytes_a_row(lm) / found["ms"] / 1e6}
 
 
 def measure_captured_prefill(lm: LM, settings: GpuSettings) -> dict[str, float]:
@@ -141,27 +149,31 @@ def _bytes_a_row(lm: LM) -> int:
 
 
 def tables(lm: LM, batch: int, replays: int = 20) -> dict[str, Any]:
-    """The pass of `batch` rows captured with the tables, against the same captured without: rows of one token each.
+    """The pass of `batch` rows captured with the tables, between two captures of it without: rows of one token each.
 
-    The engine's own graphs are of no use afterwards: the attention backend plans for the last ones that were captured.
+    "control" is the ratio of those two, which differ in nothing but where their memory is. The engine's own graphs are of no
+    use afterwards: the attention backend plans for the last ones that were captured.
     """
     runner = lm.runner
 
-    def run() -> list[tuple[float, float]]:
+    def run() -> list[list[float]]:
         assert runner.graph_runner is not None
         size, captured = runner.graph_runner.padded_size(batch), runner.captured_edits
-        with_tables = CudaGraphRunner(runner, [size])
-        kept = dict(vars(runner.attn_backend).get("_graphs", {}))  # what the first graph reads
-        runner.captured_edits = lambda bs: None  # type: ignore[method-assign]
-        try:
-            without = CudaGraphRunner(runner, [size])
-        finally:
-            runner.captured_edits = captured  # type: ignore[method-assign]
-        graphs = without.graphs[size], with_tables.graphs[size]
-        pairs = [(replay_ms(graphs[0], replays), replay_ms(graphs[1], replays)) for _ in range(PAIRS + 1)][1:]
-        for made in (without, with_tables):
-            made.shutdown()
+        made, kept = [], []
+        for edits in (lambda bs: None, captured, lambda bs: None):
+            runner.captured_edits = edits  # type: ignore[method-assign]
+            try:
+                made.append(CudaGraphRunner(runner, [size]))
+            finally:
+                runner.captured_edits = captured  # type: ignore[method-assign]
+            kept.append(dict(vars(runner.attn_backend).get("_graphs", {})))  # what this graph reads
+        graphs = [graph_runner.graphs[size] for graph_runner in made]
+        found = [[replay_ms(graph, replays) for graph in graphs] for _ in range(PAIRS + 1)][1:]
+        for graph_runner in made:
+            graph_runner.shutdown()
         kept.clear()
-        return pairs
+        return found
 
-    return summary(lm.engine.call(run))
+    found = lm.engine.call(run)
+    control = statistics.median(second / first for first, _, second in found)
+    return summary([((first + second) / 2, with_tables) for first, with_tables, second in found]) | {"control": control}
