@@ -505,6 +505,36 @@ def test_g08_gpu_padded_rows_write_to_nobody(cuda_runner):
 
 
 @pytest.mark.gpu
+def test_g13_gpu_a_capture_that_fails_leaves_the_process_as_it_was():
+    """What waits for a stream invalidates a capture; random numbers, other captures and their memory are as before."""
+    value = torch.zeros(4, device="cuda")
+    generator = torch.cuda.default_generators[0]
+    generator.manual_seed(5)
+    current, torch_state = torch.cuda.current_stream(), generator.get_state()
+
+    def fails() -> None:
+        value.add_(1).item()
+
+    pool = torch.cuda.graph_pool_handle()
+    with pytest.raises(RuntimeError):
+        cuda_graph_runner.capture(fails, pool)
+    assert torch.cuda.current_stream() == current
+    assert torch.equal(generator.get_state(), torch_state)
+    drawn = torch.rand(3, device="cuda")
+    assert torch.equal(drawn, torch.rand(3, device="cuda", generator=torch.Generator("cuda").manual_seed(5)))
+    graph = cuda_graph_runner.capture(lambda: value.add_(2), torch.cuda.graph_pool_handle())
+    graph.replay()
+    assert value.tolist() == [2, 2, 2, 2]
+
+
+@pytest.mark.gpu
+def test_gpu_no_stream_that_torch_deals_out_is_the_one_of_captures():
+    """What another thread does to it while it captures would end the capture, and that thread's own work."""
+    captures = cuda_graph_runner._capture_stream(0).cuda_stream
+    assert captures not in {torch.cuda.Stream().cuda_stream for _ in range(200)}
+
+
+@pytest.mark.gpu
 def test_g12_gpu_memory_is_counted_and_comes_back():
     """G1, G6, G12, R26: graphs share one pool, their memory is known, and a shutdown returns it."""
     left = []

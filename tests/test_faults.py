@@ -371,18 +371,16 @@ def test_a_traced_request_that_gives_way_and_finds_no_memory_ends_and_no_other(w
 
 @pytest.fixture
 def allowance() -> Iterator[Callable[[int], None]]:
-    """Sets how much of the device's memory is free: another tensor has the rest. All of it again at the end."""
-    ballast: list[torch.Tensor] = []
+    """Sets how many bytes of the device's memory this process may take beside what it has; all of them again at the end."""
 
     def allow(free: int) -> None:
-        ballast.clear()
         gc.collect()
         torch.cuda.empty_cache()
-        ballast.append(torch.empty(torch.cuda.mem_get_info()[0] - free, dtype=torch.uint8, device="cuda"))
+        _, total = torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + free) / total)
 
     yield allow
-    ballast.clear()
-    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Container, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -154,6 +155,12 @@ class _Piece:
 
 _kind = attrgetter("dtype", "device", "shape")
 _data = attrgetter("data")
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """What all saves leave a device on. One for each delivery would be more streams than torch has: it deals them out anew."""
+    return torch.cuda.Stream(device)
 
 
 class Delivery:
@@ -384,7 +391,7 @@ class Delivery:
             return tensor.to(target)
         stream = self._streams.get(tensor.device)
         if stream is None:
-            stream = self._streams[tensor.device] = torch.cuda.Stream(tensor.device)
+            stream = self._streams[tensor.device] = _side_stream(tensor.device)
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         copied = torch.empty_like(tensor, device=target, pin_memory=True)
         with torch.cuda.stream(stream):

@@ -159,8 +159,12 @@ class _InputBuffers:
 
 @cache
 def _capture_stream(device_index: int) -> torch.cuda.Stream:
-    """The stream of all captures: the matrix libraries keep a workspace for each stream that they have seen."""
-    return torch.cuda.Stream(device_index)
+    """The stream of all captures: the matrix libraries keep a workspace for each stream that they have seen.
+
+    Of high priority, since torch deals the same few streams of a priority out again and again: nobody else may get this one,
+    on another thread, while it captures.
+    """
+    return torch.cuda.Stream(device_index, priority=-1)
 
 
 def record(plan: Callable[[], None], run: Callable[[], torch.Tensor], pool: Any) -> tuple[Any, torch.Tensor]:
@@ -206,8 +210,13 @@ def capture(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
 
 
 def _forget_capture(current: torch.cuda.Stream, pool: Any) -> None:
-    """What torch leaves of a capture that failed: its stream as the current one, and allocations that go to its pool."""
+    """What torch leaves of a capture that failed: its stream as the current one, allocations that go to its pool, and a
+    default generator that waits for the capture to end."""
     torch.cuda.set_stream(current)
+    generator = torch.cuda.default_generators[current.device_index]
+    fresh = torch.Generator(current.device)
+    fresh.set_state(generator.get_state())
+    generator.graphsafe_set_state(fresh)
     with contextlib.suppress(RuntimeError):  # it may have got as far as to end them itself
         torch._C._cuda_endAllocateToPool(current.device_index, pool)
 
