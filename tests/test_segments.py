@@ -114,6 +114,37 @@ def test_a_read_anywhere_is_what_the_whole_batch_eager_gives(where: str, family:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_the_receipt_names_what_sent_a_part_of_the_step_off_its_graph(device: str, load: Load) -> None:
+    """Reads at a boundary cost no graph; those inside of a kernel's reach, or of an operation, do, for their own request."""
+    lm = load(device)
+    before = Counter(lm.engine.stats()["eager_parts"])
+    layers = lm.model.layers
+    with lm.generate(max_new_tokens=7) as tracer:
+        with tracer.invoke(PROMPT):
+            for _ in tracer.iter[:]:
+                layers[0].self_attn.o_proj.input.save()
+                layers[1].mlp.output.save()
+        with tracer.invoke(OTHERS[0]):
+            for step in tracer.iter[:]:
+                if step % 2:
+                    layers[0].self_attn.q_proj.output.save()
+                layers[2].mlp.act_fn.output.save()
+        with tracer.invoke(OTHERS[1]):
+            for _ in tracer.iter[:]:
+                layers[1].mlp.source.self_act_fn_0.output.save()
+    receipts = tracer.receipts
+    assert all(receipt.steps["segments"] == 6 for receipt in receipts), receipts
+    found = [receipt.eager_parts for receipt in receipts]
+    assert found[0] == {} and found[1] == {
+        "model.layers.0.self_attn.q_proj.output": 3, "model.layers.2.mlp.act_fn.output": 6,
+    }  # fmt: skip
+    ((where, count),) = found[2].items()
+    assert where.startswith("model.layers.1.mlp.source.") and count == 6
+    after = Counter(lm.engine.stats()["eager_parts"])
+    assert after - before == {"self_attn.q_proj": 3, "mlp.act_fn": 6, "mlp.source": 6}
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("how", ["in place", "assigned"])
 def test_an_edit_is_seen_by_the_next_stretch_and_in_nobody_elses_rows(how: str, device: str, load: Load) -> None:
     lm, eager = load(device), load(device, hook_execution="eager")

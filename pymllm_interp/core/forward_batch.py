@@ -69,6 +69,10 @@ class LayerWatch(Protocol):
         """Whether hooks wait at the layer's output and nowhere else in it. If so, the rest of it counts as visited."""
         ...
 
+    def runs_eagerly(self, layer: int, module: str, but: str) -> None:
+        """Tell the requests of hooks for which `nobody_inside` is False that their module goes kernel by kernel."""
+        ...
+
     def is_own_call(self) -> bool:
         """Whether the module that is called now is called by a hook for its own ends, or on another thread: not by the pass."""
         ...

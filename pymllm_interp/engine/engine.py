@@ -104,8 +104,9 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters: steps, and those whose tokens were read after the next launch; steps by way and reason; requests in each
-        state, free pages, preemptions; what is captured between hooks."""
-        scheduler = self.scheduler
+        state, free pages, preemptions; what is captured between hooks, and what goes kernel by kernel there, by the place inside
+        of a layer that blocks waited at."""
+        scheduler, traced = self.scheduler, self.runner.nnsight_model
         return {
             "steps": self.num_steps,
             "steps_ahead": self.num_steps_ahead,
@@ -117,6 +118,7 @@ class Engine:
             "preempted": scheduler.num_preempted,
             "moved_to_host": scheduler.num_swapped,
             "segments": None if self.runner.segments is None else self.runner.segments.stats(),
+            "eager_parts": {} if traced is None else dict(traced.interleaver.eager_parts),
         }
 
     @property

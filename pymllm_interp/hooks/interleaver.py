@@ -14,7 +14,7 @@ values to `handle`, a block parks by switching a `Pending` to its parent, and st
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -212,6 +212,11 @@ class Point:
         """Whether something waits for this visit."""
         return bool(self.caches or self.skips) or any(block.due == visit for block in self.parked)
 
+    def waiting(self, visit: int) -> set[RequestTrace]:
+        """The traces of what waits for this visit."""
+        blocks = [entry[0] for entry in (*self.caches, *self.skips)]
+        return {block.trace for block in (*blocks, *(block for block in self.parked if block.due == visit))}
+
     def take(self, visit: int) -> list[Block]:
         """The blocks that wait for this visit; they are parked here no more."""
         parked = self.parked
@@ -247,6 +252,8 @@ class EngineInterleaver(Interleaver):
         serving: the request whose block runs now.
         edits: looks for those that held NaN.
         watchdog: watches for blocks that take long; None where nobody does.
+        eager_parts: how often an attention or an MLP went kernel by kernel in a pass of stretches, by what blocks waited for
+            inside of it: a module's path from its layer on, with ".source" for its operations.
     """
 
     def __init__(self) -> None:
@@ -270,6 +277,7 @@ class EngineInterleaver(Interleaver):
         self.serving: RequestTrace | None = None
         self.edits = EditLog()
         self.watchdog: Watchdog | None = None
+        self.eager_parts: Counter[str] = Counter()
 
     def bind(self, model: Envoy) -> None:
         """Learn the model's own locations, before users attach modules of theirs."""
@@ -407,6 +415,14 @@ class EngineInterleaver(Interleaver):
         self._fused.add(layer)
         self.visits[output] = 0  # that one is yet to come
         return True
+
+    def runs_eagerly(self, layer: int, module: str, but: str) -> None:
+        self.catch_up_once()
+        for point in self._awaited(layer):
+            if point.lies_inside(module, but):
+                self.eager_parts[point.below if point.module is None else f"{point.below}.source"] += 1
+                for trace in point.waiting(self.visited(point)):
+                    trace.receipt.eager_parts[point.location.partition(".")[2]] += 1
 
     def is_own_call(self) -> bool:
         return self.serving is not None or self.thread != get_ident()

@@ -37,6 +37,9 @@ class Receipt:
     """Steps by how they ran: "plain" (no module was called), "replay" (the same, as a CUDA graph), "modules" (module by
     module, hooks served), "segments" (the same, what lies between hooks as CUDA graphs), "split" (as "modules", for the hooked
     requests by themselves)."""
+    eager_parts: Counter[str] = field(default_factory=Counter)
+    """Steps of "segments" in which an attention or an MLP went kernel by kernel for this request, by the location inside of it that
+    the request waited for."""
     interventions: list[Applied] = field(default_factory=list)
     """By site, in the order in which they act; those that change nothing are left out."""
     captures: list[Captured] = field(default_factory=list)

@@ -109,6 +109,8 @@ class LlamaAttention(nn.Module):
             return batch.stretch(("attn", layer), whole, x=x, cos=cos, sin=sin)["delta"]
         if watch.nobody_inside(layer, "self_attn", but="self_attn.o_proj"):
             return self._output(batch.stretch(("heads", layer), heads, x=x, cos=cos, sin=sin)["z"], batch)
+        if batch.stretches is not None:
+            watch.runs_eagerly(layer, "self_attn", but="self_attn.o_proj")
         return None
 
     def _projected(self, x: torch.Tensor, kind: str, batch: ForwardBatch) -> torch.Tensor:
@@ -205,6 +207,8 @@ class LlamaMLP(Edited):
             act = batch.stretch(("act", layer), lambda x: {"act": self.neurons_fused(x, batch)}, x=x)["act"]
             self.down_proj.batch = batch
             return self.down_proj(act)
+        if batch.stretches is not None:
+            watch.runs_eagerly(layer, "mlp", but="mlp.down_proj")
         return None
 
     def forward_fused(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
