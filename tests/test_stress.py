@@ -1,6 +1,8 @@
-"""Many traces at once, beside plain requests, broken blocks and aborts, in a pool so small that requests give way.
+"""Many traces at once, beside plain requests, declared interventions and captures, broken blocks and aborts, in a pool so small
+that requests give way.
 
-Each trace must equal its own run on nnsight's TransformersModel, each plain request transformers' generate.
+Each trace must equal its own run on nnsight's TransformersModel, each plain request transformers' generate, each declared one
+transformers under hooks.
 """
 
 from __future__ import annotations
@@ -16,9 +18,12 @@ import greenlet
 import pytest
 import torch
 from conftest import VOCAB, held, tiny_tokenizer
+from helpers_declared import hooked, random_specs, states_of
 from nnsight.modeling.transformers import TransformersModel
 
 from pymllm_interp import LM, SamplingParams
+from pymllm_interp.core.output import RequestOutput
+from pymllm_interp.hooks.intervention import Intervention
 from pymllm_interp.hooks.nnsight_compat import OutOfOrderError
 from pymllm_interp.hooks.rows import EditError
 
@@ -101,6 +106,35 @@ def assert_same(got: Plan, wanted: Plan) -> None:
         assert torch.allclose(value.cpu(), reference.cpu(), atol=1e-3), (step, path)
 
 
+@dataclass
+class Declared:
+    """A request with interventions and captures."""
+
+    prompt: list[int]
+    specs: list[Intervention]
+    sites: list[str]
+
+    @classmethod
+    def random(cls, rng: random.Random, config: Any) -> Declared:
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]
+        return cls(
+            prompt, random_specs(rng, config), rng.sample(["embed", "mlp_out.1", "resid_post.0", "resid_post.2"], 2)
+        )
+
+    def check(self, out: RequestOutput, model: Any) -> None:
+        """Its tokens are the likeliest, and its states those, of transformers' model with the same interventions."""
+        ids = self.prompt + out.token_ids
+        at, size = torch.arange(len(ids) - 1), len(self.prompt)
+        with hooked(model, self.specs, size, lambda: at), torch.no_grad():
+            logits = model(torch.tensor([ids[:-1]])).logits[0]
+        assert logits[size - 1 :].argmax(-1).tolist() == out.token_ids
+        states = states_of(model, ids[:-1], self.specs, size)
+        for site in self.sites:
+            found = out.activations
+            assert found.positions[site].tolist() == at.tolist() and found.token_ids[site].tolist() == ids[:-1]
+            torch.testing.assert_close(found[site], states[site], atol=1e-3, rtol=1e-3)
+
+
 def stress(lm_of: Any, oracle: Any, seed: int, count: int, **server: Any) -> None:
     rng = random.Random(seed)
     plans = [Plan.random(rng, layers=3, faults=True) for _ in range(count)]
@@ -111,6 +145,7 @@ def stress(lm_of: Any, oracle: Any, seed: int, count: int, **server: Any) -> Non
             run(nnsight_model, reference)
     plain_prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))] for _ in range(count // 4)]
     params = SamplingParams(temperature=0, max_tokens=16)
+    declared = [Declared.random(rng, oracle("llama").config) for _ in range(count // 4)]
     plain_wanted = [
         oracle("llama").generate(torch.tensor([p]), max_new_tokens=16, do_sample=False)[0, len(p) :].tolist()
         for p in plain_prompts
@@ -123,7 +158,8 @@ def stress(lm_of: Any, oracle: Any, seed: int, count: int, **server: Any) -> Non
         for timer in timers:
             timer.start()
         handles = [lm.submit(p, params) for p in plain_prompts]
-        arrived(len(plain_prompts) + count // 2)
+        with_specs = [lm.submit(d.prompt, params, interventions=d.specs, capture=d.sites) for d in declared]
+        arrived(len(handles) + len(with_specs) + count // 2)
     cancelled = [lm.submit([1, 2, 3], SamplingParams(max_tokens=30)) for _ in range(3)]
     for handle in cancelled:
         handle.cancel()
@@ -131,6 +167,8 @@ def stress(lm_of: Any, oracle: Any, seed: int, count: int, **server: Any) -> Non
         timer.join(timeout=120)
         assert not timer.is_alive(), "a trace hangs"
     assert [h.result(timeout=60).token_ids for h in handles] == plain_wanted
+    for request, handle in zip(declared, with_specs, strict=True):
+        request.check(handle.result(timeout=60), oracle("llama"))
     assert all(h.result(timeout=60).finish_reason in ("abort", "length") for h in cancelled)
     for plan, reference in zip(plans, references, strict=True):
         assert_same(plan, reference)
