@@ -371,15 +371,28 @@ def test_a_traced_request_that_gives_way_and_finds_no_memory_ends_and_no_other(w
 
 @pytest.fixture
 def allowance() -> Iterator[Callable[[int], None]]:
-    """Sets how many bytes of the device's memory this process may take beside what it has; all of them again at the end."""
+    """Sets how many bytes of the device's memory this process may still take; all that there are, at the end."""
+    ballast: list[torch.Tensor] = []
 
-    def allow(free: int) -> None:
-        gc.collect()
-        torch.cuda.empty_cache()
+    def limit(free: int) -> None:
         _, total = torch.cuda.mem_get_info()
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + free) / total)
 
+    def allow(free: int) -> None:
+        ballast.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
+        limit(0)
+        size = 1 << 34
+        while size >= 1 << 20:  # what torch has and could not give back is taken, too
+            try:
+                ballast.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+            except torch.OutOfMemoryError:
+                size //= 2
+        limit(free)
+
     yield allow
+    ballast.clear()
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
