@@ -5,14 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from conftest import VOCAB
+from helpers_graphs import use_eager_graphs
 
-from pymllm_interp import Ablate, Clamp, Gate, Generated, Patch, Scale, Steer
+from pymllm_interp import LM, Ablate, Clamp, Gate, Generated, Patch, Scale, Steer
 from pymllm_interp.hooks.intervention import Intervention, apply, bind, ordinals_of
 from pymllm_interp.hooks.site import ModelInfo, Site
+from pymllm_interp.runner.interp_model_runner import InterpModelRunner
 
 SITES = [
     "embed",
@@ -25,6 +29,37 @@ SITES = [
     "final_norm",
 ]
 INNER = ["q.1", "k.0", "v.-1", "z.1", "mlp_act.0", "logits"]
+
+
+WAYS = ["functions", "tables", "graphs"]
+"""How hooks run: as functions, on the CPU; as on CUDA; and that with steps that are replayed, whole or from block to block."""
+
+
+@contextmanager
+def lms(way: str, model_folder: Callable[[str], Path]) -> Iterator[Callable[..., LM]]:
+    """(family, **arguments) -> an LM in float32 whose hooks run in that way; off CUDA, with functions in place of graphs."""
+    made: dict[tuple, LM] = {}
+    cuda = torch.cuda.is_available()
+    defaults = {
+        "dtype": "float32", "max_running_requests": 16, "device": "cuda" if cuda and way != "functions" else "cpu",
+        "disable_cuda_graph": way != "graphs", "hook_execution": "segments" if way == "graphs" else "auto",
+        "kv_cache_tokens": 4096,
+    }  # fmt: skip
+
+    def load(family: str, **kwargs: Any) -> LM:
+        key = (family, *sorted(kwargs.items()))
+        if key not in made:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(InterpModelRunner, "_has_tables", way != "functions")
+                made[key] = LM(model_folder(family), **{**defaults, **kwargs})
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if way == "graphs" and not cuda:
+            use_eager_graphs(monkeypatch)
+        yield load
+        for lm in made.values():
+            lm.shutdown()
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -153,6 +188,7 @@ def states_of(model: Any, ids: list[int], specs: list[Intervention], prompt_len:
             handles.append(layer.self_attn.register_forward_hook(keep(f"attn_out.{i}")))
             handles.append(layer.mlp.register_forward_hook(keep(f"mlp_out.{i}")))
         handles.append(layers[-1].register_forward_hook(keep(f"resid_post.{len(layers) - 1}")))
+        handles.append(model.lm_head.register_forward_hook(keep("logits")))
         model(torch.tensor([ids]))
     for handle in handles:
         handle.remove()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,21 +20,20 @@ import numpy as np
 import pytest
 import torch
 from conftest import CONFIGS
-from helpers_declared import INNER, SITES, prompt_of, random_specs, states_of, vector
-from helpers_graphs import use_eager_graphs
+from helpers_declared import INNER, SITES, WAYS, lms, prompt_of, random_specs, states_of, vector
 from test_scheduler import POLICIES, Simulation
 
 from pymllm_interp import LM, Capture, Generated, SamplingParams, Steer
 from pymllm_interp.config import INNER_SITES
 from pymllm_interp.core.output import ScheduledRequest
 from pymllm_interp.core.request import Request
-from pymllm_interp.hooks.capture import Activations, CaptureError, Captures
+from pymllm_interp.hooks.capture import INTEGERS, Activations, CaptureError, Captures, FreshMemory
 from pymllm_interp.hooks.intervention import Project, bind
 from pymllm_interp.hooks.site import ModelInfo, Site
 from pymllm_interp.hooks.tables import site_index
 from pymllm_interp.runner.capture_ring import CaptureRing, Pieces
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner
-from pymllm_interp.runner.result_memory import ResultMemory
+from pymllm_interp.runner.result_memory import SMALL, ResultMemory
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
 
@@ -44,31 +44,11 @@ INFO = ModelInfo.of(CONFIGS["llama"](), torch.float32)
 WAIT = 120.0
 
 
-@pytest.fixture(scope="module", params=["functions", "tables", "graphs"])
+@pytest.fixture(scope="module", params=WAYS)
 def lm_of(request: pytest.FixtureRequest, model_folder: Callable[[str], Path]) -> Iterator[Callable[..., LM]]:
-    """(family, **arguments) -> an LM in float32: on the CPU, with hooks that are functions; as on CUDA; and that with steps
-    that are replayed, whole or from block to block (off CUDA, functions in place of graphs)."""
-    made: dict[tuple, LM] = {}
-    defaults = {
-        "dtype": "float32", "max_running_requests": 16, "device": "cpu" if request.param == "functions" else DEVICE,
-        "disable_cuda_graph": request.param != "graphs", "hook_execution": "segments" if request.param == "graphs" else "auto",
-        "kv_cache_tokens": 4096,
-    }  # fmt: skip
-
-    def load(family: str, **kwargs: Any) -> LM:
-        key = (family, *sorted(kwargs.items()))
-        if key not in made:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(InterpModelRunner, "_has_tables", request.param != "functions")
-                made[key] = LM(model_folder(family), **{**defaults, **kwargs})
-        return made[key]
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if request.param == "graphs" and not CUDA:
-            use_eager_graphs(monkeypatch)
+    """(family, **arguments) -> an LM in float32, its hooks in each of the ways."""
+    with lms(request.param, model_folder) as load:
         yield load
-        for lm in made.values():
-            lm.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -236,6 +216,81 @@ def test_what_is_reduced_is_each_position_once(lm_of: Any, oracle: Any) -> None:
                 torch.testing.assert_close(found, rows.to(found.dtype), rtol=tolerance, atol=tolerance, msg=site)
 
 
+PLACES = ["all", "prompt", "generated", [-1], range(1, 6), slice(None, None, 3), [0, 1, 4, 5], Generated(1, 7, 2)]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_mean_and_a_last_row_are_those_of_the_whole_states(ahead: bool, lm_of: Any) -> None:
+    """Of positions of all kinds, in chunks, after giving way, with steps launched ahead, and stops that nobody saw coming."""
+    lm = lm_of("llama", kv_cache_tokens=80, page_size=4, max_num_tokens=16, async_scheduling=ahead)
+    rng, sites = random.Random(6), ["embed", "attn_out.{0,2}", "resid_post.1", "final_norm"]
+    prompts = [prompt_of(rng.randrange(6, 25), i) for i in range(8)]
+    plain = SamplingParams(temperature=0, max_tokens=9)
+    ids = [out.token_ids for out in lm.generate(prompts, plain)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=9, stop_token_ids=[i[4]] if n % 2 else []) for n, i in enumerate(ids)
+    ]
+
+    def activations(reduce: Any) -> tuple[list[Activations], int]:
+        before = lm.engine.stats()["preempted"], 0 if lm.runner.capture_ring is None else ring_of(lm).bytes_sent
+        asked = [
+            [Capture(site, positions=PLACES[(i + j) % len(PLACES)], reduce=reduce) for j, site in enumerate(sites)]
+            for i in range(len(prompts))
+        ]
+        found = [out.activations for out in lm.generate(prompts, params, capture=asked)]
+        assert lm.engine.stats()["preempted"] > before[0]
+        return found, 0 if lm.runner.capture_ring is None else ring_of(lm).bytes_sent - before[1]
+
+    (wholes, all_bytes), (means, mean_bytes), (lasts, last_bytes) = (activations(how) for how in (None, "mean", "last"))
+    for whole, mean, last in zip(wholes, means, lasts, strict=True):
+        assert list(whole) == list(mean) == list(last)
+        for site, rows in whole.items():
+            assert torch.equal(mean.positions[site], whole.positions[site])
+            assert torch.equal(last.positions[site], whole.positions[site][-1:])
+            assert torch.equal(last.token_ids[site], whole.token_ids[site][-1:])
+            wanted = rows.mean(0, keepdim=True)[: len(rows)]
+            torch.testing.assert_close(mean[site], wanted, rtol=1e-5, atol=1e-5, msg=site)
+            torch.testing.assert_close(last[site], rows[-1:], rtol=1e-5, atol=1e-5, msg=site)
+    assert lm.runner.capture_ring is None or max(mean_bytes, last_bytes) < all_bytes
+
+
+@pytest.mark.parametrize("reduce", ["mean", "last"])
+def test_of_a_prompt_a_row_leaves_for_each_step_or_one(reduce: Any, ring_lm: Any) -> None:
+    """And of generated positions one each."""
+    lm, row = ring_lm(max_num_tokens=64, capture_ring_bytes=1 << 20), INFO.num_hidden_layers * INFO.hidden_size * 4
+
+    def sent(positions: Any, how: Any) -> int:
+        before = ring_of(lm).bytes_sent
+        params = SamplingParams(temperature=0, max_tokens=4)
+        lm.generate([prompt_of(120, 1)], params, capture=[Capture("resid_post.*", positions=positions, reduce=how)])
+        return (ring_of(lm).bytes_sent - before) // row
+
+    steps = 2 if reduce == "mean" else 1
+    assert sent("all", None) == 123 and sent("all", reduce) == steps + 3
+    assert sent("prompt", None) == 120 and sent("prompt", reduce) == steps
+    assert sent(slice(None, None, 2), None) == 60 and sent(slice(None, None, 2), reduce) == steps
+    assert sent("generated", reduce) == 3
+
+
+@pytest.mark.parametrize(("kv_cache_tokens", "seed"), [(40, 2), (40, 6), (64, 3)])
+def test_a_request_that_gives_way_before_its_last_token_is_read_keeps_its_states(
+    kv_cache_tokens: int, seed: int, model_folder: Callable[[str], Path]
+) -> None:
+    """It ends with that token, and is not computed again."""
+    rng = random.Random(seed)
+    prompts = [prompt_of(rng.randrange(1, 15), i) for i in range(12)]
+    params = [SamplingParams(temperature=0, max_tokens=rng.randrange(1, 20)) for _ in prompts]
+    options = {"dtype": "float32", "device": "cpu", "page_size": 4, "max_num_tokens": 16, "max_running_requests": 16}
+    with LM(model_folder("llama"), async_scheduling=True, kv_cache_tokens=kv_cache_tokens, **options) as lm:
+        outs = lm.generate(prompts, params, capture=["embed"])
+        assert lm.engine.stats()["preempted"]
+    for prompt, out in zip(prompts, outs, strict=True):
+        ids = (prompt + out.token_ids)[:-1]
+        assert out.activations.token_ids["embed"].tolist() == ids and len(out.activations["embed"]) == len(ids)
+        (entry,) = out.receipt.captures
+        assert (entry.prompt_rows, entry.generated_rows) == (len(prompt), len(out.token_ids) - 1)
+
+
 def test_a_row_that_was_computed_after_the_end_is_not_captured(lm_of: Any) -> None:
     """With steps launched ahead, a request that stops has run a step too many."""
     late, prompt = lm_of("llama", async_scheduling=True), prompt_of(6, 5)
@@ -258,7 +313,7 @@ def test_a_row_that_was_computed_after_the_end_is_not_captured(lm_of: Any) -> No
     [
         (["resid_post.1", "resid_post.*"], "resid_post.1 is captured twice"),
         (["attn_in.0"], "interventions act at embed"),
-        (["logits"], "logits are not captured.*prompt_logprobs"),
+        ([Capture("logits", positions="prompt")], "from position 2 on, the prompt's last.*prompt_logprobs=0"),
         ([3], "capture: 3 is none"),
         ([["resid_post.0"], ["resid_post.1"]], "one list for each of the 1"),
     ],
@@ -542,7 +597,7 @@ def test_an_engine_that_is_shut_down_answers_with_what_was_captured(ring_lm: Any
 def captures_of(specs: list[Any], prompt_len: int, longest: int, dtype: torch.dtype = torch.float32) -> Captures:
     bounds = [b for s in specs for b in bind(Capture(s) if isinstance(s, str) else s, INFO, prompt_len)]
     numbered = [(site_index(b.site, INFO.num_hidden_layers), b, INFO.shape(b.site.kind)) for b in bounds]
-    return Captures(numbered, dtype, longest)
+    return Captures(numbered, dtype, prompt_len, longest)
 
 
 def random_captures(rng: random.Random) -> list[Any]:
@@ -571,11 +626,19 @@ def what_leaves(spec: Capture, state: torch.Tensor) -> torch.Tensor:
     return state.view(torch.uint8)
 
 
+class UsedMemory(FreshMemory):
+    """Memory in which somebody else's states lie."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype).view(torch.uint8).fill_(77).view(dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(20))
-def test_blocks_and_functions_come_to_the_same(seed: int, dtype: torch.dtype) -> None:
+def test_blocks_and_functions_come_to_the_same(seed: int, dtype: torch.dtype, monkeypatch: Any) -> None:
     """Captures of random positions, in chunks of random sizes, some computed twice, the end somewhere before the last row."""
     rng = random.Random(seed)
+    monkeypatch.setattr("pymllm_interp.hooks.capture.MAX_RUNS", rng.choice([0, 3, 16]))
     prompt_len = rng.randrange(3, 20)
     longest = prompt_len + rng.randrange(1, 12)
     specs = random_captures(rng)
@@ -588,15 +651,21 @@ def test_blocks_and_functions_come_to_the_same(seed: int, dtype: torch.dtype) ->
     while start < longest:
         count = min(rng.choice([1, 1, 2, 5, 9]), longest - start)
         sizes = by_block.block_sizes(start, count)
-        block = torch.full((int(sizes.sum()) + 9,), torch.nan, dtype=dtype)[8:]  # a slice of a ring
+        block = torch.full((int(sizes.sum()) + 8,), torch.nan, dtype=dtype)[8:]  # a slice of a ring
         stored = block.view(torch.uint8)
         for i, first in enumerate((np.cumsum(sizes) - sizes).tolist()):
             for site, offset in by_block.offsets.items():
                 if offset < sizes[i]:
                     part = what_leaves(by_block.by_site[site][0].spec, states[site][start + i])
                     stored[(at := (first + offset) * dtype.itemsize) : at + len(part)] = part
-        by_block.prepare(lambda shape, dtype: torch.empty(shape, dtype=dtype).view(torch.uint8).fill_(77).view(dtype))
-        by_block.copy(block.view(torch.int32 if dtype.itemsize == 4 else torch.int16).numpy(), start, sizes)
+        by_block.prepare(UsedMemory())
+        integers = INTEGERS[dtype.itemsize]
+        if sizes.any() and by_block.packs(start):
+            packed = torch.full((8 + by_block.room_of(start, count) - len(block),), torch.nan, dtype=dtype)[8:]
+            by_block.pack(block, packed, start, sizes)
+            by_block.unpack(packed.view(integers).numpy(), start, sizes)
+        else:
+            by_block.copy(block.view(integers).numpy(), start, sizes)
         by_block.next = max(by_block.next, start + count)
         by_block.copied(by_block.next)
         start = rng.randrange(start) if start and rng.random() < 0.15 else start + count
@@ -612,7 +681,10 @@ def test_blocks_and_functions_come_to_the_same(seed: int, dtype: torch.dtype) ->
             torch.testing.assert_close(found[site], rows)
         else:
             whole = whole.double().mean(0, keepdim=True)[: len(whole)] if spec.reduce == "mean" else whole
-            assert torch.equal(found[site], rows), site
+            if spec.reduce == "mean":  # of sums in float32, in another order
+                torch.testing.assert_close(found[site], rows, rtol=1e-5, atol=1e-5)
+            else:
+                assert torch.equal(found[site], rows), site
         torch.testing.assert_close(rows, whole.to(rows.dtype), msg=site)
         assert torch.equal(found.positions[site], wanted.positions[site])
         assert torch.equal(found.token_ids[site], found.positions[site] + 100)
@@ -622,17 +694,26 @@ def test_blocks_and_functions_come_to_the_same(seed: int, dtype: torch.dtype) ->
 @pytest.mark.parametrize("reduce", ["mean", "last"])
 def test_a_request_that_ends_before_what_is_kept_has_nothing_of_it(reduce: Any) -> None:
     """It gave way, and ended before it had come as far again. One row too many is what running ahead computes, and is left out."""
-    captures = captures_of([Capture("resid_post.0", reduce=reduce)], 12, 14)
-    states = vector(INFO.hidden_size, 1, 10)
-    captures.groups[0].take(0, states, torch.arange(10))
+    captures = captures_of([Capture("resid_post.0", reduce=reduce)], 8, 14)
+    states, (group,) = vector(INFO.hidden_size, 1, 10), captures.groups
+    group.take(0, states, torch.from_numpy(group.ordinals[:10]))
     for count in (10, 9):
         wanted = states[:count].mean(0) if reduce == "mean" else states[count - 1]
         found = captures.activations(range(count))
         torch.testing.assert_close(found["resid_post.0"], wanted[None])
         assert found.positions["resid_post.0"].tolist() == list(range(count))[-1 if reduce == "last" else 0 :]
-    for count in (8, 0):
+    for count in (8, 5, 0):
         found = captures.activations(range(count))
         assert found["resid_post.0"].shape == (0, INFO.hidden_size) and not len(found.positions["resid_post.0"])
+
+
+def test_no_row_of_a_prompt_is_taken_back_from_its_sum() -> None:
+    """It came with others of its chunk."""
+    captures = captures_of([Capture("resid_post.0", reduce="mean")], 12, 14)
+    states, (group,) = vector(INFO.hidden_size, 1, 10), captures.groups
+    group.take(0, states, torch.arange(10))
+    torch.testing.assert_close(captures.activations(range(10))["resid_post.0"], states.mean(0, keepdim=True))
+    assert not len(captures.activations(range(9))["resid_post.0"])
 
 
 @pytest.mark.parametrize("reduce", [None, "mean", "last"])
@@ -640,7 +721,7 @@ def test_sums_and_last_rows_are_copied_in_the_order_of_the_positions(reduce: Any
     """By one thread; rows that have places of their own by several."""
     ring = CaptureRing(1 << 16, torch.float32, DEVICE, "block")
     ring.open()
-    request = capturing_request(40, ["embed", Capture("resid_post.0", reduce=reduce)])
+    request = capturing_request(1, ["embed", Capture("resid_post.0", positions="generated", reduce=reduce)], 41)
     captures, copied = request.declared.captures, []
     copy = captures.copy
 
@@ -649,41 +730,57 @@ def test_sums_and_last_rows_are_copied_in_the_order_of_the_positions(reduce: Any
         copy(blocks, first, sizes)
 
     monkeypatch.setattr(captures, "copy", spy)
-    for start, count in ((0, 30), (30, 10)):
+    for start, count in ((0, 31), (31, 10)):
         ring.lay_out([ScheduledRequest(request, count, start, False, False)])
         ring.memory.fill_(float(start))
         ring.send()
         ring.wait()
     ring.close()
-    assert sorted(copied) == [(0, 30), (30, 10)] if reduce else len(copied) > 2
-    wanted = {None: [0.0] * 30 + [30.0] * 10, "mean": [7.5], "last": [30.0]}[reduce]
-    assert captures.activations(range(40))["resid_post.0"][:, 0].tolist() == wanted
+    assert sorted(copied) == [(0, 31), (31, 10)] if reduce else len(copied) > 2
+    wanted = {None: [0.0] * 30 + [31.0] * 10, "mean": [7.75], "last": [31.0]}[reduce]
+    assert captures.activations(range(41))["resid_post.0"][:, 0].tolist() == wanted
 
 
 def test_no_more_leaves_the_device_than_is_asked_for_and_no_more_is_kept() -> None:
-    width, sites, longest = INFO.hidden_size, INFO.num_hidden_layers, 9
+    width, sites, prompt_len, longest = INFO.hidden_size, INFO.num_hidden_layers, 6, 9
 
-    def sizes(model: torch.dtype = torch.float32, **how: Any) -> tuple[int, int]:
-        """Bytes of a position, and of what is kept of a request."""
-        captures = captures_of([Capture("resid_post.*", **how)], 6, longest, model)
-        return int(captures.block_sizes(0, 1)[0]) * model.itemsize, captures.num_bytes
+    def sizes(model: torch.dtype = torch.float32, **how: Any) -> tuple[int, int, int]:
+        """Bytes that leave of a prompt, in two chunks, and of a step behind it; and that are kept."""
+        ring = CaptureRing(1 << 17, model, DEVICE, "block")
+        ring.open()
+        request = capturing_request(prompt_len, [Capture("resid_post.*", **how)], longest - prompt_len + 1, model)
+        sent = [0]
+        for start, count in ((0, 4), (4, 2), (6, 1)):
+            ring.lay_out([ScheduledRequest(request, count, start, False, False)])
+            ring.send()
+            ring.wait()
+            sent.append(ring.bytes_sent)
+        ring.close()
+        return sent[2], sent[3] - sent[2], request.declared.captures.num_bytes
 
     def rounded(size: int, itemsize: int = 4) -> int:
         return -(-size // (8 * itemsize)) * 8 * itemsize
 
     whole = sites * width * 4
-    assert sizes() == (whole, longest * whole)
+    assert sizes() == (6 * whole, whole, longest * whole)
     for dtype in (torch.float16, torch.bfloat16):
-        assert sizes(dtype=dtype) == (rounded(whole // 2), longest * whole // 2)
-        assert sizes(dtype=dtype, reduce="last") == (rounded(whole // 2), whole)
-        assert sizes(dtype=dtype, reduce="mean") == (whole, 4 * whole), "the mean of what the model has"
-    assert sizes(reduce="last") == (whole, 2 * whole) and sizes(reduce="mean") == (whole, 4 * whole)
+        half = rounded(whole // 2)
+        assert sizes(dtype=dtype) == (6 * half, half, longest * whole // 2)
+        assert sizes(dtype=dtype, reduce="last") == (half, half, whole)
+        assert sizes(dtype=dtype, reduce="mean") == (2 * whole, whole, 4 * whole), "the mean of what the model has"
+    assert sizes(reduce="last") == (whole, whole, 2 * whole)
+    assert sizes(reduce="mean") == (2 * whole, whole, 4 * whole), "a sum for each chunk"
+    assert sizes(torch.bfloat16, reduce="mean") == (2 * whole, whole // 2, 4 * whole), "sums in float32"
+    assert sizes(reduce="last", positions="prompt") == (whole, 0, 2 * whole)
+    assert sizes(reduce="mean", positions="generated") == (0, whole, 4 * whole)
     for count in (1, 3, 16):
-        reduce = Project(vector(width, 1, count))
-        assert sizes(reduce=reduce) == (rounded(sites * count * 4), longest * sites * count * 4)
-        assert sizes(torch.bfloat16, reduce=reduce) == (rounded(sites * count * 4, 2), longest * sites * count * 4)
-    assert sizes(reduce=Project(vector(width, 1, 17))) == (whole, longest * whole), "too many for a kernel"
-    assert sizes(torch.bfloat16, dtype=torch.float32) == (whole // 2, longest * whole), "wider on the host"
+        reduce, size = Project(vector(width, 1, count)), sites * count * 4
+        assert sizes(reduce=reduce) == (6 * rounded(size), rounded(size), longest * size)
+        assert sizes(torch.bfloat16, reduce=reduce) == (6 * rounded(size, 2), rounded(size, 2), longest * size)
+    many = Project(vector(width, 1, 17))
+    assert sizes(reduce=many) == (6 * whole, whole, longest * whole), "too many for a kernel"
+    wider = sizes(torch.bfloat16, dtype=torch.float32)
+    assert wider == (3 * whole, whole // 2, longest * whole), "made wider on the host"
 
     ring = CaptureRing(1 << 16, torch.float32, DEVICE, "block")
     ring.open()
@@ -696,12 +793,63 @@ def test_no_more_leaves_the_device_than_is_asked_for_and_no_more_is_kept() -> No
     ring.close()
 
 
+@pytest.mark.parametrize("max_runs", [0, 16])
+def test_sums_leave_beside_whole_states_and_each_request_has_its_own(max_runs: int, monkeypatch: Any) -> None:
+    """Of a step with requests that are packed and others; what is packed takes room for its blocks as well, which stay."""
+    monkeypatch.setattr("pymllm_interp.hooks.capture.MAX_RUNS", max_runs)
+    ring, width = CaptureRing(1 << 17, torch.float32, DEVICE, "block"), INFO.hidden_size
+    ring.open()
+    mean = Capture("embed", reduce="mean", positions=slice(1, None, 2))
+    requests = [
+        capturing_request(6, specs)
+        for specs in (["embed"], [mean], [mean, Capture("mlp_out.*", positions=[0, 2, 5])], ["embed"], [mean])
+    ]
+    entries = [ScheduledRequest(request, 6, 0, False, False) for request in requests]
+    ring.begin()
+    assert ring.take([(request, 6) for request in requests]) == 6
+    taken = ring.pieces.size - ring._room
+    blocks = ring.lay_out(entries)
+    ring.memory.fill_(torch.nan)
+    for row, (start, stop) in enumerate(blocks.T.tolist()):
+        offsets = requests[row // 6].declared.captures.offsets if start < stop else {}
+        for site, offset in offsets.items():
+            if start + offset < stop:
+                ring.memory[start + offset : start + offset + width] = 100 * site + row
+    assert ring._host is not None
+    ring._host.fill_(-1)
+    ring.send()
+    ring.wait()
+    third = 5 * 4 if max_runs == 0 else 3 * 4 + 2  # states of its blocks, which have one size, or end where they can
+    stay = (3 + third + 3) * width
+    leave = (6 + 1 + (1 + 3 * 3) + 6 + 1) * width
+    assert taken == stay + leave and ring.bytes_sent == 4 * leave
+    assert (ring._host[leave:] == -1).all(), "what is summed up stays on the device"
+    assert not ring.pieces.in_use
+    embed = site_index(Site.parse("embed"), INFO.num_hidden_layers)
+    for number, request in enumerate(requests):
+        found, first = request.declared.captures.activations([1] * 6), 100 * embed + 6 * number
+        wanted = [[first + i] for i in range(6)] if number in (0, 3) else [[first + 3]]
+        assert found["embed"][:, :1].tolist() == wanted and (found["embed"] == found["embed"][:, :1]).all()
+        assert found.positions["embed"].tolist() == ([*range(6)] if number in (0, 3) else [1, 3, 5])
+    site = site_index(Site.parse("mlp_out.1"), INFO.num_hidden_layers)
+    found = requests[2].declared.captures.activations([1] * 6)["mlp_out.1"]
+    assert found[:, -1].tolist() == [100 * site + row for row in (12, 14, 17)]
+    ring.close()
+
+
 def test_a_block_ends_behind_the_last_state_that_its_position_wants() -> None:
     captures = captures_of([Capture("resid_post.*", positions=[-1]), "embed"], 6, 9)
     width = INFO.hidden_size
     assert captures.block_sizes(0, 9).tolist() == [width] * 5 + [4 * width] + [width] * 3
     captures.next = 4
     assert captures.block_sizes(2, 4).tolist() == [0, 0, width, 4 * width]
+    captures = captures_of([Capture("resid_post.*", positions="prompt", reduce="mean"), "embed"], 6, 9)
+    assert captures.packs(5) and captures.room_of(4, 2) == 2 * 4 * width + 3 * width + 2 * width
+    assert captures.block_sizes(6, 3).tolist() == [width] * 3, "what is packed comes last, where it is not wanted"
+    captures.next = 6
+    assert not captures.packs(0) and captures.room_of(0, 7) == width, (
+        "of a prompt that is computed again nothing is summed up"
+    )
 
 
 # -- the ring ------------------------------------------------------------------------------------------
@@ -733,9 +881,11 @@ def test_pieces_of_the_ring_never_overlap_and_room_only_grows_until_one_is_taken
     assert pieces.room == 97 and not pieces.in_use
 
 
-def capturing_request(prompt_len: int, specs: list[Any], max_tokens: int = 2) -> Request:
+def capturing_request(
+    prompt_len: int, specs: list[Any], max_tokens: int = 2, dtype: torch.dtype = torch.float32
+) -> Request:
     request = Request("r", [1] * prompt_len, SamplingParams(max_tokens=max_tokens), max_tokens, seed=0)
-    captures = captures_of(specs, prompt_len, prompt_len + max_tokens - 1)
+    captures = captures_of(specs, prompt_len, prompt_len + max_tokens - 1, dtype)
     request.declared = SimpleNamespace(captures=captures)
     return request
 
@@ -798,6 +948,28 @@ def test_results_have_the_memory_of_those_that_are_gone_and_of_no_other() -> Non
     assert memory.kept == 0, "and nothing is kept after the end"
 
 
+@pytest.mark.parametrize("positions", [9, 1300, 12_000])
+def test_nothing_of_others_lies_behind_the_rows_of_a_request_that_ended_early(positions: int) -> None:
+    """Filled, gone, taken again: what `torch.save` would write of a result has its own rows, and zeros. Of less than a page, of
+    less than a huge page, and of several."""
+    memory, addresses, width = ResultMemory(1 << 30), set(), INFO.num_hidden_layers * INFO.hidden_size
+    for ended in (positions, 1, positions // 2, positions - 1, 0, positions):
+        captures = captures_of(["resid_post.*"], 1, positions)
+        captures.prepare(memory)
+        (group,), sizes = captures.groups, captures.block_sizes(0, ended)
+        captures.copy(np.full(ended * width, 1 + ended, np.int32), 0, sizes)
+        captures.copied(ended)
+        found = captures.activations(range(ended))["resid_post.0"]
+        assert found.shape == (ended, INFO.hidden_size) and (found.view(torch.int32) == 1 + ended).all()
+        stored = torch.empty(0).set_(found.untyped_storage())
+        assert stored.shape == (positions * width,), "all that was taken, as torch.save has it"
+        assert (stored[ended * width :] == 0).all(), ended
+        addresses.add(stored.data_ptr())
+        stored.fill_(77.0)
+        del found, stored, captures, group
+    assert len(addresses) == 1 or positions * width * 4 < SMALL, "of what is large the memory is used again"
+
+
 @pytest.mark.parametrize("where", ["prepare", "copy"])
 def test_what_one_request_has_no_memory_for_costs_nobody_else_theirs(where: str, monkeypatch: Any) -> None:
     ring = CaptureRing(40 * BLOCK, torch.float32, DEVICE, "block")
@@ -836,6 +1008,7 @@ class Capturing(Simulation):
         self.scheduler.capture_ring = self.ring
         self.capturing: list[Request] = []
         self.refused = 0
+        self.compared: Counter[str | None] = Counter()
         self.goes_on = threading.Event()
         self.ring.open()
         self.hold()
@@ -847,9 +1020,11 @@ class Capturing(Simulation):
         for request in requests:
             if self.random.random() < 0.8:
                 positions = self.random.choice(["all", "all", "prompt", "generated", [-1]])
-                captures = captures_of(
-                    [Capture("resid_post.*", positions=positions)], prompt_len, prompt_len + max_tokens - 1
-                )
+                specs = [
+                    Capture("resid_post.0", positions=positions),
+                    Capture("resid_post.{1,2}", positions=positions, reduce=self.random.choice([None, "mean", "last"])),
+                ]
+                captures = captures_of(specs, prompt_len, prompt_len + max_tokens - 1)
                 request.declared, request.leader = SimpleNamespace(captures=captures), None
                 self.ring.check([(captures, prompt_len if traced else 0)], "a request")
                 self.capturing.append(request)
@@ -905,17 +1080,27 @@ class Capturing(Simulation):
         self.goes_on.set()
         self.ring.wait()
         for request in self.capturing:
-            ids = request.all_token_ids[
-                : min(request.num_computed_tokens, request.prompt_len + max(0, len(request.output_token_ids) - 1))
-            ]
+            count = request.prompt_len + len(request.output_token_ids) - 1
+            if not request.output_token_ids:
+                count = min(request.num_computed_tokens, request.prompt_len)
+            ids = request.all_token_ids[:count]
             captures = request.declared.captures
             found = captures.activations(ids)
             for name, wanted in captures.positions(len(ids)):
+                site = 4 * int(name.split(".")[1]) + 5
+                reduce = captures.by_site[site][0].spec.reduce
+                rows = [self.state_of(request, int(position), site) for position in wanted]
+                if not len(found[name]):
+                    assert not rows or (reduce is not None and not request.output_token_ids)
+                    continue
+                if reduce == "mean":
+                    rows = [torch.stack(rows).mean(0)]
+                elif reduce == "last":
+                    wanted, rows = wanted[-1:], rows[-1:]
                 assert found.positions[name].tolist() == wanted.tolist(), (request.request_id, name)
                 assert found.token_ids[name].tolist() == [ids[position] for position in wanted]
-                site = 4 * int(name.split(".")[1]) + 5
-                for row, position in zip(found[name], wanted, strict=True):
-                    assert torch.equal(row, self.state_of(request, int(position), site)), (request.request_id, name)
+                torch.testing.assert_close(found[name], torch.stack(rows), msg=f"{request.request_id} {name}")
+                self.compared[reduce] += 1
         self.ring.close()
 
 
@@ -945,6 +1130,7 @@ def test_random_traffic_through_a_small_ring(policy: str, seed: int) -> None:
                 sim.abort(victim)
     sim.run(3 * sim.limit())
     sim.finish()
+    assert sim.compared.keys() == {None, "mean", "last"}
     assert sim.refused, "a ring in which everybody finds room shows little"
 
 

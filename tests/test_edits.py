@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import CONFIGS
 
+from pymllm_interp.hooks.capture import FreshMemory
 from pymllm_interp.hooks.intervention import (
     Ablate,
     Capture,
@@ -323,7 +324,7 @@ def assert_left(
         assert declared.captures is not None
         captures, found = declared.captures, {}
         mine = [row for row, owner in enumerate(rows) if owner == number]
-        captures.prepare(lambda shape, dtype: torch.empty(shape, dtype=dtype))
+        captures.prepare(FreshMemory())
         for row in mine:
             captures.copy(integers[slice(*blocks[row])], positions[row], captures.block_sizes(positions[row], 1))
         captures.copied(len(mine))

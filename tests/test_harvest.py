@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from pymllm_interp import LM, Capture, Generated, SamplingParams, Scale, Steer
 from pymllm_interp.engine.harvest import HarvestError
 from pymllm_interp.engine.prompts import PromptError
-from pymllm_interp.hooks.harvest import Harvest, open_harvest
+from pymllm_interp.hooks.harvest import Harvest, expected_bytes, open_harvest
 from pymllm_interp.hooks.intervention import Project
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner
 
@@ -554,6 +554,31 @@ def test_a_harvest_inside_of_a_block_is_refused(lm_of: Any, tmp_path: Path) -> N
 
 
 # -- room ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "captures",
+    [
+        ["resid_post.*", "mlp_out.0"],
+        [Capture("resid_post.*", dtype="bfloat16"), Capture("z.1", dtype="float32"), "mlp_act.0"],
+        [Capture("resid_post.*", reduce="mean"), Capture("q.0", reduce="mean", dtype="float16")],
+        [Capture("resid_post.{0,2}", reduce="last"), Capture("embed", positions=[-1, 0]), "mlp_out.1"],
+        [Capture("resid_post.*", reduce=Project(torch.ones(5, 72), top_k=2)), "embed"],
+        [
+            Capture("resid_post.*", reduce=Project(torch.ones(5, 72)), dtype="float16"),
+            Capture(
+                "embed", reduce=Project(torch.ones(20, 72), top_k=4), dtype="bfloat16", positions=slice(1, None, 3)
+            ),
+        ],
+    ],
+)
+def test_the_size_of_a_harvest_is_known_to_the_byte(captures: Any, lm_of: Any, tmp_path: Path) -> None:
+    lm, documents = lm_of("llama"), [[*ids, 1, 2] for ids in corpus(12)]
+    lm.harvest(documents, capture=captures, out=tmp_path, shard_bytes=4000)
+    tensors = [tensor for shard in open_harvest(tmp_path).shards for tensor in load_file(shard.path).values()]
+    specs = [spec if isinstance(spec, Capture) else Capture(spec) for spec in captures]
+    expected = [expected_bytes(specs, lm.runner.model_info, len(ids)) for ids in documents]
+    assert sum(expected) == sum(tensor.nbytes for tensor in tensors)
 
 
 def test_a_list_that_cannot_fit_is_refused_before_anything_is_computed(

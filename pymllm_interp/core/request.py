@@ -229,6 +229,11 @@ class Request:
         return self.prompt_token_ids + self.output_token_ids
 
     @property
+    def logits_from(self) -> int:
+        """The first position whose logits are computed: the prompt's last, unless those of the whole prompt are asked for."""
+        return 0 if self.forward_only or self.params.prompt_logprobs is not None else self.prompt_len - 1
+
+    @property
     def max_total_tokens(self) -> int:
         """Positions that the request may come to need KV for."""
         return self.prompt_len + self.max_tokens - 1

@@ -4,34 +4,63 @@ outs = lm.generate(prompts, params, capture=["resid_post.*", Capture("mlp_out.{3
 outs[0].activations["resid_post.12"]            # [positions, hidden]
 outs[0].activations.positions["resid_post.12"]  # [positions] int64, and .token_ids
 
-`Captures` is what one request asks for. Its sites come in *groups* that are captured alike, and what leaves the device of a
-position is its *block*: of its sites behind each other, group after group. On a CPU a pass hands each site's rows to
-`Group.take`; on CUDA the kernels write blocks into a ring (runner/capture_ring.py), from which `Captures.copy` copies them.
+`Captures` is what one request asks for. Its sites come in *groups* that are captured alike, and what is captured of a position
+is its *block*: of its sites behind each other, group after group. On a CPU a pass hands each site's rows to `Group.take`; on
+CUDA the kernels write blocks into a ring (runner/capture_ring.py). What leaves the device are these blocks, which
+`Captures.copy` copies out of the ring; or, where the mean of prompt positions is wanted, what `Captures.pack` makes of a pass's
+blocks, and `Captures.unpack` takes apart.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from ..layers.table_edits import ALIGNED
-from .intervention import MAX_RANK, Bound, Capture, Project, Window, ordinals_of
+from .intervention import MAX_RANK, Bound, Capture, Project, Window, progressions
 
-Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
-"""(shape, dtype) -> a tensor on the CPU that nothing has been written to."""
 INTEGERS = {2: torch.int16, 4: torch.int32}
 """By itemsize, what numpy sees states as: it knows no bfloat16."""
 ALL = slice(None)
+MAX_RUNS = 16
+"""Of a prompt whose blocks have other sizes more often than this, all have the largest: what is wanted of them is found with few
+slices then."""
 
 
 class CaptureError(RuntimeError):
     """What a request was to capture is lost."""
+
+
+class Memory(Protocol):
+    """Where results are put."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor on the CPU that may hold anything."""
+        ...
+
+    def clear(self, rows: torch.Tensor, used: int) -> None:
+        """Nothing that others wrote is left in a tensor of `empty` behind its first `used` rows."""
+        ...
+
+
+class FreshMemory:
+    """Memory that holds zeros, so that there is nothing to clear."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of zeros. The system has whole pages of them: what is not used is not written to."""
+        return torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
+
+    def clear(self, rows: torch.Tensor, used: int) -> None:
+        """Nothing."""
+
+
+FRESH = FreshMemory()
 
 
 class Activations(Mapping[str, torch.Tensor]):
@@ -39,8 +68,8 @@ class Activations(Mapping[str, torch.Tensor]):
     the CPU.
 
     A reduction leaves [1, width] (`mean`, `last`), or [positions, directions] (`Project`; with `top_k` the largest of them, whose
-    places are in `indexes`). Sites that were captured alike share memory: keeping one keeps them all, a `clone()` does not.
-    What lies in that memory outside of the tensors may be left from other results: save or send a `clone()`.
+    places are in `indexes`). Sites that were captured alike share memory: keeping or saving one keeps or saves them all, a
+    `clone()` does not. Nothing of other results lies there.
 
     Attributes:
         positions: by site, [positions] int64: of the input tokens that the rows belong to, in ascending order.
@@ -81,10 +110,11 @@ class Group:
     """Sites of one request that are captured alike: at the same positions, with the same dtype and reduction.
 
     What leaves the device of a state is its dot products with the directions of a `Project`, where those are `MAX_RANK` at most;
-    the state in a narrower dtype than the model's, where that is asked for; else the state. What is kept of it lies side by side,
-    [kept, sites, width], in memory that is taken when the first comes: a row for each position; of a `mean` the sum of the rows
-    before the newest, and the newest; of the `last` the newest two. A row that was computed after the request's end can be
-    left out then.
+    the state in a narrower dtype than the model's, where that is asked for; else the state. Of a `mean` it is the sum of a pass's
+    prompt positions, in float32, and the states of the others; of the `last`, the prompt's last position and those behind it.
+    What is kept of it lies side by side, [kept, sites, width], in memory that is taken when the first comes: a row for each
+    position; of a `mean` the sum of the rows before the newest, and the newest; of the `last` the newest two. A row that was
+    computed after the request's end can be left out then; it is never one of the prompt's.
 
     Args:
         width: of a state.
@@ -93,7 +123,8 @@ class Group:
 
     Attributes:
         sites: their numbers in layers/edits.py, a column each.
-        ordinals: [longest] int64, by position: its place among those that are captured, or -1.
+        captured: [longest] bool, by position: whether it is captured.
+        ordinals: [longest] int64, by position: its place among those that the result is made of, or -1.
         offset: first element in a position's block.
         probes: [n, width] float32, the directions of the dot products; None where whole states leave the device.
         converted: the narrower dtype of what leaves the device, or None.
@@ -103,11 +134,18 @@ class Group:
     """
 
     def __init__(
-        self, spec: Capture, windows: tuple[Window, ...], width: int, dtype: torch.dtype, longest: int
+        self, spec: Capture, windows: tuple[Window, ...], width: int, dtype: torch.dtype, prompt_len: int, longest: int
     ) -> None:
-        self.spec, self.windows = spec, windows
+        self.spec = spec
         self.sites: list[int] = []
-        self.ordinals = ordinals_of(windows, torch.arange(longest)).numpy()
+        self.captured = np.zeros(longest, dtype=np.bool_)
+        for window in windows:
+            self.captured[window.start : window.stop : window.step] = True
+        taken = self.captured.copy()
+        if spec.reduce == "last":
+            taken[np.flatnonzero(taken[:prompt_len])[:-1]] = False
+        self.ordinals = np.where(taken, np.cumsum(taken) - 1, -1)
+        self._of_prompt = int(taken[:prompt_len].sum())
         self.offset = 0
         self.probes: torch.Tensor | None = None
         self.converted: torch.dtype | None = None
@@ -124,6 +162,9 @@ class Group:
         self._sent_dtype = torch.float32 if self.probes is not None else self.converted or dtype
         self._sent_integer = np.dtype(f"i{self._sent_dtype.itemsize}")
         self._site_size = -(-width * self._sent_dtype.itemsize // dtype.itemsize)  # elements of a block
+        self._sum_size = 0  # the same of a sum
+        if reduce == "mean" and self._of_prompt:
+            self._sum_size = width * torch.float32.itemsize // dtype.itemsize
         self._kept_dtype = self._sent_dtype if isinstance(reduce, Project) else self.dtype
         if reduce == "mean":
             self._kept_dtype = torch.float64
@@ -133,13 +174,23 @@ class Group:
 
     @property
     def num_positions(self) -> int:
-        """Positions that are captured at most."""
+        """Positions that the result is made of at most."""
         return int((self.ordinals >= 0).sum())
 
     @property
     def block_size(self) -> int:
         """Elements of what a position's block has of it. The next group's part is aligned as this one's is."""
-        return -(-len(self.sites) * self._site_size // ALIGNED) * ALIGNED
+        return _aligned(len(self.sites) * self._site_size)
+
+    @property
+    def sums_size(self) -> int:
+        """Elements of the sums that leave in a pass with prompt positions; 0 where none do."""
+        return _aligned(len(self.sites) * self._sum_size)
+
+    @property
+    def left_whole(self) -> np.ndarray:
+        """[longest] bool, by position: whether its state leaves the device in such a pass, too."""
+        return self.ordinals >= (self._of_prompt if self._sum_size else 0)
 
     @property
     def num_bytes(self) -> int:
@@ -154,18 +205,31 @@ class Group:
         """Take a column's states [n, width] at `ordinals` [n] of the group's; those it has, or that are -1, are left out."""
         new = ordinals >= self._filled[column]
         if new.any():
-            self.prepare(_empty)
+            self.prepare(FRESH)
             taken, states = ordinals[new], rows.detach()[new]
-            if self.probes is not None:
-                states = torch.stack([(states.float() * probe).sum(-1) for probe in self.probes.to(states.device)], -1)
-            sent = _integers(states.to("cpu", self._sent_dtype))
+            probes = None if self.probes is None else self.probes.to(states.device)
+            sent = _integers(self._sent(states, probes).cpu())
             self._keep(int(taken[0]), sent[:, None], slice(column, column + 1))
             self._filled[column] = int(taken[-1]) + 1
 
-    def prepare(self, empty: Empty) -> None:
+    def write(
+        self, states: torch.Tensor, probes: torch.Tensor | None, memory: torch.Tensor, place: int, stride: int
+    ) -> None:
+        """Write what leaves the device of states [n, width], as kernels do.
+
+        Args:
+            probes: the group's, on the device.
+            memory: [elements] of the ring.
+            place: the first one's first element.
+            stride: elements from one to the next.
+        """
+        target = memory.as_strided((len(states), self._site_size), (stride, 1), place).view(self._sent_dtype)
+        target[:, : self.width].copy_(self._sent(states, probes))
+
+    def prepare(self, memory: Memory) -> None:
         """Take the memory of what is kept; a second call does nothing."""
         if self._rows is None:
-            self._rows = empty(self._shape, self._kept_dtype)
+            self._memory, self._rows = memory, memory.empty(self._shape, self._kept_dtype)
             if self.spec.reduce == "mean":
                 self._into = self._rows.zero_().numpy()
             else:
@@ -176,7 +240,7 @@ class Group:
         if len(sizes) == 1:  # without numpy's ado: of a decode step, a row for each request
             ordinal = self.ordinals.item(first)
             if ordinal >= 0 and sizes.item():
-                self._keep(ordinal, self._part_of(blocks[None]))
+                self._keep(ordinal, self._part_of(blocks[None, self.offset :]))
             return
         ordinals = self.ordinals[first : first + len(sizes)]
         wanted = np.flatnonzero((ordinals >= 0) & (sizes > 0))
@@ -187,7 +251,36 @@ class Group:
         for begin, end in pairwise((0, *cuts.tolist(), len(wanted))):
             count, size, start = end - begin, int(sizes[begin]), int(starts[begin])
             rows = blocks[start : start + count * size].reshape(count, size)
-            self._keep(int(ordinals[wanted[begin]]), self._part_of(rows))
+            self._keep(int(ordinals[wanted[begin]]), self._part_of(rows[:, self.offset :]))
+
+    def pack(self, runs: Sequence[torch.Tensor], into: torch.Tensor, first: int, sizes: np.ndarray) -> int:
+        """Put together what leaves of the group; see `Captures.pack`. Returns how many elements of `into` that takes.
+
+        Args:
+            runs: [n, elements] each, the blocks of positions `first` and on that have a size, in order.
+        """
+        summed, whole, _ = self._places(first, sizes)
+        width = len(self.sites) * self.width
+        sums = into[: self.sums_size].view(torch.float32)[:width].zero_() if self._sum_size else into[:0]
+        for states in self._selected(runs, summed):
+            sums += states[:, :width].sum(0, dtype=torch.float32)
+        start = self.sums_size
+        for parts in self._selected(runs, whole):
+            into[start : start + parts.numel()].view_as(parts).copy_(parts)
+            start += parts.numel()
+        return start
+
+    def unpack(self, packed: np.ndarray, first: int, sizes: np.ndarray) -> int:
+        """Take what `pack` put together. Returns how many elements that was."""
+        summed, whole, ordinal = self._places(first, sizes)
+        start = self.sums_size
+        stop = start + len(whole) * self.block_size
+        if len(summed):
+            sums = packed[:start].view(np.float32)[: len(self.sites) * self.width]
+            self._add(sums.reshape(len(self.sites), -1), ALL)
+        if len(whole):
+            self._keep(ordinal, self._part_of(packed[start:stop].reshape(len(whole), -1)))
+        return stop
 
     def finish(self, num_positions: int, copied: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         """For each column (rows, their positions, indexes of `Project`) of the first `num_positions`: a row that was computed
@@ -195,11 +288,15 @@ class Group:
         captured = self.ordinals[:num_positions] >= 0
         copied_rows = int((self.ordinals[:copied] >= 0).sum())
         arrived = [max(self._filled[column], copied_rows) for column in range(len(self.sites))]
-        count = min(*arrived, int(captured.sum()))
-        if self.in_order and count < max(arrived) - 1:
+        count, newest = min(*arrived, int(captured.sum())), max(arrived)
+        if self.in_order and count < newest - (newest > self._of_prompt):
             count = 0  # it gave way, and ended before it had come as far again: what is kept is of later rows
         positions = torch.from_numpy(np.flatnonzero(captured)[:count])
         placed = positions[-1:] if self.spec.reduce == "last" else positions
+        self.prepare(FRESH)
+        assert self._rows is not None
+        if self.spec.reduce != "mean":  # whose sums nobody gets
+            self._memory.clear(self._rows, min(count, len(self._rows)))
         results = [self._result(column, count, arrived[column]) for column in range(len(self.sites))]
         return [(rows, placed, indexes) for rows, indexes in results]
 
@@ -207,24 +304,51 @@ class Group:
     def _shape(self) -> tuple[int, int, int]:
         return 2 if self.in_order else self.num_positions, len(self.sites), self.width
 
-    def _part_of(self, blocks: np.ndarray) -> np.ndarray:
-        """What the group has of blocks [n, elements]: [n, sites, width], whole numbers of the width of what is sent."""
-        part = blocks[:, self.offset : self.offset_of(len(self.sites))].reshape(len(blocks), -1, self._site_size)
-        return part.view(self._sent_integer)[..., : self.width]
+    def _places(self, first: int, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+        """Of the blocks of positions `first` and on, those that have a size: which the group sums up, which it wants as they are,
+        and the first ordinal of these, or -1."""
+        ordinals = self.ordinals[first : first + len(sizes)][sizes > 0]
+        whole = np.flatnonzero(self.left_whole[first : first + len(sizes)][sizes > 0])
+        summed = np.flatnonzero((ordinals >= 0) & (ordinals < self._of_prompt)) if self._sum_size else whole[:0]
+        return summed, whole, int(ordinals[whole[0]]) if len(whole) else -1
+
+    def _sent(self, states: torch.Tensor, probes: torch.Tensor | None) -> torch.Tensor:
+        """What leaves the device of states [n, width]: [n, `width`]. `probes` are those of the group, on their device."""
+        if probes is not None:
+            states = torch.stack([(states.float() * probe).sum(-1) for probe in probes], -1)
+        return states.to(self._sent_dtype)
+
+    def _selected(self, runs: Sequence[torch.Tensor], rows: np.ndarray) -> Iterator[torch.Tensor]:
+        """The group's parts [n, block_size] of some of the blocks, piece by piece."""
+        start = 0
+        for run in runs:
+            begin, end = np.searchsorted(rows, (start, start + len(run)))
+            for piece in _slices(rows[begin:end] - start):
+                yield run[piece, self.offset : self.offset + self.block_size]
+            start += len(run)
+
+    def _part_of(self, parts: np.ndarray) -> np.ndarray:
+        """States [n, sites, width], as whole numbers of the width of what is sent, at the front of parts [n, elements]."""
+        parts = parts[:, : len(self.sites) * self._site_size].reshape(len(parts), -1, self._site_size)
+        return parts.view(self._sent_integer)[..., : self.width]
 
     def _keep(self, ordinal: int, rows: np.ndarray, columns: slice = ALL) -> None:
         """Keep what is wanted of rows [n, columns, width] of consecutive ordinals from `ordinal` on."""
         if self.spec.reduce == "mean":
-            before, newest = self._into[:, columns]
-            with np.errstate(invalid="ignore"):  # infinite states come to NaN, as they do in torch
-                for row in rows:  # one by one, so that the sum does not depend on which came together
-                    before += newest
-                    newest[:] = _numbers(row, self._sent_dtype)
+            for row in rows:  # one by one, so that the sum does not depend on which came together
+                self._add(_numbers(row, self._sent_dtype), columns)
         elif self.spec.reduce == "last":
             for i in range(max(0, len(rows) - 2), len(rows)):
                 self._put((ordinal + i) % 2, rows[i : i + 1], columns)
         else:
             self._put(ordinal, rows, columns)
+
+    def _add(self, row: np.ndarray, columns: slice) -> None:
+        """Add a row [columns, width] to the sums, as the newest."""
+        before, newest = self._into[:, columns]
+        with np.errstate(invalid="ignore"):  # infinite states come to NaN, as they do in torch
+            before += newest
+        newest[:] = row
 
     def _put(self, place: int, rows: np.ndarray, columns: slice) -> None:
         if self._kept_dtype is self._sent_dtype:
@@ -236,7 +360,6 @@ class Group:
 
     def _result(self, column: int, count: int, arrived: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(rows, indexes of `Project`) of a column's first `count` positions, of which so many arrived."""
-        self.prepare(_empty)
         assert self._rows is not None
         rows, indexes, reduce = self._rows[:, column], None, self.spec.reduce
         if reduce == "mean":
@@ -260,6 +383,7 @@ class Captures:
     Args:
         bounds: (number of the site in layers/edits.py, what is captured there, shape of a position's state).
         dtype: of the model's states.
+        prompt_len: positions of the prompt.
         longest: positions that the request may come to have.
 
     Attributes:
@@ -270,23 +394,33 @@ class Captures:
         ValueError: a site that is named twice, or two names of one site that are captured differently.
     """
 
-    def __init__(self, bounds: Iterable[tuple[int, Bound, tuple[int, ...]]], dtype: torch.dtype, longest: int) -> None:
+    def __init__(
+        self,
+        bounds: Iterable[tuple[int, Bound, tuple[int, ...]]],
+        dtype: torch.dtype,
+        prompt_len: int,
+        longest: int,
+    ) -> None:
         self.next = 0
+        self._prompt_len = prompt_len
         self.error: CaptureError | None = None
         self._copied = 0
         self.by_site: dict[int, tuple[Group, int]] = {}
         self._names: dict[str, int] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         groups: dict[Any, Group] = {}
+        spec = group = None
         for site, bound, shape in bounds:
-            spec, name = bound.spec, str(bound.site)
-            assert isinstance(spec, Capture)
+            name = str(bound.site)
             if name in self._names:
                 raise ValueError(f"{name} is captured twice: name it once, with all positions that you want")
-            alike = bound.windows, spec.dtype, spec.reduce, prod(shape)
-            if alike not in groups:
-                groups[alike] = Group(spec, bound.windows, prod(shape), dtype, longest)
-            group = groups[alike]
+            if group is None or bound.spec is not spec:  # else it is one of the same spec's layers
+                spec = bound.spec
+                assert isinstance(spec, Capture)
+                alike = bound.windows, spec.dtype, spec.reduce, prod(shape)
+                if alike not in groups:
+                    groups[alike] = Group(spec, bound.windows, prod(shape), dtype, prompt_len, longest)
+                group = groups[alike]
             if self.by_site.setdefault(site, (group, len(group.sites)))[0] is not group:
                 other = next(known for known, number in self._names.items() if number == site)
                 raise ValueError(
@@ -296,13 +430,21 @@ class Captures:
             if site not in group.sites:
                 group.sites.append(site)
             self._names[name], self._shapes[name] = site, shape
-        # A block ends behind the last group that its position is in: those with more positions come first.
-        self.groups = sorted(groups.values(), key=lambda group: -group.num_positions)
+        self._sums_size = sum(group.sums_size for group in groups.values())
+        # A block ends behind the last group that its position is in: those with more positions come first, above all of
+        # positions whose blocks leave as they are.
+        since = prompt_len if self._sums_size else 0
+        self.groups = sorted(groups.values(), key=lambda group: _counts(group.ordinals, since), reverse=True)
         self._block_sizes = np.zeros(longest, dtype=np.int64)
         offset = 0
         for group in self.groups:
             group.offset, offset = offset, offset + group.block_size
             self._block_sizes[group.ordinals >= 0] = offset
+        if self._sums_size:
+            self._sizes_to_pack = self._block_sizes
+            if np.count_nonzero(np.diff(self._block_sizes[:prompt_len])) > MAX_RUNS:
+                self._sizes_to_pack = np.where(self._block_sizes > 0, self._block_sizes.max(), 0)
+            self._packed_sizes = np.sum([group.left_whole * group.block_size for group in self.groups], axis=0)
 
     @property
     def in_order(self) -> bool:
@@ -317,23 +459,28 @@ class Captures:
     def positions(self, num_positions: int) -> list[tuple[str, np.ndarray]]:
         """(site, positions [rows] below `num_positions` that are captured there), by site."""
         return [
-            (name, np.flatnonzero(self.by_site[site][0].ordinals[:num_positions] >= 0))
+            (name, np.flatnonzero(self.by_site[site][0].captured[:num_positions]))
             for name, site in sorted(self._names.items(), key=lambda entry: entry[1])
         ]
 
     @property
-    def largest_block(self) -> int:
-        """Elements of the largest block of a position."""
-        return int(self._block_sizes.max(initial=0))
+    def largest_room(self) -> int:
+        """What one position takes of the ring at most."""
+        packed = self._sizes_to_pack + self._packed_sizes + self._sums_size if self._sums_size else self._block_sizes
+        return int(max(packed[: self._prompt_len].max(initial=0), self._block_sizes.max(initial=0)))
 
     @property
     def offsets(self) -> dict[int, int]:
         """Site -> its first element in a position's block."""
         return {site: group.offset_of(column) for site, (group, column) in self.by_site.items()}
 
+    def packs(self, first: int) -> bool:
+        """Whether what leaves of a pass from position `first` on is packed: it has prompt positions, which are summed up."""
+        return self._sums_size > 0 and max(first, self.next) < self._prompt_len
+
     def block_sizes(self, first: int, count: int) -> np.ndarray:
         """[count] int64: elements of the blocks of positions `first` and on; 0 for those that are not captured (again)."""
-        sizes = self._block_sizes[first : first + count]
+        sizes = (self._sizes_to_pack if self.packs(first) else self._block_sizes)[first : first + count]
         if self.error is not None:
             return np.zeros_like(sizes)
         if first < self.next:
@@ -341,20 +488,29 @@ class Captures:
             sizes[: self.next - first] = 0
         return sizes
 
-    def size_of(self, first: int, count: int) -> int:
-        """The sum of `block_sizes`."""
-        if count != 1:
-            return int(self.block_sizes(first, count).sum())
+    def rooms(self, first: int, count: int) -> np.ndarray:
+        """[count] int64: what these positions take of the ring in one pass: their blocks, and what those are packed to."""
+        sizes = self.block_sizes(first, count)
+        if not self.packs(first) or not sizes.any():
+            return sizes
+        rooms = sizes + np.where(sizes > 0, self._packed_sizes[first : first + count], 0)
+        rooms[0] += self._sums_size
+        return rooms
+
+    def room_of(self, first: int, count: int) -> int:
+        """The sum of `rooms`."""
+        if count != 1 or self.packs(first):
+            return int(self.rooms(first, count).sum())
         return 0 if first < self.next or self.error is not None else self._block_sizes.item(first)
 
-    def prepare(self, empty: Empty) -> None:
+    def prepare(self, memory: Memory) -> None:
         """Take the memory of the results; a second call does nothing.
 
         Raises:
-            Exception: what `empty` raises, where there is none.
+            Exception: what `memory.empty` raises, where there is none.
         """
         for group in self.groups:
-            group.prepare(empty)
+            group.prepare(memory)
 
     def copy(self, blocks: np.ndarray, first: int, sizes: np.ndarray) -> None:
         """Copy the states of positions `first` and on out of their blocks, which lie behind each other. After `prepare`, several
@@ -366,6 +522,28 @@ class Captures:
         """
         for group in self.groups:
             group.copy(blocks, first, sizes)
+
+    def pack(self, blocks: torch.Tensor, into: torch.Tensor, first: int, sizes: np.ndarray) -> None:
+        """Make what leaves the device of a pass that `packs`: group after group, the sums over prompt positions, then the states of
+        the positions that are wanted as they are.
+
+        Args:
+            blocks, into: [elements] of the ring; the blocks, and the rest of their `rooms`.
+            first: position.
+            sizes: [positions], of `block_sizes`.
+        """
+        found = sizes[sizes > 0]
+        cuts = np.flatnonzero(np.diff(found)) + 1
+        counts = np.diff(cuts, prepend=0, append=len(found)).tolist()
+        pieces = blocks.split([int(part.sum()) for part in np.split(found, cuts)])
+        runs = [piece.view(count, -1) for piece, count in zip(pieces, counts, strict=True)]
+        for group in self.groups:
+            into = into[group.pack(runs, into, first, sizes) :]
+
+    def unpack(self, packed: np.ndarray, first: int, sizes: np.ndarray) -> None:
+        """Take what `pack` made, as `copy` does with blocks."""
+        for group in self.groups:
+            packed = packed[group.unpack(packed, first, sizes) :]
 
     def copied(self, stop: int) -> None:
         """All positions before `stop` have been copied."""
@@ -380,7 +558,7 @@ class Captures:
         tokens = torch.tensor(token_ids, dtype=torch.int64)
         try:
             columns = {id(group): group.finish(len(tokens), self._copied) for group in self.groups}
-        except RuntimeError as error:  # no memory for them
+        except (MemoryError, RuntimeError) as error:  # no memory for them
             found.error = CaptureError(f"captured states are lost: {error}")
             return found
         tokens_at = {key: tokens[columns[key][0][1]] for key in columns}
@@ -408,5 +586,17 @@ def _numbers(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     return values.view(np.float16 if dtype is torch.float16 else np.float32)
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def _counts(ordinals: np.ndarray, since: int) -> tuple[int, int]:
+    """How many positions from `since` on are captured, and how many in all."""
+    return int((ordinals[since:] >= 0).sum()), int((ordinals >= 0).sum())
+
+
+def _slices(rows: np.ndarray) -> list[slice]:
+    """Slices that select `rows`, whole numbers in ascending order."""
+    if len(rows) and rows[-1] - rows[0] == len(rows) - 1:
+        return [slice(int(rows[0]), int(rows[-1]) + 1)]
+    return [slice(run.start, run.stop, run.step) for run in progressions(rows.tolist())]

@@ -35,7 +35,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from .intervention import Capture, Project, windows_of
+from ..layers.edits import LOGITS
+from .intervention import Capture, Positions, Project, windows_of
 from .site import ModelInfo, expand
 
 FORMAT = "pymllm-interp harvest 1"
@@ -244,8 +245,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def has_index_per_site(captures: Sequence[Capture]) -> bool:
     """Whether the captures' rows are not all at the same positions."""
-    places = {(repr(spec.positions), spec.reduce if isinstance(spec.reduce, str) else None) for spec in captures}
+    places = {(repr(_positions_of(spec)), spec.reduce if isinstance(spec.reduce, str) else None) for spec in captures}
     return len(places) > 1
+
+
+def _positions_of(spec: Capture) -> Positions:
+    """Where a harvest captures: of a pass's positions the last one alone has logits."""
+    return (-1,) if spec.site == LOGITS and spec.positions == "all" else spec.positions
 
 
 def expected_bytes(captures: Sequence[Capture], model: ModelInfo, tokens: int) -> int:
@@ -257,15 +263,17 @@ def expected_bytes(captures: Sequence[Capture], model: ModelInfo, tokens: int) -
     total, index = 0, 8 * len(INDEX)
     for number, spec in enumerate(captures):
         sites = expand(spec.site, model.num_hidden_layers, model.family)
-        rows = sum(window.size or tokens for window in windows_of(spec.positions, tokens))
-        dtype = spec.dtype if isinstance(spec.dtype, torch.dtype) else model.dtype
-        width = model.width(sites[0].kind) * dtype.itemsize
+        rows = sum(window.size or tokens for window in windows_of(_positions_of(spec), tokens))
+        values, dtype, places = model.width(sites[0].kind), model.dtype, 0
         if isinstance(spec.reduce, Project):
-            width = (spec.reduce.top_k or 0) * 12 or len(spec.reduce.directions) * 4
+            dtype, places = torch.float32, 8 * (spec.reduce.top_k or 0)
+            values = spec.reduce.top_k or len(spec.reduce.directions)
         elif spec.reduce is not None:
             rows = 1
+        if isinstance(spec.dtype, torch.dtype):
+            dtype = spec.dtype
         indexes = len(sites) if has_index_per_site(captures) else int(number == 0)
-        total += rows * (len(sites) * width + indexes * index)
+        total += rows * (len(sites) * (values * dtype.itemsize + places) + indexes * index)
     return total
 
 

@@ -146,26 +146,108 @@ class Turn:
             ):
                 block.modes.park(self._modes)
 
-    def resume(self, block: Block, *args: Any, error: BaseException | None = None) -> Pending | None:
+    def resume(self, block: Block, error: BaseException | None = None) -> Pending | None:
         """`EngineInterleaver.resume`, of one of several. Returns what the block waits for next."""
         worker = block.worker
         assert worker is not None
         block.pending = None
         block.served = True
         try:
-            pending = self.run(block, worker.switch, *args) if error is None else self.run(block, worker.throw, error)
+            pending = self.run(block, worker.switch) if error is None else self.run(block, worker.throw, error)
         except BaseException as raised:
-            watchdog = self._watchdog
-            if isinstance(raised, TraceTimeoutError) and watchdog is not None:
-                raised.args = (
-                    f"request {block.trace.request_id}: its block ran for more than trace_step_timeout="
-                    f"{watchdog.end_after} s without reaching the model",
-                )
-            block.exception = raised
-            block.trace.fail(raised)
+            self._failed(block, raised)
             return None
         block.pending = pending
         return pending
+
+    def _failed(self, block: Block, raised: BaseException) -> None:
+        """`raised` ended the block, and ends its request."""
+        watchdog = self._watchdog
+        if isinstance(raised, TraceTimeoutError) and watchdog is not None:
+            raised.args = (
+                f"request {block.trace.request_id}: its block ran for more than trace_step_timeout="
+                f"{watchdog.end_after} s without reaching the model",
+            )
+        if not hasattr(raised, "__intervention_tb__"):
+            raised.__intervention_tb__ = raised.__traceback__  # pyright: ignore[reportAttributeAccessIssue]
+        block.exception = raised
+        block.trace.fail(raised)
+
+    def serve(self, blocks: list[Block], location: str, visit: int, shared: Shared) -> None:
+        """Serve the blocks that still wait for this visit of `location`, one after the other, and file each where it parks next.
+
+        A step of a large batch comes here thousands of times, so this is `run` and `_park` once more, as one loop: calls, and
+        what is the same for all, would take as long as all the rest.
+        """
+        interleaver, scope, greenlet, watchdog = self._interleaver, self._scope, self._greenlet, self._watchdog
+        grad, inference, autocast, modes, outer = self._grad, self._inference, self._autocast, self._modes, self._visit
+        asked: Pending | None = None  # by the block before, of `pace`, which was filed at `parked` for `due`
+        pace, due, parked = -1, 0, []
+        for block in blocks:
+            pending, trace = block.pending, block.trace
+            # Those before it may have ended its request, or have had it go on.
+            if pending is None or pending[1] != location or block.due != visit or trace.ended:
+                continue
+            if trace.skipping and trace.skips(location):
+                continue
+            trace.dirty = block.served = True
+            worker, occurrence = block.worker, pending[2]
+            assert worker is not None
+            while pending is not None and pending[1] == location and pending[2] == occurrence:
+                if block.iteration:
+                    # As in nnsight: after the first hit of iter[n] the rest of that step follows in sequence.
+                    block.iteration = None
+                served: Any = None
+                error: EditError | None = None
+                if pending[0] is VALUE:
+                    trace.receipt.reads += 1
+                    served = shared.rows_of(trace.rows)
+                elif pending[0] is Event.SKIP:
+                    interleaver._skip(block, location, shared, pending[3])
+                else:
+                    error = interleaver._swap(block, location, shared, pending[3])
+                counts = isinstance(served, torch.Tensor)
+                version = served._version if counts else 0
+                scope["depth"], scope["saves"], interleaver.serving = 1, trace.saves, trace
+                worker.parent = greenlet
+                if block.modes.left is not None:
+                    block.modes.resume()
+                block.pending = pending = None
+                if watchdog is not None:
+                    watchdog.visit = [trace, None]
+                try:
+                    try:
+                        if error is None:
+                            pending = worker.switch(served if counts else without_batch(served))
+                        else:
+                            pending = worker.throw(error)
+                    finally:
+                        if watchdog is not None:
+                            watchdog.visit = outer
+                            if watchdog.posted:
+                                watchdog.drain()
+                        if (
+                            is_grad_enabled() is not grad
+                            or is_inference_mode_enabled() is not inference
+                            or autocast
+                            or is_any_autocast_enabled()
+                        ):
+                            block.modes.park(modes)
+                except BaseException as raised:
+                    self._failed(block, raised)
+                block.pending = pending
+                if counts and served._version != version:
+                    shared.count_edit(trace)  # in place
+            if pending is not None and pending is asked and trace.pace == pace:
+                block.due = due
+                parked.append(block)
+                continue
+            interleaver._park(block)
+            asked, awaited = None, None if pending is None else pending[1]
+            if awaited is not None and trace.pace >= 0:
+                point = interleaver.points[awaited]
+                if point.in_model:
+                    asked, pace, due, parked = pending, trace.pace, block.due, point.parked
 
 
 class Point:
@@ -250,6 +332,7 @@ class EngineInterleaver(Interleaver):
         visits: this pass's visits. Those of parts that ran fused are not in it: see `visited`.
         catch_up: called before a pass serves its first value: those whose request has ended meanwhile must not see it.
         serving: the request whose block runs now.
+        moves: visits and passes so far: while it stays the same, the model stands where it stood.
         edits: looks for those that held NaN.
         watchdog: watches for blocks that take long; None where nobody does.
         eager_parts: how often an attention or an MLP went kernel by kernel in a pass of stretches, by what blocks waited for
@@ -263,6 +346,7 @@ class EngineInterleaver(Interleaver):
         self.run_locations: frozenset[str] = frozenset()
         self._logit_locations: frozenset[str] = frozenset()
         self._model_paths: set[str] = set()
+        self._with_attention: set[str] = set()
         self._layers = ""
         self._known: dict[str, Point] = {}
         self.per_pass: dict[str, int] = {}
@@ -274,6 +358,8 @@ class EngineInterleaver(Interleaver):
         self.traces: list[RequestTrace] = []
         self.catch_up: Callable[[], None] | None = None
         self._caught_up = True
+        self._cut: list[torch.Tensor] = []
+        self.moves = 0
         self.serving: RequestTrace | None = None
         self.edits = EditLog()
         self.watchdog: Watchdog | None = None
@@ -282,6 +368,10 @@ class EngineInterleaver(Interleaver):
     def bind(self, model: Envoy) -> None:
         """Learn the model's own locations, before users attach modules of theirs."""
         self._model_paths = {envoy.path for envoy in model.modules()}
+        attentions = [f"{path}." for path in self._model_paths if path.endswith(".self_attn")]
+        self._with_attention = {
+            path for path in self._model_paths if any(attention.startswith(f"{path}.") for attention in attentions)
+        }
         self._layers = f"{model.path}.model.layers."
         self.samples, self.streamer = f"{model.path}.samples", f"{model.path}.generator.streamer.output"
         self.run_locations = frozenset({f"{model.path}.logits", self.samples})
@@ -330,12 +420,13 @@ class EngineInterleaver(Interleaver):
         """Arm the modules for one pass of the model, in which `traces` take part (in batch order)."""
         self.traces = list(traces)
         self._clear()
+        self.moves += 1
         self.visits = defaultdict(int)
         self._fused.clear()
         self._fused_inside.clear()
         self.sourced.clear()
         for trace in self.traces:
-            trace.in_pass = True
+            trace.join_pass()
             for block in trace.blocks:
                 self._park(block)
                 for cache in block.caches:
@@ -361,7 +452,7 @@ class EngineInterleaver(Interleaver):
     def leave(self, trace: RequestTrace) -> None:
         """Take a trace out of the pass: its request ended before, and this pass never was."""
         if trace.in_pass:
-            trace.in_pass, trace.rows = False, None
+            trace.in_pass, trace.rows, trace.pace = False, None, -1
             self.traces.remove(trace)
             for point in self.points.values():
                 point.leave(trace)
@@ -379,16 +470,16 @@ class EngineInterleaver(Interleaver):
         for location, count in self.visits.items():
             if count > 1:  # what a pass that failed did not come to is no rule
                 self.per_pass[location] = count
-        unowned: defaultdict[Delivery, dict[int, torch.Tensor]] = defaultdict(dict)
+        saved: defaultdict[Delivery, list[torch.Tensor]] = defaultdict(list)
         shared: set[int] = set()
         for trace in self.traces:
-            trace.end_pass(unowned[trace.delivery], shared)
+            trace.end_pass(saved[trace.delivery], shared)
         left: list[torch.Tensor] = []
-        for delivery, saved in unowned.items():
-            if saved:
-                delivery.make_room(len(saved))
-                left += delivery.pack(saved.values())
+        for delivery, tensors in saved.items():
+            if tensors:
+                left += delivery.keep(tensors, self._cut)
         own(left)
+        self._cut = []
         self.edits.end_pass()
         for trace in self.traces:
             if trace.on_step is not None:
@@ -486,6 +577,7 @@ class EngineInterleaver(Interleaver):
     def visit(self, location: str, value: Any) -> Any:
         """`handle` at one of `points`, from the model."""
         self.catch_up_once()
+        self.moves += 1
         point, visit = self.points[location], self.visits.get(location, 0)
         shared = Shared(value, point.of_logits, len(point.parked))
         if point.skips:
@@ -494,14 +586,8 @@ class EngineInterleaver(Interleaver):
             with Turn(self) as turn:
                 # One that is served may release another, which parks here too (a barrier).
                 while point.parked and (ready := point.take(visit)):
-                    for block in ready:
-                        pending, trace = block.pending, block.trace
-                        # Those before it may have ended its request, or have had it go on.
-                        if pending is None or pending[1] != location or block.due != visit or trace.ended:
-                            continue
-                        if not (trace.skipping and trace.skips(location)):
-                            self._serve(turn, block, location, shared)
-                            self._park(block)
+                    turn.serve(ready, location, visit, shared)
+        self._cut += shared.cut
         value = shared.settle()
         if shared.edits:
             self.edits.note(value, point.of_logits, shared.edits)
@@ -526,35 +612,6 @@ class EngineInterleaver(Interleaver):
                 served = without_batch(shared.rows_of(block.trace.rows))
                 cache.observe_selected(slot, apply(served, torch.Tensor.clone, torch.Tensor))
 
-    def _serve(self, turn: Turn, block: Block, provider: str, shared: Shared) -> None:
-        """Serve a block that waits for this visit, until it parks elsewhere or ends."""
-        trace, pending = block.trace, block.pending
-        trace.dirty = True
-        assert pending is not None
-        occurrence = pending[2]
-        while pending is not None:
-            event, location, iteration, edited = pending
-            if location != provider or iteration != occurrence:
-                return
-            if block.iteration:
-                # As in nnsight: after the first hit of iter[n] the rest of that step follows in sequence.
-                block.iteration = None
-            if event is VALUE:
-                trace.receipt.reads += 1
-                served = shared.rows_of(trace.rows)
-                if isinstance(served, torch.Tensor):
-                    version = served._version
-                    pending = turn.resume(block, served)
-                    if served._version != version:
-                        shared.count_edit(trace)  # in place
-                else:
-                    pending = turn.resume(block, without_batch(served))
-            elif event is Event.SKIP:
-                self._skip(block, provider, shared, edited)
-                pending = turn.resume(block)
-            else:
-                pending = turn.resume(block, error=self._swap(block, provider, shared, edited))
-
     def _swap(self, block: Block, provider: str, shared: Shared, edited: Any) -> EditError | None:
         try:
             shared.replace(block.trace.rows, edited)
@@ -564,10 +621,14 @@ class EngineInterleaver(Interleaver):
         return None
 
     def _skip(self, block: Block, provider: str, shared: Shared, replacement: Any) -> None:
-        """A lone request's module does not run. In a shared batch it runs for the others; the skipper's rows are replaced."""
+        """A lone request's module does not run. In a shared batch it runs for the others; the skipper's rows are replaced.
+
+        Nor is one left out that holds an attention: later positions would find what another request left in its slot of the cache.
+        """
         trace, path = block.trace, provider.removesuffix(".skip")
         trace.skipping.append(path)
-        if trace.rows is None or trace.rows.alone:
+        trace.pace = -1
+        if (trace.rows is None or trace.rows.alone) and path not in self._with_attention:
             shared.count_edit(trace)
             shared.value = replacement
         else:
@@ -582,14 +643,15 @@ class EngineInterleaver(Interleaver):
     def _handle_call(self, trace: RequestTrace, provider: str, value: Any) -> Any:
         """A visit that a block's own call makes (``module(x, hook=True)``): its request's, whole, and nobody else's."""
         rows, trace.rows = trace.rows, None
+        self.moves += 1
         shared = Shared(value, of_logits=False)
         try:
             while ready := [block for block in trace.blocks if trace.reaches(block, provider)]:
                 with Turn(self) as turn:
                     for block in ready:
                         self._unpark(block, provider)
-                        self._serve(turn, block, provider, shared)
-                        self._park(block)
+                        block.due = 0
+                    turn.serve(ready, provider, 0, shared)
             if shared.edits:
                 self.edits.note(shared.value, shared.of_logits, shared.edits)
         finally:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from numbers import Integral, Real
 from typing import Any, Literal, Self, TypeVar
 
@@ -61,6 +61,10 @@ Positions = Literal["all", "prompt", "generated"] | int | Sequence[int] | slice 
 - a whole number, or a list, tuple or range of them: of the prompt, negative ones from its end. Each must exist.
 - a slice: of the prompt, as Python slices a list; ``slice(None, None, 4)`` is every fourth.
 - `Generated`.
+
+Logits are computed where a token is drawn, at the prompt's last position and those behind it: an op at `logits` acts at those of
+its positions alone, and a `Capture` of ``"all"`` has those. One that names others is refused, unless the request has the logits
+of its whole prompt (``prompt_logprobs``, ``with lm.trace(...)``).
 """
 
 
@@ -103,7 +107,7 @@ def windows_of(positions: Positions, prompt_len: int) -> tuple[Window, ...]:
         if not selected:
             raise ValueError(f"{positions} selects nothing of a prompt of {prompt_len} tokens")
         return (Window(selected.start, selected.stop, selected.step),)
-    return _progressions(sorted(_absolute(positions, prompt_len)))
+    return progressions(sorted(_absolute(positions, prompt_len)))
 
 
 def ordinals_of(windows: tuple[Window, ...], positions: Tensor) -> Tensor:
@@ -226,6 +230,19 @@ class _Placed(_Spec):
     def name(self) -> str:
         """For messages."""
         return f"{type(self).__name__}({str(self.site)!r})"
+
+    def sites_in(self, model: ModelInfo) -> tuple[Site, ...]:
+        """The spec's sites in the order of the layers, of a model that it was checked against: once, since as a rule many
+        requests have the same specs.
+
+        Raises:
+            ValueError: what `bind` refuses whatever the prompt.
+        """
+        found = self.__dict__.get("_found")
+        if found is None or found[0] is not model:
+            found = model, _sites_of(self, model)  # pyright: ignore[reportArgumentType]
+            self._set("_found", found)
+        return found[1]
 
     def _set_place(self) -> None:
         try:
@@ -459,7 +476,8 @@ class Project(_Spec):
 
 @dataclass(frozen=True, eq=False)
 class Capture(_Placed):
-    """Read the state, after all interventions at its site.
+    """Read the state, after all interventions at its site. At `logits` it is what the next token is drawn from, before penalties
+    and filters.
 
     Raises:
         ValueError: an unknown site, positions, a dtype or a reduction that is not understood.
@@ -508,13 +526,18 @@ def captures_for_each_prompt(given: Any, prompts: int) -> list[list[Capture]]:
         ValueError: neither, or a list of another length.
     """
     found = [
-        [Capture(spec) if isinstance(spec, str | Site) else spec for spec in entry]
+        [_whole(spec) if isinstance(spec, str | Site) else spec for spec in entry]
         for entry in _lists(given, prompts, "capture")
     ]
     for spec in (spec for entry in found for spec in entry):
         if not isinstance(spec, Capture):
             raise ValueError(f"capture: {spec!r} is none; expected a site, or Capture(site, ...)")
     return found
+
+
+@lru_cache
+def _whole(site: str | Site) -> Capture:
+    return Capture(site)
 
 
 def _lists(given: Any, prompts: int, what: str) -> list[list[Any]]:
@@ -593,11 +616,22 @@ def bind(spec: Intervention | Capture, model: ModelInfo, prompt_len: int) -> lis
             prompt, or a `Patch` whose rows are not as many as its positions. The message names the spec, the limit, and the
             setting that it comes from.
     """
+    sites = spec.sites_in(model)
+    try:
+        windows = windows_of(spec.positions, prompt_len)
+    except ValueError as error:
+        raise ValueError(f"{spec.name}: {error}") from None
+    if isinstance(spec, Patch) and spec.values.ndim == 2:
+        spec = _in_order(spec, windows, prompt_len)
+    return [Bound(spec, site, windows) for site in sites]
+
+
+def _sites_of(spec: Intervention | Capture, model: ModelInfo) -> tuple[Site, ...]:
+    """The sites of `bind`, of a spec that the model can take."""
     for name in spec.names():
         raise ValueError(f"{spec.name}: {name!r} is a name, and only an LM's `vectors` know whose")
     try:
         sites = expand(spec.site, model.num_hidden_layers, model.family)
-        windows = windows_of(spec.positions, prompt_len)
     except ValueError as error:
         raise ValueError(f"{spec.name}: {error}") from None
     kind = sites[0].kind
@@ -613,9 +647,24 @@ def bind(spec: Intervention | Capture, model: ModelInfo, prompt_len: int) -> lis
                 f"{spec.name}: {name} holds {largest:.3g}, which {model.dtype}, the model's dtype, cannot hold; its largest "
                 f"number is {limit:.3g}"
             )
-    if isinstance(spec, Patch) and spec.values.ndim == 2:
-        spec = _in_order(spec, windows, prompt_len)
-    return [Bound(spec, site, windows) for site in sites]
+    return tuple(sites)
+
+
+def at_logits(bound: Bound, first: int) -> Bound:
+    """A capture at the logits, in a request that has them at the positions from `first` on.
+
+    Raises:
+        ValueError: it names positions that have none.
+    """
+    if bound.spec.positions == "all":
+        return replace(bound, windows=(Window(first),))
+    if any(window.start < first for window in bound.windows):
+        raise ValueError(
+            f"{bound.spec.name}: positions={bound.spec.positions!r}; this request has logits where its tokens are drawn, from "
+            f"position {first} on, the prompt's last: name -1, 'generated' or 'all', which means all of those. Logits of the whole "
+            "prompt come with SamplingParams(prompt_logprobs=0), and in a trace of one pass (`with lm.trace(...)`)"
+        )
+    return bound
 
 
 def _in_order(patch: Patch, windows: tuple[Window, ...], prompt_len: int) -> Patch:
@@ -646,36 +695,63 @@ def apply(op: Intervention, state: Tensor, ordinals: Tensor | None = None) -> Te
     Returns:
         [rows, width], of the state's dtype.
     """
-    if op.identity:
-        return state
     if ordinals is None:
         ordinals = torch.arange(len(state), device=state.device)
+    vectors = [vector.to(state.device) for vector in vectors_of(op)]
+    return act(op, state, gated(op, state, ordinals, vectors), vectors)
+
+
+def vectors_of(op: Intervention) -> list[Tensor]:
+    """What `op` is computed with, float32 on the CPU: its own vectors, [width] or [n, width], where it has any; then its gate's."""
+    match op:
+        case Steer():
+            own = [op.unit if op.norm == "match" else op.vector]
+        case Ablate():
+            own = [op.basis]
+        case Clamp():
+            own = [op.unit]
+        case Patch():
+            own = [op.values]
+        case Scale():
+            own = []
+    return own if op.when is None else [*own, op.when.probe]
+
+
+def gated(op: Intervention, state: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+    """`ordinals` [rows], -1 where the op's gate is shut. `vectors`: those of `vectors_of`, on the state's device."""
+    if op.when is None:
+        return ordinals
+    fires = _dots(state.float(), vectors[-1])[:, 0] > op.when.threshold
+    return torch.where(fires, ordinals, -1)
+
+
+def act(op: Intervention, state: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+    """`apply` behind the gate, to the rows whose ordinal of `gated` is not -1."""
+    if op.identity:
+        return state
     x = state.float()
     touched = (ordinals >= 0)[:, None]
-    if op.when is not None:
-        touched = touched & (_dots(x, op.when.probe.to(x.device)) > op.when.threshold)
     match op:
         case Steer(norm="match"):
-            y = x + op.scale * _norms(x) * op.unit.to(x.device)
+            y = x + op.scale * _norms(x) * vectors[0]
         case Steer():
-            y = x + op.scale * op.vector.to(x.device)
+            y = x + op.scale * vectors[0]
             if op.norm == "preserve":
                 norms = _norms(y)
                 y = y * torch.where(norms > 0, _norms(x) / norms, 1.0)  # a state that became zero has no direction
         case Ablate():
             y = x
-            for axis in op.basis.to(x.device):
+            for axis in vectors[0]:
                 y = y - _dots(x, axis) * axis
         case Clamp():
-            unit = op.unit.to(x.device)
-            projection = _dots(x, unit)
+            projection = _dots(x, vectors[0])
             wanted = projection.clamp(op.low, op.high)
             touched = touched & (wanted != projection)
-            y = x + (wanted - projection) * unit
+            y = x + (wanted - projection) * vectors[0]
         case Scale():
             y = op.factor * x
         case Patch():
-            values = op.values.to(x.device)
+            values = vectors[0]
             y = values.expand_as(x) if values.ndim == 1 else values[ordinals.clamp(min=0)]
     return torch.where(touched, y.to(state.dtype), state)
 
@@ -740,7 +816,7 @@ def _absolute(indexes: _Indexes, prompt_len: int) -> list[int]:
     return absolute
 
 
-def _progressions(positions: list[int]) -> tuple[Window, ...]:
+def progressions(positions: list[int]) -> tuple[Window, ...]:
     """Ascending positions as windows, long runs of equal steps in one."""
     windows, start = [], 0
     while start < len(positions):

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from .tracer import EngineTracer
 
 
+_NOBODY = None, -1, -2
+
+
 class Read(eproperty):
     """nnsight's property of the same name, with a short way to park: a read or an assignment takes one call in place of eight.
 
@@ -40,16 +43,25 @@ class Read(eproperty):
         block = mediator() if mediator is not None else None
         if obj is None or block is None or block.transform is not None:
             return super().__get__(obj, owner)
-        pending, wanted = obj._waits.get(self.key), block.iteration
-        if pending is None or pending[2] != wanted:
-            location = f"{obj.path}.{self.key}" if pending is None else pending[1]
-            if wanted is None:
-                wanted = block.wanted(location)
-            if pending is None or pending[2] != wanted:
-                pending = obj._waits[self.key] = Pending(Event.VALUE, location, wanted)
+        pending, moves, pace = obj._waits.get(self.key, _NOBODY)
+        wanted = block.iteration
+        if wanted is None:
+            trace = block.trace
+            if pace != trace.pace or moves != trace.interleaver.moves:
+                pending = self._wait(obj, block)
+        elif pending is None or pending[2] != wanted:
+            pending = self._wait(obj, block)
         value = worker.parent.switch(pending)
         assert self._preprocess is not None
         return self._preprocess(obj, value)
+
+    def _wait(self, obj: Any, block: Any) -> Pending:
+        """What `block`, which reads here, waits for; kept for the next that does."""
+        location = f"{obj.path}.{self.key}"
+        pending = Pending(Event.VALUE, location, block.wanted(location))
+        stands = block.trace.stands_at(location) if block.iteration is None else _NOBODY[1:]
+        obj._waits[self.key] = pending, *stands
+        return pending
 
     def __set__(self, obj: Any, value: Any) -> None:
         worker: Any = getcurrent()
@@ -73,8 +85,8 @@ class TracedEnvoy(Envoy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # What blocks that read here wait for: most often what the one before waits for.
-        self._waits: dict[str, Pending] = {}
+        # What the last block that read here waits for, and where it stood (`RequestTrace.stands_at`): most often as the next.
+        self._waits: dict[str, tuple[Pending | None, int, int]] = {}
         # A serialised block names its envoys by path; without this it would carry the tree.
         self._persistent_id = f"Envoy:{self.path}"
 

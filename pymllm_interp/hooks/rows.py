@@ -67,9 +67,10 @@ class Shared:
 
     Attributes:
         edits: how often each trace has edited its rows.
+        cut: memory of the batch that was cut into rows for all who read, [rows, ...] each.
     """
 
-    __slots__ = ("_assigned", "_cuts", "_whole", "edits", "of_logits", "readers", "value")
+    __slots__ = ("_assigned", "_cuts", "_whole", "cut", "edits", "of_logits", "readers", "value")
 
     def __init__(self, value: Any, of_logits: bool, readers: int = 1) -> None:
         self.value, self.of_logits, self.readers = value, of_logits, readers
@@ -77,6 +78,7 @@ class Shared:
         self._cuts: dict[int, _Cut] = {}
         self._whole: _Cut | None = None  # where the value is one tensor
         self._assigned = False
+        self.cut: list[torch.Tensor] = []
 
     def rows_of(self, rows: Rows | None) -> Any:
         """What a request sees: its rows of each tensor, or what it has assigned to them; everything without `rows`."""
@@ -114,6 +116,8 @@ class Shared:
 
     def settle(self) -> Any:
         """What the model goes on with."""
+        if self.edits and self.cut:  # rows that were cut at once count their edits by themselves
+            torch.autograd.graph.increment_version([cut.tensor for cut in self._cuts.values()])
         if self._assigned:
             self.value = apply(self.value, self._settled, torch.Tensor)
             self._assigned, self._whole = False, None
@@ -127,7 +131,9 @@ class Shared:
     def _cut(self, tensor: torch.Tensor, rows: Rows) -> _Cut:
         cut = self._cuts.get(id(tensor))
         if cut is None:
-            cut = self._cuts[id(tensor)] = _Cut(tensor, *rows.layout(tensor, self.of_logits), self.readers)
+            place = rows.layout(tensor, self.of_logits)
+            cut = self._cuts[id(tensor)] = _Cut(tensor, *place, self.readers, tensor is self.value)
+            self.cut += cut.memory()
         return cut
 
     def _replaced(self, full: Any, edited: Any, rows: Rows, assigned: list[tuple[_Cut, torch.Tensor]]) -> Any:
@@ -174,6 +180,11 @@ class Shared:
 class _Cut:
     """A tensor of the batch, by requests.
 
+    Args:
+        readers: see `Shared`.
+        count_alone: rows may count their edits by themselves (`Tensor._version`). The model takes each of its values once, and
+            then sees what is in it; only of those that it passes along with others it asks whether they have been edited.
+
     Attributes:
         dim: that holds the rows; None where it carries none, and is everybody's.
         logits: they are logit rows.
@@ -181,15 +192,25 @@ class _Cut:
 
     __slots__ = ("_assigned", "_pieces", "_served", "dim", "logits", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, dim: int | None, logits: bool, readers: int) -> None:
+    def __init__(self, tensor: torch.Tensor, dim: int | None, logits: bool, readers: int, count_alone: bool) -> None:
         self.tensor, self.dim, self.logits = tensor, dim, logits
-        # Cutting out every row in one call takes a third of the time that it takes row by row.
-        # Detached: what autograd knows as a view holds on to the whole batch, whatever memory it is given later.
+        # Cutting out every row in one call takes a fraction of the time that it takes row by row.
+        # Nothing that autograd knows as a view: that holds on to the whole batch, whatever memory it is given later.
         self._pieces: list[torch.Tensor | None] | None = None
         if dim is not None and readers * 3 > tensor.shape[dim]:
-            self._pieces = list(map(torch.Tensor.detach, tensor.split(1, dim)))
+            if count_alone:
+                self._pieces = list(tensor.detach().unsafe_split(1, dim))
+            else:
+                self._pieces = list(map(torch.Tensor.detach, tensor.split(1, dim)))
         self._served: dict[int, torch.Tensor] = {}
         self._assigned: dict[int, torch.Tensor] = {}
+
+    def memory(self) -> list[torch.Tensor]:
+        """The tensor, [rows, ...], where every row was cut out of memory that it has for itself."""
+        tensor, dim = self.tensor, self.dim
+        if self._pieces is None or not tensor.is_contiguous() or tensor.untyped_storage().nbytes() > tensor.nbytes:
+            return []
+        return [tensor.detach().flatten(0, 1) if dim else tensor.detach()]
 
     def seen_by(self, rows: Rows) -> torch.Tensor:
         """What the request has been served last."""

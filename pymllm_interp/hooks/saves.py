@@ -10,12 +10,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -24,35 +24,50 @@ from .collector import give_back, make_room
 from .nnsight_compat import apply
 
 
-def find_unowned(value: Any, found: dict[int, torch.Tensor], seen: dict[int, int], pieces: Container[int] = ()) -> None:
-    """Look for tensors in `value` that hold on to more memory than their own, the batch's as a rule, or to another's.
+def find_tensors(value: Any, found: list[torch.Tensor], seen: dict[int, int]) -> None:
+    """Look for tensors.
 
     Args:
         value: a tensor, or lists, tuples and dicts of them.
-        found: they are added here, by id.
-        seen: containers that were gone through before, by id, with how many of their items; a list that grows by an
-            item a step is not walked anew each time.
-        pieces: memory that they may share; see `Delivery`.
+        found: they are added here.
+        seen: lists that were gone through before, by id, with how many of their items; one that grows by an item a step is
+            not walked anew each time.
     """
     if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided:
-            return
-        memory = value.untyped_storage()
-        if memory.nbytes() > value.nbytes or value._base is not None:
-            if not (value.requires_grad or memory._cdata in pieces or type(value) is torch.nn.Parameter):
-                found[id(value)] = value
+        found.append(value)
     elif isinstance(value, (list, tuple)):
         first = seen.get(id(value), 0) if isinstance(value, list) else 0
-        for item in value[first:] if first else value:
-            find_unowned(item, found, seen, pieces)
+        items = value[first:] if first else value
+        if _PLAIN.issuperset(map(type, items)):
+            found += items
+        else:
+            for item in items:
+                find_tensors(item, found, seen)
         if isinstance(value, list):
-            # The last item may still grow (a list of lists), so it is looked at again.
-            seen[id(value)] = max(len(value) - 1, 0)
+            # The last item may still grow (a list of lists): then it is looked at again.
+            seen[id(value)] = len(value) if not value or isinstance(value[-1], torch.Tensor) else len(value) - 1
     elif isinstance(value, dict):
         for item in value.values():
-            find_unowned(item, found, seen, pieces)
+            find_tensors(item, found, seen)
 
 
+def unowned(tensors: Iterable[torch.Tensor], pieces: Container[int] = ()) -> list[torch.Tensor]:
+    """Those that hold on to more memory than their own, the batch's as a rule, or to another's, each once.
+
+    Args:
+        pieces: memory that they may share; see `Delivery`.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for tensor in tensors:
+        if tensor.layout is torch.strided:
+            memory = tensor.untyped_storage()
+            if memory.nbytes() > tensor.nbytes or tensor._base is not None:
+                if not (tensor.requires_grad or memory._cdata in pieces or type(tensor) is torch.nn.Parameter):
+                    found[id(tensor)] = tensor
+    return list(found.values())
+
+
+_PLAIN = frozenset({torch.Tensor})
 _swap = torch._C._swap_tensor_impl  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -143,18 +158,24 @@ _cutter = _Cutter()
 
 @dataclass(slots=True)
 class _Piece:
-    """Memory that tensors of one kind share, which were saved in one pass."""
+    """Memory that tensors of one kind share, which were saved in one pass: they were moved there, or it is the batch's own."""
 
     memory: StorageWeakRef
     """Lives as long as one of the tensors does; while this refers to it, no other memory has its `cdata`."""
     tensors: list[weakref.ref[torch.Tensor]]
     """Those that a block has dropped meanwhile are not kept for the caller's sake."""
+    versions: list[int]
+    """Of each tensor, at the end of the pass."""
     copies: Future[Sequence[torch.Tensor]] | None
-    """Of each tensor, as it was at the end of the pass; None where they were not sent, or have been taken."""
+    """Of each tensor as it was then, and of others; None where they were not sent, or have been taken."""
+    rows: Sequence[int]
+    """Where each tensor's copy is among them."""
 
 
 _kind = attrgetter("dtype", "device", "shape")
+_shape = attrgetter("dtype", "shape")
 _data = attrgetter("data")
+_counted = attrgetter("_version")
 
 
 @cache
@@ -163,11 +184,19 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+class _Adopted(NamedTuple):
+    """Memory of the batch that is going to be a piece, the tensors that were saved in it, and which of its rows they are."""
+
+    memory: torch.Tensor
+    saved: list[torch.Tensor]
+    rows: list[int]
+
+
 class Delivery:
     """Hands the saves of one ``with`` block to its caller. A tensor is copied once, under however many names it is saved.
 
     Copies from a GPU go to pinned memory on a stream of their own, so that the engine's work does not wait for them. Of many
-    small tensors, those that are alike travel in one piece: most of them at the end of the pass that they were saved in (`pack`),
+    small tensors, those that are alike travel in one piece: most of them at the end of the pass that they were saved in (`keep`),
     the others when the request is over (`expect`, `send`). What the caller gets is cut from it and has memory of its own.
 
     The block goes on with what it saved, and may edit it: that torch has counted the edit (`Tensor._version`) tells that it must
@@ -177,7 +206,7 @@ class Delivery:
         device: of what is handed over; None leaves it where it is.
 
     Attributes:
-        seen: see `find_unowned`; of what was saved above several blocks, which fill it together.
+        seen: see `find_tensors`; of what was saved above several blocks, which fill it together.
         owned: the same, of lists that were handed over, where all that they hold are copies.
         pieces: by the identity of their memory (`UntypedStorage._cdata`).
     """
@@ -216,6 +245,74 @@ class Delivery:
                 give_back(self._room)
                 self._room = None
 
+    def keep(self, tensors: list[torch.Tensor], cut: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Free what a pass has saved from the batch, most of it by `adopt` and `pack`. Called by the engine's thread.
+
+        Args:
+            tensors: they may be there twice, or be nobody else's already.
+            cut: see `adopt`.
+
+        Returns:
+            those that are the batch's still.
+        """
+        left = unowned(self.adopt(tensors, cut), self.pieces)
+        self.make_room(len(left))
+        return self.pack(left)
+
+    def adopt(self, tensors: list[torch.Tensor], cut: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Make memory of the batch a piece as it is, where nearly all of it was saved, row by row; and let it start for the device.
+
+        Args:
+            cut: memory of the pass, [rows, ...] each, which from now on only those write to that were served its rows.
+
+        Returns:
+            the tensors that are in none.
+        """
+        if len(tensors) < self.MANY or self.device is None:
+            return tensors
+        try:
+            at = dict(zip(map(torch.Tensor.data_ptr, tensors), tensors, strict=True))
+        except RuntimeError:  # one of a layout that has no such thing
+            return tensors
+        if len(at) < len(tensors) and len(at) < len(set(map(id, tensors))):
+            return tensors  # two at one place, of which each is to have memory of its own
+        alike: defaultdict[Any, list[_Adopted]] = defaultdict(list)
+        for memory in cut:
+            count, size = len(memory), memory.nbytes // len(memory)
+            if not 0 < size <= self.SMALL or self._is_there(memory):
+                continue
+            place = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes, size)
+            rows = [row for row, pointer in enumerate(place) if pointer in at]
+            if len(rows) < self.MANY or len(rows) * 4 < count * 3:
+                continue
+            saved = [at[place[row]] for row in rows]
+            some, kinds = saved[0], set(map(_shape, saved))
+            if (
+                len(kinds) == 1
+                and some.dtype == memory.dtype
+                and some.nbytes == size
+                and all(map(torch.Tensor.is_contiguous, saved))
+                and _PLAIN.issuperset(map(type, saved))
+            ):
+                alike[kinds.pop(), memory.device].append(_Adopted(memory, saved, rows))
+                for row in rows:
+                    del at[place[row]]
+        for group in alike.values():
+            count = max(1, self.PIECE // group[0].memory.nbytes)
+            for first in range(0, len(group), count):
+                self._adopt(group[first : first + count])
+        return list(at.values())
+
+    def _adopt(self, group: list[_Adopted]) -> None:
+        """`adopt` memory of one kind of rows: it travels together."""
+        shape = group[0].saved[0].shape
+        copies = self._start(torch.cat([adopted.memory.reshape(-1, *shape) for adopted in group]))
+        first = 0
+        for memory, saved, rows in group:
+            self.make_room(len(saved))
+            self._note(memory, saved, copies, [first + row for row in rows])
+            first += len(memory)
+
     def pack(self, tensors: Collection[torch.Tensor]) -> list[torch.Tensor]:
         """Move what a pass has saved into pieces, in place, and let these start for the device. Called by the engine's thread.
 
@@ -250,35 +347,49 @@ class Delivery:
                     _swap(tensor, cut)
                 except RuntimeError:
                     left.append(tensor)  # the base of other views
-            copies = None
-            if _cutter.take(piece.nbytes):
-                self.make_room(3 * len(tensors))  # copies, weak references, and a tuple of both
-                try:
-                    moved, arrived = self._moved(piece, self.device), None
-                except BaseException:  # no pinned memory: the room is nobody's then
-                    _cutter.give_back(piece.nbytes)
-                    raise
-                stream = self._streams.get(piece.device)
-                if stream is not None:
-                    piece.record_stream(stream)  # the block may drop all that is in it before it has been copied
-                    arrived = torch.cuda.Event(blocking=True)
-                    arrived.record(stream)
-                copies = _cutter.cut(moved, arrived)
-        for gone in [key for key, known in self.pieces.items() if known.memory.expired()]:
-            del self.pieces[gone]
-        memory = StorageWeakRef(piece.untyped_storage())
-        self.pieces[memory.cdata] = _Piece(memory, list(map(weakref.ref, tensors)), copies)
+        self._note(piece, tensors, self._start(piece), range(len(tensors)))
         return left
 
+    def _start(self, piece: torch.Tensor) -> Future[Sequence[torch.Tensor]] | None:
+        """Let a piece start for the device. Returns copies of its rows; None where there is no room."""
+        assert self.device is not None
+        if not _cutter.take(piece.nbytes):
+            return None
+        self.make_room(3 * len(piece))  # copies, weak references, and a tuple of both
+        try:
+            moved, arrived = self._moved(piece, self.device), None
+        except BaseException:  # no pinned memory: the room is nobody's then
+            _cutter.give_back(piece.nbytes)
+            raise
+        stream = self._streams.get(piece.device)
+        if stream is not None:
+            piece.record_stream(stream)  # all that is in it may be dropped before it has been copied
+            arrived = torch.cuda.Event(blocking=True)
+            arrived.record(stream)
+        return _cutter.cut(moved, arrived)
+
+    def _note(
+        self,
+        piece: torch.Tensor,
+        tensors: list[torch.Tensor],
+        copies: Future[Sequence[torch.Tensor]] | None,
+        rows: Sequence[int],
+    ) -> None:
+        for gone in [key for key, known in self.pieces.items() if known.memory.expired()]:
+            del self.pieces[gone]
+        memory, versions = StorageWeakRef(piece.untyped_storage()), _versions(tensors)
+        self.pieces[memory.cdata] = _Piece(memory, list(map(weakref.ref, tensors)), versions, copies, rows)
+
     def receive(self) -> None:
-        """Take the copies that `pack` has sent, of what is still as it was: a piece counts from 0."""
+        """Take the copies that have been sent, of what is still as it was."""
         for piece in self.pieces.values():
-            if piece.copies is not None:
-                for reference, copied in zip(piece.tensors, piece.copies.result(), strict=True):
-                    tensor = reference()
-                    if tensor is not None and not tensor._version:
-                        self._copies[id(tensor)] = tensor, 0, copied
-                piece.copies = None
+            if piece.copies is None:
+                continue
+            copies, piece.copies = piece.copies.result(), None
+            for reference, version, row in zip(piece.tensors, piece.versions, piece.rows, strict=True):
+                tensor = reference()
+                if tensor is not None and tensor._version == version:
+                    self._copies[id(tensor)] = tensor, version, copies[row]
 
     def expect(self, value: Any) -> None:
         """Note the tensors of `value`, which `hand` will be asked for: `send` copies them together."""
@@ -309,7 +420,8 @@ class Delivery:
     def _send(self, tensors: list[torch.Tensor]) -> None:
         assert self.device is not None
         with torch.no_grad():
-            piece = self._moved(torch.stack(tensors), self.device)
+            stacked = torch.stack(tensors)  # held until it has been copied: the engine's thread would be given its memory
+            piece = self._moved(stacked, self.device)
             self.make_room(len(tensors))
             self.wait()
             copies: Any = torch.unbind_copy(piece)
@@ -341,15 +453,12 @@ class Delivery:
             return known[1]
         self._handed[id(value), detached] = value, value
         if isinstance(value, list):
-            copies, all_sent = self._copies, True
-            for i, item in enumerate(value):
-                _, version, copied = copies.get(id(item), _NEVER)
-                if copied is not None and version == _version(item):
-                    value[i] = copied
-                else:
-                    value[i], all_sent = self.hand(item, detached), False
-            if all_sent:
+            sent = [known for known in map(self._copies.get, map(id, value)) if known is not None]
+            if len(sent) == len(value) > 0 and [version for _, version, _ in sent] == _versions(value):
+                value[:] = [copied for _, _, copied in sent]
                 self.owned[id(value)] = len(value)
+            else:
+                value[:] = [self.hand(item, detached) for item in value]
         elif isinstance(value, dict):
             for key, item in list(value.items()):
                 value[key] = self.hand(item, detached)
@@ -401,3 +510,11 @@ class Delivery:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    tensors = list(tensors)
+    try:
+        return list(map(_counted, tensors))
+    except RuntimeError:  # an inference tensor's
+        return list(map(_version, tensors))

@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import lru_cache
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -222,6 +223,7 @@ def expand(pattern: str | Site, num_layers: int, family: Family) -> list[Site]:
     return [Site(kind, layer) for layer in sorted(layers)]
 
 
+@lru_cache(maxsize=1 << 14)  # each layer's name is looked up for every request
 def _look_up(text: str) -> tuple[str, str | None]:
     """(kind, what stands in the layer's place or None)."""
     name, layers = _split(text)

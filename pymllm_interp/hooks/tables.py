@@ -2,7 +2,8 @@
 
 `Declared.of` binds what a caller asked for to the model and the prompt, and checks it against the limits, before the request is
 scheduled. On CUDA its ops become rows of device tables (`DeviceTables`), which a captured graph reads; on a CPU they are
-functions on the request's rows (`host_edits`). `layers/edits.py` has the sites and the order in which they act.
+functions on the request's rows (`host_edits`), as those at the logits are everywhere (`logit_edits`). `layers/edits.py` has the
+sites and the order in which they act.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -32,10 +34,13 @@ from .intervention import (
     Scale,
     Steer,
     Window,
-    apply,
+    act,
+    at_logits,
     bind,
+    gated,
     ordinals_of,
     rows_in,
+    vectors_of,
 )
 from .receipt import Applied, Captured
 from .site import ModelInfo, Site
@@ -60,15 +65,19 @@ def site_index(site: Site, num_layers: int) -> int:
     layer = site.layer or 0
     if site.kind not in STREAM_KINDS:
         return edits.inner_site(num_layers, layer, site.kind)
-    return {
-        "embed": edits.stream_site(0),
-        "resid_pre": edits.stream_site(2 * layer),
-        "attn_out": edits.added_site(2 * layer + 1),
-        "resid_mid": edits.stream_site(2 * layer + 1),
-        "mlp_out": edits.added_site(2 * layer + 2),
-        "resid_post": edits.stream_site(2 * layer + 2),
-        "final_norm": edits.final_norm_site(num_layers),
-    }[site.kind]
+    match site.kind:
+        case "embed" | "resid_pre":
+            return edits.stream_site(2 * layer)
+        case "attn_out":
+            return edits.added_site(2 * layer + 1)
+        case "resid_mid":
+            return edits.stream_site(2 * layer + 1)
+        case "mlp_out":
+            return edits.added_site(2 * layer + 2)
+        case "resid_post":
+            return edits.stream_site(2 * layer + 2)
+        case _:
+            return edits.final_norm_site(num_layers)
 
 
 @dataclass(frozen=True)
@@ -91,29 +100,32 @@ class Limits:
 
 
 def _captures(
-    specs: Sequence[Capture], model: ModelInfo, prompt_len: int, limits: Limits, longest: int
+    specs: Sequence[Capture], model: ModelInfo, prompt_len: int, limits: Limits, longest: int, logits_from: int
 ) -> Captures | None:
     if not specs:
         return None
 
     def bounds() -> Iterator[tuple[int, Bound, tuple[int, ...]]]:
         for spec in specs:
-            for bound in bind(spec, model, prompt_len):
+            found = bind(spec, model, prompt_len)
+            limits.check(found[0].site)
+            shape = model.shape(found[0].site.kind)  # a spec's sites are of one kind
+            for bound in found:
                 if bound.site.kind == edits.LOGITS:
-                    raise ValueError(
-                        "logits are not captured: logprobs= and prompt_logprobs= have the most likely ones, and a trace can save "
-                        "`lm.logits`"
-                    )
-                limits.check(bound.site)
-                yield site_index(bound.site, model.num_hidden_layers), bound, model.shape(bound.site.kind)
+                    bound = at_logits(bound, logits_from)
+                yield site_index(bound.site, model.num_hidden_layers), bound, shape
 
-    captures = Captures(bounds(), model.dtype, longest)
+    captures = Captures(bounds(), model.dtype, prompt_len, longest)
     if captures.num_bytes > limits.max_capture_bytes:
         raise ValueError(
             f"the captures of a request of {longest} positions may take {captures.num_bytes / 2**20:.0f} MiB; a request's results "
             f"hold {limits.max_capture_bytes / 2**20:.0f} (max_capture_bytes): raise it, or capture fewer sites or positions"
         )
     return captures
+
+
+Fires = dict[tuple[int, int], int | torch.Tensor]
+"""(site, place among its ops) -> how often an op's gate let it act; where functions count, a tensor on their device."""
 
 
 class Op(NamedTuple):
@@ -131,17 +143,18 @@ class Declared:
     Attributes:
         ops: by site, in the order in which they act.
         captures: None where nothing is captured.
+        logits_from: the first position that has logits.
         vectors: rows of the pool that it holds, until `VectorPool.release`.
     """
 
     ops: dict[int, list[Op]]
     captures: Captures | None
     prompt_len: int
+    logits_from: int = 0
     vectors: dict[int, int] = field(default_factory=dict)
     """id of a tensor -> its first row."""
     held: list[bytes] = field(default_factory=list)
-    fires: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(site, place among its ops) -> how often its gate let it act."""
+    fires: Fires = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -152,8 +165,10 @@ class Declared:
         limits: Limits,
         captures: Sequence[Capture] = (),
         longest: int = 0,
+        logits_from: int = 0,
     ) -> Declared:
-        """What `specs` and `captures` come to for a prompt of that length, in a request of at most `longest` positions.
+        """What `specs` and `captures` come to for a prompt of that length, in a request of at most `longest` positions, which has
+        logits at those from `logits_from` on.
 
         Raises:
             ValueError: what `bind` refuses, a site that no op can act at, too many ops at one, a site that is captured twice, or
@@ -179,7 +194,8 @@ class Declared:
                     f"{found[0].site} has {count} interventions, counting each run of evenly spaced positions; at most "
                     f"{limits.max_interventions_per_site} are held (max_interventions_per_site): raise it, or use fewer runs"
                 )
-        return cls(ops, _captures(captures, model, prompt_len, limits, longest), prompt_len)
+        captured = _captures(captures, model, prompt_len, limits, longest, logits_from)
+        return cls(ops, captured, prompt_len, logits_from)
 
     @property
     def edits_logits(self) -> bool:
@@ -207,9 +223,11 @@ class Declared:
             Applied(
                 intervention=type(op.spec).__name__,
                 site=str(op.site),
-                prompt_rows=int(rows_in(op.windows, prompt).sum()),
+                prompt_rows=int(
+                    rows_in(op.windows, prompt[self.logits_from :] if op.site.kind == edits.LOGITS else prompt).sum()
+                ),
                 generated_rows=int(rows_in(op.windows, generated).sum()),
-                gate_fires=None if op.spec.when is None else self.fires.get((site, i), 0),
+                gate_fires=None if op.spec.when is None else int(self.fires.get((site, i), 0)),
             )
             for site, found in sorted(self.ops.items())
             for i, op in enumerate(found)
@@ -218,7 +236,7 @@ class Declared:
     def tensors(self) -> Iterator[torch.Tensor]:
         """The vectors that the tables hold for it."""
         for op in self:
-            yield from _vectors_of(op)
+            yield from vectors_of(op.spec)
         for group in () if self.captures is None else self.captures.groups:
             if group.probes is not None:
                 yield group.probes
@@ -241,27 +259,23 @@ class Share(NamedTuple):
     """Those of its last positions, so many."""
 
 
-def host_edits(requests: Iterable[Share], num_layers: int, logits_only: bool = False) -> HostEdits | None:
-    """The ops and captures of a step as functions; None where no request has any in it.
-
-    Args:
-        logits_only: leave out all but the ops at the logits.
-    """
+def host_edits(requests: Iterable[Share], num_layers: int) -> HostEdits | None:
+    """The ops and captures of a step as functions; None where no request has any in it. Captures of the logits come later, by
+    `Group.take`: a trace may change those behind the head."""
     logits = edits.inner_site(num_layers, 0, edits.LOGITS)
     by_site: dict[int, list[tuple[tuple[int, int], Callable[[torch.Tensor], torch.Tensor]]]] = {}
     taps: dict[int, list[tuple[tuple[int, int], Callable[[torch.Tensor], None]]]] = {}
     for declared, start, positions, logit_start, logit_rows in requests:
         rows = start, len(positions)
-        for group in () if declared.captures is None or logits_only else declared.captures.groups:
+        for group in () if declared.captures is None else declared.captures.groups:
             ordinals = torch.from_numpy(group.ordinals)[positions]
             if (ordinals >= 0).any():
                 for column, site in enumerate(group.sites):
-                    taps.setdefault(site, []).append((rows, _taking(group, column, ordinals)))
+                    if site != logits:
+                        taps.setdefault(site, []).append((rows, _taking(group, column, ordinals)))
         for site, found in declared.ops.items():
             if site == logits:
                 rows, positions = (logit_start, logit_rows), positions[len(positions) - logit_rows :]
-            elif logits_only:
-                continue
             for i, op in enumerate(found):
                 ordinals = ordinals_of(op.windows, positions)
                 if (ordinals >= 0).any():
@@ -270,21 +284,110 @@ def host_edits(requests: Iterable[Share], num_layers: int, logits_only: bool = F
     return HostEdits(by_site, taps, num_layers) if by_site or taps else None
 
 
+class _LogitRows(NamedTuple):
+    """What an op does to consecutive rows of the logits, of one request or of several that have the same spec."""
+
+    first: int
+    ordinals: torch.Tensor
+    """[rows], on the device."""
+    spec: Intervention
+    vectors: list[torch.Tensor]
+    fires: Fires
+    key: tuple[int, int]
+
+    @property
+    def stop(self) -> int:
+        return self.first + len(self.ordinals)
+
+
+class LogitEdits:
+    """The ops at the logits of a step whose other ops are in tables: functions, in the order in which they act."""
+
+    def __init__(self, ops: list[_LogitRows]) -> None:
+        self._ops = ops
+
+    def rows_from(self, start: int, stop: int) -> LogitEdits:
+        """Those of the logit rows from `start` to `stop`, counted from `start`."""
+        cut = [
+            op._replace(
+                first=max(op.first, start) - start, ordinals=op.ordinals[max(0, start - op.first) : stop - op.first]
+            )
+            for op in self._ops
+            if op.first < stop and start < op.stop
+        ]
+        return LogitEdits(cut)
+
+    def at(self, value: torch.Tensor) -> torch.Tensor:
+        """Logits [1, rows, vocab] after the ops, in fresh memory."""
+        value = value.clone()
+        for op in self._ops:
+            rows = value[0, op.first : op.stop]
+            rows.copy_(_acted(op.spec, rows, op.ordinals, op.vectors, op.fires, op.key))
+        return value
+
+
+def logit_edits(requests: Iterable[Share], num_layers: int, tables: DeviceTables) -> LogitEdits | None:
+    """The ops at the logits of a step; None where no request has any in it.
+
+    The host waits for none of it: what the ops are computed with is in the tables' pool while the request lives, and where they
+    act goes to the device in one piece. Requests next to each other that have the same spec, as a list for all prompts makes them,
+    are one function, unless fires are to be counted for each.
+    """
+    site = edits.inner_site(num_layers, 0, edits.LOGITS)
+    # A request's ops in their order; in which order requests come does not matter.
+    wanted = [(i, share, op) for share in requests for i, op in enumerate(share.declared.ops.get(site, ()))]
+    found: list[tuple[int, Share, Op]] = []
+    parts: list[torch.Tensor] = []
+    for i, share, op in sorted(wanted, key=itemgetter(0)):
+        ordinals = ordinals_of(op.windows, share.positions[len(share.positions) - share.logit_rows :])
+        if (ordinals >= 0).any():
+            found.append((i, share, op))
+            parts.append(ordinals)
+    if not found:
+        return None
+    (ordinals,) = upload(tables.device, torch.cat(parts))
+    ops: list[_LogitRows] = []
+    end = 0
+    for i, share, op in found:
+        start, end = end, end + share.logit_rows
+        last = ops[-1] if ops else None
+        if last is not None and op.spec is last.spec and op.spec.when is None and last.stop == share.logit_start:
+            ops[-1] = last._replace(ordinals=ordinals[start - len(last.ordinals) : end])
+            continue
+        vectors = [tables.pool_view(share.declared, vector) for vector in vectors_of(op.spec)]
+        ops.append(
+            _LogitRows(share.logit_start, ordinals[start:end], op.spec, vectors, share.declared.fires, (site, i))
+        )
+    return LogitEdits(ops)
+
+
 def _taking(group: Group, column: int, ordinals: torch.Tensor) -> Callable[[torch.Tensor], None]:
     return lambda rows: group.take(column, rows, ordinals)
 
 
 def _function(
-    spec: Intervention, ordinals: torch.Tensor, fires: dict[tuple[int, int], int], key: tuple[int, int]
+    spec: Intervention, ordinals: torch.Tensor, fires: Fires, key: tuple[int, int]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     def run(rows: torch.Tensor) -> torch.Tensor:
-        at = ordinals.to(rows.device)
-        if spec.when is not None:
-            open_rows = rows.float() @ spec.when.probe.to(rows.device) > spec.when.threshold
-            fires[key] = fires.get(key, 0) + int((open_rows & (at >= 0)).sum())
-        return apply(spec, rows, at)
+        vectors = [vector.to(rows.device) for vector in vectors_of(spec)]
+        return _acted(spec, rows, ordinals.to(rows.device), vectors, fires, key)
 
     return run
+
+
+def _acted(
+    spec: Intervention,
+    rows: torch.Tensor,
+    ordinals: torch.Tensor,
+    vectors: Sequence[torch.Tensor],
+    fires: Fires,
+    key: tuple[int, int],
+) -> torch.Tensor:
+    """`intervention.apply`, with what it is computed with, and its gate's fires counted: nobody waits for the device."""
+    touched = gated(spec, rows, ordinals, vectors)
+    if spec.when is not None:
+        fires[key] = fires.get(key, 0) + (touched >= 0).sum()
+    return act(spec, rows, touched, vectors)
 
 
 # -- device tables -----------------------------------------------------------------------------------
@@ -397,7 +500,7 @@ class DeviceTables:
             all(model.width(kind) % table_edits.ALIGNED == 0 for kind in ("resid_post", *limits.inner_sites)),
         )  # fmt: skip
         self.pool = VectorPool(limits.max_intervention_vectors, model.hidden_size)
-        self._device, self._edited = device, edited
+        self.device, self._edited = device, edited
         self._in_use: set[int] = set()
         self._staged: dict[int, Declared | None] = {}
 
@@ -406,14 +509,23 @@ class DeviceTables:
         if declared is not None or row in self._in_use:
             self._staged[row] = declared
 
+    def pool_view(self, declared: Declared, tensor: torch.Tensor) -> torch.Tensor:
+        """One of the vectors that a request holds, on the device, in its shape: where they are, not a copy."""
+        first, width = declared.vectors[id(tensor)], tensor.shape[-1]
+        count, span = tensor.numel() // width, -(-width // self.pool.width)
+        rows = self.tables.vectors[first : first + count * span].view(count, -1)[:, :width]
+        return rows if tensor.ndim == 2 else rows[0]
+
     def read_fires(self, row: int, declared: Declared) -> None:
         """Add what the gates of the request in `row` counted to its own counts. Waits for the device where it has gates."""
-        if all(op.spec.when is None for op in declared):
+        sites = self.tables.fires.shape[1]
+        in_tables = {site: found for site, found in declared.ops.items() if site < sites}
+        if all(op.spec.when is None for found in in_tables.values() for op in found):
             return
         counted = self.tables.fires[row].cpu()
-        for site, found in declared.ops.items():
+        for site, found in in_tables.items():
             first = 0
-            for i, op in enumerate(found if site < counted.shape[0] else ()):
+            for i, op in enumerate(found):
                 entries = len(op.windows)
                 fires = int(counted[site, first : first + entries].sum())
                 declared.fires[site, i] = declared.fires.get((site, i), 0) + fires
@@ -422,7 +534,7 @@ class DeviceTables:
     def apply_staged_writes(self) -> None:
         """Write new vectors and rows to the device; nothing waits for it."""
         for first, vectors in self.pool.take_staged():
-            (on_device,) = upload(self._device, vectors)
+            (on_device,) = upload(self.device, vectors)
             self.tables.vectors[first : first + len(vectors)] = on_device
         if not self._staged:
             return
@@ -440,7 +552,8 @@ class DeviceTables:
                 continue
             self._in_use.add(row)
             for site, offset in () if declared.captures is None else declared.captures.offsets.items():
-                captures[i, site, :3], marks[i] = (offset, *_way(declared, site)), 1
+                if site < sites:
+                    captures[i, site, :3], marks[i] = (offset, *_way(declared, site)), 1
             for site, found in declared.ops.items():
                 entries = (
                     [entry for op in found for entry in _entries(op, declared, self.pool.width)] if site < sites else []
@@ -456,29 +569,10 @@ class DeviceTables:
             at = tuple(np.array(places).T)
             words = np.array(whole, dtype=np.int32), np.array(real, dtype=np.float32).view(np.int32)
             ops[(*at, slice(sum(part.shape[1] for part in words)))] = np.concatenate(words, axis=1)
-        index, *values = upload(self._device, rows, marks, ops, captures)
+        index, *values = upload(self.device, rows, marks, ops, captures)
         for table, value in zip((self._edited, self.tables.ops, self.tables.captures), values, strict=True):
             table.index_copy_(0, index, value)
         self.tables.fires.index_fill_(0, index, 0)
-
-
-def _vectors_of(op: Op) -> list[torch.Tensor]:
-    """What the tables hold for an op: its vectors, and its gate's. Those at the logits are functions."""
-    spec = op.spec
-    if op.site.kind == edits.LOGITS:
-        return []
-    match spec:
-        case Steer():
-            own = [spec.unit if spec.norm == "match" else spec.vector]
-        case Ablate():
-            own = [spec.basis]
-        case Clamp():
-            own = [spec.unit]
-        case Patch():
-            own = [spec.values]
-        case _:
-            own = []
-    return own if spec.when is None else [*own, spec.when.probe]
 
 
 def _way(declared: Declared, site: int) -> tuple[int, int]:
@@ -495,7 +589,7 @@ def _entries(op: Op, declared: Declared, width: int) -> Iterator[tuple[list[int]
     """The table's words for an op, for each of its windows: whole numbers, and those behind them. `width` is that of the pool's
     rows."""
     spec = op.spec
-    vectors = [declared.vectors[id(tensor)] for tensor in _vectors_of(op)]
+    vectors = [declared.vectors[id(tensor)] for tensor in vectors_of(spec)]
     probe, threshold = (-1, 0.0) if spec.when is None else (vectors.pop(), spec.when.threshold)
     first, rank, norm, low, high, before = vectors[0] if vectors else 0, 1, 0, 0.0, 0.0, 0
     match spec:

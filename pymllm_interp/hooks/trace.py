@@ -22,7 +22,7 @@ from .modes import BlockModes
 from .nnsight_compat import EarlyStopException, Event, Mediator, dangling_unwind, mark
 from .receipt import Receipt
 from .rows import Rows
-from .saves import Delivery, find_unowned, own
+from .saves import Delivery, find_tensors, own, unowned
 
 if TYPE_CHECKING:
     from ..core.request import Request
@@ -60,6 +60,8 @@ class RequestTrace:
         delivery: how its caller is handed what it saved.
         activations: what its request captured (hooks.capture.Activations); set when that has ended.
         on_step: called after each pass with its number and copies of the saved values by name, on the engine's thread.
+        pace: `passes`, while it is in a pass and has missed nothing of any: those of one pace have reached a place of the model as
+            often as each other; else -1.
         last_edit: the pass (`EditLog.number`) in which a block has edited last.
         outer: by name, what was saved above the block, where it stood then.
         dirty: a block has run since its saves were gone through.
@@ -89,6 +91,7 @@ class RequestTrace:
         self.passes = 0
         self.max_passes = 1
         self.single = False
+        self.pace = -1
         self.in_pass = self.over = self.ended = self.stopped = False
         self.error: BaseException | None = None
         self.result: Any = None
@@ -140,6 +143,17 @@ class RequestTrace:
             count -= sum(missed for path, missed in self.missed.items() if _inside(path, point.location))
         return count
 
+    def stands_at(self, location: str) -> tuple[int, int]:
+        """(`EngineInterleaver.moves`, `pace`): whose are equal has reached `location` as often. (-1, -2): nobody's are."""
+        if self.pace < 0 or not self.interleaver.point(location).in_model:
+            return -1, -2
+        return self.interleaver.moves, self.pace
+
+    def join_pass(self) -> None:
+        """It takes part in the pass that begins."""
+        self.in_pass = True
+        self.pace = -1 if self.missed else self.passes
+
     def reaches(self, block: Block, location: str) -> bool:
         """Whether `block` waits for this visit of `location`."""
         pending = block.pending
@@ -181,13 +195,13 @@ class RequestTrace:
         else:
             self.calls[location] = self.calls.get(location, 0) + 1
 
-    def end_pass(self, unowned: dict[int, torch.Tensor], shared: set[int]) -> None:
-        """Count the pass, and note in `unowned` what was saved in it and must be freed from the batch (hooks.saves.own).
+    def end_pass(self, saved: list[torch.Tensor], shared: set[int]) -> None:
+        """Count the pass, and note in `saved` what was, and may have to be freed from the batch (`Delivery.keep`).
 
         Args:
             shared: ids of what was saved above several blocks, and has been looked through after this pass.
         """
-        self.in_pass = False
+        self.in_pass, self.pace = False, -1
         self.passes += 1
         if self.skipping:
             for path in self.skipping:
@@ -196,11 +210,11 @@ class RequestTrace:
         self.rows = None
         if self.dirty:
             self.dirty = False
-            self._find_unowned(unowned)
+            self._find(saved)
             for value in self.outer.values():
                 if id(value) not in shared:
                     shared.add(id(value))
-                    find_unowned(value, unowned, self.delivery.seen, self.delivery.pieces)
+                    find_tensors(value, saved, self.delivery.seen)
 
     def stream(self) -> None:
         """Hand copies of what is saved so far to `on_step`."""
@@ -274,9 +288,9 @@ class RequestTrace:
         self.receipt.preemptions = request.num_preemptions
         self.warnings += self.receipt.warnings
         if self.dirty:  # what its last lines put into a list from above is found after the next pass, or by `hand_over`
-            unowned: dict[int, torch.Tensor] = {}
-            self._find_unowned(unowned)
-            own(unowned.values())
+            saved: list[torch.Tensor] = []
+            self._find(saved)
+            own(unowned(saved, self.delivery.pieces))
         if torch.cuda.is_initialized():
             self._done = torch.cuda.Event()
             self._done.record()
@@ -311,10 +325,10 @@ class RequestTrace:
         """What the block saved, by name."""
         return {name: value for name, value in self.written().items() if id(value) in self.saves}
 
-    def _find_unowned(self, unowned: dict[int, torch.Tensor]) -> None:
-        """Note the tensors that the block saved and that lie in memory which is not theirs, by id."""
+    def _find(self, saved: list[torch.Tensor]) -> None:
+        """Note the tensors that the block saved."""
         for value in self._own_saves():
-            find_unowned(value, unowned, self._seen, self.delivery.pieces)
+            find_tensors(value, saved, self._seen)
 
     def announce_saves(self) -> None:
         """Tell `delivery` what `hand_over` is going to ask for."""
@@ -358,10 +372,10 @@ def settle_saves(handed: Iterable[Any], delivery: Delivery) -> None:
     """Wait for what a ``with`` block's traces have handed over, and give it memory of its own where it has not: what was put
     into a list that had been gone through."""
     delivery.wait()
-    unowned: dict[int, torch.Tensor] = {}
+    found: list[torch.Tensor] = []
     for value in handed:
-        find_unowned(value, unowned, delivery.owned)
-    own(unowned.values())
+        find_tensors(value, found, delivery.owned)
+    own(unowned(found))
 
 
 def emit(texts: list[str], stacklevel: int) -> None:

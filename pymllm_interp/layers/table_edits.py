@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol, Self
 
 import torch
 
 from .edits import LOGITS, final_norm_site, num_sites
-
-if TYPE_CHECKING:
-    from .host_edits import HostEdits
 
 ADD, PROJECT_OUT, CLAMP, SCALE, PATCH = range(1, 6)
 """What an op does; 0 is none."""
@@ -83,6 +80,18 @@ class EditTables:
         )
 
 
+class LogitOps(Protocol):
+    """Ops at the logits, which no captured pass computes."""
+
+    def rows_from(self, start: int, stop: int) -> Self:
+        """Those of the rows from `start` to `stop` of a decode pass, counted from `start`."""
+        ...
+
+    def at(self, value: torch.Tensor) -> torch.Tensor:
+        """Logits [1, rows, vocab] after the ops, in fresh memory."""
+        ...
+
+
 class TableEdits:
     """Ops and captures from tables.
 
@@ -91,7 +100,7 @@ class TableEdits:
             position.
         blocks: [2, tokens] int64, each token row's block of the ring: its first element, and the one after its last. What does
             not fit in is not captured: the two are equal where nothing is.
-        logits: the ops at the logits, which are functions: no captured pass computes them. None where there are none.
+        logits: None where there are no ops at them.
     """
 
     def __init__(
@@ -100,7 +109,7 @@ class TableEdits:
         rows: torch.Tensor,
         positions: torch.Tensor,
         blocks: torch.Tensor,
-        logits: HostEdits | None = None,
+        logits: LogitOps | None = None,
     ) -> None:
         self.tables, self.rows, self.positions, self.blocks, self.logits = tables, rows, positions, blocks, logits
         self.num_layers = tables.num_layers
@@ -113,7 +122,7 @@ class TableEdits:
         logits = None if self.logits is None else self.logits.rows_from(start, stop)
         return TableEdits(self.tables, rows.clone(), positions.clone(), blocks.clone(), logits)
 
-    def with_logits(self, logits: HostEdits | None) -> TableEdits:
+    def with_logits(self, logits: LogitOps | None) -> TableEdits:
         """The same in a pass with these ops at its logits."""
         return TableEdits(self.tables, self.rows, self.positions, self.blocks, logits)
 
@@ -121,7 +130,7 @@ class TableEdits:
         from .triton_edits import edit
 
         if site >= self.tables.ops.shape[1]:
-            return value if self.logits is None else self.logits.at(site, value)
+            return value if self.logits is None else self.logits.at(value)
         return edit(value, site, self)
 
     def take(self, site: int, value: torch.Tensor) -> None:

@@ -2,9 +2,12 @@
 
     schedule      take(request, tokens)    room is kept for the blocks of the step's rows; who finds none waits for a later step
     before a pass lay_out(entries)         each token row's block: the step's lie behind each other, in one piece
-    the pass                               kernels write the states into the ring
+    the pass                               kernels write the states into the ring; behind it, `put` those of the logits
     behind it     send()                   the piece is copied to the host on a stream of its own
     a thread                               copies blocks from there into each request's result, and frees the piece
+
+Where the mean over a prompt is wanted, the blocks of its rows lie at the end of the piece and stay on the device: what they are
+packed to, behind the pass, leaves in their place.
 
 The ring on the host has the size of the one on the device, and a piece has the same place in both: it is free again when its
 blocks have been copied out. The engine's thread waits for none of this, and neither does a pass that was launched.
@@ -18,15 +21,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ..core.output import ScheduledRequest
 from ..core.request import Request
-from ..hooks.capture import INTEGERS, CaptureError, Captures
+from ..hooks.capture import INTEGERS, CaptureError, Captures, Group
 from .result_memory import ResultMemory
 
 logger = logging.getLogger(__name__)
@@ -98,13 +102,61 @@ class Pieces:
 
 
 class _Share(NamedTuple):
-    """A request's blocks in a piece: those of the positions from `first` on."""
+    """A request's part of a piece: the blocks of the positions from `first` on, or what they are packed to."""
 
     captures: Captures
     first: int
     sizes: np.ndarray
     offset: int
     """From the piece's start."""
+    packed: int = 0
+    """Elements that the blocks are packed to; 0 where they leave as they are."""
+    blocks: int = 0
+    """From the piece's start, where they are packed."""
+
+
+class _LaidOut(NamedTuple):
+    """A piece that a pass is to write to."""
+
+    start: int
+    size: int
+    leaving: int
+    """Elements of it that leave the device."""
+    shares: list[_Share]
+
+
+class StatesOf(NamedTuple):
+    """Which states of consecutive positions are a request's."""
+
+    captures: Captures
+    row: int
+    """The first of them."""
+    token: int
+    """The token row that it is of."""
+    rows: int
+    probes: torch.Tensor | None
+    """Those of its group (`Group.write`), on the device."""
+
+
+@dataclass
+class _Run:
+    """States of consecutive rows that leave alike, with equal distances from place to place."""
+
+    group: Group
+    probes: torch.Tensor | None
+    alike: tuple[Any, ...]
+    row: int
+    place: int
+    count: int = 1
+    stride: int = 0
+
+    def take(self, alike: tuple[Any, ...], row: int, place: int) -> bool:
+        """Add `row` at `place`, if it is the next one."""
+        stride = self.stride or max(place - self.place, 0)
+        if (alike, row, place) != (self.alike, self.row + self.count, self.place + self.count * stride):
+            return False
+        self.count, self.stride = self.count + 1, stride
+        return True
 
 
 class _Sent(NamedTuple):
@@ -130,6 +182,7 @@ class CaptureRing:
         pieces: what is taken of it.
         on_room: called on the ring's thread when a piece has been given back.
         refused: whether a request found no room since `begin`.
+        bytes_sent: that have left the device, or are leaving it.
     """
 
     def __init__(
@@ -140,9 +193,11 @@ class CaptureRing:
         self.results = ResultMemory(keep)
         self.on_room: Callable[[], None] = lambda: None
         self.refused = False
+        self.bytes_sent = 0
         self._size, self._when_full = size, when_full
         self._room = self._of_prompts = 0
-        self._laid_out: tuple[int, int, list[_Share]] | None = None  # start, elements, shares
+        self._laid_out: _LaidOut | None = None
+        self._blocks = np.zeros((2, 0), dtype=np.int64)  # of `lay_out`
         self._queue: queue.SimpleQueue[_Sent | Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._host: torch.Tensor | None = None
@@ -174,7 +229,7 @@ class CaptureRing:
             wanted: what takes part in the step together: captures, and tokens from the first on that one step computes.
             what: names them, for the message.
         """
-        sizes = [max(captures.size_of(0, n), captures.largest_block) for captures, n in wanted]
+        sizes = [max(captures.room_of(0, n), captures.largest_room) for captures, n in wanted]
         needed = sum(sizes) * self.memory.dtype.itemsize
         if needed > self._size:
             raise ValueError(
@@ -205,14 +260,16 @@ class CaptureRing:
         """
         if not whole:
             return self._take_part(*wanted[0])
-        needed = sum([_size(request, tokens) for request, tokens in wanted])
+        needed = sum([_room(request, tokens) for request, tokens in wanted])
         if needed <= self._room:
             self._room -= needed
             return wanted[0][1]
         return self._refuse(wanted)
 
     def _take_part(self, request: Request, tokens: int) -> int:
-        ends = np.cumsum(_sizes(request, request.num_computed_tokens, tokens))
+        captures = _captures(request)
+        rooms = 0 if captures is None else captures.rooms(request.num_computed_tokens, tokens)
+        ends = np.cumsum(np.broadcast_to(rooms, tokens))
         first, share = int(ends[0]), self.pieces.size // PROMPTS_SHARE
         room = min(self._room, max(share - self._of_prompts, 0) if self._of_prompts else max(share, first))
         count = int(np.searchsorted(ends, room, side="right"))
@@ -235,7 +292,7 @@ class CaptureRing:
 
     def fits(self, requests: Sequence[Request], tokens: Sequence[int]) -> bool:
         """Whether `take` would find room for so many tokens of each."""
-        return self._when_full == "fail" or sum(map(_size, requests, tokens)) <= self._room
+        return self._when_full == "fail" or sum(map(_room, requests, tokens)) <= self._room
 
     def _lose(self, request: Request) -> None:
         captures: Captures | None = request.declared and request.declared.captures
@@ -256,15 +313,52 @@ class CaptureRing:
         """
         rows = np.concatenate([_sizes(entry.request, entry.start, entry.num_tokens) for entry in entries])
         stops = np.cumsum(rows)
-        ends, row, shares = [0, *stops.tolist()], 0, []
+        ends, row, leaving, shares, staying = [0, *stops.tolist()], 0, 0, [], []
         for request, count, first, _, _ in entries:
-            if ends[row] < ends[row + count]:
-                shares.append(_Share(request.declared.captures, first, rows[row : row + count], ends[row]))
+            size, share_rows = ends[row + count] - ends[row], slice(row, row + count)
+            if size:
+                captures, sizes = request.declared.captures, rows[share_rows]
+                if captures.packs(first):
+                    packed = captures.room_of(first, count) - size
+                    staying.append((len(shares), share_rows, size))
+                    shares.append(_Share(captures, first, sizes, leaving, packed))
+                    leaving += packed
+                else:
+                    shares.append(_Share(captures, first, sizes, leaving))
+                    if leaving != ends[row]:  # behind one that is packed
+                        stops[share_rows] += leaving - ends[row]
+                    leaving += size
             row += count
-        start = self.pieces.place(ends[-1]) if shares else 0
-        self._laid_out = (start, ends[-1], shares) if shares else None
+        end = leaving
+        for number, share_rows, size in staying:
+            shares[number] = shares[number]._replace(blocks=end)
+            stops[share_rows] += end - ends[share_rows.start]
+            end += size
+        start = self.pieces.place(end) if shares else 0
+        self._laid_out = _LaidOut(start, end, leaving, shares) if shares else None
         stops += start
-        return np.stack((stops - rows, stops))
+        self._blocks = np.stack((stops - rows, stops))
+        return self._blocks
+
+    def put(self, site: int, states: torch.Tensor, parts: Sequence[StatesOf]) -> None:
+        """Write states that no kernel writes into the blocks that were laid out last.
+
+        Those that leave alike, and have equal distances from place to place, are one copy: all those of a decode step in which
+        each request captures the same.
+
+        Args:
+            states: [rows, width], on the ring's device.
+        """
+        runs: list[_Run] = []
+        for captures, row, token, rows, probes in parts:
+            group, column = captures.by_site[site]
+            alike = group.width, group.converted, None if probes is None else probes.data_ptr()
+            for i, (start, stop) in enumerate(self._blocks[:, token : token + rows].T.tolist()):
+                place = start + group.offset_of(column)
+                if place < stop and not (runs and runs[-1].take(alike, row + i, place)):
+                    runs.append(_Run(group, probes, alike, row + i, place))
+        for run in runs:
+            run.group.write(states[run.row : run.row + run.count], run.probes, self.memory, run.place, run.stride)
 
     def send(self) -> None:
         """The pass whose rows were laid out last has been launched: let its piece leave behind it.
@@ -274,18 +368,22 @@ class CaptureRing:
         laid_out, self._laid_out = self._laid_out, None
         if laid_out is None:
             return
-        start, total, shares = laid_out
+        start, size, leaving, shares = laid_out
         assert self._host is not None, "open() comes before the first request that captures"
-        self.pieces.take(start, total)
-        for captures, first, sizes, _ in shares:
+        self.pieces.take(start, size)
+        self.bytes_sent += leaving * self.memory.itemsize
+        for captures, first, sizes, *_ in shares:
             captures.next = first + len(sizes)
+        device, host = self.memory[start : start + size], self._host[start : start + leaving]
         copied = None
         if self._stream is None:
-            self._host[start : start + total].copy_(self.memory[start : start + total])
+            _pack(device, shares)
+            host.copy_(device[:leaving])
         else:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                self._host[start : start + total].copy_(self.memory[start : start + total], non_blocking=True)
+                _pack(device, shares)
+                host.copy_(device[:leaving], non_blocking=True)
                 copied = torch.cuda.Event(blocking=True)
                 copied.record()
         self._queue.put(_Sent(start, shares, copied))
@@ -326,31 +424,32 @@ class CaptureRing:
         if item.copied is not None:
             item.copied.synchronize()
         parts = []
-        for captures, first, sizes, offset in item.shares:
+        for captures, first, sizes, offset, packed, _ in item.shares:
             try:
-                captures.prepare(self.results.empty)
+                captures.prepare(self.results)
             except NO_MEMORY as error:
                 _lose(captures, error)
-            if len(sizes) == 1:
-                parts.append((captures, first, sizes, offset, sizes.item()))
+            if packed or len(sizes) == 1:
+                parts.append((captures, first, sizes, offset, packed or sizes.item(), bool(packed)))
                 continue
             count = len(sizes) if captures.in_order else -(-len(sizes) // COPIERS)
             for i in range(0, len(sizes), count):
                 some = sizes[i : i + count]
-                parts.append((captures, first + i, some, offset, total := int(some.sum())))
+                parts.append((captures, first + i, some, offset, total := int(some.sum()), False))
                 offset += total
 
-        def copy(parts: list[tuple[Captures, int, np.ndarray, int, int]]) -> None:
-            for captures, first, sizes, offset, total in parts:
+        def copy(parts: list[tuple[Captures, int, np.ndarray, int, int, bool]]) -> None:
+            for captures, first, sizes, offset, total, packed in parts:
                 start = item.start + offset
                 try:
                     if captures.error is None:
-                        captures.copy(host[start : start + total], first, sizes)
+                        take = captures.unpack if packed else captures.copy
+                        take(host[start : start + total], first, sizes)
                 except NO_MEMORY as error:
                     _lose(captures, error)
 
         list(self._copiers.map(copy, [parts[i::COPIERS] for i in range(COPIERS)]))
-        for captures, first, sizes, _ in item.shares:
+        for captures, first, sizes, *_ in item.shares:
             captures.copied(first + len(sizes))
 
 
@@ -359,15 +458,26 @@ def _lose(captures: Captures, error: Exception) -> None:
     captures.error = CaptureError(f"captured states are lost: {error!r}")
 
 
-def _size(request: Request, count: int) -> int:
-    """Elements of the blocks of a request's next `count` positions. A pass with gradients goes by the host."""
-    captures: Captures | None = request.declared and request.declared.captures
-    return 0 if captures is None or request.alone else captures.size_of(request.num_computed_tokens, count)
+def _pack(piece: torch.Tensor, shares: Sequence[_Share]) -> None:
+    """Pack the blocks of a piece [elements] that stay on the device."""
+    for captures, first, sizes, offset, packed, blocks in shares:
+        if packed:
+            stop = blocks + int(sizes.sum())
+            captures.pack(piece[blocks:stop], piece[offset : offset + packed], first, sizes)
+
+
+def _captures(request: Request) -> Captures | None:
+    """What leaves by the ring of a request. A pass with gradients goes by the host."""
+    return None if request.declared is None or request.alone else request.declared.captures
+
+
+def _room(request: Request, count: int) -> int:
+    """Elements of the ring that a request's next `count` positions take."""
+    captures = _captures(request)
+    return 0 if captures is None else captures.room_of(request.num_computed_tokens, count)
 
 
 def _sizes(request: Request, first: int, count: int) -> np.ndarray:
-    """[count] int64: elements of the blocks of a request's positions `first` and on, as `_size` has them."""
-    captures: Captures | None = request.declared and request.declared.captures
-    if captures is None or request.alone:
-        return np.zeros(count, dtype=np.int64)
-    return captures.block_sizes(first, count)
+    """[count] int64: elements of the blocks of a request's positions `first` and on."""
+    captures = _captures(request)
+    return np.zeros(count, dtype=np.int64) if captures is None else captures.block_sizes(first, count)

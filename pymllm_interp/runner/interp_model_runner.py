@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -28,12 +29,12 @@ from ..hooks.groups import NNsightRequestHelper
 from ..hooks.intervention import Capture, Intervention
 from ..hooks.model import TracedModel
 from ..hooks.site import ModelInfo
-from ..hooks.tables import Declared, DeviceTables, Limits, Share, host_edits
-from ..layers.edits import INNER, LOGITS, op_inner
+from ..hooks.tables import Declared, DeviceTables, Limits, Share, host_edits, logit_edits
+from ..layers.edits import INNER, LOGITS, inner_site, op_inner
 from ..layers.table_edits import TableEdits
 from ..sampling import SamplerOutput
 from .async_output import AsyncOutput
-from .capture_ring import CaptureRing
+from .capture_ring import CaptureRing, StatesOf
 from .input_batch import ExecuteModelState, InputBatch
 from .memory import within_memory
 from .model_runner import ModelRunner
@@ -125,7 +126,9 @@ class InterpModelRunner(ModelRunner):
         if not specs and not captures:
             return None
         longest = request.prompt_len + request.max_tokens - 1
-        declared = Declared.of(specs, self.model_info, request.prompt_len, self.edit_limits, captures, longest)
+        declared = Declared.of(
+            specs, self.model_info, request.prompt_len, self.edit_limits, captures, longest, request.logits_from
+        )
         if declared.captures is not None:
             request.leader = None  # its prompt is captured, so it is computed
             if request.trace is None or not request.trace.grad:
@@ -173,7 +176,9 @@ class InterpModelRunner(ModelRunner):
         self._leave_tables(request.request_id)
         if self.edit_tables is not None:
             self.edit_tables.pool.release(declared)
-        counted = min(request.num_computed_tokens, request.prompt_len + max(0, len(request.output_token_ids) - 1))
+        counted = request.prompt_len + len(request.output_token_ids) - 1  # whatever it has given way of since
+        if not request.output_token_ids:
+            counted = min(request.num_computed_tokens, request.prompt_len)
         request.receipt.interventions = declared.applied(counted)
         request.receipt.preemptions = request.num_preemptions
         request.receipt.captures = declared.captured(counted)
@@ -228,8 +233,9 @@ class InterpModelRunner(ModelRunner):
             declared = [entry.request.declared for entry in input_batch.entries]
             if self.capture_ring is not None and any(d is not None and d.captures is not None for d in declared):
                 blocks.copy_(upload(self.device, self.capture_ring.lay_out(input_batch.entries))[0])
-            at_logits = [d for d in declared if d is not None and d.edits_logits]
-            logits = host_edits(_shares(input_batch), self.num_hidden_layers, logits_only=True) if at_logits else None
+            logits = None
+            if any(d is not None and d.edits_logits for d in declared):
+                logits = logit_edits(_shares(input_batch), self.num_hidden_layers, self.edit_tables)
             batch.edits = TableEdits(self.edit_tables.tables, rows, batch.positions, blocks, logits)
             return
         batch.edits = host_edits(_shares(input_batch), self.num_hidden_layers)
@@ -270,8 +276,6 @@ class InterpModelRunner(ModelRunner):
         state = self.execute_model_state
         if state is None:
             return None
-        if self.capture_ring is not None:
-            self.capture_ring.send()
         if not self._traced().interleaver.interleaving:
             return super().sample_tokens_async()
         try:
@@ -420,19 +424,57 @@ class InterpModelRunner(ModelRunner):
         return output
 
     def _sample(self, logits: torch.Tensor, state: ExecuteModelState) -> SamplerOutput:
-        interleaver = self._traced().interleaver
-        if not interleaver.interleaving:
-            return super()._sample(logits, state)
         model, sampling = self._traced(), state.input_batch.sampling
-        self.nnsight_request_helper.unflatten(model, sampling)
-        logits = interleaver.handle(f"{model.path}.logits", logits)
+        interleaver, traced = model.interleaver, model.interleaver.interleaving
+        if traced:
+            self.nnsight_request_helper.unflatten(model, sampling)
+            logits = interleaver.handle(f"{model.path}.logits", logits)
+        self._capture_logits(logits, state)
+        if self.capture_ring is not None:
+            self.capture_ring.send()
         sampled = super()._sample(logits, state)
+        if not traced:
+            return sampled
         if interleaver.awaits_token():
             interleaver.catch_up_once()
             self._offer_tokens(sampled, sampling)
         else:
             interleaver.pass_token()
         return sampled
+
+    def _capture_logits(self, drawn_from: torch.Tensor, state: ExecuteModelState) -> None:
+        """Capture logits for the requests that want them.
+
+        Args:
+            drawn_from: [sampling requests, vocab], what a trace may have left of the head's.
+        """
+        batch, site = state.input_batch, inner_site(self.num_hidden_layers, 0, LOGITS)
+        starts = zip(batch.entries, batch.query_start_loc.tolist(), batch.cu_num_logits.tolist(), strict=False)
+        wanted = [start for start in starts if _captures_at(start[0].request, site)]
+        if not wanted:
+            return
+        logits = state.logits_output.next_token_logits
+        if len(batch.sample_rows) == len(logits):
+            logits = drawn_from
+        else:
+            (rows,) = upload(self.device, np.array(batch.sample_rows, dtype=np.int64))
+            logits = logits.index_copy(0, rows, drawn_from)
+        parts: list[StatesOf] = []
+        for entry, token, row in wanted:
+            declared: Declared = entry.request.declared
+            assert declared.captures is not None
+            group, column = declared.captures.by_site[site]
+            count, before = entry.logit_rows, entry.num_tokens - entry.logit_rows
+            if self.edit_tables is None or entry.request.alone:
+                first = entry.start + before
+                ordinals = torch.from_numpy(group.ordinals[first : first + count])
+                group.take(column, logits[row : row + count], ordinals)
+            else:
+                probes = None if group.probes is None else self.edit_tables.pool_view(declared, group.probes)
+                parts.append(StatesOf(declared.captures, row, token + before, count, probes))
+        if parts:
+            assert self.capture_ring is not None
+            self.capture_ring.put(site, logits, parts)
 
     def _offer_tokens(self, sampled: SamplerOutput, sampling: list[ScheduledRequest]) -> None:
         """Let blocks see and change the tokens that were drawn. Waits for the device."""
@@ -459,6 +501,12 @@ class InterpModelRunner(ModelRunner):
     def _traced(self) -> TracedModel:
         assert self.nnsight_model is not None, "call initialize() first"
         return self.nnsight_model
+
+
+def _captures_at(request: Request, site: int) -> bool:
+    """Whether it captures there. One that ended since the pass began has given back what reductions are computed with."""
+    captures = None if request.finished or request.declared is None else request.declared.captures
+    return captures is not None and site in captures.by_site
 
 
 def _shares(input_batch: InputBatch) -> list[Share]:

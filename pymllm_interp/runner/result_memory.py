@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import sys
 import threading
 import weakref
 from math import prod
@@ -15,8 +16,12 @@ from math import prod
 import numpy as np
 import torch
 
+from ..hooks.capture import FRESH
+
 SMALL = 1 << 20
-"""Bytes below which memory is torch's: of that there is never much, and a mapping takes whole pages."""
+"""Bytes below which memory is fresh: of that there is never much, and a mapping takes whole pages."""
+HUGE = 1 << 21
+"""Bytes of a huge page. One that is given back in part falls to pieces."""
 
 
 class ResultMemory:
@@ -33,21 +38,41 @@ class ResultMemory:
         self.kept = 0
         self._keep = keep
         self._mappings: dict[int, list[mmap.mmap]] = {}  # by size, the one that came back last at the end
+        self._mapping_at: dict[int, mmap.mmap] = {}  # by address, of the tensors that somebody holds
         self._lock = threading.Lock()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor that holds anything, another's former states included.
+        """A tensor that holds anything, another's former states included: see `clear`.
 
         Raises:
-            RuntimeError, OSError: there is no memory.
+            MemoryError, OSError: there is no memory.
         """
         size = prod(shape) * dtype.itemsize
         if size < SMALL:
-            return torch.empty(shape, dtype=dtype)
+            return FRESH.empty(shape, dtype)
         mapping = self._take(_rounded(size))
         memory = np.frombuffer(mapping, np.uint8, size)
-        weakref.finalize(memory, self._give_back, mapping).atexit = False
+        self._mapping_at[memory.ctypes.data] = mapping
+        weakref.finalize(memory, self._give_back, memory.ctypes.data).atexit = False
         return torch.from_numpy(memory).view(dtype).view(shape)
+
+    def clear(self, rows: torch.Tensor, used: int) -> None:
+        """Write zeros behind the first `used` rows of a tensor of `empty`, so that nothing of former ones is left there.
+
+        Whole pages go back to the system, which has zeros in their place when they are used again.
+        """
+        mapping = self._mapping_at.get(rows.data_ptr())
+        if mapping is None or used == len(rows):
+            return
+        memory = np.frombuffer(mapping, np.uint8)
+        start = used * rows.stride(0) * rows.itemsize
+        whole = -(-(rows.data_ptr() + start) // HUGE) * HUGE - rows.data_ptr()
+        if sys.platform == "linux" and whole < rows.nbytes:
+            with contextlib.suppress(OSError):  # of pages that are locked in memory
+                mapping.madvise(mmap.MADV_DONTNEED, whole)
+                memory[start:whole] = 0
+                return
+        memory[start : rows.nbytes] = 0
 
     def close(self) -> None:
         """Keep nothing any more, nor what comes back later."""
@@ -64,7 +89,8 @@ class ResultMemory:
             mapping.madvise(mmap.MADV_HUGEPAGE)
         return mapping
 
-    def _give_back(self, mapping: mmap.mmap) -> None:
+    def _give_back(self, address: int) -> None:
+        mapping = self._mapping_at.pop(address)
         # Called wherever the last reference ends: also amid the lines that hold the lock, by the garbage collector.
         if not self._lock.acquire(blocking=False):
             return
