@@ -168,6 +168,14 @@ class Group:
         self._kept_dtype = self._sent_dtype if isinstance(reduce, Project) else self.dtype
         if reduce == "mean":
             self._kept_dtype = torch.float64
+        self._kept_as_sent = (
+            self._kept_dtype is self._sent_dtype
+            and self._site_size * dtype.itemsize == width * self._sent_dtype.itemsize
+        )
+        self._block_integer = np.dtype(f"i{dtype.itemsize}")
+        self._as_blocks: np.ndarray | None = (
+            None  # [kept, elements], where what is kept of a position is its part of a block
+        )
         self._filled: Counter[int] = Counter()  # by column: rows that it has of `take`
         self._rows: torch.Tensor | None = None
         self._into = np.empty(0)
@@ -234,12 +242,18 @@ class Group:
                 self._into = self._rows.zero_().numpy()
             else:
                 self._into = _integers(self._rows)
+                if self._kept_as_sent and not self.in_order:
+                    whole = self._into.reshape(len(self._into), len(self.sites) * self.width)
+                    self._as_blocks = whole.view(self._block_integer)
 
     def copy(self, blocks: np.ndarray, first: int, sizes: np.ndarray) -> None:
         """Copy the group's part of the blocks of positions `first` and on; see `Captures.copy`."""
         if len(sizes) == 1:  # without numpy's ado: of a decode step, a row for each request
-            ordinal = self.ordinals.item(first)
+            ordinal, kept = self.ordinals.item(first), self._as_blocks
             if ordinal >= 0 and sizes.item():
+                if kept is not None:
+                    kept[ordinal] = blocks[self.offset : self.offset + kept.shape[1]]
+                    return
                 self._keep(ordinal, self._part_of(blocks[None, self.offset :]))
             return
         ordinals = self.ordinals[first : first + len(sizes)]

@@ -420,7 +420,9 @@ class Delivery:
     def _send(self, tensors: list[torch.Tensor]) -> None:
         assert self.device is not None
         with torch.no_grad():
-            stacked = torch.stack(tensors)  # held until it has been copied: the engine's thread would be given its memory
+            stacked = torch.stack(
+                tensors
+            )  # held until it has been copied: the engine's thread would be given its memory
             piece = self._moved(stacked, self.device)
             self.make_room(len(tensors))
             self.wait()
