@@ -494,7 +494,7 @@ def test_a_tight_ring_changes_no_result(ring_lm: Any, oracle: Any) -> None:
     """Prompts in pieces, rows that wait, requests that give way and come back: every state once, and the right one."""
     rng, model = random.Random(5), oracle("llama")
     lm = ring_lm(
-        capture_ring_bytes=5 * BLOCK + 64, kv_cache_tokens=80, page_size=4, max_num_tokens=16, async_scheduling=True
+        capture_ring_bytes=5 * BLOCK + 64, kv_cache_tokens=40, page_size=4, max_num_tokens=16, async_scheduling=True
     )
     prompts = [prompt_of(rng.randrange(1, 15), i) for i in range(10)]
     captures = [CAPTURE if i % 3 else [] for i in range(10)]
