@@ -91,7 +91,8 @@ def hooked(
     """transformers' model with hooks at the modules that the sites are, each applying its specs in order."""
     info, handles = ModelInfo.of(model.config, torch.float32), []
     layers = model.model.layers
-    for spec in specs:
+    # What `resid_mid` remembers of a layer's input is what its other hooks have left.
+    for spec in sorted(specs, key=lambda spec: str(spec.site).startswith("resid_mid")):
         for bound in bind(spec, info, prompt_len):
             kind, i = bound.site.kind, bound.site.layer or 0
 

@@ -117,22 +117,27 @@ class Declared:
     @classmethod
     def random(cls, rng: random.Random, config: Any) -> Declared:
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]
-        return cls(
-            prompt, random_specs(rng, config), rng.sample(["embed", "mlp_out.1", "resid_post.0", "resid_post.2"], 2)
-        )
+        # Without gates: one that opens at 0 may do so for one rounding of a state and not for another.
+        specs = [spec for spec in random_specs(rng, config) if spec.when is None]
+        return cls(prompt, specs, rng.sample(["embed", "mlp_out.1", "resid_post.0", "resid_post.2"], 2))
 
     def check(self, out: RequestOutput, model: Any) -> None:
-        """Its tokens are the likeliest, and its states those, of transformers' model with the same interventions."""
+        """Its tokens are the likeliest, and its states those, of transformers' model with the same interventions.
+
+        To a thousandth of the largest value: what a vector makes large has roundings to match.
+        """
         ids = self.prompt + out.token_ids
         at, size = torch.arange(len(ids) - 1), len(self.prompt)
         with hooked(model, self.specs, size, lambda: at), torch.no_grad():
             logits = model(torch.tensor([ids[:-1]])).logits[0]
-        assert logits[size - 1 :].argmax(-1).tolist() == out.token_ids
+        sampled = logits[size - 1 :]
+        chosen = sampled.gather(1, torch.tensor(out.token_ids)[:, None])
+        assert (sampled.amax(1, keepdim=True) - chosen).max() <= 1e-3 * sampled.abs().max()
         states = states_of(model, ids[:-1], self.specs, size)
         for site in self.sites:
             found = out.activations
             assert found.positions[site].tolist() == at.tolist() and found.token_ids[site].tolist() == ids[:-1]
-            torch.testing.assert_close(found[site], states[site], atol=1e-3, rtol=1e-3)
+            assert (found[site] - states[site]).abs().max() <= 1e-3 * states[site].abs().max()
 
 
 def stress(lm_of: Any, oracle: Any, seed: int, count: int, **server: Any) -> None:
