@@ -62,6 +62,15 @@ def test_linear_equals_torch(rows, bias, dtype):
     near(linear(x), F.linear(x, linear.weight, linear.bias))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_of_no_rows_has_no_rows(bias: bool, device: str) -> None:
+    """The head's, in a pass that ends no prompt."""
+    for dtype in (torch.float32, torch.bfloat16):
+        linear = Linear(16, 24, bias, dtype, device)
+        assert linear(torch.empty(1, 0, 16, dtype=dtype, device=device)).shape == (1, 0, 24)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linear_follows_a_weight_that_is_edited_in_place_loaded_or_replaced(dtype):
     linear, x = make_linear(True, dtype), randn(1, 3, 20, dtype=dtype, seed=1)
