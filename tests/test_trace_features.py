@@ -923,14 +923,18 @@ def test_memory_of_which_something_else_was_saved_is_the_batchs(saved: Any, far:
 def test_the_model_knows_of_edits_of_rows_that_count_their_own(lm: LM) -> None:
     """What lies between blocks is loaded anew where it was edited."""
     rows = [Rows(row, 1, 4, row, 1, 4) for row in range(4)]
-    hidden, trace = torch.zeros(1, 4, 8), RequestTrace(None, lm.interleaver, [])
-    shared = Shared(hidden, of_logits=False, readers=4)
-    served = [shared.rows_of(own) for own in rows]
-    served[1] += 1
-    assert [row._version for row in served] == [0, 1, 0, 0]
-    assert hidden._version == 0
-    shared.count_edit(trace)
-    assert shared.settle() is hidden and hidden._version == 1 and hidden[0, 1].sum() == 8
+    trace = RequestTrace(None, lm.interleaver, [])
+    for hidden in (
+        torch.zeros(1, 4, 8),
+        torch.zeros(1, 4, 16)[..., :8],
+    ):  # in memory of its own, and a part of another's
+        shared, before = Shared(hidden, of_logits=False, readers=4), hidden._version
+        served = [shared.rows_of(own) for own in rows]
+        served[1] += 1
+        assert [row._version for row in served] == [0, 1, 0, 0]
+        assert hidden._version == before
+        shared.count_edit(trace)
+        assert shared.settle() is hidden and hidden._version == before + 1 and hidden[0, 1].sum() == 8
     pair = Shared((torch.zeros(4, 8), torch.zeros(4, 8)), of_logits=False, readers=4)
     first, _ = pair.rows_of(rows[0])
     first += 1

@@ -116,8 +116,8 @@ class Shared:
 
     def settle(self) -> Any:
         """What the model goes on with."""
-        if self.edits and self.cut:  # rows that were cut at once count their edits by themselves
-            torch.autograd.graph.increment_version([cut.tensor for cut in self._cuts.values()])
+        if self.edits and self._whole is not None and self._whole.rows_count_alone:
+            torch.autograd.graph.increment_version([self._whole.tensor])
         if self._assigned:
             self.value = apply(self.value, self._settled, torch.Tensor)
             self._assigned, self._whole = False, None
@@ -188,16 +188,19 @@ class _Cut:
     Attributes:
         dim: that holds the rows; None where it carries none, and is everybody's.
         logits: they are logit rows.
+        rows_count_alone: an edit of a row is none of `tensor`, as far as torch knows.
     """
 
-    __slots__ = ("_assigned", "_pieces", "_served", "dim", "logits", "tensor")
+    __slots__ = ("_assigned", "_pieces", "_served", "dim", "logits", "rows_count_alone", "tensor")
 
     def __init__(self, tensor: torch.Tensor, dim: int | None, logits: bool, readers: int, count_alone: bool) -> None:
         self.tensor, self.dim, self.logits = tensor, dim, logits
         # Cutting out every row in one call takes a fraction of the time that it takes row by row.
         # Nothing that autograd knows as a view: that holds on to the whole batch, whatever memory it is given later.
         self._pieces: list[torch.Tensor | None] | None = None
+        self.rows_count_alone = False
         if dim is not None and readers * 3 > tensor.shape[dim]:
+            self.rows_count_alone = count_alone
             if count_alone:
                 self._pieces = list(tensor.detach().unsafe_split(1, dim))
             else:
