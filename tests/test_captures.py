@@ -27,7 +27,7 @@ from pymllm_interp import LM, Capture, Generated, SamplingParams, Steer
 from pymllm_interp.config import INNER_SITES
 from pymllm_interp.core.output import ScheduledRequest
 from pymllm_interp.core.request import Request
-from pymllm_interp.hooks.capture import INTEGERS, Activations, CaptureError, Captures, FreshMemory
+from pymllm_interp.hooks.capture import FRESH, INTEGERS, WORDS, Activations, CaptureError, Captures, FreshMemory
 from pymllm_interp.hooks.intervention import Project, bind
 from pymllm_interp.hooks.site import ModelInfo, Site
 from pymllm_interp.hooks.tables import site_index
@@ -664,6 +664,8 @@ def test_blocks_and_functions_come_to_the_same(seed: int, dtype: torch.dtype, mo
             packed = torch.full((8 + by_block.room_of(start, count) - len(block),), torch.nan, dtype=dtype)[8:]
             by_block.pack(block, packed, start, sizes)
             by_block.unpack(packed.view(integers).numpy(), start, sizes)
+        elif count == 1 and sizes.any() and (row := by_block.row_of(start)) is not None:
+            row.copy_(block.view(WORDS))
         else:
             by_block.copy(block.view(integers).numpy(), start, sizes)
         by_block.next = max(by_block.next, start + count)
@@ -689,6 +691,24 @@ def test_blocks_and_functions_come_to_the_same(seed: int, dtype: torch.dtype, mo
         assert torch.equal(found.positions[site], wanted.positions[site])
         assert torch.equal(found.token_ids[site], found.positions[site] + 100)
         assert site not in wanted.indexes or torch.equal(found.indexes[site], wanted.indexes[site])
+
+
+def test_a_block_that_is_kept_as_it_is_has_a_row() -> None:
+    """Others have to be taken apart."""
+    whole = captures_of([Capture("resid_post.*", positions=[1, 3])], 5, 9)
+    whole.prepare(FRESH)
+    assert [whole.row_of(position) is not None for position in range(9)] == [i in (1, 3) for i in range(9)]
+    apart = [
+        [Capture("resid_post.0", positions="prompt"), Capture("mlp_out.0")],
+        [Capture("resid_post.0", dtype=torch.float32)],
+        [Capture("resid_post.0", reduce="mean")],
+        [Capture("resid_post.0", reduce="last")],
+        [Capture("resid_post.0", reduce=Project(vector(INFO.hidden_size, 3, 2)))],
+    ]
+    for specs in apart:
+        captures = captures_of(specs, 5, 9, torch.bfloat16)
+        captures.prepare(FRESH)
+        assert captures.row_of(3) is None, specs
 
 
 @pytest.mark.parametrize("reduce", ["mean", "last"])
@@ -1086,9 +1106,10 @@ class Capturing(Simulation):
             ids = request.all_token_ids[:count]
             captures = request.declared.captures
             found = captures.activations(ids)
-            for name, wanted in captures.positions(len(ids)):
+            for name in found:
                 site = 4 * int(name.split(".")[1]) + 5
-                reduce = captures.by_site[site][0].spec.reduce
+                group, _ = captures.by_site[site]
+                reduce, wanted = group.spec.reduce, np.flatnonzero(group.captured[: len(ids)])
                 rows = [self.state_of(request, int(position), site) for position in wanted]
                 if not len(found[name]):
                     assert not rows or (reduce is not None and not request.output_token_ids)

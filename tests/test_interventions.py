@@ -30,7 +30,6 @@ from pymllm_interp.hooks.intervention import (
     apply,
     bind,
     ordinals_of,
-    rows_in,
     windows_of,
 )
 from pymllm_interp.hooks.site import FAMILIES, Family, ModelInfo, Site
@@ -105,15 +104,16 @@ def test_windows_hold_the_positions_that_were_asked_for(case):
     prompt_len, positions, wanted = case
     windows = windows_of(positions, prompt_len)
     shuffled = torch.randperm(120, generator=torch.Generator().manual_seed(1)).to(torch.int32)
-    inside = rows_in(windows, shuffled)
-    assert set(shuffled[inside].tolist()) == wanted
     ordinals = ordinals_of(windows, shuffled)
+    assert set(shuffled[ordinals >= 0].tolist()) == wanted
     assert ordinals.dtype == torch.int32
     rank = {p: i for i, p in enumerate(sorted(wanted))}
     assert [int(o) for o in ordinals] == [rank.get(int(p), -1) for p in shuffled]
     assert all(a.stop is not None and a.stop <= b.start for a, b in pairwise(windows))
     sizes = [window.size for window in windows]
     assert sizes == [None] if None in sizes else sum(size or 0 for size in sizes) == len(wanted)
+    for first, stop in ((0, 120), (0, prompt_len), (prompt_len, 120), (7, 60), (60, 7)):
+        assert sum(window.among(first, stop) for window in windows) == len(wanted & set(range(first, stop)))
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,13 @@ def test_windows_of_a_prompt_of_ten_tokens(positions, windows):
 
 def test_the_prompts_last_token_is_prompt_although_it_yields_the_first_new_one():
     positions = torch.arange(10 + 3 - 1)  # 3 new tokens: the last one is never an input
-    assert rows_in(windows_of("all", 10), positions).all()
-    assert positions[rows_in(windows_of("generated", 10), positions)].tolist() == [10, 11]
-    assert positions[rows_in(windows_of("prompt", 10), positions)].tolist() == list(range(10))
+
+    def selected(where):
+        return positions[ordinals_of(windows_of(where, 10), positions) >= 0].tolist()
+
+    assert selected("all") == list(range(12))
+    assert selected("generated") == [10, 11]
+    assert selected("prompt") == list(range(10))
 
 
 def test_many_indexes_make_few_windows():

@@ -27,6 +27,8 @@ from .intervention import MAX_RANK, Bound, Capture, Project, Window, progression
 
 INTEGERS = {2: torch.int16, 4: torch.int32}
 """By itemsize, what numpy sees states as: it knows no bfloat16."""
+WORDS = torch.complex128
+"""What copies see states as that leave them as they are: ALIGNED elements are a whole number of these."""
 ALL = slice(None)
 MAX_RUNS = 16
 """Of a prompt whose blocks have other sizes more often than this, all have the largest: what is wanted of them is found with few
@@ -172,10 +174,7 @@ class Group:
             self._kept_dtype is self._sent_dtype
             and self._site_size * dtype.itemsize == width * self._sent_dtype.itemsize
         )
-        self._block_integer = np.dtype(f"i{dtype.itemsize}")
-        self._as_blocks: np.ndarray | None = (
-            None  # [kept, elements], where what is kept of a position is its part of a block
-        )
+        self._blocks: torch.Tensor | None = None  # [kept, words], where what is kept of a position is its block
         self._filled: Counter[int] = Counter()  # by column: rows that it has of `take`
         self._rows: torch.Tensor | None = None
         self._into = np.empty(0)
@@ -242,20 +241,17 @@ class Group:
                 self._into = self._rows.zero_().numpy()
             else:
                 self._into = _integers(self._rows)
-                if self._kept_as_sent and not self.in_order:
-                    whole = self._into.reshape(len(self._into), len(self.sites) * self.width)
-                    self._as_blocks = whole.view(self._block_integer)
+                padded = len(self.sites) * self._site_size < self.block_size
+                if self._kept_as_sent and not self.in_order and not padded:
+                    self._blocks = self._rows.flatten(1).view(WORDS)
+
+    def row_of(self, position: int) -> torch.Tensor | None:
+        """[words], where a position's part of its block is kept as it is; None where it is not."""
+        ordinal = self.ordinals.item(position)
+        return None if self._blocks is None or ordinal < 0 else self._blocks[ordinal]
 
     def copy(self, blocks: np.ndarray, first: int, sizes: np.ndarray) -> None:
         """Copy the group's part of the blocks of positions `first` and on; see `Captures.copy`."""
-        if len(sizes) == 1:  # without numpy's ado: of a decode step, a row for each request
-            ordinal, kept = self.ordinals.item(first), self._as_blocks
-            if ordinal >= 0 and sizes.item():
-                if kept is not None:
-                    kept[ordinal] = blocks[self.offset : self.offset + kept.shape[1]]
-                    return
-                self._keep(ordinal, self._part_of(blocks[None, self.offset :]))
-            return
         ordinals = self.ordinals[first : first + len(sizes)]
         wanted = np.flatnonzero((ordinals >= 0) & (sizes > 0))
         if not len(wanted):
@@ -311,8 +307,9 @@ class Group:
         assert self._rows is not None
         if self.spec.reduce != "mean":  # whose sums nobody gets
             self._memory.clear(self._rows, min(count, len(self._rows)))
-        results = [self._result(column, count, arrived[column]) for column in range(len(self.sites))]
-        return [(rows, placed, indexes) for rows, indexes in results]
+        rows, indexes = self._results(count, arrived)
+        columns = [None] * len(self.sites) if indexes is None else indexes.unbind(1)
+        return [(of_site, placed, places) for of_site, places in zip(rows.unbind(1), columns, strict=True)]
 
     @property
     def _shape(self) -> tuple[int, int, int]:
@@ -372,13 +369,14 @@ class Group:
             assert self._rows is not None
             self._rows[place : place + len(rows), columns].copy_(torch.from_numpy(rows).view(self._sent_dtype))
 
-    def _result(self, column: int, count: int, arrived: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(rows, indexes of `Project`) of a column's first `count` positions, of which so many arrived."""
+    def _results(self, count: int, arrived: list[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(rows [n, sites, width], indexes of `Project` likewise) of the first `count` positions, of which so many arrived by
+        column."""
         assert self._rows is not None
-        rows, indexes, reduce = self._rows[:, column], None, self.spec.reduce
+        rows, indexes, reduce = self._rows, None, self.spec.reduce
         if reduce == "mean":
-            sums = rows.sum(0, keepdim=True) if arrived == count else rows[:1]
-            rows = sums[:count] / max(count, 1)
+            without = torch.tensor(arrived) > count  # leave out the newest
+            rows = torch.where(without[:, None], rows[:1], rows.sum(0, keepdim=True))[:count] / max(count, 1)
         elif reduce == "last":
             newest = (count - 1) % 2
             rows = rows[newest : newest + 1][:count]
@@ -470,12 +468,14 @@ class Captures:
         """That what is kept may come to take on the host."""
         return sum(group.num_bytes for group in self.groups)
 
-    def positions(self, num_positions: int) -> list[tuple[str, np.ndarray]]:
-        """(site, positions [rows] below `num_positions` that are captured there), by site."""
-        return [
-            (name, np.flatnonzero(self.by_site[site][0].captured[:num_positions]))
-            for name, site in sorted(self._names.items(), key=lambda entry: entry[1])
-        ]
+    def counts(self, num_positions: int) -> list[tuple[str, int, int]]:
+        """(site, rows of the prompt, rows of generated tokens) among the first `num_positions`, by site."""
+        of_group = {}
+        for group in self.groups:
+            prompt, generated = np.split(group.captured[:num_positions], [self._prompt_len])
+            of_group[id(group)] = int(prompt.sum()), int(generated.sum())
+        by_site = sorted(self._names.items(), key=lambda entry: entry[1])
+        return [(name, *of_group[id(self.by_site[site][0])]) for name, site in by_site]
 
     @property
     def largest_room(self) -> int:
@@ -525,6 +525,10 @@ class Captures:
         """
         for group in self.groups:
             group.prepare(memory)
+
+    def row_of(self, position: int) -> torch.Tensor | None:
+        """[words]: what a position's block, copied to there as it is, is kept in; None where it has to be taken apart (`copy`)."""
+        return self.groups[0].row_of(position) if len(self.groups) == 1 else None
 
     def copy(self, blocks: np.ndarray, first: int, sizes: np.ndarray) -> None:
         """Copy the states of positions `first` and on out of their blocks, which lie behind each other. After `prepare`, several

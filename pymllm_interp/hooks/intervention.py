@@ -84,6 +84,12 @@ class Window:
         """How many positions; None where there is no end."""
         return None if self.stop is None else len(range(self.start, self.stop, self.step))
 
+    def among(self, first: int, stop: int) -> int:
+        """How many of its positions are `first` or later, and before `stop`."""
+        skipped = max(0, -(-(first - self.start) // self.step))
+        last = stop if self.stop is None else min(stop, self.stop)
+        return len(range(self.start + skipped * self.step, last, self.step))
+
 
 def windows_of(positions: Positions, prompt_len: int) -> tuple[Window, ...]:
     """`positions` of a request, as windows in ascending order that do not overlap. One without end is the only one.
@@ -125,11 +131,6 @@ def ordinals_of(windows: tuple[Window, ...], positions: Tensor) -> Tensor:
         ordinals = torch.where(inside, before + offset // window.step, ordinals)
         before += window.size or 0
     return ordinals
-
-
-def rows_in(windows: tuple[Window, ...], positions: Tensor) -> Tensor:
-    """Whether each of `positions` [rows] is in one of the windows: [rows], bool."""
-    return ordinals_of(windows, positions) >= 0
 
 
 class _Spec:

@@ -39,7 +39,6 @@ from .intervention import (
     bind,
     gated,
     ordinals_of,
-    rows_in,
     vectors_of,
 )
 from .receipt import Applied, Captured
@@ -210,23 +209,20 @@ class Declared:
         """How many rows were captured, of a request whose first `num_positions` were computed."""
         if self.captures is None or self.captures.error is not None:
             return []
-        return [
-            Captured(name, int((taken < self.prompt_len).sum()), int((taken >= self.prompt_len).sum()))
-            for name, taken in self.captures.positions(num_positions)
-        ]
+        return [Captured(*counted) for counted in self.captures.counts(num_positions)]
 
     def applied(self, num_positions: int) -> list[Applied]:
         """What became of each op, of a request whose first `num_positions` were computed."""
-        prompt = torch.arange(min(self.prompt_len, num_positions))
-        generated = torch.arange(self.prompt_len, max(self.prompt_len, num_positions))
+
+        def rows(op: Op, first: int, stop: int) -> int:
+            return sum([window.among(first, min(stop, num_positions)) for window in op.windows])
+
         return [
             Applied(
                 intervention=type(op.spec).__name__,
                 site=str(op.site),
-                prompt_rows=int(
-                    rows_in(op.windows, prompt[self.logits_from :] if op.site.kind == edits.LOGITS else prompt).sum()
-                ),
-                generated_rows=int(rows_in(op.windows, generated).sum()),
+                prompt_rows=rows(op, self.logits_from if op.site.kind == edits.LOGITS else 0, self.prompt_len),
+                generated_rows=rows(op, self.prompt_len, num_positions),
                 gate_fires=None if op.spec.when is None else int(self.fires.get((site, i), 0)),
             )
             for site, found in sorted(self.ops.items())

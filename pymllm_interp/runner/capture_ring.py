@@ -22,7 +22,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,13 +31,15 @@ import torch
 
 from ..core.output import ScheduledRequest
 from ..core.request import Request
-from ..hooks.capture import INTEGERS, CaptureError, Captures, Group
+from ..hooks.capture import INTEGERS, WORDS, CaptureError, Captures, Group
 from .result_memory import ResultMemory
 
 logger = logging.getLogger(__name__)
 
 COPIERS = 8
 """Threads that copy out of the ring on the host."""
+MAX_WORDS = 1 << 15
+"""Of one copy: torch has the threads of its passes come together for more."""
 PROMPTS_SHARE = 4
 """Prompts take 1 / PROMPTS_SHARE of the ring in one step: one part fills, one leaves the device, one is copied out."""
 NO_MEMORY = (MemoryError, OSError, RuntimeError)
@@ -406,12 +409,10 @@ class CaptureRing:
             done.wait()
 
     def _drain(self) -> None:
-        assert self._host is not None
-        host = self._host.view(INTEGERS[self._host.dtype.itemsize]).numpy()
         while (item := self._queue.get()) is not None:
             if isinstance(item, _Sent):
                 try:
-                    self._copy_out(item, host)
+                    self._copy_out(item)
                 except NO_MEMORY as error:  # of CUDA; those behind it must still be served
                     for share in item.shares:
                         _lose(share.captures, error)
@@ -420,37 +421,89 @@ class CaptureRing:
             else:
                 item()
 
-    def _copy_out(self, item: _Sent, host: np.ndarray) -> None:
+    def _copy_out(self, item: _Sent) -> None:
+        assert self._host is not None
         if item.copied is not None:
             item.copied.synchronize()
-        parts = []
-        for captures, first, sizes, offset, packed, _ in item.shares:
+        parts: list[_Part] = []
+        for share in item.shares:
             try:
-                captures.prepare(self.results)
+                share.captures.prepare(self.results)
             except NO_MEMORY as error:
-                _lose(captures, error)
-            if packed or len(sizes) == 1:
-                parts.append((captures, first, sizes, offset, packed or sizes.item(), bool(packed)))
-                continue
-            count = len(sizes) if captures.in_order else -(-len(sizes) // COPIERS)
-            for i in range(0, len(sizes), count):
-                some = sizes[i : i + count]
-                parts.append((captures, first + i, some, offset, total := int(some.sum()), False))
-                offset += total
-
-        def copy(parts: list[tuple[Captures, int, np.ndarray, int, int, bool]]) -> None:
-            for captures, first, sizes, offset, total, packed in parts:
-                start = item.start + offset
-                try:
-                    if captures.error is None:
-                        take = captures.unpack if packed else captures.copy
-                        take(host[start : start + total], first, sizes)
-                except NO_MEMORY as error:
-                    _lose(captures, error)
-
-        list(self._copiers.map(copy, [parts[i::COPIERS] for i in range(COPIERS)]))
+                _lose(share.captures, error)
+            parts += _parts(share, item.start)
+        list(self._copiers.map(partial(_copy, self._host), _dealt(parts)))
         for captures, first, sizes, *_ in item.shares:
             captures.copied(first + len(sizes))
+
+
+class _Part(NamedTuple):
+    """What one thread copies of a share."""
+
+    captures: Captures
+    first: int
+    sizes: np.ndarray
+    start: int
+    """In the ring."""
+    size: int
+    packed: bool = False
+    row: torch.Tensor | None = None
+    """[words] of the result that it is copied to as it is, where it is the block of one position."""
+
+
+def _parts(share: _Share, start: int) -> list[_Part]:
+    """A share of the piece at `start`, cut where several threads may copy it."""
+    captures, first, sizes, offset, packed, _ = share
+    start += offset
+    if packed:
+        return [_Part(captures, first, sizes, start, packed, packed=True)]
+    if len(sizes) == 1:
+        row = captures.row_of(first) if captures.error is None else None
+        return [_Part(captures, first, sizes, start, sizes.item(), row=row)]
+    parts, count = [], len(sizes) if captures.in_order else -(-len(sizes) // COPIERS)
+    for i in range(0, len(sizes), count):
+        some = sizes[i : i + count]
+        parts.append(_Part(captures, first + i, some, start, int(some.sum())))
+        start += parts[-1].size
+    return parts
+
+
+def _dealt(parts: list[_Part]) -> list[list[_Part]]:
+    """For each copier parts that lie behind each other, about equally much."""
+    ends = np.cumsum([part.size for part in parts])
+    cuts = np.searchsorted(ends, ends[-1] * np.arange(1, COPIERS) / COPIERS, side="right").tolist()
+    return [dealt for begin, end in pairwise((0, *cuts, len(parts))) if (dealt := parts[begin:end])]
+
+
+def _copy(host: torch.Tensor, parts: list[_Part]) -> None:
+    """Copy parts out of the ring on the host.
+
+    Rows that stay as they are, those of a decode step, are one call, which does without Python's lock: the engine's thread has
+    it most of the time.
+    """
+    for as_it_is, run in groupby(parts, key=lambda part: part.row is not None):
+        if as_it_is:
+            _copy_rows(host, list(run))
+            continue
+        integers = host.view(INTEGERS[host.dtype.itemsize]).numpy()
+        for captures, first, sizes, start, size, packed, _ in run:
+            try:
+                if captures.error is None:
+                    take = captures.unpack if packed else captures.copy
+                    take(integers[start : start + size], first, sizes)
+            except NO_MEMORY as error:
+                _lose(captures, error)
+
+
+def _copy_rows(host: torch.Tensor, parts: list[_Part]) -> None:
+    """Copy blocks that lie behind each other to their rows."""
+    start, stop = parts[0].start, parts[-1].start + parts[-1].size
+    rows = [piece for part in parts if part.row is not None for piece in part.row.split(MAX_WORDS)]
+    try:
+        torch.split_with_sizes_copy(host[start:stop].view(WORDS), [len(row) for row in rows], out=rows)
+    except NO_MEMORY as error:
+        for part in parts:
+            _lose(part.captures, error)
 
 
 def _lose(captures: Captures, error: Exception) -> None:
