@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -76,14 +77,26 @@ def compare(plain: Callable[[int], None], given: Callable[[int], None], new_toke
 def steady_ms(lm: LM, submit: Callable[[int], list[RequestHandle]], new_tokens: int) -> float:
     """Milliseconds of a step while all requests decode: what is done once for each of them is not in it.
 
+    Where they capture, the clock is read when the states of all steps so far have arrived in the results, so that steps count
+    no faster than their states arrive.
+
     Args:
         submit: called on the engine's thread with a number of new tokens; returns the handles, first come, first served.
         new_tokens: of the steps that count, and of some more, in which not all decode.
     """
-    engine = lm.engine
+    engine, ring = lm.engine, lm.runner.capture_ring
 
-    def mark() -> tuple[float, int]:
-        return time.perf_counter(), engine.num_steps
+    def mark() -> tuple[Future[float], int]:
+        arrived: Future[float] = Future()
+
+        def stamp() -> None:
+            arrived.set_result(time.perf_counter())
+
+        if ring is None:
+            stamp()
+        else:
+            ring.after(stamp)
+        return arrived, engine.num_steps
 
     handles: list[RequestHandle] = engine.call(lambda: submit(new_tokens + 2 * MARGIN))
     first, last = handles[0].requests[0], handles[-1].requests[0]
@@ -95,7 +108,7 @@ def steady_ms(lm: LM, submit: Callable[[int], list[RequestHandle]], new_tokens: 
     stopped, after = engine.call(mark)
     for handle in handles:
         handle.result()
-    return (stopped - started) / (after - before) * 1e3
+    return (stopped.result() - started.result()) / (after - before) * 1e3
 
 
 def summary(pairs: list[tuple[float, float]]) -> dict[str, Any]:

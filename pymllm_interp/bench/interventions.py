@@ -1,8 +1,7 @@
 """What declared interventions and captures cost a decode step: the suite "interventions".
 
-Every request of the batch has them. Of interventions, steps are measured in which all requests decode (`steady_ms`); of
-captures, what it takes until they are in the caller's hands, too (`compare`). What the tables cost where nobody uses them is
-measured on the graphs: the same pass captured with them and without, replayed in turn.
+Every request of the batch has them. Steps are measured in which all requests decode (`steady_ms`). What the tables cost where
+nobody uses them is measured on the graphs: the same pass captured with them and without, replayed in turn.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ import torch
 
 from .. import LM
 from ..engine.handle import RequestHandle
-from ..hooks.intervention import Ablate, Clamp, Gate, Intervention, Steer
+from ..hooks.intervention import Ablate, Capture, Clamp, Gate, Intervention, Steer
 from ..runner.cuda_graph_runner import CudaGraphRunner
-from .common import compare, greedy, random_prompts, steady_ms, summary, timed
+from .common import greedy, random_prompts, steady_ms, summary, timed
 from .gpu import GpuSettings, Model, facts, replay_ms
 
 PAIRS = 5
@@ -81,30 +80,30 @@ def cases(lm: LM) -> dict[str, Specs]:
 
 def measure(lm: LM, batch: int, settings: GpuSettings, specs: Specs) -> dict[str, Any]:
     """Steps of a batch whose requests have `specs`, against plain ones; what is done once for each request is in neither."""
-    prompts = random_prompts(lm, batch, min(PROMPT_TOKENS, settings.prompt_tokens))
-    declared = [specs(i) for i in range(batch)]
-    nothing = [None] * batch
-
-    def step_ms(given: Sequence[Sequence[Intervention] | None]) -> float:
-        def submit(count: int) -> list[RequestHandle]:
-            own = zip(prompts, given, strict=True)
-            return [lm.submit(prompt, greedy(count), interventions=specs) for prompt, specs in own]
-
-        return steady_ms(lm, submit, min(NEW_TOKENS, settings.new_tokens))
-
-    step_ms(declared)  # what is captured for replay, or compiled, is so now
-    return summary([(step_ms(nothing), step_ms(declared)) for _ in range(PAIRS)])
+    return _against_plain(lm, batch, settings, [{"interventions": specs(i)} for i in range(batch)])
 
 
 def measure_captured(lm: LM, batch: int, settings: GpuSettings) -> dict[str, Any]:
     """Steps whose states after each layer come back with the results, against plain ones; and what arrives, in GB a second."""
+    capture = [Capture("resid_post.*", positions="generated")]
+    found = _against_plain(lm, batch, settings, [{"capture": capture}] * batch)
+    return found | {"gb_per_s": batch * _bytes_a_row(lm) / found["ms"] / 1e6}
+
+
+def _against_plain(lm: LM, batch: int, settings: GpuSettings, declared: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Steps of requests with what is declared for each, against plain ones."""
     prompts = random_prompts(lm, batch, min(PROMPT_TOKENS, settings.prompt_tokens))
 
-    def run(sites: list[str], count: int) -> None:
-        lm.generate(prompts, greedy(count), capture=sites)
+    def step_ms(given: Sequence[dict[str, Any]]) -> float:
+        def submit(count: int) -> list[RequestHandle]:
+            own = zip(prompts, given, strict=True)
+            return [lm.submit(prompt, greedy(count), **specs) for prompt, specs in own]
 
-    found = compare(partial(run, []), partial(run, ["resid_post.*"]), min(NEW_TOKENS, settings.new_tokens), PAIRS)
-    return found | {"gb_per_s": batch * _bytes_a_row(lm) / found["ms"] / 1e6}
+        return steady_ms(lm, submit, min(NEW_TOKENS, settings.new_tokens))
+
+    step_ms(declared)  # what is captured for replay, or compiled, is so now
+    plain: list[dict[str, Any]] = [{}] * batch
+    return summary([(step_ms(plain), step_ms(declared)) for _ in range(PAIRS)])
 
 
 def measure_captured_prefill(lm: LM, settings: GpuSettings) -> dict[str, float]:

@@ -398,15 +398,17 @@ class CaptureRing:
     # -- the thread --------------------------------------------------------------------
 
     def after(self, function: Callable[[], None]) -> None:
-        """Call `function` on the ring's thread, behind all that was sent."""
-        self._queue.put(function)
+        """Call `function` on the ring's thread, behind all that was sent; at once, before `open`."""
+        if self._thread is None:
+            function()
+        else:
+            self._queue.put(function)
 
     def wait(self) -> None:
         """Wait until all that was sent has been copied out, and what came behind it has been called."""
-        if self._thread is not None:
-            done = threading.Event()
-            self.after(done.set)
-            done.wait()
+        done = threading.Event()
+        self.after(done.set)
+        done.wait()
 
     def _drain(self) -> None:
         while (item := self._queue.get()) is not None:
