@@ -30,6 +30,8 @@ INTEGERS = {2: torch.int16, 4: torch.int32}
 WORDS = torch.complex128
 """What copies see states as that leave them as they are: ALIGNED elements are a whole number of these."""
 ALL = slice(None)
+ROWS_AHEAD = 32
+"""Rows of results that are cut out together: each operation of torch gives Python's lock away, and who wants it back waits."""
 MAX_RUNS = 16
 """Of a prompt whose blocks have other sizes more often than this, all have the largest: what is wanted of them is found with few
 slices then."""
@@ -175,6 +177,8 @@ class Group:
             and self._site_size * dtype.itemsize == width * self._sent_dtype.itemsize
         )
         self._blocks: torch.Tensor | None = None  # [kept, words], where what is kept of a position is its block
+        self._rows_ahead: tuple[torch.Tensor, ...] = ()  # of `_blocks`, from this ordinal on
+        self._rows_from = 0
         self._filled: Counter[int] = Counter()  # by column: rows that it has of `take`
         self._rows: torch.Tensor | None = None
         self._into = np.empty(0)
@@ -248,7 +252,13 @@ class Group:
     def row_of(self, position: int) -> torch.Tensor | None:
         """[words], where a position's part of its block is kept as it is; None where it is not."""
         ordinal = self.ordinals.item(position)
-        return None if self._blocks is None or ordinal < 0 else self._blocks[ordinal]
+        if self._blocks is None or ordinal < 0:
+            return None
+        place = ordinal - self._rows_from
+        if not 0 <= place < len(self._rows_ahead):
+            self._rows_ahead = self._blocks[ordinal : ordinal + ROWS_AHEAD].unbind()
+            self._rows_from, place = ordinal, 0
+        return self._rows_ahead[place]
 
     def copy(self, blocks: np.ndarray, first: int, sizes: np.ndarray) -> None:
         """Copy the group's part of the blocks of positions `first` and on; see `Captures.copy`."""

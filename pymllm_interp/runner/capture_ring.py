@@ -500,7 +500,9 @@ def _copy(host: torch.Tensor, parts: list[_Part]) -> None:
 def _copy_rows(host: torch.Tensor, parts: list[_Part]) -> None:
     """Copy blocks that lie behind each other to their rows."""
     start, stop = parts[0].start, parts[-1].start + parts[-1].size
-    rows = [piece for part in parts if part.row is not None for piece in part.row.split(MAX_WORDS)]
+    rows = [part.row for part in parts if part.row is not None]
+    if max(map(len, rows)) > MAX_WORDS:
+        rows = [piece for row in rows for piece in row.split(MAX_WORDS)]
     try:
         torch.split_with_sizes_copy(host[start:stop].view(WORDS), [len(row) for row in rows], out=rows)
     except NO_MEMORY as error:
