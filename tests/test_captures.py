@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ from pymllm_interp import LM, Capture, Generated, SamplingParams, Steer
 from pymllm_interp.config import INNER_SITES
 from pymllm_interp.core.output import ScheduledRequest
 from pymllm_interp.core.request import Request
-from pymllm_interp.hooks.capture import FRESH, INTEGERS, WORDS, Activations, CaptureError, Captures, FreshMemory
+from pymllm_interp.hooks.capture import FRESH, INTEGERS, WORDS, Activations, CaptureError, Captures, FreshMemory, Group
 from pymllm_interp.hooks.intervention import Project, bind
 from pymllm_interp.hooks.site import ModelInfo, Site
 from pymllm_interp.hooks.tables import site_index
@@ -901,6 +901,13 @@ def test_pieces_of_the_ring_never_overlap_and_room_only_grows_until_one_is_taken
     assert pieces.room == 97 and not pieces.in_use
 
 
+def raises(error: Exception) -> Any:
+    def function(*args: Any) -> None:
+        raise error
+
+    return function
+
+
 def capturing_request(
     prompt_len: int, specs: list[Any], max_tokens: int = 2, dtype: torch.dtype = torch.float32
 ) -> Request:
@@ -990,17 +997,30 @@ def test_nothing_of_others_lies_behind_the_rows_of_a_request_that_ended_early(po
     assert len(addresses) == 1 or positions * width * 4 < SMALL, "of what is large the memory is used again"
 
 
-@pytest.mark.parametrize("where", ["prepare", "copy"])
-def test_what_one_request_has_no_memory_for_costs_nobody_else_theirs(where: str, monkeypatch: Any) -> None:
+def test_a_piece_that_cannot_be_sent_leaves_the_ring_as_it_was(monkeypatch: Any) -> None:
+    """Packing takes memory of the device, and may find none."""
     ring = CaptureRing(40 * BLOCK, torch.float32, DEVICE, "block")
     ring.open()
-    before, unlucky, behind = requests = [capturing_request(6, CAPTURE) for _ in range(3)]
+    request = capturing_request(6, [Capture("resid_post.*", reduce="mean")])
+    for fails in (True, False):
+        ring.lay_out([ScheduledRequest(request, 5, 0, False, False)])
+        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError) if fails else nullcontext():
+            if fails:
+                patch.setattr(Group, "pack", raises(torch.OutOfMemoryError("of the device")))
+            ring.send()
+        assert request.declared.captures.next == (0 if fails else 5), "what did not leave is captured again"
+        ring.wait()
+        assert not ring.pieces.in_use
+    ring.close()
 
-    def fails(*args: Any) -> None:
-        raise MemoryError("no memory")
 
-    monkeypatch.setattr(unlucky.declared.captures.groups[0], where, fails)
-    for start, count in ((0, 5), (5, 1)):
+@pytest.mark.parametrize("where", ["prepare", "copy", "row_of"])
+def test_what_one_request_has_no_memory_for_costs_nobody_else_theirs(where: str, monkeypatch: Any) -> None:
+    ring = CaptureRing(400 * BLOCK, torch.float32, DEVICE, "block")
+    ring.open()
+    before, unlucky, behind = requests = [capturing_request(21, CAPTURE) for _ in range(3)]
+    monkeypatch.setattr(unlucky.declared.captures.groups[0], where, raises(MemoryError("no memory")))
+    for start, count in ((0, 20), (20, 1)):
         entries = [ScheduledRequest(request, count, start, False, False) for request in requests]
         rows = ring.lay_out(entries)[0].tolist()
         assert rows[-1] > rows[0]
@@ -1008,10 +1028,10 @@ def test_what_one_request_has_no_memory_for_costs_nobody_else_theirs(where: str,
         ring.send()
         ring.wait()
     for request in (before, behind):
-        found = request.declared.captures.activations([1] * 6)
-        assert found["resid_post.0"].shape == (6, INFO.hidden_size) and found["resid_post.0"].max() > 0
+        found = request.declared.captures.activations([1] * 21)
+        assert found["resid_post.0"].shape == (21, INFO.hidden_size) and found["resid_post.0"].max() > 0
     with pytest.raises(CaptureError, match="no memory"):
-        unlucky.declared.captures.activations([1] * 6)["resid_post.0"]
+        unlucky.declared.captures.activations([1] * 21)["resid_post.0"]
     assert not ring.pieces.in_use
     ring.close()
 

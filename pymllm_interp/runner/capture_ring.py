@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -42,6 +41,8 @@ MAX_WORDS = 1 << 15
 """Of one copy: torch has the threads of its passes come together for more."""
 PROMPTS_SHARE = 4
 """Prompts take 1 / PROMPTS_SHARE of the ring in one step: one part fills, one leaves the device, one is copied out."""
+TURNS = 16
+"""What leaves in one step leaves 1 / TURNS of the ring at a time: the first is copied out while the next leaves."""
 NO_MEMORY = (MemoryError, OSError, RuntimeError)
 """What taking memory raises, and torch's copies: it costs the captures that it happened to, and no others."""
 
@@ -112,10 +113,31 @@ class _Share(NamedTuple):
     sizes: np.ndarray
     offset: int
     """From the piece's start."""
-    packed: int = 0
-    """Elements that the blocks are packed to; 0 where they leave as they are."""
-    blocks: int = 0
-    """From the piece's start, where they are packed."""
+    size: int
+    """Elements that leave."""
+    blocks: int | None = None
+    """From the piece's start, where they are packed; None where they leave as they are."""
+
+    @property
+    def is_block(self) -> bool:
+        """Whether it is one position's block."""
+        return self.blocks is None and len(self.sizes) == 1 and self.size > 0
+
+    def cut(self, parts: int) -> list[_Share]:
+        """So many shares with as many positions each, or fewer. What is packed stays whole."""
+        if parts <= 1 or self.blocks is not None or len(self.sizes) == 1:
+            return [self]
+        count = -(-len(self.sizes) // parts)
+        ends = [0, *np.cumsum(self.sizes).tolist()]
+        return [
+            _Share(self.captures, self.first + i, sizes, self.offset + ends[i], ends[i + len(sizes)] - ends[i])
+            for i in range(0, len(self.sizes), count)
+            if len(sizes := self.sizes[i : i + count])
+        ]
+
+
+_Part = tuple[_Share, torch.Tensor | None]
+"""What one thread copies; and [words] of the result, where it is a block that is kept there as it is."""
 
 
 class _LaidOut(NamedTuple):
@@ -163,11 +185,14 @@ class _Run:
 
 
 class _Sent(NamedTuple):
-    """A piece on its way."""
+    """What is on its way of a piece."""
 
     start: int
+    """The piece's."""
     shares: list[_Share]
     copied: torch.cuda.Event | None
+    last: bool
+    """The piece is free behind it."""
 
 
 class CaptureRing:
@@ -322,15 +347,12 @@ class CaptureRing:
             if size:
                 captures, sizes = request.declared.captures, rows[share_rows]
                 if captures.packs(first):
-                    packed = captures.room_of(first, count) - size
                     staying.append((len(shares), share_rows, size))
-                    shares.append(_Share(captures, first, sizes, leaving, packed))
-                    leaving += packed
-                else:
-                    shares.append(_Share(captures, first, sizes, leaving))
-                    if leaving != ends[row]:  # behind one that is packed
-                        stops[share_rows] += leaving - ends[row]
-                    leaving += size
+                    size = captures.room_of(first, count) - size
+                elif leaving != ends[row]:  # behind one that is packed
+                    stops[share_rows] += leaving - ends[row]
+                shares.append(_Share(captures, first, sizes, leaving, size))
+                leaving += size
             row += count
         end = leaving
         for number, share_rows, size in staying:
@@ -366,30 +388,32 @@ class CaptureRing:
     def send(self) -> None:
         """The pass whose rows were laid out last has been launched: let its piece leave behind it.
 
-        A pass that fails before is not sent, and leaves the ring as it was.
+        A pass that fails before is not sent, and leaves the ring as it was; so does a piece that cannot be sent.
         """
         laid_out, self._laid_out = self._laid_out, None
         if laid_out is None:
             return
         start, size, leaving, shares = laid_out
         assert self._host is not None, "open() comes before the first request that captures"
+        piece, stream, sent = self.memory[start : start + size], self._stream, []
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # None: nothing
+            _pack(piece, shares)
+            turns = _turns(shares, self.pieces.size // TURNS)
+            for turn in turns:
+                begin, end = turn[0].offset, turn[-1].offset + turn[-1].size
+                self._host[start + begin : start + end].copy_(piece[begin:end], non_blocking=True)
+                copied = None if stream is None else torch.cuda.Event(blocking=True)
+                if copied is not None:
+                    copied.record()
+                sent.append(_Sent(start, turn, copied, last=turn is turns[-1]))
         self.pieces.take(start, size)
         self.bytes_sent += leaving * self.memory.itemsize
         for captures, first, sizes, *_ in shares:
             captures.next = first + len(sizes)
-        device, host = self.memory[start : start + size], self._host[start : start + leaving]
-        copied = None
-        if self._stream is None:
-            _pack(device, shares)
-            host.copy_(device[:leaving])
-        else:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                _pack(device, shares)
-                host.copy_(device[:leaving], non_blocking=True)
-                copied = torch.cuda.Event(blocking=True)
-                copied.record()
-        self._queue.put(_Sent(start, shares, copied))
+        for turn in sent:
+            self._queue.put(turn)
 
     def forget(self) -> None:
         """The pass whose rows were laid out last is not sent."""
@@ -418,8 +442,9 @@ class CaptureRing:
                 except NO_MEMORY as error:  # of CUDA; those behind it must still be served
                     for share in item.shares:
                         _lose(share.captures, error)
-                self.pieces.give_back()
-                self.on_room()
+                if item.last:
+                    self.pieces.give_back()
+                    self.on_room()
             else:
                 item()
 
@@ -427,87 +452,76 @@ class CaptureRing:
         assert self._host is not None
         if item.copied is not None:
             item.copied.synchronize()
-        parts: list[_Part] = []
+        parts = [part for share in item.shares for part in self._parts(share)]
+        piece = self._host[item.start :]
+        list(self._copiers.map(lambda dealt: _copy(piece, dealt), _dealt(parts)))
         for share in item.shares:
-            try:
-                share.captures.prepare(self.results)
-            except NO_MEMORY as error:
-                _lose(share.captures, error)
-            parts += _parts(share, item.start)
-        list(self._copiers.map(partial(_copy, self._host), _dealt(parts)))
-        for captures, first, sizes, *_ in item.shares:
-            captures.copied(first + len(sizes))
+            share.captures.copied(share.first + len(share.sizes))
+
+    def _parts(self, share: _Share) -> list[_Part]:
+        """A share, cut where several threads may copy it."""
+        captures = share.captures
+        try:
+            captures.prepare(self.results)
+            cut = share.cut(1 if captures.in_order else COPIERS)
+            return [(part, captures.row_of(part.first) if part.is_block else None) for part in cut]
+        except NO_MEMORY as error:
+            _lose(captures, error)
+            return [(share, None)]
 
 
-class _Part(NamedTuple):
-    """What one thread copies of a share."""
-
-    captures: Captures
-    first: int
-    sizes: np.ndarray
-    start: int
-    """In the ring."""
-    size: int
-    packed: bool = False
-    row: torch.Tensor | None = None
-    """[words] of the result that it is copied to as it is, where it is the block of one position."""
-
-
-def _parts(share: _Share, start: int) -> list[_Part]:
-    """A share of the piece at `start`, cut where several threads may copy it."""
-    captures, first, sizes, offset, packed, _ = share
-    start += offset
-    if packed:
-        return [_Part(captures, first, sizes, start, packed, packed=True)]
-    if len(sizes) == 1:
-        row = captures.row_of(first) if captures.error is None else None
-        return [_Part(captures, first, sizes, start, sizes.item(), row=row)]
-    parts, count = [], len(sizes) if captures.in_order else -(-len(sizes) // COPIERS)
-    for i in range(0, len(sizes), count):
-        some = sizes[i : i + count]
-        parts.append(_Part(captures, first + i, some, start, int(some.sum())))
-        start += parts[-1].size
-    return parts
+def _turns(shares: list[_Share], limit: int) -> list[list[_Share]]:
+    """Those that leave the device together, `limit` elements or little more. A large share is cut."""
+    turns, size = [[]], 0
+    for share in shares:
+        for part in share.cut(share.size // limit):
+            if turns[-1] and size + part.size > limit:
+                turns.append([])
+                size = 0
+            turns[-1].append(part)
+            size += part.size
+    return turns
 
 
 def _dealt(parts: list[_Part]) -> list[list[_Part]]:
     """For each copier parts that lie behind each other, about equally much."""
-    ends = np.cumsum([part.size for part in parts])
+    ends = np.cumsum([share.size for share, _ in parts])
     cuts = np.searchsorted(ends, ends[-1] * np.arange(1, COPIERS) / COPIERS, side="right").tolist()
     return [dealt for begin, end in pairwise((0, *cuts, len(parts))) if (dealt := parts[begin:end])]
 
 
-def _copy(host: torch.Tensor, parts: list[_Part]) -> None:
-    """Copy parts out of the ring on the host.
+def _copy(piece: torch.Tensor, parts: list[_Part]) -> None:
+    """Copy parts out of a piece on the host.
 
     Rows that stay as they are, those of a decode step, are one call, which does without Python's lock: the engine's thread has
     it most of the time.
     """
-    for as_it_is, run in groupby(parts, key=lambda part: part.row is not None):
+    for as_it_is, run in groupby(parts, key=lambda part: part[1] is not None):
         if as_it_is:
-            _copy_rows(host, list(run))
+            _copy_rows(piece, list(run))
             continue
-        integers = host.view(INTEGERS[host.dtype.itemsize]).numpy()
-        for captures, first, sizes, start, size, packed, _ in run:
+        integers = piece.view(INTEGERS[piece.dtype.itemsize]).numpy()
+        for (captures, first, sizes, offset, size, blocks), _ in run:
             try:
                 if captures.error is None:
-                    take = captures.unpack if packed else captures.copy
-                    take(integers[start : start + size], first, sizes)
+                    take = captures.copy if blocks is None else captures.unpack
+                    take(integers[offset : offset + size], first, sizes)
             except NO_MEMORY as error:
                 _lose(captures, error)
 
 
-def _copy_rows(host: torch.Tensor, parts: list[_Part]) -> None:
+def _copy_rows(piece: torch.Tensor, parts: list[_Part]) -> None:
     """Copy blocks that lie behind each other to their rows."""
-    start, stop = parts[0].start, parts[-1].start + parts[-1].size
-    rows = [part.row for part in parts if part.row is not None]
+    first, last = parts[0][0], parts[-1][0]
+    rows = [row for _, row in parts if row is not None]
     if max(map(len, rows)) > MAX_WORDS:
-        rows = [piece for row in rows for piece in row.split(MAX_WORDS)]
+        rows = [some for row in rows for some in row.split(MAX_WORDS)]
     try:
-        torch.split_with_sizes_copy(host[start:stop].view(WORDS), [len(row) for row in rows], out=rows)
+        blocks = piece[first.offset : last.offset + last.size].view(WORDS)
+        torch.split_with_sizes_copy(blocks, [len(row) for row in rows], out=rows)
     except NO_MEMORY as error:
-        for part in parts:
-            _lose(part.captures, error)
+        for share, _ in parts:
+            _lose(share.captures, error)
 
 
 def _lose(captures: Captures, error: Exception) -> None:
@@ -517,10 +531,10 @@ def _lose(captures: Captures, error: Exception) -> None:
 
 def _pack(piece: torch.Tensor, shares: Sequence[_Share]) -> None:
     """Pack the blocks of a piece [elements] that stay on the device."""
-    for captures, first, sizes, offset, packed, blocks in shares:
-        if packed:
+    for captures, first, sizes, offset, size, blocks in shares:
+        if blocks is not None:
             stop = blocks + int(sizes.sum())
-            captures.pack(piece[blocks:stop], piece[offset : offset + packed], first, sizes)
+            captures.pack(piece[blocks:stop], piece[offset : offset + size], first, sizes)
 
 
 def _captures(request: Request) -> Captures | None:
