@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -664,8 +665,8 @@ def test_blocks_and_functions_come_to_the_same(seed: int, dtype: torch.dtype, mo
             packed = torch.full((8 + by_block.room_of(start, count) - len(block),), torch.nan, dtype=dtype)[8:]
             by_block.pack(block, packed, start, sizes)
             by_block.unpack(packed.view(integers).numpy(), start, sizes)
-        elif count == 1 and sizes.any() and (row := by_block.row_of(start)) is not None:
-            row.copy_(block.view(WORDS))
+        elif sizes.all() and (rows := by_block.rows_of(start, count)) is not None:
+            rows.copy_(block.view(WORDS))
         else:
             by_block.copy(block.view(integers).numpy(), start, sizes)
         by_block.next = max(by_block.next, start + count)
@@ -693,11 +694,15 @@ def test_blocks_and_functions_come_to_the_same(seed: int, dtype: torch.dtype, mo
         assert site not in wanted.indexes or torch.equal(found.indexes[site], wanted.indexes[site])
 
 
-def test_a_block_that_is_kept_as_it_is_has_a_row() -> None:
+def test_blocks_that_are_kept_as_they_are_have_rows() -> None:
     """Others have to be taken apart."""
-    whole = captures_of([Capture("resid_post.*", positions=[1, 3])], 5, 9)
+    captured = [1, 3, 4]
+    whole = captures_of([Capture("resid_post.*", positions=captured)], 5, 9)
     whole.prepare(FRESH)
-    assert [whole.row_of(position) is not None for position in range(9)] == [i in (1, 3) for i in range(9)]
+    for first, stop in combinations(range(9), 2):
+        rows, count = whole.rows_of(first, stop - first), stop - first
+        assert (rows is not None) == (set(range(first, stop)) <= set(captured))
+        assert rows is None or rows.nbytes == count * BLOCK
     apart = [
         [Capture("resid_post.0", positions="prompt"), Capture("mlp_out.0")],
         [Capture("resid_post.0", dtype=torch.float32)],
@@ -708,7 +713,7 @@ def test_a_block_that_is_kept_as_it_is_has_a_row() -> None:
     for specs in apart:
         captures = captures_of(specs, 5, 9, torch.bfloat16)
         captures.prepare(FRESH)
-        assert captures.row_of(3) is None, specs
+        assert captures.rows_of(3, 1) is None, specs
 
 
 @pytest.mark.parametrize("reduce", ["mean", "last"])
@@ -1014,11 +1019,12 @@ def test_a_piece_that_cannot_be_sent_leaves_the_ring_as_it_was(monkeypatch: Any)
     ring.close()
 
 
-@pytest.mark.parametrize("where", ["prepare", "copy", "row_of"])
+@pytest.mark.parametrize("where", ["prepare", "copy", "rows_of"])
 def test_what_one_request_has_no_memory_for_costs_nobody_else_theirs(where: str, monkeypatch: Any) -> None:
     ring = CaptureRing(400 * BLOCK, torch.float32, DEVICE, "block")
     ring.open()
-    before, unlucky, behind = requests = [capturing_request(21, CAPTURE) for _ in range(3)]
+    taken_apart = [Capture("resid_post.*", dtype=torch.bfloat16)] if where == "copy" else CAPTURE
+    before, unlucky, behind = requests = [capturing_request(21, specs) for specs in (CAPTURE, taken_apart, CAPTURE)]
     monkeypatch.setattr(unlucky.declared.captures.groups[0], where, raises(MemoryError("no memory")))
     for start, count in ((0, 20), (20, 1)):
         entries = [ScheduledRequest(request, count, start, False, False) for request in requests]

@@ -30,8 +30,8 @@ INTEGERS = {2: torch.int16, 4: torch.int32}
 WORDS = torch.complex128
 """What copies see states as that leave them as they are: ALIGNED elements are a whole number of these."""
 ALL = slice(None)
-ROWS_AHEAD = 32
-"""Rows of results that are cut out together: each operation of torch gives Python's lock away, and who wants it back waits."""
+ROWS_AHEAD = 256
+"""Rows of a result that are cut out together: each operation of torch gives Python's lock away, and who wants it back waits."""
 MAX_RUNS = 16
 """Of a prompt whose blocks have other sizes more often than this, all have the largest: what is wanted of them is found with few
 slices then."""
@@ -249,11 +249,13 @@ class Group:
                 if self._kept_as_sent and not self.in_order and not padded:
                     self._blocks = self._rows.flatten(1).view(WORDS)
 
-    def row_of(self, position: int) -> torch.Tensor | None:
-        """[words], where a position's part of its block is kept as it is; None where it is not."""
-        ordinal = self.ordinals.item(position)
-        if self._blocks is None or ordinal < 0:
+    def rows_of(self, first: int, count: int) -> torch.Tensor | None:
+        """[words], where the group's part of the blocks of `count` positions is kept as it is; None where it is not."""
+        ordinal, last = self.ordinals.item(first), self.ordinals.item(first + count - 1)
+        if self._blocks is None or ordinal < 0 or last - ordinal != count - 1:
             return None
+        if count > 1:
+            return self._blocks[ordinal : ordinal + count].flatten()
         place = ordinal - self._rows_from
         if not 0 <= place < len(self._rows_ahead):
             self._rows_ahead = self._blocks[ordinal : ordinal + ROWS_AHEAD].unbind()
@@ -536,9 +538,10 @@ class Captures:
         for group in self.groups:
             group.prepare(memory)
 
-    def row_of(self, position: int) -> torch.Tensor | None:
-        """[words]: what a position's block, copied to there as it is, is kept in; None where it has to be taken apart (`copy`)."""
-        return self.groups[0].row_of(position) if len(self.groups) == 1 else None
+    def rows_of(self, first: int, count: int) -> torch.Tensor | None:
+        """[words]: where the blocks of `count` positions, copied as they are, are kept; None where they have to be taken apart
+        (`copy`)."""
+        return self.groups[0].rows_of(first, count) if len(self.groups) == 1 else None
 
     def copy(self, blocks: np.ndarray, first: int, sizes: np.ndarray) -> None:
         """Copy the states of positions `first` and on out of their blocks, which lie behind each other. After `prepare`, several

@@ -41,8 +41,6 @@ MAX_WORDS = 1 << 15
 """Of one copy: torch has the threads of its passes come together for more."""
 PROMPTS_SHARE = 4
 """Prompts take 1 / PROMPTS_SHARE of the ring in one step: one part fills, one leaves the device, one is copied out."""
-TURNS = 16
-"""What leaves in one step leaves 1 / TURNS of the ring at a time: the first is copied out while the next leaves."""
 NO_MEMORY = (MemoryError, OSError, RuntimeError)
 """What taking memory raises, and torch's copies: it costs the captures that it happened to, and no others."""
 
@@ -118,11 +116,6 @@ class _Share(NamedTuple):
     blocks: int | None = None
     """From the piece's start, where they are packed; None where they leave as they are."""
 
-    @property
-    def is_block(self) -> bool:
-        """Whether it is one position's block."""
-        return self.blocks is None and len(self.sizes) == 1 and self.size > 0
-
     def cut(self, parts: int) -> list[_Share]:
         """So many shares with as many positions each, or fewer. What is packed stays whole."""
         if parts <= 1 or self.blocks is not None or len(self.sizes) == 1:
@@ -137,7 +130,7 @@ class _Share(NamedTuple):
 
 
 _Part = tuple[_Share, torch.Tensor | None]
-"""What one thread copies; and [words] of the result, where it is a block that is kept there as it is."""
+"""What one thread copies; and [words] of the result, where it is kept as it is."""
 
 
 class _LaidOut(NamedTuple):
@@ -185,14 +178,11 @@ class _Run:
 
 
 class _Sent(NamedTuple):
-    """What is on its way of a piece."""
+    """A piece on its way."""
 
     start: int
-    """The piece's."""
     shares: list[_Share]
     copied: torch.cuda.Event | None
-    last: bool
-    """The piece is free behind it."""
 
 
 class CaptureRing:
@@ -395,25 +385,22 @@ class CaptureRing:
             return
         start, size, leaving, shares = laid_out
         assert self._host is not None, "open() comes before the first request that captures"
-        piece, stream, sent = self.memory[start : start + size], self._stream, []
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # None: nothing
-            _pack(piece, shares)
-            turns = _turns(shares, self.pieces.size // TURNS)
-            for turn in turns:
-                begin, end = turn[0].offset, turn[-1].offset + turn[-1].size
-                self._host[start + begin : start + end].copy_(piece[begin:end], non_blocking=True)
-                copied = None if stream is None else torch.cuda.Event(blocking=True)
-                if copied is not None:
-                    copied.record()
-                sent.append(_Sent(start, turn, copied, last=turn is turns[-1]))
+        device, host, copied = self.memory[start : start + size], self._host[start : start + leaving], None
+        if self._stream is None:
+            _pack(device, shares)
+            host.copy_(device[:leaving])
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                _pack(device, shares)
+                host.copy_(device[:leaving], non_blocking=True)
+                copied = torch.cuda.Event(blocking=True)
+                copied.record()
         self.pieces.take(start, size)
         self.bytes_sent += leaving * self.memory.itemsize
         for captures, first, sizes, *_ in shares:
             captures.next = first + len(sizes)
-        for turn in sent:
-            self._queue.put(turn)
+        self._queue.put(_Sent(start, shares, copied))
 
     def forget(self) -> None:
         """The pass whose rows were laid out last is not sent."""
@@ -442,9 +429,8 @@ class CaptureRing:
                 except NO_MEMORY as error:  # of CUDA; those behind it must still be served
                     for share in item.shares:
                         _lose(share.captures, error)
-                if item.last:
-                    self.pieces.give_back()
-                    self.on_room()
+                self.pieces.give_back()
+                self.on_room()
             else:
                 item()
 
@@ -463,24 +449,15 @@ class CaptureRing:
         captures = share.captures
         try:
             captures.prepare(self.results)
-            cut = share.cut(1 if captures.in_order else COPIERS)
-            return [(part, captures.row_of(part.first) if part.is_block else None) for part in cut]
+            return [(part, self._rows_of(part)) for part in share.cut(1 if captures.in_order else COPIERS)]
         except NO_MEMORY as error:
             _lose(captures, error)
             return [(share, None)]
 
-
-def _turns(shares: list[_Share], limit: int) -> list[list[_Share]]:
-    """Those that leave the device together, `limit` elements or little more. A large share is cut."""
-    turns, size = [[]], 0
-    for share in shares:
-        for part in share.cut(share.size // limit):
-            if turns[-1] and size + part.size > limit:
-                turns.append([])
-                size = 0
-            turns[-1].append(part)
-            size += part.size
-    return turns
+    def _rows_of(self, part: _Share) -> torch.Tensor | None:
+        rows = part.captures.rows_of(part.first, len(part.sizes)) if part.blocks is None else None
+        # Positions that were computed again have no block.
+        return rows if rows is not None and rows.nbytes == part.size * self.memory.itemsize else None
 
 
 def _dealt(parts: list[_Part]) -> list[list[_Part]]:
@@ -493,8 +470,7 @@ def _dealt(parts: list[_Part]) -> list[list[_Part]]:
 def _copy(piece: torch.Tensor, parts: list[_Part]) -> None:
     """Copy parts out of a piece on the host.
 
-    Rows that stay as they are, those of a decode step, are one call, which does without Python's lock: the engine's thread has
-    it most of the time.
+    What stays as it is is one call, which does without Python's lock: the engine's thread has it most of the time.
     """
     for as_it_is, run in groupby(parts, key=lambda part: part[1] is not None):
         if as_it_is:
