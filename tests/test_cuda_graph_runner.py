@@ -65,6 +65,14 @@ def runner(recorded: list) -> Iterator[ModelRunner]:
     runner.shutdown()
 
 
+@pytest.fixture
+def unfrozen() -> Iterator[None]:
+    """The collector has nothing frozen when the test begins: what conftest.py froze is so again when it is over."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
 def graphs_of(runner: ModelRunner) -> CudaGraphRunner:
     assert runner.graph_runner is not None
     return runner.graph_runner
@@ -122,7 +130,7 @@ def test_g02_capture_mode_holds_within_the_block_however_it_ends():
     assert not is_capture_mode()
 
 
-def test_g03_the_collector_is_frozen_within_the_block_only():
+def test_g03_the_collector_is_frozen_within_the_block_only(unfrozen):
     """G3."""
     for error in (None, KeyError):
         try:
@@ -208,16 +216,19 @@ def test_g12_shutdown_lets_go_of_everything_and_may_come_twice(runner):
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("capture was invalidated")]
 )
-def test_g13_a_capture_that_fails_says_what_to_change(error, monkeypatch):
-    """G13."""
+def test_g13_a_capture_that_fails_says_what_to_change(error, unfrozen, monkeypatch):
+    """G13; and G3, that captures run with the collector frozen."""
+    frozen = []
 
     def fail(*args: Any) -> None:
+        frozen.append(gc.get_freeze_count() > 0)
         raise error
 
     monkeypatch.setattr(cuda_graph_runner, "record", fail)
     runner = make_runner(CONFIGS["llama"](), max_running_requests=6)
     with pytest.raises(RuntimeError, match=f"of 6 rows failed: {error}") as caught:
         CudaGraphRunner(runner)
+    assert frozen == [True]
     for hint in ("gpu_memory_utilization", "max_running_requests (now 6)", "disable_cuda_graph=True"):
         assert hint in str(caught.value)
     assert not is_capture_mode() and gc.get_freeze_count() == 0
