@@ -19,6 +19,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from helpers_graphs import use_eager_graphs
+from helpers_triton import quicken_the_interpreter
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -33,6 +34,7 @@ from transformers import (
 from pymllm_interp import LM
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+quicken_the_interpreter()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
