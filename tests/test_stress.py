@@ -8,11 +8,12 @@ transformers under hooks.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import random
 import threading
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import greenlet
 import pytest
@@ -140,29 +141,44 @@ class Declared:
             assert (found[site] - states[site]).abs().max() <= 1e-3 * states[site].abs().max()
 
 
-def stress(lm_of: Any, oracle: Any, seed: int, count: int, **server: Any) -> None:
-    rng = random.Random(seed)
-    plans = [Plan.random(rng, layers=3, faults=True) for _ in range(count)]
-    references = [replace(plan, result={}) for plan in plans]
-    nnsight_model = TransformersModel(copy.deepcopy(oracle("llama")), tokenizer=tiny_tokenizer())
-    for reference in references:
-        if reference.fault is None:
-            run(nnsight_model, reference)
-    plain_prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))] for _ in range(count // 4)]
-    params = SamplingParams(temperature=0, max_tokens=16)
-    declared = [Declared.random(rng, oracle("llama").config) for _ in range(count // 4)]
-    plain_wanted = [
-        oracle("llama").generate(torch.tensor([p]), max_new_tokens=16, do_sample=False)[0, len(p) :].tolist()
-        for p in plain_prompts
-    ]
+class Load(NamedTuple):
+    """What is asked for at once, and what each is to give."""
 
+    traced: list[Plan]
+    """With their results on nnsight's model, where nothing is planned to fail."""
+    plain: list[tuple[list[int], list[int]]]
+    """Prompts, and what transformers generates."""
+    declared: list[Declared]
+
+
+@functools.cache
+def load_of(oracle: Any, seed: int, count: int) -> Load:
+    """The same for every server."""
+    rng, model = random.Random(seed), oracle("llama")
+    plans = [Plan.random(rng, layers=3, faults=True) for _ in range(count)]
+    nnsight_model = TransformersModel(copy.deepcopy(model), tokenizer=tiny_tokenizer())
+    for plan in plans:
+        if plan.fault is None:
+            run(nnsight_model, plan)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))] for _ in range(count // 4)]
+    declared = [Declared.random(rng, model.config) for _ in range(count // 4)]
+    generated = [
+        model.generate(torch.tensor([p]), max_new_tokens=16, do_sample=False)[0, len(p) :].tolist() for p in prompts
+    ]
+    return Load(plans, list(zip(prompts, generated, strict=True)), declared)
+
+
+def stress(lm_of: Any, oracle: Any, seed: int, count: int, **server: Any) -> None:
+    references, plain, declared = load_of(oracle, seed, count)
+    plans = [replace(reference, result={}, error=None) for reference in references]
+    params = SamplingParams(temperature=0, max_tokens=16)
     lm = lm_of("llama", kv_cache_tokens=56, page_size=4, max_running_requests=8, max_num_tokens=48, **server)
     before = lm.engine.stats()
     timers = [threading.Timer(plan.delay, run, (lm, plan)) for plan in plans]
     with held(lm) as arrived:
         for timer in timers:
             timer.start()
-        handles = [lm.submit(p, params) for p in plain_prompts]
+        handles = [lm.submit(prompt, params) for prompt, _ in plain]
         with_specs = [lm.submit(d.prompt, params, interventions=d.specs, capture=d.sites) for d in declared]
         arrived(len(handles) + len(with_specs) + count // 2)
     cancelled = [lm.submit([1, 2, 3], SamplingParams(max_tokens=30)) for _ in range(3)]
@@ -171,7 +187,7 @@ def stress(lm_of: Any, oracle: Any, seed: int, count: int, **server: Any) -> Non
     for timer in timers:
         timer.join(timeout=120)
         assert not timer.is_alive(), "a trace hangs"
-    assert [h.result(timeout=60).token_ids for h in handles] == plain_wanted
+    assert [h.result(timeout=60).token_ids for h in handles] == [generated for _, generated in plain]
     for request, handle in zip(declared, with_specs, strict=True):
         request.check(handle.result(timeout=60), oracle("llama"))
     assert all(h.result(timeout=60).finish_reason in ("abort", "length") for h in cancelled)
