@@ -28,9 +28,10 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 demo: $(STAMP)
 	$(BIN)/pymllm-interp demo
 
-# One thread for each worker: two workers with two threads each would fight for two cores.
-PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
-TRACE_TESTS := $(addprefix tests/test_,trace_parity.py trace_features.py trace_errors.py interp_runner.py stress.py)
+# One thread for each worker: two workers with two threads each would fight for two cores. Files in the order of their names: those
+# with the fewest tests would come last, some of which take the longest, and one worker would wait for the other.
+PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+TRACE_TESTS := $(addprefix tests/test_,stress.py trace_parity.py trace_features.py trace_errors.py interp_runner.py)
 
 # The traces twice: as a CPU runs them, and as a GPU does, in segments and with steps launched ahead.
 test: $(STAMP)
