@@ -77,8 +77,7 @@ def compare(plain: Callable[[int], None], given: Callable[[int], None], new_toke
 def steady_ms(lm: LM, submit: Callable[[int], list[RequestHandle]], new_tokens: int) -> float:
     """Milliseconds of a step while all requests decode: what is done once for each of them is not in it.
 
-    Where they capture, the clock is read when the states of all steps so far have arrived in the results, so that steps count
-    no faster than their states arrive.
+    Where they capture, steps count no faster than their states arrive in the results.
 
     Args:
         submit: called on the engine's thread with a number of new tokens; returns the handles, first come, first served.
@@ -86,7 +85,8 @@ def steady_ms(lm: LM, submit: Callable[[int], list[RequestHandle]], new_tokens: 
     """
     engine, ring = lm.engine, lm.runner.capture_ring
 
-    def mark() -> tuple[Future[float], int]:
+    def mark() -> tuple[int, float, Future[float]]:
+        """Steps that were launched, when, and when what they captured has arrived."""
         arrived: Future[float] = Future()
 
         def stamp() -> None:
@@ -96,19 +96,20 @@ def steady_ms(lm: LM, submit: Callable[[int], list[RequestHandle]], new_tokens: 
             stamp()
         else:
             ring.after(stamp)
-        return arrived, engine.num_steps
+        return engine.num_steps, time.perf_counter(), arrived
 
     handles: list[RequestHandle] = engine.call(lambda: submit(new_tokens + 2 * MARGIN))
     first, last = handles[0].requests[0], handles[-1].requests[0]
     while len(last.output_token_ids) < MARGIN:
         time.sleep(POLL_S)
-    started, before = engine.call(mark)
+    before, launched, arrived = engine.call(mark)
     while len(first.output_token_ids) < MARGIN + new_tokens and not handles[0].done:
         time.sleep(POLL_S)
-    stopped, after = engine.call(mark)
+    after, last_launched, last_arrived = engine.call(mark)
     for handle in handles:
         handle.result()
-    return (stopped.result() - started.result()) / (after - before) * 1e3
+    seconds = max(last_launched - launched, last_arrived.result() - arrived.result())
+    return seconds / (after - before) * 1e3
 
 
 def summary(pairs: list[tuple[float, float]]) -> dict[str, Any]:
