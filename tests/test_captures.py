@@ -559,6 +559,18 @@ def test_captures_that_find_no_room_are_lost_where_that_was_asked_for(ring_lm: A
     assert small.activations["resid_post.0"].shape[0] == 6, "the next one finds room"
 
 
+def test_the_receipt_counts_no_rows_that_were_lost_on_their_way(ring_lm: Any, monkeypatch: Any) -> None:
+    lm = ring_lm()
+    params = SamplingParams(temperature=0, max_tokens=2)
+    lm.generate([prompt_of(5, 1)], params, capture=CAPTURE)
+    with monkeypatch.context() as patch:
+        patch.setattr(ring_of(lm).results, "empty", raises(MemoryError("no memory")))
+        lost = lm.generate([prompt_of(5, 1)], params, capture=CAPTURE)[0]
+    with pytest.raises(CaptureError, match="no memory"):
+        lost.activations["resid_post.0"]
+    assert not lost.receipt.captures and len(lost.token_ids) == 2
+
+
 def test_what_can_never_fit_is_refused_with_the_setting(ring_lm: Any) -> None:
     lm = ring_lm(capture_ring_bytes=4 * BLOCK)
     wide = ["resid_post.*", "attn_out.*", "embed", "mlp_out.*", "resid_mid.*"]  # 13 states
@@ -1017,6 +1029,58 @@ def test_a_piece_that_cannot_be_sent_leaves_the_ring_as_it_was(monkeypatch: Any)
         ring.wait()
         assert not ring.pieces.in_use
     ring.close()
+
+
+def test_captures_that_are_lost_while_their_step_is_laid_out_take_nobody_s_place(monkeypatch: Any) -> None:
+    """The ring's thread finds no memory for a mean whose next blocks are being placed."""
+    ring = CaptureRing(40 * BLOCK, torch.float32, DEVICE, "block")
+    ring.open()
+    before, lost, behind = requests = [
+        capturing_request(5, [Capture("resid_post.*", reduce=reduce)]) for reduce in (None, "mean", None)
+    ]
+    captures, packs, calls = lost.declared.captures, lost.declared.captures.packs, []
+
+    def in_between(first: int) -> bool:
+        calls.append(first)
+        if len(calls) == 2:  # its sizes have been read
+            captures.error = CaptureError("lost")
+        return packs(first)
+
+    monkeypatch.setattr(captures, "packs", in_between)
+    blocks = ring.lay_out([ScheduledRequest(request, 4, 0, False, False) for request in requests])
+    assert len(calls) >= 2 and (blocks >= 0).all() and (blocks <= len(ring.memory)).all()
+    for number, request_blocks in enumerate(np.split(blocks, 3, axis=1)):
+        for start, stop in request_blocks.T.tolist():
+            ring.memory[start:stop] = number
+    ring.send()
+    ring.wait()
+    ring.pieces.check_integrity()
+    for number, request in ((0, before), (2, behind)):
+        found = request.declared.captures.activations([1] * 4)
+        assert all(rows.shape[0] == 4 and (rows == number).all() for rows in found.values())
+    ring.close()
+
+
+@pytest.mark.parametrize("reduce", [None, "mean", "last", "few", "many", "top"])
+def test_captured_rows_are_tensors_as_any_other(reduce: Any) -> None:
+    """They may be edited in place with what needs a gradient; dot products lie behind each other."""
+    projects = {
+        "few": Project(vector(INFO.hidden_size, 1, 3)),
+        "many": Project(vector(INFO.hidden_size, 2, 20)),
+        "top": Project(vector(INFO.hidden_size, 3, 20), top_k=2),
+    }
+    captures = captures_of([Capture("resid_post.*", reduce=projects.get(reduce, reduce))], 5, 9)
+    captures.prepare(FRESH)
+    captures.copy(np.zeros(int(captures.block_sizes(0, 5).sum()), np.int32), 0, captures.block_sizes(0, 5))
+    captures.copied(5)
+    found = captures.activations(range(5))
+    factor = torch.ones((), requires_grad=True)
+    for site, rows in found.items():
+        assert reduce not in ("many", "top") or rows.is_contiguous()
+        rows[0] = (rows[0] + 1) * factor
+        rows.sum().backward()
+        assert factor.grad is not None and factor.grad > 0, site
+        factor.grad = None
 
 
 @pytest.mark.parametrize("where", ["prepare", "copy", "rows_of"])

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, repeat
 from math import prod
 from typing import Any, Protocol
 
@@ -319,9 +319,7 @@ class Group:
         assert self._rows is not None
         if self.spec.reduce != "mean":  # whose sums nobody gets
             self._memory.clear(self._rows, min(count, len(self._rows)))
-        rows, indexes = self._results(count, arrived)
-        columns = [None] * len(self.sites) if indexes is None else indexes.unbind(1)
-        return [(of_site, placed, places) for of_site, places in zip(rows.unbind(1), columns, strict=True)]
+        return [(rows, placed, indexes) for rows, indexes in self._results(count, arrived)]
 
     @property
     def _shape(self) -> tuple[int, int, int]:
@@ -381,11 +379,12 @@ class Group:
             assert self._rows is not None
             self._rows[place : place + len(rows), columns].copy_(torch.from_numpy(rows).view(self._sent_dtype))
 
-    def _results(self, count: int, arrived: list[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(rows [n, sites, width], indexes of `Project` likewise) of the first `count` positions, of which so many arrived by
-        column."""
+    def _results(self, count: int, arrived: list[int]) -> Iterable[tuple[torch.Tensor, torch.Tensor | None]]:
+        """For each column (rows, indexes of `Project`) of the first `count` positions, of which so many arrived."""
         assert self._rows is not None
-        rows, indexes, reduce = self._rows, None, self.spec.reduce
+        rows, reduce = self._rows, self.spec.reduce
+        if isinstance(reduce, Project):
+            return [self._projected(rows[:count, column].detach(), reduce) for column in range(len(self.sites))]
         if reduce == "mean":
             without = torch.tensor(arrived) > count  # leave out the newest
             rows = torch.where(without[:, None], rows[:1], rows.sum(0, keepdim=True))[:count] / max(count, 1)
@@ -394,10 +393,15 @@ class Group:
             rows = rows[newest : newest + 1][:count]
         else:
             rows = rows[:count]
-        if isinstance(reduce, Project):
-            rows = rows if self.probes is not None else rows.float() @ reduce.directions.T
-            if reduce.top_k is not None:
-                rows, indexes = rows.topk(reduce.top_k, dim=-1)
+        # All columns at once. Not by `unbind`: autograd keeps its tensors from being edited in place.
+        return zip(rows.to(self.dtype).flatten(1).unsafe_split(self.width, 1), repeat(None))
+
+    def _projected(self, rows: torch.Tensor, reduce: Project) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(what `reduce` leaves of rows [n, width] of one column, indexes)."""
+        indexes = None
+        rows = rows if self.probes is not None else rows.float() @ reduce.directions.T
+        if reduce.top_k is not None:
+            rows, indexes = rows.topk(reduce.top_k, dim=-1)
         return rows.to(self.dtype), indexes
 
 
@@ -522,6 +526,10 @@ class Captures:
         rooms = sizes + np.where(sizes > 0, self._packed_sizes[first : first + count], 0)
         rooms[0] += self._sums_size
         return rooms
+
+    def packed_size(self, first: int, sizes: np.ndarray) -> int:
+        """Elements that blocks of such sizes, of positions `first` and on, are packed to. Whatever `error` has become since."""
+        return self._sums_size + int(self._packed_sizes[first : first + len(sizes)][sizes > 0].sum())
 
     def room_of(self, first: int, count: int) -> int:
         """The sum of `rooms`."""

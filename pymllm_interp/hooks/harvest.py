@@ -212,11 +212,12 @@ class HarvestFolder:
                 while chunk:
                     ahead = beside.submit(following)
                     file.write(chunk)
-                    _leave_memory(file, size, len(chunk))
+                    file.flush()
+                    _not_needed(file, size, len(chunk))
                     size += len(chunk)
                     chunk, crc32 = ahead.result()
-                file.flush()
                 os.fsync(file.fileno())
+                _not_needed(file, 0, size)
             os.replace(temporary, self.folder / name)
             os.fsync(self._fd)
         except OSError:
@@ -304,9 +305,8 @@ def _serialised(tensors: Mapping[str, Sequence[Tensor]]) -> Iterator[bytes | mem
                 batch = []
 
 
-def _leave_memory(file: BufferedWriter, start: int, size: int) -> None:
-    """Have these bytes written to the disk beside what follows, and kept in no memory of the system: nobody reads them now."""
-    file.flush()
+def _not_needed(file: BufferedWriter, start: int, size: int) -> None:
+    """Nobody reads these bytes soon. What is not on the disk yet is sent there beside what follows; what is leaves memory."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # a file system that takes no advice
             os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_DONTNEED)

@@ -338,7 +338,7 @@ class CaptureRing:
                 captures, sizes = request.declared.captures, rows[share_rows]
                 if captures.packs(first):
                     staying.append((len(shares), share_rows, size))
-                    size = captures.room_of(first, count) - size
+                    size = captures.packed_size(first, sizes)
                 elif leaving != ends[row]:  # behind one that is packed
                     stops[share_rows] += leaving - ends[row]
                 shares.append(_Share(captures, first, sizes, leaving, size))
@@ -390,12 +390,17 @@ class CaptureRing:
             _pack(device, shares)
             host.copy_(device[:leaving])
         else:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                _pack(device, shares)
-                host.copy_(device[:leaving], non_blocking=True)
-                copied = torch.cuda.Event(blocking=True)
-                copied.record()
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(self._stream):
+                    _pack(device, shares)
+                    host.copy_(device[:leaving], non_blocking=True)
+                    copied = torch.cuda.Event(blocking=True)
+                    copied.record()
+            except NO_MEMORY:
+                current.wait_stream(self._stream)  # what it has begun there comes before what the next pass writes
+                raise
         self.pieces.take(start, size)
         self.bytes_sent += leaving * self.memory.itemsize
         for captures, first, sizes, *_ in shares:
@@ -490,9 +495,9 @@ def _copy_rows(piece: torch.Tensor, parts: list[_Part]) -> None:
     """Copy blocks that lie behind each other to their rows."""
     first, last = parts[0][0], parts[-1][0]
     rows = [row for _, row in parts if row is not None]
-    if max(map(len, rows)) > MAX_WORDS:
-        rows = [some for row in rows for some in row.split(MAX_WORDS)]
     try:
+        if max(map(len, rows)) > MAX_WORDS:
+            rows = [some for row in rows for some in row.split(MAX_WORDS)]
         blocks = piece[first.offset : last.offset + last.size].view(WORDS)
         torch.split_with_sizes_copy(blocks, [len(row) for row in rows], out=rows)
     except NO_MEMORY as error:

@@ -181,10 +181,10 @@ class InterpModelRunner(ModelRunner):
             counted = min(request.num_computed_tokens, request.prompt_len)
         request.receipt.interventions = declared.applied(counted)
         request.receipt.preemptions = request.num_preemptions
-        request.receipt.captures = declared.captured(counted)
         token_ids = (request.prompt_token_ids + request.output_token_ids)[:counted]
 
         def complete() -> None:
+            request.receipt.captures = declared.captured(counted)
             request.activations = declared.activations(token_ids)
             done()
 
