@@ -120,13 +120,12 @@ class _Share(NamedTuple):
         """So many shares with as many positions each, or fewer. What is packed stays whole."""
         if parts <= 1 or self.blocks is not None or len(self.sizes) == 1:
             return [self]
-        count = -(-len(self.sizes) // parts)
-        ends = [0, *np.cumsum(self.sizes).tolist()]
-        return [
-            _Share(self.captures, self.first + i, sizes, self.offset + ends[i], ends[i + len(sizes)] - ends[i])
-            for i in range(0, len(self.sizes), count)
-            if len(sizes := self.sizes[i : i + count])
-        ]
+        found, offset, count = [], self.offset, -(-len(self.sizes) // parts)
+        for i in range(0, len(self.sizes), count):
+            sizes = self.sizes[i : i + count]
+            found.append(_Share(self.captures, self.first + i, sizes, offset, int(sizes.sum())))
+            offset += found[-1].size
+        return found
 
 
 _Part = tuple[_Share, torch.Tensor | None]

@@ -449,6 +449,8 @@ class InterpModelRunner(ModelRunner):
             drawn_from: [sampling requests, vocab], what a trace may have left of the head's.
         """
         batch, site = state.input_batch, inner_site(self.num_hidden_layers, 0, LOGITS)
+        if all(entry.request.declared is None for entry in batch.entries):
+            return
         starts = zip(batch.entries, batch.query_start_loc.tolist(), batch.cu_num_logits.tolist(), strict=False)
         wanted = [start for start in starts if _captures_at(start[0].request, site)]
         if not wanted:
