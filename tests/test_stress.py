@@ -141,6 +141,10 @@ class Declared:
             assert (found[site] - states[site]).abs().max() <= 1e-3 * states[site].abs().max()
 
 
+FIRST, POOL = 4, 48
+"""The first traces' prompts fill the pool of so many tokens: one must move to the host before any can go on."""
+
+
 class Load(NamedTuple):
     """What is asked for at once, and what each is to give."""
 
@@ -155,7 +159,9 @@ class Load(NamedTuple):
 def load_of(oracle: Any, seed: int, count: int) -> Load:
     """The same for every server."""
     rng, model = random.Random(seed), oracle("llama")
-    plans = [Plan.random(rng, layers=3, faults=True) for _ in range(count)]
+    plans = [Plan.random(rng, layers=3, faults=number >= FIRST) for number in range(count)]
+    for plan in plans[:FIRST]:
+        plan.prompt, plan.new_tokens = [rng.randrange(VOCAB) for _ in range(POOL // FIRST)], POOL // FIRST
     nnsight_model = TransformersModel(copy.deepcopy(model), tokenizer=tiny_tokenizer())
     for plan in plans:
         if plan.fault is None:
@@ -172,11 +178,14 @@ def stress(lm_of: Any, oracle: Any, seed: int, count: int, **server: Any) -> Non
     references, plain, declared = load_of(oracle, seed, count)
     plans = [replace(reference, result={}, error=None) for reference in references]
     params = SamplingParams(temperature=0, max_tokens=16)
-    lm = lm_of("llama", kv_cache_tokens=56, page_size=4, max_running_requests=8, max_num_tokens=48, **server)
+    lm = lm_of("llama", kv_cache_tokens=POOL, page_size=4, max_running_requests=8, max_num_tokens=48, **server)
     before = lm.engine.stats()
     timers = [threading.Timer(plan.delay, run, (lm, plan)) for plan in plans]
     with held(lm) as arrived:
-        for timer in timers:
+        for timer in timers[:FIRST]:
+            timer.start()
+        arrived(FIRST)
+        for timer in timers[FIRST:]:
             timer.start()
         handles = [lm.submit(prompt, params) for prompt, _ in plain]
         with_specs = [lm.submit(d.prompt, params, interventions=d.specs, capture=d.sites) for d in declared]
