@@ -26,6 +26,7 @@ from pymllm_interp.bench.gpu import (
     records,
     run_reading,
 )
+from pymllm_interp.bench.memory import KINDS, held_memory, run_requests
 from pymllm_interp.bench.profile import StepProfile
 from pymllm_interp.bench.report import BEGIN, END, read_aims, render, split_page, update_page
 from pymllm_interp.cli import main
@@ -285,6 +286,33 @@ def test_a_suite_against_plain_steps_measures_each_case_at_each_batch_size(
         assert record["sweep"]["invokes"] == 8 and record["sweep"]["traced_s"] > 0
     else:
         assert record["harvest"]["gb_per_s"] > 0 and record["captured_prefill"]["gb_per_s"] > 0
+
+
+def test_requests_of_all_kinds_leave_nothing_behind(lm_of: Callable[..., LM]) -> None:
+    lm, rounds = lm_of("llama"), 5
+    settings = GpuSettings.quick()
+    for _ in range(2):
+        run_requests(lm, 4, settings)  # what is made once is made now
+    before = held_memory()["objects"]
+    for _ in range(rounds):
+        run_requests(lm, 4, settings)
+    requests = rounds * 4 * len(KINDS)
+    assert held_memory()["objects"] - before < requests // 4, "not one for each request of any kind"
+    stats = lm.engine.stats()
+    assert (stats["running"], stats["waiting"], stats["free_kv_tokens"]) == (0, 0, lm.runner.max_total_num_tokens)
+
+
+def test_the_memory_suite_counts_after_each_round(
+    model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "x.json"
+    command = ["bench", "--config", str(model_folder("llama")), "--suite", "memory", "--quick", "--device", "cpu"]
+    assert main([*command, "--batches", "3", "--out", str(out)]) == 0
+    record = json.loads(out.read_text())
+    assert [row["requests"] for row in record["rows"]] == [20, 40]
+    assert all(row["objects"] > 0 and row["free_kv_tokens"] > 0 for row in record["rows"])
+    assert ways(record) == {"plain", "modules"}
+    assert f"| 40 | {record['rows'][1]['objects']:,} |" in capsys.readouterr().out
 
 
 def test_a_page_gets_the_tables_of_all_records_between_its_markers(tmp_path: Path) -> None:

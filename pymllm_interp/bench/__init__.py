@@ -14,14 +14,15 @@ from .common import default_path, describe_machine, random_prompts, write
 from .cpu import CpuSettings, run_cpu
 from .gpu import GpuSettings, Model, records
 from .interventions import interventions_suite
+from .memory import memory_suite
 from .report import read_aims, render, update_page
 from .traces import traces_suite
 
 __all__ = ["describe_machine", "random_prompts", "run_bench", "update_page"]
 
-SUITES = ("cpu", "decode", "hooks", "all", "interventions", "traces")
-AGAINST_PLAIN = {"interventions": interventions_suite, "traces": traces_suite}
-"""Suites whose numbers are ratios to plain steps of the same engine."""
+SUITES = ("cpu", "decode", "hooks", "all", "interventions", "traces", "memory")
+ON_ONE_ENGINE = {"interventions": interventions_suite, "traces": traces_suite, "memory": memory_suite}
+"""Suites that load one engine, and make no profile."""
 
 
 def run_bench(
@@ -69,7 +70,7 @@ def run_bench(
     for record in _growing(suite, measured, machine, profile):
         name = [
             *(["gpu"] if on_cuda else ["cpu"]),
-            *([suite] if suite in AGAINST_PLAIN else []),
+            *([suite] if suite in ON_ONE_ENGINE else []),
             Path(record["model"]).name,
         ]
         path = path or default_path(f"{'-'.join(name)}.json")
@@ -84,8 +85,8 @@ def run_bench(
 
 def _growing(suite: str, model: Model, machine: dict[str, Any], profile: bool) -> Iterator[dict[str, Any]]:
     """The record of a run, again whenever there is more in it: what was measured is not lost where a later part fails."""
-    if suite not in AGAINST_PLAIN:
+    if suite not in ON_ONE_ENGINE:
         yield from records(suite, model, machine, profile)
         return
     record = {"suite": suite, "load_format": model.load_format, "machine": machine, "settings": asdict(model.settings)}
-    yield from (record | found for found in AGAINST_PLAIN[suite](model))
+    yield from (record | found for found in ON_ONE_ENGINE[suite](model))

@@ -25,7 +25,8 @@ from .gpu import GpuSettings, Model, facts, replay_ms
 
 PAIRS = 5
 PROMPT_TOKENS, NEW_TOKENS = 32, 65
-CAPTURED_PROMPTS = 4
+CAPTURED_PROMPTS = 12
+"""As many as leave what the engine keeps of results' memory (`capture_kept_bytes`) room, of 8B shapes."""
 HARVESTED = 8
 """Documents, each as long as the prompts whose prefill is measured."""
 CAPTURED = "all resid_post captured to the host"

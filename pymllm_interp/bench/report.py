@@ -69,8 +69,12 @@ def render(record: dict[str, Any], aims: dict[str, Any], source: str = "") -> st
         aims: see `read_aims`.
         source: a link to the file.
     """
-    against_plain = record["suite"] in ("interventions", "traces")
-    lines = _against_plain(record, aims, source) if against_plain else _Report(record, aims).lines(source)
+    if record["suite"] == "memory":
+        lines = _memory(record, source)
+    elif record["suite"] in ("interventions", "traces"):
+        lines = _against_plain(record, aims, source)
+    else:
+        lines = _Report(record, aims).lines(source)
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
@@ -283,6 +287,27 @@ def _against_plain(record: dict[str, Any], aims: dict[str, Any], source: str) ->
     return lines
 
 
+def _memory(record: dict[str, Any], source: str) -> list[str]:
+    """What is held after so many requests, of the suite "memory"."""
+    columns = {
+        "objects": "objects of Python",
+        "resident_mb": "resident, MB",
+        "device_mb": "of the device, MB",
+        "reserved_mb": "of it reserved, MB",
+        "free_kv_tokens": "free KV slots",
+    }
+    shown = [name for name in columns if name in record["rows"][0]]
+    return [
+        f"### {record['model']}: memory", "", f"{_machine(record)} {source}".strip(), "",
+        "| requests | " + " | ".join(columns[name] for name in shown) + " |",
+        "|---" * (len(shown) + 1) + "|",
+        *(
+            f"| {row['requests']:,} | " + " | ".join(f"{row[name]:,.0f}" for name in shown) + " |"
+            for row in record["rows"]
+        ),
+    ]  # fmt: skip
+
+
 def _met(form: str, limit: float | None, value: float) -> str:
     if limit is None:
         return "-"
@@ -291,11 +316,15 @@ def _met(form: str, limit: float | None, value: float) -> str:
 
 def _conditions(record: dict[str, Any]) -> str:
     """What the numbers were measured with."""
-    machine, settings = record["machine"], record["settings"]
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
-    weights = "Random" if record["load_format"] == "dummy" else "Real"
+    settings, weights = record["settings"], "Random" if record["load_format"] == "dummy" else "Real"
     return (
-        f"{machine.get('gpu') or machine['cpu']}; {versions}; commit {machine['commit'] or 'not noted'}.\n"
+        f"{_machine(record)}\n"
         f"{weights} weights, {record['dtype']}, prompts of {settings['prompt_tokens']} tokens, {settings['new_tokens']} new "
         "ones, greedy."
     )
+
+
+def _machine(record: dict[str, Any]) -> str:
+    machine = record["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
+    return f"{machine.get('gpu') or machine['cpu']}; {versions}; commit {machine['commit'] or 'not noted'}."
