@@ -387,6 +387,30 @@ def test_a_pass_that_fails_in_a_stretch_leaves_later_traces_as_they_were(
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_stretch_that_fails_when_it_is_first_met_is_met_anew(
+    device: str, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has compiled nothing, and made no register, so nothing may be captured yet."""
+    lm, place = load(device, max_segments=11), ["model.layers.1.self_attn"]
+    segments, fused, failures = segments_of(lm), LlamaAttention.forward_fused, []
+
+    def fails_once(self: LlamaAttention, x: torch.Tensor, *args: Any) -> torch.Tensor:
+        if self.layer_idx == 1 and x.shape[1] == 1 and not failures:
+            failures.append(torch.OutOfMemoryError("CUDA out of memory"))
+            raise failures[0]
+        return fused(self, x, *args)
+
+    monkeypatch.setattr(LlamaAttention, "forward_fused", fails_once)
+    assert "delta" not in segments._registers
+    with pytest.raises(torch.OutOfMemoryError):
+        reads(lm, [PROMPT], place, 6)
+    ours, theirs = reads(lm, [PROMPT], place, 6), reads(load(device, hook_execution="eager"), [PROMPT], place, 6)
+    assert len(failures) == 1 and len(segments) > 0 and not segments.broken
+    for a, b in zip(ours[0], theirs[0], strict=True):
+        torch.testing.assert_close(tensors(a), tensors(b), **CLOSE)
+
+
 def test_a_stretch_that_cannot_be_captured_runs_kernel_by_kernel(
     load: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

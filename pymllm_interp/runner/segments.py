@@ -101,12 +101,12 @@ class Segments:
         known = self._batch.batch_size, self._batch.edits is None, key
         static = {name: self._load(name, value) for name, value in inputs.items()}
         if known not in self._recordings:
-            self._make_room()
-            self._recordings[known] = None
             # Over the registers: kernels are compiled for what they read, and no capture may do that.
             outputs = stretch(**static)
             for name, value in outputs.items():
                 self._view(name, value.shape, like=value)
+            self._make_room()
+            self._recordings[known] = None  # met: it ran, its kernels are compiled, and what it makes has registers
             return outputs
         self._recordings.move_to_end(known)
         recording = self._recordings[known]
