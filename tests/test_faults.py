@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import COMMON, CONFIGS, held, random_model
+from helpers_graphs import use_eager_graphs
 from helpers_runner import make_runner, random_ids
 from test_engine import assert_idle, until
 from transformers import LlamaConfig, PretrainedConfig
@@ -29,18 +30,25 @@ from pymllm_interp import LM, SamplingParams
 from pymllm_interp.attention import FlashInferAttnBackend, TorchAttnBackend
 from pymllm_interp.config import resolve_device
 from pymllm_interp.models.llama import LlamaForCausalLM
+from pymllm_interp.runner import cuda_graph_runner
 from pymllm_interp.runner.cuda_graph_runner import is_capture_mode
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 ASTRONOMIC = 10**13
-MANY_WORDS = 10**6
+MANY_WORDS, SOME_WORDS = 10**6, 12347
 WIDE: dict[str, Any] = {**COMMON, "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 64}
 
 
 def dummy(config: PretrainedConfig, device: str, **options: Any) -> LM:
     server = {"kv_cache_tokens": 1024, "max_running_requests": 4, **options}
     return LM("dummy", load_format="dummy", hf_config=config, device=device, **server)
+
+
+def weights_of(words: int) -> list[torch.nn.Parameter]:
+    """What is left of models with so large a vocabulary."""
+    gc.collect()
+    return [x for x in gc.get_objects() if type(x) is torch.nn.Parameter and x.shape[0] == words]
 
 
 def ways(lm: LM) -> Counter[str]:
@@ -121,10 +129,8 @@ def test_weights_that_do_not_fit_say_what_to_lower_and_are_let_go(device, dtype,
     message = rf"(?s)the weights of 'dummy' as torch.{dtype} do not fit on {device}.*{helps}.*another process.*allocate"
     with pytest.raises(torch.OutOfMemoryError, match=message) as caught:
         dummy(ENDLESS, device, dtype=dtype)
-    gc.collect()
     # The embedding was made before the layers, and `caught` is still here.
-    left = [x for x in gc.get_objects() if type(x) is torch.nn.Parameter and x.shape[0] == MANY_WORDS]
-    assert not left, "the error holds weights"
+    assert not weights_of(MANY_WORDS), "the error holds weights"
     assert caught.value.__cause__ is None
     with dummy(CONFIGS["llama"](), device) as lm:
         assert len(lm.generate([[1, 2, 3]], GREEDY)[0].token_ids) == 8
@@ -133,8 +139,10 @@ def test_weights_that_do_not_fit_say_what_to_lower_and_are_let_go(device, dtype,
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_kv_pool_that_does_not_fit_says_what_to_lower(device):
     message = rf"(?s)KV pool of {ASTRONOMIC} tokens .* do(es)? not fit on {device}.*lower kv_cache_tokens \(now {ASTRONOMIC}\)"
-    with pytest.raises(torch.OutOfMemoryError, match=message):
-        dummy(CONFIGS["llama"](), device, kv_cache_tokens=ASTRONOMIC)
+    config = LlamaConfig(**{**WIDE, "vocab_size": SOME_WORDS}, num_key_value_heads=1)
+    with pytest.raises(torch.OutOfMemoryError, match=message) as caught:
+        dummy(config, device, kv_cache_tokens=ASTRONOMIC)
+    assert not weights_of(SOME_WORDS) and caught.value.__context__ is None, "the error holds weights"
     with dummy(CONFIGS["llama"](), device) as lm:
         assert len(lm.generate([[1, 2, 3]], GREEDY)[0].token_ids) == 8
 
@@ -184,6 +192,33 @@ def test_the_pool_is_sized_to_the_share_of_memory_whoever_has_the_rest(others):
     assert limit - (5 << 28) <= used <= limit + (1 << 29), f"{(used - limit) / 2**30:.2f} GiB past the limit"
     runner.shutdown()
     del taken
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("broken"), OSError("no gcc")]
+)
+def test_a_capture_that_fails_lets_go_of_the_model_and_of_the_graphs_before_it(error, monkeypatch):
+    """Whatever it fails with, and although the caller has the error: a notebook keeps the last one."""
+    use_eager_graphs(monkeypatch)
+    monkeypatch.setattr(cuda_graph_runner, "_memory_pool", (0, 7))
+    record, rows = cuda_graph_runner.record, []
+
+    def fails_at_the_second(*args: Any) -> Any:
+        rows.append(1)
+        if len(rows) == 2:
+            raise error
+        return record(*args)
+
+    monkeypatch.setattr(cuda_graph_runner, "record", fails_at_the_second)
+    config = LlamaConfig(**{**WIDE, "vocab_size": SOME_WORDS}, num_key_value_heads=1)
+    with pytest.raises(RuntimeError if isinstance(error, RuntimeError) else OSError, match=str(error)) as caught:
+        dummy(config, "cpu", dtype="float32")
+    assert not weights_of(SOME_WORDS), "the error holds weights"
+    assert cuda_graph_runner.get_global_graph_memory_pool() is None, "no later capture may name a pool without graphs"
+    assert caught.value.__traceback__ is not None and rows == [1, 1]
+    with dummy(CONFIGS["llama"](), "cpu", dtype="float32") as lm:
+        assert ways(lm)["replay"] == 0 and len(lm.generate([[1, 2, 3]], GREEDY)[0].token_ids) == 8
+        assert ways(lm)["replay"] == 7
 
 
 @pytest.mark.gpu

@@ -116,7 +116,11 @@ class LM(TracedModel):
             return self
 
         self.runner = InterpModelRunner(server_config, model_config, wrap=wrap)
-        self.engine = Engine(self.runner)
+        try:
+            self.engine = Engine(self.runner)
+        except BaseException:
+            self.__dict__.clear()  # the tree holds the weights, and the error, which a notebook keeps, this frame
+            raise
         assert self.runner.source is not None
         self.tokenizer = load_tokenizer(self.runner.source)
         self.hf_config: PretrainedConfig = self.runner.source.hf_config

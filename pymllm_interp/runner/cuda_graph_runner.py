@@ -23,6 +23,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -311,15 +312,18 @@ class CudaGraphRunner:
                     before = _free_memory(self.device)
                     self._capture_one(bs)
                     logger.debug("graph of %d rows: %.1f MiB", bs, (before - _free_memory(self.device)) / 2**20)
-        except RuntimeError as error:
+        except Exception as error:  # of Triton's compiler, too, which are no RuntimeErrors
             self.shutdown()
             set_global_graph_memory_pool(None)  # it may be broken: other graphs keep theirs, later captures start anew
-            raise RuntimeError(
-                f"capturing the CUDA graph of a decode pass of {bs} rows failed: {error}\n"
-                "What helps: (1) memory: a lower gpu_memory_utilization, or fewer kv_cache_tokens; (2) fewer and smaller "
-                f"graphs: a lower max_running_requests (now {self.max_bs}), or enable_torch_compile=False; (3) no graphs: "
-                "disable_cuda_graph=True"
-            ) from error
+            clear_frames(error.__traceback__)  # they hold the model, and whoever keeps the error would
+            if isinstance(error, RuntimeError):
+                raise RuntimeError(
+                    f"capturing the CUDA graph of a decode pass of {bs} rows failed: {error}\n"
+                    "What helps: (1) memory: a lower gpu_memory_utilization, or fewer kv_cache_tokens; (2) fewer and smaller "
+                    f"graphs: a lower max_running_requests (now {self.max_bs}), or enable_torch_compile=False; (3) no graphs: "
+                    "disable_cuda_graph=True"
+                ) from error
+            raise
         self.memory_usage = max(0, free - _free_memory(self.device))
         logger.info(
             "captured %d decode graphs (up to %d rows) in %.1f s, %.0f MiB",
