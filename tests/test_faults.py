@@ -30,8 +30,9 @@ from pymllm_interp import LM, SamplingParams
 from pymllm_interp.attention import FlashInferAttnBackend, TorchAttnBackend
 from pymllm_interp.config import resolve_device
 from pymllm_interp.models.llama import LlamaForCausalLM
-from pymllm_interp.runner import cuda_graph_runner
+from pymllm_interp.runner import cuda_graph_runner, model_runner
 from pymllm_interp.runner.cuda_graph_runner import is_capture_mode
+from pymllm_interp.runner.memory import is_out_of_memory
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -145,6 +146,29 @@ def test_a_kv_pool_that_does_not_fit_says_what_to_lower(device):
     assert not weights_of(SOME_WORDS) and caught.value.__context__ is None, "the error holds weights"
     with dummy(CONFIGS["llama"](), device) as lm:
         assert len(lm.generate([[1, 2, 3]], GREEDY)[0].token_ids) == 8
+
+
+def test_a_workspace_of_attention_that_does_not_fit_says_what_to_lower(monkeypatch):
+    """It is made when the pool has taken its share."""
+    monkeypatch.setattr(model_runner, "create_attention_backend", lambda *args: torch.empty(ASTRONOMIC))
+    message = r"workspace of attention does not fit on cpu.*lower kv_cache_tokens \(now 1024\).*gpu_memory_utilization \(now 0.9"
+    with pytest.raises(torch.OutOfMemoryError, match=message):
+        dummy(CONFIGS["llama"](), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes", True),
+        ("CUDA error: out of memory\nCUDA kernel errors might be reported asynchronously", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`", False),
+    ],
+)
+def test_memory_that_is_lacking_is_told_from_other_faults_of_the_device(text, expected):
+    """Pinned memory, and that of the libraries, is refused without a type of torch's."""
+    assert is_out_of_memory(RuntimeError(text)) == expected
 
 
 def test_an_error_of_the_start_that_is_not_about_memory_stays_what_it_is(monkeypatch):

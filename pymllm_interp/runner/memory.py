@@ -12,11 +12,13 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
+SIGNS = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""In the text of errors that torch has no type of its own for: the host's memory, pinned memory, and that of its libraries."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory of a device or of the host could not be had. torch has no type of its own for the host's."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+    """Whether memory of a device or of the host could not be had."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(sign in str(error) for sign in SIGNS)
 
 
 def within_memory(function: Callable[[], T], advice: str) -> T:

@@ -177,6 +177,13 @@ class ModelRunner:
         free, total = torch.cuda.mem_get_info(self.gpu_id)
         return f" ({free / 2**30:.1f} of {total / 2**30:.1f} GiB are free)"
 
+    def _smaller_pool(self) -> str:
+        config = self.server_config
+        return (
+            f"a lower kv_cache_tokens (now {config.kv_cache_tokens}), or, where that is None, a lower gpu_memory_utilization "
+            f"(now {config.gpu_memory_utilization})"
+        )
+
     def init_memory_pool(self) -> None:
         """Size and create the pools: request rows, KV slots, and the slots' allocator.
 
@@ -210,9 +217,7 @@ class ModelRunner:
                 page_size=config.page_size,
             ),
             f"the KV pool of {self.max_total_num_tokens} tokens ({self.max_total_num_tokens * self._kv_bytes() / 2**30:.1f} "
-            f"GiB) does not fit on {self.device}{self._memory_left()}; what helps: a lower kv_cache_tokens (now "
-            f"{config.kv_cache_tokens}), or, where that is None, a lower gpu_memory_utilization (now "
-            f"{config.gpu_memory_utilization})",
+            f"GiB) does not fit on {self.device}{self._memory_left()}; what helps: {self._smaller_pool()}",
         )
         self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(self.max_total_num_tokens, config.page_size)
 
@@ -222,9 +227,17 @@ class ModelRunner:
         self.input_buffers = InputBuffers(max(self.max_num_tokens, self.max_running_requests), self.device)
 
     def init_attention_backend(self) -> None:
-        """Create the attention backend that the configuration asks for."""
+        """Create the attention backend that the configuration asks for.
+
+        Raises:
+            ValueError, ImportError: see `create_attention_backend`.
+            torch.OutOfMemoryError: its workspace does not fit beside the pools.
+        """
         name = self.server_config.attention_backend
-        self.attn_backend = create_attention_backend(name, self.device, self.dtype, self.head_dim)
+        self.attn_backend = within_memory(
+            lambda: create_attention_backend(name, self.device, self.dtype, self.head_dim),
+            f"the workspace of attention does not fit on {self.device}{self._memory_left()}; what helps: {self._smaller_pool()}",
+        )
 
     def init_cuda_graphs(self) -> None:
         """Capture decode passes. Skipped off CUDA, with `disable_cuda_graph`, and for models that do not generate."""
