@@ -1,8 +1,8 @@
 """FlashInfer's two paged wrappers in plain torch, as their documentation has them: what is handed to them is tested without CUDA.
 
-They keep the habits that matter: a plan is made from lengths on the host, for one batch size where graphs are on, and
-kernels read the page tables from where the buffers are when they run. What `run` has checked, it hands to a function of the
-planned module, by place.
+They keep the habits that matter: a plan is made from lengths on the host, for one batch size where graphs are on, whose partial
+results the workspace must hold, and kernels read the page tables from where the buffers are when they run. What `run` has
+checked, it hands to a function of the planned module, by place.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ class _Paged:
     def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, *, buffers=(), backend="auto"):
         assert kv_layout == "NHD" and backend == "fa2"
         assert float_workspace_buffer.dtype is torch.uint8
+        self._workspace = float_workspace_buffer
         self.graph, self.plans = use_cuda_graph, 0
         self._buffers = list(buffers)
 
     def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer):
         assert int_workspace_buffer.dtype is torch.uint8
+        self._workspace = float_workspace_buffer
 
     def _plan(self, qo_indptr, indptr, indices, last, heads, kv_heads, head_dim, page_size, **options):
         for lens in (qo_indptr, indptr, last):
@@ -32,6 +34,11 @@ class _Paged:
         assert (last >= 1).all() and (last <= page_size).all()
         if self.graph:
             assert len(last) == len(self._buffers[2])
+            queries = heads // kv_heads
+            tile = 16 if queries <= 16 else 64 if queries <= 64 or head_dim == 256 else 128
+            tiles = -(-len(last) * queries // tile) + len(last) - 1
+            if len(self._workspace) < 4 * heads * tiles * tile * (head_dim + 1):
+                raise RuntimeError("Buffer overflow when allocating memory for batch_prefill_tmp_v")
             for buffer, values in zip(self._buffers, (indptr, indices, last), strict=True):
                 buffer[: len(values)].copy_(values)
         else:

@@ -491,6 +491,47 @@ def test_a_plan_is_kept_while_the_numbers_of_pages_stay(monkeypatch: pytest.Monk
         assert planned.wrapper.plans == plans
 
 
+@pytest.mark.parametrize(
+    ("heads", "rows", "expected"),
+    [
+        ((32, 8, 128), 256, 84_277_248),
+        ((32, 8, 128), 1024, 337_901_568),
+        ((64, 8, 128), 512, 405_270_528),
+        ((32, 1, 128), 1, 278_986_752),
+        ((32, 8, 128), None, 69_746_688),
+    ],
+)
+def test_the_workspace_is_as_large_as_flashinfer_asks_for(
+    heads: tuple[int, int, int], rows: int | None, expected: int
+) -> None:
+    """By its scheduler.cuh, on a device of 132 multiprocessors: 256 MiB hold a captured pass of 800 rows of the 8B shape."""
+    kind = flashinfer_backend.LayerKind.of(make_layer(*heads), 4096)
+    assert flashinfer_backend.partial_bytes(kind, 132, rows) == expected + 16
+
+
+@pytest.mark.parametrize("case", [BACKENDS["flashinfer-in-torch"]], indirect=True)
+def test_a_workspace_that_is_too_small_for_a_captured_pass_grows_and_earlier_ones_keep_theirs(
+    case: BackendCase,
+) -> None:
+    layer = make_layer(34, 2, 64)  # more than 16 queries of a row: larger tiles
+    sequences, backend = make_sequences(case, [17] * 40, layer), backend_of(case)
+    assert isinstance(backend, FlashInferAttnBackend)
+    backend.init_cuda_graph_state(40)
+    passes = {}
+    for rows in (2, 40):
+        ranges = dict.fromkeys(range(rows), (16, 17))
+        batch = passes[rows] = sequences.batch(ranges)
+        sequences.fill(dict.fromkeys(ranges, 16))
+        backend.init_forward_metadata_capture_cuda_graph(batch)
+        backend.forward(*sequences.rows(ranges), sequences.layer, batch)
+    small, large = (next(iter(backend._graphs[rows].plans.values())).wrapper._workspace for rows in (2, 40))
+    assert len(small) < len(large) and large is backend._workspace
+    for rows, batch in passes.items():
+        backend.init_forward_metadata_replay_cuda_graph(batch)
+        out = backend.forward(*sequences.rows(dict.fromkeys(range(rows), (16, 17))), sequences.layer, batch)
+        close(out, torch.cat([sequences.expected(i, 16, 17) for i in range(rows)]), out.dtype)
+
+
 def test_captured_torch_passes_refuse_lengths_past_what_they_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     case, layer = BACKENDS["torch"], LAYERS["4-over-4"]
     monkeypatch.setattr(torch_backend, "STATIC_KV_BYTES", 2 * 2 * 4 * 16 * 4 * 20)  # 2 rows of 20 tokens

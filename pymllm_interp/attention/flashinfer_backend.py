@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
 WORKSPACE_BYTES = 256 << 20
-"""Partial results of requests whose keys are split over several blocks; all plans share it, as one kernel runs at a time."""
+"""Partial results of requests whose keys are split over several blocks; all plans share it, as one kernel runs at a time. It grows
+for passes that have more of them (`partial_bytes`)."""
 GRAPH_PLAN_BYTES = 1 << 20
 
 
@@ -55,6 +56,22 @@ class LayerKind(NamedTuple):
         return cls(
             layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.scaling, left, layer.logit_cap or 0.0
         )  # fmt: skip
+
+
+def partial_bytes(kind: LayerKind, num_sms: int, rows: int | None = None) -> int:
+    """Bytes that FlashInfer's partial results take at most: float32, for each tile of queries.
+
+    Where all blocks find work it splits no keys, but those of captured passes always.
+
+    Args:
+        rows: of a captured decode pass; None is any other.
+    """
+    queries = kind.num_heads // kind.num_kv_heads  # of a row in a tile: those of the heads that share its keys
+    tile, tiles = 64 if kind.head_dim == 256 else 128, 2 * num_sms // kind.num_kv_heads
+    if rows is not None:
+        tile = 16 if queries <= 16 else min(64 if queries <= 64 else 128, tile)
+        tiles = max(tiles, -(-rows * queries // tile) + rows - 1)
+    return kind.num_heads * tiles * tile * (kind.head_dim + 1) * 4 + 16
 
 
 class Planned:
@@ -227,6 +244,9 @@ class FlashInferAttnBackend(AttentionBackend):
             from .triton_pages import fill_kv_indices
 
             self._fill_kv_indices = fill_kv_indices
+        self._num_sms = 1
+        if self.device.type == "cuda":
+            self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         self._eager: dict[tuple[LayerKind, bool], Planned] = {}
         self._graphs: dict[int, GraphPass] = {}
@@ -304,8 +324,9 @@ class FlashInferAttnBackend(AttentionBackend):
         assert graph.lens is not None
         if kind not in graph.plans:  # a warm-up: captures find the kinds of their layers planned
             check_head_dim(kind.head_dim)
+            workspace = self._workspace_for(kind, len(graph.last_page_len))
             wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                self._workspace,
+                workspace,
                 "NHD",
                 use_cuda_graph=True,
                 use_tensor_cores=True,
@@ -315,7 +336,7 @@ class FlashInferAttnBackend(AttentionBackend):
                 backend="fa2",
             )
             plan_memory = torch.empty(GRAPH_PLAN_BYTES, dtype=torch.uint8, device=self.device)
-            wrapper.reset_workspace_buffer(self._workspace, plan_memory)
+            wrapper.reset_workspace_buffer(workspace, plan_memory)
             graph.plans[kind] = Planned(wrapper, self.device)
             lens = graph.lens
             self._plan(graph.plans[kind], kind, lens, graph.kv_indices[: lens.total_pages], None, pool)
@@ -333,11 +354,11 @@ class FlashInferAttnBackend(AttentionBackend):
         check_head_dim(kind.head_dim)
         decode = metadata.qo_indptr is None
         if (kind, decode) not in self._eager:
-            module = self._flashinfer
+            module, workspace = self._flashinfer, self._workspace_for(kind)
             wrapper = (
-                module.BatchDecodeWithPagedKVCacheWrapper(self._workspace, "NHD", use_tensor_cores=True, backend="fa2")
+                module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True, backend="fa2")
                 if decode
-                else module.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=self._prefill(kind))
+                else module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=self._prefill(kind))
             )
             self._eager[kind, decode] = Planned(wrapper, self.device)
         planned = self._eager[kind, decode]
@@ -345,6 +366,13 @@ class FlashInferAttnBackend(AttentionBackend):
             self._plan(planned, kind, metadata.lens, metadata.kv_indices, metadata.qo_indptr, pool)
             planned.owner = metadata
         return planned
+
+    def _workspace_for(self, kind: LayerKind, rows: int | None = None) -> torch.Tensor:
+        """The workspace; a larger one from now on, where such passes need it. Captured ones keep theirs."""
+        size = partial_bytes(kind, self._num_sms, rows)
+        if size > len(self._workspace):
+            self._workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        return self._workspace
 
     def _prefill(self, kind: LayerKind) -> str:
         """Hopper's own kernels where they are worth the minutes that it takes to compile them: the common kind of layer."""
