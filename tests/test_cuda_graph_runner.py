@@ -486,6 +486,21 @@ def test_g10_gpu_replay_equals_eager_at_every_size(cuda_runner, dtype, page_size
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_g10_gpu_replay_equals_eager_at_every_size_of_the_default(cuda_runner, dtype):
+    """G10: all 36 sizes up to 256, each full and with a row of padding."""
+    runner = cuda_runner(dtype, kv_cache_tokens=1 << 14, max_running_requests=256)
+    graphs = graphs_of(runner)
+    assert graphs.capture_bs == capture_batch_sizes(256) == sorted(graphs.graphs)
+    for n in sorted({n for bs in graphs.capture_bs for n in (bs, max(1, bs - 1))}):
+        hand = ByHand(runner)
+        batch = decode_batch(runner, n, hand)
+        expected = eager(runner, batch).next_token_logits
+        close(graphs.replay(batch).next_token_logits, expected, TOLERANCE[dtype], f"{n} rows")
+        release(hand)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_g11_gpu_two_replays_do_not_overwrite_each_other(cuda_runner, dtype):
     """G11."""
