@@ -208,6 +208,20 @@ def test_poisoned_requests_change_no_bit_of_the_others(
                 assert torch.equal(poisoned[i], clean[i])
 
 
+@pytest.mark.parametrize("name", ["decode", "prompts", "prefixes", "mixed"])
+@kinds_of_layer
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_what_padded_rows_left_in_the_dummy_page_reaches_nobody(
+    case: BackendCase, layer: RadixAttention, name: str, poison: float
+) -> None:
+    sequences, ranges = prepare(case, PASSES[name], layer)
+    clean = sequences.run(backend_of(case), ranges)
+    for buffer in (*sequences.pool.k_buffer, *sequences.pool.v_buffer):
+        buffer[:16] = poison
+    for i, out in sequences.run(backend_of(case), ranges).items():
+        assert torch.equal(out, clean[i])
+
+
 @pytest.mark.parametrize("name", ["decode", "prefixes", "mixed"])
 def test_pass_writes_its_slots_and_no_others(case: BackendCase, name: str) -> None:
     sequences, ranges = prepare(case, PASSES[name], LAYERS["9-over-3"])
@@ -456,6 +470,8 @@ def decode_twice(
     backend.init_forward_metadata_capture_cuda_graph(static)
     q, k, v = sequences.rows({i: (n - 1, n) for i, n in enumerate(first)})
     backend.forward(q, k, v, sequences.layer, static)
+    for buffer in (*sequences.pool.k_buffer, *sequences.pool.v_buffer):
+        buffer[:16] = float("nan")  # what rows of padding may leave there
     sequences.fill({i: n - 1 for i, n in enumerate(second)})
     now = sequences.batch({i: (n - 1, n) for i, n in enumerate(second)})
     for name in ("req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc"):

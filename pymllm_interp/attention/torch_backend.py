@@ -52,7 +52,7 @@ class TorchAttnBackend(AttentionBackend):
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
         if forward_batch.fresh_kv_only:
-            k, v = (torch.cat((x.new_zeros(1, *x.shape[1:]), x)) for x in (k, v))
+            k, v = k.contiguous(), v.contiguous()
         else:
             pool = forward_batch.token_to_kv_pool
             assert pool is not None, "prepare_forward_batch_* sets the pools"

@@ -7,7 +7,8 @@ tensors and masks that all layers share:
     4 decode rows (kv 70, 65, 80, 77) and prompts of 9, 16, 2000 tokens
         -> [4 x 1 query, 80 kv]   [2 x 16 queries, 16 kv]   [1 x 2000 queries, causal, no mask]
 
-Padding keys read row 0 of the K and V, which is the pool's dummy slot and always finite.
+Padding keys are the request's own first key: what a mask hides is multiplied with zero, and of another's NaN or infinity, or of
+the dummy slot's, that would be NaN.
 """
 
 from __future__ import annotations
@@ -193,7 +194,8 @@ def _build_group(
     request, row, num, prefix, start = fields.to(device, non_blocking=True).unsqueeze(2).unbind(1)  # [size, 1] each
     queries = torch.arange(q_len, device=device)
     kv_positions = start + torch.arange(kv_len, device=device)  # [size, kv_len]
-    slots = _slots(forward_batch, request, row - prefix, kv_positions).masked_fill_(kv_positions >= prefix + num, 0)
+    slots = _slots(forward_batch, request, row - prefix, kv_positions)
+    slots = torch.where(kv_positions < prefix + num, slots, slots[:, :1])
     heads = torch.arange(layer.num_kv_heads, device=device).unsqueeze(1)
     kv_index = slots.unsqueeze(1) * layer.num_kv_heads + heads  # [size, kv_heads, kv_len]
     mask = None
@@ -211,7 +213,8 @@ def build_static_plan(kv_len: int, layer: RadixAttention, forward_batch: Forward
     last = forward_batch.seq_lens.to(torch.int64).unsqueeze(1) - 1  # [bs, 1], the query's position
     rows = torch.arange(bs, device=device).unsqueeze(1)
     positions = torch.arange(kv_len, device=device).expand(bs, -1)
-    slots = _slots(forward_batch, rows, last, positions).masked_fill(positions > last, 0)
+    slots = _slots(forward_batch, rows, last, positions)
+    slots = torch.where(positions <= last, slots, slots[:, :1])
     heads = torch.arange(layer.num_kv_heads, device=device).unsqueeze(1)
     kv_index = slots.unsqueeze(1) * layer.num_kv_heads + heads  # [bs, kv_heads, kv_len]
     dtype = torch.float32 if layer.logit_cap is not None else dtype
@@ -224,7 +227,7 @@ def _slots(
 ) -> torch.Tensor:
     """Row of the K and V for each of `positions` [size, kv_len]; past a request's end it may be any."""
     if forward_batch.fresh_kv_only:
-        return first_row + positions + 1  # row 0 is a dummy there, too
+        return first_row + positions
     assert forward_batch.req_to_token_pool is not None, "prepare_forward_batch_* sets the pools"
     table = forward_batch.req_to_token_pool.req_to_token
     return table[forward_batch.req_pool_indices[request], positions.clamp(max=table.shape[1] - 1)]
