@@ -507,6 +507,28 @@ def test_a_plan_is_kept_while_the_numbers_of_pages_stay(monkeypatch: pytest.Monk
         assert planned.wrapper.plans == plans
 
 
+@pytest.mark.parametrize("case", [BACKENDS["flashinfer-in-torch"]], indirect=True)
+def test_a_plan_that_fails_is_made_anew_for_the_same_pages(case: BackendCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it had written is of no pass."""
+    sequences, backend = make_sequences(case, [1, 17], LAYERS["9-over-3"]), backend_of(case)
+    assert isinstance(backend, FlashInferAttnBackend)
+    backend.init_cuda_graph_state(8)
+    one_page, two_pages = ({0: (0, 1), 1: (n - 1, n)} for n in (16, 17))
+    static = sequences.batch(one_page)
+    backend.init_forward_metadata_capture_cuda_graph(static)
+    backend.forward(*sequences.rows(one_page), sequences.layer, static)
+    (planned,) = backend._graphs[2].plans.values()
+
+    def fails(*args: Any, **options: Any) -> None:
+        raise RuntimeError("half a plan")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="^half a plan$"):
+        patch.setattr(planned.wrapper, "plan", fails)
+        backend.init_forward_metadata_replay_cuda_graph(sequences.batch(two_pages))
+    backend.init_forward_metadata_replay_cuda_graph(static)
+    assert planned.wrapper.plans == 2
+
+
 @pytest.mark.parametrize(
     ("heads", "rows", "expected"),
     [

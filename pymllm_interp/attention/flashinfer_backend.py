@@ -402,13 +402,14 @@ class FlashInferAttnBackend(AttentionBackend):
             "q_data_type": self.dtype,
             "kv_data_type": pool.dtype,
         }
+        never_planned, planned.pages = planned.pages is None, None  # until it is: half a plan is none
         try:
             if qo_indptr is None:
                 planned.plan(*paged, *heads, **options)
             else:
                 planned.plan(qo_indptr, *paged, *heads, causal=True, **options)
         except (RuntimeError, OSError) as error:  # it compiles what it has not, with nvcc and ninja
-            if planned.pages is not None or isinstance(error, torch.OutOfMemoryError):
+            if not never_planned or isinstance(error, torch.OutOfMemoryError):
                 raise
             raise RuntimeError(
                 f"FlashInfer could not prepare its kernels for {kind.num_heads} heads over {kind.num_kv_heads} of size "

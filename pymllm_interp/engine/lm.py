@@ -558,7 +558,10 @@ class LM(TracedModel):
     # -- life ----------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """End what runs and release the model. A second call does nothing."""
+        """End what runs, and release all but the weights, which the tree shows: they go with the last reference (`del lm`).
+
+        A second call does nothing.
+        """
         engine = self.__dict__.get("engine")
         if engine is not None:
             engine.shutdown()
