@@ -61,7 +61,8 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
         "--suite",
         choices=["cpu", "decode", "hooks", "all", "interventions", "traces", "memory"],
         help="cpu: beside transformers; decode: plain serving; hooks: a request that reads beside plain ones, each way; all: "
-        "decode and hooks; interventions, traces: what they cost a step; memory: what 10,000 requests leave behind (default: all on a CUDA device, else cpu)",
+        "decode and hooks; interventions, traces: what they cost a step; memory: what 10,000 requests leave behind (default: all "
+        "on a CUDA device, else cpu)",
     )
     bench.add_argument("--device", default="auto", help="cpu, cuda or auto (default: %(default)s)")
     bench.add_argument("--config", metavar="FOLDER", help="folder with a config.json, in place of --model")

@@ -522,7 +522,7 @@ def test_a_plan_that_fails_is_made_anew_for_the_same_pages(case: BackendCase, mo
     def fails(*args: Any, **options: Any) -> None:
         raise RuntimeError("half a plan")
 
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="^half a plan$"):
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=r"^half a plan$"):
         patch.setattr(planned.wrapper, "plan", fails)
         backend.init_forward_metadata_replay_cuda_graph(sequences.batch(two_pages))
     backend.init_forward_metadata_replay_cuda_graph(static)
