@@ -72,7 +72,7 @@ def random_op(rng: random.Random, site: str) -> Intervention:
     when = rng.choice([None, None, Gate(vector(rng), rng.choice([-1e9, 0.0, 1e9]))])
     kind = rng.randrange(6)
     if kind == 0:
-        return Ablate(site, vector(rng, rng.choice([1, 2, 5]), WIDTH), positions=positions, when=when)
+        return Ablate(site, vector(rng, rng.choice([1, 2, 16]), WIDTH), positions=positions, when=when)
     if kind == 1:
         return Clamp(site, vector(rng), low=rng.choice([None, -0.1]), high=0.2, positions=positions, when=when)
     if kind == 2:
@@ -434,6 +434,24 @@ def test_equal_vectors_share_rows_until_the_last_request_gives_them_back() -> No
     assert pool.used == 1
     pool.release(shared[-1])
     assert pool.used == 0
+
+
+@torch.no_grad()
+def test_equal_numbers_in_another_shape_have_rows_of_their_own() -> None:
+    """Zeros for some positions at `k` are as many numbers as one row of zeros at `resid_post`, and take more rows."""
+    width = INFO.width("k")
+    places = list(range(WIDTH // width))
+    requests = [
+        declared_of([Patch("resid_post.0", torch.zeros(WIDTH))]),
+        declared_of([Steer("resid_post.0", torch.full((WIDTH,), 5.0))]),
+        declared_of([Patch("k.0", torch.zeros(len(places), width), positions=places)]),
+    ]
+    assert len(places) > 1 and len(places) * width == WIDTH
+    tables, edits = tables_of([*requests], [2] * len(places), places)
+    assert tables.pool.used == 1 + 1 + len(places)
+    (site,) = requests[2].ops
+    state = torch.ones(1, len(places), width, device=DEVICE)
+    assert not edits.at(site, state).any(), "its own zeros, and nobody else's vector"
 
 
 def test_directions_of_captures_are_in_the_pool_while_their_request_is() -> None:

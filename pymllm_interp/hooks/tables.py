@@ -440,10 +440,11 @@ class VectorPool:
         return staged
 
     def _take(self, tensor: torch.Tensor) -> tuple[bytes, int]:
-        key = hashlib.blake2b(tensor.numpy().tobytes(), digest_size=16).digest()
+        rows = torch.nn.functional.pad(tensor, (0, -tensor.shape[-1] % self.width)).reshape(-1, self.width)
+        # Of the rows as they lie there: the same numbers in another shape take another number of them.
+        key = hashlib.blake2b(rows.numpy().tobytes(), digest_size=16).digest()
         held = self._held.get(key)
         if held is None:
-            rows = torch.nn.functional.pad(tensor, (0, -tensor.shape[-1] % self.width)).reshape(-1, self.width)
             held = self._held[key] = [self._allocate(len(rows)), len(rows), 0]
             self._staged.append((held[0], rows))
         held[2] += 1
