@@ -195,6 +195,22 @@ def test_one_pass_and_prompt_logprobs_have_the_logits_of_the_whole_prompt(lm_of:
     assert not tracer.activations["logits"].requires_grad
 
 
+@pytest.mark.parametrize("positions", ["all", "prompt", [0, -1]])
+def test_each_completion_of_a_prompt_has_the_logits_of_all_of_it(positions: Any, lm_of: Any) -> None:
+    """Where those are asked for; the log probabilities of the prompt are worked out once."""
+    lm, prompt = lm_of("llama"), prompt_of(6, 2)
+    params = SamplingParams(max_tokens=3, n=3, seed=1, prompt_logprobs=0)
+    (out,) = lm.generate([prompt], params, capture=[Capture("logits", positions=positions)])
+    found = [completion.activations for completion in out.outputs]
+    wanted = {"all": list(range(8)), "prompt": list(range(6)), "[0, -1]": [0, 5]}[str(positions)]
+    of_prompt = sum(position < 6 for position in wanted)
+    assert [each.positions["logits"].tolist() for each in found] == [wanted] * 3
+    for each in found[1:]:
+        assert_close(each["logits"][:of_prompt], found[0]["logits"][:of_prompt])
+    assert [c.receipt.captures[0].prompt_rows for c in out.outputs] == [of_prompt] * 3
+    assert len(out.prompt_logprobs) == 6
+
+
 @pytest.mark.parametrize("positions", ["prompt", [0], [0, -1], slice(None), slice(0, None, 5), range(4, 6)])
 def test_positions_that_have_no_logits_are_refused_before_anything_is_scheduled(positions: Any, lm_of: Any) -> None:
     lm, prompt = lm_of("llama"), prompt_of(6, 1)

@@ -41,6 +41,7 @@ from ..hooks.site import Site
 from ..hooks.trace import RequestTrace
 from ..hooks.tracer import EngineTracer, SessionTracer, opens_with
 from ..hooks.vectors import VectorRegistry
+from ..layers.edits import LOGITS
 from ..models.fingerprint import model_fingerprint
 from ..models.source import load_tokenizer
 from ..runner.interp_model_runner import InterpModelRunner
@@ -283,6 +284,8 @@ class LM(TracedModel):
                 request.trace = RequestTrace(None, self.interleaver, blocks)
                 request.receipt = request.trace.receipt
             for request in requests:
+                if any(spec.site == LOGITS for spec in captures[i]):
+                    request.params = param  # the prompt's logits of each completion, where they are asked for
                 self._declare(request, declared[i], captures[i])
             handles.append(RequestHandle(text, requests, self.tokenizer, self.engine.abort, streaming))
         self._hold(handles)
