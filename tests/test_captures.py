@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import CONFIGS
+from conftest import CONFIGS, VOCAB
 from helpers_declared import INNER, SITES, WAYS, lms, prompt_of, random_specs, states_of, vector
 from test_scheduler import POLICIES, Simulation
 
@@ -345,6 +345,26 @@ def test_completions_of_one_prompt_have_all_its_positions_each(lm_of: Any) -> No
     for completion in out.outputs:
         assert completion.activations.token_ids["resid_post.1"].tolist() == (prompt + completion.token_ids)[:-1]
         torch.testing.assert_close(completion.activations["resid_post.1"][:7], first, rtol=1e-4, atol=1e-4)
+
+
+def test_a_streams_last_piece_has_what_was_captured_and_the_receipt(lm_of: Any) -> None:
+    """Of each completion its own: a stream has no output that could carry them."""
+    lm, prompt = lm_of("llama"), prompt_of(7, 3)
+    params = SamplingParams(max_tokens=6, n=2, seed=1, temperature=3.0, stop_token_ids=list(range(0, VOCAB, 3)))
+    declared = {"capture": ["resid_post.1"], "interventions": [Steer("embed", vector(INFO.hidden_size, 1))]}
+    (whole,) = lm.generate([prompt], params, **declared)
+    assert whole.outputs[0].token_ids != whole.outputs[1].token_ids
+    pieces = list(lm.stream(prompt, params, **declared))
+    last = {piece.output_index: piece for piece in pieces if piece.finish_reason}
+    assert len(last) == 2 and whole.receipt is whole.outputs[0].receipt
+    for index, completion in enumerate(whole.outputs):
+        assert_same(last[index].activations, completion.activations)
+        generated = len(completion.token_ids) - 1
+        for receipt in (last[index].receipt, completion.receipt):
+            (entry,) = receipt.interventions
+            assert (entry.prompt_rows, entry.generated_rows) == (7, generated)
+            assert (receipt.captures[0].prompt_rows, receipt.captures[0].generated_rows) == (7, generated)
+    assert all(piece.activations is piece.receipt is None for piece in pieces if not piece.finish_reason)
 
 
 def test_receipts_count_captured_rows(lm_of: Any) -> None:

@@ -37,11 +37,14 @@ class CompletionOutput:
     error: BaseException | None = None
     activations: Any = None
     """What was captured (hooks.capture.Activations), or None."""
+    receipt: Any = None
+    """What was applied, and how its steps ran (hooks.receipt.Receipt), or None."""
 
 
 @dataclass
 class RequestOutput:
-    """A prompt and its completions. `text`, `token_ids`, `finish_reason` and `logprobs` are the first one's."""
+    """A prompt and its completions. `text`, `token_ids`, `finish_reason`, `logprobs`, `activations` and `receipt` are the first
+    one's."""
 
     request_id: str
     prompt: str | None
@@ -50,13 +53,16 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finished: bool = True
     warnings: list[str] = field(default_factory=list)
-    receipt: Any = None
-    """What was applied for this request, and how its steps ran (hooks.receipt.Receipt)."""
 
     @property
     def activations(self) -> Any:
         """What was captured of the first completion."""
         return self.outputs[0].activations
+
+    @property
+    def receipt(self) -> Any:
+        """What was applied for the first completion, and how its steps ran."""
+        return self.outputs[0].receipt
 
     @property
     def text(self) -> str:

@@ -24,11 +24,14 @@ class StreamPiece(str):
         token_ids: the tokens that it came from; more than one where a character took several.
         output_index: which of the prompt's completions it belongs to.
         finish_reason: set on the last piece of a completion (whose text may be empty).
+        activations, receipt: of its completion, on the last piece, where something was declared; else None.
     """
 
     token_ids: list[int]
     output_index: int
     finish_reason: str | None
+    activations: Any = None
+    receipt: Any = None
 
     @classmethod
     def of(cls, text: str, token_ids: list[int], index: int, finish_reason: str | None) -> StreamPiece:
@@ -81,6 +84,8 @@ class Completion:
             self.request.sample_index,
             self.request.finish_reason if done else None,
         )
+        if done:
+            piece.activations, piece.receipt = self.request.activations, self.request.receipt
         self._emitted, self._emitted_chars = len(ids), max(upto, self._emitted_chars)
         return piece
 
@@ -115,6 +120,7 @@ class Completion:
             logprobs=self._decoded(request.logprobs),
             error=request.error,
             activations=request.activations,
+            receipt=request.receipt,
         )
 
     def _decoded(self, entries: list[dict] | None) -> list[dict[int, Logprob]] | None:
@@ -223,7 +229,6 @@ class RequestHandle:
             else [entry and decoded(entry, self._tokenizer) for entry in prompt_logprobs],
             finished=self.done,
             warnings=list(dict.fromkeys(w for r in self.requests for w in r.warnings)),
-            receipt=first.receipt,
         )
 
     def cancel(self) -> None:
