@@ -671,6 +671,13 @@ def test_rows_are_indexed_over_all_shards(lm_of: Any, tmp_path: Path) -> None:
     assert torch.equal(rows[mixed], whole[mixed]) and torch.equal(rows[mixed.tolist()[:7]], whole[mixed[:7]])
     assert torch.equal(rows[5:-3:4], whole[5:-3:4]) and torch.equal(rows[-1], whole[-1])
     assert torch.equal(rows[[-2, 0]], whole[[-2, 0]]) and rows[:0].shape == (0, lm.runner.hidden_size)
+    assert rows[[]].shape == rows[torch.zeros(len(rows), dtype=torch.bool)].shape == (0, lm.runner.hidden_size)
+    for mask in (harvest.document_ids()[:] == 7, torch.arange(len(rows)) % 3 == 0):
+        assert 1 < mask.sum() < len(rows) and torch.equal(rows[mask], whole[mask])
+        assert torch.equal(rows[mask.tolist()], whole[mask]) and torch.equal(rows[mask.numpy()], whole[mask])
+    for wrong in (True, [True, False], torch.ones(len(rows) + 1, dtype=torch.bool), 1.0, [0.5], torch.tensor([[1, 2]])):
+        with pytest.raises(IndexError, match=rf"whole numbers \[n\], or by a mask of {len(rows)} bools"):
+            rows[wrong]
     for beyond in (len(rows), -len(rows) - 1):
         with pytest.raises(IndexError):
             rows[beyond]

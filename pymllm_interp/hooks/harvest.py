@@ -325,7 +325,8 @@ def _crc32(chunks: Iterable[bytes | memoryview]) -> int:
 class Rows:
     """One tensor of all shards, by row: indexable, and with a length, as a torch `Dataset` is.
 
-    ``rows[i]`` is [...], ``rows[a:b]`` and ``rows[indexes]`` (a list, or a tensor [n] int64) are [n, ...], fresh memory.
+    ``rows[i]`` is [...], ``rows[a:b]`` and ``rows[indexes]`` (a list, or a tensor [n]) are [n, ...], fresh memory; so is
+    ``rows[mask]`` with a bool for each row, as ``harvest.document_ids()[:] == 7`` makes them.
     """
 
     def __init__(self, name: str, shards: Sequence[Shard]) -> None:
@@ -339,7 +340,15 @@ class Rows:
     def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> Tensor:
         if isinstance(index, slice):
             return self[torch.arange(*index.indices(self._length))]
-        wanted = torch.as_tensor(index, dtype=torch.int64)
+        wanted = torch.as_tensor(index)
+        if wanted.dtype is torch.bool and wanted.shape == (self._length,):
+            wanted = wanted.nonzero()[:, 0]
+        elif wanted.numel() and (wanted.dtype is torch.bool or wanted.is_floating_point() or wanted.ndim > 1):
+            raise IndexError(
+                f"rows are named by whole numbers [n], or by a mask of {self._length} bools, not by {wanted.dtype} of shape "
+                f"{list(wanted.shape)}"
+            )
+        wanted = wanted.long()
         if wanted.ndim == 0:
             return self[wanted[None]][0]
         if ((wanted < -self._length) | (wanted >= self._length)).any():
