@@ -539,6 +539,7 @@ BAD_VECTORS = [
     (torch.tensor(1.0), r"the shape is \[\]"),
     (torch.zeros(0), r"not empty"),
     (torch.zeros(4, device="meta"), "'meta' has no values"),
+    (torch.ones(4).to_sparse(), r"the layout is torch.sparse_coo; give a dense tensor"),
     ({"happy": 1}, "dict is not a tensor of numbers"),
     (None, "NoneType is not a tensor of numbers"),
     ([[1.0], [1.0, 2.0]], "list is not a tensor of numbers"),

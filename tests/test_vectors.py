@@ -188,6 +188,10 @@ def test_files_that_cannot_be_read_say_why(tmp_path):
         load_vector(tmp_path / "v.pt")
     with pytest.raises(ValueError, match=r"are saved as \.safetensors or \.gguf"):
         save_layer_vectors(tmp_path / "v.pt", VECTORS)
+    for layer in (-1, "1", 1.0, True):
+        with pytest.raises(ValueError, match=rf"a layer is a whole number from 0 on, not {layer!r}"):
+            save_layer_vectors(tmp_path / "layers.safetensors", {layer: torch.ones(3)})
+    assert not (tmp_path / "layers.safetensors").exists()
     with pytest.raises(ValueError, match="no vectors to save"):
         save_layer_vectors(tmp_path / "v.safetensors", {})
 

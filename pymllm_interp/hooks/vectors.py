@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from difflib import get_close_matches
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def checked_vector(source: Source, who: str, dims: Sequence[int] = (1,)) -> Tens
 
     Raises:
         ValueError: nothing that float32 can hold (another dtype, NaN, Inf, values that overflow), a tensor without values
-            (on the meta device), another number of dimensions, or no elements.
+            (on the meta device), a sparse one, another number of dimensions, or no elements.
     """
     try:
         tensor = source if isinstance(source, Tensor) else _as_tensor(source)
@@ -58,6 +59,8 @@ def checked_vector(source: Source, who: str, dims: Sequence[int] = (1,)) -> Tens
         )
     if tensor.is_meta:
         raise ValueError(f"{who}: a tensor on the device 'meta' has no values; give one on the CPU or an accelerator")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{who}: the layout is {tensor.layout}; give a dense tensor, as .to_dense() makes")
     if tensor.ndim not in dims or not tensor.numel():
         allowed = " or ".join(f"{n}-dimensional" for n in dims)
         raise ValueError(f"{who}: the shape is {list(tensor.shape)}; expected {allowed}, and not empty")
@@ -133,11 +136,15 @@ def save_layer_vectors(path: str | Path, vectors: Mapping[int, Source], model_hi
 
     Raises:
         ImportError: a .gguf file, and the package `gguf` is missing.
-        ValueError: another suffix, no vectors, one that `checked_vector` refuses, or layer 0 in a .gguf file.
+        ValueError: another suffix, no vectors, one that `checked_vector` refuses, a layer that is no whole number from 0 on, or
+            layer 0 in a .gguf file.
     """
     path = Path(path)
     if not vectors:
         raise ValueError(f"{path}: there are no vectors to save")
+    for layer in vectors:
+        if not isinstance(layer, Integral) or isinstance(layer, bool) or layer < 0:
+            raise ValueError(f"{path}: a layer is a whole number from 0 on, not {layer!r}")
     tensors = {layer: checked_vector(vector, f"layer {layer}") for layer, vector in sorted(vectors.items())}
     if path.suffix == ".safetensors":
         save_file({f"layer.{layer}": tensor for layer, tensor in tensors.items()}, path)
