@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import pytest
 import torch
-from conftest import held
+from conftest import CONFIGS, held
 from helpers_declared import INNER, SITES, hooked, ops_at, prompt_of, random_specs, vector
 
-from pymllm_interp import LM, Ablate, Gate, SamplingParams, Scale, Steer
+from pymllm_interp import LM, Ablate, Capture, Gate, SamplingParams, Scale, Steer
+from pymllm_interp.engine.handle import RequestHandle
 from pymllm_interp.hooks.intervention import Intervention
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
@@ -84,6 +86,51 @@ def test_mixed_requests_in_a_tight_pool_equal_their_solo_runs(server: dict[str, 
     assert lm.engine.stats()["preempted"] > before["preempted"]
     one_call = lm.generate(prompts, params, interventions=specs)
     assert [out.token_ids for out in one_call] == wanted
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_requests_that_come_in_any_order_at_any_time_equal_their_solo_runs(seed: int, ahead: bool, lm_of: Any) -> None:
+    """Whoever ends lets the next one in, in the midst of others' prompts and tokens: its tokens, its states, its receipt."""
+    rng, config = random.Random(seed), CONFIGS["qwen3"]()
+    lm = lm_of("qwen3", kv_cache_tokens=40, page_size=4, max_num_tokens=12, async_scheduling=ahead)
+    prompts = [prompt_of(rng.randrange(1, 20), i) for i in range(20)]
+    params = [SamplingParams(temperature=0, max_tokens=rng.randrange(1, 12)) for _ in prompts]
+    declared = [random_specs(rng, config, SITES + INNER) for _ in prompts]
+    capture = [rng.choice([[], ["resid_post.*", "final_norm"], [Capture("mlp_out.1", reduce="mean")]]) for _ in prompts]
+
+    def submit(i: int) -> RequestHandle:
+        return lm.submit(prompts[i], params[i], interventions=declared[i], capture=capture[i])
+
+    solo = [submit(i).result(WAIT) for i in range(len(prompts))]
+    left, handles, before = rng.sample(range(len(prompts)), len(prompts)), {}, lm.engine.stats()["preempted"]
+    all_in = threading.Event()
+
+    def let_in() -> None:
+        for _ in range(rng.choice([1, 1, 2])):
+            if left:
+                handles[i] = submit(i := left.pop())
+                handles[i].add_done_callback(let_in)
+        if not left:
+            all_in.set()
+
+    with held(lm):
+        while len(handles) < 5:
+            let_in()
+    assert all_in.wait(WAIT)
+    for i, wanted in enumerate(solo):
+        out = handles[i].result(WAIT)
+        assert out.token_ids == wanted.token_ids, i
+        assert (out.activations is None) == (wanted.activations is None) == (not capture[i])
+        for site, rows in (wanted.activations or {}).items():
+            torch.testing.assert_close(out.activations[site], rows, rtol=1e-4, atol=1e-4)
+            assert torch.equal(out.activations.token_ids[site], wanted.activations.token_ids[site])
+        if wanted.receipt is not None:
+            found = [(e.intervention, e.site, e.prompt_rows, e.generated_rows) for e in out.receipt.interventions]
+            assert found == [
+                (e.intervention, e.site, e.prompt_rows, e.generated_rows) for e in wanted.receipt.interventions
+            ]
+    assert lm.engine.stats()["preempted"] > before
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
