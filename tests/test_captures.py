@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import CONFIGS, VOCAB
+from conftest import CONFIGS, VOCAB, held
 from helpers_declared import INNER, SITES, WAYS, lms, ops_at, prompt_of, random_specs, states_of, vector
 from test_scheduler import POLICIES, Simulation
 
@@ -463,6 +463,31 @@ def test_receipts_count_captured_rows(lm_of: Any) -> None:
     (out,) = lm_of("llama").generate([prompt_of(6, 1)], SamplingParams(temperature=0, max_tokens=4), capture=captures)
     found = {entry.site: (entry.prompt_rows, entry.generated_rows) for entry in out.receipt.captures}
     assert found == {"embed": (2, 0), "resid_post.0": (6, 3), "resid_post.1": (6, 3), "final_norm": (6, 3)}
+
+
+def test_receipts_of_declared_requests_say_how_their_steps_ran(lm_of: Any) -> None:
+    """Edited and captured decode steps are replayed as any other; beside a block that waits, in segments, or by modules."""
+    lm, prompt = lm_of("llama"), prompt_of(6, 1)
+    params = SamplingParams(temperature=0, max_tokens=6)
+    declared = {"capture": ["resid_post.1"], "interventions": [Steer("embed", vector(INFO.hidden_size, 1))]}
+    graphs = lm.runner.graph_runner is not None
+    (out,) = lm.generate([prompt], params, **declared)
+    assert out.receipt.steps == ({"plain": 1, "replay": 5} if graphs else {"plain": 6})
+    with held(lm) as arrived:
+        beside, tracers = lm.submit(prompt, params, **declared), []
+
+        def trace() -> None:
+            with lm.generate(prompt, max_new_tokens=6, **declared) as tracer:
+                for _ in tracer.iter[:]:
+                    lm.model.layers[1].output.save()
+            tracers.append(tracer)
+
+        thread = threading.Thread(target=trace)
+        thread.start()
+        arrived(2)
+    steps = beside.result(WAIT).receipt.steps
+    thread.join(WAIT)
+    assert steps == tracers[0].receipt.steps == ({"modules": 1, "segments": 5} if graphs else {"modules": 6})
 
 
 def test_streams_and_aborted_requests_end_with_what_was_captured(lm_of: Any) -> None:

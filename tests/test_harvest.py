@@ -697,6 +697,8 @@ def test_an_empty_input_is_a_harvest_without_documents(lm_of: Any, tmp_path: Pat
     result = lm_of("llama").harvest([], capture=["embed"], out=tmp_path)
     assert (result.documents, result.shards, result.bytes, result.rows) == (0, 0, 0, {})
     assert open_harvest(tmp_path).manifest["complete"] and open_harvest(tmp_path).sites == []
+    ids = open_harvest(tmp_path).document_ids()
+    assert len(ids) == 0 and ids[:].dtype is torch.int64 and ids[ids[:] == 0].shape == (0,)
 
 
 def test_progress_is_shown_where_it_is_asked_for(lm_of: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

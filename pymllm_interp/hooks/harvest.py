@@ -353,6 +353,8 @@ class Rows:
             return self[wanted[None]][0]
         if ((wanted < -self._length) | (wanted >= self._length)).any():
             raise IndexError(f"row {int(wanted.abs().max())} of {self._length}")
+        if not self._parts:
+            return wanted  # nothing, of a harvest without shards
         wanted = wanted % max(self._length, 1)
         part = torch.searchsorted(self._starts, wanted, right=True) - 1
         found = self._parts[0].new_empty(len(wanted), *self._parts[0].shape[1:])
