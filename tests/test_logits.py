@@ -18,6 +18,7 @@ from helpers_runner import Steps, make_runner
 
 from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Generated, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.config import INNER_SITES
+from pymllm_interp.engine.harvest import HarvestError
 from pymllm_interp.hooks import tables
 from pymllm_interp.hooks.capture import Group
 from pymllm_interp.hooks.harvest import open_harvest
@@ -369,6 +370,42 @@ def test_a_vector_pool_that_is_full_of_the_vocabularys_is_an_error_that_names_it
         lm.generate([[1, 2]], interventions=[Steer("logits", vector(VOCAB, 1)), Steer("logits", vector(VOCAB, 2))])
     (out,) = lm.generate([[1, 2]], greedy(2), interventions=[Steer("logits", vector(VOCAB, 1), scale=1e3)])
     assert out.token_ids == [int(vector(VOCAB, 1).argmax())] * 2 and lm.runner.edit_tables.pool.used == 0
+
+
+def test_the_vectors_of_a_request_are_given_back_however_it_ends(lm_of: Any, tmp_path: Path) -> None:
+    """Cancelled, out of time, refused beside another one, in a trace that fails, in a harvest that finds no room."""
+    lm, width = lm_of("llama", max_intervention_vectors=4), lm_of("llama").hf_config.hidden_size
+    if lm.runner.edit_tables is None:
+        pytest.skip("functions have no pool")
+    pool, long = lm.runner.edit_tables.pool, greedy(100)
+
+    def steer(seed: int) -> list[Intervention]:
+        return [Steer("embed", vector(width, seed))]
+
+    many: list[Intervention] = [Ablate("embed", vector(width, 1, 5))]
+    with held(lm):
+        handle = lm.submit([1, 2], long, interventions=steer(1))
+        assert pool.used == 1
+        handle.cancel()
+    assert handle.result(WAIT).finish_reason == "abort" and pool.used == 0
+    (out,) = lm.generate([[1, 2]], long, timeout=1e-9, interventions=steer(1))
+    assert out.finish_reason == "timeout" and pool.used == 0
+    for given in ([steer(1), [Steer("embed", vector(3, 1))]], [steer(i) + steer(i + 1) + steer(i + 2) for i in (0, 3)]):
+        with pytest.raises(ValueError, match=r"has 3 values|max_intervention_vectors"):
+            lm.generate([[1, 2]] * 2, interventions=given)
+        assert pool.used == 0
+    with pytest.raises(ZeroDivisionError):
+        with lm.trace([1, 2], interventions=steer(1)):
+            lm.model.layers[0].output[:] = 1 // 0
+    assert pool.used == 0
+    with pytest.raises(ValueError, match="max_intervention_vectors"):
+        with lm.trace([1, 2], interventions=many):
+            lm.model.layers[0].output.save()
+    with pytest.raises(HarvestError, match="max_intervention_vectors"):
+        lm.harvest([[1, 2]], capture=["embed"], out=tmp_path, interventions=many)
+    assert pool.used == 0
+    lm.generate([[1, 2]], greedy(2), interventions=[Ablate("embed", vector(width, 1, 4))])
+    assert pool.used == 0, "all of it"
 
 
 def test_a_harvest_has_the_logits_of_each_documents_end(lm_of: Any, oracle: Any, tmp_path: Path) -> None:
