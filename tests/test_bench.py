@@ -271,6 +271,28 @@ def test_a_table_against_plain_steps_has_ratios_and_times_beside_their_aims() ->
         assert line in lines, line
 
 
+def test_captures_and_harvests_have_their_aims_beside_them_and_requests_the_length_that_they_had() -> None:
+    row = {"case": "captured", "plain_ms": 2.0, "lowest": 1.0, "highest": 1.5, "ms": 2.5, "ratio": 1.25}
+    record = {
+        **{name: a_record()[name] for name in ("model", "dtype", "load_format", "settings", "machine")}, "new_tokens": 65,
+        "suite": "interventions", "rows": [{**row, "batch": 1, "gb_per_s": 0.06}, {**row, "batch": 4, "gb_per_s": 7.29}],
+        "captured_prefill": {"prompts": 4, "prompt_tokens": 2048, "gb_per_s": 9.7, "of_plain": 0.85},
+        "harvest": {"bytes": 4.3e9, "gb_per_s": 1.7, "disk_gb_per_s": 1.5},
+    }  # fmt: skip
+    aims = {"gb_per_s": 5.5, "prefill_gb_per_s": 10, "prefill_of_plain": 0.9, "harvest_gb_per_s": 3}
+    text = render(record, {"batches": [1, 4], "captures": aims})
+    assert (
+        "bs 1 0.06, bs 4 7.29 (aim 5.5, met); in the prefill of 4 prompts of 2,048 tokens 9.70 (aim 10, **missed**)"
+        in text
+    )
+    assert "at 85% of its speed without (aim 90%, **missed**)." in text
+    assert "to the local disk: 1.70 GB a second (aim 1.50, met), until all" in text, "no more than the disk's own speed"
+    assert "prompts of 128 tokens, 65 new ones" in text
+    assert "aim" not in render(record, {}) and "aim 3.00, **missed**" in render(
+        {**record, "harvest": {"bytes": 1, "gb_per_s": 2.9, "disk_gb_per_s": 9.0}}, {"captures": aims}
+    )
+
+
 @pytest.mark.parametrize("suite", ["traces", "interventions"])
 def test_a_suite_against_plain_steps_measures_each_case_at_each_batch_size(
     suite: str, model_folder: Callable[[str], Path], tmp_path: Path

@@ -39,7 +39,10 @@ def interventions_suite(model: Model) -> Iterator[dict[str, Any]]:
     """Ratios to plain steps, by case and batch size; again as each is found."""
     settings = model.settings
     with model.load() as lm:
-        found: dict[str, Any] = facts(lm) | {"pairs": PAIRS, "rows": []}
+        lengths = {
+            "prompt_tokens": min(PROMPT_TOKENS, settings.prompt_tokens), "new_tokens": min(NEW_TOKENS, settings.new_tokens),
+        }  # fmt: skip
+        found: dict[str, Any] = facts(lm) | lengths | {"pairs": PAIRS, "rows": []}
         measures = {case: partial(measure, specs=specs) for case, specs in cases(lm).items()}
         for case, measured in {**measures, CAPTURED: measure_captured}.items():
             for batch in settings.batches:
