@@ -226,6 +226,17 @@ def generate_some_steps(model: Any, prompt: Any, steps: Any) -> Any:
     return states
 
 
+def generate_with_block_per_step(model: Any, prompt: Any, steps: Any) -> Any:
+    """nnsight's deprecated form, which older scripts have."""
+    with model.generate(prompt, max_new_tokens=4) as tracer:
+        states, last = list().save(), None
+        with tracer.iter[steps]:
+            last = model.model.layers[1].output
+            states.append((last, model.lm_head.output))
+        last = last.save()
+    return states, last
+
+
 def generate_without_iter(model: Any, prompt: Any) -> Any:
     with model.generate(prompt, max_new_tokens=3) as tracer:
         first = model.model.layers[0].output.save()

@@ -264,6 +264,12 @@ def test_iter_picks_steps_as_in_nnsight(pair: Pair, steps: str) -> None:
     same(pair, scripts.generate_some_steps, PROMPT, STEPS[steps])
 
 
+@pytest.mark.filterwarnings("ignore:The `with tracer.iter")
+@pytest.mark.parametrize("steps", [2, slice(1, 3), slice(None), [0, 2]], ids=str)
+def test_a_with_block_over_steps_keeps_what_it_saves_as_in_nnsight(pair: Pair, steps: Any) -> None:
+    same(pair, scripts.generate_with_block_per_step, PROMPT, steps)
+
+
 @pytest.mark.parametrize("steps", [0, 2, slice(1, 4), [1, 3]], ids=str)
 def test_edits_of_some_steps_change_the_tokens_as_in_nnsight(pair: Pair, steps: Any) -> None:
     tokens = same(pair, scripts.generate_with_edit_at, PROMPT, steps)

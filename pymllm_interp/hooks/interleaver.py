@@ -57,12 +57,14 @@ class Block(Mediator):
     Attributes:
         due: the visit of this pass that it waits for, where it waits for a location.
         served: the block is past its first wait.
+        depth: how many ``with`` of nnsight's it is in: more than 1 where it waits inside of ``with tracer.iter[...]:``.
     """
 
     trace: RequestTrace
     modes: BlockModes
     due = 0
     served = False
+    depth = 1
 
     def occurrence(self, location: str) -> int:
         """How many times the request's passes have reached `location`."""
@@ -121,7 +123,7 @@ class Turn:
     def run(self, block: Block, resume: Callable[..., Any], *args: Any) -> Any:
         """Call `resume`, which runs the block, with its request's saves as the thread's and the watchdog on."""
         trace, watchdog, scope = block.trace, self._watchdog, self._scope
-        scope["depth"], scope["saves"], self._interleaver.serving = 1, trace.saves, trace
+        scope["depth"], scope["saves"], self._interleaver.serving = block.depth, trace.saves, trace
         block.worker.parent = self._greenlet  # pyright: ignore[reportOptionalMemberAccess]
         if block.modes.left is not None:
             block.modes.resume()
@@ -134,6 +136,8 @@ class Turn:
                 raised.__intervention_tb__ = raised.__traceback__  # pyright: ignore[reportAttributeAccessIssue]
             raise
         finally:
+            if scope["depth"] != block.depth:
+                block.depth = scope["depth"]
             if watchdog is not None:
                 watchdog.visit = self._visit  # a plain store: the watchdog's exception cannot come between
                 if watchdog.posted:
@@ -208,7 +212,7 @@ class Turn:
                     error = interleaver._swap(block, location, shared, pending[3])
                 counts = isinstance(served, torch.Tensor)
                 version = served._version if counts else 0
-                scope["depth"], scope["saves"], interleaver.serving = 1, trace.saves, trace
+                scope["depth"], scope["saves"], interleaver.serving = block.depth, trace.saves, trace
                 worker.parent = greenlet
                 if block.modes.left is not None:
                     block.modes.resume()
@@ -222,6 +226,8 @@ class Turn:
                         else:
                             pending = worker.throw(error)
                     finally:
+                        if scope["depth"] != block.depth:
+                            block.depth = scope["depth"]
                         if watchdog is not None:
                             watchdog.visit = outer
                             if watchdog.posted:

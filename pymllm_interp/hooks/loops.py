@@ -55,15 +55,6 @@ class StepIterations(Iterations):
         trace, previous = block.trace, block.iteration
         try:
             for step in self._indices():
-                if step < 0:
-                    raise ValueError(f"tracer.iter step {step}: steps count from 0")
-                if self.named and step >= trace.max_passes:
-                    raise OutOfOrderError(
-                        f"request {trace.request_id}: tracer.iter[{step}] asks for step {step}, but there are at most "
-                        f"{trace.max_passes} (0 to {trace.max_passes - 1}): raise max_tokens"
-                    )
-                if trace.over or (step >= trace.max_passes and self.steps is None and self.stop is None):
-                    break  # an open loop whose body reads nothing would run for ever
                 block.iteration = step
                 yield step
         finally:
@@ -74,6 +65,21 @@ class StepIterations(Iterations):
                     "short (min_tokens= or ignore_eos=True holds a generation to its length)"
                 )
             block.iteration = previous
+
+    def _indices(self) -> Iterator[int]:
+        """The steps, as long as there can be one: of a ``for``, and of nnsight's deprecated ``with tracer.iter[...]:``."""
+        trace = getcurrent().mediator().trace  # pyright: ignore[reportAttributeAccessIssue]
+        for step in super()._indices():
+            if step < 0:
+                raise ValueError(f"tracer.iter step {step}: steps count from 0")
+            if self.named and step >= trace.max_passes:
+                raise OutOfOrderError(
+                    f"request {trace.request_id}: tracer.iter[{step}] asks for step {step}, but there are at most "
+                    f"{trace.max_passes} (0 to {trace.max_passes - 1}): raise max_tokens"
+                )
+            if trace.over or (step >= trace.max_passes and self.steps is None and self.stop is None):
+                return  # an open loop whose body reads nothing would run for ever
+            yield step
 
 
 AST_LOCK = threading.Lock()
