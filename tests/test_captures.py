@@ -406,7 +406,7 @@ def test_a_row_that_was_computed_after_the_end_is_not_captured(lm_of: Any) -> No
         (["resid_post.1", "resid_post.*"], "resid_post.1 is captured twice"),
         (["attn_in.0"], "interventions act at embed"),
         ([Capture("logits", positions="prompt")], "from position 2 on, the prompt's last.*prompt_logprobs=0"),
-        ([3], "capture: 3 is none"),
+        ([3], "capture: 3 is not one"),
         ([["resid_post.0"], ["resid_post.1"]], "one list for each of the 1"),
     ],
 )
@@ -592,7 +592,7 @@ def test_each_invoke_has_its_own_captures(lm_of: Any) -> None:
     assert chosen.positions["mlp_out.0"].tolist() == [5] and none is None
     with pytest.raises(ValueError, match=r"3 requests: use tracer\.captures"):
         tracer.activations  # noqa: B018
-    with pytest.raises(ValueError, match="capture: 3 is none"):
+    with pytest.raises(ValueError, match="capture: 3 is not one"):
         with lm.trace(prompts[0], capture=[3]):
             lm.model.layers[0].output.save()
 

@@ -920,7 +920,7 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ([[1, None]], r"expected text, or token ids as whole numbers"),
     (torch.tensor([0.5]), r"expected text, or token ids as whole numbers"),
     (torch.tensor(3), r"expected text, or token ids"),
-    (torch.tensor([[1], [2]]), r"2 prompts"),
+    (torch.tensor([[1], [2]]), r"2 prompts in one: .* lm.generate takes a list of texts"),
     ({"attention_mask": [1]}, r"input_ids"),
     (object(), r"object.*expected text, token ids, or a list of them"),
     (list(range(94)) + [1] * 30, r"124 tokens and asks for 8 new ones \(132 in all\).* 128 \(max_model_len\)"),

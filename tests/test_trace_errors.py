@@ -111,6 +111,30 @@ def test_reads_out_of_order_are_refused(lm: LM) -> None:
     assert any("early =" in line for line in lines_of(caught.value))
 
 
+def test_a_value_outside_of_a_block_is_refused_with_where_it_belongs(lm: LM) -> None:
+    where = r"layers\.0\.output` outside of interleaving.*`with lm\.trace\(prompt\):`.*`with tracer\.invoke\(prompt\):`"
+    with pytest.raises(ValueError, match=where):
+        _ = lm.model.layers[0].output
+    with pytest.raises(ValueError, match=where):
+        lm.model.layers[0].output = torch.zeros(1)
+    with pytest.raises(ValueError, match=where), lm.trace():  # no prompt, and no invoke
+        _ = lm.model.layers[0].output
+
+
+def test_a_name_of_another_invoke_that_is_not_there_yet_says_how_to_wait_for_it(lm: LM) -> None:
+    with pytest.raises(NameError, match="name 'state' is not defined") as caught:
+        with lm.trace() as tracer:
+            with tracer.invoke(PROMPT):
+                state = lm.model.layers[1].output[0, -1]
+            with tracer.invoke(PROMPT):
+                lm.model.layers[0].output[0, -1] = state  # it is read before the block waits for anything
+    (note,) = caught.value.__notes__
+    assert "`state` is bound by another invoke" in note and "tracer.barrier(2)" in note
+    with pytest.raises(NameError) as caught, lm.trace(PROMPT):
+        print(nobodys)  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
+    assert not hasattr(caught.value, "__notes__")
+
+
 def test_a_step_that_never_comes_ends_its_loop_with_a_warning(lm: LM) -> None:
     with pytest.warns(UserWarning, match=r"tracer\.iter\[3:100\] asked for more steps than the 5 that ran"):
         with lm.generate(PROMPT, max_new_tokens=5) as tracer:

@@ -220,7 +220,10 @@ def _one_row(value: Any, what: str) -> list[int]:
     rows = list(given) if isinstance(given, Sequence) else None
     if rows and isinstance(rows[0], (list, tuple)):
         if len(rows) > 1:
-            raise PromptError(f"{what} holds {len(rows)} prompts: give each its own `with tracer.invoke(prompt):`")
+            raise PromptError(
+                f"{what} holds {len(rows)} prompts in one: a trace has a `with tracer.invoke(prompt):` for each, "
+                "lm.generate takes a list of texts, or of lists of token ids without padding"
+            )
         rows = list(rows[0])
     if rows is None or not all(issubclass(kind, int) and kind is not bool for kind in set(map(type, rows))):
         raise PromptError(f"{what} is a {type(value).__name__}: expected text, or token ids as whole numbers")

@@ -516,7 +516,7 @@ def for_each_prompt(given: Any, prompts: int) -> list[list[Intervention]]:
     found = _lists(given, prompts, "interventions")
     for spec in (spec for entry in found for spec in entry):
         if not isinstance(spec, Intervention):
-            raise ValueError(f"interventions: {spec!r} is none; expected Steer, Ablate, Clamp, Scale or Patch")
+            raise ValueError(f"interventions: {spec!r} is not one; expected Steer, Ablate, Clamp, Scale or Patch")
     return found
 
 
@@ -532,7 +532,7 @@ def captures_for_each_prompt(given: Any, prompts: int) -> list[list[Capture]]:
     ]
     for spec in (spec for entry in found for spec in entry):
         if not isinstance(spec, Capture):
-            raise ValueError(f"capture: {spec!r} is none; expected a site, or Capture(site, ...)")
+            raise ValueError(f"capture: {spec!r} is not one; expected a site, or Capture(site, ...)")
     return found
 
 
@@ -794,8 +794,12 @@ def _checked_positions(positions: Positions) -> Literal["all", "prompt", "genera
         return positions
     indexes: Any = positions if isinstance(positions, range | list | tuple) else (positions,)
     if not all(_is_whole(index) for index in indexes):
+        listed = hasattr(positions, "tolist")  # a tensor, or an array
+        hint = "; as a list: indexes.tolist(), or mask.nonzero()[:, 0].tolist()" if listed else ""
+        hint = "; the last one of the prompt is -1" if positions == "last" else hint
         raise ValueError(
-            f"positions={positions!r}: expected 'all', 'prompt', 'generated', whole numbers, a range, a slice, or Generated(...)"
+            f"positions={positions!r}: expected 'all', 'prompt', 'generated', whole numbers, a range, a slice, or "
+            f"Generated(...){hint}"
         )
     if not len(indexes):
         raise ValueError(f"positions={positions!r} selects nothing")

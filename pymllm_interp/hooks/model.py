@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 
 _NOBODY = None, -1, -2
+OUTSIDE = (
+    "Cannot access `{}.{}` outside of interleaving: a module has values inside the block of `with lm.trace(prompt):` or "
+    "`with lm.generate(prompt):`; where these have no prompt, inside a `with tracer.invoke(prompt):` of theirs"
+)
 
 
 class Read(eproperty):
@@ -42,6 +46,8 @@ class Read(eproperty):
         mediator = getattr(worker, "mediator", None)
         block = mediator() if mediator is not None else None
         if obj is None or block is None or block.transform is not None:
+            if obj is not None and mediator is None:
+                raise ValueError(OUTSIDE.format(obj.path, self.key))
             return super().__get__(obj, owner)
         pending, moves, pace = obj._waits.get(self.key, _NOBODY)
         wanted = block.iteration
@@ -68,6 +74,8 @@ class Read(eproperty):
         mediator = getattr(worker, "mediator", None)
         block = mediator() if mediator is not None else None
         if block is None or block.transform is not None:
+            if mediator is None:
+                raise ValueError(OUTSIDE.format(obj.path, self.key))
             super().__set__(obj, value)
             return
         if self._postprocess is not None:

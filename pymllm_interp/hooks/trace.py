@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .analysis import wants_gradients
+from .analysis import names_of, wants_gradients
 from .capture import Activations
 from .interleaver import Block, EngineInterleaver, Point
 from .loops import LOOP_NAMES, PREFIX, LoopEnd, with_loop_ends
@@ -231,11 +231,20 @@ class RequestTrace:
             self.stopped = True
         elif self.error is None:
             self.error = raised
+            if isinstance(raised, NameError) and self._is_a_siblings(raised.name):
+                raised.add_note(
+                    f"`{raised.name}` is bound by another invoke of this trace, which has not come to that line yet: with "
+                    "`barrier = tracer.barrier(2)`, call `barrier()` there behind that line, and here ahead of this one"
+                )
             for other in self.gang:
                 if not other.ended:
                     other.fail(
                         GangError(f"request {self.request_id}, which runs together with this one, failed: {raised!r}")
                     )
+
+    def _is_a_siblings(self, name: str | None) -> bool:
+        others = (trace.own for trace in self.gang if trace is not self)
+        return any(own is not None and name in names_of(own.code).binds for own in others)
 
     def serve_results(self, request: Request, model: TracedModel) -> bool:
         """Serve what only a finished request has. False: no block asks for it."""

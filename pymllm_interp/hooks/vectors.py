@@ -63,7 +63,10 @@ def checked_vector(source: Source, who: str, dims: Sequence[int] = (1,)) -> Tens
         raise ValueError(f"{who}: the layout is {tensor.layout}; give a dense tensor, as .to_dense() makes")
     if tensor.ndim not in dims or not tensor.numel():
         allowed = " or ".join(f"{n}-dimensional" for n in dims)
-        raise ValueError(f"{who}: the shape is {list(tensor.shape)}; expected {allowed}, and not empty")
+        hint = ""
+        if tensor.ndim - 1 in dims and len(tensor) == 1:
+            hint = "; it is [1, ...], as a trace gives states: take [0] of it"
+        raise ValueError(f"{who}: the shape is {list(tensor.shape)}; expected {allowed}, and not empty{hint}")
     tensor = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
     if not tensor.isfinite().all():
         kind = "NaN" if tensor.isnan().any() else "Inf, or a number beyond float32"
