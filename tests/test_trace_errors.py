@@ -93,6 +93,25 @@ def test_a_nan_edit_is_allowed_and_counted(lm: LM) -> None:
     assert tracer.receipt.nan_edits == 0 and tracer.receipt.edits == 1
 
 
+def test_what_is_written_into_an_input_or_a_tuple_is_counted_as_an_edit(lm: LM) -> None:
+    prompts, receipts = [PROMPT, PROMPT[:2]], []
+    for number in (1, 2):  # alone, and beside another, which edits nothing
+        with lm.trace() as tracer:
+            for i, prompt in enumerate(prompts[:number]):
+                with tracer.invoke(prompt):
+                    read = lm.model.layers[0].self_attn.o_proj.input
+                    if not i:
+                        read[0, -1] = 0
+                        lm.model.layers[1].self_attn.output[0][:] *= 2
+                        lm.model.layers[2].mlp.input[:] = 0.5
+                    read = lm.model.layers[2].mlp.output
+        receipts += tracer.receipts
+    assert [receipt.edits for receipt in receipts] == [3, 3, 0]
+    with pytest.warns(UserWarning, match="1 edit held NaN"), lm.trace(PROMPT) as tracer:
+        lm.model.layers[1].self_attn.o_proj.input[:] = float("nan")
+    assert tracer.receipt.nan_edits == tracer.receipt.edits == 1
+
+
 def test_an_unknown_module_is_named_with_what_there_is(lm: LM) -> None:
     with pytest.raises(AttributeError, match=r"no module or attribute `mpl`; did you mean `mlp`\?"), lm.trace(PROMPT):
         lm.model.layers[0].mpl.output.save()

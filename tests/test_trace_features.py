@@ -1202,10 +1202,10 @@ def test_edits_that_hold_nan_are_counted_for_their_own_request(lm: LM) -> None:
 
 
 def test_an_edit_of_the_result_that_holds_nan_is_counted(lm: LM) -> None:
-    with pytest.warns(UserWarning, match="1 edit held NaN"), lm.trace(A) as tracer:
+    with pytest.warns(UserWarning, match="2 edits held NaN"), lm.trace(A) as tracer:
         tracer.result.logits[:] = float("nan")
         tracer.result = torch.full((1, 2), float("nan"))
-    assert tracer.receipt.nan_edits == 1
+    assert tracer.receipt.nan_edits == tracer.receipt.edits == 2
 
 
 # -- what a step costs those who do not look ----------------------------------------------------------

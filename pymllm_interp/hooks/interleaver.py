@@ -211,7 +211,7 @@ class Turn:
                 else:
                     error = interleaver._swap(block, location, shared, pending[3])
                 counts = isinstance(served, torch.Tensor)
-                version = served._version if counts else 0
+                version = served._version if counts else writes_to(served)
                 scope["depth"], scope["saves"], interleaver.serving = block.depth, trace.saves, trace
                 worker.parent = greenlet
                 if block.modes.left is not None:
@@ -242,7 +242,7 @@ class Turn:
                 except BaseException as raised:
                     self._failed(block, raised)
                 block.pending = pending
-                if counts and served._version != version:
+                if (served._version if counts else writes_to(served)) != version:
                     shared.count_edit(trace)  # in place
             if pending is not None and pending is asked and trace.pace == pace:
                 block.due = due
@@ -729,6 +729,17 @@ class Handover(Controller):
             return interleaver.visit(at_output, output)
         visits[at_output] += 1
         return output
+
+
+def writes_to(value: Any) -> int:
+    """How often torch has seen the tensors of `value` written to: of a module's ``(args, kwargs)``, or of a tuple of outputs."""
+    if isinstance(value, torch.Tensor):
+        return 0 if value.is_inference() else value._version
+    if isinstance(value, (tuple, list)):
+        return sum(map(writes_to, value))
+    if isinstance(value, dict):
+        return sum(map(writes_to, value.values()))
+    return 0
 
 
 def without_batch(value: Any) -> Any:
