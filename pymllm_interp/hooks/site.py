@@ -132,10 +132,16 @@ def _names() -> dict[str, str]:
 
 
 NAMES = _names()
-_NO_PATTERN = "attention patterns are never computed as a whole by the attention kernels; capture q and k instead"
+_NO_PATTERN = (
+    "attention patterns are never computed as a whole by the attention kernels; capture q and k instead, "
+    "of which docs/recipes.md makes them"
+)
 REFUSED = {
-    "pattern.{}": _NO_PATTERN,
+    **{
+        f"{name}.{{}}": _NO_PATTERN for name in ("pattern", "attn_pattern", "attn_probs", "attn_scores", "attn_weights")
+    },
     "blocks.{}.attn.hook_pattern": _NO_PATTERN,
+    "blocks.{}.attn.hook_attn_scores": _NO_PATTERN,
     "attention_probabilities.{}": _NO_PATTERN,
     "blocks.{}.hook_attn_in": "that is the stream before the norm (resid_pre); what attention reads is attn_in",
     "blocks.{}.hook_mlp_in": "that is the stream before the norm (resid_mid); what the MLP reads is mlp_in",
