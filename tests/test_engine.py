@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import random
+import re
 import shutil
 import threading
 import time
@@ -24,7 +25,9 @@ import torch
 from conftest import CONFIGS, VOCAB, held
 
 from pymllm_interp import LM, RequestOutput, SamplingParams
+from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.output import SchedulerOutput
+from pymllm_interp.engine.lm import ELSEWHERE
 
 LmOf = Callable[..., LM]
 Oracle = Callable[[str], Any]
@@ -1010,6 +1013,25 @@ def test_sampling_params_of_a_wrong_type_are_refused(params: Any, lm_of: LmOf) -
 def test_as_many_params_as_prompts_are_expected(lm_of: LmOf) -> None:
     with pytest.raises(ValueError, match=r"2 prompts, but 3 SamplingParams"):
         lm_of("llama").generate([[1], [2]], [GREEDY] * 3)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"device_map": "cpu"}, r"LM\(\) has no argument 'device_map': one device holds the model, device="),
+        ({"max_modle_len": 8}, r"no argument 'max_modle_len': did you mean max_model_len\?"),
+        ({"zzz": 1}, r"no argument 'zzz': there are model, dtype, .*page_size.* rename"),
+        ({"model": torch.nn.Linear(1, 1)}, r"model is a Linear: .* expected; one that is loaded .*save_pretrained\(folder\)"),
+    ],
+)  # fmt: skip
+def test_what_a_model_is_not_made_of_is_refused_with_what_it_is(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        LM(**{"model": "tiny", "load_format": "dummy", "hf_config": CONFIGS["llama"](), **keywords})
+
+
+def test_what_the_hints_name_is_there() -> None:
+    named = {word.partition("=")[0] for hint in ELSEWHERE.values() for word in re.findall(r"here it is (\S+)", hint)}
+    assert named <= {*ModelConfig.__dataclass_fields__, *ServerConfig.__dataclass_fields__}
 
 
 def test_text_needs_a_tokenizer(lm_of: LmOf) -> None:

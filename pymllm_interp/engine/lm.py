@@ -13,6 +13,7 @@ import atexit
 import sys
 import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,16 @@ Captures = Sequence[Capture | Site | str] | Sequence[Sequence[Capture | Site | s
 """The same; a string is a site, or a pattern of sites."""
 FORWARD = SamplingParams(temperature=0.0, max_tokens=1)
 """What a trace's single pass samples with, for blocks that read `lm.samples`."""
+ELSEWHERE = {
+    "device_map": "one device holds the model, device='cuda' or 'cpu'",
+    "dispatch": "the weights are always loaded; leave it out",
+    "torch_dtype": "here it is dtype",
+    "max_num_seqs": "here it is max_running_requests",
+    "max_num_batched_tokens": "here it is max_num_tokens",
+    "enforce_eager": "here it is disable_cuda_graph=True",
+    "tensor_parallel_size": "one device holds the model",
+}
+"""What nnsight's and vLLM's users write -> what to do."""
 
 
 class LM(TracedModel):
@@ -66,7 +77,7 @@ class LM(TracedModel):
         dtype: "auto" is float32 on a CPU and bfloat16 on CUDA.
         device: "auto" is CUDA where there is one.
         load_format: "dummy" makes seeded random weights; config.json is enough, and no tokenizer is needed.
-        impl: "native", "transformers", or "auto".
+        impl: "native" or "auto", which are the same as yet: "transformers", the family's own class, is refused.
         max_model_len: tokens of one request, prompt and new ones.
         max_running_requests: requests in one step.
         max_num_tokens: token rows in one step; longer prompts run in chunks, traced ones must fit.
@@ -81,6 +92,7 @@ class LM(TracedModel):
 
     Raises:
         FileNotFoundError, ValueError: no such model, or one that cannot be served; see `models`.
+        TypeError: a model that is neither a name nor a path, or a keyword that is not known.
     """
 
     def __init__(
@@ -100,6 +112,7 @@ class LM(TracedModel):
         hf_config: PretrainedConfig | None = None,
         **server: Any,
     ) -> None:
+        _check_arguments(model, server)
         model_config = ModelConfig(
             model=str(model), dtype=dtype, load_format=load_format, impl=impl, seed=seed, hf_config=hf_config
         )
@@ -584,6 +597,21 @@ _open_models: weakref.WeakSet[LM] = weakref.WeakSet()
 def _shutdown_all() -> None:
     for lm in list(_open_models):
         lm.shutdown()
+
+
+def _check_arguments(model: Any, keywords: Mapping[str, Any]) -> None:
+    """Raises TypeError where `LM` cannot take them, with what it takes instead."""
+    if not isinstance(model, str | Path):
+        raise TypeError(
+            f"model is a {type(model).__name__}: 'demo', a folder, a .gguf file or a hub id is expected; one that is loaded "
+            "already becomes a folder by model.save_pretrained(folder) and tokenizer.save_pretrained(folder)"
+        )
+    known = [*ModelConfig.__dataclass_fields__, *ServerConfig.__dataclass_fields__, "rename"]
+    for name in keywords:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = ELSEWHERE.get(name) or (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}")
+            raise TypeError(f"LM() has no argument {name!r}: {hint}")
 
 
 def eos_token_ids(config: PretrainedConfig, folder: Path | None) -> frozenset[int]:
