@@ -667,6 +667,8 @@ def test_rows_are_indexed_over_all_shards(lm_of: Any, tmp_path: Path) -> None:
     harvest = open_harvest(tmp_path)
     rows, whole = harvest["resid_post.0"], torch.cat([shard["resid_post.0"] for shard in harvest.shards])
     assert len(rows) == len(whole) and len(harvest.shards) > 5
+    assert rows.shape == whole.shape and repr(rows) == f"Rows({list(whole.shape)})"
+    assert repr(harvest) == f"Harvest({str(tmp_path)!r}, {len(harvest.shards)} shards of resid_post.0)"
     mixed = torch.randperm(len(rows))
     assert torch.equal(rows[mixed], whole[mixed]) and torch.equal(rows[mixed.tolist()[:7]], whole[mixed[:7]])
     assert torch.equal(rows[5:-3:4], whole[5:-3:4]) and torch.equal(rows[-1], whole[-1])

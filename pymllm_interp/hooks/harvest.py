@@ -337,6 +337,14 @@ class Rows:
     def __len__(self) -> int:
         return self._length
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[rows, ...], without reading any."""
+        return (self._length, *(self._parts[0].shape[1:] if self._parts else ()))
+
+    def __repr__(self) -> str:
+        return f"Rows({list(self.shape)})"
+
     def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> Tensor:
         if isinstance(index, slice):
             return self[torch.arange(*index.indices(self._length))]
@@ -412,6 +420,9 @@ class Harvest:
         entries: list[ShardEntry] = self.manifest["shards"]
         self.shards = [Shard(self.folder, entry, self._index_per_site) for entry in entries]
         self.sites = list(entries[0].rows) if entries else []
+
+    def __repr__(self) -> str:
+        return f"Harvest({str(self.folder)!r}, {len(self.shards)} shards of {', '.join(self.sites) or 'nothing yet'})"
 
     def __getitem__(self, site: str) -> Rows:
         """The site's states of all shards. Raises KeyError on one that was not captured."""
