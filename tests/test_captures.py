@@ -407,7 +407,7 @@ def test_a_row_that_was_computed_after_the_end_is_not_captured(lm_of: Any) -> No
         (["attn_in.0"], "interventions act at embed"),
         ([Capture("logits", positions="prompt")], "from position 2 on, the prompt's last.*prompt_logprobs=0"),
         ([3], "capture: 3 is not one"),
-        ([["resid_post.0"], ["resid_post.1"]], "one list for each of the 1"),
+        ([["resid_post.0"], ["resid_post.1"]], "a list for each of the 1; got 2 of them$"),
     ],
 )
 def test_captures_that_cannot_be_served_are_refused(capture: Any, message: str, lm_of: Any) -> None:

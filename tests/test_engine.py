@@ -925,6 +925,7 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     (torch.tensor(3), r"expected text, or token ids"),
     (torch.tensor([[1], [2]]), r"2 prompts in one: .* lm.generate takes a list of texts"),
     ({"attention_mask": [1]}, r"input_ids"),
+    ({"text": "a"}, r"without `input_ids`: of a row of a data set, pass row\[.text.\]"),
     (object(), r"object.*expected text, token ids, or a list of them"),
     (list(range(94)) + [1] * 30, r"124 tokens and asks for 8 new ones \(132 in all\).* 128 \(max_model_len\)"),
 ]

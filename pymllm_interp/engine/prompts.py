@@ -207,7 +207,8 @@ IGNORED = {"pad_token_id", "use_cache"}
 def _ids_of(prompt: Any, what: str) -> list[int]:
     if isinstance(prompt, Mapping):
         if "input_ids" not in prompt:
-            raise PromptError(f"{what} is a dict without `input_ids`: {sorted(prompt)}")
+            text = ': of a row of a data set, pass row["text"]' if "text" in prompt else f": {sorted(prompt)}"
+            raise PromptError(f"{what} is a dict without `input_ids`{text}")
         ids, mask = _one_row(prompt["input_ids"], what), prompt.get("attention_mask")
         if mask is None:
             return ids

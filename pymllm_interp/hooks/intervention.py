@@ -548,10 +548,9 @@ def _lists(given: Any, prompts: int, what: str) -> list[list[Any]]:
         return [specs] * prompts
     if all(lists) and len(specs) == prompts:
         return [list(entry) for entry in specs]
-    raise ValueError(
-        f"{what}: expected one list for all prompts, or one list for each of the {prompts}, got {sum(lists)} lists among "
-        f"{len(specs)} entries"
-    )
+    others = len(specs) - sum(lists)
+    got = f"{sum(lists)} of them" + (f" and {others} that are not in one" if others else "")
+    raise ValueError(f"{what}: expected one list for all prompts, or a list for each of the {prompts}; got {got}")
 
 
 def resolved(
