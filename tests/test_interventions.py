@@ -22,6 +22,7 @@ from pymllm_interp.hooks.intervention import (
     Clamp,
     Gate,
     Generated,
+    Intervention,
     Patch,
     Project,
     Scale,
@@ -48,6 +49,10 @@ checked = settings(max_examples=80, deadline=None, derandomize=True)
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+BIG = torch.linspace(-1e5, 1e4, WIDTH)
+"""Beyond float16."""
 
 
 def close(actual: Tensor, expected: Tensor, dtype: torch.dtype, scale: float = 0.0) -> None:
@@ -506,15 +511,36 @@ def test_a_layer_and_a_kind_that_the_model_does_not_have_are_refused():
         bind(Capture("resid_mid.*"), dataclasses.replace(MODEL, family=parallel), 5)
 
 
-def test_values_that_the_models_dtype_cannot_hold_are_refused():
-    vector = random(WIDTH)
-    vector[3] = -1e5
-    assert bind(Steer(SITE, vector), MODEL, 5)
+@pytest.mark.parametrize(
+    ("spec", "what"),
+    [
+        (Steer(SITE, BIG), r"scale \* vector reaches 1e\+05"),
+        (Steer(SITE, BIG / 10, scale=-10, norm="preserve"), r"scale \* vector reaches 1e\+05"),
+        (Clamp(SITE, BIG, low=-1e5), r"low reaches 1e\+05"),
+        (Clamp(SITE, BIG, high=1e5), r"high reaches 1e\+05"),
+        (Patch(SITE, BIG, positions=[0]), r"values reaches 1e\+05"),
+    ],
+)
+def test_values_that_the_models_dtype_cannot_hold_are_refused(spec: Intervention, what: str) -> None:
+    assert bind(spec, MODEL, 5)
     half = dataclasses.replace(MODEL, dtype=torch.float16)
-    with pytest.raises(
-        ValueError, match=r"vector holds 1e\+05, which torch.float16, the model's dtype, cannot hold.*6.55e\+04"
-    ):
-        bind(Steer(SITE, vector), half, 5)
+    with pytest.raises(ValueError, match=rf"{what}, which torch.float16, the model's dtype, cannot hold.*6.55e\+04"):
+        bind(spec, half, 5)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Steer(SITE, BIG, scale=0.1),
+        Steer(SITE, BIG, norm="match"),
+        Ablate(SITE, BIG),
+        Clamp(SITE, BIG, low=0),
+        Scale(SITE, 2, when=Gate(BIG, 0)),
+        Capture(SITE, reduce=Project(BIG)),
+    ],
+)
+def test_directions_and_probes_are_float32_whatever_the_models_dtype_is(spec: Intervention | Capture) -> None:
+    assert bind(spec, dataclasses.replace(MODEL, dtype=torch.float16), 5)
 
 
 def test_specs_fit_every_family():

@@ -60,6 +60,7 @@ LLAMA = FAMILIES["llama"]
         ("model.layers.12.mlp.down_proj.input", "mlp_act.12"),
         ("model.layers.12.mlp.down_proj", "mlp_out.12"),
         ("model.norm", "final_norm"),
+        ("resid_post.012", "resid_post.12"),
         ("lm_head", "logits"),
         ("model.lm_head.output", "logits"),
         # nnterp
@@ -116,6 +117,12 @@ def test_a_site_prints_as_it_parses_and_is_a_key():
 def test_a_name_that_is_no_site_is_refused_with_the_nearest_ones_or_the_reason(name, error):
     with pytest.raises(ValueError, match=error):
         canonical(name)
+
+
+@pytest.mark.parametrize("name", [None, 3, Site("resid_post", 3)])
+def test_what_is_parsed_is_a_name(name):
+    with pytest.raises(ValueError, match=r"a name is expected, such as 'resid_post.12'"):
+        Site.parse(name)
 
 
 @pytest.mark.parametrize("arguments", [("pattern", 3), ("model.layers", 3), ("resid_post",), ("embed", 0)])

@@ -223,6 +223,8 @@ def test_a_registry_is_a_mapping_that_keeps_copies(registry):
     assert registry["refusal"].tolist() == [2.0] * WIDTH
     del registry["refusal"]
     assert "refusal" not in registry and registry.get("refusal") is None
+    registry["by numpy"] = {np.int64(layer): torch.ones(WIDTH) for layer in (2, 1)}
+    assert list(registry["by numpy"]) == [1, 2]
 
 
 def test_a_registry_reads_files(registry, tmp_path):

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -601,7 +602,7 @@ def _shutdown_all() -> None:
 
 def _check_arguments(model: Any, keywords: Mapping[str, Any]) -> None:
     """Raises TypeError where `LM` cannot take them, with what it takes instead."""
-    if not isinstance(model, str | Path):
+    if not isinstance(model, str | PathLike):
         raise TypeError(
             f"model is a {type(model).__name__}: 'demo', a folder, a .gguf file or a hub id is expected; one that is loaded "
             "already becomes a folder by model.save_pretrained(folder) and tokenizer.save_pretrained(folder)"

@@ -635,19 +635,31 @@ def _sites_of(spec: Intervention | Capture, model: ModelInfo) -> tuple[Site, ...
     except ValueError as error:
         raise ValueError(f"{spec.name}: {error}") from None
     kind = sites[0].kind
-    width, limit = model.width(kind), torch.finfo(model.dtype).max
+    width = model.width(kind)
     for name, tensor in spec.tensors():
         if tensor.shape[-1] != width:
             raise ValueError(
                 f"{spec.name}: {name} has {tensor.shape[-1]} values; at {kind} the model has {width} "
                 f"({' * '.join(model.settings(kind))})"
             )
-        if (largest := tensor.abs().max().item()) > limit:
+    for name, number in _written(spec):
+        if abs(number) > (limit := torch.finfo(model.dtype).max):
             raise ValueError(
-                f"{spec.name}: {name} holds {largest:.3g}, which {model.dtype}, the model's dtype, cannot hold; its largest "
-                f"number is {limit:.3g}"
+                f"{spec.name}: {name} reaches {abs(number):.3g}, which {model.dtype}, the model's dtype, cannot hold; its "
+                f"largest number is {limit:.3g}"
             )
     return tuple(sites)
+
+
+def _written(spec: Intervention | Capture) -> Iterator[tuple[str, float]]:
+    """(what, the largest of its numbers) of what comes into a state whatever the state is. Directions and probes do not."""
+    match spec:
+        case Steer(norm="none" | "preserve"):
+            yield "scale * vector", spec.scale * spec.vector.abs().max().item()
+        case Clamp():
+            yield from ((name, bound) for name, bound in (("low", spec.low), ("high", spec.high)) if bound is not None)
+        case Patch():
+            yield "values", spec.values.abs().max().item()
 
 
 def at_logits(bound: Bound, first: int) -> Bound:

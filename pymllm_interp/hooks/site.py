@@ -185,6 +185,8 @@ class Site:
             ValueError: no site has this name (the nearest ones are listed), it has none by intention (with the reason), or
                 it names several.
         """
+        if not isinstance(name, str):
+            raise ValueError(f"Site.parse({name!r}): a name is expected, such as 'resid_post.12'")
         kind, layers = _look_up(name)
         if layers is not None and not re.fullmatch(r"-?\d+", layers):
             raise ValueError(f"{name!r} may name several sites, and one is wanted: {kind}.0")
@@ -201,7 +203,8 @@ def canonical(pattern: str | Site) -> str:
     if layers is None:
         return kind
     _ranges(layers, str(pattern))
-    return f"{kind}.{layers.replace(' ', '')}"
+    layers = re.sub(r"\d+", lambda number: str(int(number[0])), layers.replace(" ", ""))  # 01 is 1
+    return f"{kind}.{layers}"
 
 
 def expand(pattern: str | Site, num_layers: int, family: Family) -> list[Site]:
