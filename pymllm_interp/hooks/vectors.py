@@ -204,7 +204,7 @@ class VectorRegistry(MutableMapping[str, Named]):
         if not source:
             raise ValueError(f"{who}: there is no layer in it")
         for layer in source:
-            if not isinstance(layer, Integral) or not 0 <= layer < self._layers:
+            if not isinstance(layer, Integral) or int(layer) not in range(self._layers):
                 raise ValueError(f"{who}: there is no layer {layer!r}; the model has 0 to {self._layers - 1}")
         self._vectors[name] = {
             int(layer): self._fitting(vector, f"{who}, layer {layer}") for layer, vector in sorted(source.items())
