@@ -227,7 +227,7 @@ class KVPool:
         page_size: slots in a page.
 
     `k_buffer[layer]` and `v_buffer[layer]`: [num_slots, num_kv_heads, head_dim], contiguous.
-    Padding reads and writes page 0, so it must stay finite.
+    Rows of padding write to page 0, and no other row reads it.
     """
 
     def __init__(
