@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .core.output import RequestOutput
     from .core.request import SamplingParams
+    from .engine.harvest import HarvestError
     from .engine.lm import LM
-    from .hooks.intervention import Ablate, Capture, Clamp, Gate, Generated, Patch, Scale, Steer
+    from .hooks.capture import Activations, CaptureError
+    from .hooks.harvest import Harvest, open_harvest
+    from .hooks.intervention import Ablate, Capture, Clamp, Gate, Generated, Patch, Project, Scale, Steer
     from .hooks.site import Site
     from .runner.interp_model_runner import InterpModelRunner
     from .runner.model_runner import ModelRunner
@@ -22,23 +25,30 @@ __version__ = "0.1.0"
 _HOMES = {
     "LM": "engine.lm",
     "Ablate": "hooks.intervention",
+    "Activations": "hooks.capture",
     "Capture": "hooks.intervention",
+    "CaptureError": "hooks.capture",
     "Clamp": "hooks.intervention",
     "Gate": "hooks.intervention",
     "Generated": "hooks.intervention",
+    "Harvest": "hooks.harvest",
+    "HarvestError": "engine.harvest",
     "InterpModelRunner": "runner.interp_model_runner",
     "ModelRunner": "runner.model_runner",
     "Patch": "hooks.intervention",
+    "Project": "hooks.intervention",
     "RequestOutput": "core.output",
     "SamplingParams": "core.request",
     "Scale": "hooks.intervention",
     "Site": "hooks.site",
     "Steer": "hooks.intervention",
+    "open_harvest": "hooks.harvest",
 }
 
 __all__ = [
-    "LM", "Ablate", "Capture", "Clamp", "Gate", "Generated", "InterpModelRunner", "ModelRunner", "Patch", "RequestOutput",
-    "SamplingParams", "Scale", "Site", "Steer",
+    "LM", "Ablate", "Activations", "Capture", "CaptureError", "Clamp", "Gate", "Generated", "Harvest", "HarvestError",
+    "InterpModelRunner", "ModelRunner", "Patch", "Project", "RequestOutput", "SamplingParams", "Scale", "Site", "Steer",
+    "open_harvest",
 ]  # fmt: skip
 
 

@@ -59,6 +59,12 @@ def test_files_that_a_page_names_are_there(page: Path) -> None:
         assert (ROOT / name).exists() or (ROOT / "pymllm_interp" / name).exists(), f"{page.name} names {name}"
 
 
+@pytest.mark.parametrize("source", [*PAGES, *sorted((ROOT / "examples").glob("*.py"))], ids=name_of)
+def test_what_users_are_shown_comes_from_the_package_itself(source: Path) -> None:
+    deeper = re.findall(r"^\s*(?:from|import) (pymllm_interp\.[\w.]+)", source.read_text(), flags=re.MULTILINE)
+    assert not deeper, f"{source.name} reaches into {deeper}"
+
+
 def test_commands_that_are_shown_exist() -> None:
     text = "\n".join(page.read_text() for page in PAGES)
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))

@@ -372,7 +372,7 @@ class LM(TracedModel):
         too_long: str = "error",
         progress: bool | None = None,
     ) -> HarvestResult:
-        """Write the states of a corpus to `out`, as safetensors shards that `hooks.harvest.open_harvest` reads.
+        """Write the states of a corpus to `out`, as safetensors shards that `open_harvest` reads.
 
         Each document is read in one forward pass, without generating; many are under way at once. A run that was killed, or
         stopped by an error, goes on where it was when the same call is made again: it skips the documents that are in whole
