@@ -13,7 +13,7 @@ from conftest import CONFIGS, random_model
 from pymllm_interp import LM, Capture, Gate, SamplingParams, Scale, Steer
 from pymllm_interp.engine.handle import EngineClosedError
 from pymllm_interp.hooks.intervention import Project, fingerprint_of
-from pymllm_interp.hooks.receipt import Captured
+from pymllm_interp.hooks.receipt import Applied, Captured, Receipt
 from pymllm_interp.models import fingerprint
 from pymllm_interp.models.fingerprint import checksum, model_fingerprint
 
@@ -124,3 +124,16 @@ def test_receipts_say_what_computed_and_what_was_captured(lm_of: Any) -> None:
     with lm.trace(prompt) as tracer:
         lm.model.layers[0].output.save()
     assert tracer.receipt.spec == tracer.receipt.model == "", "nothing was declared"
+
+
+def test_a_printed_receipt_shows_what_is_not_empty() -> None:
+    receipt = Receipt(engine="a machine", model="a hash")
+    assert str(receipt) == repr(receipt) == "Receipt()"
+    receipt.steps["plain"] += 3
+    receipt.interventions.append(Applied("Steer('resid_post.1')", "resid_post.1", generated_rows=2, gate_fires=0))
+    receipt.captures.append(Captured("embed", 4))
+    receipt.edits = 1
+    assert str(receipt) == (
+        "Receipt(steps={'plain': 3}, interventions=[Applied(intervention=\"Steer('resid_post.1')\", site='resid_post.1', "
+        "generated_rows=2, gate_fires=0)], captures=[Captured(site='embed', prompt_rows=4)], edits=1)"
+    ), "a gate that never fired is told from none"

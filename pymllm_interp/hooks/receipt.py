@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 
 
-@dataclass
-class Applied:
+class _Brief:
+    """A dataclass that shows those fields only that have come to something."""
+
+    def __repr__(self) -> str:
+        shown = []
+        for spec in fields(self):  # pyright: ignore[reportArgumentType]
+            value = getattr(self, spec.name)
+            unset = spec.default if spec.default_factory is MISSING else spec.default_factory()
+            if spec.repr and value != unset:
+                shown.append(f"{spec.name}={dict(value) if isinstance(value, Counter) else value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@dataclass(repr=False)
+class Applied(_Brief):
     """What became of an intervention at one site. Rows that were computed twice, after the request gave way, count once."""
 
     intervention: str
@@ -20,8 +33,8 @@ class Applied:
     """Rows at which the gate let it act, those computed twice counted twice; None without a gate."""
 
 
-@dataclass
-class Captured:
+@dataclass(repr=False)
+class Captured(_Brief):
     """How many rows were captured at one site, before any reduction. A position counts once."""
 
     site: str
@@ -29,9 +42,9 @@ class Captured:
     generated_rows: int = 0
 
 
-@dataclass
-class Receipt:
-    """How a request's steps ran, what was applied, and what its trace did."""
+@dataclass(repr=False)
+class Receipt(_Brief):
+    """How a request's steps ran, what was applied, and what its trace did. Printed, it shows what is not empty."""
 
     steps: Counter[str] = field(default_factory=Counter)
     """Steps by how they ran: "plain" (no module was called), "replay" (the same, as a CUDA graph), "modules" (module by
