@@ -429,6 +429,27 @@ def test_one_state_by_two_names_is_captured_alike_or_refused(lm_of: Any) -> None
         lm.generate([prompt], capture=["resid_pre.1", Capture("resid_post.0", positions=[0])])
 
 
+def test_what_was_captured_is_found_by_each_name_of_its_site(lm_of: Any) -> None:
+    lm, prompt = lm_of("llama"), prompt_of(5, 1)
+    asked = ["blocks.1.hook_resid_post", Capture("resid_post.-1", reduce=Project(torch.ones(3, 72), top_k=2)), "logits"]
+    (out,) = lm.generate([prompt], SamplingParams(temperature=0, max_tokens=2), capture=asked)
+    found = out.activations
+    assert list(found) == list(found.positions) == ["resid_post.1", "resid_post.2", "logits"]
+    names = ["blocks.1.hook_resid_post", "resid_post.-2", "model.layers.1", "layers_output[1]", Site("resid_post", 1)]
+    for name in names:
+        assert name in found and found[name] is found["resid_post.1"]
+        for by_site in (found.positions, found.token_ids):
+            assert by_site[name] is by_site["resid_post.1"]
+    assert found.indexes["resid_post.-1"] is found.indexes["model.layers.2.output"] and list(found.indexes) == [
+        "resid_post.2"
+    ]
+    assert found["lm_head"] is found["logits"]
+    for missing in ("resid_post.0", "resid_post.-4", "resid_post.*", "hook_resid", "", 1):
+        assert missing not in found and found.get(missing) is None
+        with pytest.raises(KeyError, match=r"was not captured; there is resid_post\.1, resid_post\.2, logits"):
+            found[missing]
+
+
 def test_completions_of_one_prompt_have_all_its_positions_each(lm_of: Any) -> None:
     lm, prompt = lm_of("llama"), prompt_of(7, 3)
     (out,) = lm.generate([prompt], SamplingParams(max_tokens=3, n=3, seed=1), capture=["resid_post.1"])
@@ -746,7 +767,7 @@ def test_an_engine_that_is_shut_down_answers_with_what_was_captured(ring_lm: Any
 def captures_of(specs: list[Any], prompt_len: int, longest: int, dtype: torch.dtype = torch.float32) -> Captures:
     bounds = [b for s in specs for b in bind(Capture(s) if isinstance(s, str) else s, INFO, prompt_len)]
     numbered = [(site_index(b.site, INFO.num_hidden_layers), b, INFO.shape(b.site.kind)) for b in bounds]
-    return Captures(numbered, dtype, prompt_len, longest)
+    return Captures(numbered, dtype, prompt_len, longest, INFO.num_hidden_layers)
 
 
 def random_captures(rng: random.Random) -> list[Any]:

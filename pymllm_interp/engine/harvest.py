@@ -327,12 +327,13 @@ class HarvestRun:
         if error is not None:
             raise RuntimeError(f"document {document.number}: {error!r}") from error
         found = request.activations
+        indexed = set(found.indexes)
         for place, site in enumerate(found):
             rows, positions, tokens = found[site], found.positions[site], found.token_ids[site]
             if len(rows) < len(positions):  # a mean: it stands where its last row does
                 positions, tokens = positions[-len(rows) :], tokens[-len(rows) :]
             document.add(site, rows)
-            if site in found.indexes:
+            if site in indexed:
                 document.add(f"indexes.{site}", found.indexes[site])
             if place and not self.folder.identity.index_per_site:
                 continue

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise, repeat
 from math import prod
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ import torch
 
 from ..layers.table_edits import ALIGNED
 from .intervention import MAX_RANK, Bound, Capture, Project, Window, progressions
+from .site import Site
 
 INTEGERS = {2: torch.int16, 4: torch.int32}
 """By itemsize, what numpy sees states as: it knows no bfloat16."""
@@ -67,7 +69,46 @@ class FreshMemory:
 FRESH = FreshMemory()
 
 
-class Activations(Mapping[str, torch.Tensor]):
+class BySite(Mapping[str, torch.Tensor]):
+    """A tensor for each site, found by any of its names: those that `Site.parse` takes, and a `Site`.
+
+    Args:
+        num_layers: of the model, for layers that are counted from its end.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def _name(self, site: str | Site) -> str:
+        """What the site is called here."""
+        if site in self._tensors:
+            return str(site)
+        try:
+            found = Site.parse(str(site))
+        except ValueError:
+            return str(site)
+        if found.layer is not None and found.layer < 0:
+            found = replace(found, layer=found.layer + self._num_layers)
+        return str(found)
+
+    def __getitem__(self, site: str | Site) -> torch.Tensor:
+        name = self._name(site)
+        if name not in self._tensors:
+            raise KeyError(f"{str(site)!r} was not captured; there is {', '.join(self._tensors) or 'nothing'}")
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({ {site: list(rows.shape) for site, rows in self._tensors.items()} })"
+
+
+class Activations(BySite):
     """What was captured of one completion, by site: [positions, width], of `q`, `k`, `v` and `z` [positions, heads, head_dim]; on
     the CPU.
 
@@ -82,32 +123,29 @@ class Activations(Mapping[str, torch.Tensor]):
         error: why the states were lost; reading any of them raises it. None where they were not.
     """
 
-    def __init__(self) -> None:
-        self._rows: dict[str, torch.Tensor] = {}
-        self.positions: dict[str, torch.Tensor] = {}
-        self.token_ids: dict[str, torch.Tensor] = {}
-        self.indexes: dict[str, torch.Tensor] = {}
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(num_layers)
+        self.positions, self.token_ids, self.indexes = (BySite(num_layers) for _ in range(3))
         self.error: CaptureError | None = None
 
-    def add(self, site: str, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Put a site's rows in."""
-        self._rows[site], self.positions[site], self.token_ids[site] = rows, positions, token_ids
+    def add(
+        self,
+        site: str,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        token_ids: torch.Tensor,
+        indexes: torch.Tensor | None = None,
+    ) -> None:
+        """Put a site's rows in, under its canonical name."""
+        self._tensors[site] = rows
+        self.positions._tensors[site], self.token_ids._tensors[site] = positions, token_ids
+        if indexes is not None:
+            self.indexes._tensors[site] = indexes
 
-    def __getitem__(self, site: str) -> torch.Tensor:
+    def __getitem__(self, site: str | Site) -> torch.Tensor:
         if self.error is not None:
             raise self.error
-        if site not in self._rows:
-            raise KeyError(f"{site!r} was not captured; there is {', '.join(self._rows) or 'nothing'}")
-        return self._rows[site]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __repr__(self) -> str:
-        return f"Activations({ {site: list(rows.shape) for site, rows in self._rows.items()} })"
+        return super().__getitem__(site)
 
 
 class Group:
@@ -413,6 +451,7 @@ class Captures:
         dtype: of the model's states.
         prompt_len: positions of the prompt.
         longest: positions that the request may come to have.
+        num_layers: of the model.
 
     Attributes:
         next: positions before it are captured, or on their way: computed again, they are not captured again.
@@ -428,8 +467,10 @@ class Captures:
         dtype: torch.dtype,
         prompt_len: int,
         longest: int,
+        num_layers: int,
     ) -> None:
         self.next = 0
+        self._num_layers = num_layers
         self._prompt_len = prompt_len
         self.error: CaptureError | None = None
         self._copied = 0
@@ -590,7 +631,7 @@ class Captures:
 
     def activations(self, token_ids: Sequence[int]) -> Activations:
         """What was captured of a request that computed the positions of `token_ids`."""
-        found = Activations()
+        found = Activations(self._num_layers)
         found.error = self.error
         if self.error is not None:
             return found
@@ -607,9 +648,7 @@ class Captures:
             shape = self._shapes[name]
             if len(shape) > 1 and not isinstance(group.spec.reduce, Project):
                 rows = rows.unflatten(-1, shape)
-            found.add(name, rows, positions, tokens_at[id(group)])
-            if indexes is not None:
-                found.indexes[name] = indexes
+            found.add(name, rows, positions, tokens_at[id(group)], indexes)
         return found
 
 

@@ -114,7 +114,7 @@ def _captures(
                     bound = at_logits(bound, logits_from)
                 yield site_index(bound.site, model.num_hidden_layers), bound, shape
 
-    captures = Captures(bounds(), model.dtype, prompt_len, longest)
+    captures = Captures(bounds(), model.dtype, prompt_len, longest, model.num_hidden_layers)
     if captures.num_bytes > limits.max_capture_bytes:
         raise ValueError(
             f"the captures of a request of {longest} positions may take {captures.num_bytes / 2**20:.0f} MiB; a request's results "
