@@ -575,7 +575,7 @@ def test_a_capture_takes_what_the_block_left(lm_of: Any) -> None:
             got["resid_post.0"] + got["attn_out.1"] + 0.3 * vector(width, STREAM.index("resid_mid.1")),
         )
         without, none = traced(edit, capture=None)
-        assert none is None and torch.equal(without["logits"], seen["logits"]), "capturing changes nothing"
+        assert not none and torch.equal(without["logits"], seen["logits"]), "capturing changes nothing"
 
 
 @pytest.mark.parametrize("server", [{}, {"hook_execution": "eager"}, {"hook_execution": "split"}])
@@ -610,12 +610,27 @@ def test_each_invoke_has_its_own_captures(lm_of: Any) -> None:
     assert list(zeroed) == ["resid_post.0"] and zeroed["resid_post.0"].shape[0] == 4
     assert zeroed["resid_post.0"].abs().max() == 0
     assert list(chosen) == ["embed", "mlp_out.0"] and chosen.token_ids["embed"].tolist() == prompts[1]
-    assert chosen.positions["mlp_out.0"].tolist() == [5] and none is None
+    assert chosen.positions["mlp_out.0"].tolist() == [5]
+    assert not none
     with pytest.raises(ValueError, match=r"3 requests: use tracer\.captures"):
         tracer.activations  # noqa: B018
     with pytest.raises(ValueError, match="capture: 3 is not one"):
         with lm.trace(prompts[0], capture=[3]):
             lm.model.layers[0].output.save()
+
+
+def test_reading_where_nothing_was_captured_says_how_to_ask(lm_of: Any) -> None:
+    lm, prompt = lm_of("llama"), prompt_of(4, 1)
+    (out,) = lm.generate([prompt], SamplingParams(max_tokens=2))
+    with lm.trace() as tracer:
+        with tracer.invoke(prompt):
+            lm.model.layers[0].output.save()
+        with tracer.invoke(prompt, capture=["embed"]):
+            pass
+    for found in (out.activations, out.outputs[0].activations, tracer.captures[0]):
+        assert not found and list(found) == [] and isinstance(found, Activations)
+        with pytest.raises(KeyError, match=r"'resid_post\.0': nothing was captured; .* capture=\['resid_post\.3'\]"):
+            found["resid_post.0"]
 
 
 def test_a_pass_with_gradients_is_captured(lm_of: Any) -> None:
@@ -662,7 +677,7 @@ def test_a_tight_ring_changes_no_result(ring_lm: Any, oracle: Any) -> None:
     for prompt, capture, out in zip(prompts, captures, outs, strict=True):
         ids = (prompt + out.token_ids)[:-1]
         states = states_of(model, ids, [], len(prompt))
-        for site, rows in (out.activations or {}).items():
+        for site, rows in out.activations.items():
             assert out.activations.token_ids[site].tolist() == ids
             torch.testing.assert_close(rows, states[site], rtol=1e-4, atol=1e-4)
         assert bool(out.activations) == bool(capture)

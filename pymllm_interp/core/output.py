@@ -36,7 +36,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     error: BaseException | None = None
     activations: Any = None
-    """What was captured (hooks.capture.Activations), or None."""
+    """What was captured (hooks.capture.Activations): empty, so false, where nothing was asked for."""
     receipt: Any = None
     """What was applied, and how its steps ran (hooks.receipt.Receipt), or None."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..core.output import CompletionOutput, Logprob, RequestOutput
 from ..core.request import Request
+from ..hooks.capture import NOTHING, Activations
 from .detokenizer import Detokenizer, find_stop
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ class StreamPiece(str):
         token_ids: the tokens that it came from; more than one where a character took several.
         output_index: which of the prompt's completions it belongs to.
         finish_reason: set on the last piece of a completion (whose text may be empty).
-        activations, receipt: of its completion, on the last piece, where something was declared; else None.
+        activations, receipt: of its completion, on the last piece (the receipt where something was declared); else None.
     """
 
     token_ids: list[int]
@@ -85,7 +86,7 @@ class Completion:
             self.request.finish_reason if done else None,
         )
         if done:
-            piece.activations, piece.receipt = self.request.activations, self.request.receipt
+            piece.activations, piece.receipt = self.activations, self.request.receipt
         self._emitted, self._emitted_chars = len(ids), max(upto, self._emitted_chars)
         return piece
 
@@ -109,6 +110,12 @@ class Completion:
             ids = ids[:-1]
         return self._tokenizer.decode(ids, skip_special_tokens=self.request.params.skip_special_tokens)
 
+    @property
+    def activations(self) -> Activations:
+        """What was captured."""
+        found = self.request.activations
+        return NOTHING if found is None else found
+
     def output(self) -> CompletionOutput:
         request = self.request
         return CompletionOutput(
@@ -119,7 +126,7 @@ class Completion:
             stop_reason=request.stop_reason,
             logprobs=self._decoded(request.logprobs),
             error=request.error,
-            activations=request.activations,
+            activations=self.activations,
             receipt=request.receipt,
         )
 

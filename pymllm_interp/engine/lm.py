@@ -510,7 +510,8 @@ class LM(TracedModel):
             raise
         for handle, trace in zip(handles, traces, strict=True):
             request = handle.requests[0]
-            trace.activations = request.activations
+            if request.activations is not None:
+                trace.activations = request.activations
             # Why it ended comes before what its block, which still waited, made of that.
             trace.error = _ended_early(request) or request.error or trace.error
 

@@ -145,7 +145,15 @@ class Activations(BySite):
     def __getitem__(self, site: str | Site) -> torch.Tensor:
         if self.error is not None:
             raise self.error
+        if not self:
+            raise KeyError(
+                f"{str(site)!r}: nothing was captured; a request says what it wants by capture=['resid_post.3']"
+            )
         return super().__getitem__(site)
+
+
+NOTHING = Activations(num_layers=0)
+"""Of requests that asked for nothing."""
 
 
 class Group:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .analysis import names_of, wants_gradients
-from .capture import Activations
+from .capture import NOTHING
 from .interleaver import Block, EngineInterleaver, Point
 from .loops import LOOP_NAMES, PREFIX, LoopEnd, with_loop_ends
 from .modes import BlockModes
@@ -58,7 +58,7 @@ class RequestTrace:
         gang: the traces that are stepped together with this one, itself included; empty where it goes alone.
         grad: its pass runs alone, and with gradients.
         delivery: how its caller is handed what it saved.
-        activations: what its request captured (hooks.capture.Activations); set when that has ended.
+        activations: what its request captured; set when that has ended.
         on_step: called after each pass with its number and copies of the saved values by name, on the engine's thread.
         pace: `passes`, while it is in a pass and has missed nothing of any: those of one pace have reached a place of the model as
             often as each other; else -1.
@@ -95,7 +95,7 @@ class RequestTrace:
         self.in_pass = self.over = self.ended = self.stopped = False
         self.error: BaseException | None = None
         self.result: Any = None
-        self.activations: Activations | None = None
+        self.activations = NOTHING
         self.receipt = Receipt()
         self.warnings: list[str] = []
         self.gang: Sequence[RequestTrace] = ()

@@ -71,7 +71,7 @@ class EngineTracer(_Captured, InterleavingTracer):
     Attributes:
         mode: "trace" (one forward pass) or "generate".
         receipts: what happened to each request, in the order of the invokes; set when the block has run.
-        captures: what each request captured (`capture=`), in the same order; None for one that asked for nothing. A capture
+        captures: what each request captured (`capture=`), in the same order; empty for one that asked for nothing. A capture
             takes what the model goes on with: the state after the block's edits.
     """
 
@@ -80,7 +80,7 @@ class EngineTracer(_Captured, InterleavingTracer):
         self.mode = mode
         self.device = saves_device(device) if device is not None else None
         self.receipts: list[Any] = []
-        self.captures: list[Activations | None] = []
+        self.captures: list[Activations] = []
         self.barriers = 0
         self._invocations: list[Invocation] = []
 
@@ -96,7 +96,7 @@ class EngineTracer(_Captured, InterleavingTracer):
         return self.receipts[0]
 
     @property
-    def activations(self) -> Activations | None:
+    def activations(self) -> Activations:
         """What the only request captured."""
         if len(self.captures) != 1:
             raise ValueError(f"this trace has {len(self.captures)} requests: use tracer.captures[i]")
