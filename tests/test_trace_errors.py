@@ -121,13 +121,24 @@ def test_an_unknown_module_is_named_with_what_there_is(lm: LM) -> None:
 
 def test_reads_out_of_order_are_refused(lm: LM) -> None:
     with pytest.raises(
-        OutOfOrderError, match=r"request \d+: 'model\.model\.layers\.0\.output\.i0'.*already ran past"
+        OutOfOrderError,
+        match=r"request \d+: `model\.model\.layers\.0\.output` .*already ran past it: the block was at `.*\.2\.output` before",
     ) as caught:
         with lm.trace(PROMPT):
             late = lm.model.layers[2].output
             early = lm.model.layers[0].output
             print(late, early)
     assert any("early =" in line for line in lines_of(caught.value))
+
+
+def test_a_first_read_that_nothing_comes_of_names_no_other(lm_of) -> None:
+    lm = lm_of("llama", kv_cache_tokens=64)  # a model of its own, to attach a module to that is never called
+    lm.adapter = torch.nn.Identity()
+    with (
+        pytest.raises(OutOfOrderError, match=r"`model\.adapter\.output` .*already ran past it; a block"),
+        lm.trace(PROMPT),
+    ):
+        print(lm.adapter.output)
 
 
 def test_a_value_outside_of_a_block_is_refused_with_where_it_belongs(lm: LM) -> None:

@@ -57,6 +57,7 @@ class Block(Mediator):
     Attributes:
         due: the visit of this pass that it waits for, where it waits for a location.
         served: the block is past its first wait.
+        last: where it was served last, "" before the first time.
         depth: how many ``with`` of nnsight's it is in: more than 1 where it waits inside of ``with tracer.iter[...]:``.
     """
 
@@ -64,6 +65,7 @@ class Block(Mediator):
     modes: BlockModes
     due = 0
     served = False
+    last = ""
     depth = 1
 
     def occurrence(self, location: str) -> int:
@@ -217,6 +219,7 @@ class Turn:
                 if block.modes.left is not None:
                     block.modes.resume()
                 block.pending = pending = None
+                block.last = location
                 if watchdog is not None:
                     watchdog.visit = [trace, None]
                 try:

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 _trace_ids = itertools.count()
 
 
-ORDER_HINT = (
-    "; a block reads in the order in which the model runs: what is inside of a module before the module's own output"
+TOO_LATE = (
+    "`{}` was requested but the model already ran past it{}; a block reads in the order in which the model runs: what is inside "
+    "of a module before the module's own output"
 )
 
 
@@ -274,7 +275,9 @@ class RequestTrace:
                 error: BaseException = LoopEnd(f"'{pending}' was never reached: the generation is over")
             else:
                 error, _ = dangling_unwind(block)
-                error = type(error)(f"request {self.request_id}: {error}{ORDER_HINT if pending.provider else ''}")
+                before = f": the block was at `{block.last}` before" if block.last else ""
+                text = TOO_LATE.format(pending.provider, before) if pending.provider else error
+                error = type(error)(f"request {self.request_id}: {text}")
             self.dirty = True
             self.interleaver.resume(block, error=error)
             if self.error is error and isinstance(error, LoopEnd):
