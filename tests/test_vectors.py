@@ -258,7 +258,9 @@ def test_what_no_site_could_take_is_not_registered(name, source, message, regist
 
 
 def test_an_unknown_name_is_answered_with_the_nearest(registry, lm_of):
-    with pytest.raises(KeyError, match="no vector 'x'; there are: none"):
+    with pytest.raises(
+        KeyError, match=r"no vector 'x'; there are: none \(lm\.vectors\['x'\] = tensor puts one there\)"
+    ):
         registry["x"]
     lm = lm_of("llama")
     lm.vectors["refusal"] = torch.ones(WIDTH)

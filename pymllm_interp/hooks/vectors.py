@@ -226,7 +226,8 @@ class VectorRegistry(MutableMapping[str, Named]):
         try:
             found = self._vectors[name]
         except KeyError:
-            raise KeyError(f"no vector {name!r}; {_nearest(name, dict(self._vectors))}") from None
+            near = _nearest(name, dict(self._vectors))
+            raise KeyError(f"no vector {name!r}; {near} (lm.vectors[{name!r}] = tensor puts one there)") from None
         return {layer: v.clone() for layer, v in found.items()} if isinstance(found, dict) else found.clone()
 
     def __delitem__(self, name: str) -> None:
