@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import json
+import pickle
 import random
 import re
 import shutil
@@ -27,6 +29,7 @@ from conftest import CONFIGS, VOCAB, held
 from pymllm_interp import LM, RequestOutput, SamplingParams
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.output import SchedulerOutput
+from pymllm_interp.core.request import ELSEWHERE as SAMPLING_ELSEWHERE
 from pymllm_interp.engine.lm import ELSEWHERE
 
 LmOf = Callable[..., LM]
@@ -1004,6 +1007,28 @@ def test_a_sampling_value_of_a_wrong_type_is_named(values: dict[str, Any]) -> No
         SamplingParams(**values)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("max_new_tokens", "here it is max_tokens"),
+        ("do_sample", "here it is temperature: 0 is greedy"),
+        ("num_beams", "there is no beam search"),
+        ("repetition", r"did you mean repetition_penalty\?"),
+        ("zzz", "there are n, temperature, .*skip_special_tokens"),
+    ],
+)  # fmt: skip
+def test_a_sampling_parameter_of_another_name_is_answered_with_what_it_is_here(name: str, message: str) -> None:
+    with pytest.raises(TypeError, match=rf"SamplingParams\(\) has no argument '{name}': {message}"):
+        SamplingParams(**{"max_tokens": 5, name: 1})
+
+
+def test_sampling_params_still_show_what_they_take() -> None:
+    assert list(inspect.signature(SamplingParams).parameters) == list(SamplingParams.__dataclass_fields__)
+    assert pickle.loads(pickle.dumps(GREEDY)) == GREEDY == replace(GREEDY)
+    with pytest.raises(TypeError, match="positional"):
+        SamplingParams(5)  # pyright: ignore[reportCallIssue]
+
+
 @pytest.mark.parametrize("params", [{"temperature": 0}, 5, "greedy", [None], [GREEDY, 3]], ids=str)
 def test_sampling_params_of_a_wrong_type_are_refused(params: Any, lm_of: LmOf) -> None:
     prompts = [[1], [2]] if params == [GREEDY, 3] else [[1]]
@@ -1033,6 +1058,9 @@ def test_what_a_model_is_not_made_of_is_refused_with_what_it_is(keywords: dict[s
 def test_what_the_hints_name_is_there() -> None:
     named = {word.partition("=")[0] for hint in ELSEWHERE.values() for word in re.findall(r"here it is (\S+)", hint)}
     assert named <= {*ModelConfig.__dataclass_fields__, *ServerConfig.__dataclass_fields__}
+    of_sampling = {word for hint in SAMPLING_ELSEWHERE.values() for word in re.findall(r"here it is (\w+)", hint)}
+    assert {"max_tokens", "n"} <= of_sampling <= SamplingParams.__dataclass_fields__.keys()
+    assert not SAMPLING_ELSEWHERE.keys() & SamplingParams.__dataclass_fields__.keys()
 
 
 def test_text_needs_a_tokenizer(lm_of: LmOf) -> None:

@@ -208,7 +208,12 @@ def test_a_wrong_call_teaches(lm: LM, call: Any, error: type[Exception], message
     ("kwargs", "error", "message"),
     [
         ({"max_new_tokens": 500}, PromptError, r"2 tokens and asks for 500 .* context holds 128"),
-        ({"max_newtokens": 5}, TypeError, "unknown argument max_newtokens; known: .*max_new_tokens"),
+        (
+            {"max_newtokens": 5},
+            TypeError,
+            r"lm\.generate\(\) has no argument 'max_newtokens': did you mean max_new_tokens\?",
+        ),
+        ({"num_beams": 4}, TypeError, r"lm\.generate\(\) has no argument 'num_beams': there is no beam search"),
         ({"temperature": -1.0}, ValueError, "temperature=-1.0"),
         ({"n": 2}, PromptError, "n=2: a trace follows one generation"),
     ],

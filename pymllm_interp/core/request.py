@@ -6,18 +6,52 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, wraps
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
+
+from .arguments import check_names
 
 MAX_LOGPROBS = 64
+ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "eos_token_id": "stop_token_ids"}
+"""transformers' names, which the `with` form of generate takes as they are -> ours."""
+_NO_BEAMS = "there is no beam search; n draws as many completions"
+_NO_BANS = "here it is logit_bias: {token_id: -1e4} keeps a token out"
+ELSEWHERE = {
+    **{alias: f"here it is {name}" for alias, name in ALIASES.items()},
+    "max_completion_tokens": "here it is max_tokens",
+    "max_length": "here it is max_tokens, of new tokens alone",
+    "do_sample": "here it is temperature: 0 is greedy, 1.0 samples",
+    "num_return_sequences": "here it is n",
+    "stop_strings": "here it is stop",
+    "top_logprobs": "here it is logprobs",
+    **dict.fromkeys(("num_beams", "use_beam_search", "best_of", "length_penalty", "early_stopping"), _NO_BEAMS),
+    **dict.fromkeys(("bad_words", "bad_words_ids", "suppress_tokens"), _NO_BANS),
+}
+"""What transformers', vLLM's and OpenAI's users write -> what to do."""
+_Class = TypeVar("_Class")
 
 
+def _explained(cls: type[_Class]) -> type[_Class]:
+    """A dataclass that answers a keyword of another project with what it is here."""
+    init, known = cls.__init__, [spec.name for spec in fields(cls)]  # pyright: ignore[reportArgumentType]
+
+    @wraps(init)
+    def __init__(self: _Class, *args: Any, **given: Any) -> None:
+        check_names(cls.__name__, given, known, ELSEWHERE)
+        init(self, *args, **given)
+
+    cls.__init__ = __init__
+    return cls
+
+
+@_explained
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to pick the next token, and when to stop. Names and defaults are vLLM's.
 
     Raises:
+        TypeError: another name; the message says what it is here.
         ValueError: a value is out of its range; the message names it, what is allowed, and what came.
     """
 

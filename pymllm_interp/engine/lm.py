@@ -13,7 +13,6 @@ import atexit
 import sys
 import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -25,6 +24,7 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from .. import __version__
 from ..config import ModelConfig, ServerConfig
+from ..core.arguments import check_names
 from ..core.output import RequestOutput
 from ..core.request import Request, SamplingParams
 from ..hooks.harvest import HarvestFolder, Identity, expected_bytes, has_index_per_site
@@ -609,11 +609,7 @@ def _check_arguments(model: Any, keywords: Mapping[str, Any]) -> None:
             "already becomes a folder by model.save_pretrained(folder) and tokenizer.save_pretrained(folder)"
         )
     known = [*ModelConfig.__dataclass_fields__, *ServerConfig.__dataclass_fields__, "rename"]
-    for name in keywords:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = ELSEWHERE.get(name) or (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}")
-            raise TypeError(f"LM() has no argument {name!r}: {hint}")
+    check_names("LM", keywords, known, ELSEWHERE)
 
 
 def eos_token_ids(config: PretrainedConfig, folder: Path | None) -> frozenset[int]:

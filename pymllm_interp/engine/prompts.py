@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.request import Request, SamplingParams
+from ..core.arguments import check_names
+from ..core.request import ALIASES, ELSEWHERE, Request, SamplingParams
 
 _ids = itertools.count()
 
@@ -173,6 +174,7 @@ def sampling_from_kwargs(kwargs: dict[str, Any], prompt_len: int) -> SamplingPar
         TypeError: a name that is neither's.
     """
     given = {name: value for name, value in kwargs.items() if value is not None and name not in IGNORED}
+    check_names("lm.generate", given, [*SamplingParams.__dataclass_fields__, *ALIASES, "do_sample"], ELSEWHERE)
     do_sample = given.pop("do_sample", None)
     for alias, name in ALIASES.items():
         if alias in given:
@@ -181,12 +183,6 @@ def sampling_from_kwargs(kwargs: dict[str, Any], prompt_len: int) -> SamplingPar
             given[name] = given.pop(alias)
     if isinstance(given.get("stop_token_ids"), int):
         given["stop_token_ids"] = [given["stop_token_ids"]]
-    unknown = sorted(set(given) - set(SamplingParams.__dataclass_fields__))
-    if unknown:
-        names = sorted({*ALIASES, *SamplingParams.__dataclass_fields__, "do_sample"})
-        raise TypeError(
-            f"unknown argument{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}; known: {', '.join(names)}"
-        )
     if do_sample is False:
         given["temperature"] = 0.0
     given.setdefault("temperature", 1.0 if do_sample else 0.0)
@@ -199,7 +195,6 @@ def default_max_tokens(prompt_len: int) -> int:
     return max(1, 20 - prompt_len)
 
 
-ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "eos_token_id": "stop_token_ids"}
 IGNORED = {"pad_token_id", "use_cache"}
 """Arguments that change nothing here: nothing is padded, and the cache is always used."""
 

@@ -1,0 +1,23 @@
+"""Keywords that are not known, answered with what to write in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+
+
+def check_names(who: str, given: Iterable[str], known: Sequence[str], elsewhere: Mapping[str, str]) -> None:
+    """Look for a keyword that is none of the `known`.
+
+    Args:
+        who: is called with them, for the message.
+        elsewhere: what users of other projects write -> what to do.
+
+    Raises:
+        TypeError: one is not; it names the first.
+    """
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = elsewhere.get(name) or (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}")
+            raise TypeError(f"{who}() has no argument {name!r}: {hint}")
