@@ -6,6 +6,7 @@ import threading
 import time
 import traceback
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,9 +80,10 @@ def test_an_attention_output_must_stay_a_pair(lm: LM) -> None:
 
 
 def test_a_nan_edit_is_allowed_and_counted(lm: LM) -> None:
-    with pytest.warns(UserWarning, match="1 edit held NaN"), lm.trace(PROMPT) as tracer:
+    with pytest.warns(UserWarning, match="1 edit held NaN") as caught, lm.trace(PROMPT) as tracer:
         lm.model.layers[1].output = lm.model.layers[1].output * float("nan")
         logits = lm.lm_head.output.save()
+    assert caught[0].filename == __file__
     assert logits.isnan().all() and tracer.receipt.nan_edits == 1
     with pytest.warns(UserWarning, match="1 edit held NaN"), lm.trace(PROMPT) as tracer:
         lm.model.layers[1].output[:] = float("nan")
@@ -360,3 +362,64 @@ def test_a_block_that_saves_past_its_request_keeps_values_of_an_error_free_sibli
             y = lm.model.layers[1].output
             raise KeyError("mine", y.shape)
     assert x is not None and x.shape == (1, 2, 72)
+
+
+def test_a_block_that_reads_and_keeps_nothing_is_warned_of(lm: LM) -> None:
+    with pytest.warns(UserWarning, match=r"kept none: behind its block there is no h, last; \.save\(\) keeps a value"):
+        with lm.trace(PROMPT):
+            h = lm.model.layers[1].output
+            last = h[0, -1] * 2
+    with pytest.warns(UserWarning, match="there is no h") as caught:
+        with lm.trace() as tracer:
+            for _ in range(3):
+                with tracer.invoke(PROMPT):
+                    h = lm.model.layers[1].output
+    assert len(caught) == 1 and caught[0].filename == __file__
+    with pytest.warns(UserWarning, match="there is no h"), lm.generate(PROMPT, max_new_tokens=2) as tracer:
+        for _ in tracer.iter[:]:
+            h = lm.model.layers[1].output
+    with pytest.raises(UnboundLocalError):
+        print(h, last)
+
+
+def test_a_block_that_may_have_done_something_is_not_warned_of(lm: LM) -> None:
+    seen, box, total = [None], SimpleNamespace(), torch.zeros(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with lm.trace(PROMPT):
+            h = lm.model.layers[1].output
+            print(h.shape)
+        with lm.trace(PROMPT):
+            seen[0] = lm.model.layers[1].output
+        with lm.trace(PROMPT):
+            box.h = lm.model.layers[1].output
+        with lm.trace(PROMPT):
+            h = lm.model.layers[1].output[0, -1, 0]
+            total += h
+        with lm.trace(PROMPT):
+            h = lm.model.layers[1].output
+            assert h.shape == (1, 5, 72)
+        with lm.trace(PROMPT):
+            h = lm.model.layers[1].output
+            h[:] = 0
+        with lm.trace(PROMPT):
+            h = lm.model.layers[1].output
+            lm.model.layers[1].output = h
+        with lm.trace(PROMPT, capture=["embed"]):
+            h = lm.model.layers[1].output
+        with lm.generate(PROMPT, max_new_tokens=2, on_step=lambda step, saved: None):
+            h = lm.model.layers[1].output
+        with lm.trace(PROMPT):
+            pass
+        with lm.trace(PROMPT):
+            lm.model.layers[1].output  # noqa: B018
+        with lm.trace() as tracer:  # a name of another invoke's, which saves
+            with tracer.invoke(PROMPT):
+                h = lm.model.layers[1].output
+            with tracer.invoke(PROMPT):
+                g = lm.model.layers[2].output.save()
+        with lm.session():
+            with lm.trace(PROMPT):
+                h = lm.model.layers[1].output
+            kept = h.sum().save()
+    assert len(g) == 1 and kept.ndim == 0 and seen[0] is not None and box.h is not None and total.item()

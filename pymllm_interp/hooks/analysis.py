@@ -1,7 +1,8 @@
-"""What a block's code tells before it runs: whether it wants gradients, and whether it needs its siblings' names."""
+"""What a block's code tells: whether it wants gradients, needs its siblings' names, or can do anything but read."""
 
 from __future__ import annotations
 
+import ast
 import dis
 from collections.abc import Iterator
 from functools import lru_cache
@@ -11,6 +12,11 @@ from typing import NamedTuple
 from .nnsight_compat import Mediator
 
 GRADIENT_NAMES = frozenset({"backward", "grad", "requires_grad_", "retain_grad", "autograd"})
+ACTS = (
+    ast.Call, ast.AugAssign, ast.Assert, ast.Raise, ast.Delete, ast.Global, ast.With, ast.AsyncWith, ast.Import, ast.ImportFrom,
+    ast.Await, ast.Yield, ast.YieldFrom,
+)  # fmt: skip
+"""What may do something that is seen behind the block."""
 
 
 class Names(NamedTuple):
@@ -41,6 +47,13 @@ def names_of(code: CodeType) -> Names:
 def wants_gradients(code: CodeType) -> bool:
     """Whether the block names autograd in any of its code."""
     return bool(GRADIENT_NAMES & {name for part in (code, *_functions(code)) for name in part.co_names})
+
+
+def only_binds(block: ast.With | ast.AsyncWith) -> bool:
+    """Whether the block can do nothing but read, and bind names of its own: it calls nothing, and writes to no object."""
+    nodes = [node for statement in block.body for node in ast.walk(statement)]
+    stored = [node for node in nodes if isinstance(node, (ast.Attribute, ast.Subscript))]
+    return not any(isinstance(node, ACTS) for node in nodes) and all(isinstance(node.ctx, ast.Load) for node in stored)
 
 
 def depend_on_each_other(blocks: list[Mediator]) -> bool:

@@ -8,13 +8,14 @@ written, and from then on lives on the engine's: `start` runs the block to where
 from __future__ import annotations
 
 import itertools
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .analysis import names_of, wants_gradients
+from .analysis import names_of, only_binds, wants_gradients
 from .capture import NOTHING
 from .interleaver import Block, EngineInterleaver, Point
 from .loops import LOOP_NAMES, PREFIX, LoopEnd, with_loop_ends
@@ -35,6 +36,10 @@ TOO_LATE = (
     "`{}` was requested but the model already ran past it{}; a block reads in the order in which the model runs: what is inside "
     "of a module before the module's own output"
 )
+
+
+OURS = ("nnsight.", "pymllm_interp.", "greenlet")
+"""How the modules are called that stand between a user's lines."""
 
 
 class GangError(RuntimeError):
@@ -370,6 +375,16 @@ class RequestTrace:
                 handed[id(value)] = value
         return names
 
+    def in_vain(self) -> list[str]:
+        """The names that the block gave to what it read, where it did nothing else, so that nothing is left of it."""
+        own = self.own
+        if own is None or own.node is None or self.saves or self.receipt.edits:
+            return []
+        if self.on_step is not None or self.activations is not NOTHING or len(self.blocks) > 1:
+            return []
+        names = sorted(name for name, value in self.written().items() if isinstance(value, torch.Tensor))
+        return names if names and self.receipt.reads and only_binds(own.node) else []
+
     def let_go(self) -> None:
         """Forget the blocks: they and their trace hold each other, and what was read. It has been handed over."""
         self.blocks, self.own, self.outer = [], None, {}
@@ -390,10 +405,14 @@ def settle_saves(handed: Iterable[Any], delivery: Delivery) -> None:
     own(unowned(found))
 
 
-def emit(texts: list[str], stacklevel: int) -> None:
-    """Give each text to Python's warnings, at the caller's line."""
-    for text in texts:
-        warnings.warn(text, UserWarning, stacklevel=stacklevel)
+def emit(texts: list[str]) -> None:
+    """Give each text to Python's warnings, at the line of the user's ``with``."""
+    if texts:
+        level, frame = 1, sys._getframe()
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(OURS):
+            level, frame = level + 1, frame.f_back
+        for text in texts:
+            warnings.warn(text, UserWarning, stacklevel=level)
 
 
 def _inside(path: str, location: str) -> bool:

@@ -37,10 +37,12 @@ from .nnsight_compat import (
     thread_saves,
 )
 from .saves import Delivery, saves_device
-from .trace import GangError, RequestTrace, emit, settle_saves
+from .trace import OURS, GangError, RequestTrace, emit, settle_saves
 
 OBJECTS = 64
 """That one request of a trace is made of, about: those that Python's collector goes through."""
+
+IN_VAIN = "the trace read values and kept none: behind its block there is no {}; .save() keeps a value"
 
 Invocation = tuple[Mediator, tuple, dict[str, Any]]
 """A block, and the ``(args, kwargs)`` that its prompt was given by."""
@@ -168,9 +170,11 @@ class EngineTracer(_Captured, InterleavingTracer):
         finally:
             delivery.close()
         push_result(frame, names)
+        if delivery.device is not None and all(trace.in_vain() and trace.error is None for trace in traces):
+            emit([IN_VAIN.format(", ".join(traces[0].in_vain()))])
         for trace in traces:
             trace.let_go()
-            emit(trace.warnings, stacklevel=6)
+            emit(trace.warnings)
         errors = [trace.error for trace in traces if trace.error is not None]
         for error in sorted(errors, key=lambda e: isinstance(e, GangError)):  # the cause before its consequences
             raise error.with_traceback(block_traceback(error))
@@ -312,7 +316,7 @@ def block_traceback(error: BaseException) -> TracebackType | None:
     kept = []
     while traceback is not None:
         module = traceback.tb_frame.f_globals.get("__name__", "")
-        if not module.startswith(("nnsight.", "pymllm_interp.", "greenlet")):
+        if not module.startswith(OURS):
             kept.append(traceback)
         traceback = traceback.tb_next
     result = None
