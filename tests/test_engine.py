@@ -1063,6 +1063,15 @@ def test_what_the_hints_name_is_there() -> None:
     assert not SAMPLING_ELSEWHERE.keys() & SamplingParams.__dataclass_fields__.keys()
 
 
+def test_a_model_says_what_its_states_are(lm_of: LmOf, model_folder: Callable[[str], Path]) -> None:
+    lm = lm_of("llama")
+    with lm.trace([1, 2]):
+        state = lm.model.layers[0].output.save()
+    assert (lm.dtype, lm.device) == (state.dtype, state.device) == (torch.float32, torch.device("cpu"))
+    with LM(model_folder("llama"), dtype=torch.bfloat16, device="cpu") as half:
+        assert half.dtype is torch.bfloat16
+
+
 def test_text_needs_a_tokenizer(lm_of: LmOf) -> None:
     with LM("tiny", load_format="dummy", hf_config=CONFIGS["llama"](), device="cpu") as lm:
         with pytest.raises(ValueError, match="no tokenizer: pass a list of token ids"):

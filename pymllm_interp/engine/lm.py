@@ -154,6 +154,11 @@ class LM(TracedModel):
             max_running=runner.max_running_requests,
         )
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and states, as `lm.device` says where they are."""
+        return self.runner.dtype
+
     @cached_property
     def model_fingerprint(self) -> str:
         """A hash of weights, dtype and config, of the weights as they are when it is first asked for."""
