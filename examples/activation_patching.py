@@ -31,13 +31,17 @@ def main() -> list[float]:
 
         with lm.trace() as tracer:
             gaps = list().save()
+            with tracer.invoke(CORRUPTED):  # as it is, for comparison
+                logits = lm.lm_head.output[0, -1]
+                corrupted_gap = (logits[paris] - logits[rome]).save()
             for layer, state in enumerate(clean):
                 with tracer.invoke(CORRUPTED):
                     lm.model.layers[layer].output[0, subject] = state
                     logits = lm.lm_head.output[0, -1]
                     gaps.append((logits[paris] - logits[rome]).item())
 
-    print(f"logit of{ANSWERS[0]} minus logit of{ANSWERS[1]}; clean prompt: {clean_gap.item():+.2f}")
+    baselines = f"clean prompt {clean_gap.item():+.2f}, corrupted {corrupted_gap.item():+.2f}"
+    print(f"logit of{ANSWERS[0]} minus logit of{ANSWERS[1]}: {baselines}")
     for layer, gap in enumerate(gaps):
         print(f"patched at layer {layer:2}  {gap:+6.2f}  {'#' * max(0, round(4 * gap))}")
     return gaps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -76,6 +77,18 @@ def test_commands_that_are_shown_exist() -> None:
         with pytest.raises(SystemExit) as exit_status:
             make_parser().parse_args([command, "--help"])
         assert exit_status.value.code == 0
+
+
+def test_the_cpus_table_is_that_of_its_record_and_of_the_aims() -> None:
+    results, page = ROOT / "benchmarks" / "results", (ROOT / "docs" / "performance.md").read_text()
+    name = "cpu-demo-bfloat16.json"
+    measured, aims = json.loads((results / name).read_text()), json.loads((results / "aims.json").read_text())[name]
+    assert aims["batches"] == [row["batch"] for row in measured["decode"]]
+    for row, aim in zip(measured["decode"], aims["tokens_per_s"]["aim"], strict=True):
+        cells = f"{row['batch']} | {row['tokens_per_s']:.1f} | {row['transformers_tokens_per_s']:.1f} | {aim}"
+        missed = ", missed" if row["tokens_per_s"] < aim else ""
+        assert f"| {cells}{missed} |" in page
+    assert f"transformers gave {' / '.join(map(str, aims['tokens_per_s']['transformers']))} there" in page
 
 
 def test_the_tables_of_the_gpu_are_those_of_the_records():

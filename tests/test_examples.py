@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,10 @@ def test_steering_changes_the_subject_and_not_the_twins() -> None:
     assert same == unsteered and unchanged == unsteered
 
 
-def test_patching_early_brings_the_clean_answer_back_and_late_does_not() -> None:
+def test_patching_early_brings_the_clean_answer_back_and_late_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     gaps = run("activation_patching")
+    clean, corrupted = map(float, re.findall(r"(?:clean prompt|corrupted) ([+-][\d.]+)", capsys.readouterr().out))
+    assert clean > 1 and abs(corrupted - gaps[-1]) < 0.1  # at the last layer the fact has left the token
     assert len(gaps) == 30
     assert gaps[0] > 1 and gaps[-1] < -1
 
