@@ -311,15 +311,14 @@ def test_a_suite_against_plain_steps_measures_each_case_at_each_batch_size(
 
 
 def test_requests_of_all_kinds_leave_nothing_behind(lm_of: Callable[..., LM]) -> None:
-    lm, rounds = lm_of("llama"), 5
-    settings = GpuSettings.quick()
-    for _ in range(2):
-        run_requests(lm, 4, settings)  # what is made once is made now
-    before = held_memory()["objects"]
-    for _ in range(rounds):
-        run_requests(lm, 4, settings)
-    requests = rounds * 4 * len(KINDS)
-    assert held_memory()["objects"] - before < requests // 4, "not one for each request of any kind"
+    lm, settings, count = lm_of("llama"), GpuSettings.quick(), 4
+    left = []
+    while len(left) < 6 and min(left, default=math.inf) > 0:  # what is made once is no leak, nor what other tests' engines do
+        before = held_memory()["objects"]
+        for _ in range(5):
+            run_requests(lm, count, settings)
+        left.append(held_memory()["objects"] - before)
+    assert min(left) < count, f"not one for each request of any kind: {left} after {5 * count} of each"
     stats = lm.engine.stats()
     assert (stats["running"], stats["waiting"], stats["free_kv_tokens"]) == (0, 0, lm.runner.max_total_num_tokens)
 
