@@ -820,6 +820,20 @@ def enumerate_steps(model: Any, prompt: Any) -> Any:
     return a
 
 
+def left_enumerate_and_zip(model: Any, prompt: Any) -> Any:
+    with model.generate(prompt, max_new_tokens=5) as tracer:
+        a = list().save()
+        for i, step in enumerate(tracer.iter[1:]):
+            a.append((i, step, model.model.layers[0].output))
+            if step == 2:
+                break
+        for step, scale in zip(tracer.iter[3:5], [0.5]):  # noqa: B905
+            model.model.layers[1].output *= scale
+            a.append((step, model.lm_head.output))
+        out = tracer.result.save()
+    return a, out
+
+
 def bounded_loop_outruns(model: Any, prompt: Any) -> Any:
     with model.generate(prompt, max_new_tokens=2) as tracer:
         a = list().save()

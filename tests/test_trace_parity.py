@@ -579,6 +579,7 @@ def test_an_error_in_a_trace_leaves_the_rest_bit_equal(pair: Pair, how: str) -> 
 CORNERS = [
     scripts.negative_and_sliced_layers, scripts.weights_in_block, scripts.heads_of_z, scripts.heads_of_q,
     scripts.sequential_loops, scripts.break_and_else, scripts.comprehension_over_steps, scripts.enumerate_steps,
+    scripts.left_enumerate_and_zip,
     scripts.bounded_loop_outruns, scripts.a_later_step_after_the_first, scripts.save_model_output,
     scripts.edited_copy_generates, scripts.session_generate, scripts.statements, scripts.several_contexts,
     scripts.embed_ids_in_place_generate, scripts.input_kwargs_read, scripts.accumulated_over_steps,

@@ -111,7 +111,7 @@ def _rewrite(node: ast.With | ast.AsyncWith, code: CodeType) -> CodeType:
 
 
 class _Handlers(ast.NodeTransformer):
-    """``for t in it: body`` -> ``x = it; try: for t in x: body; except LoopEnd as e: ends(x, e)``."""
+    """``for t in it: body`` -> ``x = it; try: for t in x: body; except LoopEnd: ends(x) or raise; finally: x = None``."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -128,7 +128,9 @@ class _Handlers(ast.NodeTransformer):
             name=None,
             body=[ast.If(test=ast.UnaryOp(ast.Not(), call), body=[ast.Raise()], orelse=[])],
         )
-        guarded = ast.Try(body=[node], handlers=[handler], orelse=[], finalbody=[])
+        # A `zip` or `enumerate` ends with its loop: as long as it lives, the steps that it goes through are the block's.
+        forget = ast.Assign(targets=[ast.Name(name, ast.Store())], value=ast.Constant(None))
+        guarded = ast.Try(body=[node], handlers=[handler], orelse=[], finalbody=[forget])
         return [ast.copy_location(assign, node), ast.copy_location(guarded, node)]
 
 
