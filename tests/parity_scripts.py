@@ -92,6 +92,16 @@ def assign_root(model: Any, prompt: Any) -> Any:
     return logits
 
 
+def fill_root(model: Any, prompt: Any) -> Any:
+    """Other values in the containers that were read, which nobody assigns."""
+    with model.trace(prompt) as tracer:
+        model.model.output.last_hidden_state = model.model.output.last_hidden_state * 2
+        seen = model.lm_head.input.save()
+        model.output["logits"] = model.output["logits"] + 1
+        logits = tracer.result.logits.save()
+    return seen, logits
+
+
 # -- edits ----------------------------------------------------------------------------------
 
 
@@ -139,6 +149,17 @@ def assign_inputs(model: Any, prompt: Any, layer: int) -> Any:
         args, kwargs = model.model.layers[layer].inputs
         cos, sin = kwargs["position_embeddings"]
         model.model.layers[layer].inputs = (nudged(args[0]),), {**kwargs, "position_embeddings": (cos * 0.5, sin)}
+        logits = model.output.logits.save()
+    return logits
+
+
+def fill_inputs(model: Any, prompt: Any) -> Any:
+    with model.trace(prompt):
+        _, kwargs = model.model.layers[0].inputs
+        cos, sin = kwargs["position_embeddings"]
+        kwargs["position_embeddings"] = cos * 0.5, sin
+        _, kwargs = model.model.layers[1].self_attn.inputs
+        kwargs["hidden_states"] = nudged(kwargs["hidden_states"])
         logits = model.output.logits.save()
     return logits
 

@@ -154,7 +154,7 @@ def test_odd_prompt_lengths_read_as_in_transformers(pair: Pair, prompt: list[int
     same(pair, scripts.read_in_order, prompt, ["model.layers.0.self_attn", "model.layers.1", "lm_head"])
 
 
-@pytest.mark.parametrize("script", [scripts.read_root, scripts.edit_root, scripts.assign_root])
+@pytest.mark.parametrize("script", [scripts.read_root, scripts.edit_root, scripts.assign_root, scripts.fill_root])
 def test_model_outputs_read_and_edit_as_in_transformers(pair: Pair, script: Callable[..., Any]) -> None:
     same(pair, script, PROMPT)
 
@@ -208,6 +208,10 @@ def test_an_edit_of_the_rotation_reaches_every_layer(pair: Pair, script: Callabl
 
 def test_assigned_inputs_reach_the_layer(pair: Pair) -> None:
     assert_edited(pair, same(pair, scripts.assign_inputs, PROMPT, 1))
+
+
+def test_what_is_put_into_a_modules_keyword_arguments_reaches_it(pair: Pair) -> None:
+    assert_edited(pair, same(pair, scripts.fill_inputs, PROMPT))
 
 
 @pytest.mark.parametrize("site", ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"])

@@ -16,6 +16,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from operator import is_
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -213,7 +214,11 @@ class Turn:
                 else:
                     error = interleaver._swap(block, location, shared, pending[3])
                 counts = isinstance(served, torch.Tensor)
-                version = served._version if counts else writes_to(served)
+                parts: list[Any] = []
+                if not counts:
+                    served = without_batch(served)
+                    parts = leaves(served)
+                version = served._version if counts else writes_to(parts)
                 scope["depth"], scope["saves"], interleaver.serving = block.depth, trace.saves, trace
                 worker.parent = greenlet
                 if block.modes.left is not None:
@@ -225,7 +230,7 @@ class Turn:
                 try:
                     try:
                         if error is None:
-                            pending = worker.switch(served if counts else without_batch(served))
+                            pending = worker.switch(served)
                         else:
                             pending = worker.throw(error)
                     finally:
@@ -245,7 +250,9 @@ class Turn:
                 except BaseException as raised:
                     self._failed(block, raised)
                 block.pending = pending
-                if (served._version if counts else writes_to(served)) != version:
+                if parts and not same_objects(leaves(served), parts):
+                    interleaver._put_back(block, location, shared, served)
+                elif (served._version if counts else writes_to(parts)) != version:
                     shared.count_edit(trace)  # in place
             if pending is not None and pending is asked and trace.pace == pace:
                 block.due = due
@@ -629,6 +636,12 @@ class EngineInterleaver(Interleaver):
         shared.count_edit(block.trace)
         return None
 
+    def _put_back(self, block: Block, provider: str, shared: Shared, served: Any) -> None:
+        """A block has put other values into the container that it was served: that one was its own."""
+        error = self._swap(block, provider, shared, served)
+        if error is not None:
+            block.trace.fail(error)
+
     def _skip(self, block: Block, provider: str, shared: Shared, replacement: Any) -> None:
         """A lone request's module does not run. In a shared batch it runs for the others; the skipper's rows are replaced.
 
@@ -734,15 +747,25 @@ class Handover(Controller):
         return output
 
 
-def writes_to(value: Any) -> int:
-    """How often torch has seen the tensors of `value` written to: of a module's ``(args, kwargs)``, or of a tuple of outputs."""
-    if isinstance(value, torch.Tensor):
-        return 0 if value.is_inference() else value._version
-    if isinstance(value, (tuple, list)):
-        return sum(map(writes_to, value))
+def leaves(value: Any) -> list[Any]:
+    """What a module's ``(args, kwargs)``, or its tuple or dict of outputs, holds, in order."""
+    if value is None or isinstance(value, torch.Tensor):
+        return [value]
     if isinstance(value, dict):
-        return sum(map(writes_to, value.values()))
-    return 0
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return [value]
+    return [leaf for item in value for leaf in leaves(item)]
+
+
+def same_objects(now: list[Any], before: list[Any]) -> bool:
+    """Whether two lists hold the very same."""
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
+def writes_to(parts: list[Any]) -> int:
+    """How often torch has seen the tensors among `parts` written to."""
+    return sum(part._version for part in parts if isinstance(part, torch.Tensor) and not part.is_inference())
 
 
 def without_batch(value: Any) -> Any:
