@@ -26,7 +26,7 @@ from pymllm_interp.bench.gpu import (
     records,
     run_reading,
 )
-from pymllm_interp.bench.memory import KINDS, held_memory, run_requests
+from pymllm_interp.bench.memory import held_memory, run_requests
 from pymllm_interp.bench.profile import StepProfile
 from pymllm_interp.bench.report import BEGIN, END, read_aims, render, split_page, update_page
 from pymllm_interp.cli import main
@@ -313,7 +313,9 @@ def test_a_suite_against_plain_steps_measures_each_case_at_each_batch_size(
 def test_requests_of_all_kinds_leave_nothing_behind(lm_of: Callable[..., LM]) -> None:
     lm, settings, count = lm_of("llama"), GpuSettings.quick(), 4
     left = []
-    while len(left) < 6 and min(left, default=math.inf) > 0:  # what is made once is no leak, nor what other tests' engines do
+    while (
+        len(left) < 6 and min(left, default=math.inf) > 0
+    ):  # what is made once is no leak, nor what other tests' engines do
         before = held_memory()["objects"]
         for _ in range(5):
             run_requests(lm, count, settings)

@@ -214,10 +214,7 @@ class Turn:
                 else:
                     error = interleaver._swap(block, location, shared, pending[3])
                 counts = isinstance(served, torch.Tensor)
-                parts: list[Any] = []
-                if not counts:
-                    served = without_batch(served)
-                    parts = leaves(served)
+                parts = [] if counts else leaves(served := without_batch(served))
                 version = served._version if counts else writes_to(parts)
                 scope["depth"], scope["saves"], interleaver.serving = block.depth, trace.saves, trace
                 worker.parent = greenlet
