@@ -325,6 +325,12 @@ def test_requests_of_all_kinds_leave_nothing_behind(lm_of: Callable[..., LM]) ->
     assert (stats["running"], stats["waiting"], stats["free_kv_tokens"]) == (0, 0, lm.runner.max_total_num_tokens)
 
 
+@pytest.mark.parametrize("suite", ["interventions", "traces", "memory"])
+def test_a_profile_that_a_suite_does_not_make_is_refused(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--suite", suite, "--quick", "--device", "cpu", "--profile"]) == 2
+    assert f"the suite '{suite}' makes no profile" in capsys.readouterr().err
+
+
 def test_the_memory_suite_counts_after_each_round(
     model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

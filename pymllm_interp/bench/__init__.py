@@ -45,7 +45,7 @@ def run_bench(
         model: what `LM` takes; a folder with a config.json is enough with load_format="dummy".
         device: what `LM` takes; "cpu" measures there alone.
         quick: as small as it gets.
-        profile: say where the time of steps goes, too (not "cpu").
+        profile: say where the time of steps goes, too ("decode", "hooks" and "all").
         commit: what to note in place of the checkout's own, where these files are a copy of another's.
         out: the file; by default `gpu-<model>.json`, `gpu-traces-<model>.json` and the like (`cpu-...` there), see `default_path`.
         sizes: fields of the suite's settings; None leaves them as they are.
@@ -64,6 +64,8 @@ def run_bench(
             raise ValueError("the suite 'cpu' runs on a CPU and makes no profile: use decode, hooks or all")
         cpu = replace(CpuSettings.quick() if quick else CpuSettings(), **given)
         return run_cpu(model, dtype, load_format, cpu, machine, out)
+    if profile and suite in ON_ONE_ENGINE:
+        raise ValueError(f"the suite {suite!r} makes no profile: use decode, hooks or all")
     settings = replace(GpuSettings.quick() if quick else GpuSettings(), **given)
     measured = Model(model=model, dtype=dtype, device=device, load_format=load_format, settings=settings)
     path, record, console = out, {}, Console(stderr=True)
