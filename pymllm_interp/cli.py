@@ -70,7 +70,9 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--batches", type=_count, nargs="+", default=None, metavar="N", help="batch sizes")
     bench.add_argument("--prompt-tokens", type=_count, default=None, metavar="N", help="of a prompt")
     bench.add_argument("--new-tokens", type=_count, default=None, metavar="N", help="of a request")
-    bench.add_argument("--profile", action="store_true", help="say where the time of steps goes, too (decode, hooks, all)")
+    bench.add_argument(
+        "--profile", action="store_true", help="say where the time of steps goes, too (decode, hooks, all)"
+    )
     bench.add_argument("--commit", default=None, help="what to note in place of the checkout's own")
     bench.add_argument("--out", type=Path, default=None, metavar="FILE", help="where the JSON goes")
     bench.add_argument("--quick", action="store_true", help="a few tokens: shows that it runs, measures nothing")
