@@ -83,7 +83,7 @@ def decode_batch(runner: ModelRunner, n: int, hand: ByHand | None = None):
     hand = hand or ByHand(runner)
     prompts = {i: random_ids(1 + (i * 13) % 40, seed=i) for i in range(n)}
     hand.extend(prompts)
-    return hand.batch({i: [i + 1] for i in range(n)}, ForwardMode.DECODE)
+    return hand.batch({i: [(i + 1) % runner.vocab_size] for i in range(n)}, ForwardMode.DECODE)
 
 
 def release(hand: ByHand) -> None:
