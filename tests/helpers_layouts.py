@@ -29,7 +29,9 @@ def layouts(kernel: Any, dtype: str, constants: dict[str, Any], **options: Any) 
     places = {(names.index(name),): value for name, value in constants.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
-    code = triton.compile(source, target=HOPPER, options={"enable_fp_fusion": False, **options}).asm["ttgir"]
+    code = triton.compile(
+        source, target=HOPPER, options={"enable_fp_fusion": False, "launch_pdl": True, **options}
+    ).asm["ttgir"]
     named = dict(re.findall(r"^#(\w+) = (#ttg\.blocked<\{.*\}>)", code, re.MULTILINE))
     sums = re.findall(r'"tt\.reduce"\(%\w+\) <\{axis = 1 .*?\) : \((tensor<[^>]*>)', code, re.DOTALL)
     return sorted({named[name] for kind in sums for name in re.findall(r"#(\w+)", kind)})
@@ -39,7 +41,7 @@ def main() -> None:
     found = {}
     for size, dtype in ((72, "fp32"), (4096, "fp32"), (4096, "bf16")):
         rows, block, warps = triton_kernels.norm_launch(size)
-        shape = {"SIZE": size, "ROWS": rows, "BLOCK": block}
+        shape = {"SIZE": size, "ROWS": rows, "BLOCK": block, "EARLY": True}
         norm = {"INNER": 1, "OUTER_STRIDE": size, "INNER_STRIDE": 0, "IN_PLACE": False, **shape}
         tables = {"SITES": 130, "DEPTH": 4, "WIDTH": size, "NORM": True, "ALIGNED": True, **shape}
         alone = [

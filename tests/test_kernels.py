@@ -296,6 +296,57 @@ def test_what_is_launched_again_has_the_bits_of_tritons_own_launch(dtype, monkey
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 64])
+@pytest.mark.parametrize("way", ["launched", "replayed"])
+def test_kernels_that_start_early_compute_what_those_do_that_wait(rows, way, monkeypatch):
+    """Each reads what the one in front of it writes, over and over, in memory that is used again."""
+    if not launch.starts_early(0):
+        pytest.skip("this device starts no kernel before the one in front has ended")
+    size = 1024
+    wide, narrow = (
+        linear.Gemm([weight], weight, None)
+        for weight in (randn(n, size, dtype=torch.bfloat16, seed=n) * 0.03 for n in (2 * size, size))
+    )
+    norm_weight, x = randn(size, dtype=torch.bfloat16, seed=2), randn(1, rows, size, dtype=torch.bfloat16)
+    cos, sin = (randn(rows, 64, dtype=torch.bfloat16, seed=seed) for seed in (3, 4))
+
+    def chain() -> torch.Tensor:
+        h = delta = x
+        for _ in range(40):
+            h, normed = kernels.add_rms_norm(h, delta, norm_weight, EPS)
+            turned = kernels.rope(normed.view(rows, size // 64, 64), cos, sin).view(1, rows, size)
+            delta = narrow(kernels.silu_mul(wide(turned)))
+        return h
+
+    def run() -> Callable[[], torch.Tensor]:
+        kept = chain()  # compiles
+        if way == "launched":
+            return chain
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kept = chain()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return kept
+
+        return replay
+
+    early = run()
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "starts_early", lambda device: False)
+        late = run()
+        wanted = []
+        for seed in range(20):
+            x.copy_(randn(1, rows, size, dtype=torch.bfloat16, seed=10 + seed))
+            wanted.append(late().clone())
+    for seed in range(20):
+        x.copy_(randn(1, rows, size, dtype=torch.bfloat16, seed=10 + seed))
+        assert torch.equal(early(), wanted[seed]), seed
+
+
+@pytest.mark.gpu
 def test_a_tensor_of_the_host_is_refused_also_behind_one_of_the_device():
     h, delta, weight = randn(1, 3, 576), randn(1, 3, 576, seed=1), randn(576)
     expected = kernels.add_rms_norm(h, delta, weight, EPS)

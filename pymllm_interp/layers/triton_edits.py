@@ -1,4 +1,5 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
 """Declared ops and captures of rows that a Triton program holds in registers; `layers/table_edits.py` says what the tables hold."""
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import triton.language as tl
 
 from . import table_edits as codes
 from .edits import added_site
-from .launch import Launcher
+from .launch import Launcher, awaits, begins
 from .triton_kernels import norm_launch
 
 ADD, PROJECT_OUT, CLAMP = tl.constexpr(codes.ADD), tl.constexpr(codes.PROJECT_OUT), tl.constexpr(codes.CLAMP)
@@ -24,8 +25,15 @@ MAX_REGISTERS = 128
 
 
 @triton.jit
+def _first_vector(word, kind, vectors, column, mask, WIDTH: tl.constexpr):
+    """The first vector [rows, block] of the ops at `word` [rows, 1], where there is one."""
+    first = tl.load(word + 1, mask=kind > 0, other=0, eviction_policy="evict_last").to(tl.int64)
+    return tl.load(vectors + first * WIDTH + column, mask=(kind > 0) & mask, other=0.0, eviction_policy="evict_last")
+
+
+@triton.jit
 def _apply_ops(
-    value, owner, position, site, kind, ops, fires, vectors, column, mask, inside,
+    value, owner, position, site, kind, vector, ops, fires, vectors, column, mask, inside,
     SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """`value` [rows, block] float32 after the ops that each row's owner has at `site`, rounded after each.
@@ -35,7 +43,9 @@ def _apply_ops(
 
     Args:
         kind: [rows, 1], the first word of each row's first op there.
+        vector: [rows, block], that op's first vector.
     """
+    turn = 0
     span: tl.constexpr = (SIZE + WIDTH - 1) // WIDTH  # rows of the pool that a vector takes
     op = (owner * SITES + site) * DEPTH
     while tl.max(kind) > 0:
@@ -70,8 +80,10 @@ def _apply_ops(
         edited = tl.where(patches, 0.0, tl.where(code == SCALE, value * a, value))
         for j in range(0, tl.max(tl.where(live, rank, 0))):
             now = live & (j < rank)
-            source = vectors + (first + (ordinal + j) * span) * WIDTH + column
-            vector = tl.load(source, mask=now & mask, other=0.0, eviction_policy="evict_last")
+            if (turn > 0) | (tl.max(ordinal) > 0):  # the first one is there
+                source = vectors + (first + (ordinal + j) * span) * WIDTH + column
+                vector = tl.load(source, mask=now & mask, other=0.0, eviction_policy="evict_last")
+            turn += 1
             gain = tl.where(patches, 1.0, tl.where(norms == MATCH, a * norm, a))
             if tl.max(along.to(tl.int32)) > 0:
                 dot = tl.sum(value * vector, axis=1, keep_dims=True)
@@ -83,6 +95,7 @@ def _apply_ops(
             after = tl.sqrt(tl.sum(edited * edited, axis=1, keep_dims=True))
             edited = tl.where((norms == PRESERVE) & (after > 0.0), edited * (norm / after), edited)
         value = tl.where(live, edited.to(dtype).to(tl.float32), value)
+        turn = 1
         op += 1
         kind = tl.load(ops + op * WORDS, mask=kind >= MORE, other=0, eviction_policy="evict_last")
     return value
@@ -170,15 +183,16 @@ _capture_launch = Launcher(_capture_kernel, enable_fp_fusion=False)
 def _edit_kernel(
     h, delta, weight, total, out, owners, positions, ops, fires, vectors, captures, blocks, ring, block_stride, count, eps, site,
     SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, LAST: tl.constexpr,
-    ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Ops on `h` at `site`; with NORM ops and captures of delta there, of h + delta at the next site, and with LAST of the norm
     after that.
 
-    What is read is asked for at the start, all at once: a read takes longer than what is done with it. So a row that nobody
-    declared anything for waits for nothing but its states. The tables and the weights are kept in the cache against the weights
-    of the products, which go through it once a step.
+    What is read is asked for at the start, all at once, and what is declared before the states are there: a read takes longer
+    than what is done with it. The tables and the weights are kept in the cache against the weights of the products, which go
+    through it once a step.
     """
+    begins(EARLY)
     dtype: tl.constexpr = h.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -187,26 +201,36 @@ def _edit_kernel(
     source = row * SIZE + column
     owner = tl.load(owners + row, mask=inside, other=-1, eviction_policy="evict_last")
     position = tl.load(positions + row, mask=inside, other=0, eviction_policy="evict_last").to(tl.int32)
-    state = tl.load(h + source, mask=mask, other=0.0)
+    if not EARLY:
+        state = tl.load(h + source, mask=mask, other=0.0)
     if NORM:
-        value = tl.load(delta + source, mask=mask, other=0.0).to(tl.float32)
+        if not EARLY:
+            value = tl.load(delta + source, mask=mask, other=0.0).to(tl.float32)
         weights = tl.load(weight + column, mask=column < SIZE, other=0.0, eviction_policy="evict_last")
+        owned = inside & (owner >= 0)
+        place = owner * SITES + site
+        word = ops + place * DEPTH * WORDS
+        kind = tl.load(word, mask=owned, other=0, eviction_policy="evict_last")
+        kind_after = tl.load(word + DEPTH * WORDS, mask=owned, other=0, eviction_policy="evict_last")
+        vector = _first_vector(word, kind, vectors, column, mask, WIDTH)
+        vector_after = _first_vector(word + DEPTH * WORDS, kind_after, vectors, column, mask, WIDTH)
+        taken = captures + place * CAPTURE_WORDS
+        offset = tl.load(taken, mask=owned, other=-1, eviction_policy="evict_last")
+        way = tl.load(taken + 1, mask=owned, other=0, eviction_policy="evict_last")
+        offset_after = tl.load(taken + CAPTURE_WORDS, mask=owned, other=-1, eviction_policy="evict_last")
+        way_after = tl.load(taken + CAPTURE_WORDS + 1, mask=owned, other=0, eviction_policy="evict_last")
+        first = tl.load(blocks + row, mask=owned, other=0, eviction_policy="evict_last")
+        stop = tl.load(blocks + block_stride + row, mask=owned, other=0, eviction_policy="evict_last")
+    if EARLY:
+        awaits(EARLY)
+        state = tl.load(h + source, mask=mask, other=0.0)
+        if NORM:
+            value = tl.load(delta + source, mask=mask, other=0.0).to(tl.float32)
+    if NORM:
         if tl.max(owner) >= 0:
-            owned = inside & (owner >= 0)
-            place = owner * SITES + site
-            word = ops + place * DEPTH * WORDS
-            kind = tl.load(word, mask=owned, other=0, eviction_policy="evict_last")
-            kind_after = tl.load(word + DEPTH * WORDS, mask=owned, other=0, eviction_policy="evict_last")
-            taken = captures + place * CAPTURE_WORDS
-            offset = tl.load(taken, mask=owned, other=-1, eviction_policy="evict_last")
-            way = tl.load(taken + 1, mask=owned, other=0, eviction_policy="evict_last")
-            offset_after = tl.load(taken + CAPTURE_WORDS, mask=owned, other=-1, eviction_policy="evict_last")
-            way_after = tl.load(taken + CAPTURE_WORDS + 1, mask=owned, other=0, eviction_policy="evict_last")
-            first = tl.load(blocks + row, mask=owned, other=0, eviction_policy="evict_last")
-            stop = tl.load(blocks + block_stride + row, mask=owned, other=0, eviction_policy="evict_last")
             for step in range(0, 2):  # of what is added, and of the sum: one piece of code for both
                 value = _apply_ops(
-                    value, owner, position, site + step, kind, ops, fires, vectors, column, mask, inside, SIZE,
+                    value, owner, position, site + step, kind, vector, ops, fires, vectors, column, mask, inside, SIZE,
                     SITES, DEPTH, WIDTH, dtype,
                 )  # fmt: skip
                 _capture(
@@ -215,7 +239,7 @@ def _edit_kernel(
                 )  # fmt: skip
                 if step == 0:
                     value = (state.to(tl.float32) + value).to(dtype).to(tl.float32)
-                kind, offset, way = kind_after, offset_after, way_after
+                kind, vector, offset, way = kind_after, vector_after, offset_after, way_after
         else:
             value = (state.to(tl.float32) + value).to(dtype).to(tl.float32)
         tl.store(total + source, value.to(dtype), mask=mask)
@@ -230,8 +254,9 @@ def _edit_kernel(
             owned = inside & (owner >= 0)
             place = owner * SITES + site + last
             kind = tl.load(ops + place * DEPTH * WORDS, mask=owned, other=0)
+            vector = _first_vector(ops + place * DEPTH * WORDS, kind, vectors, column, mask, WIDTH)
             value = _apply_ops(
-                value, owner, position, site + last, kind, ops, fires, vectors, column, mask, inside, SIZE, SITES,
+                value, owner, position, site + last, kind, vector, ops, fires, vectors, column, mask, inside, SIZE, SITES,
                 DEPTH, WIDTH, dtype,
             )  # fmt: skip
             if LAST:
@@ -244,7 +269,7 @@ def _edit_kernel(
     tl.store(out + source, value.to(dtype), mask=mask)
 
 
-_edit_launch = Launcher(_edit_kernel, enable_fp_fusion=False, maxnreg=MAX_REGISTERS)
+_edit_launch = Launcher(_edit_kernel, early=True, enable_fp_fusion=False, maxnreg=MAX_REGISTERS)
 
 
 def _launch(

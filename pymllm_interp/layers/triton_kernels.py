@@ -1,4 +1,5 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false
 # A launch takes options that the kernel's own signature does not have, and numbers where it says `constexpr`.
 """Triton kernels, and how they are launched. Their public names and torch references are in the modules beside this one.
 
@@ -21,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launcher
+from .launch import Launcher, awaits, begins
 
 NORM_BLOCK = 2048
 """Elements of a program of `rms_norm`, whose rows are shorter: whole rows, so several of a short one."""
@@ -43,15 +44,18 @@ GEMV_WARP = 512
 def _rms_norm(
     x, delta, weight, total, out, rows, eps, SIZE: tl.constexpr, INNER: tl.constexpr, OUTER_STRIDE: tl.constexpr,
     INNER_STRIDE: tl.constexpr, ADD: tl.constexpr, IN_PLACE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    begins(EARLY)
     dtype: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < rows) & (column < SIZE)
     source = row // INNER * OUTER_STRIDE + row % INNER * INNER_STRIDE + column
-    value = tl.load(x + source, mask=mask, other=0.0).to(tl.float32)
     # Every pass reads the same few weights: they stay in the cache, through which all others of the model go once a step.
     weights = tl.load(weight + column, mask=column < SIZE, other=0.0, eviction_policy="evict_last")
+    awaits(EARLY)
+    value = tl.load(x + source, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         summed = (value + tl.load(delta + source, mask=mask, other=0.0).to(tl.float32)).to(dtype)
         tl.store(total + source, summed, mask=mask)
@@ -62,7 +66,7 @@ def _rms_norm(
     tl.store(out + target, (weights.to(tl.float32) * normed).to(dtype), mask=mask)
 
 
-_rms_norm_launch = Launcher(_rms_norm, enable_fp_fusion=False)
+_rms_norm_launch = Launcher(_rms_norm, early=True, enable_fp_fusion=False)
 
 
 def _launch_norm(
@@ -131,9 +135,11 @@ def _turn(x, other, cos, signed_sin, dtype: tl.constexpr):
 def _rope(
     x, cos, signed_sin, out, k_cache, v_cache, slots, X_STRIDE: tl.constexpr, X_HEAD_STRIDE: tl.constexpr,
     TURN_STRIDE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The first HEADS heads are turned into `out`, KV_HEADS after them into `k_cache`; KV_HEADS more go to `v_cache` as is."""
+    begins(EARLY)
+    awaits(EARLY)
     dtype: tl.constexpr = x.dtype.element_ty
     half: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
@@ -164,7 +170,7 @@ def _rope(
         tl.store(value + half, second.to(v_cache.dtype.element_ty), mask=is_value)
 
 
-_rope_launch = Launcher(_rope, enable_fp_fusion=False)
+_rope_launch = Launcher(_rope, early=True, enable_fp_fusion=False)
 
 
 def _launch_rope(
@@ -211,7 +217,9 @@ def rope_and_write(
 
 
 @triton.jit
-def _silu(x, out, SIZE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+def _silu(x, out, SIZE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    begins(EARLY)
+    awaits(EARLY)
     dtype: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -224,7 +232,7 @@ def _silu(x, out, SIZE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * SIZE + column, value, mask=mask)
 
 
-_silu_launch = Launcher(_silu, enable_fp_fusion=False)
+_silu_launch = Launcher(_silu, early=True, enable_fp_fusion=False)
 
 
 def _launch_silu(x: torch.Tensor, size: int, gated: bool) -> torch.Tensor:
@@ -249,26 +257,34 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _gemv(x, weight, bias, out, K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_K: tl.constexpr):
+def _gemv(x, weight, bias, out, K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr):
+    begins(EARLY)
     row = tl.program_id(0)
-    total = tl.zeros([BLOCK_K], dtype=tl.float32)
     # Unrolled: all of the row is asked for before the first product. Nobody reads it again, so it need not be kept.
+    parts = ()
     for start in tl.static_range(0, K, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
         if start + BLOCK_K <= K:
             weights = tl.load(weight + row.to(tl.int64) * K + column, eviction_policy="evict_first")
-            values = tl.load(x + column)
         else:
             weights = tl.load(weight + row.to(tl.int64) * K + column, mask=column < K, other=0.0)
+        parts += (weights,)
+    awaits(EARLY)
+    total = tl.zeros([BLOCK_K], dtype=tl.float32)
+    for start in tl.static_range(0, K, BLOCK_K):
+        column = start + tl.arange(0, BLOCK_K)
+        if start + BLOCK_K <= K:
+            values = tl.load(x + column)
+        else:
             values = tl.load(x + column, mask=column < K, other=0.0)
-        total += weights.to(tl.float32) * values.to(tl.float32)
+        total += parts[start // BLOCK_K].to(tl.float32) * values.to(tl.float32)
     result = tl.sum(total, axis=0)
     if HAS_BIAS:
         result += tl.load(bias + row).to(tl.float32)
     tl.store(out + row, result.to(out.dtype.element_ty))
 
 
-_gemv_launch = Launcher(_gemv, enable_fp_fusion=True)
+_gemv_launch = Launcher(_gemv, early=True, enable_fp_fusion=True)
 
 
 def gemv(
