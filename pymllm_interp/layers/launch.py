@@ -50,7 +50,6 @@ def starts_early(device: int) -> bool:
 class Launcher:
     """A kernel whose parameters are tensors first, then numbers, then compile-time constants.
 
-
     Numbers are floats, or 32-bit integers of the kernel's `do_not_specialize`: what is compiled for one value serves all. The
     first launch of a kind is Triton's own, as are those with an address that is not aligned, those under its interpreter, and
     those within `torch.compile`. Hooks that profilers set on Triton's launches see these alone.
@@ -74,11 +73,11 @@ class Launcher:
         num_warps: int,
     ) -> None:
         """Launch on the current device, which is that of all tensors, and on its current stream."""
-        options = self.options
+        compiling = torch.compiler.is_compiling()
+        early = self.early and not compiling and starts_early(tensors[0].get_device())
         if self.early:
-            early = not torch.compiler.is_compiling() and starts_early(tensors[0].get_device())
-            constants, options = (*constants, early), {"launch_pdl": early, **options}
-        if torch.compiler.is_compiling():  # a tensor has no address there
+            constants = (*constants, early)
+        if compiling:  # a tensor has no address there
             self.kernel[grid](*tensors, *numbers, *constants, num_warps=num_warps, **self.options)
             return
         addresses = [tensor.data_ptr() for tensor in tensors]
@@ -90,6 +89,7 @@ class Launcher:
         key = (bits % ALIGNMENT == 0, num_warps, constants, *kinds)
         compiled = self._compiled.get(key)
         if compiled is None:
+            options = {**self.options, "launch_pdl": True} if early else self.options
             compiled = self.kernel[grid](*tensors, *numbers, *constants, num_warps=num_warps, **options)
             if compiled is not None and key[0]:
                 self._compiled[key] = compiled

@@ -45,7 +45,7 @@ def _apply_ops(
         kind: [rows, 1], the first word of each row's first op there.
         vector: [rows, block], that op's first vector.
     """
-    turn = 0
+    fresh = 1  # `vector` is of the op at hand
     span: tl.constexpr = (SIZE + WIDTH - 1) // WIDTH  # rows of the pool that a vector takes
     op = (owner * SITES + site) * DEPTH
     while tl.max(kind) > 0:
@@ -80,10 +80,10 @@ def _apply_ops(
         edited = tl.where(patches, 0.0, tl.where(code == SCALE, value * a, value))
         for j in range(0, tl.max(tl.where(live, rank, 0))):
             now = live & (j < rank)
-            if (turn > 0) | (tl.max(ordinal) > 0):  # the first one is there
+            if (fresh == 0) | (tl.max(ordinal) > 0):
                 source = vectors + (first + (ordinal + j) * span) * WIDTH + column
                 vector = tl.load(source, mask=now & mask, other=0.0, eviction_policy="evict_last")
-            turn += 1
+            fresh = 0
             gain = tl.where(patches, 1.0, tl.where(norms == MATCH, a * norm, a))
             if tl.max(along.to(tl.int32)) > 0:
                 dot = tl.sum(value * vector, axis=1, keep_dims=True)
@@ -95,7 +95,7 @@ def _apply_ops(
             after = tl.sqrt(tl.sum(edited * edited, axis=1, keep_dims=True))
             edited = tl.where((norms == PRESERVE) & (after > 0.0), edited * (norm / after), edited)
         value = tl.where(live, edited.to(dtype).to(tl.float32), value)
-        turn = 1
+        fresh = 0
         op += 1
         kind = tl.load(ops + op * WORDS, mask=kind >= MORE, other=0, eviction_policy="evict_last")
     return value
