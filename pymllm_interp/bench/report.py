@@ -51,38 +51,44 @@ def tables(page: Path, benchmarks: Path) -> str:
     """The tables of all records of the GPU suites, with links from `page`.
 
     Args:
-        benchmarks: the folder with `results` (the records are its `gpu-*.json` that name a suite) and `configs`.
+        benchmarks: the folder with `results` (the records are its `gpu-*.json` that name a suite; `profiles-MODEL.json` are
+            earlier ones with profiles) and `configs`.
     """
-    parts = []
-    for path in sorted((benchmarks / "results").glob("gpu-*.json")):
+    results, parts = benchmarks / "results", []
+    for path in sorted(results.glob("gpu-*.json")):
         record = json.loads(path.read_text())
         if "suite" in record:
             source = f"[{path.name}]({os.path.relpath(path, page.parent)})"
-            parts.append(render(record, read_aims(benchmarks / "configs" / record["model"]), source))
+            profiled = results / f"profiles-{record['model']}.json"
+            earlier = json.loads(profiled.read_text()) if profiled.is_file() else None
+            parts.append(render(record, read_aims(benchmarks / "configs" / record["model"]), source, earlier))
     return "\n".join(parts)
 
 
-def render(record: dict[str, Any], aims: dict[str, Any], source: str = "") -> str:
+def render(
+    record: dict[str, Any], aims: dict[str, Any], source: str = "", earlier: dict[str, Any] | None = None
+) -> str:
     """The tables of one record, with the conditions that its numbers were measured under.
 
     Args:
         aims: see `read_aims`.
         source: a link to the file.
+        earlier: a record of the same model whose profiles explain what this one does not.
     """
     if record["suite"] == "memory":
         lines = _memory(record, source)
     elif record["suite"] in ("interventions", "traces"):
         lines = _against_plain(record, aims, source)
     else:
-        lines = _Report(record, aims).lines(source)
+        lines = _Report(record, aims, earlier).lines(source)
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
 class _Report:
     """Lines of Markdown, and the misses that were met on the way."""
 
-    def __init__(self, record: dict[str, Any], aims: dict[str, Any]) -> None:
-        self.record, self.aims = record, aims
+    def __init__(self, record: dict[str, Any], aims: dict[str, Any], earlier: dict[str, Any] | None) -> None:
+        self.record, self.aims, self.earlier = record, aims, earlier
         self.batches = list(record["settings"]["batches"])
         self.misses: dict[str, str] = {}
         """Key of the profile that explains it -> what was missed."""
@@ -220,20 +226,28 @@ class _Report:
 
     def _explained(self) -> list[str]:
         """Where the time of what was missed goes."""
-        profiles, lines = self.record["profile"], []
+        lines, unexplained = [], []
         for key, what in self.misses.items():
-            if key not in profiles:
-                continue
-            step = profiles[key]
-            longest = ", ".join(
-                f"`{entry['kernel'].replace('|', '/').replace('`', '')[:60]}` {entry['us']:,.0f} us ({entry['launches']:.0f} x)"
-                for entry in step["kernels"][:KERNELS]
-            )
-            lines.append(f"- {what}: {step['us']:,.0f} us a step, {step['busy_us']:,.0f} of them busy: {longest}.")
-        unexplained = [what for key, what in self.misses.items() if key not in profiles]
+            for record, when in ((self.record, ""), (self.earlier, "in a run of {}, ")):
+                if record is not None and key in record["profile"]:
+                    lines.append(
+                        f"- {what}: {when.format(record['machine']['commit'])}{_longest(record['profile'][key])}"
+                    )
+                    break
+            else:
+                unexplained.append(what)
         if unexplained:
             lines.append(f"- Not profiled (`--profile`): {', '.join(unexplained)}.")
         return ["Missed, and where the time of a step goes:", "", *lines] if lines else []
+
+
+def _longest(step: dict[str, Any]) -> str:
+    """Where most of the time of a step goes, as `StepProfile.result` has it."""
+    kernels = ", ".join(
+        f"`{entry['kernel'].replace('|', '/').replace('`', '')[:60]}` {entry['us']:,.0f} us ({entry['launches']:.0f} x)"
+        for entry in step["kernels"][:KERNELS]
+    )
+    return f"{step['us']:,.0f} us a step, {step['busy_us']:,.0f} of them busy: {kernels}."
 
 
 def _against_plain(record: dict[str, Any], aims: dict[str, Any], source: str) -> list[str]:
