@@ -27,6 +27,7 @@ from pymllm_interp.bench.gpu import (
     records,
     run_reading,
 )
+from pymllm_interp.bench.interventions import TABLES_PRESENT
 from pymllm_interp.bench.memory import held_memory, run_requests
 from pymllm_interp.bench.profile import StepProfile, covered
 from pymllm_interp.bench.report import BEGIN, END, read_aims, render, split_page, update_page
@@ -292,6 +293,7 @@ def test_captures_and_harvests_have_their_aims_beside_them_and_requests_the_leng
         "captured_prefill": {"prompts": 4, "prompt_tokens": 2048, "gb_per_s": 9.7, "of_plain": 0.85},
         "harvest": {"bytes": 4.3e9, "gb_per_s": 1.7, "disk_gb_per_s": 1.5},
     }  # fmt: skip
+    record["rows"] += [{**row, "case": TABLES_PRESENT, "batch": n, "ratio": 1 + n / 100} for n in (1, 4)]
     aims = {"gb_per_s": 5.5, "prefill_gb_per_s": 10, "prefill_of_plain": 0.9, "harvest_gb_per_s": 3}
     text = render(record, {"batches": [1, 4], "captures": aims})
     assert (
@@ -299,6 +301,7 @@ def test_captures_and_harvests_have_their_aims_beside_them_and_requests_the_leng
         in text
     )
     assert "at 85% of its speed without (aim 90%, **missed**)." in text
+    assert "| ... against a graph without tables | x 1.262 | x 1.300 |" in text
     assert "to the local disk: 1.70 GB a second (aim 1.50, met), until all" in text, "no more than the disk's own speed"
     assert "prompts of 128 tokens, 65 new ones" in text
     assert "aim" not in render(record, {}) and "aim 3.00, **missed**" in render(

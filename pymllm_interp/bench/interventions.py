@@ -30,6 +30,8 @@ CAPTURED_PROMPTS = 12
 HARVESTED = 8
 """Documents, each as long as the prompts whose prefill is measured."""
 CAPTURED = "all resid_post captured to the host"
+TABLES_PRESENT = "tables present, nobody hooked"
+"""The plain steps of the other cases have them; this is the graph of a step against one without."""
 
 Specs = Callable[[int], list[Intervention]]
 """Request i's interventions."""
@@ -53,7 +55,7 @@ def interventions_suite(model: Model) -> Iterator[dict[str, Any]]:
         found["execution"] = lm.engine.stats()["execution"]
         yield found
         for batch in settings.batches if lm.runner.graph_runner is not None else ():
-            found["rows"].append({"case": "tables present, nobody hooked", "batch": batch, **tables(lm, batch)})
+            found["rows"].append({"case": TABLES_PRESENT, "batch": batch, **tables(lm, batch)})
             yield found
 
 
