@@ -501,6 +501,17 @@ def test_the_message_names_the_spec_and_the_part():
         bind(Capture("resid_post.*", reduce=Project(random(2, 3))), MODEL, 5)
 
 
+@pytest.mark.parametrize("scale", [1e30, -1e30])
+def test_a_norm_that_float32_cannot_take_is_refused_and_the_longest_that_it_can_is_kept(scale: float) -> None:
+    with pytest.raises(ValueError, match=r"\|scale \* vector\| of 1e\+18 at most, not 1.73e\+30"):
+        Steer(SITE, torch.ones(3), scale=scale, norm="preserve")
+    state = torch.tensor([[3.0, 0.0, 4.0]])
+    longest = apply(
+        Steer(SITE, torch.tensor([0.0, 1.0, 0.0]), scale=math.copysign(1e18, scale), norm="preserve"), state
+    )
+    assert torch.allclose(longest, torch.tensor([[0.0, math.copysign(5.0, scale), 0.0]]))
+
+
 def test_a_layer_and_a_kind_that_the_model_does_not_have_are_refused():
     with pytest.raises(
         ValueError, match=r"Scale\('resid_post.4'\): .*no layer 4; the model has 4 \(num_hidden_layers\)"
@@ -515,7 +526,7 @@ def test_a_layer_and_a_kind_that_the_model_does_not_have_are_refused():
     ("spec", "what"),
     [
         (Steer(SITE, BIG), r"scale \* vector reaches 1e\+05"),
-        (Steer(SITE, BIG / 10, scale=-10, norm="preserve"), r"scale \* vector reaches 1e\+05"),
+        (Steer(SITE, BIG / 10, scale=-10), r"scale \* vector reaches 1e\+05"),
         (Clamp(SITE, BIG, low=-1e5), r"low reaches 1e\+05"),
         (Clamp(SITE, BIG, high=1e5), r"high reaches 1e\+05"),
         (Patch(SITE, BIG, positions=[0]), r"values reaches 1e\+05"),
@@ -533,6 +544,7 @@ def test_values_that_the_models_dtype_cannot_hold_are_refused(spec: Intervention
     [
         Steer(SITE, BIG, scale=0.1),
         Steer(SITE, BIG, norm="match"),
+        Steer(SITE, BIG, norm="preserve"),
         Ablate(SITE, BIG),
         Clamp(SITE, BIG, low=0),
         Scale(SITE, 2, when=Gate(BIG, 0)),

@@ -28,6 +28,8 @@ MAX_RANK = 16
 """Directions that one `Ablate` removes at most."""
 RANK_TOLERANCE = 1e-5
 """Directions of length 1 whose smallest singular value, as a share of the largest, is below this are dependent."""
+MEASURABLE = 1e18
+"""A vector's length at most, where the length of a state that it was added to is taken: float32 holds its square."""
 
 
 @dataclass(frozen=True)
@@ -296,7 +298,7 @@ class Steer(_Operation):
 
     Raises:
         ValueError: an unknown site, a vector with another shape than [width], with NaN or Inf, a scale that is not finite,
-            positions that are not understood, or a zero vector with norm="match".
+            positions that are not understood, a zero vector with norm="match", or one with norm="preserve" that is too long.
     """
 
     site: Site | str
@@ -316,6 +318,9 @@ class Steer(_Operation):
         self._check("norm", self.norm in ("none", "preserve", "match"), "'none', 'preserve' or 'match'")
         if self.norm == "match" and not self.named:
             self.unit  # noqa: B018  # refuses a zero vector
+        if self.norm == "preserve" and not self.named:
+            length = abs(self.scale) * self.vector.double().norm().item()
+            self._check("scale", length <= MEASURABLE, f"|scale * vector| of {MEASURABLE:g} at most, not {length:.3g}")
 
     @property
     def identity(self) -> bool:
@@ -654,7 +659,7 @@ def _sites_of(spec: Intervention | Capture, model: ModelInfo) -> tuple[Site, ...
 def _written(spec: Intervention | Capture) -> Iterator[tuple[str, float]]:
     """(what, the largest of its numbers) of what comes into a state whatever the state is. Directions and probes do not."""
     match spec:
-        case Steer(norm="none" | "preserve"):
+        case Steer(norm="none"):
             yield "scale * vector", spec.scale * spec.vector.abs().max().item()
         case Clamp():
             yield from ((name, bound) for name, bound in (("low", spec.low), ("high", spec.high)) if bound is not None)
