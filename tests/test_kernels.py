@@ -19,7 +19,7 @@ from torch.testing import assert_close
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from pymllm_interp import ModelRunner
-from pymllm_interp.core.forward_batch import ForwardMode
+from pymllm_interp.core.forward_batch import ForwardMode, Waits
 from pymllm_interp.layers import activation, linear, norm, rope
 from pymllm_interp.layers.dispatch import kernels_for
 from pymllm_interp.layers.linear import Linear
@@ -516,14 +516,13 @@ class Watch:
     ) -> None:
         self.at, self.inside, self.output = at, inside, output
 
-    def nobody_at(self, layer: int) -> bool:
-        return layer in self.at
+    def waits_at(self, layer: int) -> Waits:
+        if layer in self.at:
+            return "nowhere"
+        return "at output" if layer in self.output else "within"
 
     def nobody_inside(self, layer: int, module: str = "", but: str = "") -> bool:
         return (layer, module, but) in self.inside
-
-    def only_at_output(self, layer: int) -> bool:
-        return layer in self.output
 
     def is_own_call(self) -> bool:
         return False

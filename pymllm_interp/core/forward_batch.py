@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -51,11 +51,15 @@ class ForwardMode(IntEnum):
         return self in (ForwardMode.DECODE, ForwardMode.IDLE)
 
 
+Waits = Literal["nowhere", "at output", "within"]
+"""Where in a decoder layer hooks wait. "at output": and nowhere else in it; "within": at its input, or inside of it."""
+
+
 class LayerWatch(Protocol):
     """Tells a pass that goes module by module where it need not: where no hook waits, it runs fused."""
 
-    def nobody_at(self, layer: int) -> bool:
-        """Whether no hook waits at the layer's input or output, or inside of it. If so, it counts as visited."""
+    def waits_at(self, layer: int) -> Waits:
+        """Where hooks wait at the layer. What comes before these counts as visited, unless they wait within."""
         ...
 
     def nobody_inside(self, layer: int, module: str = "", but: str = "") -> bool:
@@ -63,10 +67,6 @@ class LayerWatch(Protocol):
 
         If so, what lies there counts as visited.
         """
-        ...
-
-    def only_at_output(self, layer: int) -> bool:
-        """Whether hooks wait at the layer's output and nowhere else in it. If so, the rest of it counts as visited."""
         ...
 
     def runs_eagerly(self, layer: int, module: str, but: str) -> None:

@@ -24,6 +24,7 @@ import torch
 from greenlet import getcurrent
 from torch import is_grad_enabled, is_inference_mode_enabled
 
+from ..core.forward_batch import Waits
 from .edit_log import EditLog
 from .modes import BlockModes, Modes, is_any_autocast_enabled
 from .nnsight_compat import (
@@ -272,6 +273,7 @@ class Point:
         of_logits: its values carry logit rows, not token rows.
         layer: the decoder layer that it belongs to, if any.
         below: its module's path from there on, "" for the layer's own.
+        ends_layer: it is the layer's own output.
         module: of an operation (`.source`): where its module's output is.
         parked: blocks that wait here.
         caches: (block, cache, what the cache stores).
@@ -279,7 +281,7 @@ class Point:
     """
 
     __slots__ = (
-        "below", "caches", "in_model", "layer", "location", "module", "of_logits", "of_module", "parked", "skips",
+        "below", "caches", "ends_layer", "in_model", "layer", "location", "module", "of_logits", "of_module", "parked", "skips",
     )  # fmt: skip
 
     def __init__(
@@ -294,6 +296,7 @@ class Point:
     ) -> None:
         self.location, self.in_model, self.of_module, self.of_logits = location, in_model, of_module, of_logits
         self.layer, self.below, self.module = layer, below, module
+        self.ends_layer = layer is not None and module is None and not below and location.endswith(".output")
         self.parked: list[Block] = []
         self.caches: list[tuple[Block, Any, tuple[str, str]]] = []
         self.skips: list[tuple[Block, Any]] = []
@@ -305,7 +308,12 @@ class Point:
 
     def awaited(self, visit: int) -> bool:
         """Whether something waits for this visit."""
-        return bool(self.caches or self.skips) or any(block.due == visit for block in self.parked)
+        if self.caches or self.skips:
+            return True
+        for block in self.parked:  # a generator costs more, and this is asked for each layer of a pass
+            if block.due == visit:
+                return True
+        return False
 
     def waiting(self, visit: int) -> set[RequestTrace]:
         """The traces of what waits for this visit."""
@@ -500,24 +508,24 @@ class EngineInterleaver(Interleaver):
         self.traces = []
         self._clear()
 
-    def nobody_at(self, layer: int) -> bool:
-        if layer in self._waiting and self._awaited(layer):
-            return False
+    def waits_at(self, layer: int) -> Waits:
+        waits: Waits = "nowhere"
+        points = self._waiting.get(layer)
+        if points is not None:
+            for point in points:
+                if point.awaited(self.visited(point)):
+                    if not point.ends_layer:
+                        return "within"
+                    waits = "at output"
         self._fused.add(layer)
-        return True
+        if waits == "at output":
+            self.visits[f"{self._layers}{layer}.output"] = 0  # that one is yet to come
+        return waits
 
     def nobody_inside(self, layer: int, module: str = "", but: str = "") -> bool:
         if any(point.lies_inside(module, but) for point in self._awaited(layer)):
             return False
         self._fused_inside.setdefault(layer, set()).add((module, but))
-        return True
-
-    def only_at_output(self, layer: int) -> bool:
-        output = f"{self._layers}{layer}.output"
-        if any(point.location != output for point in self._awaited(layer)):
-            return False
-        self._fused.add(layer)
-        self.visits[output] = 0  # that one is yet to come
         return True
 
     def runs_eagerly(self, layer: int, module: str, but: str) -> None:

@@ -10,6 +10,7 @@ Module boundaries carry [1, tokens, hidden]; the batch is flat along dim 1.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import torch
@@ -296,10 +297,10 @@ class LlamaModel(nn.Module):
         kwargs = {"position_embeddings": rotary, "position_ids": position_ids, "forward_batch": forward_batch}
         i, last = 0, len(self.layers)
         while i < last:
-            first = i
-            while watch is not None and i < last and watch.nobody_at(i):
+            first, waits = i, "within"
+            while watch is not None and i < last and (waits := watch.waits_at(i)) == "nowhere":
                 i += 1
-            at_output = watch is not None and i < last and watch.only_at_output(i)
+            at_output = waits == "at output"
             if first < i or at_output:
                 h = self._stretch(h, rotary, forward_batch, first, i + at_output, at_output)
             if i < last:
@@ -318,7 +319,7 @@ class LlamaModel(nn.Module):
 
         def run(h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Registers:
             delta = None
-            for layer in self.layers[first:stop]:
+            for layer in islice(self.layers, first, stop):  # a slice of them would be a module anew
                 h, delta = layer.forward_fused(h, delta, cos, sin, batch)  # pyright: ignore[reportCallIssue]
             return {"h": total(h, delta, batch.edits, 2 * stop, served)}
 
