@@ -26,7 +26,7 @@ from torch import is_grad_enabled, is_inference_mode_enabled
 
 from ..core.forward_batch import Waits
 from .edit_log import EditLog
-from .modes import BlockModes, Modes, is_any_autocast_enabled
+from .modes import NO_AUTOCAST, BlockModes, Modes, autocast_by_device, is_any_autocast_enabled
 from .nnsight_compat import (
     NO_SKIP,
     Controller,
@@ -99,8 +99,8 @@ class Turn:
     """
 
     __slots__ = (
-        "_autocast", "_depth", "_grad", "_greenlet", "_inference", "_interleaver", "_modes", "_saves", "_scope", "_serving",
-        "_visit", "_watchdog",
+        "_autocast", "_depth", "_grad", "_greenlet", "_inference", "_interleaver", "_saves", "_scope", "_serving", "_visit",
+        "_watchdog",
     )  # fmt: skip
 
     def __init__(self, interleaver: EngineInterleaver) -> None:
@@ -109,8 +109,11 @@ class Turn:
     def __enter__(self) -> Turn:
         interleaver = self._interleaver
         self._greenlet, self._serving = getcurrent(), interleaver.serving
-        self._modes = modes = Modes.now()
-        self._grad, self._inference, self._autocast = modes.grad, modes.inference, True in modes.autocast
+        self._grad, self._inference, self._autocast = (
+            is_grad_enabled(),
+            is_inference_mode_enabled(),
+            autocast_by_device(),
+        )
         scope = self._scope = save_scope.__dict__
         self._depth, self._saves = scope.get("depth", 0), scope.get("saves")
         watchdog = self._watchdog = interleaver.watchdog
@@ -149,10 +152,13 @@ class Turn:
             if (
                 is_grad_enabled() is not self._grad
                 or is_inference_mode_enabled() is not self._inference
-                or self._autocast
+                or self._autocast is not NO_AUTOCAST
                 or is_any_autocast_enabled()
             ):
-                block.modes.park(self._modes)
+                self._park_modes(block)
+
+    def _park_modes(self, block: Block) -> None:
+        block.modes.park(Modes(self._inference, self._grad, self._autocast))
 
     def resume(self, block: Block, error: BaseException | None = None) -> Pending | None:
         """`EngineInterleaver.resume`, of one of several. Returns what the block waits for next."""
@@ -188,7 +194,7 @@ class Turn:
         what is the same for all, would take as long as all the rest.
         """
         interleaver, scope, greenlet, watchdog = self._interleaver, self._scope, self._greenlet, self._watchdog
-        grad, inference, autocast, modes, outer = self._grad, self._inference, self._autocast, self._modes, self._visit
+        grad, inference, autocast, outer = self._grad, self._inference, self._autocast is not NO_AUTOCAST, self._visit
         asked: Pending | None = None  # by the block before, of `pace`, which was filed at `parked` for `due`
         pace, due, parked = -1, 0, []
         for block in blocks:
@@ -244,7 +250,7 @@ class Turn:
                             or autocast
                             or is_any_autocast_enabled()
                         ):
-                            block.modes.park(modes)
+                            self._park_modes(block)
                 except BaseException as raised:
                     self._failed(block, raised)
                 block.pending = pending
@@ -597,7 +603,8 @@ class EngineInterleaver(Interleaver):
 
     def visit(self, location: str, value: Any) -> Any:
         """`handle` at one of `points`, from the model."""
-        self.catch_up_once()
+        if not self._caught_up:
+            self.catch_up_once()
         self.moves += 1
         point, visit = self.points[location], self.visits.get(location, 0)
         shared = Shared(value, point.of_logits, len(point.parked))

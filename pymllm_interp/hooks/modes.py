@@ -13,6 +13,12 @@ from torch import is_grad_enabled, is_inference_mode_enabled
 from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled  # pyright: ignore[reportAttributeAccessIssue]
 
 DEVICES = ("cpu", "cuda")
+NO_AUTOCAST = (False,) * len(DEVICES)
+
+
+def autocast_by_device() -> tuple[bool, ...]:
+    """Whether autocast is on in this thread, for each of `DEVICES`."""
+    return tuple(map(torch.is_autocast_enabled, DEVICES)) if is_any_autocast_enabled() else NO_AUTOCAST
 
 
 class Modes(NamedTuple):
@@ -25,10 +31,7 @@ class Modes(NamedTuple):
     @classmethod
     def now(cls) -> Modes:
         """The thread's."""
-        autocast = (
-            tuple(map(torch.is_autocast_enabled, DEVICES)) if is_any_autocast_enabled() else (False,) * len(DEVICES)
-        )
-        return cls(is_inference_mode_enabled(), is_grad_enabled(), autocast)
+        return cls(is_inference_mode_enabled(), is_grad_enabled(), autocast_by_device())
 
 
 class BlockModes:
