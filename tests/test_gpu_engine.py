@@ -13,8 +13,9 @@ from helpers_runner import random_ids
 from test_faults import ways
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
-from pymllm_interp import LM, SamplingParams
+from pymllm_interp import LM, ModelRunner, SamplingParams
 from pymllm_interp.attention import FlashInferAttnBackend, TorchAttnBackend
+from pymllm_interp.runner.async_output import AsyncOutput, output_copy_stream
 
 pytestmark = pytest.mark.gpu
 
@@ -63,6 +64,30 @@ def test_half_precision_takes_flashinfer_and_plain_decode_replays(gpu_lm, family
     assert [len(out.token_ids) for out in outs] == [8] * 5 and {out.finish_reason for out in outs} == {"length"}
     ran = ways(lm) - before
     assert ran["replay"] == 7 and not ran["modules"], dict(lm.runner.partition.counts)
+
+
+def test_what_comes_behind_a_step_does_not_wait_for_its_tokens_to_leave(gpu_lm, monkeypatch):
+    """V5, V47: they leave on a stream of their own, which is held up here."""
+    lm, params = gpu_lm("llama"), SamplingParams(temperature=0, max_tokens=8)
+    expected = [out.token_ids for out in lm.generate(PROMPTS, params)]
+    runner = type(lm.runner)
+    sample, on_their_way = runner.sample_tokens_async, []
+
+    def held_up(self: ModelRunner) -> AsyncOutput | None:
+        with torch.cuda.stream(output_copy_stream(torch.device("cuda", torch.cuda.current_device()))):
+            torch.cuda._sleep(10**8)  # cycles: some 50 ms
+        sampled = sample(self)
+        assert sampled is not None
+        behind = torch.cuda.Event()
+        behind.record()
+        behind.synchronize()
+        assert sampled._copied is not None
+        on_their_way.append(not sampled._copied.query())
+        return sampled
+
+    monkeypatch.setattr(runner, "sample_tokens_async", held_up)
+    assert [out.token_ids for out in lm.generate(PROMPTS, params)] == expected
+    assert len(on_their_way) >= 8 and all(on_their_way)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
