@@ -332,6 +332,11 @@ class Steer(_Operation):
         """The vector, of length 1."""
         return _unit(self.vector, f"{self.name}: vector")
 
+    @cached_property
+    def scaled(self) -> Tensor:
+        """The vector, `scale` times."""
+        return self.scale * self.vector
+
 
 @dataclass(frozen=True, eq=False)
 class Ablate(_Operation):
@@ -752,7 +757,7 @@ def act(op: Intervention, state: Tensor, ordinals: Tensor, vectors: Sequence[Ten
         case Steer(norm="match"):
             y = x + op.scale * _norms(x) * vectors[0]
         case Steer():
-            y = x + op.scale * vectors[0]
+            y = x + op.scale * vectors[0]  # for "none" also `layers.host_edits.Added`, of several requests at once
             if op.norm == "preserve":
                 norms = _norms(y)
                 y = y * torch.where(norms > 0, _norms(x) / norms, 1.0)  # a state that became zero has no direction

@@ -13,6 +13,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -21,7 +22,8 @@ import torch
 
 from ..core.upload import upload
 from ..layers import edits, table_edits
-from ..layers.host_edits import HostEdits
+from ..layers import host_edits as host
+from ..layers.host_edits import HostEdits, Rows
 from ..layers.table_edits import EditTables
 from .capture import Activations, Captures, Group
 from .intervention import (
@@ -259,8 +261,8 @@ def host_edits(requests: Iterable[Share], num_layers: int) -> HostEdits | None:
     """The ops and captures of a step as functions; None where no request has any in it. Captures of the logits come later, by
     `Group.take`: a trace may change those behind the head."""
     logits = edits.inner_site(num_layers, 0, edits.LOGITS)
-    by_site: dict[int, list[tuple[tuple[int, int], Callable[[torch.Tensor], torch.Tensor]]]] = {}
-    taps: dict[int, list[tuple[tuple[int, int], Callable[[torch.Tensor], None]]]] = {}
+    acting: dict[int, list[tuple[int, Rows, host.Op]]] = {}  # site -> (place among its request's ops there, rows, op)
+    taps: dict[int, list[tuple[Rows, Callable[[torch.Tensor], None]]]] = {}
     for declared, start, positions, logit_start, logit_rows in requests:
         rows = start, len(positions)
         for group in () if declared.captures is None else declared.captures.groups:
@@ -269,15 +271,26 @@ def host_edits(requests: Iterable[Share], num_layers: int) -> HostEdits | None:
                 for column, site in enumerate(group.sites):
                     if site != logits:
                         taps.setdefault(site, []).append((rows, _taking(group, column, ordinals)))
+        of_windows = cache(partial(_acts_at, positions=positions))  # an op at many sites has the same
+        of_logits = cache(partial(_acts_at, positions=positions[len(positions) - logit_rows :]))
         for site, found in declared.ops.items():
-            if site == logits:
-                rows, positions = (logit_start, logit_rows), positions[len(positions) - logit_rows :]
             for i, op in enumerate(found):
-                ordinals = ordinals_of(op.windows, positions)
-                if (ordinals >= 0).any():
-                    function = _function(op.spec, ordinals, declared.fires, (site, i))
-                    by_site.setdefault(site, []).append((rows, function))
-    return HostEdits(by_site, taps, num_layers) if by_site or taps else None
+                ordinals, touched, any_touched = of_logits(op.windows) if site == logits else of_windows(op.windows)
+                if any_touched:
+                    function = _function(op.spec, ordinals, touched, declared.fires, (site, i))
+                    at = (logit_start, logit_rows) if site == logits else rows
+                    acting.setdefault(site, []).append((i, at, function))
+    if not acting and not taps:
+        return None
+    by_site = {site: [(at, op) for _, at, op in sorted(ops, key=itemgetter(0))] for site, ops in acting.items()}
+    return HostEdits(by_site, taps, num_layers)
+
+
+def _acts_at(windows: tuple[Window, ...], positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """`ordinals_of`, which of the positions have one, and whether any has."""
+    ordinals = ordinals_of(windows, positions)
+    touched = ordinals >= 0
+    return ordinals, touched, bool(touched.any())
 
 
 class _LogitRows(NamedTuple):
@@ -362,8 +375,12 @@ def _taking(group: Group, column: int, ordinals: torch.Tensor) -> Callable[[torc
 
 
 def _function(
-    spec: Intervention, ordinals: torch.Tensor, fires: Fires, key: tuple[int, int]
-) -> Callable[[torch.Tensor], torch.Tensor]:
+    spec: Intervention, ordinals: torch.Tensor, touched: torch.Tensor, fires: Fires, key: tuple[int, int]
+) -> host.Op:
+    """What a spec does to a request's rows: those that are `touched`, by their ordinals."""
+    if isinstance(spec, Steer) and spec.norm == "none" and spec.when is None:
+        return host.Added(spec.scaled, touched)
+
     def run(rows: torch.Tensor) -> torch.Tensor:
         vectors = [vector.to(rows.device) for vector in vectors_of(spec)]
         return _acted(spec, rows, ordinals.to(rows.device), vectors, fires, key)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,15 +12,28 @@ from .norm import rms_norm
 
 Rows = tuple[int, int]
 """First row, and rows, of a request in a pass."""
+
+
+class Added(NamedTuple):
+    """An op that adds a vector to rows. Those of requests side by side are one addition."""
+
+    vector: torch.Tensor
+    """[width] float32, on the CPU."""
+    touched: torch.Tensor
+    """[rows] bool, on the CPU."""
+
+
+Op = Added | Callable[[torch.Tensor], torch.Tensor]
+"""Or any function, [rows, width] -> [rows, width]."""
 NO_INNER: frozenset[str] = frozenset()
 ALL_INNER = frozenset({*INNER, LOGITS})
 
 
 class HostEdits:
-    """Ops as functions: (site) -> what each of its requests does to its rows, in order.
+    """Ops as functions: (site) -> what each of its requests does to its rows.
 
     Args:
-        by_site: site -> (rows, [rows, width] -> [rows, width]).
+        by_site: site -> (rows, op), first the first op of each request there, in batch order, then the second ones, and so on.
         taps: site -> (rows, what takes their state [rows, width]).
         num_layers: of the model.
 
@@ -29,7 +42,7 @@ class HostEdits:
 
     def __init__(
         self,
-        by_site: dict[int, list[tuple[Rows, Callable[[torch.Tensor], torch.Tensor]]]],
+        by_site: dict[int, list[tuple[Rows, Op]]],
         taps: dict[int, list[tuple[Rows, Callable[[torch.Tensor], None]]]],
         num_layers: int,
     ) -> None:
@@ -52,9 +65,20 @@ class HostEdits:
         ops = self.by_site.get(site)
         if ops:
             value = value.clone()
+            side_by_side: list[Added] = []
+            end = 0
             for (start, size), op in ops:
-                rows = value[0, start : start + size]
-                rows.copy_(op(rows))
+                if side_by_side and (start != end or not isinstance(op, Added)):
+                    _add(value[0, :end], side_by_side)
+                    side_by_side = []
+                if isinstance(op, Added):
+                    side_by_side.append(op)
+                else:
+                    rows = value[0, start : start + size]
+                    rows.copy_(op(rows))
+                end = start + size
+            if side_by_side:
+                _add(value[0, :end], side_by_side)
         return value
 
     def take(self, site: int, value: torch.Tensor) -> None:
@@ -67,3 +91,12 @@ class HostEdits:
         h = total(h, delta, self, place)
         normed = rms_norm(h, weight, eps)
         return h, edited(normed, self, self.final_site) if stream_site(place) + 1 == self.final_site else normed
+
+
+def _add(value: torch.Tensor, ops: Sequence[Added]) -> None:
+    """Let `ops` act on the last rows of `value` [rows, width], side by side, in place."""
+    touched = torch.cat([op.touched for op in ops])
+    rows = value[-len(touched) :]
+    added = torch.cat([op.vector.expand(len(op.touched), -1) for op in ops])
+    touched, added = touched[:, None].to(rows.device), added.to(rows.device)
+    rows.copy_(torch.where(touched, (rows.float() + added).to(rows.dtype), rows))
