@@ -33,7 +33,7 @@ from pymllm_interp.hooks.intervention import (
     for_each_prompt,
     ordinals_of,
 )
-from pymllm_interp.hooks.site import ModelInfo
+from pymllm_interp.hooks.site import ModelInfo, Site
 from pymllm_interp.hooks.tables import Declared, DeviceTables, Limits, Share, VectorPool, host_edits, site_index
 from pymllm_interp.layers.edits import final_norm_site, num_sites
 from pymllm_interp.layers.norm import add_rms_norm
@@ -385,6 +385,41 @@ def test_the_hosts_functions_are_the_same_ops(seed: int) -> None:
     assert host_edits([Share(generated, 0, torch.arange(3), 0, 0)], LAYERS) is None, (
         "a step that none of its ops acts in"
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(8))
+@torch.no_grad()
+def test_requests_side_by_side_have_each_its_own_ops_in_their_order(seed: int, dtype: torch.dtype) -> None:
+    """What several add is one addition: of neighbours, where nothing else of theirs comes between, and to no row beside."""
+    rng = random.Random(seed + 90)
+    site = "resid_post.0"
+
+    def op() -> Intervention:
+        if rng.random() < 0.3:
+            return random_op(rng, site)
+        positions: Any = rng.choice(["all", "all", "prompt", slice(1, None, 2), [0, 3]])
+        return Steer(site, vector(rng), scale=rng.choice([0.3, -4.0]), positions=positions)
+
+    shares, first = [], 0
+    for size in (1, 1, 3, 1, PROMPT, 1, 2, 1):
+        request = declared_of([op() for _ in range(rng.choice([0, 1, 1, 2, 4]))])
+        shares.append(Share(request, first, torch.arange(size) + rng.randrange(3), 0, 0))
+        first += size
+    edits = host_edits(shares, LAYERS)
+    assert edits is not None
+    state = vector(rng, 1, first, WIDTH).to(dtype)
+    state[0, :, ::5] = -0.0
+    place = site_index(Site.parse(site), LAYERS)
+    wanted = state.clone()
+    for request, start, positions, *_ in shares:
+        rows = slice(start, start + len(positions))
+        wanted[0, rows] = expected(request, place, wanted[0, rows], positions)
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    assert torch.equal(edits.at(place, state).view(bits), wanted.view(bits))
+    for start, stop in ((0, shares[3].start), (shares[3].start, first)):
+        part = edits.rows_from(start, stop).at(place, state[:, start:stop])
+        assert torch.equal(part.view(bits), wanted[:, start:stop].view(bits))
 
 
 def test_a_row_that_is_given_to_another_request_has_that_ones_ops() -> None:

@@ -271,13 +271,13 @@ def host_edits(requests: Iterable[Share], num_layers: int) -> HostEdits | None:
                 for column, site in enumerate(group.sites):
                     if site != logits:
                         taps.setdefault(site, []).append((rows, _taking(group, column, ordinals)))
-        of_windows = cache(partial(_acts_at, positions=positions))  # an op at many sites has the same
-        of_logits = cache(partial(_acts_at, positions=positions[len(positions) - logit_rows :]))
+        of_windows = cache(partial(_Touched.of, positions=positions))  # an op at many sites has the same
+        of_logits = cache(partial(_Touched.of, positions=positions[len(positions) - logit_rows :]))
         for site, found in declared.ops.items():
             for i, op in enumerate(found):
-                ordinals, touched, any_touched = of_logits(op.windows) if site == logits else of_windows(op.windows)
-                if any_touched:
-                    function = _function(op.spec, ordinals, touched, declared.fires, (site, i))
+                touched = of_logits(op.windows) if site == logits else of_windows(op.windows)
+                if touched.any:
+                    function = _function(op.spec, touched, declared.fires, (site, i))
                     at = (logit_start, logit_rows) if site == logits else rows
                     acting.setdefault(site, []).append((i, at, function))
     if not acting and not taps:
@@ -286,11 +286,22 @@ def host_edits(requests: Iterable[Share], num_layers: int) -> HostEdits | None:
     return HostEdits(by_site, taps, num_layers)
 
 
-def _acts_at(windows: tuple[Window, ...], positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """`ordinals_of`, which of the positions have one, and whether any has."""
-    ordinals = ordinals_of(windows, positions)
-    touched = ordinals >= 0
-    return ordinals, touched, bool(touched.any())
+class _Touched(NamedTuple):
+    """Where an op acts among a request's rows."""
+
+    ordinals: torch.Tensor
+    """[rows] of `ordinals_of`."""
+    rows: torch.Tensor
+    """[rows] bool."""
+    any: bool
+    all: bool
+
+    @classmethod
+    def of(cls, windows: tuple[Window, ...], positions: torch.Tensor) -> _Touched:
+        """The rows have `positions`."""
+        ordinals = ordinals_of(windows, positions)
+        rows = ordinals >= 0
+        return cls(ordinals, rows, bool(rows.any()), bool(rows.all()))
 
 
 class _LogitRows(NamedTuple):
@@ -374,16 +385,14 @@ def _taking(group: Group, column: int, ordinals: torch.Tensor) -> Callable[[torc
     return lambda rows: group.take(column, rows, ordinals)
 
 
-def _function(
-    spec: Intervention, ordinals: torch.Tensor, touched: torch.Tensor, fires: Fires, key: tuple[int, int]
-) -> host.Op:
-    """What a spec does to a request's rows: those that are `touched`, by their ordinals."""
+def _function(spec: Intervention, touched: _Touched, fires: Fires, key: tuple[int, int]) -> host.Op:
+    """What a spec does to a request's rows."""
     if isinstance(spec, Steer) and spec.norm == "none" and spec.when is None:
-        return host.Added(spec.scaled, touched)
+        return host.Added(spec.scaled, touched.rows, touched.all)
 
     def run(rows: torch.Tensor) -> torch.Tensor:
         vectors = [vector.to(rows.device) for vector in vectors_of(spec)]
-        return _acted(spec, rows, ordinals.to(rows.device), vectors, fires, key)
+        return _acted(spec, rows, touched.ordinals.to(rows.device), vectors, fires, key)
 
     return run
 

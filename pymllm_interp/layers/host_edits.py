@@ -21,6 +21,8 @@ class Added(NamedTuple):
     """[width] float32, on the CPU."""
     touched: torch.Tensor
     """[rows] bool, on the CPU."""
+    everywhere: bool
+    """All of them are."""
 
 
 Op = Added | Callable[[torch.Tensor], torch.Tensor]
@@ -95,8 +97,11 @@ class HostEdits:
 
 def _add(value: torch.Tensor, ops: Sequence[Added]) -> None:
     """Let `ops` act on the last rows of `value` [rows, width], side by side, in place."""
-    touched = torch.cat([op.touched for op in ops])
-    rows = value[-len(touched) :]
-    added = torch.cat([op.vector.expand(len(op.touched), -1) for op in ops])
-    touched, added = touched[:, None].to(rows.device), added.to(rows.device)
-    rows.copy_(torch.where(touched, (rows.float() + added).to(rows.dtype), rows))
+    count = sum([len(op.touched) for op in ops])
+    rows = value[-count:]
+    added = ops[0].vector if len(ops) == 1 else torch.cat([op.vector.expand(len(op.touched), -1) for op in ops])
+    summed = rows.float() + added.to(rows.device)
+    if not all(op.everywhere for op in ops):
+        touched = torch.cat([op.touched for op in ops])[:, None].to(rows.device)
+        summed = torch.where(touched, summed.to(rows.dtype), rows)
+    rows.copy_(summed)
