@@ -257,7 +257,7 @@ def _against_plain(record: dict[str, Any], aims: dict[str, Any], source: str) ->
     batches = sorted({row["batch"] for row in record["rows"]})
     cells = {(row["case"], row["batch"]): row for row in record["rows"]}
     asked = aims.get(record["suite"], {})
-    tables = {row["batch"]: row["ratio"] for row in record["rows"] if row["case"] == TABLES_PRESENT}
+    with_tables = {row["batch"]: row["ratio"] for row in record["rows"] if row["case"] == TABLES_PRESENT}
     lines = [
         f"### {record['model']}: {record['suite']}", "", f"{_conditions(record)} {source}".strip(), "",
         "| ms a step, against plain (lowest to highest of the pairs) | " + " | ".join(f"bs {n}" for n in batches) + " |",
@@ -273,8 +273,8 @@ def _against_plain(record: dict[str, Any], aims: dict[str, Any], source: str) ->
                 limits = dict(zip(aims["batches"], wanted[name], strict=True))
                 texts = [_met(form, limits.get(row["batch"]), row[name]) for row in found]
                 lines.append("| ... aim, at most | " + " | ".join(texts) + " |")
-        if tables and case != TABLES_PRESENT:
-            texts = [f"x {row['ratio'] * tables[row['batch']]:.3f}" for row in found]
+        if with_tables and case != TABLES_PRESENT:
+            texts = [f"x {row['ratio'] * with_tables[row['batch']]:.3f}" for row in found]
             lines.append("| ... against a graph without tables | " + " | ".join(texts) + " |")
         if "peer" in wanted:
             peers = dict(zip(aims["batches"], wanted["peer"], strict=True))

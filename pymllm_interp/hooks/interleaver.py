@@ -109,11 +109,8 @@ class Turn:
     def __enter__(self) -> Turn:
         interleaver = self._interleaver
         self._greenlet, self._serving = getcurrent(), interleaver.serving
-        self._grad, self._inference, self._autocast = (
-            is_grad_enabled(),
-            is_inference_mode_enabled(),
-            autocast_by_device(),
-        )
+        self._grad, self._inference = is_grad_enabled(), is_inference_mode_enabled()
+        self._autocast = autocast_by_device()
         scope = self._scope = save_scope.__dict__
         self._depth, self._saves = scope.get("depth", 0), scope.get("saves")
         watchdog = self._watchdog = interleaver.watchdog
@@ -603,8 +600,7 @@ class EngineInterleaver(Interleaver):
 
     def visit(self, location: str, value: Any) -> Any:
         """`handle` at one of `points`, from the model."""
-        if not self._caught_up:
-            self.catch_up_once()
+        self.catch_up_once()
         self.moves += 1
         point, visit = self.points[location], self.visits.get(location, 0)
         shared = Shared(value, point.of_logits, len(point.parked))
