@@ -96,11 +96,11 @@ def small_model(rounds: int = 200) -> dict[str, float]:
 
         def modules_called(run: Callable[[LM, list[int]], None]) -> Callable[[], None]:
             def side() -> None:
-                lm.interleaver.waits_at = lambda layer: "within"
+                lm.interleaver.hook_position = lambda layer: "within"
                 try:
                     run(lm, LAST)
                 finally:
-                    del lm.interleaver.waits_at
+                    del lm.interleaver.hook_position
 
             return side
 
@@ -146,8 +146,8 @@ def _untouched_module(lm: LM, timer: PassTimer, rounds: int) -> float:
     call = lm.runner._call_model
     lm.runner._call_model = lambda batch, _: call(batch, Execution.MODULES)  # pyright: ignore[reportAttributeAccessIssue]
     watch = lm.interleaver
-    watch.waits_at = lambda layer: "within"
-    watch.nobody_inside = lambda layer, module="", but="": False
+    watch.hook_position = lambda layer: "within"
+    watch.try_fuse = lambda layer, module="", but="": False
 
     def bare() -> None:
         for module in modules:

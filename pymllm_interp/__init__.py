@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .core.output import RequestOutput
-    from .core.request import SamplingParams
-    from .engine.harvest import HarvestError
+    from .core.sampling_params import SamplingParams
     from .engine.lm import LM
-    from .hooks.capture import Activations, CaptureError
-    from .hooks.harvest import Harvest, open_harvest
-    from .hooks.intervention import Ablate, Capture, Clamp, Gate, Generated, Patch, Project, Scale, Steer
+    from .harvest.reader import Harvest, open_harvest
+    from .harvest.run import HarvestError
+    from .hooks.captures.activations import Activations, CaptureError
+    from .hooks.captures.spec import Capture, Project
+    from .hooks.interventions.specs import Ablate, Clamp, Gate, Patch, Scale, Steer
+    from .hooks.positions import Generated
     from .hooks.site import Site
     from .runner.interp_model_runner import InterpModelRunner
     from .runner.model_runner import ModelRunner
@@ -24,25 +26,25 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LM": "engine.lm",
-    "Ablate": "hooks.intervention",
-    "Activations": "hooks.capture",
-    "Capture": "hooks.intervention",
-    "CaptureError": "hooks.capture",
-    "Clamp": "hooks.intervention",
-    "Gate": "hooks.intervention",
-    "Generated": "hooks.intervention",
-    "Harvest": "hooks.harvest",
-    "HarvestError": "engine.harvest",
+    "Ablate": "hooks.interventions.specs",
+    "Activations": "hooks.captures.activations",
+    "Capture": "hooks.captures.spec",
+    "CaptureError": "hooks.captures.activations",
+    "Clamp": "hooks.interventions.specs",
+    "Gate": "hooks.interventions.specs",
+    "Generated": "hooks.positions",
+    "Harvest": "harvest.reader",
+    "HarvestError": "harvest.run",
     "InterpModelRunner": "runner.interp_model_runner",
     "ModelRunner": "runner.model_runner",
-    "Patch": "hooks.intervention",
-    "Project": "hooks.intervention",
+    "Patch": "hooks.interventions.specs",
+    "Project": "hooks.captures.spec",
     "RequestOutput": "core.output",
-    "SamplingParams": "core.request",
-    "Scale": "hooks.intervention",
+    "SamplingParams": "core.sampling_params",
+    "Scale": "hooks.interventions.specs",
     "Site": "hooks.site",
-    "Steer": "hooks.intervention",
-    "open_harvest": "hooks.harvest",
+    "Steer": "hooks.interventions.specs",
+    "open_harvest": "harvest.reader",
 }
 
 __all__ = [

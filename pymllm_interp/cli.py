@@ -104,7 +104,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from .core.request import SamplingParams
+    from .core.sampling_params import SamplingParams
     from .engine.lm import LM
 
     params = SamplingParams(

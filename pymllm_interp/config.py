@@ -140,7 +140,7 @@ class ServerConfig:
     their requests by themselves beside the others' replay, "eager" the whole batch module by module; "auto" is "segments"
     where decode passes are captured."""
     max_segments: int = 256
-    """Stretches between blocks that are kept as CUDA graphs, the most recently used ones."""
+    """GraphSegments between blocks that are kept as CUDA graphs, the most recently used ones."""
     schedule_policy: str = "mixed"
     """ "mixed" steps decode and prefill together; "prefill_first" gives prompts steps of their own, one in two at most."""
     attention_backend: str = "auto"

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .cli import as_chat
-from .core.request import SamplingParams
+from .core.sampling_params import SamplingParams
 from .engine.handle import RequestHandle
 from .engine.lm import LM
 

@@ -14,7 +14,10 @@ from conftest import VOCAB
 from helpers_graphs import use_eager_graphs
 
 from pymllm_interp import LM, Ablate, Clamp, Gate, Generated, Patch, Scale, Steer
-from pymllm_interp.hooks.intervention import Intervention, apply, bind, ordinals_of
+from pymllm_interp.hooks.binding import bind
+from pymllm_interp.hooks.interventions.reference import apply
+from pymllm_interp.hooks.interventions.specs import Intervention
+from pymllm_interp.hooks.positions import ordinals_of
 from pymllm_interp.hooks.site import ModelInfo, Site
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner
 

@@ -14,7 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pymllm_interp.layers import triton_edits, triton_kernels
+from pymllm_interp.layers import triton_kernels
+from pymllm_interp.layers.edits import kernels as triton_edits
 
 HOPPER = GPUTarget("cuda", 90, 32)
 WHOLE = {"owners": "*i64", "positions": "*i64", "blocks": "*i64", "ops": "*i32", "fires": "*i32", "captures": "*i32"}

@@ -17,7 +17,7 @@ from pymllm_interp.config import ModelConfig, ServerConfig
 ROOT = Path(pymllm_interp.__file__).parent
 ORDER = (
     ("config", "core"), ("mem_cache",), ("attention",), ("layers",), ("sampling",), ("hooks",), ("models",), ("runner",),
-    ("engine",), ("server",), ("cli", "bench", "demo", "doctor"),
+    ("harvest",), ("engine",), ("server",), ("cli", "bench", "demo", "doctor"),
 )  # fmt: skip
 """An import goes to an earlier place, or stays in its own."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
@@ -90,7 +90,11 @@ def test_an_import_goes_to_the_left_only(module):
 def test_the_import_reader_reads_imports():
     """It would see a wrong one: known imports are found, and what is for type checkers only is left out."""
     found = {name for name, _ in imports_of("pymllm_interp.runner.interp_model_runner")}
-    assert {"pymllm_interp.hooks.groups", "pymllm_interp.runner.model_runner", "pymllm_interp.config"} <= found
+    assert {
+        "pymllm_interp.hooks.traces.batch_groups",
+        "pymllm_interp.runner.model_runner",
+        "pymllm_interp.config",
+    } <= found
     assert not any(place(name) == "attention" for name, _ in imports_of("pymllm_interp.core.forward_batch"))
 
 
@@ -206,7 +210,7 @@ def test_no_except_exception_around_computation():
                 continue
             names = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} if node.type else {"Exception"}
             again = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
-            if names & {"Exception", "BaseException"} and not again and place(module) not in ("engine", "hooks"):
+            if names & {"Exception", "BaseException"} and not again and place(module) not in ("engine", "hooks", "harvest"):
                 wrong.append(f"{FILES[module].relative_to(ROOT)}:{node.lineno}")
             if node.type is None:
                 wrong.append(f"{FILES[module].relative_to(ROOT)}:{node.lineno} (bare except)")

@@ -28,13 +28,16 @@ from pymllm_interp import LM, Ablate, Capture, Clamp, Generated, Patch, Sampling
 from pymllm_interp.config import INNER_SITES
 from pymllm_interp.core.output import ScheduledRequest
 from pymllm_interp.core.request import Request
-from pymllm_interp.hooks.capture import FRESH, INTEGERS, WORDS, Activations, CaptureError, Captures, FreshMemory, Group
-from pymllm_interp.hooks.intervention import Project, bind
+from pymllm_interp.hooks.binding import bind
+from pymllm_interp.hooks.captures.activations import Activations, CaptureError
+from pymllm_interp.hooks.captures.captures import Captures
+from pymllm_interp.hooks.captures.group import INTEGERS, WORDS, Group
+from pymllm_interp.hooks.captures.result_memory import FRESH, SMALL, FreshMemory, ResultMemory
+from pymllm_interp.hooks.captures.ring import CaptureRing, Pieces
+from pymllm_interp.hooks.captures.spec import Project
+from pymllm_interp.hooks.declared import site_index
 from pymllm_interp.hooks.site import ModelInfo, Site, expand
-from pymllm_interp.hooks.tables import site_index
-from pymllm_interp.runner.capture_ring import CaptureRing, Pieces
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner
-from pymllm_interp.runner.result_memory import SMALL, ResultMemory
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
 
@@ -130,7 +133,7 @@ def test_captures_are_the_states_that_the_model_goes_on_with(family: str, lm_of:
 def some_ops(lm: LM, site: str, number: int) -> list[Any]:
     """All of `ops_at`; where Triton's interpreter computes them, one, another one at the next site."""
     ops = ops_at(site, lm.hf_config)
-    return ops if CUDA or lm.runner.edit_tables is None else [ops[number % len(ops)]]
+    return ops if CUDA or lm.runner.device_tables is None else [ops[number % len(ops)]]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
@@ -196,7 +199,7 @@ def test_each_op_at_each_site_in_half_precision_is_its_maths_on_the_state_that_c
     """A cosine of 0.9999 with it in double precision; rows that it leaves alone keep their bits. Which token is drawn is forced, so
     that a site gets the same states with the op and without."""
     lm, prompt = lm_of(family, dtype="bfloat16", inner_sites=INNER_SITES, max_num_tokens=16), prompt_of(9, 3)
-    if lm.runner.edit_tables is not None and not CUDA:
+    if lm.runner.device_tables is not None and not CUDA:
         pytest.skip("Triton's interpreter cuts bfloat16s off where a device rounds them")
     params = SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=0, logit_bias={7: 1e5})
     acted: Counter[type] = Counter()
@@ -487,7 +490,7 @@ def test_receipts_count_captured_rows(lm_of: Any) -> None:
 
 
 def test_receipts_of_declared_requests_say_how_their_steps_ran(lm_of: Any) -> None:
-    """Edited and captured decode steps are replayed as any other; beside a block that waits, in segments, or by modules."""
+    """SiteModule and captured decode steps are replayed as any other; beside a block that waits, in segments, or by modules."""
     lm, prompt = lm_of("llama"), prompt_of(6, 1)
     params = SamplingParams(temperature=0, max_tokens=6)
     declared = {"capture": ["resid_post.1"], "interventions": [Steer("embed", vector(INFO.hidden_size, 1))]}
@@ -823,7 +826,7 @@ class UsedMemory(FreshMemory):
 def test_blocks_and_functions_come_to_the_same(seed: int, dtype: torch.dtype, monkeypatch: Any) -> None:
     """Captures of random positions, in chunks of random sizes, some computed twice, the end somewhere before the last row."""
     rng = random.Random(seed)
-    monkeypatch.setattr("pymllm_interp.hooks.capture.MAX_RUNS", rng.choice([0, 3, 16]))
+    monkeypatch.setattr("pymllm_interp.hooks.captures.captures.MAX_RUNS", rng.choice([0, 3, 16]))
     prompt_len = rng.randrange(3, 20)
     longest = prompt_len + rng.randrange(1, 12)
     specs = random_captures(rng)
@@ -1005,7 +1008,7 @@ def test_no_more_leaves_the_device_than_is_asked_for_and_no_more_is_kept() -> No
 @pytest.mark.parametrize("max_runs", [0, 16])
 def test_sums_leave_beside_whole_states_and_each_request_has_its_own(max_runs: int, monkeypatch: Any) -> None:
     """Of a step with requests that are packed and others; what is packed takes room for its blocks as well, which stay."""
-    monkeypatch.setattr("pymllm_interp.hooks.capture.MAX_RUNS", max_runs)
+    monkeypatch.setattr("pymllm_interp.hooks.captures.captures.MAX_RUNS", max_runs)
     ring, width = CaptureRing(1 << 17, torch.float32, DEVICE, "block"), INFO.hidden_size
     ring.open()
     mean = Capture("embed", reduce="mean", positions=slice(1, None, 2))

@@ -23,7 +23,7 @@ from pymllm_interp import LM, ModelRunner, SamplingParams
 from pymllm_interp.attention import AttentionBackend
 from pymllm_interp.core.forward_batch import ForwardMode
 from pymllm_interp.core.output import LogitsProcessorOutput
-from pymllm_interp.layers.host_edits import HostEdits
+from pymllm_interp.layers.edits.host import HostOps
 from pymllm_interp.runner import cuda_graph_runner
 from pymllm_interp.runner.cuda_graph_runner import (
     CudaGraphRunner,
@@ -340,7 +340,7 @@ def test_g09_can_run_is_a_truth_table(runner):
         {"return_hidden_states": True},
         {"logits_indices": torch.tensor([0])},
         {"attn_backend": object()},
-        {"edits": HostEdits({}, {}, 0)},
+        {"edits": HostOps({}, {}, 0)},
     ):
         assert not graphs.can_run(replace(batch, **change)), change
     graphs.graphs.pop(6)

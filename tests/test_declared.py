@@ -13,7 +13,7 @@ from helpers_declared import INNER, SITES, hooked, ops_at, prompt_of, random_spe
 
 from pymllm_interp import LM, Ablate, Capture, Gate, SamplingParams, Scale, Steer
 from pymllm_interp.engine.handle import RequestHandle
-from pymllm_interp.hooks.intervention import Intervention
+from pymllm_interp.hooks.interventions.specs import Intervention
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 WAIT = 60.0

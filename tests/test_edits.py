@@ -16,28 +16,20 @@ import pytest
 import torch
 from conftest import CONFIGS
 
-from pymllm_interp.hooks.capture import FreshMemory
-from pymllm_interp.hooks.intervention import (
-    Ablate,
-    Capture,
-    Clamp,
-    Gate,
-    Generated,
-    Intervention,
-    Patch,
-    Project,
-    Scale,
-    Steer,
-    apply,
-    bind,
-    for_each_prompt,
-    ordinals_of,
-)
+from pymllm_interp.hooks.binding import bind, for_each_prompt
+from pymllm_interp.hooks.captures.result_memory import FreshMemory
+from pymllm_interp.hooks.captures.spec import Capture, Project
+from pymllm_interp.hooks.declared import Declared, Limits, site_index
+from pymllm_interp.hooks.interventions.device_tables import DeviceTables
+from pymllm_interp.hooks.interventions.host_ops import Share, host_ops
+from pymllm_interp.hooks.interventions.reference import apply
+from pymllm_interp.hooks.interventions.specs import Ablate, Clamp, Gate, Intervention, Patch, Scale, Steer
+from pymllm_interp.hooks.interventions.vector_pool import VectorPool
+from pymllm_interp.hooks.positions import Generated, ordinals_of
 from pymllm_interp.hooks.site import ModelInfo, Site
-from pymllm_interp.hooks.tables import Declared, DeviceTables, Limits, Share, VectorPool, host_edits, site_index
-from pymllm_interp.layers.edits import final_norm_site, num_sites
+from pymllm_interp.layers.edits.base import final_norm_site, num_sites
+from pymllm_interp.layers.edits.table import TableOps
 from pymllm_interp.layers.norm import add_rms_norm
-from pymllm_interp.layers.table_edits import TableEdits
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
 
@@ -98,7 +90,7 @@ def expected(declared: Declared, site: int, state: torch.Tensor, positions: torc
 def tables_of(
     requests: list[Declared | None], rows: list[int], positions: list[int], blocks: list[tuple[int, int]] | None = None,
     dtype: torch.dtype = torch.float32, info: ModelInfo = INFO,
-) -> tuple[DeviceTables, TableEdits]:  # fmt: skip
+) -> tuple[DeviceTables, TableOps]:  # fmt: skip
     """Tables with each request in the row that is its place + 1, and a pass over token rows of the requests `rows`, each with
     its (start, stop) in the ring."""
     edited = torch.zeros(len(requests) + 1, dtype=torch.int32, device=DEVICE)
@@ -114,7 +106,7 @@ def tables_of(
     # A row whose request has no ops may be named or not.
     owners = torch.tensor([row + 1 if row >= 0 else -1 for row in rows], device=DEVICE)
     placed = torch.tensor(blocks or [(0, 0)] * len(rows), device=DEVICE).T.contiguous()
-    return tables, TableEdits(tables.tables, owners, torch.tensor(positions, device=DEVICE), placed)
+    return tables, TableOps(tables.tables, owners, torch.tensor(positions, device=DEVICE), placed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -367,9 +359,7 @@ def test_the_hosts_functions_are_the_same_ops(seed: int) -> None:
     rng = random.Random(seed + 50)
     requests = [declared_of([random_op(rng, site) for site in SITES]), None, declared_of([random_op(rng, SITES[seed])])]
     spans = [(0, torch.arange(PROMPT)), (PROMPT, torch.tensor([3])), (PROMPT + 1, torch.tensor([8]))]
-    edits = host_edits(
-        [Share(r, *span, 0, 0) for r, span in zip(requests, spans, strict=True) if r is not None], LAYERS
-    )
+    edits = host_ops([Share(r, *span, 0, 0) for r, span in zip(requests, spans, strict=True) if r is not None], LAYERS)
     assert edits is not None
     state = vector(rng, 1, PROMPT + 2, WIDTH)
     before = state.clone()
@@ -382,9 +372,7 @@ def test_the_hosts_functions_are_the_same_ops(seed: int) -> None:
         assert torch.equal(edits.at(site, state), wanted)
         assert torch.equal(state, before), "what goes in is left as it is"
     generated = declared_of([Scale("embed", 2.0, positions="generated")])
-    assert host_edits([Share(generated, 0, torch.arange(3), 0, 0)], LAYERS) is None, (
-        "a step that none of its ops acts in"
-    )
+    assert host_ops([Share(generated, 0, torch.arange(3), 0, 0)], LAYERS) is None, "a step that none of its ops acts in"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -406,7 +394,7 @@ def test_requests_side_by_side_have_each_its_own_ops_in_their_order(seed: int, d
         request = declared_of([op() for _ in range(rng.choice([0, 1, 1, 2, 4]))])
         shares.append(Share(request, first, torch.arange(size) + rng.randrange(3), 0, 0))
         first += size
-    edits = host_edits(shares, LAYERS)
+    edits = host_ops(shares, LAYERS)
     assert edits is not None
     state = vector(rng, 1, first, WIDTH).to(dtype)
     state[0, :, ::5] = -0.0

@@ -29,7 +29,7 @@ from conftest import CONFIGS, VOCAB, held
 from pymllm_interp import LM, RequestOutput, SamplingParams
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.output import SchedulerOutput
-from pymllm_interp.core.request import ELSEWHERE as SAMPLING_ELSEWHERE
+from pymllm_interp.core.sampling_params import ELSEWHERE as SAMPLING_ELSEWHERE
 from pymllm_interp.engine.lm import ELSEWHERE
 
 LmOf = Callable[..., LM]
@@ -194,7 +194,7 @@ def test_reading_tokens_a_step_late_changes_no_result(policy: str, lm_of: LmOf) 
         )
         for i in range(len(prompts))
     ]  # fmt: skip
-    before = lm.engine.stats()["steps_ahead"], late.engine.stats()["steps_ahead"]
+    before = lm.engine.stats()["overlapped_steps"], late.engine.stats()["overlapped_steps"]
     expected, outs = lm.generate(prompts, params), late.generate(prompts, params)
     for i, (one, other) in enumerate(zip(expected, outs, strict=True)):
         for a, b in zip(one.outputs, other.outputs, strict=True):
@@ -204,8 +204,8 @@ def test_reading_tokens_a_step_late_changes_no_result(policy: str, lm_of: LmOf) 
         assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
     stats = late.engine.stats()
     assert stats["preempted"] > 0 and {o.finish_reason for out in outs for o in out.outputs} == {"stop", "length"}
-    assert lm.engine.stats()["steps_ahead"] == before[0] == 0, "nothing is read late where that was not asked for"
-    assert stats["steps_ahead"] > before[1]
+    assert lm.engine.stats()["overlapped_steps"] == before[0] == 0, "nothing is read late where that was not asked for"
+    assert stats["overlapped_steps"] > before[1]
     assert_idle(late)
 
 

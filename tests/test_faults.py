@@ -29,10 +29,10 @@ from transformers import LlamaConfig, PretrainedConfig
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.attention import FlashInferAttnBackend, TorchAttnBackend
 from pymllm_interp.config import resolve_device
+from pymllm_interp.core.out_of_memory import is_out_of_memory
 from pymllm_interp.models.llama import LlamaForCausalLM
 from pymllm_interp.runner import cuda_graph_runner, model_runner
 from pymllm_interp.runner.cuda_graph_runner import is_capture_mode
-from pymllm_interp.runner.memory import is_out_of_memory
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)

@@ -12,7 +12,8 @@ from conftest import CONFIGS, random_model
 
 from pymllm_interp import LM, Capture, Gate, SamplingParams, Scale, Steer
 from pymllm_interp.engine.handle import EngineClosedError
-from pymllm_interp.hooks.intervention import Project, fingerprint_of
+from pymllm_interp.hooks.binding import fingerprint_of
+from pymllm_interp.hooks.captures.spec import Project
 from pymllm_interp.hooks.receipt import Applied, Captured, Receipt
 from pymllm_interp.models import fingerprint
 from pymllm_interp.models.fingerprint import checksum, model_fingerprint

@@ -313,7 +313,7 @@ def test_aborts_and_preemption_under_load_leave_every_slot_free(device, lm_of):
             thread.join(WAIT)
             assert not thread.is_alive(), "a trace hangs"
     after = lm.engine.stats()
-    assert after["preempted"] > before["preempted"] and after["steps_ahead"] > before["steps_ahead"]
+    assert after["preempted"] > before["preempted"] and after["overlapped_steps"] > before["overlapped_steps"]
     assert [ids[0, len(prompts[0]) :].tolist() for ids in seen] == [expected[0][:20]] * 6
     assert_nothing_left(lm)
 

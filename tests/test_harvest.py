@@ -27,10 +27,10 @@ from conftest import VOCAB
 from safetensors.torch import load_file
 
 from pymllm_interp import LM, Capture, Generated, SamplingParams, Scale, Steer
-from pymllm_interp.engine.harvest import HarvestError
-from pymllm_interp.engine.prompts import PromptError
-from pymllm_interp.hooks.harvest import Harvest, expected_bytes, open_harvest
-from pymllm_interp.hooks.intervention import Project
+from pymllm_interp.engine.request_factory import PromptError
+from pymllm_interp.harvest.reader import Harvest, expected_bytes, open_harvest
+from pymllm_interp.harvest.run import HarvestError
+from pymllm_interp.hooks.captures.spec import Project
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner
 
 ALONE: dict[str, Any] = {"max_running_requests": 1, "max_num_tokens": 16}

@@ -15,24 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pymllm_interp.hooks.intervention import (
-    MAX_RANK,
-    Ablate,
-    Capture,
-    Clamp,
-    Gate,
-    Generated,
-    Intervention,
-    Patch,
-    Project,
-    Scale,
-    Steer,
-    Window,
-    apply,
-    bind,
-    ordinals_of,
-    windows_of,
-)
+from pymllm_interp.hooks.binding import bind
+from pymllm_interp.hooks.captures.spec import Capture, Project
+from pymllm_interp.hooks.interventions.reference import apply
+from pymllm_interp.hooks.interventions.specs import MAX_RANK, Ablate, Clamp, Gate, Intervention, Patch, Scale, Steer
+from pymllm_interp.hooks.positions import Generated, Window, ordinals_of, windows_of
 from pymllm_interp.hooks.site import FAMILIES, Family, ModelInfo, Site
 
 WIDTH = 16

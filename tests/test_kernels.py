@@ -27,8 +27,9 @@ from pymllm_interp.mem_cache import KVPool
 from pymllm_interp.runner.partition import Execution
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
-from pymllm_interp.layers import launch, triton_edits
+from pymllm_interp.layers import launch
 from pymllm_interp.layers import triton_kernels as kernels
+from pymllm_interp.layers.edits import kernels as triton_edits
 from pymllm_interp.layers.launch import Launcher
 from pymllm_interp.runner import triton_inputs
 
@@ -516,12 +517,12 @@ class Watch:
     ) -> None:
         self.at, self.inside, self.output = at, inside, output
 
-    def waits_at(self, layer: int) -> Waits:
+    def hook_position(self, layer: int) -> Waits:
         if layer in self.at:
             return "nowhere"
         return "at output" if layer in self.output else "within"
 
-    def nobody_inside(self, layer: int, module: str = "", but: str = "") -> bool:
+    def try_fuse(self, layer: int, module: str = "", but: str = "") -> bool:
         return (layer, module, but) in self.inside
 
     def is_own_call(self) -> bool:
@@ -560,7 +561,7 @@ def test_both_passes_over_the_kernels_are_bit_equal_however_their_layers_are_mix
         written = kv[:, :, slots]
         near_torch(fused, runner, torch_hand.batch(tokens, mode))
         for watch in WATCHES:
-            batch.watch, kv[:, :, slots] = watch, 0
+            batch.hook_query, kv[:, :, slots] = watch, 0
             modules = runner.forward(batch, Execution.MODULES).next_token_logits
             assert torch.equal(fused, modules), f"{mode.name}: {(fused - modules).abs().max()}"
             assert torch.equal(kv[:, :, slots], written)

@@ -18,11 +18,15 @@ from helpers_runner import Steps, make_runner
 
 from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Generated, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.config import INNER_SITES
-from pymllm_interp.engine.harvest import HarvestError
+from pymllm_interp.harvest.reader import open_harvest
+from pymllm_interp.harvest.run import HarvestError
 from pymllm_interp.hooks import tables
-from pymllm_interp.hooks.capture import Group
-from pymllm_interp.hooks.harvest import open_harvest
-from pymllm_interp.hooks.intervention import Intervention, Project, apply, bind, ordinals_of, vectors_of
+from pymllm_interp.hooks.binding import bind
+from pymllm_interp.hooks.captures.group import Group
+from pymllm_interp.hooks.captures.spec import Project
+from pymllm_interp.hooks.interventions.reference import apply, vectors_of
+from pymllm_interp.hooks.interventions.specs import Intervention
+from pymllm_interp.hooks.positions import ordinals_of
 from pymllm_interp.hooks.receipt import Receipt
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner
 
@@ -318,15 +322,15 @@ def test_what_ops_are_computed_with_is_on_the_device_before_the_first_step(lm_of
     assert [len(handle.result(WAIT).token_ids) for handle in handles] == [5, 5, 5]
     first, *later = used.values()
     assert len(used) == 5 and all(addresses <= first for addresses in later)
-    if lm.runner.edit_tables is None:
+    if lm.runner.device_tables is None:
         assert not sent
         return
     begin, *steps = (sent[step] for step in used)
     assert begin > sum(vector.numel() for spec in specs for vector in vectors_of(spec))
     assert all(count <= 3 * len(specs) for count in steps)
-    pool = lm.runner.edit_tables.tables.vectors
+    pool = lm.runner.device_tables.tables.vectors
     assert all(pool.data_ptr() <= address < pool.data_ptr() + pool.nbytes for address in first)
-    assert lm.runner.edit_tables.pool.used == 0
+    assert lm.runner.device_tables.pool.used == 0
 
 
 def test_what_requests_have_in_common_is_done_once_a_step(lm_of: Any, oracle: Any, monkeypatch: Any) -> None:
@@ -364,20 +368,20 @@ def test_what_requests_have_in_common_is_done_once_a_step(lm_of: Any, oracle: An
 def test_a_vector_pool_that_is_full_of_the_vocabularys_is_an_error_that_names_its_setting(lm_of: Any) -> None:
     """A vector of the vocabulary takes as many rows as it is wider than a state."""
     lm = lm_of("llama", max_intervention_vectors=3)
-    if lm.runner.edit_tables is None:
+    if lm.runner.device_tables is None:
         pytest.skip("functions have no pool")
     with pytest.raises(ValueError, match="max_intervention_vectors"):
         lm.generate([[1, 2]], interventions=[Steer("logits", vector(VOCAB, 1)), Steer("logits", vector(VOCAB, 2))])
     (out,) = lm.generate([[1, 2]], greedy(2), interventions=[Steer("logits", vector(VOCAB, 1), scale=1e3)])
-    assert out.token_ids == [int(vector(VOCAB, 1).argmax())] * 2 and lm.runner.edit_tables.pool.used == 0
+    assert out.token_ids == [int(vector(VOCAB, 1).argmax())] * 2 and lm.runner.device_tables.pool.used == 0
 
 
 def test_the_vectors_of_a_request_are_given_back_however_it_ends(lm_of: Any, tmp_path: Path) -> None:
     """Cancelled, out of time, refused beside another one, in a trace that fails, in a harvest that finds no room."""
     lm, width = lm_of("llama", max_intervention_vectors=4), lm_of("llama").hf_config.hidden_size
-    if lm.runner.edit_tables is None:
+    if lm.runner.device_tables is None:
         pytest.skip("functions have no pool")
-    pool, long = lm.runner.edit_tables.pool, greedy(100)
+    pool, long = lm.runner.device_tables.pool, greedy(100)
 
     def steer(seed: int) -> list[Intervention]:
         return [Steer("embed", vector(width, seed))]

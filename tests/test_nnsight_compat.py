@@ -13,8 +13,9 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from nnsight import NNsight
 
 import pymllm_interp
-from pymllm_interp.hooks import nnsight_compat as compat
-from pymllm_interp.hooks.interleaver import EngineInterleaver, Handover
+from pymllm_interp.hooks.traces import nnsight_compat as compat
+from pymllm_interp.hooks.traces.handover import Handover
+from pymllm_interp.hooks.traces.interleaver import EngineInterleaver
 
 PACKAGE = Path(pymllm_interp.__file__).parent
 

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pymllm_interp.core.request import Request, SamplingParams
+from pymllm_interp.core.request import Request
+from pymllm_interp.core.sampling_params import SamplingParams
 from pymllm_interp.sampling import (
     PenaltyBatch,
     Sampler,

@@ -322,7 +322,7 @@ def test_a_block_that_runs_ahead_sees_the_steps_that_happened_and_no_other(
     first = plain.index(plain[stop_at])
     results = []
     for model in (ahead, lm):
-        before, passes = model.engine.stats()["steps_ahead"], []
+        before, passes = model.engine.stats()["overlapped_steps"], []
         with model.generate(PROMPT, **params, on_step=lambda step, _, passes=passes: passes.append(step)) as tracer:
             seen = list().save()
             for step in tracer.iter[:]:
@@ -331,7 +331,7 @@ def test_a_block_that_runs_ahead_sees_the_steps_that_happened_and_no_other(
             ids = tracer.result.save()
         assert after == ["the loop ended"] and passes == list(range(first + 1)) == [step for step, _ in seen]
         assert tracer.receipt.steps.total() == first + 1 == tracer.receipt.reads - 1, "the result is read, too"
-        results.append((ids, seen, model.engine.stats()["steps_ahead"] - before))
+        results.append((ids, seen, model.engine.stats()["overlapped_steps"] - before))
     (ids, seen, launched_ahead), (expected_ids, expected, _) = results
     assert torch.equal(ids, expected_ids) and launched_ahead > 0
     for (_, a), (_, b) in zip(seen, expected, strict=True):

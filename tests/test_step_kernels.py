@@ -52,13 +52,13 @@ def test_inputs_are_laid_out_as_in_plain_torch(count: int, padded: int) -> None:
     found, expected = InputBuffers(304, DEVICE), InputBuffers(304, DEVICE)
     found._lay_out, expected._lay_out = lay_out, input_batch._lay_out
     for buffers in (found, expected):
-        for name in ("input_ids", "positions", "out_cache_loc", "rows", "edited_rows", "seq_lens"):
+        for name in ("input_ids", "positions", "out_cache_loc", "rows", "op_rows", "seq_lens"):
             getattr(buffers, name).fill_(77)
         buffers.lay_out(tokens, states, table, padded)
-    for name in ("input_ids", "positions", "out_cache_loc", "rows", "edited_rows", "seq_lens"):
+    for name in ("input_ids", "positions", "out_cache_loc", "rows", "op_rows", "seq_lens"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     assert found.rows[count : max(padded, count)].tolist() == [0] * max(padded - count, 0), "padding is the dummy row's"
-    assert found.edited_rows[count : max(padded, count)].tolist() == [-1] * max(padded - count, 0)
+    assert found.op_rows[count : max(padded, count)].tolist() == [-1] * max(padded - count, 0)
     assert found.out_cache_loc[max(padded, count) :].eq(77).all(), "nothing is written behind the step's rows"
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from pymllm_interp import LM, SamplingParams
-from pymllm_interp.engine.prompts import PromptError
-from pymllm_interp.hooks.nnsight_compat import OutOfOrderError
-from pymllm_interp.hooks.rows import EditError
-from pymllm_interp.hooks.watchdog import TraceTimeoutError
+from pymllm_interp.engine.request_factory import PromptError
+from pymllm_interp.hooks.traces.nnsight_compat import OutOfOrderError
+from pymllm_interp.hooks.traces.rows import EditError
+from pymllm_interp.hooks.traces.watchdog import TraceTimeoutError
 
 PROMPT = [3, 1, 4, 1, 5]
 

@@ -16,11 +16,12 @@ from conftest import held, tiny_tokenizer
 from nnsight.modeling.transformers import TransformersModel
 
 from pymllm_interp import LM, SamplingParams
-from pymllm_interp.engine.prompts import PromptError
+from pymllm_interp.engine.request_factory import PromptError
 from pymllm_interp.hooks import saves
-from pymllm_interp.hooks.rows import EditError, Rows, Shared
-from pymllm_interp.hooks.saves import Delivery, _Cutter, find_tensors, own, unowned
-from pymllm_interp.hooks.trace import GangError, RequestTrace
+from pymllm_interp.hooks.traces.delivery import Delivery, _Cutter
+from pymllm_interp.hooks.traces.rows import EditError, Rows, Shared
+from pymllm_interp.hooks.traces.saves import find_tensors, own, unowned
+from pymllm_interp.hooks.traces.trace import GangError, RequestTrace
 
 A, B = [3, 1, 4, 1, 5], [9, 2, 6, 5, 3]
 

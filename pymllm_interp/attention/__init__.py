@@ -7,9 +7,8 @@ from importlib.util import find_spec
 
 import torch
 
-from .attention_backend import AttentionBackend
+from .attention_backend import AttentionBackend, RadixAttention
 from .flashinfer_backend import DTYPES, HEAD_DIMS, FlashInferAttnBackend, check_head_dim
-from .radix_attention import RadixAttention
 from .torch_backend import TorchAttnBackend
 
 __all__ = [

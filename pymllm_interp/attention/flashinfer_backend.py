@@ -28,7 +28,7 @@ from .torch_backend import TorchAttnBackend
 if TYPE_CHECKING:
     from ..core.forward_batch import ForwardBatch
     from ..mem_cache.memory_pool import KVPool
-    from .radix_attention import RadixAttention
+    from .attention_backend import RadixAttention
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)

@@ -21,7 +21,7 @@ from .torch_plan import (
 
 if TYPE_CHECKING:
     from ..core.forward_batch import ForwardBatch
-    from .radix_attention import RadixAttention
+    from .attention_backend import RadixAttention
 
 # Below this many scores one fused call beats two matmuls and a softmax.
 FUSED_SCORES = 8192

@@ -20,7 +20,7 @@ import torch
 
 if TYPE_CHECKING:
     from ..core.forward_batch import ForwardBatch
-    from .radix_attention import RadixAttention
+    from .attention_backend import RadixAttention
 
 # Lengths are rounded up: a CPU matmul of a shape not seen before is compiled first, about a millisecond.
 QUERY_MULTIPLE = 8

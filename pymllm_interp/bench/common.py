@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..core.request import SamplingParams
+from ..core.sampling_params import SamplingParams
 from ..doctor import cpu_model
 from ..engine.handle import RequestHandle
 from ..engine.lm import LM

@@ -18,7 +18,8 @@ import torch
 
 from .. import LM
 from ..engine.handle import RequestHandle
-from ..hooks.intervention import Ablate, Capture, Clamp, Gate, Intervention, Steer
+from ..hooks.captures.spec import Capture
+from ..hooks.interventions.specs import Ablate, Clamp, Gate, Intervention, Steer
 from ..runner.cuda_graph_runner import CudaGraphRunner
 from .common import greedy, random_prompts, steady_ms, summary, timed
 from .gpu import GpuSettings, Model, facts, replay_ms
@@ -163,14 +164,14 @@ def tables(lm: LM, batch: int, replays: int = 20) -> dict[str, Any]:
 
     def run() -> list[list[float]]:
         assert runner.graph_runner is not None
-        size, captured = runner.graph_runner.padded_size(batch), runner.captured_edits
+        size, captured = runner.graph_runner.padded_size(batch), runner.captured_site_ops
         made, kept = [], []
         for edits in (lambda bs: None, captured, lambda bs: None):
-            runner.captured_edits = edits  # type: ignore[method-assign]
+            runner.captured_site_ops = edits  # type: ignore[method-assign]
             try:
                 made.append(CudaGraphRunner(runner, [size]))
             finally:
-                runner.captured_edits = captured  # type: ignore[method-assign]
+                runner.captured_site_ops = captured  # type: ignore[method-assign]
             kept.append(dict(vars(runner.attn_backend).get("_graphs", {})))  # what this graph reads
         graphs = [graph_runner.graphs[size] for graph_runner in made]
         found = [[replay_ms(graph, replays) for graph in graphs] for _ in range(PAIRS + 1)][1:]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import LM
-from ..hooks.intervention import Steer
+from ..hooks.interventions.specs import Steer
 from .common import Prompts, greedy, random_prompts
 from .gpu import GpuSettings, Model, facts
 

@@ -55,14 +55,14 @@ Waits = Literal["nowhere", "at output", "within"]
 """Where in a decoder layer hooks wait. "at output": and nowhere else in it; "within": at its input, or inside of it."""
 
 
-class LayerWatch(Protocol):
+class HookQuery(Protocol):
     """Tells a pass that goes module by module where it need not: where no hook waits, it runs fused."""
 
-    def waits_at(self, layer: int) -> Waits:
+    def hook_position(self, layer: int) -> Waits:
         """Where hooks wait at the layer. What comes before these counts as visited, unless they wait within."""
         ...
 
-    def nobody_inside(self, layer: int, module: str = "", but: str = "") -> bool:
+    def try_fuse(self, layer: int, module: str = "", but: str = "") -> bool:
         """Whether no hook waits inside of the layer, or inside of its `module`, save at the module `but` and in it.
 
         If so, what lies there counts as visited.
@@ -70,7 +70,7 @@ class LayerWatch(Protocol):
         ...
 
     def runs_eagerly(self, layer: int, module: str, but: str) -> None:
-        """Tell the requests of hooks for which `nobody_inside` is False that their module goes kernel by kernel."""
+        """Tell the requests of hooks for which `try_fuse` is False that their module goes kernel by kernel."""
         ...
 
     def is_own_call(self) -> bool:
@@ -86,7 +86,7 @@ Registers = dict[str, torch.Tensor]
 """Tensors [1, tokens, ...] that pass from one stretch to the next, by name; a name stands for one width and dtype."""
 
 
-class Stretches(Protocol):
+class GraphSegments(Protocol):
     """Runs stretches of a pass in which no hook waits, as CUDA graphs (runner/segments.py)."""
 
     def run(self, key: Hashable, stretch: Callable[..., Registers], inputs: Registers) -> Registers:
@@ -137,9 +137,9 @@ class ForwardBatch:
     return_hidden_states: bool = False
     hidden_states:   torch.Tensor | None = None  # [tokens, hidden] after the final norm; set by the model when asked for
     padded_size:     int = 0                     # rows of the runner's input buffers that are laid out for it, padding included
-    edits:           Any = field(default=None, repr=False)  # declared ops of its requests (layers/edits.py); None: none has any
-    watch:           LayerWatch | None = None    # who waits at which layer; None: nobody can
-    stretches:       Stretches | None = None     # runs what lies between those who wait; None: kernel by kernel
+    site_ops:        Any = field(default=None, repr=False)  # declared ops of its requests (layers/edits.py); None: none has any
+    hook_query:      HookQuery | None = None  # who waits at which layer; None: nobody can
+    segments:        GraphSegments | None = None  # runs what lies between those who wait; None: kernel by kernel
     rotation:        Any = field(default=None, repr=False)  # what layers/rope.py made of this pass's cos and sin
     attn_metadata:   Any = field(default=None, repr=False)  # the backend's plan for this pass
     # fmt: on
@@ -173,10 +173,10 @@ class ForwardBatch:
             start += size
         return groups
 
-    def stretch(self, key: Hashable, run: Callable[..., Registers], **inputs: torch.Tensor) -> Registers:
+    def run_segment(self, key: Hashable, run: Callable[..., Registers], **inputs: torch.Tensor) -> Registers:
         """``run(**inputs)``: a part of the pass in which no hook waits, from a CUDA graph where the pass has them.
 
         Args:
             key: names the part. Parts with equal keys are the same kernels over the memory of the pass and of `inputs`.
         """
-        return run(**inputs) if self.stretches is None else self.stretches.run(key, run, inputs)
+        return run(**inputs) if self.segments is None else self.segments.run(key, run, inputs)

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
+from ..core.out_of_memory import is_out_of_memory
 from ..core.output import Logprob, ModelRunnerOutput, SampledLogprobs, SchedulerOutput
 from ..core.request import Request
-from ..hooks.watchdog import Watchdog
+from ..hooks.traces.watchdog import Watchdog
 from ..runner.async_output import AsyncOutput
 from ..runner.interp_model_runner import InterpModelRunner
-from ..runner.memory import is_out_of_memory
 from .handle import EngineClosedError, RequestHandle
 from .scheduler import Scheduler
 
@@ -44,7 +44,7 @@ class Engine:
 
     def __init__(self, runner: InterpModelRunner) -> None:
         self.runner = runner
-        self.num_steps = self.num_steps_ahead = 0
+        self.num_steps = self.num_overlapped_steps = 0
         self._in_flight: tuple[SchedulerOutput, AsyncOutput] | None = None
         self._handles: dict[str, RequestHandle] = {}
         self._followed: dict[str, RequestHandle] = {}
@@ -109,7 +109,7 @@ class Engine:
         scheduler, traced = self.scheduler, self.runner.nnsight_model
         return {
             "steps": self.num_steps,
-            "steps_ahead": self.num_steps_ahead,
+            "overlapped_steps": self.num_overlapped_steps,
             "execution": {f"{how}: {why}": n for (how, why), n in Counter(self.runner.partition.counts).items()},
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
@@ -163,7 +163,7 @@ class Engine:
         asked = runner.server_config.async_scheduling
         self._async = runner.device.startswith("cuda") if asked is None else asked
         if self._async:
-            runner.nnsight_model.interleaver.catch_up = self._catch_up
+            runner.nnsight_model.interleaver.sync_previous_step = self._sync_previous_step
         self.scheduler = Scheduler(
             runner.server_config,
             runner.max_num_tokens,
@@ -209,7 +209,7 @@ class Engine:
         With `async_scheduling` a step's tokens are read when the next one has been launched behind it: the device does not
         wait for the host. A step that ends a request so runs one token too many for it, which is dropped. Where the next step
         depends on this one's tokens (`Request.needs_tokens`), they are read first; where a block is about to be served, there
-        and then (`_catch_up`).
+        and then (`_sync_previous_step`).
         """
         step = self.scheduler.schedule()
         while self.scheduler.lost:
@@ -230,7 +230,7 @@ class Engine:
             self._in_flight = None
             self._collect(*launched)
         else:
-            self.num_steps_ahead += 1
+            self.num_overlapped_steps += 1
 
     def _launch(self, step: SchedulerOutput) -> tuple[SchedulerOutput, AsyncOutput] | None:
         """Run a step as far as the host's part goes. None: it was empty, or failed."""
@@ -252,7 +252,7 @@ class Engine:
         self.scheduler.launched(step)
         return step, output
 
-    def _catch_up(self) -> None:
+    def _sync_previous_step(self) -> None:
         """Deliver what the step before made, in the midst of a pass: blocks of requests that end with it must not be served."""
         before, self._in_flight = self._in_flight, None
         if before is not None:

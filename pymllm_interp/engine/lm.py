@@ -26,31 +26,38 @@ from .. import __version__
 from ..config import ModelConfig, ServerConfig
 from ..core.arguments import check_names
 from ..core.output import RequestOutput
-from ..core.request import Request, SamplingParams
-from ..hooks.harvest import HarvestFolder, Identity, expected_bytes, has_index_per_site
-from ..hooks.intervention import (
-    Capture,
-    Generated,
-    Intervention,
-    captures_for_each_prompt,
-    fingerprint_of,
-    for_each_prompt,
-    resolved,
-)
-from ..hooks.model import TracedModel
+from ..core.request import Request
+from ..core.sampling_params import SamplingParams
+from ..harvest.folder import HarvestFolder, Identity
+from ..harvest.inputs import Settings, tokenizer_fingerprint
+from ..harvest.reader import expected_bytes, has_index_per_site
+from ..harvest.run import READ, STEPS_AHEAD, HarvestResult, HarvestRun
+from ..hooks.binding import captures_for_each_prompt, fingerprint_of, for_each_prompt, resolved
+from ..hooks.captures.spec import Capture
+from ..hooks.interventions.specs import Intervention
+from ..hooks.positions import Generated
 from ..hooks.receipt import Receipt
 from ..hooks.site import Site
-from ..hooks.trace import RequestTrace
-from ..hooks.tracer import EngineTracer, SessionTracer, opens_with
+from ..hooks.traces.envoy import TracedModel
+from ..hooks.traces.trace import RequestTrace
+from ..hooks.traces.tracer import EngineTracer, SessionTracer, opens_with
 from ..hooks.vectors import VectorRegistry
-from ..layers.edits import LOGITS
+from ..layers.edits.base import LOGITS
 from ..models.fingerprint import model_fingerprint
 from ..models.source import load_tokenizer
 from ..runner.interp_model_runner import InterpModelRunner
+from .completion import StreamPiece
 from .engine import Engine
-from .handle import EngineClosedError, RequestHandle, StreamPiece
-from .harvest import READ, STEPS_AHEAD, HarvestResult, HarvestRun, Settings, tokenizer_fingerprint
-from .prompts import IGNORED, Limits, PromptError, RequestFactory, as_prompts, default_max_tokens, sampling_from_kwargs
+from .handle import EngineClosedError, RequestHandle
+from .request_factory import (
+    IGNORED,
+    Limits,
+    PromptError,
+    RequestFactory,
+    as_prompts,
+    default_max_tokens,
+    sampling_from_kwargs,
+)
 
 Interventions = Sequence[Intervention] | Sequence[Sequence[Intervention]] | None
 """One list for all prompts, or a list for each."""

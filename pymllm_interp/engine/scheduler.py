@@ -17,11 +17,11 @@ from operator import attrgetter
 import torch
 
 from ..config import ServerConfig
+from ..core.out_of_memory import is_out_of_memory
 from ..core.output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from ..core.request import Request, RequestStatus
+from ..hooks.captures.ring import CaptureRing
 from ..mem_cache.memory_pool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
-from ..runner.capture_ring import CaptureRing
-from ..runner.memory import is_out_of_memory
 
 
 class Scheduler:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .dispatch import kernels_for
-from .edits import Edited, op_at, op_inner, stream_site, take_inner
+from .edits.base import SiteModule, apply_at, apply_inner, capture_inner, residual_site
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -65,7 +65,7 @@ class Gemm:
         return self._packed
 
 
-class Linear(Edited):
+class Linear(SiteModule):
     """A projection: x [..., in] -> [..., out].
 
     Attributes:
@@ -88,15 +88,15 @@ class Linear(Edited):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         edits = self.take_edits()
         if self.reads is not None:
-            take_inner(x, edits, *self.reads)
+            capture_inner(x, edits, *self.reads)
         out = self.gemm(x)
-        return out if self.makes is None else op_inner(out, edits, *self.makes)
+        return out if self.makes is None else apply_inner(out, edits, *self.makes)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-class Projection(Edited):
+class Projection(SiteModule):
     """One of the projections of a `MergedLinear`. Its weight is a view of the merged one.
 
     Attributes:
@@ -113,7 +113,7 @@ class Projection(Edited):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self._merged[0].slice(self._index, x)
-        return out if self.makes is None else op_inner(out, self.take_edits(), *self.makes)
+        return out if self.makes is None else apply_inner(out, self.take_edits(), *self.makes)
 
     def extra_repr(self) -> str:
         out_features, in_features = self.weight.shape
@@ -168,7 +168,7 @@ class MergedLinear:
         return product.narrow(-1, sum(self.sizes[:index]), self.sizes[index]).contiguous()
 
 
-class Embedding(Edited):
+class Embedding(SiteModule):
     """Token ids [...] -> [..., hidden]."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, dtype: torch.dtype, device: str) -> None:
@@ -180,7 +180,7 @@ class Embedding(Edited):
         out = F.embedding(input_ids, self.weight)
         # A pass with gradients: weights ask for none, so the graph begins here.
         out = out.requires_grad_() if torch.is_grad_enabled() else out
-        return op_at(out, self.take_edits(), stream_site(0))
+        return apply_at(out, self.take_edits(), residual_site(0))
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"

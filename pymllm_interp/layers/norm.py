@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .dispatch import kernels_for
-from .edits import Edited, Edits
+from .edits.base import SiteModule, SiteOps
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -47,7 +47,7 @@ def norm_heads(
     return torch.cat((rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), v), dim=1)
 
 
-class RMSNorm(Edited):
+class RMSNorm(SiteModule):
     """x [..., size] -> [..., size]. A model's last norm is a site."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: str) -> None:
@@ -61,7 +61,7 @@ class RMSNorm(Edited):
         return normed if edits is None else edits.at(edits.final_site, normed)
 
     def after_add(
-        self, h: torch.Tensor, delta: torch.Tensor | None, edits: Edits | None = None, place: int = 0
+        self, h: torch.Tensor, delta: torch.Tensor | None, edits: SiteOps | None = None, place: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`add_rms_norm`, for passes that call no module; with the ops of the place where delta is added."""
         if edits is None or delta is None:

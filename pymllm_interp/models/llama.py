@@ -20,20 +20,20 @@ from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from ..attention.radix_attention import RadixAttention
+from ..attention.attention_backend import RadixAttention
 from ..core.forward_batch import ForwardBatch, Registers
 from ..layers.activation import SiLU, gated, silu
-from ..layers.edits import (
+from ..layers.edits.base import (
     LOGITS,
-    Edited,
-    Edits,
-    added_site,
+    SiteModule,
+    SiteOps,
+    apply_at,
+    apply_inner,
+    capture_at,
+    capture_inner,
+    delta_site,
     edited,
-    op_at,
-    op_inner,
-    stream_site,
-    take_at,
-    take_inner,
+    residual_site,
     total,
 )
 from ..layers.linear import Embedding, Linear, MergedLinear
@@ -90,12 +90,12 @@ class LlamaAttention(nn.Module):
                 k = self.normed(self._projected(hidden_states, "k", forward_batch), "k_norm")
                 v = self._projected(hidden_states, "v", forward_batch).reshape(*q.shape[:1], -1, self.head_dim)
             z = self.attn(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, forward_batch).unsqueeze(0)
-            out = self._output(op_inner(z, forward_batch.edits, self.layer_idx, "z"), forward_batch)
-        return op_at(out, forward_batch.edits, added_site(2 * self.layer_idx + 1)), None
+            out = self._output(apply_inner(z, forward_batch.site_ops, self.layer_idx, "z"), forward_batch)
+        return apply_at(out, forward_batch.site_ops, delta_site(2 * self.layer_idx + 1)), None
 
     def _stretch(self, x: torch.Tensor, rotary: Rotation, batch: ForwardBatch) -> torch.Tensor | None:
         """`forward` as far as nobody waits inside; None where someone waits for the first of it."""
-        watch, layer = batch.watch, self.layer_idx
+        watch, layer = batch.hook_query, self.layer_idx
         if watch is None:
             return None
 
@@ -106,11 +106,11 @@ class LlamaAttention(nn.Module):
             return {"z": self.heads_fused(x, cos, sin, batch)}
 
         cos, sin = rotation_of(batch, *rotary)
-        if watch.nobody_inside(layer, "self_attn"):
-            return batch.stretch(("attn", layer), whole, x=x, cos=cos, sin=sin)["delta"]
-        if watch.nobody_inside(layer, "self_attn", but="self_attn.o_proj"):
-            return self._output(batch.stretch(("heads", layer), heads, x=x, cos=cos, sin=sin)["z"], batch)
-        if batch.stretches is not None:
+        if watch.try_fuse(layer, "self_attn"):
+            return batch.run_segment(("attn", layer), whole, x=x, cos=cos, sin=sin)["delta"]
+        if watch.try_fuse(layer, "self_attn", but="self_attn.o_proj"):
+            return self._output(batch.run_segment(("heads", layer), heads, x=x, cos=cos, sin=sin)["z"], batch)
+        if batch.segments is not None:
             watch.runs_eagerly(layer, "self_attn", but="self_attn.o_proj")
         return None
 
@@ -119,7 +119,7 @@ class LlamaAttention(nn.Module):
         projection = getattr(self, f"{kind}_proj")
         projection.batch = batch
         out = projection(x)
-        take_inner(out, batch.edits, self.layer_idx, kind)
+        capture_inner(out, batch.site_ops, self.layer_idx, kind)
         return out
 
     def _output(self, z: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -133,14 +133,14 @@ class LlamaAttention(nn.Module):
     def forward_fused(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """`forward` without a call to a module, and without ops at its output. x [1, tokens, hidden]; cos, sin: a `rotation`."""
         z = self.heads_fused(x, cos, sin, batch)
-        take_inner(z, batch.edits, self.layer_idx, "z")
+        capture_inner(z, batch.site_ops, self.layer_idx, "z")
         return self.o_proj.gemm(z)
 
     def heads_fused(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """What `o_proj` reads, [1, tokens, heads * head_dim], after its ops."""
         qkv = self._qkv.gemm(x).view(x.shape[1], -1, self.head_dim)
-        if batch.edits is not None and batch.edits.inner:
-            self._edit(qkv, batch.edits)
+        if batch.site_ops is not None and batch.site_ops.inner:
+            self._edit(qkv, batch.site_ops)
         qkv = self.normed_fused(qkv)
         pool = batch.token_to_kv_pool
         if batch.fresh_kv_only or pool is None:  # k and v are not for the pool
@@ -149,17 +149,17 @@ class LlamaAttention(nn.Module):
         else:
             q = rope_and_write(qkv, cos, sin, pool, self.layer_idx, batch.out_cache_loc)
             z = self.attn.of_written(q, batch)
-        return op_inner(z.unsqueeze(0), batch.edits, self.layer_idx, "z")
+        return apply_inner(z.unsqueeze(0), batch.site_ops, self.layer_idx, "z")
 
-    def _edit(self, qkv: torch.Tensor, edits: Edits) -> None:
+    def _edit(self, qkv: torch.Tensor, edits: SiteOps) -> None:
         """Ops and captures of the projections' outputs, in place; qkv [tokens, heads + 2 * kv_heads, head_dim]."""
         first = 0
         for kind, heads in (("q", self.num_heads), ("k", self.num_kv_heads), ("v", self.num_kv_heads)):
             if kind in edits.inner:
                 part = qkv[:, first : first + heads]
                 value = part.reshape(1, len(qkv), -1)
-                edited_value = op_inner(value, edits, self.layer_idx, kind)
-                take_inner(edited_value, edits, self.layer_idx, kind)
+                edited_value = apply_inner(value, edits, self.layer_idx, kind)
+                capture_inner(edited_value, edits, self.layer_idx, kind)
                 if edited_value is not value:
                     part.copy_(edited_value.view(part.shape))
             first += heads
@@ -169,7 +169,7 @@ class LlamaAttention(nn.Module):
         return qkv
 
 
-class LlamaMLP(Edited):
+class LlamaMLP(SiteModule):
     """The gated feed-forward block: ``down(act(gate(x)) * up(x))``."""
 
     def __init__(self, config: PretrainedConfig, layer_idx: int, dtype: torch.dtype, device: str) -> None:
@@ -195,27 +195,27 @@ class LlamaMLP(Edited):
                 self.down_proj.batch = batch
                 down_proj = self.down_proj(self._op(self.act_fn(self.gate_proj(x)) * self.up_proj(x), batch))
             out = down_proj
-        return op_at(out, None if batch is None else batch.edits, added_site(2 * self.layer_idx + 2))
+        return apply_at(out, None if batch is None else batch.site_ops, delta_site(2 * self.layer_idx + 2))
 
     def _stretch(self, x: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor | None:
         """`forward` as far as nobody waits inside; None where someone waits for the first of it."""
-        watch, layer = None if batch is None else batch.watch, self.layer_idx
+        watch, layer = None if batch is None else batch.hook_query, self.layer_idx
         if batch is None or watch is None:
             return None
-        if watch.nobody_inside(layer, "mlp"):
-            return batch.stretch(("mlp", layer), lambda x: {"delta": self.forward_fused(x, batch)}, x=x)["delta"]
-        if watch.nobody_inside(layer, "mlp", but="mlp.down_proj"):
-            act = batch.stretch(("act", layer), lambda x: {"act": self.neurons_fused(x, batch)}, x=x)["act"]
+        if watch.try_fuse(layer, "mlp"):
+            return batch.run_segment(("mlp", layer), lambda x: {"delta": self.forward_fused(x, batch)}, x=x)["delta"]
+        if watch.try_fuse(layer, "mlp", but="mlp.down_proj"):
+            act = batch.run_segment(("act", layer), lambda x: {"act": self.neurons_fused(x, batch)}, x=x)["act"]
             self.down_proj.batch = batch
             return self.down_proj(act)
-        if batch.stretches is not None:
+        if batch.segments is not None:
             watch.runs_eagerly(layer, "mlp", but="mlp.down_proj")
         return None
 
     def forward_fused(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """`forward` without a call to a module, and without the ops at its output."""
         act = self.neurons_fused(x, batch)
-        take_inner(act, batch.edits, self.layer_idx, "mlp_act")
+        capture_inner(act, batch.site_ops, self.layer_idx, "mlp_act")
         return self.down_proj.gemm(act)
 
     def neurons_fused(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -223,7 +223,7 @@ class LlamaMLP(Edited):
         return self._op(gated(self._gate_up.gemm(x), self._act[0]), batch)
 
     def _op(self, act: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor:
-        return act if batch is None else op_inner(act, batch.edits, self.layer_idx, "mlp_act")
+        return act if batch is None else apply_inner(act, batch.site_ops, self.layer_idx, "mlp_act")
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -242,33 +242,33 @@ class LlamaDecoderLayer(nn.Module):
         self, hidden_states: torch.Tensor, position_embeddings: Rotation, forward_batch: ForwardBatch, **kwargs: Any
     ) -> torch.Tensor:
         """[1, tokens, hidden]. Where nobody waits inside of the layer, it runs fused: the bits are the same."""
-        watch, layer_idx = forward_batch.watch, self.self_attn.layer_idx
-        if watch is not None and watch.nobody_inside(layer_idx):
+        watch, layer_idx = forward_batch.hook_query, self.self_attn.layer_idx
+        if watch is not None and watch.try_fuse(layer_idx):
 
             def whole(h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Registers:
                 parts = self.forward_fused(h, None, cos, sin, forward_batch)
-                return {"h": total(*parts, forward_batch.edits, 2 * layer_idx + 2, served=True)}
+                return {"h": total(*parts, forward_batch.site_ops, 2 * layer_idx + 2, served=True)}
 
             cos, sin = rotation_of(forward_batch, *position_embeddings)
-            return forward_batch.stretch(("layer", layer_idx), whole, h=hidden_states, cos=cos, sin=sin)["h"]
+            return forward_batch.run_segment(("layer", layer_idx), whole, h=hidden_states, cos=cos, sin=sin)["h"]
         kwargs |= {"position_embeddings": position_embeddings, "forward_batch": forward_batch}
         attn_out, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-        edits, place = forward_batch.edits, 2 * layer_idx + 1
-        take_at(attn_out, edits, added_site(place))
-        hidden_states = edited(hidden_states + attn_out, edits, stream_site(place))
+        edits, place = forward_batch.site_ops, 2 * layer_idx + 1
+        capture_at(attn_out, edits, delta_site(place))
+        hidden_states = edited(hidden_states + attn_out, edits, residual_site(place))
         self.mlp.batch = forward_batch
         mlp_out = self.mlp(self.post_attention_layernorm(hidden_states))
-        take_at(mlp_out, edits, added_site(place + 1))
-        return op_at(hidden_states + mlp_out, edits, stream_site(place + 1))
+        capture_at(mlp_out, edits, delta_site(place + 1))
+        return apply_at(hidden_states + mlp_out, edits, residual_site(place + 1))
 
     def forward_fused(
         self, h: torch.Tensor, delta: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The hidden state is the `total` of what goes in, and of what comes out: the next norm's kernel adds them up."""
         place = 2 * self.self_attn.layer_idx
-        h, normed = self.input_layernorm.after_add(h, delta, batch.edits, place)
+        h, normed = self.input_layernorm.after_add(h, delta, batch.site_ops, place)
         delta = self.self_attn.forward_fused(normed, cos, sin, batch)
-        h, normed = self.post_attention_layernorm.after_add(h, delta, batch.edits, place + 1)
+        h, normed = self.post_attention_layernorm.after_add(h, delta, batch.site_ops, place + 1)
         return h, self.mlp.forward_fused(normed, batch)
 
 
@@ -288,17 +288,17 @@ class LlamaModel(nn.Module):
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
     ) -> BaseModelOutputWithPast:
         """input_ids and position_ids [1, tokens]."""
-        edits, watch = forward_batch.edits, forward_batch.watch
+        edits, watch = forward_batch.site_ops, forward_batch.hook_query
         self.embed_tokens.batch = self.norm.batch = forward_batch
         h = self.embed_tokens(input_ids)
-        take_at(h, edits, stream_site(0))
+        capture_at(h, edits, residual_site(0))
         lens = {"rope_lens": forward_batch.rope_lens} if self.rotary_emb.length_dependent else {}
         rotary = self.rotary_emb(h, position_ids=position_ids, **lens)
         kwargs = {"position_embeddings": rotary, "position_ids": position_ids, "forward_batch": forward_batch}
         i, last = 0, len(self.layers)
         while i < last:
             first, waits = i, "within"
-            while watch is not None and i < last and (waits := watch.waits_at(i)) == "nowhere":
+            while watch is not None and i < last and (waits := watch.hook_position(i)) == "nowhere":
                 i += 1
             at_output = waits == "at output"
             if first < i or at_output:
@@ -306,7 +306,7 @@ class LlamaModel(nn.Module):
             if i < last:
                 h = self.layers[i](h, **kwargs) if not at_output else watch.at_output(i, h)  # pyright: ignore[reportOptionalMemberAccess]
                 i += 1
-                take_at(h, edits, stream_site(2 * i))
+                capture_at(h, edits, residual_site(2 * i))
         h = self.norm(h)
         if edits is not None:
             edits.take(edits.final_site, h)
@@ -321,16 +321,16 @@ class LlamaModel(nn.Module):
             delta = None
             for layer in islice(self.layers, first, stop):  # a slice of them would be a module anew
                 h, delta = layer.forward_fused(h, delta, cos, sin, batch)  # pyright: ignore[reportCallIssue]
-            return {"h": total(h, delta, batch.edits, 2 * stop, served)}
+            return {"h": total(h, delta, batch.site_ops, 2 * stop, served)}
 
         cos, sin = rotation_of(batch, *rotary)
-        return batch.stretch(("layers", first, stop, served), run, h=h, cos=cos, sin=sin)["h"]
+        return batch.run_segment(("layers", first, stop, served), run, h=h, cos=cos, sin=sin)["h"]
 
     def forward_fused(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        edits, delta = forward_batch.edits, None
-        h = edited(F.embedding(input_ids, self.embed_tokens.weight), edits, stream_site(0))
+        edits, delta = forward_batch.site_ops, None
+        h = edited(F.embedding(input_ids, self.embed_tokens.weight), edits, residual_site(0))
         cos, sin = self.rotary_emb.rotation(position_ids, forward_batch.rope_lens)
         for layer in self.layers:
             h, delta = layer.forward_fused(h, delta, cos, sin, forward_batch)  # pyright: ignore[reportCallIssue]
@@ -380,7 +380,7 @@ class LlamaForCausalLM(nn.Module):
         if forward_batch.return_hidden_states:
             forward_batch.hidden_states = h[0]
         rows = forward_batch.logits_indices
-        return op_inner(self.lm_head.gemm(h if rows is None else h[:, rows]), forward_batch.edits, 0, LOGITS)
+        return apply_inner(self.lm_head.gemm(h if rows is None else h[:, rows]), forward_batch.site_ops, 0, LOGITS)
 
 
 class MistralAttention(LlamaAttention):

@@ -31,7 +31,7 @@ import torch
 
 from ..core.forward_batch import ForwardBatch, ForwardMode
 from ..core.output import LogitsProcessorOutput
-from ..layers.table_edits import TableEdits
+from ..layers.edits.table import TableOps
 from .input_batch import InputBuffers
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class _InputBuffers:
         self.input_ids = shared.input_ids[:max_bs]
         self.positions = shared.positions[:max_bs]
         self.req_pool_indices = shared.rows[:max_bs]
-        self.edited_rows = shared.edited_rows[:max_bs]
+        self.op_rows = shared.op_rows[:max_bs]
         self.blocks = shared.blocks[:, :max_bs]
         self.out_cache_loc = shared.out_cache_loc[:max_bs]
         self.seq_lens = shared.seq_lens[:max_bs]
@@ -120,7 +120,7 @@ class _InputBuffers:
                 (self.input_ids, forward_batch.input_ids, 0),
                 (self.positions, forward_batch.positions, 0),
                 (self.req_pool_indices, forward_batch.req_pool_indices, 0),
-                (self.edited_rows, self._edited_rows(forward_batch), -1),
+                (self.op_rows, self._edited_rows(forward_batch), -1),
                 *self._block_fills(forward_batch),
                 (self.out_cache_loc, forward_batch.out_cache_loc, 0),
                 (self.seq_lens, forward_batch.seq_lens, self.seq_len_fill_value),
@@ -131,12 +131,12 @@ class _InputBuffers:
 
     @staticmethod
     def _edited_rows(forward_batch: ForwardBatch) -> torch.Tensor:
-        edits = forward_batch.edits
+        edits = forward_batch.site_ops
         return torch.full_like(forward_batch.req_pool_indices, -1) if edits is None else edits.rows
 
     def _block_fills(self, forward_batch: ForwardBatch) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
         """Blocks matter to rows whose request declared something."""
-        edits = forward_batch.edits
+        edits = forward_batch.site_ops
         return [] if edits is None else [(own, given, 0) for own, given in zip(self.blocks, edits.blocks, strict=True)]
 
     def batch(self, bs: int, model_runner: ModelRunner) -> ForwardBatch:
@@ -154,7 +154,7 @@ class _InputBuffers:
             req_to_token_pool=model_runner.req_to_token_pool,
             token_to_kv_pool=model_runner.token_to_kv_pool,
             attn_backend=model_runner.attn_backend,
-            edits=model_runner.captured_edits(bs),
+            site_ops=model_runner.captured_site_ops(bs),
         )
 
 
@@ -281,7 +281,7 @@ class CudaGraphRunner:
             forward_batch.fresh_kv_only
             or forward_batch.return_hidden_states
             or forward_batch.logits_indices is not None
-            or not isinstance(forward_batch.edits, TableEdits | None)
+            or not isinstance(forward_batch.site_ops, TableOps | None)
         ):
             return False
         if bs == 0 or forward_batch.forward_mode.is_idle():

@@ -70,8 +70,8 @@ class InputBuffers:
     Attributes:
         input_ids, positions, out_cache_loc: [max_num_tokens] int64, of each token row.
         rows: [max_num_tokens] int64, the request table's row of each token row.
-        edited_rows: the same, -1 where the request declared nothing.
-        blocks: [2, max_num_tokens] int64, where each token row's captured states go (`TableEdits`); written in steps with captures.
+        op_rows: the same, -1 where the request declared nothing.
+        blocks: [2, max_num_tokens] int64, where each token row's captured states go (`TableOps`); written in steps with captures.
         seq_lens: [max_num_tokens] int32, position + 1: the lengths of the requests in a decode pass.
     """
 
@@ -80,7 +80,7 @@ class InputBuffers:
         self.positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self.out_cache_loc = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self.rows = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
-        self.edited_rows = torch.full((max_num_tokens,), -1, dtype=torch.int64, device=device)
+        self.op_rows = torch.full((max_num_tokens,), -1, dtype=torch.int64, device=device)
         self.blocks = torch.zeros(2, max_num_tokens, dtype=torch.int64, device=device)
         self.seq_lens = torch.ones(max_num_tokens, dtype=torch.int32, device=device)
         self._lay_out = _lay_out
@@ -116,7 +116,7 @@ def _lay_out(
     buffers.input_ids[:count] = torch.where(ids < 0, last_sampled_tokens[rows], ids)
     buffers.positions[:count] = positions
     buffers.rows[:count] = rows
-    buffers.edited_rows[:count] = torch.where(edited[rows] != 0, rows, -1)
+    buffers.op_rows[:count] = torch.where(edited[rows] != 0, rows, -1)
     buffers.seq_lens[:count] = positions + 1
     buffers.out_cache_loc[:count] = req_to_token[rows, positions]
 

@@ -22,21 +22,25 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..config import ModelConfig, ServerConfig
 from ..core.forward_batch import ForwardBatch
+from ..core.out_of_memory import within_memory
 from ..core.output import LogitsProcessorOutput, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from ..core.request import Request
 from ..core.upload import upload
-from ..hooks.groups import NNsightRequestHelper
-from ..hooks.intervention import Capture, Intervention
-from ..hooks.model import TracedModel
+from ..hooks.captures.ring import CaptureRing, StatesOf
+from ..hooks.captures.spec import Capture
+from ..hooks.declared import Declared, Limits
+from ..hooks.interventions.device_tables import DeviceTables
+from ..hooks.interventions.host_ops import Share, host_ops
+from ..hooks.interventions.logit_ops import logit_ops
+from ..hooks.interventions.specs import Intervention
 from ..hooks.site import ModelInfo
-from ..hooks.tables import Declared, DeviceTables, Limits, Share, host_edits, logit_edits
-from ..layers.edits import INNER, LOGITS, inner_site, op_inner
-from ..layers.table_edits import TableEdits
+from ..hooks.traces.batch_groups import NNsightRequestHelper
+from ..hooks.traces.envoy import TracedModel
+from ..layers.edits.base import INNER, LOGITS, apply_inner, inner_site
+from ..layers.edits.table import TableOps
 from ..sampling import SamplerOutput
 from .async_output import AsyncOutput
-from .capture_ring import CaptureRing, StatesOf
 from .input_batch import ExecuteModelState, InputBatch
-from .memory import within_memory
 from .model_runner import ModelRunner
 from .partition import BatchExecutionDescriptor, Execution
 from .segments import Segments
@@ -51,7 +55,7 @@ class InterpModelRunner(ModelRunner):
     Attributes:
         nnsight_model: the envoy tree over the served module, which it does not copy.
         nnsight_request_helper: the traces in flight, and their rows.
-        edit_tables: what declared ops and captures are read from on CUDA; None on a CPU, which has them as functions.
+        device_tables: what declared ops and captures are read from on CUDA; None on a CPU, which has them as functions.
         capture_ring: the way of captured states to the host, beside the tables.
         segments: the stretches between blocks as CUDA graphs; None where passes are not captured.
     """
@@ -68,7 +72,7 @@ class InterpModelRunner(ModelRunner):
         self._wrap = wrap
         self.nnsight_model: TracedModel | None = None
         self.nnsight_request_helper = NNsightRequestHelper()
-        self.edit_tables: DeviceTables | None = None
+        self.device_tables: DeviceTables | None = None
         self.capture_ring: CaptureRing | None = None
         self.segments: Segments | None = None
         self._in_tables: dict[str, tuple[int, Declared]] = {}
@@ -83,7 +87,7 @@ class InterpModelRunner(ModelRunner):
         assert self.source is not None
         self.model_info = ModelInfo.of(self.source.hf_config, self.dtype)
         config = self.server_config
-        self.edit_limits = Limits(
+        self.declared_limits = Limits(
             config.max_interventions_per_site, config.max_intervention_vectors, config.max_capture_bytes,
             frozenset(config.inner_sites if self._has_tables else INNER),
         )  # fmt: skip
@@ -98,8 +102,8 @@ class InterpModelRunner(ModelRunner):
                 lambda: CaptureRing(size, self.dtype, self.device, when_full, config.capture_kept_bytes),
                 f"the ring of captured states does not fit; what helps: a lower capture_ring_bytes (now {size})",
             )
-            self.edit_tables = DeviceTables(
-                self.req_states.edited, self.model_info, self.edit_limits, self.capture_ring.memory
+            self.device_tables = DeviceTables(
+                self.req_states.edited, self.model_info, self.declared_limits, self.capture_ring.memory
             )
 
     @property
@@ -112,7 +116,7 @@ class InterpModelRunner(ModelRunner):
             self.segments = None
         if self.capture_ring is not None:
             self.capture_ring.close()
-        self.nnsight_model = self.edit_tables = self.capture_ring = None
+        self.nnsight_model = self.device_tables = self.capture_ring = None
         super().shutdown()
 
     # -- declared interventions ------------------------------------------------------
@@ -127,7 +131,7 @@ class InterpModelRunner(ModelRunner):
             return None
         longest = request.prompt_len + request.max_tokens - 1
         declared = Declared.of(
-            specs, self.model_info, request.prompt_len, self.edit_limits, captures, longest, request.logits_from
+            specs, self.model_info, request.prompt_len, self.declared_limits, captures, longest, request.logits_from
         )
         if declared.captures is not None:
             request.leader = None  # its prompt is captured, so it is computed
@@ -156,15 +160,15 @@ class InterpModelRunner(ModelRunner):
         Raises:
             ValueError: the pool is full.
         """
-        if self.edit_tables is not None:
-            self.edit_tables.pool.acquire(declared)
+        if self.device_tables is not None:
+            self.device_tables.pool.acquire(declared)
         if self.capture_ring is not None and declared.captures is not None:
             self.capture_ring.open()
 
     def let_go(self, declared: Declared) -> None:
         """Give back what `hold` kept, of a request that is not submitted."""
-        if self.edit_tables is not None:
-            self.edit_tables.pool.release(declared)
+        if self.device_tables is not None:
+            self.device_tables.pool.release(declared)
 
     def finish_declared(self, request: Request, done: Callable[[], None]) -> None:
         """Take back what a finished request's interventions hold, complete its receipt, and its captures when all have arrived.
@@ -174,8 +178,8 @@ class InterpModelRunner(ModelRunner):
         """
         declared: Declared = request.declared
         self._leave_tables(request.request_id)
-        if self.edit_tables is not None:
-            self.edit_tables.pool.release(declared)
+        if self.device_tables is not None:
+            self.device_tables.pool.release(declared)
         counted = request.prompt_len + len(request.output_token_ids) - 1  # whatever it has given way of since
         if not request.output_token_ids:
             counted = min(request.num_computed_tokens, request.prompt_len)
@@ -200,20 +204,20 @@ class InterpModelRunner(ModelRunner):
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().add_requests(scheduler_output)
-        if self.edit_tables is None:
+        if self.device_tables is None:
             return
         for request in scheduler_output.scheduled_new_reqs:
             assert request.req_pool_idx is not None
-            self.edit_tables.set_row(request.req_pool_idx, request.declared)
+            self.device_tables.set_row(request.req_pool_idx, request.declared)
             if request.declared is not None:
                 self._in_tables[request.request_id] = request.req_pool_idx, request.declared
-        self.edit_tables.apply_staged_writes()
+        self.device_tables.apply_staged_writes()
 
     def _leave_tables(self, request_id: str) -> None:
         """Read what the gates of a request counted, before its row is another's."""
         row, declared = self._in_tables.pop(request_id, (0, None))
-        if self.edit_tables is not None and declared is not None:
-            self.edit_tables.read_fires(row, declared)
+        if self.device_tables is not None and declared is not None:
+            self.device_tables.read_fires(row, declared)
 
     def make_forward_batch(self, input_batch: InputBatch) -> ForwardBatch:
         batch = super().make_forward_batch(input_batch)
@@ -225,27 +229,25 @@ class InterpModelRunner(ModelRunner):
 
     def _set_edits(self, batch: ForwardBatch, input_batch: InputBatch) -> None:
         differentiable = any(e.request.trace is not None and e.request.trace.grad for e in input_batch.entries)
-        if self.edit_tables is not None and not differentiable:
+        if self.device_tables is not None and not differentiable:
             assert batch.positions is not None
-            rows, blocks = (
-                x[..., : batch.num_tokens] for x in (self.input_buffers.edited_rows, self.input_buffers.blocks)
-            )
+            rows, blocks = (x[..., : batch.num_tokens] for x in (self.input_buffers.op_rows, self.input_buffers.blocks))
             declared = [entry.request.declared for entry in input_batch.entries]
             if self.capture_ring is not None and any(d is not None and d.captures is not None for d in declared):
                 blocks.copy_(upload(self.device, self.capture_ring.lay_out(input_batch.entries))[0])
             logits = None
             if any(d is not None and d.edits_logits for d in declared):
-                logits = logit_edits(_shares(input_batch), self.num_hidden_layers, self.edit_tables)
-            batch.edits = TableEdits(self.edit_tables.tables, rows, batch.positions, blocks, logits)
+                logits = logit_ops(_shares(input_batch), self.num_hidden_layers, self.device_tables)
+            batch.site_ops = TableOps(self.device_tables.tables, rows, batch.positions, blocks, logits)
             return
-        batch.edits = host_edits(_shares(input_batch), self.num_hidden_layers)
+        batch.site_ops = host_ops(_shares(input_batch), self.num_hidden_layers)
 
-    def captured_edits(self, bs: int) -> TableEdits | None:
-        if self.edit_tables is None:
+    def captured_site_ops(self, bs: int) -> TableOps | None:
+        if self.device_tables is None:
             return None
         buffers = self.input_buffers
-        rows, blocks = buffers.edited_rows[:bs], buffers.blocks[:, :bs]
-        return TableEdits(self.edit_tables.tables, rows, buffers.positions[:bs], blocks)
+        rows, blocks = buffers.op_rows[:bs], buffers.blocks[:, :bs]
+        return TableOps(self.device_tables.tables, rows, buffers.positions[:bs], blocks)
 
     # -- a step ----------------------------------------------------------------------
 
@@ -280,7 +282,7 @@ class InterpModelRunner(ModelRunner):
             return super().sample_tokens_async()
         try:
             sampled = super().sample_tokens_async()
-            self._traced().interleaver.catch_up_once()  # a pass counts for those that were alive
+            self._traced().interleaver.sync_once()  # a pass counts for those that were alive
         finally:
             self._traced().interleaver.end_pass()
         assert sampled is not None
@@ -337,7 +339,9 @@ class InterpModelRunner(ModelRunner):
 
     def _run(self, forward_batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
         interleaver, execution = self._traced().interleaver, descriptor.execution
-        if not interleaver.traces and not (isinstance(forward_batch.edits, TableEdits) and forward_batch.edits.logits):
+        if not interleaver.traces and not (
+            isinstance(forward_batch.site_ops, TableOps) and forward_batch.site_ops.logits
+        ):
             return super()._run(forward_batch, descriptor)
         if execution is Execution.SPLIT:
             return self._run_split(forward_batch, descriptor.num_hooked)
@@ -348,7 +352,7 @@ class InterpModelRunner(ModelRunner):
             assert forward_batch.positions is not None
             forward_batch.input_ids = forward_batch.input_ids.clone()
             forward_batch.positions = forward_batch.positions.clone()
-            forward_batch.watch = interleaver
+            forward_batch.hook_query = interleaver
         if any(trace.grad for trace in interleaver.traces):
             self.forward_pass_id += 1
             forward_batch.fresh_kv_only = True
@@ -365,7 +369,7 @@ class InterpModelRunner(ModelRunner):
         halves = self._decode_rows(batch, 0, plain), self._decode_rows(batch, plain, batch.batch_size)
         output = super().forward(halves[0])
         self.nnsight_request_helper.narrow_to_last(hooked)
-        halves[1].watch = self._traced().interleaver
+        halves[1].hook_query = self._traced().interleaver
         hooked_output = super().forward(halves[1], Execution.MODULES)
         batch.req_pool_indices.copy_(rows)  # the input buffers', which the replay wrote to; sampling reads them
         logits = (output.next_token_logits, hooked_output.next_token_logits)
@@ -382,7 +386,7 @@ class InterpModelRunner(ModelRunner):
             positions=batch.positions[start:stop].clone(),
             seq_lens_cpu=batch.seq_lens_cpu[start:stop],
         )
-        half.edits = None if batch.edits is None else batch.edits.rows_from(start, stop)
+        half.site_ops = None if batch.site_ops is None else batch.site_ops.rows_from(start, stop)
         half.rope_lens = None if batch.rope_lens is None else batch.rope_lens[start:stop].clone()
         return half
 
@@ -391,11 +395,11 @@ class InterpModelRunner(ModelRunner):
         assert self.segments is not None
         self.forward_pass_id += 1
         padded = self.segments.begin(batch)
-        padded.watch = self._traced().interleaver
-        if batch.edits is None:
-            padded.edits = None
-        elif batch.edits.logits is not None:
-            padded.edits = padded.edits.with_logits(batch.edits.logits)
+        padded.hook_query = self._traced().interleaver
+        if batch.site_ops is None:
+            padded.site_ops = None
+        elif batch.site_ops.logits is not None:
+            padded.site_ops = padded.site_ops.with_logits(batch.site_ops.logits)
         self.nnsight_request_helper.pad_to(padded.batch_size)
         try:
             logits = self._call_model(padded, Execution.MODULES)[0]
@@ -412,8 +416,8 @@ class InterpModelRunner(ModelRunner):
 
     def _plan_and_call(self, batch: ForwardBatch, execution: Execution) -> LogitsProcessorOutput:
         output = super()._plan_and_call(batch, execution)
-        if execution is Execution.REPLAY and batch.edits is not None:  # the graph ends before the ops at the logits
-            logits = op_inner(output.next_token_logits.unsqueeze(0), batch.edits, 0, LOGITS)[0]
+        if execution is Execution.REPLAY and batch.site_ops is not None:  # the graph ends before the ops at the logits
+            logits = apply_inner(output.next_token_logits.unsqueeze(0), batch.site_ops, 0, LOGITS)[0]
             output = LogitsProcessorOutput(logits)
         model = self.nnsight_model
         if model is not None and model.interleaver.interleaving:
@@ -436,7 +440,7 @@ class InterpModelRunner(ModelRunner):
         if not traced:
             return sampled
         if interleaver.awaits_token():
-            interleaver.catch_up_once()
+            interleaver.sync_once()
             self._offer_tokens(sampled, sampling)
         else:
             interleaver.pass_token()
@@ -467,12 +471,12 @@ class InterpModelRunner(ModelRunner):
             assert declared.captures is not None
             group, column = declared.captures.by_site[site]
             count, before = entry.logit_rows, entry.num_tokens - entry.logit_rows
-            if self.edit_tables is None or entry.request.alone:
+            if self.device_tables is None or entry.request.alone:
                 first = entry.start + before
                 ordinals = torch.from_numpy(group.ordinals[first : first + count])
                 group.take(column, logits[row : row + count], ordinals)
             else:
-                probes = None if group.probes is None else self.edit_tables.pool_view(declared, group.probes)
+                probes = None if group.probes is None else self.device_tables.pool_view(declared, group.probes)
                 parts.append(StatesOf(declared.captures, row, token + before, count, probes))
         if parts:
             assert self.capture_ring is not None

@@ -25,10 +25,10 @@ import torch
 from torch import nn
 
 from ..attention import create_attention_backend
-from ..attention.attention_backend import AttentionBackend
-from ..attention.radix_attention import RadixAttention
+from ..attention.attention_backend import AttentionBackend, RadixAttention
 from ..config import ModelConfig, ServerConfig, resolve_device, resolve_dtype
 from ..core.forward_batch import ForwardBatch, ForwardMode
+from ..core.out_of_memory import within_memory
 from ..core.output import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
 from ..core.upload import upload
 from ..mem_cache.memory_pool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
@@ -48,7 +48,6 @@ from ..sampling import (
 from .async_output import AsyncOutput
 from .cuda_graph_runner import CudaGraphRunner, capture_batch_sizes
 from .input_batch import ExecuteModelState, InputBatch, InputBuffers
-from .memory import within_memory
 from .partition import BatchExecutionDescriptor, Execution, Partition
 from .request_state import RequestState
 
@@ -787,7 +786,7 @@ class ModelRunner:
             batch.rope_lens = self._rope_lens(input_batch)
         return batch
 
-    def captured_edits(self, bs: int) -> Any:
+    def captured_site_ops(self, bs: int) -> Any:
         """`ForwardBatch.edits` of a decode pass that is captured for `bs` rows of the input buffers."""
         return None
 

@@ -12,7 +12,7 @@ one, and here it is replayed::
 A stretch runs kernel by kernel when it is first met at a batch size, which also warms its kernels up; the second time it is
 captured, and from then on replayed, until `max_segments` others were used since.
 
-Stretches pass their tensors on in *registers*, one piece of memory for each name, at one address for all graphs. What a
+GraphSegments pass their tensors on in *registers*, one piece of memory for each name, at one address for all graphs. What a
 stretch returns is a copy: no block ever holds what a graph will overwrite.
 """
 
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from ..core.forward_batch import ForwardBatch, Registers
-from . import cuda_graph_runner
+from ..runner import cuda_graph_runner
 
 if TYPE_CHECKING:
     from .cuda_graph_runner import CudaGraphRunner
@@ -73,11 +73,11 @@ class Segments:
         self._batch: ForwardBatch | None = None
 
     def __len__(self) -> int:
-        """Stretches that are captured now."""
+        """GraphSegments that are captured now."""
         return sum(recording is not None for recording in self._recordings.values())
 
     def stats(self) -> dict[str, int]:
-        """Stretches captured so far, kept now, and evicted; and whether (1) a capture failed, so that none is made any more."""
+        """GraphSegments captured so far, kept now, and evicted; and whether (1) a capture failed, so that none is made any more."""
         return {
             "captured": self.num_captured, "kept": len(self), "evicted": self.num_evicted, "broken": int(self.broken)
         }  # fmt: skip
@@ -90,7 +90,7 @@ class Segments:
         padded = self.graph_runner.prepare(forward_batch)
         assert padded.positions is not None
         ids, positions = padded.input_ids.clone(), padded.positions.clone()
-        self._batch = replace(padded, input_ids=ids, positions=positions, stretches=self)
+        self._batch = replace(padded, input_ids=ids, positions=positions, segments=self)
         self._forget_plan()
         return self._batch
 
@@ -98,7 +98,7 @@ class Segments:
         """``stretch(**inputs)``, from its graph where it has one; what it returns is fresh memory."""
         assert self._batch is not None, "begin() comes first"
         # Where no request declared anything, the kernels are those without tables.
-        known = self._batch.batch_size, self._batch.edits is None, key
+        known = self._batch.batch_size, self._batch.site_ops is None, key
         static = {name: self._load(name, value) for name, value in inputs.items()}
         if known not in self._recordings:
             # Over the registers: kernels are compiled for what they read, and no capture may do that.

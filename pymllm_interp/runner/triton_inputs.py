@@ -18,7 +18,7 @@ BLOCK, WARPS = 128, 4
 
 @triton.jit(do_not_specialize=["count", "width"])
 def _kernel(
-    tokens, last_sampled_tokens, edited, req_to_token, input_ids, positions, out_cache_loc, table_rows, edited_rows, seq_lens,
+    tokens, last_sampled_tokens, edited, req_to_token, input_ids, positions, out_cache_loc, table_rows, op_rows, seq_lens,
     count, width, SIZE: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
@@ -33,7 +33,7 @@ def _kernel(
     tl.store(positions + at, position, mask=inside)
     tl.store(out_cache_loc + at, slot.to(tl.int64), mask=inside)
     tl.store(table_rows + at, row, mask=inside)
-    tl.store(edited_rows + at, tl.where(has_ops != 0, row, -1), mask=inside)
+    tl.store(op_rows + at, tl.where(has_ops != 0, row, -1), mask=inside)
     tl.store(seq_lens + at, (position + 1).to(tl.int32), mask=inside)
 
 
@@ -54,6 +54,6 @@ def lay_out(
     count = tokens.shape[1]
     tensors = (
         tokens, last_sampled_tokens, edited, req_to_token, buffers.input_ids, buffers.positions, buffers.out_cache_loc,
-        buffers.rows, buffers.edited_rows, buffers.seq_lens,
+        buffers.rows, buffers.op_rows, buffers.seq_lens,
     )  # fmt: skip
     _launch((triton.cdiv(count, BLOCK), 1, 1), tensors, (count, req_to_token.shape[1]), (BLOCK,), WARPS)

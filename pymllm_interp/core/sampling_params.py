@@ -1,0 +1,168 @@
+"""Sampling parameters, with vLLM's names and defaults."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property, wraps
+from numbers import Real
+from typing import Any, TypeVar
+
+from .arguments import check_names
+
+MAX_LOGPROBS = 64
+ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "eos_token_id": "stop_token_ids"}
+"""transformers' names, which the `with` form of generate takes as they are -> ours."""
+_NO_BEAMS = "there is no beam search; n draws as many completions"
+_NO_BANS = "here it is logit_bias: {token_id: -1e4} keeps a token out"
+ELSEWHERE = {
+    **{alias: f"here it is {name}" for alias, name in ALIASES.items()},
+    "max_completion_tokens": "here it is max_tokens",
+    "max_length": "here it is max_tokens, of new tokens alone",
+    "do_sample": "here it is temperature: 0 is greedy, 1.0 samples",
+    "num_return_sequences": "here it is n",
+    "stop_strings": "here it is stop",
+    "top_logprobs": "here it is logprobs",
+    **dict.fromkeys(("num_beams", "use_beam_search", "best_of", "length_penalty", "early_stopping"), _NO_BEAMS),
+    **dict.fromkeys(("bad_words", "bad_words_ids", "suppress_tokens"), _NO_BANS),
+}
+"""What transformers', vLLM's and OpenAI's users write -> what to do."""
+_Class = TypeVar("_Class")
+
+
+def _explained(cls: type[_Class]) -> type[_Class]:
+    """A dataclass that answers a keyword of another project with what it is here."""
+    init, known = cls.__init__, [spec.name for spec in fields(cls)]  # pyright: ignore[reportArgumentType]
+
+    @wraps(init)
+    def __init__(self: _Class, *args: Any, **given: Any) -> None:
+        check_names(cls.__name__, given, known, ELSEWHERE)
+        init(self, *args, **given)
+
+    cls.__init__ = __init__
+    return cls
+
+
+@_explained
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to pick the next token, and when to stop. Names and defaults are vLLM's.
+
+    Raises:
+        TypeError: another name; the message says what it is here.
+        ValueError: a value is out of its range; the message names it, what is allowed, and what came.
+    """
+
+    n: int = 1
+    """Completions for each prompt."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches it: in (0, 1]."""
+    top_k: int = 0
+    """Keep this many tokens; 0 and -1 keep all."""
+    min_p: float = 0.0
+    """Drop tokens below this fraction of the most likely one: in [0, 1]."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in the prompt or the output: above 0."""
+    frequency_penalty: float = 0.0
+    """Subtracted once for each time that a token stands in the output: in [-2, 2]."""
+    presence_penalty: float = 0.0
+    """Subtracted from tokens that stand in the output: in [-2, 2]."""
+    seed: int | None = None
+    """Equal seeds and equal logits give equal tokens, whatever else is in the batch."""
+    stop: str | list[str] | tuple[str, ...] | None = None
+    """Strings that end the generation; they are cut from the text."""
+    stop_token_ids: list[int] | tuple[int, ...] | None = None
+    """Token ids that end the generation, beside the model's end-of-sequence ids."""
+    ignore_eos: bool = False
+    """Generate past the end-of-sequence token."""
+    max_tokens: int | None = 16
+    """New tokens at most; None is as many as the context holds."""
+    min_tokens: int = 0
+    """No end-of-sequence and no stop before this many new tokens."""
+    logprobs: int | None = None
+    """Log probabilities of this many tokens at each step, and of the sampled one."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits of these tokens."""
+    include_stop_str_in_output: bool = False
+    """Leave the stop string in the text."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"SamplingParams({spec.name}={value}): a finite number is expected")
+        for name in ("n", "top_k", "min_tokens"):
+            self._check(name, _is_whole(getattr(self, name)), "a whole number")
+        for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
+            self._check(name, getattr(self, name) is None or _is_whole(getattr(self, name)), "a whole number, or None")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            self._check(name, isinstance(value, Real) and not isinstance(value, bool), "a number")
+        strings = self.stop is None or isinstance(self.stop, str) or _all(self.stop, lambda text: isinstance(text, str))
+        self._check("stop", strings, "a string, or a list of strings")
+        self._check("stop_token_ids", self.stop_token_ids is None or _all(self.stop_token_ids, _is_whole), "token ids")
+        biases = self.logit_bias is None or (
+            isinstance(self.logit_bias, dict)
+            and all(_is_whole(token) and isinstance(bias, Real) for token, bias in self.logit_bias.items())
+        )
+        self._check("logit_bias", biases, "a dict from token id to number")
+        self._check("n", self.n >= 1, "at least 1")
+        self._check("temperature", self.temperature >= 0, "0 (greedy) or above")
+        self._check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        self._check("top_k", self.top_k >= -1 and self.top_k == int(self.top_k), "-1 or 0 (all tokens), or a count")
+        self._check("min_p", 0 <= self.min_p <= 1, "from 0 to 1")
+        self._check("repetition_penalty", self.repetition_penalty > 0, "above 0")
+        self._check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "from -2 to 2")
+        self._check("presence_penalty", -2 <= self.presence_penalty <= 2, "from -2 to 2")
+        self._check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None")
+        self._check("min_tokens", self.min_tokens >= 0, "at least 0")
+        if self.max_tokens is not None:
+            self._check("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens ({self.max_tokens})")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            self._check(name, value is None or 0 <= value <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}, or None")
+        for token, bias in (self.logit_bias or {}).items():
+            if not math.isfinite(bias):
+                raise ValueError(f"SamplingParams(logit_bias={{{token}: {bias}}}): a finite number is expected")
+        if any(not text for text in self.stop_strings):
+            raise ValueError("SamplingParams(stop=...): an empty stop string would end every generation at once")
+
+    def _check(self, name: str, holds: bool, expected: str) -> None:
+        if not holds:
+            raise ValueError(f"SamplingParams({name}={getattr(self, name)!r}): expected {expected}")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature == 0
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether the most likely token is taken, and nothing else is asked for."""
+        changed = self.penalised or self.logit_bias or self.min_tokens > 0
+        return self.greedy and self.logprobs is None and not changed
+
+    @cached_property
+    def penalised(self) -> bool:
+        """Whether the tokens so far change the next one's logits."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _all(values: object, holds: Callable[[object], bool]) -> bool:
+    return isinstance(values, list | tuple) and all(holds(value) for value in values)

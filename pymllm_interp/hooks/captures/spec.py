@@ -1,0 +1,65 @@
+"""`Capture`: a declared read of a site, and its reductions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from ...config import DTYPES
+from ..positions import (
+    Positions,
+    _is_whole,
+)
+from ..site import Site
+from ..spec import _Placed, _Spec
+from ..vectors import Source
+
+
+@dataclass(frozen=True, eq=False)
+class Project(_Spec):
+    """A capture's reduction: the dot products of each row with some directions, in place of the row.
+
+    Raises:
+        ValueError: directions that are no finite numbers of shape [n, width], or a top_k that is not from 1 to n.
+    """
+
+    directions: Source = field(repr=False)
+    """[n, width], or [width] for one; not normalised. Kept as [n, width] float32 on the CPU."""
+    top_k: int | None = None
+    """Keep only the largest, with their indexes."""
+
+    def __post_init__(self) -> None:
+        self._set_rows("directions")
+        if self.top_k is not None and not self.named:
+            count = len(self.directions)
+            self._check("top_k", _is_whole(self.top_k) and 1 <= self.top_k <= count, f"from 1 to {count}, or None")
+
+
+@dataclass(frozen=True, eq=False)
+class Capture(_Placed):
+    """Read the state, after all interventions at its site. At `logits` it is what the next token is drawn from, before penalties
+    and filters.
+
+    Raises:
+        ValueError: an unknown site, positions, a dtype or a reduction that is not understood.
+    """
+
+    site: Site | str
+    positions: Positions = "all"
+    dtype: torch.dtype | str | None = None
+    """What the rows are converted to, after a reduction: a floating dtype or its name. None leaves the model's, and of a `Project`
+    float32."""
+    reduce: Literal["mean", "last"] | Project | None = None
+    """Over the captured positions: their mean, or the last one alone; or a `Project` of each."""
+
+    def __post_init__(self) -> None:
+        self._set_place()
+        if isinstance(self.dtype, str):
+            self._check("dtype", self.dtype in DTYPES, f"one of {sorted(DTYPES)}")
+            self._set("dtype", DTYPES[self.dtype])
+        elif self.dtype is not None:
+            self._check("dtype", self.dtype in DTYPES.values(), f"one of {sorted(DTYPES)}")
+        known = self.reduce is None or isinstance(self.reduce, Project) or self.reduce in ("mean", "last")
+        self._check("reduce", known, "'mean', 'last', a Project, or None")

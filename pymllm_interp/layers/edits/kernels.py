@@ -1,0 +1,328 @@
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
+"""Declared ops and captures of rows that a Triton program holds in registers; `layers/codes.py` says what the tables hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch import Launcher, awaits, begins
+from ..triton_kernels import norm_launch
+from . import codes
+from .base import delta_site
+
+if TYPE_CHECKING:
+    from .table import TableOps
+
+ADD, PROJECT_OUT, CLAMP = tl.constexpr(codes.ADD), tl.constexpr(codes.PROJECT_OUT), tl.constexpr(codes.CLAMP)
+SCALE, PATCH = tl.constexpr(codes.SCALE), tl.constexpr(codes.PATCH)
+PRESERVE, MATCH = tl.constexpr(codes.PRESERVE), tl.constexpr(codes.MATCH)
+MORE, WORDS = tl.constexpr(codes.MORE), tl.constexpr(codes.WORDS)
+FLOAT16, CAPTURE_WORDS = tl.constexpr(codes.FLOAT16), tl.constexpr(codes.CAPTURE_WORDS)
+
+
+MAX_REGISTERS = 128
+"""Of a thread: two programs fit a processor of the device then, and 256 rows of 4,096 run all at once."""
+
+
+@triton.jit
+def _first_vector(word, kind, vectors, column, mask, WIDTH: tl.constexpr):
+    """The first vector [rows, block] of the ops at `word` [rows, 1], where there is one."""
+    first = tl.load(word + 1, mask=kind > 0, other=0, eviction_policy="evict_last").to(tl.int64)
+    return tl.load(vectors + first * WIDTH + column, mask=(kind > 0) & mask, other=0.0, eviction_policy="evict_last")
+
+
+@triton.jit
+def _apply_ops(
+    value, owner, position, site, kind, vector, ops, fires, vectors, column, mask, inside,
+    SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """`value` [rows, block] float32 after the ops that each row's owner has at `site`, rounded after each.
+
+    Every op adds multiples of its vectors to what it keeps of the state, so that one short loop serves them all: the kernel's
+    code, too, comes through the cache that the model's weights go through.
+
+    Args:
+        kind: [rows, 1], the first word of each row's first op there.
+        vector: [rows, block], that op's first vector.
+    """
+    fresh = 1  # `vector` is of the op at hand
+    span: tl.constexpr = (SIZE + WIDTH - 1) // WIDTH  # rows of the pool that a vector takes
+    op = (owner * SITES + site) * DEPTH
+    while tl.max(kind) > 0:
+        word = ops + op * WORDS
+        live = inside & (kind > 0)
+        code, rank, norms = kind & 255, (kind >> 8) & 255, (kind >> 16) & 255
+        first = tl.load(word + 1, mask=live, other=0, eviction_policy="evict_last").to(tl.int64)
+        start = tl.load(word + 2, mask=live, other=0, eviction_policy="evict_last")
+        stop = tl.load(word + 3, mask=live, other=0, eviction_policy="evict_last")
+        step = tl.load(word + 4, mask=live, other=1, eviction_policy="evict_last")
+        probe_row = tl.load(word + 5, mask=live, other=-1, eviction_policy="evict_last").to(tl.int64)
+        a = tl.load(word + 6, mask=live, other=0, eviction_policy="evict_last").to(tl.float32, bitcast=True)
+        b = tl.load(word + 7, mask=live, other=0, eviction_policy="evict_last").to(tl.float32, bitcast=True)
+        live = live & (position >= start) & (position < stop) & ((position - start) % step == 0)
+        if tl.max((live & (probe_row >= 0)).to(tl.int32)) > 0:
+            gated = live & (probe_row >= 0)
+            probe = tl.load(
+                vectors + probe_row * WIDTH + column, mask=gated & mask, other=0.0, eviction_policy="evict_last"
+            )
+            dot = tl.sum(value * probe, axis=1, keep_dims=True)
+            threshold = tl.load(word + 8, mask=gated, other=0).to(tl.float32, bitcast=True)
+            live = live & ((probe_row < 0) | (dot > threshold))
+            tl.atomic_add(fires + op, 1, mask=gated & live)
+        norm = tl.zeros_like(a)
+        if tl.max(tl.where(live, norms, 0)) > 0:
+            norm = tl.sqrt(tl.sum(value * value, axis=1, keep_dims=True))
+        along = live & ((code == PROJECT_OUT) | (code == CLAMP))
+        patches = code == PATCH
+        # A patch of rank 2 has a vector for each position, in the order of the window's.
+        ordinal = tl.where(patches & (rank == 2), (position - start) // step, 0)
+        rank = tl.where(patches, 1, rank)
+        edited = tl.where(patches, 0.0, tl.where(code == SCALE, value * a, value))
+        for j in range(0, tl.max(tl.where(live, rank, 0))):
+            now = live & (j < rank)
+            if (fresh == 0) | (tl.max(ordinal) > 0):
+                source = vectors + (first + (ordinal + j) * span) * WIDTH + column
+                vector = tl.load(source, mask=now & mask, other=0.0, eviction_policy="evict_last")
+            fresh = 0
+            gain = tl.where(patches, 1.0, tl.where(norms == MATCH, a * norm, a))
+            if tl.max(along.to(tl.int32)) > 0:
+                dot = tl.sum(value * vector, axis=1, keep_dims=True)
+                wanted = tl.where(code == CLAMP, tl.minimum(tl.maximum(dot, a), b), 0.0)
+                gain = tl.where(along, wanted - dot, gain)
+            # What adds nothing changes no bit, not even a zero's sign.
+            edited = tl.where(now & (gain != 0.0), edited + gain * vector, edited)
+        if tl.max((live & (norms == PRESERVE)).to(tl.int32)) > 0:
+            after = tl.sqrt(tl.sum(edited * edited, axis=1, keep_dims=True))
+            edited = tl.where((norms == PRESERVE) & (after > 0.0), edited * (norm / after), edited)
+        value = tl.where(live, edited.to(dtype).to(tl.float32), value)
+        fresh = 0
+        op += 1
+        kind = tl.load(ops + op * WORDS, mask=kind >= MORE, other=0, eviction_policy="evict_last")
+    return value
+
+
+@triton.jit
+def _capture(
+    value, offset, way, words, first, stop, vectors, ring, column, mask,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Store `value` [rows, block] in the ring at `offset` [rows, 1] of each row's block, where that holds it; -1: not.
+
+    Args:
+        way: [rows, 1], 0 for the states rounded to the ring's dtype; else see `_capture_less`.
+        words: [rows, 1], pointers to what the table has of each row at the site.
+    """
+    place = first + offset
+    wanted = (offset >= 0) & (place < stop)
+    if tl.max(wanted.to(tl.int32)) > 0:
+        start = place
+        if ALIGNED:  # of whole states
+            start = tl.multiple_of(place, (8, 8))
+        tl.store(ring + start + column, value.to(ring.dtype.element_ty), mask=wanted & (way == 0) & mask)
+        way = tl.where(wanted, way, 0)
+        if tl.max(way) > 0:
+            _capture_less(value, first, offset, way, words, vectors, ring, column, mask, SIZE, WIDTH, ALIGNED)
+
+
+@triton.jit
+def _capture_less(
+    value, first, offset, way, words, vectors, ring, column, mask,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Store what is less than `value` [rows, block] at `first + offset` [rows, 1]: its dot products with some vectors of the pool,
+    as float32s, or its conversion to 16 bits. A row whose `way` is 0 has neither."""
+    span: tl.constexpr = (SIZE + WIDTH - 1) // WIDTH  # rows of the pool that a vector takes
+    bits: tl.constexpr = ring.dtype.element_ty.primitive_bitwidth
+    count = way & 255
+    probe = tl.load(words + 2, mask=count > 0, other=0, eviction_policy="evict_last").to(tl.int64)
+    dots = ring.to(tl.pointer_type(tl.float32), bitcast=True) + (first + offset) * bits // 32
+    for j in range(0, tl.max(count)):
+        source = vectors + (probe + j * span) * WIDTH + column
+        vector = tl.load(source, mask=(j < count) & mask, other=0.0, eviction_policy="evict_last")
+        tl.store(dots + j, tl.sum(value * vector, axis=1, keep_dims=True), mask=j < count)
+    if bits == 32:
+        code = way >> 8
+        half = value.to(tl.float16).to(tl.int16, bitcast=True)
+        half = tl.where(code == FLOAT16, half, value.to(tl.bfloat16).to(tl.int16, bitcast=True))
+        start = first * 2 + offset * 2
+        if ALIGNED:
+            # Not by more: Triton lays a kernel out for its widest access, and the norm's sum would go in another order than
+            # that of `triton_kernels.add_rms_norm`.
+            start = tl.multiple_of(start, (4, 4))
+        halves = ring.to(tl.pointer_type(tl.int16), bitcast=True) + start
+        tl.store(halves + column, half, mask=(code > 0) & mask)
+
+
+@triton.jit(do_not_specialize=["count", "block_stride", "site"])
+def _capture_kernel(
+    h, owners, captures, vectors, blocks, ring, block_stride, count, site,
+    SIZE: tl.constexpr, SITES: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Captures of `h` at `site`."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = row < count
+    mask = inside & (column < SIZE)
+    owner = tl.load(owners + row, mask=inside, other=-1)
+    if tl.max(owner) >= 0:
+        owned = inside & (owner >= 0)
+        first = tl.load(blocks + row, mask=inside, other=0)
+        stop = tl.load(blocks + block_stride + row, mask=inside, other=0)
+        words = captures + (owner * SITES + site) * CAPTURE_WORDS
+        offset = tl.load(words, mask=owned, other=-1)
+        way = tl.load(words + 1, mask=owned, other=0)
+        value = tl.load(h + row * SIZE + column, mask=mask, other=0.0).to(tl.float32)
+        _capture(value, offset, way, words, first, stop, vectors, ring, column, mask, SIZE, WIDTH, ALIGNED)
+
+
+_capture_launch = Launcher(_capture_kernel, enable_fp_fusion=False)
+
+
+@triton.jit(do_not_specialize=["count", "block_stride", "site"])
+def _edit_kernel(
+    h, delta, weight, total, out, owners, positions, ops, fires, vectors, captures, blocks, ring, block_stride, count, eps, site,
+    SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, LAST: tl.constexpr,
+    ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Ops on `h` at `site`; with NORM ops and captures of delta there, of h + delta at the next site, and with LAST of the norm
+    after that.
+
+    What is read is asked for at the start, all at once, and what is declared before the states are there: a read takes longer
+    than what is done with it. The tables and the weights are kept in the cache against the weights of the products, which go
+    through it once a step.
+    """
+    begins(EARLY)
+    dtype: tl.constexpr = h.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = row < count
+    mask = inside & (column < SIZE)
+    source = row * SIZE + column
+    owner = tl.load(owners + row, mask=inside, other=-1, eviction_policy="evict_last")
+    position = tl.load(positions + row, mask=inside, other=0, eviction_policy="evict_last").to(tl.int32)
+    if not EARLY:
+        state = tl.load(h + source, mask=mask, other=0.0)
+    if NORM:
+        if not EARLY:
+            value = tl.load(delta + source, mask=mask, other=0.0).to(tl.float32)
+        weights = tl.load(weight + column, mask=column < SIZE, other=0.0, eviction_policy="evict_last")
+        owned = inside & (owner >= 0)
+        place = owner * SITES + site
+        word = ops + place * DEPTH * WORDS
+        kind = tl.load(word, mask=owned, other=0, eviction_policy="evict_last")
+        kind_after = tl.load(word + DEPTH * WORDS, mask=owned, other=0, eviction_policy="evict_last")
+        vector = _first_vector(word, kind, vectors, column, mask, WIDTH)
+        vector_after = _first_vector(word + DEPTH * WORDS, kind_after, vectors, column, mask, WIDTH)
+        taken = captures + place * CAPTURE_WORDS
+        offset = tl.load(taken, mask=owned, other=-1, eviction_policy="evict_last")
+        way = tl.load(taken + 1, mask=owned, other=0, eviction_policy="evict_last")
+        offset_after = tl.load(taken + CAPTURE_WORDS, mask=owned, other=-1, eviction_policy="evict_last")
+        way_after = tl.load(taken + CAPTURE_WORDS + 1, mask=owned, other=0, eviction_policy="evict_last")
+        first = tl.load(blocks + row, mask=owned, other=0, eviction_policy="evict_last")
+        stop = tl.load(blocks + block_stride + row, mask=owned, other=0, eviction_policy="evict_last")
+    if EARLY:
+        awaits(EARLY)
+        state = tl.load(h + source, mask=mask, other=0.0)
+        if NORM:
+            value = tl.load(delta + source, mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        if tl.max(owner) >= 0:
+            for step in range(0, 2):  # of what is added, and of the sum: one piece of code for both
+                value = _apply_ops(
+                    value, owner, position, site + step, kind, vector, ops, fires, vectors, column, mask, inside, SIZE,
+                    SITES, DEPTH, WIDTH, dtype,
+                )  # fmt: skip
+                _capture(
+                    value, offset, way, taken + step * CAPTURE_WORDS, first, stop, vectors, ring, column, mask, SIZE, WIDTH,
+                    ALIGNED,
+                )  # fmt: skip
+                if step == 0:
+                    value = (state.to(tl.float32) + value).to(dtype).to(tl.float32)
+                kind, vector, offset, way = kind_after, vector_after, offset_after, way_after
+        else:
+            value = (state.to(tl.float32) + value).to(dtype).to(tl.float32)
+        tl.store(total + source, value.to(dtype), mask=mask)
+        scale = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / SIZE + eps)
+        normed = (value * scale).to(dtype).to(tl.float32)
+        value = (weights.to(tl.float32) * normed).to(dtype).to(tl.float32)
+    else:
+        value = state.to(tl.float32)
+    if LAST or not NORM:
+        if tl.max(owner) >= 0:
+            last: tl.constexpr = LAST * 2  # sites on
+            owned = inside & (owner >= 0)
+            place = owner * SITES + site + last
+            kind = tl.load(ops + place * DEPTH * WORDS, mask=owned, other=0)
+            vector = _first_vector(ops + place * DEPTH * WORDS, kind, vectors, column, mask, WIDTH)
+            value = _apply_ops(
+                value, owner, position, site + last, kind, vector, ops, fires, vectors, column, mask, inside, SIZE, SITES,
+                DEPTH, WIDTH, dtype,
+            )  # fmt: skip
+            if LAST:
+                taken = captures + place * CAPTURE_WORDS
+                offset = tl.load(taken, mask=owned, other=-1)
+                way = tl.load(taken + 1, mask=owned, other=0)
+                first = tl.load(blocks + row, mask=owned, other=0)
+                stop = tl.load(blocks + block_stride + row, mask=owned, other=0)
+                _capture(value, offset, way, taken, first, stop, vectors, ring, column, mask, SIZE, WIDTH, ALIGNED)
+    tl.store(out + source, value.to(dtype), mask=mask)
+
+
+_edit_launch = Launcher(_edit_kernel, early=True, enable_fp_fusion=False, maxnreg=MAX_REGISTERS)
+
+
+def _launch(
+    h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, total: torch.Tensor, out: torch.Tensor, eps: float,
+    site: int, edits: TableOps, norm: bool,
+) -> None:  # fmt: skip
+    size = h.shape[-1]
+    count = h.numel() // size
+    if count == 0:
+        return
+    tables = edits.tables
+    _, sites, depth = tables.fires.shape
+    rows, block, warps = norm_launch(size)
+    tensors = (
+        h, delta, weight, total, out, edits.rows, edits.positions, tables.ops, tables.fires, tables.vectors, tables.captures,
+        edits.blocks, tables.ring,
+    )  # fmt: skip
+    last = norm and site + 2 == edits.final_site
+    constants = (size, sites, depth, tables.vectors.shape[1], norm, last, tables.aligned, rows, block)
+    _edit_launch((-(-count // rows), 1, 1), tensors, (edits.blocks.stride(0), count, eps, site), constants, warps)
+
+
+def capture(value: torch.Tensor, site: int, edits: TableOps) -> None:
+    """Store the rows of value [1, tokens, width] in the ring for the requests that capture `site`."""
+    value, size = value.contiguous(), value.shape[-1]
+    count = value.numel() // size
+    if count == 0:
+        return
+    tables = edits.tables
+    rows, block, warps = norm_launch(size)
+    tensors = (value, edits.rows, tables.captures, tables.vectors, edits.blocks, tables.ring)
+    constants = (size, tables.captures.shape[1], tables.vectors.shape[1], tables.aligned, rows, block)
+    _capture_launch((-(-count // rows), 1, 1), tensors, (edits.blocks.stride(0), count, site), constants, warps)
+
+
+def edit(value: torch.Tensor, site: int, edits: TableOps) -> torch.Tensor:
+    """value [1, tokens, width] after the ops at `site`; fresh memory."""
+    value = value.contiguous()
+    out = torch.empty_like(value)
+    _launch(value, value, value, value, out, 0.0, site, edits, norm=False)
+    return out
+
+
+def edit_add_rms_norm(
+    h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float, place: int, edits: TableOps
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`triton_kernels.add_rms_norm` with the ops and captures of the place; h and delta [1, tokens, width]."""
+    h, delta = h.contiguous(), delta.contiguous()
+    total, out = torch.empty_like(h), torch.empty_like(h)
+    _launch(h, delta, weight, total, out, eps, delta_site(place), edits, norm=True)
+    return total, out
