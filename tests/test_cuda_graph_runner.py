@@ -340,7 +340,7 @@ def test_g09_can_run_is_a_truth_table(runner):
         {"return_hidden_states": True},
         {"logits_indices": torch.tensor([0])},
         {"attn_backend": object()},
-        {"edits": HostOps({}, {}, 0)},
+        {"site_ops": HostOps({}, {}, 0)},
     ):
         assert not graphs.can_run(replace(batch, **change)), change
     graphs.graphs.pop(6)
