@@ -12,9 +12,9 @@ from transformers import PretrainedConfig
 from pymllm_interp import ModelRunner
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.forward_batch import ForwardBatch, ForwardMode
-from pymllm_interp.core.output import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
 from pymllm_interp.core.request import Request
 from pymllm_interp.core.sampling_params import SamplingParams
+from pymllm_interp.core.step import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
 from pymllm_interp.engine.scheduler import Scheduler
 from pymllm_interp.runner.partition import Execution
 

@@ -26,8 +26,8 @@ from test_scheduler import POLICIES, Simulation
 
 from pymllm_interp import LM, Ablate, Capture, Clamp, Generated, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.config import INNER_SITES
-from pymllm_interp.core.output import ScheduledRequest
 from pymllm_interp.core.request import Request
+from pymllm_interp.core.step import ScheduledRequest
 from pymllm_interp.hooks.binding import bind
 from pymllm_interp.hooks.captures.activations import Activations, CaptureError
 from pymllm_interp.hooks.captures.captures import Captures

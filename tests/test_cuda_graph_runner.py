@@ -22,7 +22,7 @@ from transformers import LlamaConfig
 from pymllm_interp import LM, ModelRunner, SamplingParams
 from pymllm_interp.attention import AttentionBackend
 from pymllm_interp.core.forward_batch import ForwardMode
-from pymllm_interp.core.output import LogitsProcessorOutput
+from pymllm_interp.core.step import LogitsProcessorOutput
 from pymllm_interp.layers.edits.host import HostOps
 from pymllm_interp.runner import cuda_graph_runner
 from pymllm_interp.runner.cuda_graph_runner import (

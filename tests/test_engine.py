@@ -28,8 +28,8 @@ from conftest import CONFIGS, VOCAB, held
 
 from pymllm_interp import LM, RequestOutput, SamplingParams
 from pymllm_interp.config import ModelConfig, ServerConfig
-from pymllm_interp.core.output import SchedulerOutput
 from pymllm_interp.core.sampling_params import ELSEWHERE as SAMPLING_ELSEWHERE
+from pymllm_interp.core.step import SchedulerOutput
 from pymllm_interp.engine.lm import ELSEWHERE
 
 LmOf = Callable[..., LM]

@@ -27,7 +27,7 @@ from conftest import VOCAB
 from safetensors.torch import load_file
 
 from pymllm_interp import LM, Capture, Generated, SamplingParams, Scale, Steer
-from pymllm_interp.engine.request_factory import PromptError
+from pymllm_interp.engine.prompts import PromptError
 from pymllm_interp.harvest.reader import Harvest, expected_bytes, open_harvest
 from pymllm_interp.harvest.run import HarvestError
 from pymllm_interp.hooks.captures.spec import Project

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pymllm_interp import LM, InterpModelRunner, ModelRunner, SamplingParams
-from pymllm_interp.core.output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from pymllm_interp.core.request import Request
+from pymllm_interp.core.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from pymllm_interp.hooks.traces.batch_groups import NNsightRequestHelper
 from pymllm_interp.hooks.traces.envoy import TracedModel
 from pymllm_interp.hooks.traces.trace import RequestTrace

@@ -20,7 +20,7 @@ from pymllm_interp import ModelRunner
 from pymllm_interp.attention import AttentionBackend, TorchAttnBackend
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.forward_batch import ForwardBatch, ForwardMode
-from pymllm_interp.core.output import LogitsProcessorOutput
+from pymllm_interp.core.step import LogitsProcessorOutput
 from pymllm_interp.mem_cache import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
 from pymllm_interp.models.registry import UnsupportedModelError
 from pymllm_interp.models.weights import WeightsError

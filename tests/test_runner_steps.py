@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pymllm_interp import ModelRunner
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.forward_batch import ForwardMode
-from pymllm_interp.core.output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from pymllm_interp.core.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from pymllm_interp.runner.model_runner import PAD_SLOT_ID, Execution
 from pymllm_interp.runner.partition import Partition
 from pymllm_interp.runner.request_state import RequestState

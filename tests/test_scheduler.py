@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from pymllm_interp.config import ServerConfig
-from pymllm_interp.core.output import ModelRunnerOutput, SchedulerOutput
 from pymllm_interp.core.request import Request, RequestStatus
 from pymllm_interp.core.sampling_params import SamplingParams
+from pymllm_interp.core.step import ModelRunnerOutput, SchedulerOutput
 from pymllm_interp.engine.scheduler import Scheduler
 from pymllm_interp.mem_cache.memory_pool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
 

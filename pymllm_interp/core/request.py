@@ -1,18 +1,18 @@
-"""A request, as the engine carries it."""
+"""A request, as the engine carries it from submission to its end."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
-from .sampling_params import (
-    SamplingParams,
-)
+from .output import Logprob
+from .sampling_params import SamplingParams
+from .step import NewRequest, ScheduledRequest
 
 
 class RequestStatus(Enum):
-    """Where a request stands. A finished request never comes back."""
+    """State of a request. A finished request never runs again."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -20,69 +20,90 @@ class RequestStatus(Enum):
     FINISHED = "finished"
 
 
+class StopChecker(Protocol):
+    """Looks for stop strings in the text of the tokens so far (engine/detokenizer.py)."""
+
+    def push(self, token_ids: list[int], may_stop: bool) -> str | None:
+        """Decode the newest token; the stop string that it completed, or None."""
+        ...
+
+    @property
+    def text_length(self) -> int | None:
+        """Characters of the text that are kept, once a stop string was found."""
+        ...
+
+
 @dataclass(eq=False)
 class Request:
-    """One prompt and its generation, as the engine carries it.
+    """One prompt and one of its generations: the owner of its tokens, counts and KV pages.
 
-    `trace` is opaque here: what stands behind it belongs to `hooks`. The scheduler needs only to know that a request with
-    a trace is not split into chunks and never computed twice.
+    `trace` and `declared` are opaque here; `hooks` owns what they refer to. The scheduler needs to know that a request with
+    a trace is not split into chunks and never recomputed.
     """
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     max_tokens: int
-    """New tokens at most, with the context's limit applied."""
+    """Upper bound of new tokens, with the context's limit applied."""
     seed: int
-    """Of the sampling noise."""
+    """Seed of the sampling noise."""
     sample_index: int = 0
-    """Which of the prompt's `n` completions this is; part of the noise's key."""
+    """Index among the prompt's `n` completions; part of the noise's key."""
     deadline: float | None = None
     """`time.monotonic()` at which the request ends with "timeout"."""
     eos_token_ids: frozenset[int] = frozenset()
     """Token ids that end the generation: the model's, unless `ignore_eos`, and the caller's."""
     trace: Any = None
-    """What watches this request's forward passes (hooks.trace.RequestTrace), or None."""
+    """Its trace (hooks.traces.trace.RequestTrace), or None."""
     declared: Any = None
-    """Its interventions, bound to the model (hooks.tables.Declared), or None."""
+    """Its interventions and captures, bound to the model (hooks.declared.Declared), or None."""
     forward_only: bool = False
-    """One forward pass that serves the logits of all positions, and no generation."""
+    """One forward pass that computes the logits of all positions, and no generation."""
     alone: bool = False
     """No other request may take part in its pass (gradients)."""
     gang: list[Request] | None = None
-    """The requests that are admitted, stepped and moved together with this one, itself included."""
+    """Requests that are admitted, stepped and swapped together with this one, itself included."""
     leader: Request | None = None
-    """The completion of the same prompt whose prefill this one takes over, or None."""
+    """The completion of the same prompt that computes the shared prefill, or None."""
+    stream: bool = False
+    """Whether an event is emitted for each token."""
+    stop_checker: StopChecker | None = None
+    """Set where `params` has stop strings."""
 
-    # State, owned by the scheduler.
+    # State, written by the scheduler and its KV manager.
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_pending: int = 0
     """Tokens that a launched step samples and the host has not read yet."""
     num_computed_tokens: int = 0
-    """Positions that have KV, or get it in a step that was launched."""
+    """Positions that have KV, or get it in a launched step."""
     req_pool_idx: int | None = None
+    """Row of the request table, while it runs."""
     pages: list[int] = field(default_factory=list)
     """KV pages, in order of position."""
+    num_pages_sent: int = 0
+    """Pages that the runner was told of in launched steps."""
     host_kv: Any = None
-    """The KV while swapped out."""
+    """KV in host memory, while swapped out."""
     num_preemptions: int = 0
     arrival: int = 0
 
     # Results, written by the engine.
-    logprobs: list[dict] | None = None
-    prompt_logprobs: list[dict | None] | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     receipt: Any = None
-    """What was applied (hooks.receipt.Receipt), where something was declared."""
+    """What was applied (hooks.receipt.Receipt), where something was declared or traced."""
     activations: Any = None
-    """What was captured (hooks.capture.Activations)."""
+    """What was captured (hooks.captures.activations.Activations)."""
     error: BaseException | None = None
     warnings: list[str] = field(default_factory=list)
 
     @property
     def prompt_len(self) -> int:
+        """Tokens of the prompt."""
         return len(self.prompt_token_ids)
 
     @property
@@ -102,20 +123,27 @@ class Request:
 
     @property
     def all_token_ids(self) -> list[int]:
+        """Prompt and generated tokens that the host has read."""
         return self.prompt_token_ids + self.output_token_ids
 
     @property
+    def all_logits(self) -> bool:
+        """Whether the logits of every position are asked for."""
+        return self.forward_only or self.params.prompt_logprobs is not None
+
+    @property
     def logits_from(self) -> int:
-        """The first position whose logits are computed: the prompt's last, unless those of the whole prompt are asked for."""
-        return 0 if self.forward_only or self.params.prompt_logprobs is not None else self.prompt_len - 1
+        """First position that logits are computed for: 0 with `all_logits`, else the prompt's last."""
+        return 0 if self.all_logits else self.prompt_len - 1
 
     @property
     def max_total_tokens(self) -> int:
-        """Positions that the request may come to need KV for."""
+        """Upper bound of positions that need KV."""
         return self.prompt_len + self.max_tokens - 1
 
     @property
     def finished(self) -> bool:
+        """Whether it has ended, for whatever reason."""
         return self.status is RequestStatus.FINISHED
 
     @property
@@ -127,8 +155,33 @@ class Request:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether the next step cannot be prepared before the host has read this one's token.
+        """Whether the next step cannot be prepared before the host has read this step's token.
 
-        Penalties count it, and a gang is scheduled as one, those of its members that have not finished.
+        Penalties count the token, and the requests of a gang are scheduled together while they have not finished.
         """
         return self.params.penalised or bool(self.gang)
+
+    def scheduled(self, num_tokens: int) -> ScheduledRequest:
+        """The request's part of a step that computes its next `num_tokens` tokens."""
+        assert self.req_pool_idx is not None, "a scheduled request has a row"
+        start = self.num_computed_tokens
+        samples = start + num_tokens == self.num_tokens
+        logit_rows = num_tokens if self.all_logits else int(samples)
+        return ScheduledRequest(
+            self.request_id, self.req_pool_idx, num_tokens, start, samples, self.is_decoding, logit_rows
+        )
+
+    def entering(self) -> NewRequest:
+        """What the runner's table must know of the request."""
+        assert self.req_pool_idx is not None, "a scheduled request has a row"
+        return NewRequest(
+            request_id=self.request_id,
+            row=self.req_pool_idx,
+            prompt_len=self.prompt_len,
+            token_ids=self.all_token_ids,
+            num_computed_tokens=self.num_computed_tokens,
+            params=self.params,
+            seed=self.seed,
+            sample_index=self.sample_index,
+            eos_token_ids=self.eos_token_ids,
+        )

@@ -1,24 +1,25 @@
-"""One completion as its caller follows it: text, stop strings, pieces."""
+"""One completion as its caller follows it: text, pieces, and the finished output."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from ..core.events import FinishedEvent
 from ..core.output import CompletionOutput, Logprob
-from ..core.request import Request
-from ..hooks.captures.activations import NOTHING, Activations
-from .detokenizer import Detokenizer, find_stop
+from ..core.sampling_params import SamplingParams
+from ..hooks.captures.activations import NOTHING
+from .detokenizer import Detokenizer
 
 
 class StreamPiece(str):
-    """A piece of generated text, with what belongs to it.
+    """A piece of generated text.
 
     Attributes:
         text: the piece itself.
-        token_ids: the tokens that it came from; more than one where a character took several.
-        output_index: which of the prompt's completions it belongs to.
-        finish_reason: set on the last piece of a completion (whose text may be empty).
-        activations, receipt: of its completion, on the last piece (the receipt where something was declared); else None.
+        token_ids: tokens that the piece was decoded from; several where a character took several.
+        output_index: index of the completion among the prompt's `n`.
+        finish_reason: set on the last piece of a completion, whose text may be empty.
+        activations, receipt: set on the last piece, where something was captured or declared; else None.
     """
 
     token_ids: list[int]
@@ -29,63 +30,62 @@ class StreamPiece(str):
 
     @classmethod
     def of(cls, text: str, token_ids: list[int], index: int, finish_reason: str | None) -> StreamPiece:
+        """A piece with its attributes."""
         piece = cls(text)
         piece.token_ids, piece.output_index, piece.finish_reason = token_ids, index, finish_reason
         return piece
 
     @property
     def text(self) -> str:
+        """The piece as a plain string."""
         return str(self)
 
 
 class Completion:
-    """One request as its caller follows it: text, stop strings, pieces. Written by the engine's thread."""
+    """Text of one request, from its events. Used by one thread at a time: the caller's.
 
-    def __init__(self, request: Request, tokenizer: Any, streaming: bool) -> None:
-        self.request = request
-        self._tokenizer = tokenizer
-        self._stops = request.params.stop_strings
-        follows = tokenizer is not None and (streaming or self._stops)
-        self._detokenizer = Detokenizer(tokenizer, request.params.skip_special_tokens) if follows else None
+    Args:
+        request_id: of the request.
+        index: among the prompt's `n` completions.
+        params: its sampling parameters.
+        tokenizer: a transformers tokenizer, or None, without which there is no text.
+    """
+
+    def __init__(self, request_id: str, index: int, params: SamplingParams, tokenizer: Any) -> None:
+        self.request_id, self.index, self._params, self._tokenizer = request_id, index, params, tokenizer
+        self.finished: FinishedEvent | None = None
+        self._token_ids: list[int] = []
+        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens) if tokenizer is not None else None
         self._emitted = self._emitted_chars = 0
-        self._cut: int | None = None
 
-    def advance(self) -> str | None:
-        """Decode the newest token. Returns the stop string that it completed, if any."""
+    def token_piece(self, token_id: int) -> StreamPiece | None:
+        """The text that a new token adds; None where it is held back. Text that may turn out a stop string is."""
+        self._token_ids.append(token_id)
         if self._detokenizer is None:
-            return None
-        piece = self._detokenizer.push(self.request.output_token_ids)
-        if not self._stops or len(self.request.output_token_ids) < self.request.params.min_tokens:
-            return None
-        found = find_stop(self._detokenizer.text, len(piece), self._stops)
-        if found is None:
-            return None
-        index, stop = found
-        self._cut = index + len(stop) if self.request.params.include_stop_str_in_output else index
-        return stop
+            return self._piece("", 0, None)
+        self._detokenizer.push(self._token_ids)
+        text = self._detokenizer.text
+        end = len(text) - self._held_back(text)
+        return None if end <= self._emitted_chars else self._piece(text, end, None)
 
-    def piece(self) -> StreamPiece | None:
-        """What there is to stream since the last call. Text that may turn out a stop string is held back."""
-        done = self.request.finished
-        text = self.text() if done else (self._detokenizer.text if self._detokenizer else "")
-        upto = len(text) if done else len(text) - self._held_back(text)
-        ids = self.request.output_token_ids
-        if not done and upto <= self._emitted_chars and self._tokenizer is not None:
-            return None
-        piece = StreamPiece.of(
-            text[self._emitted_chars : max(upto, self._emitted_chars)],
-            ids[self._emitted :],
-            self.request.sample_index,
-            self.request.finish_reason if done else None,
-        )
-        if done:
-            piece.activations, piece.receipt = self.activations, self.request.receipt
-        self._emitted, self._emitted_chars = len(ids), max(upto, self._emitted_chars)
+    def last_piece(self, finished: FinishedEvent) -> StreamPiece:
+        """The rest of the text, with what belongs to the completion as a whole."""
+        self.finished, self._token_ids = finished, finished.token_ids
+        text = self.text()
+        piece = self._piece(text, len(text), finished.finish_reason)
+        piece.activations, piece.receipt = self.activations, finished.receipt
+        return piece
+
+    def _piece(self, text: str, end: int, finish_reason: str | None) -> StreamPiece:
+        end = max(end, self._emitted_chars)
+        ids = self._token_ids[self._emitted :]
+        piece = StreamPiece.of(text[self._emitted_chars : end], ids, self.index, finish_reason)
+        self._emitted, self._emitted_chars = len(self._token_ids), end
         return piece
 
     def _held_back(self, text: str) -> int:
         longest = 0
-        for stop in self._stops:
+        for stop in self._params.stop_strings:
             for size in range(min(len(stop) - 1, len(text)), longest, -1):
                 if text.endswith(stop[:size]):
                     longest = size
@@ -94,37 +94,33 @@ class Completion:
 
     def text(self) -> str:
         """The finished text: without the stop string, and without the token that stopped it."""
-        if self._tokenizer is None:
+        end = self.finished
+        if self._tokenizer is None or end is None:
             return ""
-        if self._cut is not None and self._detokenizer is not None:
-            return self._detokenizer.text[: self._cut]
-        ids = self.request.output_token_ids
-        if isinstance(self.request.stop_reason, int):
-            ids = ids[:-1]
-        return self._tokenizer.decode(ids, skip_special_tokens=self.request.params.skip_special_tokens)
+        ids = end.token_ids[:-1] if isinstance(end.stop_reason, int) else end.token_ids
+        text = self._tokenizer.decode(ids, skip_special_tokens=self._params.skip_special_tokens)
+        return text if end.text_length is None else text[: end.text_length]
 
     @property
-    def activations(self) -> Activations:
-        """What was captured."""
-        found = self.request.activations
+    def activations(self) -> Any:
+        """What was captured; empty where nothing was."""
+        found = None if self.finished is None else self.finished.activations
         return NOTHING if found is None else found
 
     def output(self) -> CompletionOutput:
-        request = self.request
+        """The completion as a value; what there is of it, where it has not ended."""
+        end = self.finished or FinishedEvent(self.request_id, self._token_ids, "")
         return CompletionOutput(
-            index=request.sample_index,
+            index=self.index,
             text=self.text(),
-            token_ids=list(request.output_token_ids),
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-            logprobs=self._decoded(request.logprobs),
-            error=request.error,
+            token_ids=list(end.token_ids),
+            finish_reason=end.finish_reason or None,
+            stop_reason=end.stop_reason,
+            logprobs=None if end.logprobs is None else [decoded(entry, self._tokenizer) for entry in end.logprobs],
+            error=end.error,
             activations=self.activations,
-            receipt=request.receipt,
+            receipt=end.receipt,
         )
-
-    def _decoded(self, entries: list[dict] | None) -> list[dict[int, Logprob]] | None:
-        return None if entries is None else [decoded(entry, self._tokenizer) for entry in entries]
 
 
 def decoded(entry: dict[int, Logprob], tokenizer: Any) -> dict[int, Logprob]:

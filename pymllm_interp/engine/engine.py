@@ -1,7 +1,7 @@
 """The engine: one thread that owns the runner, the scheduler and every trace.
 
-Callers hand it requests and wait; it steps while there is work, and sleeps while there is none. A step that fails ends the
-requests that may have made it fail, and the others go on.
+Clients submit requests and subscribe to their events. The thread steps while there is work, and sleeps otherwise. A failed step
+ends the requests that may have caused the failure; the others go on.
 """
 
 from __future__ import annotations
@@ -12,19 +12,23 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
 
+from ..core.events import Event, FinishedEvent, Subscriber, TokenEvent
 from ..core.out_of_memory import is_out_of_memory
-from ..core.output import Logprob, ModelRunnerOutput, SampledLogprobs, SchedulerOutput
+from ..core.output import Logprob
 from ..core.request import Request
+from ..core.step import ModelRunnerOutput, SampledLogprobs, SchedulerOutput
 from ..hooks.traces.watchdog import Watchdog
 from ..runner.async_output import AsyncOutput
 from ..runner.interp_model_runner import InterpModelRunner
-from .handle import EngineClosedError, RequestHandle
+from .handle import EngineClosedError
+from .kv_manager import KVManager
 from .scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -46,9 +50,10 @@ class Engine:
         self.runner = runner
         self.num_steps = self.num_overlapped_steps = 0
         self._in_flight: tuple[SchedulerOutput, AsyncOutput] | None = None
-        self._handles: dict[str, RequestHandle] = {}
-        self._followed: dict[str, RequestHandle] = {}
-        self._undelivered: list[Request] = []
+        self._subscribers: dict[str, tuple[Request, Subscriber]] = {}
+        self._events: list[tuple[Subscriber, Event]] = []
+        self._declared: set[str] = set()
+        self._streaming: set[str] = set()
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closing: BaseException | None = None
@@ -62,25 +67,35 @@ class Engine:
 
     # -- callers -----------------------------------------------------------------
 
-    def submit(self, handles: list[RequestHandle]) -> None:
-        """Queue the handles' requests, all at once. Raises EngineClosedError after `shutdown`."""
+    def submit(self, requests: Sequence[Request], subscriber: Subscriber) -> None:
+        """Queue requests, all at once, and send their events to `subscriber`. Raises EngineClosedError after `shutdown`."""
+        self.submit_all([(requests, subscriber)])
+
+    def submit_all(self, groups: Sequence[tuple[Sequence[Request], Subscriber]]) -> None:
+        """`submit` of several groups of requests, so that one step may take all of them."""
 
         def add() -> None:
-            for handle in handles:
-                for request in handle.requests:
-                    self._handles[request.request_id] = handle
-                    if handle.follows:
-                        self._followed[request.request_id] = handle
-                self.scheduler.add(handle.requests)
+            for requests, subscriber in groups:
+                for request in requests:
+                    self._subscribers[request.request_id] = request, subscriber
+                    if request.declared is not None:
+                        self._declared.add(request.request_id)
+                    if request.stream:
+                        self._streaming.add(request.request_id)
+                self.runner.attach(requests)
+                self.scheduler.add(requests)
 
-        for handle in handles:
-            handle.engine_thread = self._thread
         self._post(add)
 
-    def abort(self, requests: list[Request]) -> None:
-        """End requests with finish_reason "abort". Those that have finished, or are unknown, are left as they are."""
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests with finish_reason "abort". Finished and unknown ones are left as they are."""
+
+        def end() -> None:
+            found = [self._subscribers[rid][0] for rid in request_ids if rid in self._subscribers]
+            self._end(found, "abort")
+
         with contextlib.suppress(EngineClosedError):  # closing ends them all
-            self._post(lambda: self._end([r for r in requests if r.request_id in self._handles], "abort"))
+            self._post(end)
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Run `function` on the engine's thread and return what it returns: between steps, or at once where it is called there."""
@@ -114,7 +129,7 @@ class Engine:
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "swapped": len(scheduler.swapped),
-            "free_kv_tokens": scheduler.allocator.available_size(),
+            "free_kv_tokens": scheduler.kv.allocator.available_size(),
             "preempted": scheduler.num_preempted,
             "moved_to_host": scheduler.num_swapped,
             "segments": None if self.runner.segments is None else self.runner.segments.stats(),
@@ -164,16 +179,10 @@ class Engine:
         self._async = runner.device.startswith("cuda") if asked is None else asked
         if self._async:
             runner.nnsight_model.interleaver.sync_previous_step = self._sync_previous_step
-        self.scheduler = Scheduler(
-            runner.server_config,
-            runner.max_num_tokens,
-            runner.req_to_token_pool,
-            runner.token_to_kv_pool_allocator,
-            runner.token_to_kv_pool,
-            runner.capture_ring,
-        )
+        kv = KVManager(runner.req_to_token_pool, runner.token_to_kv_pool_allocator, runner.token_to_kv_pool)
+        self.scheduler = Scheduler(runner.server_config, runner.max_num_tokens, kv, runner.capture_ring)
         if runner.capture_ring is not None:
-            runner.capture_ring.on_room = lambda: self._call_soon(lambda: None)
+            runner.capture_ring.on_room = self._wake_up
 
     def _run(self) -> None:
         try:
@@ -198,6 +207,7 @@ class Engine:
             self._waits_for_room = False
         for command in commands:
             command()
+        self._send_events()
         return self._closing is None
 
     def _has_work(self) -> bool:
@@ -214,23 +224,26 @@ class Engine:
         step = self.scheduler.schedule()
         while self.scheduler.lost:
             self._finished(self.scheduler.lost.pop())
-        # Room that was freed since then has put a command into the inbox.
+        # Room that was freed since then has woken the thread up.
         nothing_runs = not step.scheduled and self._in_flight is None
         self._waits_for_room = nothing_runs and self.scheduler.waits_for_room
         launched = self._launch(step)
-        undelivered, self._undelivered = self._undelivered, []
-        for request in undelivered:
-            self._deliver(request)
+        self._send_events()
         before, self._in_flight = self._in_flight, launched
         if before is not None:
             self._collect(*before)
-        if launched is None:
-            return
-        if not self._async or any(entry.request.needs_tokens for entry in step.scheduled):
+        if launched is not None and (not self._async or self._needs_tokens(step)):
             self._in_flight = None
             self._collect(*launched)
-        else:
+        elif launched is not None:
             self.num_overlapped_steps += 1
+        self._send_events()
+
+    def _needs_tokens(self, step: SchedulerOutput) -> bool:
+        """Whether the next step cannot be prepared before this step's tokens have been read."""
+        requests = self.scheduler.requests
+        found = [requests.get(entry.request_id) for entry in step.scheduled]
+        return any(request is not None and request.needs_tokens for request in found)
 
     def _launch(self, step: SchedulerOutput) -> tuple[SchedulerOutput, AsyncOutput] | None:
         """Run a step as far as the host's part goes. None: it was empty, or failed."""
@@ -253,45 +266,73 @@ class Engine:
         return step, output
 
     def _sync_previous_step(self) -> None:
-        """Deliver what the step before made, in the midst of a pass: blocks of requests that end with it must not be served."""
+        """Collect the previous step in the midst of a pass: blocks of requests that end with it must not be served.
+
+        The events that follow are sent when the rest of the pass has been launched: the device waits for it.
+        """
         before, self._in_flight = self._in_flight, None
         if before is not None:
             self._collect(*before, in_a_pass=True)
             self.runner.drop_finished()
 
     def _collect(self, step: SchedulerOutput, launched: AsyncOutput, in_a_pass: bool = False) -> None:
-        """Read a step's tokens and hand them out.
-
-        Args:
-            in_a_pass: the device waits for the rest of it: what only streams tokens is told when that has been launched.
-        """
+        """Read a step's tokens, append them, and end the requests that are complete."""
+        requests = self.scheduler.requests
         try:
             output = launched.get_output()
-        except Exception as error:  # the device's: what the step computed is lost for everyone in it
+        except Exception as error:  # the device's: what the step computed is lost for all of its requests
             logger.warning("the tokens of a step could not be read: %r", error)
-            self._fail([entry.request for entry in step.scheduled], error)
+            self._fail([requests[e.request_id] for e in step.scheduled if e.request_id in requests], error)
             return
-        self._collect_logprobs(step, output)
-        for request in self.scheduler.update(step, output, in_a_pass):
+        self._collect_results(step, output)
+        ended = self.scheduler.update(step, output, in_a_pass)
+        if self._streaming:
+            self._emit_tokens(step, output)
+        for request in ended:
             self._finished(request)
-        if self._followed:
-            for entry in step.scheduled:
-                handle = self._followed.get(entry.request.request_id)
-                if handle is None or not entry.samples:
-                    continue
-                if in_a_pass and not handle.may_stop:
-                    self._undelivered.append(entry.request)
-                else:
-                    self._deliver(entry.request)
 
-    def _deliver(self, request: Request) -> None:
-        handle = self._followed.get(request.request_id)
-        if handle is None or request.finished or not request.output_token_ids:
+    def _collect_results(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Count the step in receipts, and note log probabilities."""
+        requests = self.scheduler.requests
+        if self._declared:
+            for entry in step.scheduled:
+                request = requests.get(entry.request_id)
+                if request is not None and request.declared is not None and request.trace is None:
+                    request.receipt.steps[output.execution] += 1
+        if not (output.prompt_logprobs or any(output.logprobs)):
             return
-        stop = handle.on_token(request)
-        if stop is not None:
-            request.stop_reason = stop
-            self._end([request], "stop")
+        for entry, sampled in zip(step.scheduled, output.logprobs, strict=True):
+            request = requests.get(entry.request_id)
+            if request is None:
+                continue
+            if sampled is not None and request.logprobs is not None and not request.forward_only:
+                request.logprobs.append(as_dict(sampled))
+            found = output.prompt_logprobs.get(request.request_id)
+            if found and request.prompt_logprobs is not None:
+                # A preempted request computes positions again; entries that it has are kept.
+                known = len(request.prompt_logprobs) - 1
+                request.prompt_logprobs.extend(as_dict(e) for e in found[max(0, known - entry.start) :])
+
+    def _emit_tokens(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Emit an event for each token of a request that streams and goes on."""
+        for entry, token in zip(step.scheduled, output.sampled_token_ids, strict=True):
+            request = self.scheduler.requests.get(entry.request_id)
+            if request is not None and request.stream and token is not None:
+                self._emit(request.request_id, TokenEvent(request.request_id, token))
+
+    def _emit(self, request_id: str, event: Event) -> None:
+        """Queue an event; `_send_events` sends it."""
+        found = self._subscribers.get(request_id)
+        if found is not None:
+            self._events.append((found[1], event))
+
+    def _send_events(self) -> None:
+        events, self._events = self._events, []
+        for subscriber, event in events:
+            try:
+                subscriber.put(event)
+            except Exception:
+                logger.exception("an event of request %s could not be delivered", event.request_id)
 
     def _without_memory(self, step: SchedulerOutput, error: Exception) -> torch.OutOfMemoryError:
         """What the step's requests are told in place of `error`, whose frames hold the tensors of the pass."""
@@ -313,21 +354,16 @@ class Engine:
         them, which made the step large.
         """
         logger.warning("a step failed: %r", error)
-        requests = [entry.request for entry in step.scheduled]
+        live = [(entry, self.scheduler.requests.get(entry.request_id)) for entry in step.scheduled]
+        requests = [request for _, request in live if request is not None]
         ending = [request for request in requests if request.trace is not None]
         if not ending and isinstance(error, torch.OutOfMemoryError):
-            ending = [entry.request for entry in step.scheduled if not entry.decodes]
+            ending = [request for entry, request in live if request is not None and not entry.decodes]
         self._fail(ending or requests, error)
         if isinstance(error, torch.OutOfMemoryError):
             gc.collect()
             torch.cuda.empty_cache()
-        for request in requests:
-            if not request.finished:
-                self.runner.req_states.add_request(
-                    request.request_id, request.req_pool_idx or 0, request.prompt_len, request.all_token_ids,
-                    request.num_computed_tokens,
-                )  # fmt: skip
-        self.runner.req_states.apply_staged_writes()
+        self.scheduler.failed(step)
 
     def _fail(self, requests: list[Request], error: Exception) -> None:
         for request in requests:
@@ -365,8 +401,12 @@ class Engine:
             request.warnings += request.trace.warnings
         if request.declared is None:
             self._answer(request)
+            return
+        arrived = self.runner.finish_declared(request)
+        if arrived.done():
+            self._answer(request, arrived)
         else:
-            self.runner.finish_declared(request, lambda: self._call_soon(lambda: self._answer(request)))
+            arrived.add_done_callback(lambda done: self._call_soon(partial(self._answer, request, done)))
 
     def _call_soon(self, command: Callable[[], None]) -> None:
         """Run `command` on the engine's thread, while it closes too: at once, where it is called there."""
@@ -377,30 +417,40 @@ class Engine:
             self._inbox.append(command)
             self._wake.notify()
 
-    def _answer(self, request: Request) -> None:
-        handle = self._handles.pop(request.request_id, None)
-        self._followed.pop(request.request_id, None)
-        if handle is not None:
-            if request.output_token_ids and request.finish_reason in ("stop", "length") and request.stop_reason is None:
-                stop = handle.on_token(request)
-                if stop is not None:
-                    request.finish_reason, request.stop_reason = "stop", stop
-            handle.on_finish(request)
+    def _answer(self, request: Request, captured: Future[Any] | None = None) -> None:
+        """Emit the request's last event.
 
-    def _collect_logprobs(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        if not (output.prompt_logprobs or any(output.logprobs)):
-            return
-        for entry, sampled in zip(step.scheduled, output.logprobs, strict=True):
-            request = entry.request
-            if request.finished:
-                continue
-            if sampled is not None and request.logprobs is not None and not request.forward_only:
-                request.logprobs.append(as_dict(sampled))
-            found = output.prompt_logprobs.get(request.request_id)
-            if found and request.prompt_logprobs is not None:
-                # A request that gave way computes positions again; those it has stay.
-                known = len(request.prompt_logprobs) - 1
-                request.prompt_logprobs.extend(as_dict(e) for e in found[max(0, known - entry.start) :])
+        Args:
+            captured: its activations, where it declared something.
+        """
+        if captured is not None:
+            error = captured.exception()
+            request.activations = captured.result() if error is None else None
+            request.error = request.error or error
+        self._declared.discard(request.request_id)
+        self._streaming.discard(request.request_id)
+        checker = request.stop_checker
+        self._emit(
+            request.request_id,
+            FinishedEvent(
+                request_id=request.request_id,
+                token_ids=request.output_token_ids,
+                finish_reason=request.finish_reason or "error",
+                stop_reason=request.stop_reason,
+                text_length=None if checker is None else checker.text_length,
+                logprobs=request.logprobs,
+                prompt_logprobs=request.prompt_logprobs,
+                activations=request.activations,
+                receipt=request.receipt,
+                error=request.error,
+                warnings=request.warnings,
+            ),
+        )
+        self._subscribers.pop(request.request_id, None)
+
+    def _wake_up(self) -> None:
+        """Have the thread look for work: room in the ring was freed."""
+        self._call_soon(lambda: None)
 
     def _close(self) -> None:
         self._end_all()
@@ -409,11 +459,10 @@ class Engine:
         if self.runner.capture_ring is not None:
             self.runner.capture_ring.wait()
             self._empty_inbox()
-        for request_id, handle in list(self._handles.items()):  # something failed between its end and the answer
-            for request in handle.requests:
-                if request.request_id == request_id:
-                    request.error = self._closed_error(request)
-                    self._answer(request)
+        for request, _ in list(self._subscribers.values()):  # something failed between its end and the answer
+            request.error = self._closed_error(request)
+            self._answer(request)
+        self._send_events()
         self._watchdog.close()
         self.runner.shutdown()
 

@@ -1,96 +1,91 @@
-"""What a caller holds while its request runs."""
+"""`RequestHandle`: what a caller holds while its requests run."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import queue
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
 
+from ..core.events import Event, FinishedEvent, TokenEvent
 from ..core.output import RequestOutput
 from ..core.request import Request
 from .completion import Completion, StreamPiece, decoded
 
-logger = logging.getLogger(__name__)
+
+class EngineClosedError(RuntimeError):
+    """The engine was shut down."""
+
+
+class EngineClient(Protocol):
+    """What a handle needs of its engine."""
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests with finish_reason "abort"."""
+        ...
+
+    @property
+    def on_engine_thread(self) -> bool:
+        """Whether the caller runs on the engine's thread."""
+        ...
 
 
 class RequestHandle:
     """One prompt's requests, from submission to result. Made by `LM.submit`.
 
-    `result()` waits, `cancel()` ends it, iterating yields `StreamPiece`s where it was submitted for streaming.
+    `result()` waits, `cancel()` ends the requests, and iterating yields `StreamPiece`s where they were submitted for streaming.
+    Subscribes to the requests' events: the engine's thread only stores them, the caller's thread decodes them.
 
-    Attributes:
-        follows: each token is asked for as it comes, by `on_token`.
-        may_stop: and may end the request, by a stop string.
+    Args:
+        prompt: text of the prompt, where it was text.
+        requests: the prompt's `n` requests.
+        tokenizer: a transformers tokenizer, or None.
+        engine: serves the requests.
     """
 
     def __init__(
-        self, prompt: str | None, requests: list[Request], tokenizer: Any, abort: Callable[[list[Request]], None],
-        streaming: bool = False,
-    ) -> None:  # fmt: skip
+        self, prompt: str | None, requests: list[Request], tokenizer: Any, engine: EngineClient, streaming: bool = False
+    ) -> None:
         self.prompt = prompt
         self.requests = requests
-        self._completions = {id(r): Completion(r, tokenizer, streaming) for r in requests}
-        self._tokenizer = tokenizer
-        self._abort = abort
-        self.may_stop = tokenizer is not None and any(request.params.stop_strings for request in requests)
-        self.follows = streaming or self.may_stop
-        self._left = len(requests)
-        self.engine_thread: threading.Thread | None = None  # set when it is submitted
-        self._done = threading.Event()
-        self._pieces: queue.SimpleQueue[StreamPiece | None] | None = queue.SimpleQueue() if streaming else None
-        self._callbacks: list[Callable[[], None]] = []
-        self._lock = threading.Lock()
+        self._tokenizer, self._engine, self._streaming = tokenizer, engine, streaming
+        self._completions = {
+            r.request_id: Completion(r.request_id, r.sample_index, r.params, tokenizer) for r in requests
+        }
+        self._finished: dict[str, FinishedEvent] = {}
+        self._ended: Future[None] = Future()
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._on_event: Callable[[], None] | None = None
 
-    # -- the engine's side ---------------------------------------------------------
-
-    def on_token(self, request: Request) -> str | None:
-        """A token was appended. Returns the stop string that it completed, if any."""
-        completion = self._completions[id(request)]
-        stop = completion.advance()
-        if self._pieces is not None and stop is None and not request.finished:
-            piece = completion.piece()
-            if piece is not None:
-                self._pieces.put(piece)
-        return stop
-
-    def on_finish(self, request: Request) -> None:
-        """The request has ended, whatever the reason."""
-        if self._pieces is not None:
-            self._pieces.put(self._completions[id(request)].piece())
-        self._left -= 1
-        if self._left == 0:
-            if self._pieces is not None:
-                self._pieces.put(None)
-            with self._lock:
-                self._done.set()
-                callbacks, self._callbacks = self._callbacks, []
-            for callback in callbacks:
-                try:
-                    callback()
-                except Exception:  # a caller's mistake must not stop the engine
-                    logger.exception("a callback of request %s failed", request.request_id)
-
-    # -- the caller's side -----------------------------------------------------------
+    def put(self, event: Event) -> None:
+        """Take a request's next event. Called on the engine's thread."""
+        if self._streaming:
+            self._events.put(event)
+            if self._on_event is not None:
+                self._on_event()
+        if isinstance(event, FinishedEvent):
+            self._finished[event.request_id] = event
+            if len(self._finished) == len(self.requests):
+                self._ended.set_result(None)
 
     @property
     def done(self) -> bool:
-        return self._done.is_set()
+        """Whether all completions have ended."""
+        return self._ended.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until all completions have ended. Raises TimeoutError after `timeout` seconds; the request goes on."""
-        self._refuse_engine_thread()
-        if not self._done.wait(timeout):
-            raise TimeoutError(f"request {self.requests[0].request_id} is still running after {timeout} s")
+        """Wait until all completions have ended.
 
-    def _refuse_engine_thread(self) -> None:
-        if not self.done and threading.current_thread() is self.engine_thread:
-            raise RuntimeError(
-                f"request {self.requests[0].request_id} is waited for inside the block of a trace or a callback, where the "
-                "engine would wait for itself: submit it there, and wait for it outside"
-            )
+        Raises:
+            TimeoutError: after `timeout` seconds; the request goes on.
+            RuntimeError: called on the engine's thread, which would wait for itself.
+        """
+        self._refuse_engine_thread()
+        try:
+            self._ended.result(timeout)
+        except TimeoutError:
+            raise TimeoutError(f"request {self.requests[0].request_id} is still running after {timeout} s") from None
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the output.
@@ -100,66 +95,101 @@ class RequestHandle:
             RuntimeError: the engine was shut down.
         """
         self.wait(timeout)
-        for request in self.requests:
-            if isinstance(request.error, EngineClosedError):
-                raise request.error
+        for event in self._finished.values():
+            if isinstance(event.error, EngineClosedError):
+                raise event.error
         return self.output()
 
     def output(self) -> RequestOutput:
+        """The prompt and its completions; what there is of them, where they have not ended."""
         first = self.requests[0]
-        prompt_logprobs = first.prompt_logprobs
+        for request_id, event in self._finished.items():
+            self._completions[request_id].finished = event
+        ended = [self._finished[r.request_id] for r in self.requests if r.request_id in self._finished]
+        prompt_logprobs = next((e.prompt_logprobs for e in ended if e.prompt_logprobs is not None), None)
         return RequestOutput(
             request_id=first.request_id,
             prompt=self.prompt,
             prompt_token_ids=list(first.prompt_token_ids),
-            outputs=[self._completions[id(r)].output() for r in self.requests],
+            outputs=[completion.output() for completion in self._completions.values()],
             prompt_logprobs=None
             if prompt_logprobs is None
             else [entry and decoded(entry, self._tokenizer) for entry in prompt_logprobs],
             finished=self.done,
-            warnings=list(dict.fromkeys(w for r in self.requests for w in r.warnings)),
+            warnings=list(dict.fromkeys(text for event in ended for text in event.warnings)),
         )
 
     def cancel(self) -> None:
-        """End the request; its result has what was generated so far, with finish_reason "abort"."""
-        self._abort(self.requests)
+        """End the request. Its result has what was generated so far, with finish_reason "abort"."""
+        self._engine.abort([request.request_id for request in self.requests])
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when all completions have ended (at once, if they have), on the engine's thread."""
-        with self._lock:
-            if not self._done.is_set():
-                self._callbacks.append(callback)
-                return
-        callback()
+        """Call `callback` when all completions have ended, on the engine's thread; at once, if they have."""
+        self._ended.add_done_callback(lambda _: callback())
 
     def __iter__(self) -> Iterator[StreamPiece]:
-        if self._pieces is None:
-            raise TypeError("this request was not submitted for streaming: use lm.stream(...)")
+        self._check_streaming("lm.stream(...)")
         self._refuse_engine_thread()
+        left = len(self.requests)
         try:
-            while (piece := self._pieces.get()) is not None:
-                yield piece
+            while left:
+                event = self._events.get()
+                left -= isinstance(event, FinishedEvent)
+                piece = self._piece(event)
+                if piece is not None:
+                    yield piece
         finally:
             self.cancel()
         self._raise()
-
-    def _raise(self) -> None:
-        """Raise what ended the request; a stream has no output that could carry it."""
-        for request in self.requests:
-            if request.error is not None:
-                raise request.error
 
     async def __aiter__(self) -> AsyncIterator[StreamPiece]:
-        if self._pieces is None:
-            raise TypeError("this request was not submitted for streaming: use lm.astream(...)")
-        loop = asyncio.get_running_loop()
+        self._check_streaming("lm.astream(...)")
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+
+        def on_event() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(arrived.set)
+
+        self._on_event = on_event
+        left = len(self.requests)
         try:
-            while (piece := await loop.run_in_executor(None, self._pieces.get)) is not None:
-                yield piece
+            while left:
+                try:
+                    event = self._events.get_nowait()
+                except queue.Empty:
+                    arrived.clear()
+                    if self._events.empty():  # else one has come between the two
+                        await arrived.wait()
+                    continue
+                left -= isinstance(event, FinishedEvent)
+                piece = self._piece(event)
+                if piece is not None:
+                    yield piece
         finally:
+            self._on_event = None
             self.cancel()
         self._raise()
 
+    def _piece(self, event: Event) -> StreamPiece | None:
+        completion = self._completions[event.request_id]
+        if isinstance(event, TokenEvent):
+            return completion.token_piece(event.token_id)
+        return completion.last_piece(event)
 
-class EngineClosedError(RuntimeError):
-    """The engine was shut down."""
+    def _check_streaming(self, call: str) -> None:
+        if not self._streaming:
+            raise TypeError(f"this request was not submitted for streaming: use {call}")
+
+    def _refuse_engine_thread(self) -> None:
+        if not self.done and self._engine.on_engine_thread:
+            raise RuntimeError(
+                f"request {self.requests[0].request_id} is waited for inside the block of a trace or a callback, where the "
+                "engine would wait for itself: submit it there, and wait for it outside"
+            )
+
+    def _raise(self) -> None:
+        """Raise the error that ended a request: a stream has no output that could carry it."""
+        for request in self.requests:
+            event = self._finished.get(request.request_id)
+            if event is not None and event.error is not None:
+                raise event.error

@@ -13,16 +13,13 @@ import atexit
 import sys
 import weakref
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
-from torch import nn
 from transformers import GenerationConfig, PretrainedConfig
 
-from .. import __version__
 from ..config import ModelConfig, ServerConfig
 from ..core.arguments import check_names
 from ..core.output import RequestOutput
@@ -32,39 +29,22 @@ from ..harvest.folder import HarvestFolder, Identity
 from ..harvest.inputs import Settings, tokenizer_fingerprint
 from ..harvest.reader import expected_bytes, has_index_per_site
 from ..harvest.run import READ, STEPS_AHEAD, HarvestResult, HarvestRun
-from ..hooks.binding import captures_for_each_prompt, fingerprint_of, for_each_prompt, resolved
+from ..hooks.binding import captures_for_each_prompt, fingerprint_of, for_each_prompt
 from ..hooks.captures.spec import Capture
 from ..hooks.interventions.specs import Intervention
 from ..hooks.positions import Generated
-from ..hooks.receipt import Receipt
 from ..hooks.site import Site
 from ..hooks.traces.envoy import TracedModel
 from ..hooks.traces.trace import RequestTrace
 from ..hooks.traces.tracer import EngineTracer, SessionTracer, opens_with
-from ..hooks.vectors import VectorRegistry
-from ..layers.edits.base import LOGITS
-from ..models.fingerprint import model_fingerprint
 from ..models.source import load_tokenizer
 from ..runner.interp_model_runner import InterpModelRunner
 from .completion import StreamPiece
 from .engine import Engine
-from .handle import EngineClosedError, RequestHandle
-from .request_factory import (
-    IGNORED,
-    Limits,
-    PromptError,
-    RequestFactory,
-    as_prompts,
-    default_max_tokens,
-    sampling_from_kwargs,
-)
+from .handle import RequestHandle
+from .prompts import PromptError, as_prompts, prompt_of
+from .request_factory import RequestFactory, RequestOptions
 
-Interventions = Sequence[Intervention] | Sequence[Sequence[Intervention]] | None
-"""One list for all prompts, or a list for each."""
-Captures = Sequence[Capture | Site | str] | Sequence[Sequence[Capture | Site | str]] | None
-"""The same; a string is a site, or a pattern of sites."""
-FORWARD = SamplingParams(temperature=0.0, max_tokens=1)
-"""What a trace's single pass samples with, for blocks that read `lm.samples`."""
 ELSEWHERE = {
     "device_map": "one device holds the model, device='cuda' or 'cpu'",
     "dispatch": "the weights are always loaded; leave it out",
@@ -133,46 +113,31 @@ class LM(TracedModel):
             **server,
         )
 
-        def wrap(module: nn.Module) -> TracedModel:
-            TracedModel.__init__(self, module, rename=rename)
-            return self
-
-        self.runner = InterpModelRunner(server_config, model_config, wrap=wrap)
+        self.runner = InterpModelRunner(server_config, model_config)
         try:
             self.engine = Engine(self.runner)
         except BaseException:
-            self.__dict__.clear()  # the tree holds the weights, and the error, which a notebook keeps, this frame
+            self.__dict__.clear()  # the error, which a notebook keeps, holds this frame
             raise
+        super().__init__(self.runner.get_model(), rename=rename, interleaver=self.runner.interleaver)
+        self.runner.attach_model(self)
         assert self.runner.source is not None
         self.tokenizer = load_tokenizer(self.runner.source)
         self.hf_config: PretrainedConfig = self.runner.source.hf_config
         eos = eos_token_ids(self.hf_config, self.runner.source.folder)
-        self._factory = RequestFactory(self.tokenizer, eos, self._limits, seed)
-        self.vectors = VectorRegistry(self.runner.model_info)
+        self._factory = RequestFactory(self.runner, self.tokenizer, eos, seed)
+        self.vectors = self._factory.vectors
         _open_models.add(self)
-
-    def _limits(self) -> Limits:
-        runner = self.runner
-        return Limits(
-            vocab_size=runner.vocab_size,
-            max_model_len=runner.context_len,
-            max_num_tokens=runner.max_num_tokens,
-            kv_tokens=runner.max_total_num_tokens,
-            max_running=runner.max_running_requests,
-        )
 
     @property
     def dtype(self) -> torch.dtype:
         """Of weights and states, as `lm.device` says where they are."""
         return self.runner.dtype
 
-    @cached_property
+    @property
     def model_fingerprint(self) -> str:
         """A hash of weights, dtype and config, of the weights as they are when it is first asked for."""
-        model = self.runner.model
-        if model is None:
-            raise EngineClosedError("the engine was shut down, and its model released")
-        return model_fingerprint(model, self.hf_config)  # on the caller's thread: who submits does not wait for a step
+        return self._factory.model_fingerprint
 
     # -- plain requests --------------------------------------------------------------
 
@@ -200,13 +165,9 @@ class LM(TracedModel):
         self,
         prompts: Any = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        timeout: float | None = None,
-        edits: list[str] | None = None,
-        interventions: Interventions = None,
-        capture: Captures = None,
-        **unknown: Any,
+        **options: Unpack[RequestOptions],
     ) -> list[RequestOutput]:
+        unknown = options.keys() - RequestOptions.__annotations__.keys()
         if unknown:
             raise TypeError(
                 f"lm.generate(prompts, SamplingParams(...)) got {', '.join(sorted(unknown))}: a call takes SamplingParams; as "
@@ -214,8 +175,7 @@ class LM(TracedModel):
             )
         if prompts is None:
             raise TypeError("lm.generate() needs prompts: lm.generate(['text'], SamplingParams(...))")
-        handles = self._handles(as_prompts(prompts), sampling_params, timeout, edits, interventions, capture)
-        self.engine.submit(handles)
+        handles = self._submit_all(as_prompts(prompts), sampling_params, options)
         try:
             return [handle.result() for handle in handles]
         except BaseException:
@@ -224,151 +184,61 @@ class LM(TracedModel):
             raise
 
     def submit(
-        self,
-        prompt: Any,
-        sampling_params: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        edits: list[str] | None = None,
-        interventions: Interventions = None,
-        capture: Captures = None,
+        self, prompt: Any, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> RequestHandle:
         """Start a request and return at once: ``h.result()`` waits for its `RequestOutput`, ``h.cancel()`` ends it."""
-        return self._submit(prompt, sampling_params, timeout, edits, interventions, capture, streaming=False)
+        return self._submit("lm.submit", prompt, sampling_params, options)
 
     def stream(
-        self,
-        prompt: Any,
-        sampling_params: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        edits: list[str] | None = None,
-        interventions: Interventions = None,
-        capture: Captures = None,
+        self, prompt: Any, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> Iterator[StreamPiece]:
         """The text as it comes, in pieces. Each is a string with `token_ids`, `output_index` and, at the end, `finish_reason`.
 
         Leaving the loop early ends the request.
         """
-        return iter(self._submit(prompt, sampling_params, timeout, edits, interventions, capture, streaming=True))
+        return iter(self._submit("lm.stream", prompt, sampling_params, options, streaming=True))
 
     def astream(
-        self,
-        prompt: Any,
-        sampling_params: SamplingParams | None = None,
-        *,
-        timeout: float | None = None,
-        edits: list[str] | None = None,
-        interventions: Interventions = None,
-        capture: Captures = None,
+        self, prompt: Any, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> AsyncIterator[StreamPiece]:
         """`stream` for ``async for``."""
-        return self._submit(prompt, sampling_params, timeout, edits, interventions, capture, streaming=True).__aiter__()
+        return self._submit("lm.astream", prompt, sampling_params, options, streaming=True).__aiter__()
 
     def _submit(
         self,
+        who: str,
         prompt: Any,
         params: SamplingParams | None,
-        timeout: float | None,
-        edits: list[str] | None,
-        interventions: Interventions,
-        capture: Captures,
-        streaming: bool,
+        options: RequestOptions,
+        streaming: bool = False,
     ) -> RequestHandle:
+        check_names(who, options, list(RequestOptions.__annotations__), {})
         prompts = as_prompts(prompt)
         if len(prompts) != 1:
             raise PromptError(f"one prompt is expected, got {len(prompts)}: lm.generate takes lists")
-        handle = self._handles(prompts, params, timeout, edits, interventions, capture, streaming)[0]
-        self.engine.submit([handle])
-        return handle
+        return self._submit_all(prompts, params, options, streaming)[0]
 
-    def _handles(
+    def _submit_all(
         self,
         prompts: list[Any],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        timeout: float | None,
-        edits: list[str] | None = None,
-        interventions: Interventions = None,
-        capture: Captures = None,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        options: RequestOptions,
         streaming: bool = False,
     ) -> list[RequestHandle]:
-        """A handle for each prompt. What is wrong with any of them is raised before one is scheduled."""
-        params = self._params_for(prompts, sampling_params)
-        declared = self._named(for_each_prompt(interventions, len(prompts)))
-        captures = self._named(captures_for_each_prompt(capture, len(prompts)))
-        blocks, handles = self.edits_of(edits), []
-        traced = bool(blocks)
-        for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-            what = f"prompt {i}" if len(prompts) > 1 else "the prompt"
-            text, ids = self._factory.tokens(prompt, what)
-            if traced and param.n > 1:
-                raise PromptError(
-                    f"{what} asks for n={param.n}, but this model has edits, which follow one generation each"
-                )
-            requests = self._factory.requests(ids, param, what=what, timeout=timeout, traced=traced)
-            for request in requests if traced else ():
-                request.trace = RequestTrace(None, self.interleaver, blocks)
-                request.receipt = request.trace.receipt
-            for request in requests:
-                if any(spec.site == LOGITS for spec in captures[i]):
-                    request.params = param  # the prompt's logits of each completion, where they are asked for
-                self._declare(request, declared[i], captures[i])
-            handles.append(RequestHandle(text, requests, self.tokenizer, self.engine.abort, streaming))
-        self._hold(handles)
+        """A handle for each prompt, all submitted at once."""
+        blocks = self.edits_of(options.get("edits"))
+        traces = (lambda: RequestTrace(None, self.interleaver, blocks)) if blocks else None
+        made = self._factory.for_prompts(prompts, params, options, traces, streaming)
+        handles = [RequestHandle(text, requests, self.tokenizer, self.engine, streaming) for text, requests in made]
+        self._send(handles)
         return handles
 
-    def _declare(
-        self, request: Request, interventions: Sequence[Intervention], captures: Sequence[Capture] = ()
-    ) -> None:
-        request.declared = self.runner.declare(interventions, captures, request)
-        if request.declared is None:
-            return
-        receipt = request.receipt = request.receipt or Receipt()
-        receipt.engine, receipt.model = self._engine_name, self.model_fingerprint
-        receipt.spec = fingerprint_of(interventions, captures)
-
-    def _named(self, lists: list[list[Any]]) -> list[list[Any]]:
-        """Each request's specs with this model's vectors in place of their names."""
-        return resolved(lists, self.vectors, self.runner.model_info)
-
-    @cached_property
-    def _engine_name(self) -> str:
-        """What computes: what the same specs on the same model may come out differently by, in the last bits."""
-        runner = self.runner
-        return (
-            f"pymllm-interp {__version__}, torch {torch.__version__}, {runner.device}, "
-            f"{type(runner.attn_backend).__name__}, {runner.dtype}"
-        )
-
-    def _hold(self, handles: list[RequestHandle]) -> None:
-        """Keep a place for the vectors of all, or of none."""
-        declared = [r.declared for handle in handles for r in handle.requests if r.declared is not None]
+    def _send(self, handles: list[RequestHandle]) -> None:
         try:
-            for entry in declared:
-                self.runner.hold(entry)
-        except ValueError:
-            for entry in declared:
-                self.runner.let_go(entry)
+            self.engine.submit_all([(handle.requests, handle) for handle in handles])
+        except BaseException:
+            self._factory.release([request for handle in handles for request in handle.requests])
             raise
-
-    @staticmethod
-    def _params_for(
-        prompts: list[Any], sampling_params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[SamplingParams]:
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            return [sampling_params or SamplingParams()] * len(prompts)
-        if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str):
-            raise TypeError(
-                f"sampling_params is a {type(sampling_params).__name__}: SamplingParams is expected, or a list of them"
-            )
-        for params in sampling_params:
-            if not isinstance(params, SamplingParams):
-                raise TypeError(f"sampling_params holds a {type(params).__name__}: SamplingParams is expected")
-        if len(sampling_params) != len(prompts):
-            raise PromptError(
-                f"{len(prompts)} prompts, but {len(sampling_params)} SamplingParams: one, or one for each"
-            )
-        return list(sampling_params)
 
     # -- harvests ----------------------------------------------------------------------
 
@@ -430,14 +300,14 @@ class LM(TracedModel):
         def handle(ids: list[int], what: str) -> RequestHandle:
             (request,) = self._factory.requests(ids, READ, what=what, reads_only=True)
             try:
-                self._declare(request, declared, captures)
+                self._factory.declare(request, declared, captures)
             except ValueError as error:
                 raise PromptError(f"{what}: {error}") from error
-            return RequestHandle(None, [request], None, self.engine.abort)
+            return RequestHandle(None, [request], None, self.engine)
 
         def submit(handle: RequestHandle) -> None:
-            self._hold([handle])
-            self.engine.submit([handle])
+            self._factory.hold(handle.requests)
+            self._send([handle])
 
         run = HarvestRun(
             HarvestFolder(out, identity),
@@ -448,7 +318,7 @@ class LM(TracedModel):
             max_tokens=STEPS_AHEAD * limits.max_num_tokens,
             max_requests=STEPS_AHEAD * limits.max_running,
             expected_bytes=lambda tokens: expected_bytes(captures, model, tokens),
-            engine=self._engine_name,
+            engine=self._factory.engine_name,
             progress=progress,
         )
         return run.run(inputs)
@@ -463,8 +333,8 @@ class LM(TracedModel):
             raise NotImplementedError(
                 "this model has edits, and a harvest does not apply them: clear them, or declare them"
             )
-        (captures,) = self._named(captures_for_each_prompt(capture, 1))
-        (declared,) = self._named(for_each_prompt(interventions, 1))
+        (captures,) = self._factory.named(captures_for_each_prompt(capture, 1))
+        (declared,) = self._factory.named(for_each_prompt(interventions, 1))
         if not captures:
             raise ValueError("harvest(capture=...): nothing to capture; name sites, as in ['resid_post.*']")
         for spec in [*captures, *declared]:
@@ -489,28 +359,9 @@ class LM(TracedModel):
     def run_traces(self, tracer: EngineTracer, traces: list[RequestTrace], inputs: list[tuple[tuple, dict]]) -> None:
         if self.engine.on_engine_thread:
             raise RuntimeError("a trace cannot be opened inside the block of another: use a session, or invokes")
-        handles, sampling = [], {}
-        for i, (trace, (args, kwargs)) in enumerate(zip(traces, inputs, strict=True)):
-            what = f"invoke {i}" if len(traces) > 1 else "the prompt"
-            kwargs = dict(kwargs)
-            specs, captured = kwargs.pop("interventions", None), kwargs.pop("capture", None)
-            request = self._traced_request(tracer.mode, args, kwargs, what, sampling)
-            request.trace, request.receipt = trace, trace.receipt
-            if specs is not None or captured is not None:
-                (interventions,) = self._named(for_each_prompt(specs, 1))
-                (captures,) = self._named(captures_for_each_prompt(captured, 1))
-                self._declare(request, interventions, captures)
-            request.alone = trace.grad
-            if trace.grad and tracer.mode != "trace":
-                raise PromptError(
-                    f"{what}: gradients need a single forward pass: use `with lm.trace(...)` (the block names "
-                    "backward, grad, requires_grad_, retain_grad or autograd, or grad=True was given)"
-                )
-            handles.append(RequestHandle(None, [request], None, self.engine.abort))
-        if traces[0].gang:
-            self._form_gang([handle.requests[0] for handle in handles])
-        self._hold(handles)
-        self.engine.submit(handles)
+        requests = self._factory.for_traces(tracer.mode, traces, inputs)
+        handles = [RequestHandle(None, [request], None, self.engine) for request in requests]
+        self._send(handles)
         try:
             for handle in handles:
                 handle.wait()
@@ -527,62 +378,11 @@ class LM(TracedModel):
             # Why it ended comes before what its block, which still waited, made of that.
             trace.error = _ended_early(request) or request.error or trace.error
 
-    def _form_gang(self, requests: list[Request]) -> None:
-        """Bind the requests of a trace whose blocks need each other: one step must hold them all."""
-        limits, tokens = self._factory.limits, sum(request.prompt_len for request in requests)
-        kv = sum(request.max_total_tokens for request in requests)
-        for need, limit, setting in (
-            (tokens, limits.max_num_tokens, "max_num_tokens"),
-            (len(requests), limits.max_running, "max_running_requests"),
-            (kv, limits.kv_tokens - len(requests) * self.runner.server_config.page_size, "kv_cache_tokens"),
-        ):
-            if need > limit:
-                raise PromptError(
-                    f"the {len(requests)} invokes of this trace need each other (a barrier, or a name that one binds and another "
-                    f"reads), so they run in the same steps; that takes {setting} of at least {need}, and it is {limit}"
-                )
-        self.runner.check_room([(request, request.declared) for request in requests], "invokes that need each other")
-        for request in requests:
-            request.gang = requests
-
-    def _traced_request(
-        self, mode: str, args: tuple, kwargs: dict[str, Any], what: str, sampling: dict[tuple, SamplingParams]
-    ) -> Request:
-        """The request of one prompt.
-
-        Args:
-            sampling: what the keywords of the trace's other prompts came to, which are most often the same objects.
-        """
-        timeout = kwargs.pop("timeout", None)
-        prompt, kwargs = _prompt_of(args, kwargs, what)
-        _, ids = self._factory.tokens(prompt, what)
-        if mode == "trace":
-            kwargs = {name: value for name, value in kwargs.items() if name not in IGNORED}
-            if kwargs:
-                raise TypeError(
-                    f"lm.trace() got {', '.join(sorted(kwargs))}: it runs one forward pass and takes a prompt and timeout; "
-                    "`with lm.generate(...)` takes sampling parameters"
-                )
-            params = FORWARD
-        else:
-            params = kwargs.pop("sampling_params", None)
-            if params is None:
-                key = (default_max_tokens(len(ids)), *((name, id(value)) for name, value in kwargs.items()))
-                params = sampling.get(key)
-                if params is None:
-                    params = sampling[key] = sampling_from_kwargs(kwargs, len(ids))
-        if params.n > 1:
-            raise PromptError(f"{what} asks for n={params.n}: a trace follows one generation; use one invoke for each")
-        (request,) = self._factory.requests(
-            ids, params, what=what, timeout=timeout, traced=True, forward_only=mode == "trace"
-        )
-        return request
-
     def _batch_size(self, *inputs: Any, **kwargs: Any) -> int:
         """Prompts in a trace's input: 1, or 0 where there are only parameters and the block holds invokes."""
         if not inputs and kwargs.get("input_ids") is None:
             return 0
-        _prompt_of(inputs, kwargs, "the prompt")
+        prompt_of(inputs, kwargs, "the prompt")
         return 1
 
     # -- life ----------------------------------------------------------------------------
@@ -632,30 +432,6 @@ def eos_token_ids(config: PretrainedConfig, folder: Path | None) -> frozenset[in
     if eos is None:
         return frozenset()
     return frozenset([eos] if isinstance(eos, int) else eos)
-
-
-def _prompt_of(args: tuple, kwargs: Mapping[str, Any], what: str) -> tuple[Any, dict[str, Any]]:
-    """(prompt, the other keywords) of an invoke."""
-    rest = dict(kwargs)
-    encoded = {name: rest.pop(name) for name in ("input_ids", "attention_mask") if name in rest}
-    if not args and not encoded:
-        raise PromptError(
-            f"{what} has no prompt; nnsight's empty invoke sees the whole batch, but here a block sees its own request's "
-            "rows and no others: give each invoke its prompt"
-        )
-    if len(args) > 1 or (args and "input_ids" in encoded):
-        raise TypeError(f"{what}: one prompt is expected, got {len(args) + len(encoded)}")
-    prompt: Any = args[0] if args else encoded
-    if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str | list | tuple):
-        if len(prompt) > 1:
-            raise PromptError(
-                f"{what} is a list of {len(prompt)} prompts; each needs a block of its own: open `with lm.trace() as tracer:` "
-                "and one `with tracer.invoke(prompt):` for each"
-            )
-        prompt = next(iter(prompt))
-    if args and "attention_mask" in encoded:
-        prompt = {"input_ids": prompt, **encoded}
-    return prompt, rest
 
 
 def _ended_early(request: Request) -> BaseException | None:

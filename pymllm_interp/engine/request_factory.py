@@ -1,35 +1,46 @@
-"""What a caller passes, turned into requests; everything that can be wrong with it is found here, before anything runs."""
+"""Requests from what a caller passes. All that can be wrong with a request is found here, before anything runs."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, TypedDict
 
-import numpy as np
 import torch
 
-from ..core.arguments import check_names
+from .. import __version__
 from ..core.request import Request
-from ..core.sampling_params import ALIASES, ELSEWHERE, SamplingParams
+from ..core.sampling_params import SamplingParams
+from ..hooks.binding import captures_for_each_prompt, fingerprint_of, for_each_prompt, resolved
+from ..hooks.captures.spec import Capture
+from ..hooks.interventions.specs import Intervention
+from ..hooks.receipt import Receipt
+from ..hooks.traces.trace import RequestTrace
+from ..hooks.vectors import VectorRegistry
+from ..layers.edits.base import LOGITS
+from ..models.fingerprint import model_fingerprint
+from ..runner.interp_model_runner import InterpModelRunner
+from .detokenizer import StopStrings
+from .handle import EngineClosedError
+from .prompts import IGNORED, PromptError, default_max_tokens, ids_of, params_for, prompt_of, sampling_from_kwargs
 
+FORWARD = SamplingParams(temperature=0.0, max_tokens=1)
+"""Sampling parameters of a trace's single pass, for blocks that read `lm.samples`."""
 _ids = itertools.count()
 
 
-class PromptError(ValueError):
-    """A prompt, or a parameter beside it, that cannot be served."""
-
-
 @dataclass(frozen=True)
-class Limits:
+class EngineLimits:
     """What the engine can take.
 
     Attributes:
-        max_model_len: prompt and new tokens of a request.
+        max_model_len: tokens of a request, prompt and new ones.
         max_num_tokens: tokens of a step, which a traced prompt must fit.
         kv_tokens: slots of the KV pool.
+        max_running: requests of a step.
     """
 
     vocab_size: int
@@ -39,24 +50,67 @@ class Limits:
     max_running: int
 
 
+class RequestOptions(TypedDict, total=False):
+    """Keywords of `LM.generate`, `submit`, `stream` and `astream`."""
+
+    timeout: float | None
+    """Seconds, after which the request ends with finish_reason "timeout"."""
+    edits: list[str] | None
+    """Names of the persistent edits that apply; None: all."""
+    interventions: Any
+    """`Steer`, `Ablate`, `Clamp`, `Scale`, `Patch`: one list for all prompts, or a list for each."""
+    capture: Any
+    """Sites and `Capture`s: one list for all prompts, or a list for each."""
+
+
 class RequestFactory:
     """Makes requests from prompts.
 
     Args:
+        runner: initialised; requests are checked against its limits.
         tokenizer: or None, where prompts are token ids.
         eos_token_ids: the model's end-of-sequence ids.
         seed: of requests that bring none.
+
+    Attributes:
+        vectors: vectors by name, for interventions that give a name in a vector's place.
     """
 
-    def __init__(self, tokenizer: Any, eos_token_ids: frozenset[int], limits: Callable[[], Limits], seed: int) -> None:
-        self.tokenizer, self.eos_token_ids, self.seed = tokenizer, eos_token_ids, seed
-        self._limits = limits
+    def __init__(self, runner: InterpModelRunner, tokenizer: Any, eos_token_ids: frozenset[int], seed: int) -> None:
+        self.runner, self.tokenizer, self.eos_token_ids, self.seed = runner, tokenizer, eos_token_ids, seed
+        self.vectors = VectorRegistry(runner.model_info)
         self._ordinals = itertools.count()
 
     @property
-    def limits(self) -> Limits:
-        """As they are now: `ModelRunner.update_max_model_len` may lower them."""
-        return self._limits()
+    def limits(self) -> EngineLimits:
+        """The limits as they are now: `ModelRunner.update_max_model_len` may lower them."""
+        runner = self.runner
+        return EngineLimits(
+            vocab_size=runner.vocab_size,
+            max_model_len=runner.context_len,
+            max_num_tokens=runner.max_num_tokens,
+            kv_tokens=runner.max_total_num_tokens,
+            max_running=runner.max_running_requests,
+        )
+
+    @cached_property
+    def model_fingerprint(self) -> str:
+        """A hash of weights, dtype and config, of the weights as they are when it is first asked for."""
+        runner = self.runner
+        if runner.model is None or runner.source is None:
+            raise EngineClosedError("the engine was shut down, and its model released")
+        return model_fingerprint(runner.model, runner.source.hf_config)
+
+    @cached_property
+    def engine_name(self) -> str:
+        """What computes: equal specs on an equal model may differ by it, in the last bits."""
+        runner = self.runner
+        return (
+            f"pymllm-interp {__version__}, torch {torch.__version__}, {runner.device}, "
+            f"{type(runner.attn_backend).__name__}, {runner.dtype}"
+        )
+
+    # -- plain requests ---------------------------------------------------------------------
 
     def tokens(self, prompt: Any, what: str = "prompt") -> tuple[str | None, list[int]]:
         """(text, token ids) of a prompt: text, token ids (list or tensor), or a tokenizer's dict.
@@ -70,7 +124,7 @@ class RequestFactory:
                 raise PromptError(f"{what} is text, but this model has no tokenizer: pass a list of token ids")
             ids = self.tokenizer(text)["input_ids"]
         else:
-            ids = _ids_of(prompt, what)
+            ids = ids_of(prompt, what)
         if not ids:
             raise PromptError(f"{what} is empty: a prompt needs at least one token")
         vocab_size = self.limits.vocab_size
@@ -78,6 +132,47 @@ class RequestFactory:
             if not 0 <= token < vocab_size:
                 raise PromptError(f"{what} holds token id {token}, but the vocabulary goes from 0 to {vocab_size - 1}")
         return text, ids
+
+    def for_prompts(
+        self,
+        prompts: list[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        options: RequestOptions,
+        traces: Callable[[], RequestTrace] | None = None,
+        stream: bool = False,
+    ) -> list[tuple[str | None, list[Request]]]:
+        """(text, requests) of each prompt. What is wrong with any of them is raised before one is scheduled.
+
+        Args:
+            traces: makes the trace of a request that persistent edits follow; None where there are none.
+            stream: whether an event is emitted for each token.
+
+        Raises:
+            PromptError, ValueError: a prompt, a parameter, an intervention or a capture that cannot be served.
+        """
+        params = params_for(prompts, sampling_params)
+        declared = self.named(for_each_prompt(options.get("interventions"), len(prompts)))
+        captures = self.named(captures_for_each_prompt(options.get("capture"), len(prompts)))
+        found: list[tuple[str | None, list[Request]]] = []
+        for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+            what = f"prompt {i}" if len(prompts) > 1 else "the prompt"
+            text, ids = self.tokens(prompt, what)
+            if traces is not None and param.n > 1:
+                raise PromptError(
+                    f"{what} asks for n={param.n}, but this model has edits, which follow one generation each"
+                )
+            requests = self.requests(ids, param, what=what, timeout=options.get("timeout"), traced=traces is not None)
+            for request in requests:
+                request.stream = stream
+                if traces is not None:
+                    request.trace = traces()
+                    request.receipt = request.trace.receipt
+                if any(spec.site == LOGITS for spec in captures[i]):
+                    request.params = param  # the prompt's logits of each completion, where they are asked for
+                self.declare(request, declared[i], captures[i])
+            found.append((text, requests))
+        self.hold([request for _, requests in found for request in requests])
+        return found
 
     def requests(
         self,
@@ -119,6 +214,7 @@ class RequestFactory:
                     leader=requests[0] if requests else None,
                     logprobs=None if params.logprobs is None else [],
                     prompt_logprobs=None if params.prompt_logprobs is None or index else [None],
+                    stop_checker=StopStrings(self.tokenizer, params) if params.stop_strings else None,
                 )
             )
             if index == 0 and params.prompt_logprobs is not None and params.n > 1:
@@ -156,75 +252,134 @@ class RequestFactory:
                     raise PromptError(f"{name} names token id {token}, the vocabulary ends at {limits.vocab_size - 1}")
         return max_tokens
 
+    # -- declared interventions and captures -------------------------------------------------
 
-def as_prompts(prompts: Any) -> list[Any]:
-    """One prompt or a list of them, as a list. A list of whole numbers is one prompt of token ids."""
-    if isinstance(prompts, (str, Mapping, torch.Tensor)):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise PromptError(f"prompts is a {type(prompts).__name__}: expected text, token ids, or a list of them")
-    if prompts and all(isinstance(token, int) for token in prompts):
-        return [prompts]
-    return list(prompts)
+    def named(self, lists: list[list[Any]]) -> list[list[Any]]:
+        """Each request's specs with this model's vectors in place of their names."""
+        return resolved(lists, self.vectors, self.runner.model_info)
 
+    def declare(
+        self, request: Request, interventions: Sequence[Intervention], captures: Sequence[Capture] = ()
+    ) -> None:
+        """Bind the request's interventions and captures.
 
-def sampling_from_kwargs(kwargs: dict[str, Any], prompt_len: int) -> SamplingParams:
-    """SamplingParams from transformers' and vLLM's names. Greedy, and 20 tokens with the prompt's, unless asked otherwise.
+        Raises:
+            ValueError: what the model does not have, or the tables, the ring and results do not hold.
+        """
+        request.declared = self.runner.declared.declare(interventions, captures, request)
+        if request.declared is None:
+            return
+        receipt = request.receipt = request.receipt or Receipt()
+        receipt.engine, receipt.model = self.engine_name, self.model_fingerprint
+        receipt.spec = fingerprint_of(interventions, captures)
 
-    Raises:
-        TypeError: a name that is neither's.
-    """
-    given = {name: value for name, value in kwargs.items() if value is not None and name not in IGNORED}
-    check_names("lm.generate", given, [*SamplingParams.__dataclass_fields__, *ALIASES, "do_sample"], ELSEWHERE)
-    do_sample = given.pop("do_sample", None)
-    for alias, name in ALIASES.items():
-        if alias in given:
-            if name in given:
-                raise TypeError(f"{alias} and {name} are the same: pass one of them")
-            given[name] = given.pop(alias)
-    if isinstance(given.get("stop_token_ids"), int):
-        given["stop_token_ids"] = [given["stop_token_ids"]]
-    if do_sample is False:
-        given["temperature"] = 0.0
-    given.setdefault("temperature", 1.0 if do_sample else 0.0)
-    given.setdefault("max_tokens", default_max_tokens(prompt_len))
-    return SamplingParams(**given)
+    def hold(self, requests: Sequence[Request]) -> None:
+        """Reserve rows for the vectors of all requests, or of none. Requests that are not submitted then `release` them.
 
+        Raises:
+            ValueError: the pool of vectors is full.
+            RuntimeError, MemoryError: no memory for captures on the host.
+        """
+        try:
+            for request in requests:
+                if request.declared is not None:
+                    self.runner.declared.hold(request.declared)
+        except BaseException:
+            self.release(requests)
+            raise
 
-def default_max_tokens(prompt_len: int) -> int:
-    """New tokens where nobody says how many: 20 with the prompt's, as in transformers."""
-    return max(1, 20 - prompt_len)
+    def release(self, requests: Sequence[Request]) -> None:
+        """Give back what `hold` reserved."""
+        for request in requests:
+            if request.declared is not None:
+                self.runner.declared.release(request.declared)
 
+    # -- traces ---------------------------------------------------------------------------------
 
-IGNORED = {"pad_token_id", "use_cache"}
-"""Arguments that change nothing here: nothing is padded, and the cache is always used."""
+    def for_traces(self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict]]) -> list[Request]:
+        """The request of each trace of a ``with`` block.
 
+        Args:
+            mode: "trace" (one forward pass) or "generate".
+            inputs: ``(args, kwargs)`` of each trace's prompt.
 
-def _ids_of(prompt: Any, what: str) -> list[int]:
-    if isinstance(prompt, Mapping):
-        if "input_ids" not in prompt:
-            text = ': of a row of a data set, pass row["text"]' if "text" in prompt else f": {sorted(prompt)}"
-            raise PromptError(f"{what} is a dict without `input_ids`{text}")
-        ids, mask = _one_row(prompt["input_ids"], what), prompt.get("attention_mask")
-        if mask is None:
-            return ids
-        return [token for token, kept in zip(ids, _one_row(mask, what), strict=True) if kept]
-    return _one_row(prompt, what)
+        Raises:
+            PromptError, TypeError, ValueError: an invoke that cannot be served.
+        """
+        requests: list[Request] = []
+        sampling: dict[tuple, SamplingParams] = {}
+        for i, (trace, (args, kwargs)) in enumerate(zip(traces, inputs, strict=True)):
+            what = f"invoke {i}" if len(traces) > 1 else "the prompt"
+            kwargs = dict(kwargs)
+            specs, captured = kwargs.pop("interventions", None), kwargs.pop("capture", None)
+            request = self._traced(mode, args, kwargs, what, sampling)
+            request.trace, request.receipt = trace, trace.receipt
+            if specs is not None or captured is not None:
+                (interventions,) = self.named(for_each_prompt(specs, 1))
+                (captures,) = self.named(captures_for_each_prompt(captured, 1))
+                self.declare(request, interventions, captures)
+            request.alone = trace.grad
+            if trace.grad and mode != "trace":
+                raise PromptError(
+                    f"{what}: gradients need a single forward pass: use `with lm.trace(...)` (the block names "
+                    "backward, grad, requires_grad_, retain_grad or autograd, or grad=True was given)"
+                )
+            requests.append(request)
+        if traces[0].gang:
+            self._form_gang(requests)
+        self.hold(requests)
+        return requests
 
+    def _form_gang(self, requests: list[Request]) -> None:
+        """Bind the requests of a trace whose blocks need each other: one step must hold them all."""
+        limits, tokens = self.limits, sum(request.prompt_len for request in requests)
+        kv = sum(request.max_total_tokens for request in requests)
+        for need, limit, setting in (
+            (tokens, limits.max_num_tokens, "max_num_tokens"),
+            (len(requests), limits.max_running, "max_running_requests"),
+            (kv, limits.kv_tokens - len(requests) * self.runner.server_config.page_size, "kv_cache_tokens"),
+        ):
+            if need > limit:
+                raise PromptError(
+                    f"the {len(requests)} invokes of this trace need each other (a barrier, or a name that one binds and another "
+                    f"reads), so they run in the same steps; that takes {setting} of at least {need}, and it is {limit}"
+                )
+        self.runner.declared.check_room(
+            [(request, request.declared) for request in requests], "invokes that need each other"
+        )
+        for request in requests:
+            request.gang = requests
 
-def _one_row(value: Any, what: str) -> list[int]:
-    given = value.tolist() if isinstance(value, torch.Tensor | np.ndarray) else value
-    rows = list(given) if isinstance(given, Sequence) else None
-    if rows and isinstance(rows[0], (list, tuple)):
-        if len(rows) > 1:
-            raise PromptError(
-                f"{what} holds {len(rows)} prompts in one: a trace has a `with tracer.invoke(prompt):` for each, "
-                "lm.generate takes a list of texts, or of lists of token ids without padding"
-            )
-        rows = list(rows[0])
-    if rows is None or not all(issubclass(kind, int) and kind is not bool for kind in set(map(type, rows))):
-        raise PromptError(f"{what} is a {type(value).__name__}: expected text, or token ids as whole numbers")
-    return rows
+    def _traced(
+        self, mode: str, args: tuple, kwargs: dict[str, Any], what: str, sampling: dict[tuple, SamplingParams]
+    ) -> Request:
+        """The request of one prompt.
+
+        Args:
+            sampling: what the keywords of the trace's other prompts came to, which are most often the same objects.
+        """
+        timeout = kwargs.pop("timeout", None)
+        prompt, kwargs = prompt_of(args, kwargs, what)
+        _, ids = self.tokens(prompt, what)
+        if mode == "trace":
+            kwargs = {name: value for name, value in kwargs.items() if name not in IGNORED}
+            if kwargs:
+                raise TypeError(
+                    f"lm.trace() got {', '.join(sorted(kwargs))}: it runs one forward pass and takes a prompt and timeout; "
+                    "`with lm.generate(...)` takes sampling parameters"
+                )
+            params = FORWARD
+        else:
+            params = kwargs.pop("sampling_params", None)
+            if params is None:
+                key = (default_max_tokens(len(ids)), *((name, id(value)) for name, value in kwargs.items()))
+                params = sampling.get(key)
+                if params is None:
+                    params = sampling[key] = sampling_from_kwargs(kwargs, len(ids))
+        if params.n > 1:
+            raise PromptError(f"{what} asks for n={params.n}: a trace follows one generation; use one invoke for each")
+        (request,) = self.requests(ids, params, what=what, timeout=timeout, traced=True, forward_only=mode == "trace")
+        return request
 
 
 def _mix(seed: int, ordinal: int) -> int:

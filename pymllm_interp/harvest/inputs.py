@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..engine.request_factory import PromptError
+from ..engine.prompts import PromptError
 
 TOO_LONG = ("error", "truncate", "split")
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..core.sampling_params import SamplingParams
 from ..engine.handle import RequestHandle
-from ..engine.request_factory import PromptError
+from ..engine.prompts import PromptError
 from .folder import INDEX, HarvestFolder, index_name
 from .inputs import Settings, _is_stream, _key, _length, documents_of
 

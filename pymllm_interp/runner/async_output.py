@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 
 import torch
 
-from ..core.output import ModelRunnerOutput
+from ..core.step import ModelRunnerOutput
 from .input_batch import InputBatch
 
 
@@ -25,18 +24,11 @@ class AsyncOutput:
     Args:
         output: all but the tokens.
         token_ids: [sampling requests] int32 on the device.
-        on_arrival: called once with (batch, output) when the tokens are there.
     """
 
-    def __init__(
-        self,
-        output: ModelRunnerOutput,
-        batch: InputBatch,
-        token_ids: torch.Tensor,
-        on_arrival: Callable[[InputBatch, ModelRunnerOutput], None],
-    ) -> None:
+    def __init__(self, output: ModelRunnerOutput, batch: InputBatch, token_ids: torch.Tensor) -> None:
         self.output = output
-        self._batch, self._on_arrival = batch, on_arrival
+        self._batch: InputBatch | None = batch
         self._copied: torch.cuda.Event | None = None
         self._token_ids = token_ids
         if token_ids.is_cuda:
@@ -51,10 +43,9 @@ class AsyncOutput:
 
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the tokens. A second call returns the same output."""
-        if self._on_arrival is not None:
+        if self._batch is not None:
             if self._copied is not None:
                 self._copied.synchronize()
             self.output.sampled_token_ids = self._batch.spread(self._token_ids.tolist())
-            on_arrival, self._on_arrival = self._on_arrival, None
-            on_arrival(self._batch, self.output)
+            self._batch = None
         return self.output

@@ -30,7 +30,7 @@ from weakref import WeakSet
 import torch
 
 from ..core.forward_batch import ForwardBatch, ForwardMode
-from ..core.output import LogitsProcessorOutput
+from ..core.step import LogitsProcessorOutput
 from ..layers.edits.table import TableOps
 from .input_batch import InputBuffers
 

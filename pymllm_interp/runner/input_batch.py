@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 
 from ..core.forward_batch import ForwardBatch
-from ..core.output import LogitsProcessorOutput, ScheduledRequest, SchedulerOutput
+from ..core.step import LogitsProcessorOutput, ScheduledRequest, SchedulerOutput
 from ..core.upload import upload
 from .partition import BatchExecutionDescriptor
 from .request_state import RequestState
@@ -26,7 +27,7 @@ class InputBatch:
 
     # fmt: off
     req_ids:              list[str]
-    entries:              list[ScheduledRequest]
+    entries:              Sequence[ScheduledRequest]
     idx_mapping_np:       np.ndarray    # [reqs] int64, rows of the request table
     num_scheduled_tokens: np.ndarray    # [reqs] int32
     query_start_loc:      np.ndarray    # [reqs + 1] int32, first token row of each request

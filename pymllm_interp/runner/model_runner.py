@@ -17,7 +17,6 @@ import gc
 import logging
 import os
 import time
-from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from ..attention.attention_backend import AttentionBackend, RadixAttention
 from ..config import ModelConfig, ServerConfig, resolve_device, resolve_dtype
 from ..core.forward_batch import ForwardBatch, ForwardMode
 from ..core.out_of_memory import within_memory
-from ..core.output import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
+from ..core.step import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
 from ..core.upload import upload
 from ..mem_cache.memory_pool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
 from ..models.llama import head_dim_of
@@ -42,7 +41,6 @@ from ..sampling import (
     SamplingBatch,
     apply_penalties,
     gather_logprobs,
-    prompt_logprobs,
     sample_tokens,
 )
 from .async_output import AsyncOutput
@@ -50,14 +48,13 @@ from .cuda_graph_runner import CudaGraphRunner, capture_batch_sizes
 from .input_batch import ExecuteModelState, InputBatch, InputBuffers
 from .partition import BatchExecutionDescriptor, Execution, Partition
 from .request_state import RequestState
+from .step_inputs import PassResources, StepInputs, decode_batch, extend_batch
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_NUM_TOKENS = {"cpu": 2048, "cuda": 8192}
 DEFAULT_CPU_KV_TOKENS = 4096
 GRAPH_OVERHEAD_BYTES = 1 << 30
-PAD_SLOT_ID = 0
-"""The KV slot of rows that belong to nobody. Never handed out; unlike a negative one it can be written to."""
 
 
 def get_available_gpu_memory(device: str = "cuda", gpu_id: int = 0) -> float:
@@ -219,6 +216,10 @@ class ModelRunner:
             f"GiB) does not fit on {self.device}{self._memory_left()}; what helps: {self._smaller_pool()}",
         )
         self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(self.max_total_num_tokens, config.page_size)
+        assert self.req_to_token_pool is not None
+        self.step_inputs = StepInputs(
+            self.req_states, self.input_buffers, self.req_to_token_pool, self.token_to_kv_pool_allocator, self.device
+        )
 
     def _init_tables(self) -> None:
         self.req_to_token_pool = ReqToTokenPool(self.max_running_requests, self.context_len, self.device)
@@ -277,7 +278,7 @@ class ModelRunner:
         self.attn_backend = self.graph_runner = self.execute_model_state = None
         self.req_to_token_pool = self.token_to_kv_pool = self.token_to_kv_pool_allocator = None
         if hasattr(self, "req_states"):
-            del self.req_states, self.input_buffers
+            del self.req_states, self.input_buffers, self.step_inputs
         gc.collect()
         if self.device.startswith("cuda"):
             torch.cuda.empty_cache()
@@ -400,45 +401,11 @@ class ModelRunner:
         Raises:
             ValueError: lengths that do not add up, or a request without a new token.
         """
-        sizes = extend_seq_lens_cpu if extend_seq_lens_cpu is not None else extend_seq_lens.tolist()
-        prefixes = extend_prefix_lens_cpu if extend_prefix_lens_cpu is not None else extend_prefix_lens.tolist()
-        if sum(sizes) != input_ids.shape[0]:
-            raise ValueError(f"extend_seq_lens add up to {sum(sizes)}, but input_ids has {input_ids.shape[0]} tokens")
-        if min(sizes, default=1) < 1:
-            raise ValueError(f"request {sizes.index(min(sizes))} has no new token: extend_seq_lens={sizes}")
-        device = input_ids.device
-        ends = np.cumsum(sizes, dtype=np.int32) if sizes else np.zeros(0, dtype=np.int32)
-        lens = np.array(prefixes, dtype=np.int32) + np.array(sizes, dtype=np.int32)
-        positions = np.arange(sum(sizes), dtype=np.int64) - np.repeat(ends - lens, sizes)
-        seq_lens_cpu = torch.from_numpy(lens)
-        positions, starts, last_rows, rope_lens = upload(
-            device, positions, ends - np.array(sizes, dtype=np.int32), ends.astype(np.int64) - 1,
-            np.repeat(lens, sizes).astype(np.int64),
+        return extend_batch(
+            self._pass_resources(), input_ids, req_pool_indices, seq_lens, extend_seq_lens, extend_prefix_lens, out_cache_loc,
+            return_logprob, top_logprobs_nums, extend_seq_lens_cpu=extend_seq_lens_cpu,
+            extend_prefix_lens_cpu=extend_prefix_lens_cpu,
         )  # fmt: skip
-        return ForwardBatch(
-            forward_mode=ForwardMode.EXTEND,
-            batch_size=len(sizes),
-            input_ids=input_ids,
-            req_pool_indices=req_pool_indices,
-            seq_lens=seq_lens,
-            out_cache_loc=out_cache_loc,
-            seq_lens_sum=int(seq_lens_cpu.sum()),
-            seq_lens_cpu=seq_lens_cpu,
-            positions=positions,
-            extend_num_tokens=int(sum(sizes)),
-            extend_seq_lens=extend_seq_lens,
-            extend_prefix_lens=extend_prefix_lens,
-            extend_start_loc=starts,
-            extend_prefix_lens_cpu=list(prefixes),
-            extend_seq_lens_cpu=list(sizes),
-            return_logprob=return_logprob,
-            top_logprobs_nums=top_logprobs_nums,
-            req_to_token_pool=self.req_to_token_pool,
-            token_to_kv_pool=self.token_to_kv_pool,
-            attn_backend=self.attn_backend,
-            logits_indices=last_rows,
-            rope_lens=rope_lens if self._rope_depends_on_length() else None,
-        )
 
     def prepare_forward_batch_decode(
         self,
@@ -459,25 +426,14 @@ class ModelRunner:
             positions: int64, `seq_lens` - 1.
             seq_lens_cpu: `seq_lens` on the host, so that nothing waits for the device.
         """
-        lens = seq_lens_cpu if seq_lens_cpu is not None else seq_lens.cpu()
-        return ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=input_ids.shape[0],
-            input_ids=input_ids,
-            req_pool_indices=req_pool_indices,
-            seq_lens=seq_lens,
-            out_cache_loc=out_cache_loc,
-            seq_lens_sum=int(lens.sum()),
-            seq_lens_cpu=lens,
-            positions=seq_lens.to(torch.int64) - 1 if positions is None else positions,
-            return_logprob=return_logprob,
-            top_logprobs_nums=top_logprobs_nums,
-            req_to_token_pool=self.req_to_token_pool,
-            token_to_kv_pool=self.token_to_kv_pool,
-            attn_backend=self.attn_backend,
-            mrope_position_deltas=mrope_position_deltas,
-            rope_lens=seq_lens.to(torch.int64) if self._rope_depends_on_length() else None,
-        )
+        return decode_batch(
+            self._pass_resources(), input_ids, req_pool_indices, seq_lens, out_cache_loc, return_logprob, top_logprobs_nums,
+            mrope_position_deltas, positions=positions, seq_lens_cpu=seq_lens_cpu,
+        )  # fmt: skip
+
+    def _pass_resources(self) -> PassResources:
+        length_dependent = self._rope_depends_on_length()
+        return PassResources(self.req_to_token_pool, self.token_to_kv_pool, self.attn_backend, length_dependent)
 
     # -- forward and sample ---------------------------------------------------------
 
@@ -506,27 +462,34 @@ class ModelRunner:
         self, forward_batch: ForwardBatch, execution: Execution = Execution.PLAIN
     ) -> LogitsProcessorOutput:
         """One new token for each request."""
-        if execution is Execution.PLAIN and self._can_replay(forward_batch):
-            execution = Execution.REPLAY
-        return self._plan_and_call(forward_batch, execution)
+        if execution is Execution.REPLAY or (execution is Execution.PLAIN and self.can_replay(forward_batch)):
+            return self.replay(forward_batch)
+        return self.plan_and_call(forward_batch, execution)
 
     def forward_extend(
         self, forward_batch: ForwardBatch, execution: Execution = Execution.PLAIN
     ) -> LogitsProcessorOutput:
         """New tokens behind cached ones, for each request."""
-        return self._plan_and_call(forward_batch, execution)
+        return self.plan_and_call(forward_batch, execution)
 
-    def _plan_and_call(self, batch: ForwardBatch, execution: Execution) -> LogitsProcessorOutput:
-        if execution is Execution.REPLAY:
-            assert self.graph_runner is not None
-            return self.graph_runner.replay(batch)
+    def replay(self, batch: ForwardBatch, in_place: bool = False) -> LogitsProcessorOutput:
+        """Run a decode pass from its CUDA graph.
+
+        Args:
+            in_place: return the graph's own output, which the next replay overwrites.
+        """
+        assert self.graph_runner is not None
+        return self.graph_runner.replay(batch, in_place)
+
+    def plan_and_call(self, batch: ForwardBatch, execution: Execution) -> LogitsProcessorOutput:
+        """Plan attention for the pass, and run it: PLAIN fused, MODULES module by module."""
         assert batch.attn_backend is not None
         batch.attn_backend.init_forward_metadata(batch)
-        logits = self._call_model(batch, execution)[0]
+        logits = self.call_model(batch, execution)[0]
         return LogitsProcessorOutput(logits, hidden_states=batch.hidden_states)
 
-    def _call_model(self, batch: ForwardBatch, execution: Execution) -> torch.Tensor:
-        """Logits [1, logit rows, vocab]."""
+    def call_model(self, batch: ForwardBatch, execution: Execution) -> torch.Tensor:
+        """Logits [1, logit rows, vocab] of a planned pass."""
         assert batch.positions is not None
         model: Any = self.get_model()
         input_ids, positions = batch.input_ids.unsqueeze(0), batch.positions.unsqueeze(0)
@@ -614,177 +577,67 @@ class ModelRunner:
         self.req_states.feed(rows, sampled.token_ids)
         output = ModelRunnerOutput(
             req_ids=batch.req_ids,
-            req_id_to_index={rid: i for i, rid in enumerate(batch.req_ids)},
             logprobs=batch.spread(sampled.logprobs),
-            prompt_logprobs=self._prompt_logprobs(all_logits, state),
+            prompt_logprobs=self.step_inputs.prompt_logprobs(all_logits, batch),
             execution=state.descriptor.execution.value,
         )
-        self.req_states.advance(batch.idx_mapping_np, batch.num_scheduled_tokens)
-        return AsyncOutput(output, batch, sampled.token_ids, self.postprocess)
+        return AsyncOutput(output, batch, sampled.token_ids)
 
     def dispatch(self, forward_batch: ForwardBatch) -> BatchExecutionDescriptor:
         """Decide how the batch runs."""
-        return self._decide(forward_batch, hooked=0, can_replay=self._can_replay(forward_batch))
+        return self._decide(forward_batch, hooked=0, can_replay=self.can_replay(forward_batch))
 
     def _decide(self, batch: ForwardBatch, hooked: int, can_replay: bool) -> BatchExecutionDescriptor:
         return self.partition.decide(
             batch.forward_mode, batch.num_tokens, batch.batch_size, hooked, can_replay=can_replay
         )
 
-    def _can_replay(self, batch: ForwardBatch) -> bool:
+    def can_replay(self, batch: ForwardBatch) -> bool:
+        """Whether a CUDA graph serves the batch."""
         return self.graph_runner is not None and self.graph_runner.can_run(batch)
 
     def _run(self, forward_batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
         if descriptor.execution is Execution.REPLAY:
             # Its logits are sampled from before the next replay: they need no memory of their own.
-            assert self.graph_runner is not None
             self.forward_pass_id += 1
-            return self.graph_runner.replay(forward_batch, in_place=True)
+            return self.replay(forward_batch, in_place=True)
         return self.forward(forward_batch, descriptor.execution)
 
     def _sample(self, logits: torch.Tensor, state: ExecuteModelState) -> SamplerOutput:
         """logits [sampling requests, vocab]."""
-        requests = [entry.request for entry in state.input_batch.sampling]
-        return self.sampler(logits, SamplingBatch.from_requests(requests, self.vocab_size, self.device))
-
-    def _prompt_logprobs(self, logits: torch.Tensor, state: ExecuteModelState) -> dict:
-        """For each request that asks: log probabilities of the prompt tokens behind the positions of this step."""
-        batch, found = state.input_batch, {}
-        for entry, first in zip(batch.entries, batch.cu_num_logits.tolist(), strict=False):
-            request = entry.request
-            if request.params.prompt_logprobs is not None and entry.start < request.prompt_len - 1:
-                count = min(entry.logit_rows, request.prompt_len - 1 - entry.start)
-                targets = request.prompt_token_ids[entry.start + 1 : entry.start + 1 + count]
-                found[request.request_id] = prompt_logprobs(
-                    logits[first : first + count],
-                    torch.tensor(targets, device=logits.device),
-                    request.params.prompt_logprobs,
-                )
-        return found
+        table = self.req_states.requests
+        requests = [table[entry.row] for entry in state.input_batch.sampling]
+        return self.sampler(logits, SamplingBatch.from_requests(requests, self.vocab_size, self.device))  # pyright: ignore
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
-        """Take requests that are scheduled for the first time, or again after they gave way, into the table."""
-        for request in scheduler_output.scheduled_new_reqs:
-            assert request.req_pool_idx is not None
-            self.req_states.add_request(
-                request.request_id,
-                request.req_pool_idx,
-                request.prompt_len,
-                request.all_token_ids,
-                request.num_computed_tokens,
-            )
-        self.req_states.apply_staged_writes()
+        """Enter requests that are scheduled for the first time, or resume, into the table."""
+        self.step_inputs.add_requests(scheduler_output)
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
-        """Write the KV slots of pages that requests were given since their last step."""
-        assert self.req_to_token_pool is not None and self.token_to_kv_pool_allocator is not None
-        known = self.req_states.num_pages
-        for request in scheduler_output.scheduled_new_reqs:
-            assert request.req_pool_idx is not None
-            known[request.req_pool_idx] = 0
-        for request, *_ in scheduler_output.scheduled:
-            row, pages = request.req_pool_idx, request.pages
-            assert row is not None
-            if known[row] != len(pages):
-                size = self.token_to_kv_pool_allocator.page_size
-                first, stop = known[row] * size, min(len(pages) * size, self.req_to_token_pool.max_context_len)
-                slots = self.token_to_kv_pool_allocator.slots_of(pages, first, stop)
-                self.req_to_token_pool.write(row, first, slots)
-                known[row] = len(pages)
-        self.req_to_token_pool.apply_staged_writes()
+        """Write the KV slots of pages that requests were given since the last step."""
+        self.step_inputs.update_requests(scheduler_output)
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Drop finished and preempted requests from the table."""
-        for req_id in scheduler_output.finished_req_ids | scheduler_output.preempted_req_ids:
-            self._remove_request(req_id)
-
-    def _remove_request(self, req_id: str) -> bool:
-        return self.req_states.remove_request(req_id)
+        self.step_inputs.finish_requests(scheduler_output)
 
     def prepare_inputs(self, scheduler_output: SchedulerOutput) -> InputBatch:
         """Lay the step's tokens out in batch rows: token ids, positions, KV slots, and the rows that the head runs on."""
-        assert self.req_to_token_pool is not None
-        entries, states = scheduler_output.scheduled, self.req_states
-        requests, num_tokens, _, samples, decoding = zip(*entries, strict=True)
-        req_ids = [request.request_id for request in requests]
-        index = np.array([states.req_id_to_index[rid] for rid in req_ids], dtype=np.int64)
-        sizes, decodes = np.array(num_tokens, dtype=np.int32), all(decoding)
-        starts = states.num_computed_tokens_np[index]
-        loc = _cumulated(sizes)
-        if decodes:
-            # Fed on the device: the host may not know that token yet.
-            rows, positions, token_ids = index, starts.astype(np.int64), np.full(len(index), -1)
-            cu_num_logits, logits_indices = loc, np.arange(len(index))
-        else:
-            rows = np.repeat(index, sizes)
-            positions = np.arange(loc[-1], dtype=np.int64) - np.repeat(loc[:-1] - starts, sizes)
-            token_ids = np.where(np.repeat(decoding, sizes), -1, states.all_token_ids[rows, positions])
-            logit_counts = np.array([e.logit_rows for e in entries], dtype=np.int32)
-            cu_num_logits = _cumulated(logit_counts)
-            logits_indices = np.repeat(loc[1:] - cu_num_logits[1:], logit_counts) + np.arange(cu_num_logits[-1])
-        padded_size = int(loc[-1])
-        if decodes and self.graph_runner is not None:
-            padded_size = self.graph_runner.padded_size(padded_size)
-        buffers = self.input_buffers
-        buffers.lay_out(
-            np.stack((token_ids, positions, rows)), states, self.req_to_token_pool.req_to_token, padded_size,
-        )  # fmt: skip
-        return InputBatch(
-            req_ids=req_ids,
-            entries=entries,
-            idx_mapping_np=index,
-            num_scheduled_tokens=sizes,
-            query_start_loc=loc,
-            input_ids=buffers.input_ids[: len(rows)],
-            positions=buffers.positions[: len(rows)],
-            seq_lens_cpu=torch.from_numpy(starts + sizes),
-            logits_indices=logits_indices,
-            cu_num_logits=cu_num_logits,
-            sampling=list(compress(entries, samples)),
-            sample_rows=list(compress((cu_num_logits[1:] - 1).tolist(), samples)),
-            decodes=decodes,
-            padded_size=padded_size,
-        )
+        graphs, count = self.graph_runner, len(scheduler_output.scheduled)
+        padded_size = None if graphs is None or count > graphs.max_bs else graphs.padded_size(count)
+        return self.step_inputs.prepare(scheduler_output, padded_size)
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows of the requests in `req_to_token`, [reqs]; KV slot of each token row, [tokens]), both int64."""
-        tokens = input_batch.num_tokens
-        slots = self.input_buffers.out_cache_loc[:tokens]
-        if input_batch.decodes:
-            return self.input_buffers.rows[:tokens], slots
-        return upload(self.device, input_batch.idx_mapping_np)[0], slots
+        return self.step_inputs.prepare_attn(input_batch)
 
     def prepare_dummy_attn(self, num_reqs: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for rows that belong to nobody: the dummy row, and the dummy slot."""
-        slots = torch.full((num_tokens,), PAD_SLOT_ID, dtype=torch.int64, device=self.device)
-        return torch.zeros(num_reqs, dtype=torch.int64, device=self.device), slots
+        """The same for padding rows: the dummy row, and the dummy slot."""
+        return self.step_inputs.prepare_dummy_attn(num_reqs, num_tokens)
 
     def make_forward_batch(self, input_batch: InputBatch) -> ForwardBatch:
         """The step's `ForwardBatch`: DECODE where each request computes one token, else EXTEND or MIXED."""
-        rows, slots = self.prepare_attn(input_batch)
-        sizes, lens = input_batch.num_scheduled_tokens, input_batch.seq_lens_cpu
-        if input_batch.decodes:
-            batch = self.prepare_forward_batch_decode(
-                input_batch.input_ids, rows, self.input_buffers.seq_lens[: len(sizes)], slots,
-                positions=input_batch.positions, seq_lens_cpu=lens,
-            )  # fmt: skip
-            batch.padded_size = input_batch.padded_size
-        else:
-            prefixes = lens.numpy() - sizes
-            seq_lens, extend_lens, prefix_lens = upload(self.device, lens, sizes, prefixes)
-            batch = self.prepare_forward_batch_extend(
-                input_batch.input_ids, rows, seq_lens, extend_lens, prefix_lens, slots,
-                extend_seq_lens_cpu=sizes.tolist(), extend_prefix_lens_cpu=prefixes.tolist(),
-            )  # fmt: skip
-            if any(entry.decodes for entry in input_batch.entries):
-                batch.forward_mode = ForwardMode.MIXED
-        batch.positions = input_batch.positions
-        batch.logits_indices = None
-        if len(input_batch.logits_indices) != batch.num_tokens:
-            (batch.logits_indices,) = upload(self.device, input_batch.logits_indices)
-        if self._rope_depends_on_length():
-            batch.rope_lens = self._rope_lens(input_batch)
-        return batch
+        return self.step_inputs.forward_batch(input_batch, self._pass_resources())
 
     def captured_site_ops(self, bs: int) -> Any:
         """`ForwardBatch.edits` of a decode pass that is captured for `bs` rows of the input buffers."""
@@ -792,28 +645,6 @@ class ModelRunner:
 
     def _rope_depends_on_length(self) -> bool:
         return getattr(getattr(getattr(self.model, "model", None), "rotary_emb", None), "length_dependent", False)
-
-    def _rope_lens(self, batch: InputBatch) -> torch.Tensor:
-        """[tokens]: a prompt is rotated for its whole length, however it is chunked; a generated token for its own."""
-        prompts = np.repeat([e.request.prompt_len for e in batch.entries], batch.num_scheduled_tokens)
-        return torch.maximum(batch.positions + 1, upload(self.device, prompts)[0])
-
-    def postprocess(self, input_batch: InputBatch, output: ModelRunnerOutput) -> None:
-        """Take the step's sampled tokens, as they arrive on the host, into the table of requests.
-
-        A request may have left the table since, and another have its row.
-        """
-        states = self.req_states
-        drawn = [
-            (row, token)
-            for rid, row, token in zip(
-                input_batch.req_ids, input_batch.idx_mapping_np.tolist(), output.sampled_token_ids, strict=True
-            )
-            if token is not None and states.req_id_to_index.get(rid) == row
-        ]
-        if drawn:
-            rows, tokens = zip(*drawn, strict=True)
-            states.append_sampled(np.array(rows), np.array(tokens))
 
     # -- dummy runs ---------------------------------------------------------------------
 
@@ -867,13 +698,6 @@ class ModelRunner:
         _, sampled_from = self._dummy_run(self.max_num_tokens, skip_attn=True, is_profile=True)
         self._dummy_sampler_run(sampled_from)
         gc.collect()
-
-
-def _cumulated(counts: np.ndarray) -> np.ndarray:
-    """counts [n] -> [n + 1] int32: where each one's begin, and where the last one's end."""
-    ends = np.zeros(len(counts) + 1, dtype=np.int32)
-    np.cumsum(counts, out=ends[1:])
-    return ends
 
 
 class _NoAttention(AttentionBackend):

@@ -1,27 +1,69 @@
-"""The runner's table of requests: their tokens, and how far they have come.
+"""The runner's table of requests: what steps have said of them, by row.
 
-A request has the row that it has in the `ReqToTokenPool`. Tokens are staged and written together once a step.
+The engine owns tokens and counts. The table shows them under the seed's names (vLLM's), and is written by steps alone. What the
+engine does not know is here: the last sampled tokens, on the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
+from ..core.sampling_params import SamplingParams
+from ..core.step import AcceptedToken, NewRequest
 from ..core.upload import upload
 
 
-class RequestState:
-    """One row a request.
-
-    Args:
-        max_num_reqs: requests at most; rows 1 to max_num_reqs (row 0 is the dummy's).
-        max_model_len: tokens of one request at most.
-        device: of `last_sampled_tokens`.
+class RunningRequest:
+    """A request in the table, as sampling reads it (`sampling.SamplingBatch`).
 
     Attributes:
-        all_token_ids: [rows, max_model_len] int32, prompt and generated tokens.
-        num_pages: by row, KV pages of the request that the `ReqToTokenPool` knows.
+        request_id, row, prompt_len, params, seed, sample_index, eos_token_ids: see `NewRequest`.
+    """
+
+    __slots__ = (
+        "_table", "eos_token_ids", "params", "prompt_len", "request_id", "row", "sample_index", "seed",
+    )  # fmt: skip
+
+    def __init__(self, new: NewRequest, table: RequestState) -> None:
+        self.request_id, self.row, self.prompt_len = new.request_id, new.row, new.prompt_len
+        self.params: SamplingParams = new.params
+        self.seed, self.sample_index, self.eos_token_ids = new.seed, new.sample_index, new.eos_token_ids
+        self._table = table
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """Token ids of the prompt."""
+        return self._table.all_token_ids[self.row, : self.prompt_len].tolist()
+
+    @property
+    def num_generated(self) -> int:
+        """Generated tokens among the computed positions."""
+        return int(self._table.num_computed_tokens_np[self.row]) - self.prompt_len
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Generated tokens that the engine has accepted."""
+        table = self._table
+        return table.all_token_ids[self.row, self.prompt_len : table.total_len[self.row]].tolist()
+
+
+class RequestState:
+    """One row a request, the row that it has in the `ReqToTokenPool`.
+
+    Args:
+        max_num_reqs: upper bound of requests; rows 1 to max_num_reqs (row 0 is the dummy's).
+        max_model_len: upper bound of one request's tokens.
+        device: of `last_sampled_tokens` and `edited`.
+
+    Attributes:
+        requests: the request in each row, or None.
+        all_token_ids: [rows, max_model_len] int32, prompt and accepted tokens.
+        prompt_len, total_len: [rows] int32, tokens of the prompt; prompt and accepted tokens.
+        prefill_len: [rows] int32, tokens that the request entered with: prompt and, after a preemption, generated ones.
+        num_computed_tokens_np: [rows] int32, positions that have KV after the last step.
         edited: [rows] int32 on the device, 1 where the request has ops or captures in the tables.
         last_sampled_tokens: [rows] int64 on the device, what decoding requests feed next.
     """
@@ -31,79 +73,93 @@ class RequestState:
         self.max_num_reqs = max_num_reqs
         self.max_model_len = max_model_len
         self.req_id_to_index: dict[str, int] = {}
+        self.requests: list[RunningRequest | None] = [None] * rows
         self.all_token_ids = np.zeros((rows, max_model_len), dtype=np.int32)
         self.prompt_len = np.zeros(rows, dtype=np.int32)
         self.prefill_len = np.zeros(rows, dtype=np.int32)
         self.total_len = np.zeros(rows, dtype=np.int32)
         self.num_computed_tokens_np = np.zeros(rows, dtype=np.int32)
-        self.num_computed_prefill_tokens = np.zeros(rows, dtype=np.int32)
-        self.num_pages = [0] * rows
         self.last_sampled_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.edited = torch.zeros(rows, dtype=torch.int32, device=device)
         self._staged: list[tuple[int, list[int]]] = []
 
-    def add_request(
-        self, req_id: str, index: int, prompt_len: int, all_token_ids: list[int], num_computed_tokens: int
-    ) -> None:
-        """Give the request row `index`. An id that is there already is replaced (a resumed request, a new prompt).
+    # -- what steps say ------------------------------------------------------------------
 
-        Args:
-            all_token_ids: what has to be computed before the next token is sampled: the prompt and, after a preemption,
-                what was generated.
+    def add_request(self, new: NewRequest) -> None:
+        """Enter a request. An id that is there already is replaced (a preempted request that resumes).
+
+        Its tokens are staged: visible after `apply_staged_writes`.
+
+        Raises:
+            ValueError: more tokens than a row holds.
         """
-        self.remove_request(req_id)
-        if len(all_token_ids) > self.max_model_len:
-            raise ValueError(f"request {req_id}: {len(all_token_ids)} tokens, rows hold {self.max_model_len}")
-        self.req_id_to_index[req_id] = index
-        self.prompt_len[index] = prompt_len
-        self.prefill_len[index] = self.total_len[index] = len(all_token_ids)
-        self.num_computed_tokens_np[index] = num_computed_tokens
-        self.num_computed_prefill_tokens[index] = min(num_computed_tokens, len(all_token_ids))
-        self._staged.append((index, all_token_ids))
+        self.remove_request(new.request_id)
+        if len(new.token_ids) > self.max_model_len:
+            raise ValueError(f"request {new.request_id}: {len(new.token_ids)} tokens, rows hold {self.max_model_len}")
+        row = new.row
+        self.req_id_to_index[new.request_id] = row
+        self.requests[row] = RunningRequest(new, self)
+        self.prompt_len[row] = new.prompt_len
+        self.prefill_len[row] = self.total_len[row] = len(new.token_ids)
+        self.num_computed_tokens_np[row] = new.num_computed_tokens
+        self._staged.append((row, new.token_ids))
 
     def apply_staged_writes(self) -> None:
         """Write the tokens of requests that were added since the last call."""
         resumed = []
-        for index, token_ids in self._staged:
-            self.all_token_ids[index, : len(token_ids)] = token_ids
-            if len(token_ids) > self.prompt_len[index]:
-                resumed.append((index, token_ids[-1]))
+        for row, token_ids in self._staged:
+            self.all_token_ids[row, : len(token_ids)] = token_ids
+            if len(token_ids) > self.prompt_len[row]:
+                resumed.append((row, token_ids[-1]))
         if resumed:
             rows, tokens = upload(self.last_sampled_tokens.device, *np.array(resumed, dtype=np.int64).T)
             self.feed(rows, tokens)
         self._staged.clear()
 
-    def remove_request(self, req_id: str) -> bool:
-        """Forget the request. False: it was not there."""
-        return self.req_id_to_index.pop(req_id, None) is not None
+    def accept(self, tokens: Sequence[AcceptedToken]) -> None:
+        """Note tokens that the engine appended. Tokens of requests that left the table are dropped."""
+        found = [
+            (row, position, token)
+            for request_id, position, token in tokens
+            if (row := self.req_id_to_index.get(request_id)) is not None and position < self.max_model_len
+        ]
+        if found:
+            rows, positions, values = np.array(found).T
+            self.all_token_ids[rows, positions] = values
+            self.total_len[rows] = np.maximum(self.total_len[rows], positions + 1)
 
-    def num_computed_tokens(self, req_id: str) -> int:
-        """Positions of the request that have KV."""
-        return int(self.num_computed_tokens_np[self.req_id_to_index[req_id]])
-
-    def next_prefill_tokens(self, req_id: str, count: int) -> list[int]:
-        """The next tokens of the request that have no KV yet: `count` of them, or as many as there are."""
-        index = self.req_id_to_index[req_id]
-        start = self.num_computed_tokens_np[index]
-        return self.all_token_ids[index, start : min(start + count, self.total_len[index])].tolist()
-
-    def any_prefills(self, indices: np.ndarray) -> bool:
-        """Whether one of the rows has tokens of its prompt left to compute."""
-        return bool((self.num_computed_prefill_tokens[indices] < self.prefill_len[indices]).any())
-
-    def advance(self, indices: np.ndarray, num_scheduled: np.ndarray) -> None:
-        """Count a step's tokens as computed."""
-        self.num_computed_tokens_np[indices] += num_scheduled
-        prefill = self.num_computed_prefill_tokens[indices] + num_scheduled
-        self.num_computed_prefill_tokens[indices] = np.minimum(prefill, self.prefill_len[indices])
+    def set_computed(self, rows: np.ndarray, num_computed_tokens: np.ndarray) -> None:
+        """State how many positions of these rows have KV after the step."""
+        self.num_computed_tokens_np[rows] = num_computed_tokens
 
     def feed(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Take these tokens, on the device, as the next inputs of these rows [n] int64."""
         self.last_sampled_tokens.index_copy_(0, rows, token_ids.to(torch.int64))
 
-    def append_sampled(self, indices: np.ndarray, token_ids: np.ndarray) -> None:
-        """Append the sampled tokens of these rows. A full row keeps its length: it is about to end."""
-        rows = self.total_len[indices] < self.max_model_len
-        indices, token_ids = indices[rows], token_ids[rows]
-        self.all_token_ids[indices, self.total_len[indices]] = token_ids
-        self.total_len[indices] += 1
+    def remove_request(self, req_id: str) -> bool:
+        """Forget the request. False: it was not there."""
+        row = self.req_id_to_index.pop(req_id, None)
+        if row is not None and (found := self.requests[row]) is not None and found.request_id == req_id:
+            self.requests[row] = None
+        return row is not None
+
+    # -- views ---------------------------------------------------------------------------
+
+    def num_computed_tokens(self, req_id: str) -> int:
+        """Positions of the request that have KV after the last step."""
+        return int(self.num_computed_tokens_np[self.req_id_to_index[req_id]])
+
+    @property
+    def num_computed_prefill_tokens(self) -> np.ndarray:
+        """[rows] int32: computed positions among those that the request entered with."""
+        return np.minimum(self.num_computed_tokens_np, self.prefill_len)
+
+    def next_prefill_tokens(self, req_id: str, count: int) -> list[int]:
+        """The next tokens of the request without KV: `count` of them, or as many as there are."""
+        row = self.req_id_to_index[req_id]
+        start = self.num_computed_tokens_np[row]
+        return self.all_token_ids[row, start : min(start + count, self.total_len[row])].tolist()
+
+    def any_prefills(self, rows: np.ndarray) -> bool:
+        """Whether one of the rows has tokens left to compute that it entered with."""
+        return bool((self.num_computed_tokens_np[rows] < self.prefill_len[rows]).any())

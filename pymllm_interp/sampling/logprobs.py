@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..core.output import SampledLogprobs
+from ..core.step import SampledLogprobs
 from ..core.upload import upload
 
 _CHUNK = 256

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core.output import SampledLogprobs
+from ..core.step import SampledLogprobs
 from .filters import filter_width, filtered_weights
 from .logprobs import gather_logprobs
 from .noise import uniform_noise

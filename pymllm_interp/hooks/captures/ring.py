@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...core.output import ScheduledRequest
 from ...core.request import Request
 from .activations import CaptureError
 from .captures import Captures
@@ -324,19 +323,19 @@ class CaptureRing:
 
     # -- a step ------------------------------------------------------------------------
 
-    def lay_out(self, entries: Sequence[ScheduledRequest]) -> np.ndarray:
+    def lay_out(self, parts: Sequence[tuple[Captures | None, int, int]]) -> np.ndarray:
         """Place the blocks of a step's token rows.
 
         Returns:
             [2, tokens] int64: each row's first element of the ring, and the one after its last; equal where nothing is captured.
         """
-        rows = np.concatenate([_sizes(entry.request, entry.start, entry.num_tokens) for entry in entries])
+        rows = np.concatenate([_sizes(*part) for part in parts])
         stops = np.cumsum(rows)
         ends, row, leaving, shares, staying = [0, *stops.tolist()], 0, 0, [], []
-        for request, count, first, _, _ in entries:
+        for captures, first, count in parts:
             size, share_rows = ends[row + count] - ends[row], slice(row, row + count)
-            if size:
-                captures, sizes = request.declared.captures, rows[share_rows]
+            if size and captures is not None:
+                sizes = rows[share_rows]
                 if captures.packs(first):
                     staying.append((len(shares), share_rows, size))
                     size = captures.packed_size(first, sizes)
@@ -530,7 +529,6 @@ def _room(request: Request, count: int) -> int:
     return 0 if captures is None else captures.room_of(request.num_computed_tokens, count)
 
 
-def _sizes(request: Request, first: int, count: int) -> np.ndarray:
+def _sizes(captures: Captures | None, first: int, count: int) -> np.ndarray:
     """[count] int64: elements of the blocks of a request's positions `first` and on."""
-    captures = _captures(request)
     return np.zeros(count, dtype=np.int64) if captures is None else captures.block_sizes(first, count)

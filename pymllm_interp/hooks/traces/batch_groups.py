@@ -1,129 +1,128 @@
-"""Batch groups: which rows of a step belong to which request's trace.
+"""The traced stage of a runner: which rows of a step belong to which request's trace, and what is offered to them.
 
 A step's batch is flat. `process_new_reqs` gives each traced request its ``[start, size]`` token rows, in the order of the
-batch's rows; after the forward pass `unflatten` re-points it to its row among the sampled ones; `process_finished_reqs`
-winds it up. Requests without a trace are skipped, but their rows are counted.
+batch; after the forward pass `unflatten` gives it its row among the sampled ones; `process_finished_reqs` winds it up.
+Requests without a trace are skipped, but their rows are counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
-from ...core.output import ScheduledRequest
+import torch
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ...core.request import Request
+from ...core.step import ModelRunnerOutput, ScheduledRequest
+from ...core.upload import upload
+from .envoy import TracedModel
+from .interleaver import EngineInterleaver
 from .rows import Rows
-
-if TYPE_CHECKING:
-    from ...core.request import Request
-    from .envoy import TracedModel
-    from .trace import RequestTrace
+from .trace import RequestTrace
 
 
 @lru_cache(maxsize=16)
 def one_each(total: int) -> list[Rows]:
-    """The rows of `total` requests that have one each, in the order of the batch. Shared by all steps: nobody changes them."""
+    """Rows of `total` requests with one row each, in batch order. Shared by all steps: not to be changed."""
     return [Rows(row, 1, total, row, 1, total) for row in range(total)]
 
 
 class NNsightRequestHelper:
-    """The traces of the requests in flight, and their rows in the current step.
+    """Traces of the requests in flight, and their rows in the current step.
+
+    Args:
+        interleaver: serves their blocks.
 
     Attributes:
-        req_id_to_batch_group_idx: request -> its place in this step's batch.
-        num_prompts_in_mediator: trace -> requests of it that are still in flight.
+        req_id_to_batch_group_idx: request -> index of its batch group, among the traced requests of this step.
+        num_prompts_in_mediator: trace -> its requests that are still in flight. At 0 the trace is wound up.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, interleaver: EngineInterleaver) -> None:
+        self.interleaver = interleaver
         self.req_id_to_batch_group_idx: dict[str, int] = {}
         self.num_prompts_in_mediator: dict[int, int] = {}
-        self._traces: dict[str, RequestTrace] = {}
-        self._groups: list[tuple[int, int]] = []
-        self._step: list[tuple[ScheduledRequest, RequestTrace]] = []
+        self._attached: dict[str, tuple[Request, RequestTrace]] = {}
+        self._started: dict[str, RequestTrace] = {}
+        self._groups: list[tuple[str, RequestTrace, tuple[int, int]]] = []
+
+    # -- seed names ------------------------------------------------------------------------
 
     @property
     def ids_to_batch_group(self) -> Mapping[str, tuple[int, int]]:
         """Request -> its ``(start, size)`` token rows in this step."""
-        return MappingProxyType({rid: self._groups[i] for rid, i in self.req_id_to_batch_group_idx.items()})
+        return MappingProxyType({rid: self._groups[i][2] for rid, i in self.req_id_to_batch_group_idx.items()})
 
     @property
     def interleaver_to_ids(self) -> Mapping[int, set[str]]:
         """Trace -> its requests in flight."""
         ids: dict[int, set[str]] = {}
-        for rid, trace in self._traces.items():
+        for rid, trace in self._started.items():
             ids.setdefault(trace.trace_id, set()).add(rid)
         return MappingProxyType(ids)
 
     @property
     def flat_batch_groups(self) -> Mapping[int, list[tuple[int, int]]]:
-        """Trace -> the token rows of its requests in this step, in batch order."""
+        """Trace -> token rows of its requests in this step, in batch order."""
         groups: dict[int, list[tuple[int, int]]] = {}
-        for entry, trace in self._step:
-            group = self._groups[self.req_id_to_batch_group_idx[entry.request.request_id]]
-            groups.setdefault(trace.trace_id, []).append(group)
+        for _, trace, rows in self._groups:
+            groups.setdefault(trace.trace_id, []).append(rows)
         return MappingProxyType(groups)
+
+    # -- requests in and out -----------------------------------------------------------------
+
+    def attach(self, request: Request) -> None:
+        """Serve the request's trace in the steps that it takes part in."""
+        if request.trace is not None:
+            self._attached[request.request_id] = request, request.trace
+
+    @property
+    def attached(self) -> Mapping[str, tuple[Request, RequestTrace]]:
+        """Traced requests that have not finished, by id."""
+        return MappingProxyType(self._attached)
+
+    def traced(self, entries: Iterable[ScheduledRequest]) -> bool:
+        """Whether one of a step's requests has a trace."""
+        attached = self._attached
+        return bool(attached) and any(entry.request_id in attached for entry in entries)
 
     @property
     def traces(self) -> list[RequestTrace]:
-        """The traces that take part in this step, in batch order."""
-        return [trace for _, trace in self._step]
+        """Traces that take part in this step, in batch order."""
+        return [trace for _, trace, _ in self._groups]
 
-    @property
-    def forward_traces(self) -> list[RequestTrace]:
-        """Those of them whose request is a single forward pass, whose result is the model's output."""
-        return [trace for entry, trace in self._step if entry.request.forward_only]
-
-    def process_new_reqs(self, new_reqs: list[ScheduledRequest], model: TracedModel) -> None:
-        """Start the traces of requests that are here for the first time, and give every traced one its rows of this step.
+    def process_new_reqs(self, new_reqs: Sequence[ScheduledRequest], model: TracedModel) -> None:
+        """Start the traces of requests that are scheduled for the first time, and give every traced one its rows.
 
         Args:
-            new_reqs: the step's requests, in the order of the batch's rows.
-            model: that the traces were written against.
+            new_reqs: the step's requests, in batch order.
+            model: the tree that the traces were written against.
         """
-        self._groups, self._step, self.req_id_to_batch_group_idx = [], [], {}
+        self._groups, self.req_id_to_batch_group_idx = [], {}
         for entry, rows in zip(new_reqs, _rows_of(new_reqs), strict=True):
-            request = entry.request
-            trace: RequestTrace | None = request.trace
-            if trace is not None:
-                request_id = request.request_id
-                self.req_id_to_batch_group_idx[request_id] = len(self._groups)
-                self._groups.append((rows.start, rows.size))
-                self._step.append((entry, trace))
-                if request_id not in self._traces:
-                    self._admit(request, trace, model)
-                trace.rows = rows
+            found = self._attached.get(entry.request_id)
+            if found is None:
+                continue
+            request, trace = found
+            self.req_id_to_batch_group_idx[entry.request_id] = len(self._groups)
+            self._groups.append((entry.request_id, trace, (rows.start, rows.size)))
+            if entry.request_id not in self._started:
+                self._started[entry.request_id] = trace
+                self.num_prompts_in_mediator.setdefault(trace.trace_id, trace.num_prompts)
+                trace.start(request, model)
+            trace.rows = rows
 
     def drop_finished(self) -> list[RequestTrace]:
         """Take the traces of finished requests out of the step; returns them."""
-        dropped = [trace for entry, trace in self._step if entry.request.finished]
-        if dropped:
-            self._step = [(entry, trace) for entry, trace in self._step if not entry.request.finished]
-        return dropped
-
-    def pad_to(self, rows: int) -> None:
-        """Re-point the traces of a decode step to their rows in a pass that has further rows, of nobody, behind the step's."""
-        if self._step and rows != self._step[0][1].rows.total:  # pyright: ignore[reportOptionalMemberAccess]
-            padded = one_each(rows)
-            for _, trace in self._step:
-                assert trace.rows is not None
-                trace.rows = padded[trace.rows.start]
-
-    def narrow_to_last(self, requests: int) -> None:
-        """Re-point the traces of the decode step's last `requests` to their rows in a pass over those alone."""
-        for rows, (_, trace) in zip(one_each(requests), self._step[-requests:], strict=True):
-            trace.rows = rows
-
-    def unflatten(self, model: TracedModel, rows: list[ScheduledRequest]) -> None:
-        """Re-point each trace from its tokens to its row among `rows`, the requests that sample in this step."""
-        places = one_each(len(rows))
-        last = self._step[-1][1].rows if self._step else None  # where some only were moved, it was
-        if last is not None and last.total == len(rows) and last is places[last.start]:
-            return  # a decode step, which was neither padded nor split: all have them
-        for own, entry in zip(places, rows, strict=True):
-            trace: RequestTrace | None = entry.request.trace
-            if trace is not None and trace.rows is not None:  # else it has left the pass
-                trace.rows = own
+        dropped = [rid for rid, _, _ in self._groups if rid not in self._attached or self._attached[rid][0].finished]
+        if not dropped:
+            return []
+        traces = [trace for rid, trace, _ in self._groups if rid in dropped]
+        self._groups = [group for group in self._groups if group[0] not in dropped]
+        self.req_id_to_batch_group_idx = {rid: i for i, (rid, _, _) in enumerate(self._groups)}
+        return traces
 
     def process_finished_reqs(
         self, finished_request_ids: set[str], requests: Mapping[str, Request], model: TracedModel
@@ -134,26 +133,32 @@ class NNsightRequestHelper:
         """
         ending: list[tuple[RequestTrace, Request]] = []
         for rid in finished_request_ids:
-            trace = self._traces.pop(rid, None)
+            trace = self._started.pop(rid, None)
+            attached = self._attached.pop(rid, None)
             self.req_id_to_batch_group_idx.pop(rid, None)
             request = requests.get(rid)
+            if trace is None and attached is not None:
+                trace = attached[1]  # ended before its first step
             if trace is None and request is not None:
-                trace = request.trace  # ended before its first step
+                trace = request.trace
             if trace is None:
                 continue
             left = self.num_prompts_in_mediator.get(trace.trace_id, 1) - 1
-            if left > 0:
-                self.num_prompts_in_mediator[trace.trace_id] = left
-            else:
-                self.num_prompts_in_mediator.pop(trace.trace_id, None)
+            self.num_prompts_in_mediator[trace.trace_id] = left
             if request is not None:
                 trace.over, trace.rows = True, None
                 ending.append((trace, request))
         self._wind_up(ending, model)
         for trace, request in ending:
             trace.close(request)
-        if not self._traces:  # the last step's hold what their blocks hold
-            self._step = []
+            if self.num_prompts_in_mediator.get(trace.trace_id, 0) <= 0:
+                self._end_trace(trace)
+        if not self._started:  # the last step's groups hold what their blocks hold
+            self._groups = []
+
+    def _end_trace(self, trace: RequestTrace) -> None:
+        """The last request of a trace has ended."""
+        self.num_prompts_in_mediator.pop(trace.trace_id, None)
 
     @staticmethod
     def _wind_up(ending: list[tuple[RequestTrace, Request]], model: TracedModel) -> None:
@@ -165,13 +170,88 @@ class NNsightRequestHelper:
         ):
             pass
 
-    def _admit(self, request: Request, trace: RequestTrace, model: TracedModel) -> None:
-        self._traces[request.request_id] = trace
-        self.num_prompts_in_mediator.setdefault(trace.trace_id, trace.num_prompts)
-        trace.start(request, model)
+    # -- rows of a pass ----------------------------------------------------------------------
+
+    def pad_to(self, rows: int) -> None:
+        """Give the traces of a decode step their rows in a pass with further padding rows."""
+        if self._groups and rows != self._groups[0][1].rows.total:  # pyright: ignore[reportOptionalMemberAccess]
+            padded = one_each(rows)
+            for _, trace, _ in self._groups:
+                assert trace.rows is not None
+                trace.rows = padded[trace.rows.start]
+
+    def narrow_to_last(self, requests: int) -> None:
+        """Give the traces of the decode step's last `requests` their rows in a pass over those requests alone."""
+        for rows, (_, trace, _) in zip(one_each(requests), self._groups[-requests:], strict=True):
+            trace.rows = rows
+
+    def unflatten(self, model: TracedModel, sampling: Sequence[ScheduledRequest]) -> None:
+        """Give each trace its row among `sampling`, the requests that sample in this step, in place of its token rows."""
+        places = one_each(len(sampling))
+        last = self._groups[-1][1].rows if self._groups else None  # where some only were moved, it was
+        if last is not None and last.total == len(sampling) and last is places[last.start]:
+            return  # a decode step, which was neither padded nor split: all have them
+        for own, entry in zip(places, sampling, strict=True):
+            found = self._attached.get(entry.request_id)
+            if found is not None and found[1].rows is not None:  # else it has left the pass
+                found[1].rows = own
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def serve_outputs(self, logits: torch.Tensor) -> None:
+        """Note the model's output for traces whose request is a single forward pass: it is their result.
+
+        Args:
+            logits: [logit rows, vocab].
+        """
+        for rid, trace, _ in self._groups:
+            if self._attached[rid][0].forward_only:
+                assert trace.rows is not None
+                own = trace.rows.narrow(logits, of_logits=True)
+                trace.result = CausalLMOutputWithPast(logits=own.unsqueeze(0))
+
+    def offer_tokens(
+        self, token_ids: torch.Tensor, sampling: Sequence[ScheduledRequest], vocab_size: int
+    ) -> torch.Tensor:
+        """Let blocks see and change the sampled tokens. Waits for the device.
+
+        Args:
+            token_ids: [sampling requests] int32.
+
+        Returns:
+            the tokens that generation goes on with, of the same shape.
+        """
+        interleaver, device = self.interleaver, token_ids.device
+        sampled = token_ids.tolist()
+        offered = torch.tensor(sampled, dtype=torch.int64, device=device).unsqueeze(1)
+        chosen: list[int] = interleaver.handle(interleaver.samples, offered).squeeze(1).tolist()
+        for i, (entry, token) in enumerate(zip(sampling, chosen, strict=True)):
+            if not 0 <= token < vocab_size:
+                self._attached[entry.request_id][1].fail(
+                    ValueError(
+                        f"request {entry.request_id}: `samples` was set to {token}, but token ids go from 0 to {vocab_size - 1}"
+                    )
+                )
+                chosen[i] = sampled[i]
+        if chosen != sampled:
+            (token_ids,) = upload(device, torch.tensor(chosen, dtype=torch.int32))
+        for entry, token in zip(sampling, chosen, strict=True):
+            found = self._attached.get(entry.request_id)
+            if found is not None and found[1].in_pass and not found[0].forward_only:
+                interleaver.offer(found[1], interleaver.streamer, torch.tensor([token]))
+        return token_ids
+
+    def report(self, output: ModelRunnerOutput) -> None:
+        """Count the step in the traces' receipts, and note which of them failed or stopped in it."""
+        for rid, trace, _ in self._groups:
+            trace.receipt.steps[output.execution] += 1
+            if trace.ended and trace.error is not None:
+                output.errors[rid] = trace.error
+            elif trace.ended and trace.stopped:
+                output.stopped.add(rid)
 
 
-def _rows_of(entries: list[ScheduledRequest]) -> list[Rows]:
+def _rows_of(entries: Sequence[ScheduledRequest]) -> list[Rows]:
     """The rows of each request of a step."""
     if all(entry.decodes for entry in entries):
         return one_each(len(entries))

@@ -125,11 +125,16 @@ class TracedModel(TracedEnvoy):
 
     interleaver: EngineInterleaver
 
-    def __init__(self, module: nn.Module, rename: dict[Any, Any] | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        rename: dict[Any, Any] | None = None,
+        interleaver: EngineInterleaver | None = None,
+    ) -> None:
         super().__init__(
             module,
             path="model",
-            interleaver=EngineInterleaver(),
+            interleaver=interleaver or EngineInterleaver(),
             rename=rename,
             envoys=TracedEnvoy,  # pyright: ignore
         )

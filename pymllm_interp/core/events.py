@@ -1,0 +1,50 @@
+"""What an engine tells its clients: values, in order for each request. They could be sent to another process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from .output import Logprob
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """A request with `stream` has a new token, and goes on."""
+
+    request_id: str
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedEvent:
+    """A request has ended. Its last event."""
+
+    request_id: str
+    token_ids: list[int]
+    """All generated tokens, with the token that stopped the generation."""
+    finish_reason: str
+    """stop, length, abort, timeout or error."""
+    stop_reason: int | str | None = None
+    """The stop string or token id, where that was the reason."""
+    text_length: int | None = None
+    """Characters of the text that are kept, where a stop string ended it; None: all."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    activations: Any = None
+    """What was captured (hooks.captures.activations.Activations), or None."""
+    receipt: Any = None
+    """What was applied (hooks.receipt.Receipt), or None."""
+    error: BaseException | None = None
+    warnings: list[str] = field(default_factory=list)
+
+
+Event = TokenEvent | FinishedEvent
+
+
+class Subscriber(Protocol):
+    """Takes a request's events: a `queue.SimpleQueue`, a handle, a socket's writer."""
+
+    def put(self, event: Event) -> None:
+        """Take the next event. Called on the engine's thread, so it must not wait."""
+        ...

@@ -1,0 +1,133 @@
+"""What callers pass as prompts and sampling parameters, read and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..core.arguments import check_names
+from ..core.sampling_params import ALIASES, ELSEWHERE, SamplingParams
+
+
+class PromptError(ValueError):
+    """A prompt, or a parameter beside it, that cannot be served."""
+
+
+def as_prompts(prompts: Any) -> list[Any]:
+    """One prompt or a list of them, as a list. A list of whole numbers is one prompt of token ids."""
+    if isinstance(prompts, (str, Mapping, torch.Tensor)):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise PromptError(f"prompts is a {type(prompts).__name__}: expected text, token ids, or a list of them")
+    if prompts and all(isinstance(token, int) for token in prompts):
+        return [prompts]
+    return list(prompts)
+
+
+def sampling_from_kwargs(kwargs: dict[str, Any], prompt_len: int) -> SamplingParams:
+    """SamplingParams from transformers' and vLLM's names. Greedy, and 20 tokens with the prompt's, unless asked otherwise.
+
+    Raises:
+        TypeError: a name that is neither's.
+    """
+    given = {name: value for name, value in kwargs.items() if value is not None and name not in IGNORED}
+    check_names("lm.generate", given, [*SamplingParams.__dataclass_fields__, *ALIASES, "do_sample"], ELSEWHERE)
+    do_sample = given.pop("do_sample", None)
+    for alias, name in ALIASES.items():
+        if alias in given:
+            if name in given:
+                raise TypeError(f"{alias} and {name} are the same: pass one of them")
+            given[name] = given.pop(alias)
+    if isinstance(given.get("stop_token_ids"), int):
+        given["stop_token_ids"] = [given["stop_token_ids"]]
+    if do_sample is False:
+        given["temperature"] = 0.0
+    given.setdefault("temperature", 1.0 if do_sample else 0.0)
+    given.setdefault("max_tokens", default_max_tokens(prompt_len))
+    return SamplingParams(**given)
+
+
+def default_max_tokens(prompt_len: int) -> int:
+    """New tokens where nobody says how many: 20 with the prompt's, as in transformers."""
+    return max(1, 20 - prompt_len)
+
+
+IGNORED = {"pad_token_id", "use_cache"}
+"""Arguments that change nothing here: nothing is padded, and the cache is always used."""
+
+
+def ids_of(prompt: Any, what: str) -> list[int]:
+    if isinstance(prompt, Mapping):
+        if "input_ids" not in prompt:
+            text = ': of a row of a data set, pass row["text"]' if "text" in prompt else f": {sorted(prompt)}"
+            raise PromptError(f"{what} is a dict without `input_ids`{text}")
+        ids, mask = _one_row(prompt["input_ids"], what), prompt.get("attention_mask")
+        if mask is None:
+            return ids
+        return [token for token, kept in zip(ids, _one_row(mask, what), strict=True) if kept]
+    return _one_row(prompt, what)
+
+
+def _one_row(value: Any, what: str) -> list[int]:
+    given = value.tolist() if isinstance(value, torch.Tensor | np.ndarray) else value
+    rows = list(given) if isinstance(given, Sequence) else None
+    if rows and isinstance(rows[0], (list, tuple)):
+        if len(rows) > 1:
+            raise PromptError(
+                f"{what} holds {len(rows)} prompts in one: a trace has a `with tracer.invoke(prompt):` for each, "
+                "lm.generate takes a list of texts, or of lists of token ids without padding"
+            )
+        rows = list(rows[0])
+    if rows is None or not all(issubclass(kind, int) and kind is not bool for kind in set(map(type, rows))):
+        raise PromptError(f"{what} is a {type(value).__name__}: expected text, or token ids as whole numbers")
+    return rows
+
+
+def prompt_of(args: tuple, kwargs: Mapping[str, Any], what: str) -> tuple[Any, dict[str, Any]]:
+    """(prompt, the other keywords) of an invoke."""
+    rest = dict(kwargs)
+    encoded = {name: rest.pop(name) for name in ("input_ids", "attention_mask") if name in rest}
+    if not args and not encoded:
+        raise PromptError(
+            f"{what} has no prompt; nnsight's empty invoke sees the whole batch, but here a block sees its own request's "
+            "rows and no others: give each invoke its prompt"
+        )
+    if len(args) > 1 or (args and "input_ids" in encoded):
+        raise TypeError(f"{what}: one prompt is expected, got {len(args) + len(encoded)}")
+    prompt: Any = args[0] if args else encoded
+    if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str | list | tuple):
+        if len(prompt) > 1:
+            raise PromptError(
+                f"{what} is a list of {len(prompt)} prompts; each needs a block of its own: open `with lm.trace() as tracer:` "
+                "and one `with tracer.invoke(prompt):` for each"
+            )
+        prompt = next(iter(prompt))
+    if args and "attention_mask" in encoded:
+        prompt = {"input_ids": prompt, **encoded}
+    return prompt, rest
+
+
+def params_for(
+    prompts: list[Any], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams]:
+    """Sampling parameters of each prompt: one for all, or a list.
+
+    Raises:
+        TypeError: neither.
+        PromptError: a list of another length.
+    """
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params or SamplingParams()] * len(prompts)
+    if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str):
+        raise TypeError(
+            f"sampling_params is a {type(sampling_params).__name__}: SamplingParams is expected, or a list of them"
+        )
+    for params in sampling_params:
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params holds a {type(params).__name__}: SamplingParams is expected")
+    if len(sampling_params) != len(prompts):
+        raise PromptError(f"{len(prompts)} prompts, but {len(sampling_params)} SamplingParams: one, or one for each")
+    return list(sampling_params)

@@ -1,0 +1,327 @@
+"""The declared stage of a runner: interventions and captures of the requests in its steps.
+
+On CUDA declared ops are rows of device tables, which captured graphs read, and captured states leave through a ring. On a CPU, and
+in passes with gradients, ops are functions on their requests' rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..config import ServerConfig
+from ..core.out_of_memory import within_memory
+from ..core.request import Request
+from ..core.step import NewRequest, ScheduledRequest
+from ..core.upload import upload
+from ..layers.edits.base import INNER, LOGITS, SiteOps, inner_site
+from ..layers.edits.table import TableOps
+from .captures.activations import Activations
+from .captures.captures import Captures
+from .captures.ring import CaptureRing, StatesOf
+from .captures.spec import Capture
+from .declared import Declared, Limits
+from .interventions.device_tables import DeviceTables
+from .interventions.host_ops import Share, host_ops
+from .interventions.logit_ops import logit_ops
+from .interventions.specs import Intervention
+from .site import ModelInfo
+
+
+class StepRows(NamedTuple):
+    """A step's requests, and the rows of each in the flat batch.
+
+    Attributes:
+        query_start_loc: [reqs + 1] int32, first token row of each request.
+        cu_num_logits: [reqs + 1] int32, first logit row of each request.
+        sample_rows: logit row of each request that samples.
+    """
+
+    entries: Sequence[ScheduledRequest]
+    query_start_loc: np.ndarray
+    cu_num_logits: np.ndarray
+    sample_rows: Sequence[int]
+
+
+class RowBuffers(NamedTuple):
+    """Input memory of the passes, by token row; see `runner.input_batch.InputBuffers`."""
+
+    op_rows: torch.Tensor
+    positions: torch.Tensor
+    records: torch.Tensor
+
+
+class DeclaredStage:
+    """What requests declared, from submission to receipt.
+
+    Args:
+        config: limits and the ring's size are read.
+        model: what specs are checked against.
+        device: of the passes.
+
+    Attributes:
+        device_tables: ops and captures that kernels read; None on a CPU.
+        capture_ring: ring that captured states leave the device through, beside the tables.
+    """
+
+    def __init__(self, config: ServerConfig, model: ModelInfo, device: str) -> None:
+        self.model, self.device = model, device
+        self.has_tables = device.startswith("cuda")
+        self.limits = Limits(
+            config.max_interventions_per_site, config.max_intervention_vectors, config.max_capture_bytes,
+            frozenset(config.inner_sites if self.has_tables else INNER),
+        )  # fmt: skip
+        self.device_tables: DeviceTables | None = None
+        self.capture_ring: CaptureRing | None = None
+        self._config = config
+        self._logits_site = inner_site(model.num_hidden_layers, 0, LOGITS)
+        self._live: dict[str, Declared] = {}
+        self._with_gradients: set[str] = set()
+        self._in_tables: dict[str, tuple[int, Declared]] = {}
+
+    def init_tables(self, edited: torch.Tensor) -> None:
+        """Make the tables and the ring, where passes read them.
+
+        Args:
+            edited: [rows] int32 on the device, marks rows of the request table that declared something.
+
+        Raises:
+            torch.OutOfMemoryError: the ring does not fit.
+        """
+        if not self.has_tables:
+            return
+        config = self._config
+        size = config.capture_ring_bytes
+        self.capture_ring = within_memory(
+            lambda: CaptureRing(
+                size, self.model.dtype, self.device, config.capture_when_full, config.capture_kept_bytes
+            ),
+            f"the ring of captured states does not fit; what helps: a lower capture_ring_bytes (now {size})",
+        )
+        self.device_tables = DeviceTables(edited, self.model, self.limits, self.capture_ring.memory)
+
+    def close(self) -> None:
+        """Empty the ring, and release the tables."""
+        if self.capture_ring is not None:
+            self.capture_ring.close()
+        self.device_tables = self.capture_ring = None
+        self._live.clear()
+        self._in_tables.clear()
+
+    # -- requests in and out -----------------------------------------------------------------
+
+    def declare(self, specs: Sequence[Intervention], captures: Sequence[Capture], request: Request) -> Declared | None:
+        """Bind a request's interventions and captures; None for none. Called on any thread.
+
+        Raises:
+            ValueError: what the model does not have, or the tables, the ring and results do not hold.
+        """
+        if not specs and not captures:
+            return None
+        longest = request.prompt_len + request.max_tokens - 1
+        declared = Declared.of(
+            specs, self.model, request.prompt_len, self.limits, captures, longest, request.logits_from
+        )
+        if declared.captures is not None:
+            request.leader = None  # its prompt is captured, so it is computed
+            if request.trace is None or not request.trace.grad:
+                self.check_room([(request, declared)], "this request")
+        return declared
+
+    def check_room(self, together: list[tuple[Request, Declared | None]], what: str) -> None:
+        """Check that the ring can hold what requests capture that run in the same steps. A traced prompt runs in one step.
+
+        Args:
+            what: names the requests, for the message.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        if self.capture_ring is not None:
+            wanted = [
+                (declared.captures, 0 if request.trace is None else request.prompt_len)
+                for request, declared in together
+                if declared is not None and declared.captures is not None
+            ]
+            self.capture_ring.check(wanted, what)
+
+    def hold(self, declared: Declared) -> None:
+        """Reserve rows of the pool for a request's vectors until `finish`, and open the ring. Called on any thread.
+
+        Raises:
+            ValueError: the pool is full.
+            RuntimeError, MemoryError: no memory for the ring on the host.
+        """
+        if self.device_tables is not None:
+            self.device_tables.pool.acquire(declared)
+        if self.capture_ring is not None and declared.captures is not None:
+            self.capture_ring.open()
+
+    def release(self, declared: Declared) -> None:
+        """Give back what `hold` reserved, of a request that is not submitted."""
+        if self.device_tables is not None:
+            self.device_tables.pool.release(declared)
+
+    def attach(self, request: Request) -> None:
+        """Serve the request's declared ops and captures in the steps that it takes part in."""
+        if request.declared is not None:
+            self._live[request.request_id] = request.declared
+            if request.alone:
+                self._with_gradients.add(request.request_id)
+
+    def finish(self, request: Request) -> Future[Activations | None]:
+        """Release what a finished request holds, and complete its receipt.
+
+        Returns:
+            its activations, when all have arrived on the host: at once, or on the ring's thread.
+        """
+        declared: Declared = request.declared
+        self._live.pop(request.request_id, None)
+        self._with_gradients.discard(request.request_id)
+        self.leave_tables(request.request_id)
+        self.release(declared)
+        counted = request.prompt_len + len(request.output_token_ids) - 1  # even if preempted since
+        if not request.output_token_ids:
+            counted = min(request.num_computed_tokens, request.prompt_len)
+        request.receipt.interventions = declared.applied(counted)
+        request.receipt.preemptions = request.num_preemptions
+        token_ids = (request.prompt_token_ids + request.output_token_ids)[:counted]
+        arrived: Future[Activations | None] = Future()
+
+        def complete() -> None:
+            try:
+                request.receipt.captures = declared.captured(counted)
+                arrived.set_result(declared.activations(token_ids))
+            except Exception as error:
+                arrived.set_exception(error)
+
+        if self.capture_ring is None or declared.captures is None:
+            complete()
+        else:
+            self.capture_ring.after(complete)
+        return arrived
+
+    # -- rows of the tables --------------------------------------------------------------------
+
+    def enter_tables(self, new: Sequence[NewRequest]) -> None:
+        """Write the table rows of requests that enter the request table, and new vectors."""
+        if self.device_tables is None:
+            return
+        for request in new:
+            declared = self._live.get(request.request_id)
+            self.device_tables.set_row(request.row, declared)
+            if declared is not None:
+                self._in_tables[request.request_id] = request.row, declared
+        self.device_tables.apply_staged_writes()
+
+    def leave_tables(self, request_id: str) -> None:
+        """Read what the gates of a request counted, before another request takes its row."""
+        row, declared = self._in_tables.pop(request_id, (0, None))
+        if self.device_tables is not None and declared is not None:
+            self.device_tables.read_fires(row, declared)
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def declares(self, entries: Sequence[ScheduledRequest]) -> bool:
+        """Whether one of a step's requests declared ops or captures."""
+        live = self._live
+        return bool(live) and any(entry.request_id in live for entry in entries)
+
+    def begin_step(self) -> None:
+        """Forget what a failed pass would have sent."""
+        if self.capture_ring is not None:
+            self.capture_ring.forget()
+
+    def site_ops(self, rows: StepRows, buffers: RowBuffers, differentiable: bool) -> SiteOps | None:
+        """The ops and captures of a step in which some request `declares` any.
+
+        Args:
+            buffers: of the step's token rows.
+            differentiable: the pass is one with gradients.
+        """
+        if self.device_tables is None or differentiable:
+            return host_ops(self._shares(rows), self.model.num_hidden_layers)
+        declared = [self._live.get(entry.request_id) for entry in rows.entries]
+        if self.capture_ring is not None and any(d is not None and d.captures is not None for d in declared):
+            buffers.records.copy_(upload(self.device, self.capture_ring.lay_out(self._captured_parts(rows)))[0])
+        logits = None
+        if any(d is not None and d.edits_logits for d in declared):
+            logits = logit_ops(self._shares(rows), self.model.num_hidden_layers, self.device_tables)
+        return TableOps(self.device_tables.tables, buffers.op_rows, buffers.positions, buffers.records, logits)
+
+    def captured_site_ops(self, buffers: RowBuffers) -> TableOps | None:
+        """The ops and captures that a captured decode pass reads from the tables."""
+        if self.device_tables is None:
+            return None
+        return TableOps(self.device_tables.tables, buffers.op_rows, buffers.positions, buffers.records)
+
+    def capture_logits(self, rows: StepRows, logits: torch.Tensor, sampled_from: torch.Tensor) -> None:
+        """Capture logits for the requests that want them.
+
+        Args:
+            logits: [logit rows, vocab], the head's output.
+            sampled_from: [sampling requests, vocab], after a trace's edits.
+        """
+        if not self._live:
+            return
+        site = self._logits_site
+        wanted: list[tuple[ScheduledRequest, Declared, int, int]] = []
+        for entry, token, row in zip(
+            rows.entries, rows.query_start_loc.tolist(), rows.cu_num_logits.tolist(), strict=False
+        ):
+            # A request that ended since the pass began has released the vectors of its reductions.
+            declared = self._live.get(entry.request_id)
+            if declared is not None and declared.captures is not None and site in declared.captures.by_site:
+                wanted.append((entry, declared, token, row))
+        if not wanted:
+            return
+        if len(rows.sample_rows) == len(logits):
+            logits = sampled_from
+        else:
+            (sampled,) = upload(self.device, np.array(rows.sample_rows, dtype=np.int64))
+            logits = logits.index_copy(0, sampled, sampled_from)
+        parts: list[StatesOf] = []
+        for entry, declared, token, row in wanted:
+            assert declared.captures is not None
+            group, column = declared.captures.by_site[site]
+            count, before = entry.logit_rows, entry.num_tokens - entry.logit_rows
+            if self.device_tables is None or entry.request_id in self._with_gradients:
+                first = entry.start + before
+                ordinals = torch.from_numpy(group.ordinals[first : first + count])
+                group.take(column, logits[row : row + count], ordinals)
+            else:
+                probes = None if group.probes is None else self.device_tables.pool_view(declared, group.probes)
+                parts.append(StatesOf(declared.captures, row, token + before, count, probes))
+        if parts:
+            assert self.capture_ring is not None
+            self.capture_ring.put(site, logits, parts)
+
+    def send(self) -> None:
+        """The step's pass was launched: let its captured states leave the device."""
+        if self.capture_ring is not None:
+            self.capture_ring.send()
+
+    def _captured_parts(self, rows: StepRows) -> list[tuple[Captures | None, int, int]]:
+        parts = []
+        for entry in rows.entries:
+            declared = self._live.get(entry.request_id)
+            captures = None if declared is None or entry.request_id in self._with_gradients else declared.captures
+            parts.append((captures, entry.start, entry.num_tokens))
+        return parts
+
+    def _shares(self, rows: StepRows) -> list[Share]:
+        """The rows of each request of the step that declared something."""
+        return [
+            Share(
+                self._live[entry.request_id], start, torch.arange(entry.start, entry.start + entry.num_tokens),
+                logit_start, entry.logit_rows,
+            )
+            for entry, start, logit_start in zip(
+                rows.entries, rows.query_start_loc.tolist(), rows.cu_num_logits.tolist(), strict=False
+            )
+            if entry.request_id in self._live
+        ]  # fmt: skip

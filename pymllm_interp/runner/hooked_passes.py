@@ -1,0 +1,118 @@
+"""Forward passes in which blocks of traces are served: module by module, in segments, or split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..core.forward_batch import ForwardBatch
+from ..core.step import LogitsProcessorOutput
+from ..hooks.traces.batch_groups import NNsightRequestHelper
+from ..hooks.traces.interleaver import EngineInterleaver
+from .model_runner import ModelRunner
+from .partition import BatchExecutionDescriptor, Execution
+from .segments import Segments
+
+
+class HookedPasses:
+    """The ways in which a pass with traces runs: a table from `Execution` to function.
+
+    Args:
+        runner: runs the parts of a pass.
+        interleaver: serves the blocks.
+        helper: the traces of the pass, and their rows.
+
+    Attributes:
+        segments: CUDA graphs of what lies between blocks; None where passes are not captured.
+    """
+
+    def __init__(self, runner: ModelRunner, interleaver: EngineInterleaver, helper: NNsightRequestHelper) -> None:
+        self.runner, self.interleaver, self.helper = runner, interleaver, helper
+        self.segments: Segments | None = None
+        self._ways: dict[Execution, Callable[[ForwardBatch, BatchExecutionDescriptor], LogitsProcessorOutput]] = {
+            Execution.IDLE: self._forward,
+            Execution.PLAIN: self._forward,
+            Execution.REPLAY: self._forward,
+            Execution.MODULES: self._by_modules,
+            Execution.SEGMENTS: self._in_segments,
+            Execution.SPLIT: self._split,
+        }
+
+    def run(self, batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
+        """Run the pass as the descriptor says. The logits are in fresh memory: blocks may keep them."""
+        return self._ways[descriptor.execution](batch, descriptor)
+
+    def _forward(self, batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
+        """A pass in which no block waits for a module."""
+        if self._with_gradients:
+            return self._differentiable(batch, descriptor.execution)
+        return self.runner.forward(batch, descriptor.execution)
+
+    def _by_modules(self, batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
+        """The whole batch, module by module."""
+        # Blocks may save what modules read: not the input buffers, which the next step overwrites.
+        assert batch.positions is not None
+        batch.input_ids, batch.positions = batch.input_ids.clone(), batch.positions.clone()
+        batch.hook_query = self.interleaver
+        if self._with_gradients:
+            return self._differentiable(batch, Execution.MODULES)
+        return self.runner.forward(batch, Execution.MODULES)
+
+    @property
+    def _with_gradients(self) -> bool:
+        return any(trace.grad for trace in self.interleaver.traces)
+
+    def _differentiable(self, batch: ForwardBatch, execution: Execution) -> LogitsProcessorOutput:
+        """A pass with gradients: it attends to its own K and V, not the pool's."""
+        self.runner.forward_pass_id += 1
+        batch.fresh_kv_only = True
+        with torch.enable_grad():
+            return self.runner.plan_and_call(batch, execution)
+
+    def _in_segments(self, batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
+        """A decode pass module by module, but for what lies between its blocks, which is replayed."""
+        assert self.segments is not None
+        self.runner.forward_pass_id += 1
+        padded = self.segments.begin(batch)
+        padded.hook_query = self.interleaver
+        if batch.site_ops is None:
+            padded.site_ops = None
+        elif batch.site_ops.logits is not None:
+            padded.site_ops = padded.site_ops.with_logits(batch.site_ops.logits)
+        self.helper.pad_to(padded.batch_size)
+        try:
+            logits = self.runner.call_model(padded, Execution.MODULES)[0]
+        finally:
+            self.segments.end()
+        return LogitsProcessorOutput(logits[: batch.batch_size])
+
+    def _split(self, batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
+        """A decode pass as two: requests without a waiting block, then the last `num_hooked` ones module by module.
+
+        The device computes the first half while the host runs the blocks of the second.
+        """
+        hooked = descriptor.num_hooked
+        plain, rows = batch.batch_size - hooked, batch.req_pool_indices.clone()
+        halves = self._rows(batch, 0, plain), self._rows(batch, plain, batch.batch_size)
+        output = self.runner.forward(halves[0])
+        self.helper.narrow_to_last(hooked)
+        halves[1].hook_query = self.interleaver
+        hooked_output = self.runner.forward(halves[1], Execution.MODULES)
+        batch.req_pool_indices.copy_(rows)  # the input buffers', which the replay wrote to; sampling reads them
+        return LogitsProcessorOutput(torch.cat((output.next_token_logits, hooked_output.next_token_logits)))
+
+    def _rows(self, batch: ForwardBatch, start: int, stop: int) -> ForwardBatch:
+        """Rows of a decode batch as a batch of their own, in fresh memory."""
+        assert batch.positions is not None and batch.seq_lens_cpu is not None
+        half = self.runner.prepare_forward_batch_decode(
+            batch.input_ids[start:stop].clone(),
+            batch.req_pool_indices[start:stop].clone(),
+            batch.seq_lens[start:stop].clone(),
+            batch.out_cache_loc[start:stop].clone(),
+            positions=batch.positions[start:stop].clone(),
+            seq_lens_cpu=batch.seq_lens_cpu[start:stop],
+        )
+        half.site_ops = None if batch.site_ops is None else batch.site_ops.rows_from(start, stop)
+        half.rope_lens = None if batch.rope_lens is None else batch.rope_lens[start:stop].clone()
+        return half

@@ -1,0 +1,288 @@
+"""From a step's schedule to the arrays of its forward pass.
+
+`StepInputs` is the only place that turns a `SchedulerOutput` into arrays: what it makes is what another rank would need.
+`extend_batch` and `decode_batch` make the `ForwardBatch` of such arrays, or of arrays by hand.
+"""
+
+from __future__ import annotations
+
+from itertools import compress
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..attention.attention_backend import AttentionBackend
+from ..core.forward_batch import ForwardBatch, ForwardMode
+from ..core.step import SampledLogprobs, SchedulerOutput
+from ..core.upload import upload
+from ..mem_cache.memory_pool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
+from ..sampling import prompt_logprobs
+from .input_batch import InputBatch, InputBuffers
+from .request_state import RequestState
+
+PAD_SLOT_ID = 0
+"""KV slot of padding rows. Never handed out; unlike a negative one it can be written to."""
+
+
+class PassResources(NamedTuple):
+    """What a `ForwardBatch` refers to."""
+
+    req_to_token_pool: ReqToTokenPool | None
+    token_to_kv_pool: KVPool | None
+    attn_backend: AttentionBackend | None
+    length_dependent_rope: bool = False
+
+
+def extend_batch(
+    resources: PassResources,
+    input_ids: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    extend_seq_lens: torch.Tensor,
+    extend_prefix_lens: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    return_logprob: bool = False,
+    top_logprobs_nums: list[int] | None = None,
+    *,
+    extend_seq_lens_cpu: list[int] | None = None,
+    extend_prefix_lens_cpu: list[int] | None = None,
+) -> ForwardBatch:
+    """See `ModelRunner.prepare_forward_batch_extend`."""
+    sizes = extend_seq_lens_cpu if extend_seq_lens_cpu is not None else extend_seq_lens.tolist()
+    prefixes = extend_prefix_lens_cpu if extend_prefix_lens_cpu is not None else extend_prefix_lens.tolist()
+    if sum(sizes) != input_ids.shape[0]:
+        raise ValueError(f"extend_seq_lens add up to {sum(sizes)}, but input_ids has {input_ids.shape[0]} tokens")
+    if min(sizes, default=1) < 1:
+        raise ValueError(f"request {sizes.index(min(sizes))} has no new token: extend_seq_lens={sizes}")
+    ends = np.cumsum(sizes, dtype=np.int32) if sizes else np.zeros(0, dtype=np.int32)
+    lens = np.array(prefixes, dtype=np.int32) + np.array(sizes, dtype=np.int32)
+    positions = np.arange(sum(sizes), dtype=np.int64) - np.repeat(ends - lens, sizes)
+    seq_lens_cpu = torch.from_numpy(lens)
+    positions, starts, last_rows, rope_lens = upload(
+        input_ids.device, positions, ends - np.array(sizes, dtype=np.int32), ends.astype(np.int64) - 1,
+        np.repeat(lens, sizes).astype(np.int64),
+    )  # fmt: skip
+    return ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=len(sizes),
+        input_ids=input_ids,
+        req_pool_indices=req_pool_indices,
+        seq_lens=seq_lens,
+        out_cache_loc=out_cache_loc,
+        seq_lens_sum=int(seq_lens_cpu.sum()),
+        seq_lens_cpu=seq_lens_cpu,
+        positions=positions,
+        extend_num_tokens=int(sum(sizes)),
+        extend_seq_lens=extend_seq_lens,
+        extend_prefix_lens=extend_prefix_lens,
+        extend_start_loc=starts,
+        extend_prefix_lens_cpu=list(prefixes),
+        extend_seq_lens_cpu=list(sizes),
+        return_logprob=return_logprob,
+        top_logprobs_nums=top_logprobs_nums,
+        req_to_token_pool=resources.req_to_token_pool,
+        token_to_kv_pool=resources.token_to_kv_pool,
+        attn_backend=resources.attn_backend,
+        logits_indices=last_rows,
+        rope_lens=rope_lens if resources.length_dependent_rope else None,
+    )
+
+
+def decode_batch(
+    resources: PassResources,
+    input_ids: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    return_logprob: bool = False,
+    top_logprobs_nums: list[int] | None = None,
+    mrope_position_deltas: torch.Tensor | None = None,
+    *,
+    positions: torch.Tensor | None = None,
+    seq_lens_cpu: torch.Tensor | None = None,
+) -> ForwardBatch:
+    """See `ModelRunner.prepare_forward_batch_decode`."""
+    lens = seq_lens_cpu if seq_lens_cpu is not None else seq_lens.cpu()
+    return ForwardBatch(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=input_ids.shape[0],
+        input_ids=input_ids,
+        req_pool_indices=req_pool_indices,
+        seq_lens=seq_lens,
+        out_cache_loc=out_cache_loc,
+        seq_lens_sum=int(lens.sum()),
+        seq_lens_cpu=lens,
+        positions=seq_lens.to(torch.int64) - 1 if positions is None else positions,
+        return_logprob=return_logprob,
+        top_logprobs_nums=top_logprobs_nums,
+        req_to_token_pool=resources.req_to_token_pool,
+        token_to_kv_pool=resources.token_to_kv_pool,
+        attn_backend=resources.attn_backend,
+        mrope_position_deltas=mrope_position_deltas,
+        rope_lens=seq_lens.to(torch.int64) if resources.length_dependent_rope else None,
+    )
+
+
+class StepInputs:
+    """Applies steps to the runner's tables, and lays their tokens out in the rows of a flat batch.
+
+    Args:
+        states: the request table.
+        buffers: input memory of the passes.
+        table: KV slots of the requests' positions.
+        allocator: says which slots a page has.
+        device: of the passes.
+    """
+
+    def __init__(
+        self,
+        states: RequestState,
+        buffers: InputBuffers,
+        table: ReqToTokenPool,
+        allocator: TokenToKVPoolAllocator,
+        device: str,
+    ) -> None:
+        self.states, self.buffers, self.table, self.allocator, self.device = states, buffers, table, allocator, device
+
+    # -- tables ----------------------------------------------------------------------------
+
+    def finish_requests(self, step: SchedulerOutput) -> None:
+        """Drop finished and preempted requests from the table."""
+        for req_id in step.finished_req_ids | step.preempted_req_ids:
+            self.states.remove_request(req_id)
+
+    def add_requests(self, step: SchedulerOutput) -> None:
+        """Note accepted tokens, and enter requests that are scheduled for the first time or resume."""
+        if step.accepted:
+            self.states.accept(step.accepted)
+        for request in step.scheduled_new_reqs:
+            self.states.add_request(request)
+        self.states.apply_staged_writes()
+
+    def update_requests(self, step: SchedulerOutput) -> None:
+        """Write the KV slots of pages that requests were given since the last step."""
+        size = self.allocator.page_size
+        for row, first, pages in step.page_writes:
+            start = first * size
+            count = min(len(pages) * size, self.table.max_context_len - start)
+            self.table.write(row, start, self.allocator.slots_of(pages, 0, count))
+        self.table.apply_staged_writes()
+
+    # -- arrays ----------------------------------------------------------------------------
+
+    def prepare(self, step: SchedulerOutput, padded_size: int | None) -> InputBatch:
+        """Lay the step's tokens out in batch rows: token ids, positions, KV slots, and the rows that the head runs on.
+
+        Args:
+            padded_size: rows of a captured decode pass that serves so many requests; None where there is none.
+        """
+        entries, states = step.scheduled, self.states
+        req_ids, table_rows, num_tokens, first, samples, decoding, logit_rows = zip(*entries, strict=True)
+        index, starts = np.array(table_rows, dtype=np.int64), np.array(first, dtype=np.int32)
+        sizes, decodes = np.array(num_tokens, dtype=np.int32), all(decoding)
+        lens = starts + sizes
+        states.set_computed(index, lens)
+        loc = cumulated(sizes)
+        if decodes:
+            # Fed on the device: the host may not know that token yet.
+            rows, positions, token_ids = index, starts.astype(np.int64), np.full(len(index), -1)
+            cu_num_logits, logits_indices = loc, np.arange(len(index))
+        else:
+            rows = np.repeat(index, sizes)
+            positions = np.arange(loc[-1], dtype=np.int64) - np.repeat(loc[:-1] - starts, sizes)
+            token_ids = np.where(np.repeat(decoding, sizes), -1, states.all_token_ids[rows, positions])
+            logit_counts = np.array(logit_rows, dtype=np.int32)
+            cu_num_logits = cumulated(logit_counts)
+            logits_indices = np.repeat(loc[1:] - cu_num_logits[1:], logit_counts) + np.arange(cu_num_logits[-1])
+        padded = int(loc[-1]) if padded_size is None or not decodes else padded_size
+        self.buffers.lay_out(np.stack((token_ids, positions, rows)), states, self.table.req_to_token, padded)
+        return InputBatch(
+            req_ids=list(req_ids),
+            entries=entries,
+            idx_mapping_np=index,
+            num_scheduled_tokens=sizes,
+            query_start_loc=loc,
+            input_ids=self.buffers.input_ids[: len(rows)],
+            positions=self.buffers.positions[: len(rows)],
+            seq_lens_cpu=torch.from_numpy(lens),
+            logits_indices=logits_indices,
+            cu_num_logits=cu_num_logits,
+            sampling=list(compress(entries, samples)),
+            sample_rows=list(compress((cu_num_logits[1:] - 1).tolist(), samples)),
+            decodes=decodes,
+            padded_size=padded,
+        )
+
+    def prepare_attn(self, batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows of the requests in `req_to_token`, [reqs]; KV slot of each token row, [tokens]), both int64."""
+        tokens = batch.num_tokens
+        slots = self.buffers.out_cache_loc[:tokens]
+        if batch.decodes:
+            return self.buffers.rows[:tokens], slots
+        return upload(self.device, batch.idx_mapping_np)[0], slots
+
+    def prepare_dummy_attn(self, num_reqs: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for padding rows: the dummy row, and the dummy slot."""
+        slots = torch.full((num_tokens,), PAD_SLOT_ID, dtype=torch.int64, device=self.device)
+        return torch.zeros(num_reqs, dtype=torch.int64, device=self.device), slots
+
+    def forward_batch(self, batch: InputBatch, resources: PassResources) -> ForwardBatch:
+        """The step's `ForwardBatch`: DECODE where each request computes one token, else EXTEND or MIXED."""
+        rows, slots = self.prepare_attn(batch)
+        sizes, lens = batch.num_scheduled_tokens, batch.seq_lens_cpu
+        if batch.decodes:
+            found = decode_batch(
+                resources, batch.input_ids, rows, self.buffers.seq_lens[: len(sizes)], slots, positions=batch.positions,
+                seq_lens_cpu=lens,
+            )  # fmt: skip
+            found.padded_size = batch.padded_size
+        else:
+            prefixes = lens.numpy() - sizes
+            seq_lens, extend_lens, prefix_lens = upload(self.device, lens, sizes, prefixes)
+            found = extend_batch(
+                resources, batch.input_ids, rows, seq_lens, extend_lens, prefix_lens, slots,
+                extend_seq_lens_cpu=sizes.tolist(), extend_prefix_lens_cpu=prefixes.tolist(),
+            )  # fmt: skip
+            if any(entry.decodes for entry in batch.entries):
+                found.forward_mode = ForwardMode.MIXED
+        found.positions = batch.positions
+        found.logits_indices = None
+        if len(batch.logits_indices) != found.num_tokens:
+            (found.logits_indices,) = upload(self.device, batch.logits_indices)
+        if resources.length_dependent_rope:
+            found.rope_lens = self._rope_lens(batch)
+        return found
+
+    def _rope_lens(self, batch: InputBatch) -> torch.Tensor:
+        """[tokens]: a prompt is rotated for its whole length, however it is chunked; a generated token for its own."""
+        prompts = np.repeat(self.states.prompt_len[batch.idx_mapping_np], batch.num_scheduled_tokens)
+        return torch.maximum(batch.positions + 1, upload(self.device, prompts)[0])
+
+    def prompt_logprobs(self, logits: torch.Tensor, batch: InputBatch) -> dict[str, list[SampledLogprobs]]:
+        """Request id -> log probabilities of the prompt tokens after the positions of this step, where asked for.
+
+        Args:
+            logits: [logit rows, vocab].
+        """
+        found: dict[str, list[SampledLogprobs]] = {}
+        if batch.decodes:
+            return found
+        states = self.states
+        for entry, first in zip(batch.entries, batch.cu_num_logits.tolist(), strict=False):
+            request = states.requests[entry.row]
+            assert request is not None, "the step entered its requests"
+            num = request.params.prompt_logprobs
+            if num is not None and entry.start < request.prompt_len - 1:
+                count = min(entry.logit_rows, request.prompt_len - 1 - entry.start)
+                targets = states.all_token_ids[entry.row, entry.start + 1 : entry.start + 1 + count]
+                (on_device,) = upload(logits.device, targets.astype(np.int64))
+                found[entry.request_id] = prompt_logprobs(logits[first : first + count], on_device, num)
+        return found
+
+
+def cumulated(counts: np.ndarray) -> np.ndarray:
+    """counts [n] -> [n + 1] int32: start of each part, and the end of the last one."""
+    ends = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=ends[1:])
+    return ends
