@@ -15,6 +15,7 @@ from pymllm_interp.core.forward_batch import ForwardBatch, ForwardMode
 from pymllm_interp.core.request import Request
 from pymllm_interp.core.sampling_params import SamplingParams
 from pymllm_interp.core.step import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
+from pymllm_interp.engine.kv_manager import KVManager
 from pymllm_interp.engine.scheduler import Scheduler
 from pymllm_interp.runner.partition import Execution
 
@@ -91,10 +92,8 @@ class Steps:
     def __init__(self, runner: ModelRunner) -> None:
         assert runner.req_to_token_pool and runner.token_to_kv_pool_allocator and runner.token_to_kv_pool
         self.runner = runner
-        self.scheduler = Scheduler(
-            runner.server_config, runner.max_num_tokens, runner.req_to_token_pool, runner.token_to_kv_pool_allocator,
-            runner.token_to_kv_pool,
-        )  # fmt: skip
+        kv = KVManager(runner.req_to_token_pool, runner.token_to_kv_pool_allocator, runner.token_to_kv_pool)
+        self.scheduler = Scheduler(runner.server_config, runner.max_num_tokens, kv)
         self.count = 0
 
     def request(self, prompt: list[int], max_tokens: int = 4, request_id: str | None = None, **params: Any) -> Request:

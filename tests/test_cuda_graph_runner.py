@@ -94,7 +94,7 @@ def release(hand: ByHand) -> None:
 
 def eager(runner: ModelRunner, batch: Any) -> LogitsProcessorOutput:
     with torch.no_grad():
-        return runner._plan_and_call(batch, Execution.PLAIN)
+        return runner.plan_and_call(batch, Execution.PLAIN)
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float, what: str = "") -> None:

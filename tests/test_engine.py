@@ -108,10 +108,10 @@ def assert_idle(lm: LM) -> None:
 
     def check() -> None:
         scheduler = lm.engine.scheduler
-        assert not scheduler.has_work() and not lm.engine._handles and lm.engine._in_flight is None
+        assert not scheduler.has_work() and not lm.engine._subscribers and lm.engine._in_flight is None
         scheduler.check_integrity()
-        assert scheduler.allocator.available_pages() == scheduler.allocator.num_pages
-        assert scheduler.rows.available_size() == scheduler.rows.size
+        assert scheduler.kv.allocator.available_pages() == scheduler.kv.allocator.num_pages
+        assert scheduler.kv.rows.available_size() == scheduler.kv.rows.size
 
     lm.engine.call(check)
 
@@ -655,9 +655,8 @@ def test_a_thousand_requests_leave_nothing_behind(lm_of: LmOf) -> None:
 
     def batch(seed: int, size: int) -> None:
         prompts = prompts_of([1 + i % 3 for i in range(size)], seed)
-        handles = lm._handles(prompts, [params[i % 3] for i in range(size)], None)
+        handles = lm._submit_all(prompts, [params[i % 3] for i in range(size)], {})
         refs.extend(weakref.ref(request) for handle in handles for request in handle.requests)
-        lm.engine.submit(handles)
         for handle in handles:
             handle.result(WAIT)
 
@@ -676,7 +675,7 @@ def test_a_thousand_requests_leave_nothing_behind(lm_of: LmOf) -> None:
     assert grown < 100_000, f"{grown} bytes were kept"
     states, helper = lm.runner.req_states, lm.runner.nnsight_request_helper
     assert len(states.req_id_to_index) <= 1 and not states._staged
-    assert not helper.req_id_to_batch_group_idx and not helper._traces and not helper.num_prompts_in_mediator
+    assert not helper.req_id_to_batch_group_idx and not helper.attached and not helper.num_prompts_in_mediator
 
 
 def test_an_engine_keeps_nothing_of_a_trace_that_is_over(lm_of: LmOf) -> None:
@@ -887,7 +886,7 @@ def test_an_engine_that_dies_in_winding_up_answers_the_request_that_it_died_of(
     with pytest.raises(RuntimeError, match="boom in winding up"):
         plain.result(WAIT)
     lm.shutdown()
-    assert lm.runner.model is None and not lm.engine._handles
+    assert lm.runner.model is None and not lm.engine._subscribers
 
 
 def test_after_shutdown_nothing_is_taken(model_folder: Callable[[str], Path]) -> None:

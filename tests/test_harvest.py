@@ -483,7 +483,7 @@ def test_a_document_that_fails_in_the_engine_is_named(lm_of: Any, tmp_path: Path
     real = lm.runner.execute_model
 
     def failing(step: Any, *args: Any) -> Any:
-        if any(entry.request.prompt_token_ids == documents[8] for entry in step.scheduled):
+        if any(new.token_ids == documents[8] for new in step.scheduled_new_reqs):
             raise RuntimeError("a kernel broke")
         return real(step, *args)
 
@@ -501,7 +501,7 @@ def test_a_shard_that_is_being_written_when_the_run_fails_is_counted(
     failed, execute, sync = threading.Event(), lm.runner.execute_model, os.fsync
 
     def failing(step: Any, *args: Any) -> Any:
-        if any(entry.request.prompt_token_ids == documents[5] for entry in step.scheduled):
+        if any(new.token_ids == documents[5] for new in step.scheduled_new_reqs):
             failed.set()
             raise RuntimeError("a kernel broke")
         return execute(step, *args)

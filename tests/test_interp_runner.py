@@ -23,6 +23,7 @@ from pymllm_interp.core.request import Request
 from pymllm_interp.core.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from pymllm_interp.hooks.traces.batch_groups import NNsightRequestHelper
 from pymllm_interp.hooks.traces.envoy import TracedModel
+from pymllm_interp.hooks.traces.interleaver import EngineInterleaver
 from pymllm_interp.hooks.traces.trace import RequestTrace
 from pymllm_interp.runner.async_output import AsyncOutput
 
@@ -105,9 +106,9 @@ def test_n12_load_model_wraps_once_after_the_weights_are_there(model_folder, ora
     seen = []
     expected = oracle("llama").model.norm.weight
 
-    def wrap(module: torch.nn.Module) -> TracedModel:
+    def wrap(module: torch.nn.Module, interleaver: EngineInterleaver) -> TracedModel:
         seen.append(torch.equal(module.model.norm.weight, expected))  # pyright: ignore
-        return TracedModel(module)
+        return TracedModel(module, interleaver=interleaver)
 
     class Runner(InterpModelRunner):
         def __init__(self, *args: Any) -> None:
@@ -127,7 +128,7 @@ class Batch:
 
     def __init__(self) -> None:
         self.model = make_runner(CONFIGS["llama"](), InterpModelRunner).nnsight_model
-        self.helper = NNsightRequestHelper()
+        self.helper = NNsightRequestHelper(self.model.interleaver)
 
     def request(
         self, name: str, prompt: int, traced: bool, of: RequestTrace | None = None, prompts: int = 1
@@ -142,7 +143,10 @@ class Batch:
         return request
 
     def step(self, *entries: tuple[Request, int]) -> list[ScheduledRequest]:
-        rows = [ScheduledRequest.of(request, size) for request, size in entries]
+        for request, _ in entries:
+            request.req_pool_idx = request.req_pool_idx or 1
+            self.helper.attach(request)
+        rows = [request.scheduled(size) for request, size in entries]
         self.helper.process_new_reqs(rows, self.model)
         return rows
 
@@ -154,7 +158,7 @@ def batch_model() -> Batch:
 
 @pytest.fixture
 def batch(batch_model) -> Batch:
-    batch_model.helper = NNsightRequestHelper()
+    batch_model.helper = NNsightRequestHelper(batch_model.model.interleaver)
     return batch_model
 
 
@@ -214,7 +218,7 @@ def test_n06_the_mapping_views_are_read_only(batch):
 @given(entries=st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=8))
 def test_n08_groups_are_disjoint_ordered_token_ranges_inside_the_batch(batch_model, entries):
     """N8."""
-    batch_model.helper = NNsightRequestHelper()
+    batch_model.helper = NNsightRequestHelper(batch_model.model.interleaver)
     requests = [batch_model.request(str(i), size, traced) for i, (size, traced) in enumerate(entries)]
     batch_model.step(*((request, size) for request, (size, _) in zip(requests, entries, strict=True)))
     groups = batch_model.helper.ids_to_batch_group
@@ -269,7 +273,12 @@ def test_n11_nothing_is_left_of_finished_requests(lm):
             out = tracer.result.save()
         assert out.shape == (1, 5)
     helper = lm.runner.nnsight_request_helper
-    assert not helper._traces and not helper.num_prompts_in_mediator and not helper.interleaver_to_ids
+    assert (
+        not helper.attached
+        and not helper._started
+        and not helper.num_prompts_in_mediator
+        and not helper.interleaver_to_ids
+    )
     assert not lm.interleaver.traces and not lm.interleaver.points
     assert len(lm.runner.req_states.req_id_to_index) <= 1, "all but the last, which the next step drops"
     lm.engine.call(lm.engine.scheduler.check_integrity)

@@ -439,8 +439,9 @@ def test_the_host_waits_for_no_step_with_ops_and_captures_at_the_logits(model_fo
     captures = [[Capture("logits"), Capture("resid_post.1")], [Capture("logits", reduce=Project(v))], []]
     for i, asked in enumerate(captures):
         request = steps.add(prompt_of(6, i), max_tokens=12)
-        request.declared, request.receipt = runner.declare(specs, asked, request), Receipt()
-        runner.hold(request.declared)
+        request.declared, request.receipt = runner.declared.declare(specs, asked, request), Receipt()
+        runner.declared.hold(request.declared)
+        runner.attach([request])
     for i in range(8):
         schedule = steps.scheduler.schedule()
         torch.cuda.synchronize()

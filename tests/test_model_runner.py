@@ -415,12 +415,12 @@ def test_r20_an_unknown_mode_raises(runner):
 def test_r21_the_plan_is_made_before_the_model_runs(execution, runner, monkeypatch):
     """R21."""
     order = []
-    plan, call = TorchAttnBackend.init_forward_metadata, ModelRunner._call_model
+    plan, call = TorchAttnBackend.init_forward_metadata, ModelRunner.call_model
     monkeypatch.setattr(
         TorchAttnBackend, "init_forward_metadata", lambda self, batch: order.append("plan") or plan(self, batch)
     )
     monkeypatch.setattr(
-        ModelRunner, "_call_model", lambda self, batch, how: order.append("model") or call(self, batch, how)
+        ModelRunner, "call_model", lambda self, batch, how: order.append("model") or call(self, batch, how)
     )
     hand = ByHand(runner)
     hand.extend({0: [1, 2]}, execution)

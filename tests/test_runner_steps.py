@@ -15,13 +15,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pymllm_interp import ModelRunner
+from pymllm_interp import ModelRunner, SamplingParams
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.forward_batch import ForwardMode
-from pymllm_interp.core.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
-from pymllm_interp.runner.model_runner import PAD_SLOT_ID, Execution
+from pymllm_interp.core.step import ModelRunnerOutput, NewRequest, PageWrite, ScheduledRequest, SchedulerOutput
+from pymllm_interp.runner.model_runner import Execution
 from pymllm_interp.runner.partition import Partition
 from pymllm_interp.runner.request_state import RequestState
+from pymllm_interp.runner.step_inputs import PAD_SLOT_ID
 
 
 def fresh(folder: Any, **server: Any) -> Steps:
@@ -52,13 +53,17 @@ def test_v03_update_max_model_len_reaches_the_request_table(steps):
     runner.update_max_model_len(10)
     assert runner.context_len == runner.req_states.max_model_len == 10
     with pytest.raises(ValueError, match="request x: 11 tokens, rows hold 10"):
-        runner.req_states.add_request("x", 1, 11, [0] * 11, 0)
+        runner.req_states.add_request(entering("x", 1, 11, [0] * 11, 0))
     runner.update_max_model_len(128)
     assert runner.req_states.max_model_len == 128
     for wrong in (0, 129):
         with pytest.raises(ValueError, match=f"max_model_len={wrong}: the tables hold 1 to 128"):
             runner.update_max_model_len(wrong)
     assert fresh(CONFIGS["llama"](), max_num_tokens=33).runner.max_num_tokens == 33
+
+
+def entering(name: str, row: int, prompt_len: int, token_ids: list[int], computed: int) -> NewRequest:
+    return NewRequest(name, row, prompt_len, token_ids, computed, SamplingParams(temperature=0), seed=0)
 
 
 class RequestTable(RuleBasedStateMachine):
@@ -84,7 +89,7 @@ class RequestTable(RuleBasedStateMachine):
         if row is None:
             return
         computed = min(computed, len(tokens) - 1)
-        self.table.add_request(name, row, min(prompt, len(tokens)), list(tokens), computed)
+        self.table.add_request(entering(name, row, min(prompt, len(tokens)), list(tokens), computed))
         self.table.apply_staged_writes()
         self.model[name] = {
             "row": row, "tokens": list(tokens), "prefill": len(tokens), "computed": computed, "last": None,
@@ -107,18 +112,20 @@ class RequestTable(RuleBasedStateMachine):
             data.draw(st.integers(1, len(self.model[name]["tokens"]) - self.model[name]["computed"])) for name in names
         ]
         index = np.array([self.model[name]["row"] for name in names])
-        self.table.advance(index, np.array(sizes, dtype=np.int32))
-        rows, tokens = [], []
+        computed = [self.model[name]["computed"] + size for name, size in zip(names, sizes, strict=True)]
+        self.table.set_computed(index, np.array(computed, dtype=np.int32))
+        rows, tokens, accepted = [], [], []
         for name, size in zip(names, sizes, strict=True):
             entry = self.model[name]
             entry["computed"] += size
             if entry["computed"] == len(entry["tokens"]) < self.LEN:
                 entry["last"] = data.draw(st.integers(0, 96))
+                accepted.append((name, len(entry["tokens"]), entry["last"]))
                 entry["tokens"].append(entry["last"])
                 rows.append(entry["row"])
                 tokens.append(entry["last"])
         if rows:
-            self.table.append_sampled(np.array(rows), np.array(tokens))
+            self.table.accept([*accepted, ("gone", 3, 5)])
             self.table.feed(torch.tensor(rows), torch.tensor(tokens))
 
     @invariant()
@@ -259,10 +266,22 @@ def test_v27_page_size_changes_no_token(page_size, model_folder, oracle):
 def scheduled(*entries: tuple[Any, int, int], new: bool = True) -> SchedulerOutput:
     return SchedulerOutput(
         scheduled=[
-            ScheduledRequest(request, size, start, start + size == request.num_tokens, request.is_decoding)
+            ScheduledRequest(
+                request.request_id,
+                request.req_pool_idx,
+                size,
+                start,
+                samples := start + size == request.num_tokens,
+                request.is_decoding,
+                size if request.all_logits else int(samples),
+            )
             for request, size, start in entries
         ],
-        scheduled_new_reqs=[entry[0] for entry in entries] if new else [],
+        scheduled_new_reqs=[entry[0].entering() for entry in entries] if new else [],
+        page_writes=[
+            PageWrite(request.req_pool_idx, first := 0 if new else request.num_pages_sent, request.pages[first:])
+            for request, _, _ in entries
+        ],
     )
 
 
@@ -299,7 +318,7 @@ def test_v28_v37_a_request_that_grows_appends_its_slots_and_one_that_resumes_ove
     runner.add_requests(step)
     runner.update_requests(step)
     table = runner.req_to_token_pool.req_to_token
-    a.pages = [9, 2]  # one more page, as the fifth position crosses the boundary
+    a.pages, a.num_pages_sent = [9, 2], 1  # one more page, as the fifth position crosses the boundary
     runner.update_requests(scheduled((a, 1, 4), new=False))
     assert table[1, :5].tolist() == [36, 37, 38, 39, 8]
     a.pages = [4, 6]
@@ -425,8 +444,8 @@ def test_v35_an_id_that_is_added_again_replaces_its_old_state_and_an_unknown_one
     states = runner.req_states
     assert states.req_id_to_index == {"same": 3}
     assert states.next_prefill_tokens("same", 9) == [9, 8, 7, 6] and states.prompt_len[3] == 4
-    assert runner._remove_request("same") is True
-    assert runner._remove_request("same") is False and runner._remove_request("nobody") is False
+    assert runner.req_states.remove_request("same") is True
+    assert runner.req_states.remove_request("same") is False and runner.req_states.remove_request("nobody") is False
 
 
 def test_v36_finished_and_preempted_requests_leave_the_table(steps):
@@ -467,7 +486,7 @@ def test_v37_a_generation_crosses_page_boundaries(page_size, model_folder, oracl
 def test_v38_staged_tokens_and_slots_are_not_visible_before_they_are_applied(steps):
     """V38."""
     states, table = steps.runner.req_states, steps.runner.req_to_token_pool
-    states.add_request("a", 1, 2, [5, 6], 0)
+    states.add_request(entering("a", 1, 2, [5, 6], 0))
     assert not states.all_token_ids[1].any()
     states.apply_staged_writes()
     assert states.all_token_ids[1, :3].tolist() == [5, 6, 0]
@@ -487,7 +506,7 @@ def test_v39_inputs_are_laid_out_decode_first_then_prefill(steps):
     steps.step()
     c = steps.add([31, 32, 33, 34], 4, prompt_logprobs=0)
     schedule = steps.scheduler.schedule()
-    assert [entry.request for entry in schedule.scheduled] == [a, b, c]
+    assert [entry.request_id for entry in schedule.scheduled] == ["r1", "r2", "r3"]
     runner = steps.runner
     runner.add_requests(schedule)
     runner.update_requests(schedule)
@@ -501,7 +520,7 @@ def test_v39_inputs_are_laid_out_decode_first_then_prefill(steps):
     assert batch.seq_lens_cpu.tolist() == [4, 3, 4] and batch.seq_lens_cpu.device.type == "cpu"
     assert batch.logits_indices.tolist() == [0, 1, 2, 3, 4, 5]
     assert batch.cu_num_logits.tolist() == [0, 1, 2, 6]
-    assert batch.sample_rows == [0, 1, 5] and [e.request for e in batch.sampling] == [a, b, c]
+    assert batch.sample_rows == [0, 1, 5] and [e.request_id for e in batch.sampling] == ["r1", "r2", "r3"]
     forward = runner.make_forward_batch(batch)
     assert forward.forward_mode is ForwardMode.MIXED and forward.batch_groups == [[0, 1], [1, 1], [2, 4]]
     assert forward.extend_prefix_lens_cpu == [3, 2, 0]
@@ -543,14 +562,16 @@ def test_v43_counters_agree_with_the_requests_after_every_mixed_step(model_folde
     steps = fresh(model_folder("llama"), max_num_tokens=6)
     requests = [steps.add(random_ids(n, seed=n), 6) for n in (3, 8, 5)]
     for _ in range(5):
+        known = {request.request_id: request.all_token_ids for request in requests}  # when the step is scheduled
         schedule, output = steps.step()
         states = steps.runner.req_states
         for entry in schedule.scheduled:
-            request = entry.request
+            request = next(request for request in requests if request.request_id == entry.request_id)
             row = states.req_id_to_index[request.request_id]
             assert states.num_computed_tokens(request.request_id) == request.num_computed_tokens
-            assert states.total_len[row] == request.num_tokens
-            assert states.all_token_ids[row, : request.num_tokens].tolist() == request.all_token_ids
+            tokens = known[request.request_id]
+            assert states.total_len[row] == len(tokens)
+            assert states.all_token_ids[row, : len(tokens)].tolist() == tokens
             token = output.sampled_token_ids[output.req_id_to_index[request.request_id]]
             assert (token is None) == (request.num_computed_tokens < request.prompt_len)
             if token is not None:
@@ -612,7 +633,7 @@ def test_v51_a_steps_context_is_explicit_nested_steps_raise_and_an_error_clears_
     def broken(*args: Any) -> Any:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(runner, "_call_model", broken)
+    monkeypatch.setattr(runner, "call_model", broken)
     with pytest.raises(ZeroDivisionError):
         runner.execute_model(steps.scheduler.schedule())
     assert runner.execute_model_state is None
@@ -681,7 +702,7 @@ def test_v54_a_module_by_module_pass_over_fresh_kv_has_the_gradients_of_transfor
         return leaves[0].grad
 
     grads = (
-        gradient(runner.get_model(), lambda: runner._call_model(batch, Execution.MODULES)),
+        gradient(runner.get_model(), lambda: runner.call_model(batch, Execution.MODULES)),
         gradient(hf, lambda: hf(input_ids=torch.tensor([ids]), use_cache=False).logits),
     )
     scale = grads[1].abs().max().item()

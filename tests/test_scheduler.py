@@ -21,6 +21,7 @@ from pymllm_interp.config import ServerConfig
 from pymllm_interp.core.request import Request, RequestStatus
 from pymllm_interp.core.sampling_params import SamplingParams
 from pymllm_interp.core.step import ModelRunnerOutput, SchedulerOutput
+from pymllm_interp.engine.kv_manager import KVManager
 from pymllm_interp.engine.scheduler import Scheduler
 from pymllm_interp.mem_cache.memory_pool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
 
@@ -41,11 +42,12 @@ class Simulation:
         self.allocator = TokenToKVPoolAllocator(num_pages * page_size, page_size)
         self.kv_pool = KVPool(2, num_pages * page_size, 1, 3, torch.float32, "cpu", page_size)
         config = ServerConfig(max_running_requests=max_running, page_size=page_size, schedule_policy=policy)
-        self.scheduler = Scheduler(config, max_num_tokens, self.rows, self.allocator, self.kv_pool)
+        self.scheduler = Scheduler(config, max_num_tokens, KVManager(self.rows, self.allocator, self.kv_pool))
         self.policy, self.eos_rate = policy, eos_rate
         self.random = random.Random(seed)
         self.ids = itertools.count()
         self.requests: list[Request] = []
+        self.by_id: dict[str, Request] = {}
         self.steps: list[SchedulerOutput] = []
         self.reported: set[str] = set()
         self.computed: dict[str, int] = {}
@@ -79,6 +81,7 @@ class Simulation:
 
     def queue(self, requests: list[Request]) -> None:
         self.requests += requests
+        self.by_id |= {request.request_id: request for request in requests}
         self.scheduler.add(requests)
         self.scheduler.check_integrity()
 
@@ -111,17 +114,22 @@ class Simulation:
         scheduler.check_integrity()
         self.check_step(step)
         self.check_sat_out(decoding, step)
-        for request, num_tokens, start, _, _ in step.scheduled:
+        for rid, _, num_tokens, start, *_ in step.scheduled:
+            request = self.by_id[rid]
             self.check_kv(request, start)
             self.write_kv(request, start, start + num_tokens)
-        tokens = [self.draw(entry.request) if entry.samples else None for entry in step.scheduled]
+        tokens = [self.draw(self.by_id[entry.request_id]) if entry.samples else None for entry in step.scheduled]
         scheduler.launched(step)
         before, self.in_flight = self.in_flight, (step, ModelRunnerOutput(sampled_token_ids=tokens))
         waits = before is not None or scheduler.waits_for_room
         assert step.scheduled or waits or not scheduler.has_work(), "nothing runs, but there is work"
         if before is not None:
             self.collect(*before)
-        if not self.ahead or not step.scheduled or any(entry.request.needs_tokens for entry in step.scheduled):
+        if (
+            not self.ahead
+            or not step.scheduled
+            or any(self.by_id[entry.request_id].needs_tokens for entry in step.scheduled)
+        ):
             self.collect(*self.in_flight)
             self.in_flight = None
         self.steps.append(step)
@@ -157,15 +165,20 @@ class Simulation:
     # -- what must hold -----------------------------------------------------------------
 
     def check_step(self, step: SchedulerOutput) -> None:
-        requests = [entry.request for entry in step.scheduled]
+        requests = [self.by_id[entry.request_id] for entry in step.scheduled]
         names = [request.request_id for request in requests]
         assert len(set(names)) == len(names), f"scheduled twice: {names}"
         assert step.total_num_scheduled_tokens <= self.max_num_tokens
         assert len(requests) <= len(self.scheduler.running) <= self.scheduler.max_running
-        assert set(step.scheduled_new_reqs) <= set(requests)
+        assert {new.request_id for new in step.scheduled_new_reqs} <= set(names)
+        for new in step.scheduled_new_reqs:
+            request = self.by_id[new.request_id]
+            assert (new.row, new.token_ids) == (request.req_pool_idx, request.all_token_ids)
         phases = [request.is_decoding for request in requests]
         assert phases == sorted(phases, reverse=True), f"decode rows come first: {phases}"
-        for request, num_tokens, start, _, decodes in step.scheduled:
+        for rid, row, num_tokens, start, _, decodes, _ in step.scheduled:
+            request = self.by_id[rid]
+            assert row == request.req_pool_idx
             assert request.status is RequestStatus.RUNNING and request.req_pool_idx
             assert decodes or not request.num_pending, "a prompt is laid out on the host, which must know its tokens"
             assert start == request.num_computed_tokens and 1 <= num_tokens <= request.num_tokens - start
@@ -185,7 +198,7 @@ class Simulation:
 
     def check_sat_out(self, decoding: list[Request], step: SchedulerOutput) -> None:
         """A request that decodes sits out at most one step in a row, unless it gives way."""
-        scheduled = {entry.request.request_id for entry in step.scheduled}
+        scheduled = {entry.request_id for entry in step.scheduled}
         sat_out = self.sat_out
         self.sat_out = {
             r.request_id: sat_out.get(r.request_id, 0) + 1
@@ -317,7 +330,7 @@ def test_swapped_kv_comes_back_bit_for_bit_and_nothing_is_computed_twice() -> No
     sim.run(200)
     assert sim.scheduler.num_swapped > 0 and sim.scheduler.num_preempted == 0
     for request in requests:
-        shares = [e.num_tokens for step in sim.steps for e in step.scheduled if e.request is request]
+        shares = [e.num_tokens for step in sim.steps for e in step.scheduled if e.request_id == request.request_id]
         assert sum(shares) == request.prompt_len + 9 - 1 and shares[0] == 3
 
 

@@ -121,7 +121,7 @@ class Engine:
         """Counters: steps, and those whose tokens were read after the next launch; steps by way and reason; requests in each
         state, free pages, preemptions; what is captured between hooks, and what goes kernel by kernel there, by the place inside
         of a layer that blocks waited at."""
-        scheduler, traced = self.scheduler, self.runner.nnsight_model
+        scheduler = self.scheduler
         return {
             "steps": self.num_steps,
             "overlapped_steps": self.num_overlapped_steps,
@@ -133,7 +133,7 @@ class Engine:
             "preempted": scheduler.num_preempted,
             "moved_to_host": scheduler.num_swapped,
             "segments": None if self.runner.segments is None else self.runner.segments.stats(),
-            "eager_parts": {} if traced is None else dict(traced.interleaver.eager_parts),
+            "eager_parts": dict(self.runner.interleaver.eager_parts),
         }
 
     @property
@@ -173,12 +173,11 @@ class Engine:
         runner = self.runner
         runner.initialize()
         assert runner.req_to_token_pool and runner.token_to_kv_pool_allocator and runner.token_to_kv_pool
-        assert runner.nnsight_model is not None
-        runner.nnsight_model.interleaver.watchdog = self._watchdog
+        runner.interleaver.watchdog = self._watchdog
         asked = runner.server_config.async_scheduling
         self._async = runner.device.startswith("cuda") if asked is None else asked
         if self._async:
-            runner.nnsight_model.interleaver.sync_previous_step = self._sync_previous_step
+            runner.interleaver.sync_previous_step = self._sync_previous_step
         kv = KVManager(runner.req_to_token_pool, runner.token_to_kv_pool_allocator, runner.token_to_kv_pool)
         self.scheduler = Scheduler(runner.server_config, runner.max_num_tokens, kv, runner.capture_ring)
         if runner.capture_ring is not None:
@@ -188,6 +187,7 @@ class Engine:
         try:
             while self._take_commands():
                 self._expire()
+                self._send_events()
                 if self._has_work():
                     self.step()
         except BaseException as error:
@@ -207,7 +207,6 @@ class Engine:
             self._waits_for_room = False
         for command in commands:
             command()
-        self._send_events()
         return self._closing is None
 
     def _has_work(self) -> bool:

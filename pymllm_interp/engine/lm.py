@@ -113,7 +113,7 @@ class LM(TracedModel):
             **server,
         )
 
-        self.runner = InterpModelRunner(server_config, model_config)
+        self.runner = InterpModelRunner(server_config, model_config, wrap=None)
         try:
             self.engine = Engine(self.runner)
         except BaseException:

@@ -15,11 +15,12 @@ It drives two stages, which own what is theirs: `DeclaredStage` (interventions a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..config import ModelConfig, ServerConfig
 from ..core.forward_batch import ForwardBatch
@@ -43,8 +44,15 @@ from .partition import BatchExecutionDescriptor
 from .segments import Segments
 
 
+def _wrap(module: nn.Module, interleaver: EngineInterleaver) -> TracedModel:
+    return TracedModel(module, interleaver=interleaver)
+
+
 class InterpModelRunner(ModelRunner):
     """A ModelRunner that lets each request's hooks read and change its own hidden states, logits and samples.
+
+    Args:
+        wrap: makes the envoy tree over the loaded weights; None where a client brings its own (`attach_model`), as `LM` does.
 
     Attributes:
         interleaver: serves the blocks of traces.
@@ -54,9 +62,15 @@ class InterpModelRunner(ModelRunner):
     """
 
     def __init__(
-        self, server_config: ServerConfig | None = None, model_config: ModelConfig | None = None, gpu_id: int = 0
+        self,
+        server_config: ServerConfig | None = None,
+        model_config: ModelConfig | None = None,
+        gpu_id: int = 0,
+        *,
+        wrap: Callable[[nn.Module, EngineInterleaver], TracedModel] | None = _wrap,
     ) -> None:
         super().__init__(server_config, model_config, gpu_id)
+        self._wrap = wrap
         self.interleaver = EngineInterleaver()
         self.nnsight_request_helper = NNsightRequestHelper(self.interleaver)
         self.declared_stage: DeclaredStage | None = None
@@ -70,22 +84,18 @@ class InterpModelRunner(ModelRunner):
     def nnsight_model(self) -> TracedModel | None:
         """The envoy tree over the served module, which it does not copy; None before `load_model`.
 
-        A client's tree (`attach_model`), or else one that the runner makes.
+        The runner's own, or that of a client (`attach_model`).
         """
-        if self._model_of_client is not None:
-            return self._model_of_client()
-        if self._own_model is None and self.model is not None:
-            self._own_model = TracedModel(self.get_model(), interleaver=self.interleaver)
-        return self._own_model
+        return self._own_model if self._model_of_client is None else self._model_of_client()
 
     def attach_model(self, tree: TracedModel) -> None:
         """Serve traces that are written against `tree`, an envoy tree over this runner's model and interleaver."""
         self._model_of_client = weakref.ref(tree)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the weights. The tree over them is made when it is first asked for."""
+        """Load the weights, then wrap the module."""
         super().load_model(*args, **kwargs)
-        self._own_model = None
+        self._own_model = None if self._wrap is None else self._wrap(self.get_model(), self.interleaver)
 
     def init_memory_pool(self) -> None:
         """The pools, and the tables of declared interventions."""
