@@ -277,8 +277,8 @@ class ModelRunner:
         self.model = None
         self.attn_backend = self.graph_runner = self.execute_model_state = None
         self.req_to_token_pool = self.token_to_kv_pool = self.token_to_kv_pool_allocator = None
-        if hasattr(self, "req_states"):
-            del self.req_states, self.input_buffers, self.step_inputs
+        for name in ("req_states", "input_buffers", "step_inputs"):  # as many as there came to be
+            vars(self).pop(name, None)
         gc.collect()
         if self.device.startswith("cuda"):
             torch.cuda.empty_cache()
