@@ -170,10 +170,10 @@ class Engine:
             runner.req_to_token_pool,
             runner.token_to_kv_pool_allocator,
             runner.token_to_kv_pool,
-            runner.capture_ring,
+            None if runner.capture_ring is None else runner.capture_ring.admission,
         )
         if runner.capture_ring is not None:
-            runner.capture_ring.on_room = lambda: self._call_soon(lambda: None)
+            runner.capture_ring.notify_when_freed(lambda: self._call_soon(lambda: None))
 
     def _run(self) -> None:
         try:

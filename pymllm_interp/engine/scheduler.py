@@ -20,7 +20,7 @@ from ..config import ServerConfig
 from ..core.out_of_memory import is_out_of_memory
 from ..core.output import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from ..core.request import Request, RequestStatus
-from ..hooks.captures.ring import CaptureRing
+from ..hooks.captures.admission import RingAdmission
 from ..mem_cache.memory_pool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
 
 
@@ -30,7 +30,7 @@ class Scheduler:
     Args:
         config: `schedule_policy`, `max_running_requests` and `page_size` are read.
         max_num_tokens: token rows of one step at most.
-        capture_ring: where the captured states of a step go; None where they need no room.
+        ring_admission: reserves space for captured states in the capture ring; None where they need none.
 
     Attributes:
         lost: requests that ended since somebody looked, because their KV could not be moved.
@@ -43,13 +43,13 @@ class Scheduler:
         rows: ReqToTokenPool,
         allocator: TokenToKVPoolAllocator,
         kv_pool: KVPool,
-        capture_ring: CaptureRing | None = None,
+        ring_admission: RingAdmission | None = None,
     ) -> None:
         self.config = config
         self.max_num_tokens = max_num_tokens
         self.max_running = min(config.max_running_requests, max_num_tokens)
         self.rows, self.allocator, self.kv_pool = rows, allocator, kv_pool
-        self.capture_ring = capture_ring
+        self.ring_admission = ring_admission
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.swapped: list[Request] = []
@@ -81,7 +81,7 @@ class Scheduler:
     @property
     def waits_for_room(self) -> bool:
         """Whether a request found no room for what it captures in the step that was picked last, and some will be free."""
-        return self.capture_ring is not None and self.capture_ring.refused and self.capture_ring.pieces.in_use
+        return self.ring_admission is not None and self.ring_admission.waits
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request and take back what it holds. A finished one is left as it is."""
@@ -113,8 +113,8 @@ class Scheduler:
 
     def _pick(self) -> SchedulerOutput:
         step = SchedulerOutput()
-        if self.capture_ring is not None:
-            self.capture_ring.begin()
+        if self.ring_admission is not None:
+            self.ring_admission.begin()
         budget = self.max_num_tokens
         decoding = [request for request in self.running if request.is_decoding]
         prompts_run = len(decoding) < len(self.running)
@@ -239,15 +239,15 @@ class Scheduler:
         assert grown, "_can_admit counted the pages"
 
     def _take_room(self, wanted: list[tuple[Request, int]], whole: bool = True) -> int:
-        """`CaptureRing.take`, where any of the requests declared something."""
-        if self.capture_ring is None or all(request.declared is None for request, _ in wanted):
+        """`RingAdmission.take`, where any of the requests declared something."""
+        if self.ring_admission is None or all(request.declared is None for request, _ in wanted):
             return wanted[0][1]
-        return self.capture_ring.take(wanted, whole)
+        return self.ring_admission.take(wanted, whole)
 
     def _without_room(self, decoding: list[Request]) -> set[Request]:
         """Those of the requests that find no room for their next position's captures, with their gangs."""
         sit_out: set[Request] = set()
-        if self.capture_ring is None or all(request.declared is None for request in decoding):
+        if self.ring_admission is None or all(request.declared is None for request in decoding):
             return sit_out
         seen: set[Request] = set()
         for request in decoding:
@@ -260,9 +260,9 @@ class Scheduler:
 
     def _has_room(self, unit: list[Request]) -> bool:
         """Whether what the requests capture finds room, if they are admitted now: of a traced prompt all, else of one position."""
-        if self.capture_ring is None:
+        if self.ring_admission is None:
             return True
-        return self.capture_ring.fits(unit, [1 if r.trace is None else r.num_tokens_left for r in unit])
+        return self.ring_admission.fits(unit, [1 if r.trace is None else r.num_tokens_left for r in unit])
 
     # -- what a step made ---------------------------------------------------------------
 

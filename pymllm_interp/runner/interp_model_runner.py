@@ -26,6 +26,7 @@ from ..core.out_of_memory import within_memory
 from ..core.output import LogitsProcessorOutput, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from ..core.request import Request
 from ..core.upload import upload
+from ..hooks.captures.admission import ring_captures
 from ..hooks.captures.ring import CaptureRing, StatesOf
 from ..hooks.captures.spec import Capture
 from ..hooks.declared import Declared, Limits
@@ -152,7 +153,7 @@ class InterpModelRunner(ModelRunner):
                 for request, declared in together
                 if declared is not None and declared.captures is not None
             ]
-            self.capture_ring.check(wanted, what)
+            self.capture_ring.admission.check(wanted, what)
 
     def hold(self, declared: Declared) -> None:
         """Keep a place for a request's vectors until `finish_declared`, and a way for its captures. Called on any thread.
@@ -234,7 +235,8 @@ class InterpModelRunner(ModelRunner):
             rows, blocks = (x[..., : batch.num_tokens] for x in (self.input_buffers.op_rows, self.input_buffers.blocks))
             declared = [entry.request.declared for entry in input_batch.entries]
             if self.capture_ring is not None and any(d is not None and d.captures is not None for d in declared):
-                blocks.copy_(upload(self.device, self.capture_ring.lay_out(input_batch.entries))[0])
+                parts = [(ring_captures(e.request), e.start, e.num_tokens) for e in input_batch.entries]
+                blocks.copy_(upload(self.device, self.capture_ring.lay_out(parts))[0])
             logits = None
             if any(d is not None and d.edits_logits for d in declared):
                 logits = logit_ops(_shares(input_batch), self.num_hidden_layers, self.device_tables)
@@ -474,7 +476,7 @@ class InterpModelRunner(ModelRunner):
             if self.device_tables is None or entry.request.alone:
                 first = entry.start + before
                 ordinals = torch.from_numpy(group.ordinals[first : first + count])
-                group.take(column, logits[row : row + count], ordinals)
+                group.capture(column, logits[row : row + count], ordinals)
             else:
                 probes = None if group.probes is None else self.device_tables.pool_view(declared, group.probes)
                 parts.append(StatesOf(declared.captures, row, token + before, count, probes))
