@@ -11,15 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.arguments import check_names
+from ..core.arguments import PromptError, check_names
 from ..core.request import Request
 from ..core.sampling_params import ALIASES, ELSEWHERE, SamplingParams
 
 _ids = itertools.count()
-
-
-class PromptError(ValueError):
-    """A prompt, or a parameter beside it, that cannot be served."""
 
 
 @dataclass(frozen=True)
