@@ -15,10 +15,10 @@ from .cpu import CpuSettings, run_cpu
 from .gpu import GpuSettings, Model, records
 from .interventions import interventions_suite
 from .memory import memory_suite
-from .report import read_aims, render, update_page
+from .tables import read_aims, render
 from .traces import traces_suite
 
-__all__ = ["describe_machine", "random_prompts", "run_bench", "update_page"]
+__all__ = ["describe_machine", "random_prompts", "run_bench"]
 
 SUITES = ("cpu", "decode", "hooks", "all", "interventions", "traces", "memory")
 ON_ONE_ENGINE = {"interventions": interventions_suite, "traces": traces_suite, "memory": memory_suite}

@@ -1,7 +1,7 @@
-"""The CPU suite: speed of plain decoding beside transformers' own, and what reading layers costs.
+"""The CPU suite: start-up time, speed of plain decoding beside transformers' own, and what reading layers costs.
 
-Everything that is compared runs in turns in one process, so that a busy machine slows all of it. Prompts are random token
-ids and generation is greedy past the end-of-sequence token: each run makes the same number of tokens.
+All sides of a comparison take turns in one process, so that a busy machine slows each of them. Prompts are random token ids.
+Generation is greedy and ignores the end-of-sequence token, so each run generates the same number of tokens.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..engine.lm import LM
 from .common import Prompts, default_path, generate, greedy, random_prompts, timed, write
+from .startup import StartResult, measure_start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class CpuSettings:
     prompt_tokens: int = 16
     new_tokens: int = 64
     repeats: int = 3
-    """Of plain decoding; the best counts."""
+    """Of start-up, of which the median counts, and of plain decoding, of which the best counts."""
     trace_repeats: int = 7
     """Of traced decoding; the median of the differences counts."""
 
@@ -91,7 +92,8 @@ def run_cpu(
             del reference
             trace = _bench_traces(lm, settings, progress)
         name, dtype_name = str(getattr(lm.runner.source, "name", model)), str(lm.runner.dtype).removeprefix("torch.")
-    console.print(_decode_table(decode, name, dtype_name), _trace_table(trace))
+    start = measure_start(model, dtype, load_format, settings.repeats)
+    console.print(_start_table(start), _decode_table(decode, name, dtype_name), _trace_table(trace))
     path = out or default_path(f"cpu-{Path(name).name}-{dtype_name}.json")
     record = {
         "suite": "cpu",
@@ -100,6 +102,7 @@ def run_cpu(
         "load_format": load_format,
         "settings": asdict(settings),
         "machine": machine,
+        "start": asdict(start),
         "decode": [asdict(result) for result in decode],
         "trace": [asdict(result) for result in trace],
     }
@@ -142,7 +145,7 @@ def _bench_decode(lm: LM, reference: Any, settings: CpuSettings, progress: Progr
 
 @torch.inference_mode()
 def reference_generate(model: Any, prompts: Prompts, new_tokens: int) -> None:
-    """The same by transformers."""
+    """`generate` by transformers."""
     ids = torch.tensor(prompts)
     lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
     out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **lengths)
@@ -150,7 +153,7 @@ def reference_generate(model: Any, prompts: Prompts, new_tokens: int) -> None:
 
 
 def _transformers_model(lm: LM) -> Any:
-    """transformers' own class with weights of the same size; the same ones, where there are any."""
+    """The model in transformers' own class, with the same weights; random ones for dummy weights."""
     source = lm.runner.source
     assert source is not None
     transformers_logging.set_verbosity_error()
@@ -199,7 +202,7 @@ def _bench_traces(lm: LM, settings: CpuSettings, progress: Progress) -> list[Tra
 def generate_traced(
     lm: LM, prompts: Prompts, traced: int, layers: list[int], new_tokens: int, edits: bool = False
 ) -> None:
-    """As `generate`; the first `traced` requests save the last position of `layers` at each step, or edit it."""
+    """`generate`, with the last position of `layers` saved, or edited, in the first `traced` requests at each step."""
     handles = [lm.submit(prompt, greedy(new_tokens)) for prompt in prompts[traced:]]
     with lm.generate(max_new_tokens=new_tokens, ignore_eos=True) as tracer:
         for prompt in prompts[:traced]:
@@ -223,6 +226,14 @@ def _warn_if_busy(console: Console, load: list[float]) -> None:
     console.print(f"Load average before: {load[0]:.2f} (1 minute), {load[1]:.2f} (5 minutes)")
     if load[0] > 0.5:
         console.print("[yellow]The machine is busy; these numbers will not mean much.[/]")
+
+
+def _start_table(start: StartResult) -> Table:
+    table = Table(title="Start-up in a fresh process: seconds", title_justify="left")
+    for column in ("import pymllm_interp", "pymllm_interp.LM", "LM(model)"):
+        table.add_column(column, justify="right")
+    table.add_row(*(f"{seconds:.2f}" for seconds in (start.import_s, start.import_lm_s, start.start_s)))
+    return table
 
 
 def _decode_table(results: list[DecodeResult], model: str, dtype: str) -> Table:
