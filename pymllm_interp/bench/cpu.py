@@ -29,9 +29,9 @@ class CpuSettings:
     """What is measured, and how often."""
 
     batches: tuple[int, ...] = (1, 8, 32)
-    """Of plain decoding."""
+    """Batch sizes of plain decoding."""
     trace_batches: tuple[tuple[int, int], ...] = ((1, 1), (8, 1), (8, 8))
-    """(requests, how many of them are traced)"""
+    """(requests, traced requests among them)"""
     prompt_tokens: int = 16
     new_tokens: int = 64
     repeats: int = 3
@@ -41,13 +41,13 @@ class CpuSettings:
 
     @classmethod
     def quick(cls) -> CpuSettings:
-        """As small as it gets."""
+        """The smallest sizes."""
         return cls(batches=(1, 2), trace_batches=((2, 1),), prompt_tokens=4, new_tokens=4, repeats=1, trace_repeats=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeResult:
-    """New tokens a second, prefill included, of a batch."""
+    """New tokens a second of a batch, including prefill."""
 
     batch: int
     tokens_per_s: float
@@ -58,16 +58,16 @@ class DecodeResult:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceResult:
-    """A decode step with the last position of some layers saved at each step, against the same batch plain."""
+    """A decode step that saves the last position of some layers, against a step of the same batch without traces."""
 
     batch: int
     traced: int
     layers: int
     plain_ms: float
-    """Of a step; the median."""
+    """Median duration of a step."""
     traced_ms: float
     percent: float
-    """Median, over the rounds, of (traced - plain) / plain."""
+    """Median over the rounds of (traced - plain) / plain."""
 
 
 def run_cpu(
@@ -78,14 +78,14 @@ def run_cpu(
     Args:
         model: what `LM` takes; a folder with a config.json is enough with load_format="dummy".
         machine: see `describe_machine`.
-        out: the file; by default `cpu-<model>-<dtype>.json` in benchmarks/results where that folder is, else here.
+        out: the file; default: `cpu-<model>-<dtype>.json`, see `default_path`.
     """
     console = Console()
     _warn_if_busy(console, machine["load_average_before"])
     console.print(f"Loading {model} ...")
     lm = LM(model, dtype=dtype, device="cpu", load_format=load_format)
     with lm:
-        # On the engine's thread, as all that computes here: a second thread's OpenMP workers would slow both sides.
+        # On the engine's thread: OpenMP workers of a second thread would slow down both sides.
         reference = lm.engine.call(lambda: _transformers_model(lm))
         with Progress(console=console, transient=True) as progress:
             decode = _bench_decode(lm, reference, settings, progress)
