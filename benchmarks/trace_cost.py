@@ -4,8 +4,8 @@ invokes.
 Usage: python benchmarks/trace_cost.py [--out benchmarks/results/trace-cost-cpu.json] [--invokes 512]
 
 The small model has 32 layers and little arithmetic, so the overhead of traces remains. nnsight's numbers are of the same reads on
-transformers' model, in turns with ours. A cost is the CPU time of a pass with 32 layers read, minus that of a pass with one, divided
-by the layers: microseconds, lower quartiles over the rounds, since other processes may use the machine. nnsight's pass always calls
+transformers' model, in turns with ours. A cost is the CPU time of a pass with 32 layers read, minus that of a pass with one, by
+layer: microseconds, lower quartiles over the rounds, since other processes may use the machine. nnsight's pass always calls
 the modules. Ours runs layers without a waiting block fused, so a read has two costs: against a pass that calls the modules, as for
 nnsight, and against a fused pass.
 """
