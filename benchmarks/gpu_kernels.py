@@ -3,9 +3,9 @@
 Usage: python benchmarks/gpu_kernels.py [--config llama8b llama1b] [--rows 1 32 256 8192] [--skip elementwise gemv skinny]
        [--out benchmarks/results/gpu-kernels.json]
 
-Microseconds of the GPU for one call, in bfloat16: calls are captured in a CUDA graph, which is replayed between two events;
-the median of several replays. Weights are cycled through copies of them that together exceed the L2 cache, as the layers of
-a model do; what lies between the products stays where a step has it, in the cache if it is small.
+GPU microseconds of one call, in bfloat16. Calls are captured in a CUDA graph, which is replayed between two events; the median of
+several replays counts. As in a model with many layers, calls cycle through copies of the weights that together exceed the L2 cache.
+Activations stay in the cache if they are small.
 
 - elementwise: add + norm, rotation + KV write, silu * up, against the same in plain torch.
 - gemv: one row, every (block_k, warps) against cuBLAS.
@@ -35,7 +35,7 @@ from pymllm_interp.mem_cache import KVPool
 CONFIGS = Path(__file__).parent / "configs"
 DTYPE = torch.bfloat16
 COLD_BYTES = 256 << 20
-"""Of weights that a captured graph goes through before it comes to the first one again."""
+"""Bytes of weights that a captured graph reads before it reads the first one again."""
 SWEEP = list(itertools.product((512, 1024, 2048, 4096), (1, 2, 4, 8)))
 """gemv: block_k, warps."""
 SKINNY_ROWS = (2, 8, 16, 32, 64)
@@ -47,7 +47,7 @@ SKINNY = [
 
 
 def microseconds(calls: list[Callable[[], Any]], repeats: int = 7) -> float:
-    """Of one of `calls`, which are captured one behind the other."""
+    """GPU microseconds of one of `calls`, captured in sequence."""
     calls = calls * max(1, 20 // len(calls))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -75,7 +75,7 @@ def randn(*shape: int) -> torch.Tensor:
 
 
 def in_torch(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-    """A call of a public function in plain torch: with gradients on, it takes no kernel of ours."""
+    """A public function in plain torch: with gradients enabled, it uses none of our kernels."""
 
     def call() -> Any:
         with torch.enable_grad():
@@ -98,7 +98,7 @@ def products(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def weights(n: int, k: int) -> list[torch.Tensor]:
-    """Copies that together exceed the cache."""
+    """Copies that together exceed the L2 cache."""
     return [0.02 * randn(n, k) for _ in range(max(1, -(-COLD_BYTES // (2 * n * k))))]
 
 
@@ -152,7 +152,7 @@ def _skinny(
     x, weight, out, m, n, K: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out [PARTS, m, n]: each part of K by itself. `n` is a multiple of BLOCK_N, K of PARTS * BLOCK_K."""
+    """out [PARTS, m, n]: partial products over each part of K. `n` is a multiple of BLOCK_N, K of PARTS * BLOCK_K."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(1)
     row = tl.arange(0, BLOCK_M)
@@ -216,7 +216,7 @@ def skinny(name: str, n: int, k: int, rows: int) -> dict[str, Any]:
 
 
 def measure(config: str, rows: list[int], skip: list[str]) -> Iterator[dict[str, Any]]:
-    """Lines of the table, as they come."""
+    """Lines of the table, as they are measured."""
     model = json.loads((CONFIGS / config / "config.json").read_text())
     if "elementwise" not in skip:
         for n in rows:

@@ -1,13 +1,13 @@
-"""What a trace costs on a CPU: a read, an edit, a module that nobody touches, a step in which 256 blocks wait at one place,
-and a trace of 512 invokes.
+"""What a trace costs on a CPU: a read, an edit, an unused module, a step in which 256 blocks wait at one module, and a trace of 512
+invokes.
 
 Usage: python benchmarks/trace_cost.py [--out benchmarks/results/trace-cost-cpu.json] [--invokes 512]
 
-The small model has 32 layers and no arithmetic to speak of, so that what is left is the cost of the machinery; nnsight's
-own numbers are of the same reads on transformers' model, in turns with ours. A cost is the CPU time of the model's pass with
-32 layers read, less that with one, by layer: microseconds, lower quartiles over the rounds (others may use the machine).
-nnsight's pass always calls the modules; ours runs layers in which nobody waits fused, so a read has two costs: over a pass
-that calls the layers' modules anyway, as nnsight's number is, and over one that does not.
+The small model has 32 layers and little arithmetic, so the overhead of traces remains. nnsight's numbers are of the same reads on
+transformers' model, in turns with ours. A cost is the CPU time of a pass with 32 layers read, minus that of a pass with one, by
+layer: microseconds, lower quartiles over the rounds, since other processes may use the machine. nnsight's pass always calls
+the modules. Ours runs layers without a waiting block fused, so a read has two costs: against a pass that calls the modules, as for
+nnsight, and against a fused pass.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def read_in_many(model, layers: list[int]) -> None:
 
 
 class PassTimer:
-    """CPU microseconds of the latest call of ``owner.name``, on the thread that makes it."""
+    """CPU microseconds of the latest call of ``owner.name``, on its own thread."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self.last, call = 0.0, getattr(owner, name)
@@ -80,7 +80,7 @@ class PassTimer:
 
 
 def lower_quartiles(sides: dict[str, tuple[Callable[[], None], Callable[[], float]]], rounds: int) -> dict[str, float]:
-    """Each side is run in turn, `rounds` times; its second function says what the run took."""
+    """Run the sides in turns, `rounds` times. The second function of a side returns the duration of its last run."""
     taken: dict[str, list[float]] = {name: [] for name in sides}
     for name, (run, took) in list(sides.items()) * (rounds + 1):
         run()
@@ -140,7 +140,7 @@ def _nnsight_model() -> TransformersModel:
 
 
 def _untouched_module(lm: LM, timer: PassTimer, rounds: int) -> float:
-    """A live trace that waits at the logits, against the same modules without the handover: microseconds a module."""
+    """Microseconds a module of a trace that waits at the logits, against the same modules without the handover."""
     modules = [module for module in lm.runner.get_model().modules() if "forward" in module.__dict__]
     handovers = {id(module): module.__dict__["forward"] for module in modules}
     call = lm.runner._call_model
@@ -169,7 +169,7 @@ def trace_logits(lm: LM) -> None:
 
 
 def empty_trace(rounds: int = 15) -> dict[str, float]:
-    """32 steps of the small model, with an empty block around them and without; CPU milliseconds."""
+    """CPU milliseconds of 32 steps of the small model, with an empty block and without a trace."""
     torch.set_num_threads(1)
     with LM("small", load_format="dummy", hf_config=CONFIG, device="cpu", dtype="float32") as lm:
         params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
@@ -203,8 +203,8 @@ def empty_trace(rounds: int = 15) -> dict[str, float]:
 
 
 def crowd(count: int = 256, steps: int = 24) -> dict[str, float]:
-    """Decode steps in which `count` requests wait at one layer: microseconds of the engine's thread for each of them, all that
-    hooks do included; lower quartiles over the steps."""
+    """Decode steps in which `count` requests wait at one layer: microseconds of the engine's thread for each request, including
+    all work of hooks; lower quartiles over the steps."""
     torch.set_num_threads(1)
     capacity: dict[str, Any] = {"max_running_requests": count, "kv_cache_tokens": count * 64}
     with LM("small", load_format="dummy", hf_config=CONFIG, device="cpu", dtype="float32", **capacity) as lm:
@@ -250,7 +250,7 @@ def crowd(count: int = 256, steps: int = 24) -> dict[str, float]:
 
 
 def many_invokes(count: int, rounds: int = 3) -> dict[str, float]:
-    """One layer read over `count` short prompts in one trace, against plain generation of the same prompts; seconds."""
+    """Seconds of one trace that reads a layer of `count` short prompts, against plain generation of the same prompts."""
     torch.set_num_threads(2)
     with LM("demo", device="cpu", dtype="bfloat16", max_running_requests=256, kv_cache_tokens=16384) as lm:
         prompts = random_prompts(lm, count, 16)

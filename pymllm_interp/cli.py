@@ -76,10 +76,6 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--commit", default=None, help="what to note in place of the checkout's own")
     bench.add_argument("--out", type=Path, default=None, metavar="FILE", help="where the JSON goes")
     bench.add_argument("--quick", action="store_true", help="a few tokens: shows that it runs, measures nothing")
-    bench.add_argument(
-        "--report", type=Path, default=None, metavar="PAGE",
-        help="measure nothing: write the tables of benchmarks/results into this page, between its markers",
-    )  # fmt: skip
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -123,11 +119,8 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from .bench import run_bench, update_page
+    from .bench import run_bench
 
-    if args.report is not None:
-        update_page(args.report)
-        return 0
     run_bench(
         args.suite, args.config or args.model, args.dtype, args.load_format or ("dummy" if args.config else "auto"),
         device=args.device, quick=args.quick, profile=args.profile, commit=args.commit, out=args.out,

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
     # The kernels' tests run under Triton's interpreter. Triton asks when it is imported, which transformers does.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from gpu_workers import share_of
 from helpers_graphs import use_eager_graphs
 from helpers_triton import quicken_the_interpreter
 from transformers import (
@@ -63,6 +64,35 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.enable()
+
+
+@contextmanager
+def device_share(workers: int) -> Iterator[None]:
+    """Limit this process to its share of the device's memory, and let engines see the share as the whole device.
+
+    Engines size their KV pool by the total and free memory of the device. Without shares, the first worker's takes nearly all.
+    """
+    total = torch.cuda.mem_get_info()[1]
+    share = share_of(total, workers)
+
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        return max(share - torch.cuda.memory_reserved(device), 0), share
+
+    torch.cuda.set_per_process_memory_fraction(share / total)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+            yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_device() -> Iterator[None]:
+    """Several workers share the CUDA device."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    with device_share(workers) if workers > 1 and torch.cuda.is_available() else nullcontext():
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -184,7 +214,9 @@ def lm_of(model_folder: Callable[[str], Path], request: pytest.FixtureRequest) -
     def load(family: str, **kwargs: Any) -> LM:
         key = (family, *sorted(kwargs.items()))
         if key not in made:
-            made[key] = LM(model_folder(family), **{**defaults, **kwargs})
+            # On CUDA, a pool of the default size would leave no memory to the next engine.
+            pool = {"kv_cache_tokens": 4096} if str(kwargs.get("device")).startswith("cuda") else {}
+            made[key] = LM(model_folder(family), **{**defaults, **pool, **kwargs})
         return made[key]
 
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -15,11 +15,11 @@ from helpers_graphs import use_eager_graphs
 
 from pymllm_interp import LM, Ablate, Clamp, Gate, Generated, Patch, Scale, Steer
 from pymllm_interp.hooks.binding import bind
+from pymllm_interp.hooks.declared_stage import DeclaredStage
 from pymllm_interp.hooks.interventions.reference import apply
 from pymllm_interp.hooks.interventions.specs import Intervention
 from pymllm_interp.hooks.positions import ordinals_of
 from pymllm_interp.hooks.site import ModelInfo, Site
-from pymllm_interp.runner.interp_model_runner import InterpModelRunner
 
 SITES = [
     "embed",
@@ -53,7 +53,7 @@ def lms(way: str, model_folder: Callable[[str], Path]) -> Iterator[Callable[...,
         key = (family, *sorted(kwargs.items()))
         if key not in made:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(InterpModelRunner, "_has_tables", way != "functions")
+                patch.setattr(DeclaredStage, "has_tables", way != "functions")
                 made[key] = LM(model_folder(family), **{**defaults, **kwargs})
         return made[key]
 

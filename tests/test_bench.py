@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers_report import report
 from torch.autograd.profiler_util import Interval
 from transformers import AutoConfig
 
@@ -30,7 +31,7 @@ from pymllm_interp.bench.gpu import (
 from pymllm_interp.bench.interventions import TABLES_PRESENT
 from pymllm_interp.bench.memory import held_memory, run_requests
 from pymllm_interp.bench.profile import StepProfile, covered
-from pymllm_interp.bench.report import BEGIN, END, read_aims, render, split_page, update_page
+from pymllm_interp.bench.tables import read_aims, render
 from pymllm_interp.cli import main
 from pymllm_interp.models.registry import NATIVE, architecture_of
 
@@ -360,7 +361,9 @@ def test_the_memory_suite_counts_after_each_round(
     assert f"| 40 | {record['rows'][1]['objects']:,} |" in capsys.readouterr().out
 
 
-def test_a_page_gets_the_tables_of_all_records_between_its_markers(tmp_path: Path) -> None:
+def test_a_page_gets_the_tables_of_all_records_between_its_markers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = tmp_path / "docs" / "page.md"
     for name, content in (
         ("gpu-m.json", a_record()),
@@ -372,16 +375,18 @@ def test_a_page_gets_the_tables_of_all_records_between_its_markers(tmp_path: Pat
     (tmp_path / "configs" / "m").mkdir(parents=True)
     (tmp_path / "configs" / "m" / "aims.json").write_text(json.dumps(AIMS))
     page.parent.mkdir()
-    page.write_text(f"before\n{BEGIN}old{END}\nafter\n")
-    update_page(page, tmp_path)
-    before, between, after = split_page(page)
+    page.write_text(f"before\n{report.BEGIN}old{report.END}\nafter\n")
+    report.update_page(page, tmp_path)
+    before, between, after = report.split_page(page)
     assert (before, after) == ("before\n", "\nafter\n")
     assert between.strip() == render(a_record(), AIMS, "[gpu-m.json](../results/gpu-m.json)").strip()
     once = page.read_text()
-    update_page(page, tmp_path)
+    report.update_page(page, tmp_path)
     assert page.read_text() == once
     page.write_text("no markers")
-    assert main(["bench", "--report", str(page)]) == 2
+    assert report.main([str(page)]) == 2
+    error = capsys.readouterr().err
+    assert "bench: begin" in error and error.startswith("report.py: ") and error.count("\n") == 1
 
 
 # -- benchmarks/configs ---------------------------------------------------------------------------

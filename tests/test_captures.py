@@ -27,17 +27,19 @@ from test_scheduler import POLICIES, Simulation
 from pymllm_interp import LM, Ablate, Capture, Clamp, Generated, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.config import INNER_SITES
 from pymllm_interp.core.request import Request
-from pymllm_interp.core.step import ScheduledRequest
 from pymllm_interp.hooks.binding import bind
 from pymllm_interp.hooks.captures.activations import Activations, CaptureError
+from pymllm_interp.hooks.captures.admission import ring_captures
 from pymllm_interp.hooks.captures.captures import Captures
-from pymllm_interp.hooks.captures.group import INTEGERS, WORDS, Group
+from pymllm_interp.hooks.captures.group import Group
+from pymllm_interp.hooks.captures.kept_rows import INTEGERS, WORDS
 from pymllm_interp.hooks.captures.result_memory import FRESH, SMALL, FreshMemory, ResultMemory
-from pymllm_interp.hooks.captures.ring import CaptureRing, Pieces
+from pymllm_interp.hooks.captures.ring import CaptureRing
+from pymllm_interp.hooks.captures.ring_allocator import RingAllocator
 from pymllm_interp.hooks.captures.spec import Project
 from pymllm_interp.hooks.declared import site_index
+from pymllm_interp.hooks.declared_stage import DeclaredStage
 from pymllm_interp.hooks.site import ModelInfo, Site, expand
-from pymllm_interp.runner.interp_model_runner import InterpModelRunner
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
 
@@ -62,7 +64,7 @@ def ring_lm(model_folder: Callable[[str], Path]) -> Iterator[Callable[..., LM]]:
 
     def load(**kwargs: Any) -> LM:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(InterpModelRunner, "_has_tables", True)
+            patch.setattr(DeclaredStage, "has_tables", True)
             options = {"dtype": "float32", "device": DEVICE, "disable_cuda_graph": not CUDA, "kv_cache_tokens": 4096}
             made.append(LM(model_folder("llama"), **{**options, **kwargs}))
         return made[-1]
@@ -662,7 +664,7 @@ def test_a_block_that_fails_keeps_nobody_from_their_captures(lm_of: Any) -> None
 
 # -- no room -----------------------------------------------------------------------------------------
 
-BLOCK = 3 * INFO.hidden_size * 4  # bytes of a position of CAPTURE
+RECORD = 3 * INFO.hidden_size * 4  # bytes of a position of CAPTURE
 CAPTURE = ["resid_post.*"]
 
 
@@ -670,7 +672,7 @@ def test_a_tight_ring_changes_no_result(ring_lm: Any, oracle: Any) -> None:
     """Prompts in pieces, rows that wait, requests that give way and come back: every state once, and the right one."""
     rng, model = random.Random(5), oracle("llama")
     lm = ring_lm(
-        capture_ring_bytes=5 * BLOCK + 64, kv_cache_tokens=40, page_size=4, max_num_tokens=16, async_scheduling=True
+        capture_ring_bytes=5 * RECORD + 64, kv_cache_tokens=40, page_size=4, max_num_tokens=16, async_scheduling=True
     )
     prompts = [prompt_of(rng.randrange(1, 15), i) for i in range(10)]
     captures = [CAPTURE if i % 3 else [] for i in range(10)]
@@ -685,12 +687,12 @@ def test_a_tight_ring_changes_no_result(ring_lm: Any, oracle: Any) -> None:
             torch.testing.assert_close(rows, states[site], rtol=1e-4, atol=1e-4)
         assert bool(out.activations) == bool(capture)
     ring_of(lm).wait()
-    ring_of(lm).pieces.check_integrity()
-    assert not ring_of(lm).pieces.in_use
+    ring_of(lm).allocator.check_integrity()
+    assert not ring_of(lm).allocator.in_use
 
 
 def test_who_finds_no_room_waits_and_nobody_else_does(ring_lm: Any) -> None:
-    lm = ring_lm(capture_ring_bytes=8 * BLOCK)
+    lm = ring_lm(capture_ring_bytes=8 * RECORD)
     params = SamplingParams(temperature=0, max_tokens=12)
     wanted = lm.generate([prompt_of(5, 1)], params, capture=CAPTURE)[0]
     with drain_held(ring_of(lm)) as goes_on:
@@ -718,7 +720,7 @@ def test_who_finds_no_room_waits_and_nobody_else_does(ring_lm: Any) -> None:
 
 
 def test_captures_that_find_no_room_are_lost_where_that_was_asked_for(ring_lm: Any) -> None:
-    lm = ring_lm(capture_ring_bytes=8 * BLOCK, capture_when_full="fail")
+    lm = ring_lm(capture_ring_bytes=8 * RECORD, capture_when_full="fail")
     params = SamplingParams(temperature=0, max_tokens=12)
     wanted = lm.generate([prompt_of(5, 1)], params)[0].token_ids
     with drain_held(ring_of(lm)) as goes_on:
@@ -747,9 +749,9 @@ def test_the_receipt_counts_no_rows_that_were_lost_on_their_way(ring_lm: Any, mo
 
 
 def test_what_can_never_fit_is_refused_with_the_setting(ring_lm: Any) -> None:
-    lm = ring_lm(capture_ring_bytes=4 * BLOCK)
+    lm = ring_lm(capture_ring_bytes=4 * RECORD)
     wide = ["resid_post.*", "attn_out.*", "embed", "mlp_out.*", "resid_mid.*"]  # 13 states
-    message = rf"this request take {13 * INFO.hidden_size * 4} bytes.*has {4 * BLOCK} \(capture_ring_bytes"
+    message = rf"this request take {13 * INFO.hidden_size * 4} bytes.*has {4 * RECORD} \(capture_ring_bytes"
     with pytest.raises(ValueError, match=message):
         lm.submit([1, 2], capture=wide)
     with pytest.raises(ValueError, match="capture_ring_bytes"):
@@ -823,48 +825,48 @@ class UsedMemory(FreshMemory):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(20))
-def test_blocks_and_functions_come_to_the_same(seed: int, dtype: torch.dtype, monkeypatch: Any) -> None:
+def test_records_and_functions_come_to_the_same(seed: int, dtype: torch.dtype, monkeypatch: Any) -> None:
     """Captures of random positions, in chunks of random sizes, some computed twice, the end somewhere before the last row."""
     rng = random.Random(seed)
     monkeypatch.setattr("pymllm_interp.hooks.captures.captures.MAX_RUNS", rng.choice([0, 3, 16]))
     prompt_len = rng.randrange(3, 20)
     longest = prompt_len + rng.randrange(1, 12)
     specs = random_captures(rng)
-    by_function, by_block = (captures_of(specs, prompt_len, longest, dtype) for _ in range(2))
-    states = {site: vector(INFO.hidden_size, site, longest).to(dtype) for site in by_block.by_site}
+    by_function, by_record = (captures_of(specs, prompt_len, longest, dtype) for _ in range(2))
+    states = {site: vector(INFO.hidden_size, site, longest).to(dtype) for site in by_record.by_site}
     for group in by_function.groups:  # all at once: of what comes in pieces, the sums are the same
         for column, site in enumerate(group.sites):
-            group.take(column, states[site], torch.from_numpy(group.ordinals))
+            group.capture(column, states[site], torch.from_numpy(group.ordinals))
     start = 0
     while start < longest:
         count = min(rng.choice([1, 1, 2, 5, 9]), longest - start)
-        sizes = by_block.block_sizes(start, count)
-        block = torch.full((int(sizes.sum()) + 8,), torch.nan, dtype=dtype)[8:]  # a slice of a ring
-        stored = block.view(torch.uint8)
+        sizes = by_record.record_sizes(start, count)
+        record = torch.full((int(sizes.sum()) + 8,), torch.nan, dtype=dtype)[8:]  # a slice of a ring
+        stored = record.view(torch.uint8)
         for i, first in enumerate((np.cumsum(sizes) - sizes).tolist()):
-            for site, offset in by_block.offsets.items():
+            for site, offset in by_record.offsets.items():
                 if offset < sizes[i]:
-                    part = what_leaves(by_block.by_site[site][0].spec, states[site][start + i])
+                    part = what_leaves(by_record.by_site[site][0].spec, states[site][start + i])
                     stored[(at := (first + offset) * dtype.itemsize) : at + len(part)] = part
-        by_block.prepare(UsedMemory())
+        by_record.prepare(UsedMemory())
         integers = INTEGERS[dtype.itemsize]
-        if sizes.any() and by_block.packs(start):
-            packed = torch.full((8 + by_block.room_of(start, count) - len(block),), torch.nan, dtype=dtype)[8:]
-            by_block.pack(block, packed, start, sizes)
-            by_block.unpack(packed.view(integers).numpy(), start, sizes)
-        elif sizes.all() and (rows := by_block.rows_of(start, count)) is not None:
-            rows.copy_(block.view(WORDS))
+        if sizes.any() and by_record.packs(start):
+            packed = torch.full((8 + by_record.reserved_size(start, count) - len(record),), torch.nan, dtype=dtype)[8:]
+            by_record.pack(record, packed, start, sizes)
+            by_record.unpack(packed.view(integers).numpy(), start, sizes)
+        elif sizes.all() and (rows := by_record.direct_rows(start, count)) is not None:
+            rows.copy_(record.view(WORDS))
         else:
-            by_block.copy(block.view(integers).numpy(), start, sizes)
-        by_block.next = max(by_block.next, start + count)
-        by_block.copied(by_block.next)
+            by_record.copy(record.view(integers).numpy(), start, sizes)
+        by_record.next_position = max(by_record.next_position, start + count)
+        by_record.mark_copied(by_record.next_position)
         start = rng.randrange(start) if start and rng.random() < 0.15 else start + count
     tokens = list(range(100, 100 + longest - rng.randrange(2)))
-    found, wanted = by_block.activations(tokens), by_function.activations(tokens)
+    found, wanted = by_record.activations(tokens), by_function.activations(tokens)
     assert list(found) == list(wanted)
     for site, rows in wanted.items():
         number = site_index(Site.parse(site), INFO.num_hidden_layers)
-        spec, whole = by_block.by_site[number][0].spec, states[number][found.positions[site]]
+        spec, whole = by_record.by_site[number][0].spec, states[number][found.positions[site]]
         if isinstance(spec.reduce, Project):
             whole = whole.float() @ spec.reduce.directions.T
             whole = whole if spec.reduce.top_k is None else whole.topk(2).values
@@ -881,15 +883,15 @@ def test_blocks_and_functions_come_to_the_same(seed: int, dtype: torch.dtype, mo
         assert site not in wanted.indexes or torch.equal(found.indexes[site], wanted.indexes[site])
 
 
-def test_blocks_that_are_kept_as_they_are_have_rows() -> None:
+def test_records_that_are_kept_unchanged_have_rows() -> None:
     """Others have to be taken apart."""
     captured = [1, 3, 4]
     whole = captures_of([Capture("resid_post.*", positions=captured)], 5, 9)
     whole.prepare(FRESH)
     for first, stop in combinations(range(9), 2):
-        rows, count = whole.rows_of(first, stop - first), stop - first
+        rows, count = whole.direct_rows(first, stop - first), stop - first
         assert (rows is not None) == (set(range(first, stop)) <= set(captured))
-        assert rows is None or rows.nbytes == count * BLOCK
+        assert rows is None or rows.nbytes == count * RECORD
     apart = [
         [Capture("resid_post.0", positions="prompt"), Capture("mlp_out.0")],
         [Capture("resid_post.0", dtype=torch.float32)],
@@ -900,7 +902,7 @@ def test_blocks_that_are_kept_as_they_are_have_rows() -> None:
     for specs in apart:
         captures = captures_of(specs, 5, 9, torch.bfloat16)
         captures.prepare(FRESH)
-        assert captures.rows_of(3, 1) is None, specs
+        assert captures.direct_rows(3, 1) is None, specs
 
 
 @pytest.mark.parametrize("reduce", ["mean", "last"])
@@ -908,7 +910,7 @@ def test_a_request_that_ends_before_what_is_kept_has_nothing_of_it(reduce: Any) 
     """It gave way, and ended before it had come as far again. One row too many is what running ahead computes, and is left out."""
     captures = captures_of([Capture("resid_post.0", reduce=reduce)], 8, 14)
     states, (group,) = vector(INFO.hidden_size, 1, 10), captures.groups
-    group.take(0, states, torch.from_numpy(group.ordinals[:10]))
+    group.capture(0, states, torch.from_numpy(group.ordinals[:10]))
     for count in (10, 9):
         wanted = states[:count].mean(0) if reduce == "mean" else states[count - 1]
         found = captures.activations(range(count))
@@ -923,7 +925,7 @@ def test_no_row_of_a_prompt_is_taken_back_from_its_sum() -> None:
     """It came with others of its chunk."""
     captures = captures_of([Capture("resid_post.0", reduce="mean")], 12, 14)
     states, (group,) = vector(INFO.hidden_size, 1, 10), captures.groups
-    group.take(0, states, torch.arange(10))
+    group.capture(0, states, torch.arange(10))
     torch.testing.assert_close(captures.activations(range(10))["resid_post.0"], states.mean(0, keepdim=True))
     assert not len(captures.activations(range(9))["resid_post.0"])
 
@@ -937,13 +939,13 @@ def test_sums_and_last_rows_are_copied_in_the_order_of_the_positions(reduce: Any
     captures, copied = request.declared.captures, []
     copy = captures.copy
 
-    def spy(blocks: np.ndarray, first: int, sizes: np.ndarray) -> None:
+    def spy(records: np.ndarray, first: int, sizes: np.ndarray) -> None:
         copied.append((first, len(sizes)))
-        copy(blocks, first, sizes)
+        copy(records, first, sizes)
 
     monkeypatch.setattr(captures, "copy", spy)
     for start, count in ((0, 31), (31, 10)):
-        ring.lay_out([ScheduledRequest(request, count, start, False, False)])
+        ring.lay_out([(ring_captures(request), start, count)])
         ring.memory.fill_(float(start))
         ring.send()
         ring.wait()
@@ -963,7 +965,7 @@ def test_no_more_leaves_the_device_than_is_asked_for_and_no_more_is_kept() -> No
         request = capturing_request(prompt_len, [Capture("resid_post.*", **how)], longest - prompt_len + 1, model)
         sent = [0]
         for start, count in ((0, 4), (4, 2), (6, 1)):
-            ring.lay_out([ScheduledRequest(request, count, start, False, False)])
+            ring.lay_out([(ring_captures(request), start, count)])
             ring.send()
             ring.wait()
             sent.append(ring.bytes_sent)
@@ -998,16 +1000,16 @@ def test_no_more_leaves_the_device_than_is_asked_for_and_no_more_is_kept() -> No
     ring.open()
     request = capturing_request(6, [Capture("mlp_out.*", reduce=Project(vector(width, 1, 5))), "embed"])
     with drain_held(ring):
-        ring.lay_out([ScheduledRequest(request, 6, 0, False, False)])
+        ring.lay_out([(ring_captures(request), 0, 6)])
         ring.send()
-        ((start, stop),) = ring.pieces._taken
+        ((start, stop),) = ring.allocator._spans
         assert stop - start == 6 * (width + rounded(sites * 5 * 4) // 4)
     ring.close()
 
 
 @pytest.mark.parametrize("max_runs", [0, 16])
 def test_sums_leave_beside_whole_states_and_each_request_has_its_own(max_runs: int, monkeypatch: Any) -> None:
-    """Of a step with requests that are packed and others; what is packed takes room for its blocks as well, which stay."""
+    """Of a step with requests that are packed and others; what is packed takes room for its records as well, which stay."""
     monkeypatch.setattr("pymllm_interp.hooks.captures.captures.MAX_RUNS", max_runs)
     ring, width = CaptureRing(1 << 17, torch.float32, DEVICE, "block"), INFO.hidden_size
     ring.open()
@@ -1016,13 +1018,13 @@ def test_sums_leave_beside_whole_states_and_each_request_has_its_own(max_runs: i
         capturing_request(6, specs)
         for specs in (["embed"], [mean], [mean, Capture("mlp_out.*", positions=[0, 2, 5])], ["embed"], [mean])
     ]
-    entries = [ScheduledRequest(request, 6, 0, False, False) for request in requests]
-    ring.begin()
-    assert ring.take([(request, 6) for request in requests]) == 6
-    taken = ring.pieces.size - ring._room
-    blocks = ring.lay_out(entries)
+    parts = [(ring_captures(request), 0, 6) for request in requests]
+    ring.admission.begin()
+    assert ring.admission.take([(request, 6) for request in requests]) == 6
+    taken = ring.allocator.size - ring.admission._free
+    records = ring.lay_out(parts)
     ring.memory.fill_(torch.nan)
-    for row, (start, stop) in enumerate(blocks.T.tolist()):
+    for row, (start, stop) in enumerate(records.T.tolist()):
         offsets = requests[row // 6].declared.captures.offsets if start < stop else {}
         for site, offset in offsets.items():
             if start + offset < stop:
@@ -1031,12 +1033,12 @@ def test_sums_leave_beside_whole_states_and_each_request_has_its_own(max_runs: i
     ring._host.fill_(-1)
     ring.send()
     ring.wait()
-    third = 5 * 4 if max_runs == 0 else 3 * 4 + 2  # states of its blocks, which have one size, or end where they can
+    third = 5 * 4 if max_runs == 0 else 3 * 4 + 2  # states of its records, which have one size, or end where they can
     stay = (3 + third + 3) * width
     leave = (6 + 1 + (1 + 3 * 3) + 6 + 1) * width
     assert taken == stay + leave and ring.bytes_sent == 4 * leave
     assert (ring._host[leave:] == -1).all(), "what is summed up stays on the device"
-    assert not ring.pieces.in_use
+    assert not ring.allocator.in_use
     embed = site_index(Site.parse("embed"), INFO.num_hidden_layers)
     for number, request in enumerate(requests):
         found, first = request.declared.captures.activations([1] * 6), 100 * embed + 6 * number
@@ -1049,17 +1051,17 @@ def test_sums_leave_beside_whole_states_and_each_request_has_its_own(max_runs: i
     ring.close()
 
 
-def test_a_block_ends_behind_the_last_state_that_its_position_wants() -> None:
+def test_a_record_ends_behind_the_last_state_that_its_position_wants() -> None:
     captures = captures_of([Capture("resid_post.*", positions=[-1]), "embed"], 6, 9)
     width = INFO.hidden_size
-    assert captures.block_sizes(0, 9).tolist() == [width] * 5 + [4 * width] + [width] * 3
-    captures.next = 4
-    assert captures.block_sizes(2, 4).tolist() == [0, 0, width, 4 * width]
+    assert captures.record_sizes(0, 9).tolist() == [width] * 5 + [4 * width] + [width] * 3
+    captures.next_position = 4
+    assert captures.record_sizes(2, 4).tolist() == [0, 0, width, 4 * width]
     captures = captures_of([Capture("resid_post.*", positions="prompt", reduce="mean"), "embed"], 6, 9)
-    assert captures.packs(5) and captures.room_of(4, 2) == 2 * 4 * width + 3 * width + 2 * width
-    assert captures.block_sizes(6, 3).tolist() == [width] * 3, "what is packed comes last, where it is not wanted"
-    captures.next = 6
-    assert not captures.packs(0) and captures.room_of(0, 7) == width, (
+    assert captures.packs(5) and captures.reserved_size(4, 2) == 2 * 4 * width + 3 * width + 2 * width
+    assert captures.record_sizes(6, 3).tolist() == [width] * 3, "what is packed comes last, where it is not wanted"
+    captures.next_position = 6
+    assert not captures.packs(0) and captures.reserved_size(0, 7) == width, (
         "of a prompt that is computed again nothing is summed up"
     )
 
@@ -1068,29 +1070,29 @@ def test_a_block_ends_behind_the_last_state_that_its_position_wants() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_pieces_of_the_ring_never_overlap_and_room_only_grows_until_one_is_taken(seed: int) -> None:
-    rng, pieces = random.Random(seed), Pieces(97)
+def test_spans_of_the_ring_never_overlap_and_the_largest_only_grows_until_one_is_allocated(seed: int) -> None:
+    rng, allocator = random.Random(seed), RingAllocator(97)
     held: list[tuple[int, int]] = []
     for _ in range(3000):
-        room = pieces.room
+        room = allocator.largest_free
         if held and rng.random() < 0.5:
-            pieces.give_back()
+            allocator.free_oldest()
             held.pop(0)
-            assert pieces.room >= room
+            assert allocator.largest_free >= room
         elif room:
             count = rng.randrange(1, room + 1) if rng.random() < 0.3 else rng.randrange(1, min(room, 12) + 1)
-            start = pieces.place(count)
+            start = allocator.find(count)
             assert all(stop <= start or start + count <= first for first, stop in held), "somebody else's"
-            pieces.take(start, count)
+            allocator.allocate(start, count)
             held.append((start, start + count))
-            assert pieces.in_use
-        pieces.check_integrity()
+            assert allocator.in_use
+        allocator.check_integrity()
         with pytest.raises(ValueError, match="no room"):
-            pieces.place(pieces.room + 1)
+            allocator.find(allocator.largest_free + 1)
     while held:
-        pieces.give_back()
+        allocator.free_oldest()
         held.pop()
-    assert pieces.room == 97 and not pieces.in_use
+    assert allocator.largest_free == 97 and not allocator.in_use
 
 
 def raises(error: Exception) -> Any:
@@ -1111,32 +1113,36 @@ def capturing_request(
 
 def test_prompts_take_a_quarter_of_the_ring_in_one_step() -> None:
     """So that the rest is emptied meanwhile; a traced one, which is not cut, takes what it needs, or waits."""
-    ring = CaptureRing(16 * BLOCK, torch.float32, "cpu", "block")
+    admission = CaptureRing(16 * RECORD, torch.float32, "cpu", "block").admission
     prompt, other = capturing_request(30, CAPTURE), capturing_request(3, CAPTURE)
     last = capturing_request(30, [Capture("resid_post.*", positions=[-1])])
-    ring.begin()
-    assert ring.take([(other, 3)], whole=False) == 3 and ring.take([(prompt, 30)], whole=False) == 1
-    assert ring.take([(prompt, 29)], whole=False) == 0 and ring.take([(last, 30)], whole=False) == 29
-    assert ring.take([(other, 1)]) == 1 and not ring.refused, "there is room for others"
-    ring.begin()
-    assert ring.take([(prompt, 2)], whole=False) == 2 and ring.take([(prompt, 28)], whole=False) == 2
-    ring.begin()
-    assert ring.take([(prompt, 15)]) == 15 and ring.take([(other, 3)], whole=False) == 1 and not ring.refused
-    assert ring.take([(other, 3)], whole=False) == 0 and ring.refused
-    assert ring.take([(other, 1)]) == 0, "first come, first served"
-    wide = CaptureRing(BLOCK + 4, torch.float32, "cpu", "block")
+    admission.begin()
+    assert admission.take([(other, 3)], whole=False) == 3 and admission.take([(prompt, 30)], whole=False) == 1
+    assert admission.take([(prompt, 29)], whole=False) == 0 and admission.take([(last, 30)], whole=False) == 29
+    assert admission.take([(other, 1)]) == 1 and not admission.refused, "there is room for others"
+    admission.begin()
+    assert admission.take([(prompt, 2)], whole=False) == 2 and admission.take([(prompt, 28)], whole=False) == 2
+    admission.begin()
+    assert (
+        admission.take([(prompt, 15)]) == 15
+        and admission.take([(other, 3)], whole=False) == 1
+        and not admission.refused
+    )
+    assert admission.take([(other, 3)], whole=False) == 0 and admission.refused
+    assert admission.take([(other, 1)]) == 0, "first come, first served"
+    wide = CaptureRing(RECORD + 4, torch.float32, "cpu", "block").admission
     wide.begin()
     assert wide.take([(prompt, 30)], whole=False) == 1, "one position at least, where the ring is free"
 
 
 def test_a_prompt_that_comes_after_the_step_s_share_loses_nothing() -> None:
     """With capture_when_full="fail", too: there is room, and it is next."""
-    ring = CaptureRing(8 * BLOCK, torch.float32, "cpu", "fail")
+    admission = CaptureRing(8 * RECORD, torch.float32, "cpu", "fail").admission
     first, second = capturing_request(30, CAPTURE), capturing_request(3, CAPTURE)
-    ring.begin()
-    assert ring.take([(first, 30)], whole=False) == 2 and ring.take([(second, 3)], whole=False) == 0
-    ring.begin()
-    assert ring.take([(second, 3)], whole=False) == 2
+    admission.begin()
+    assert admission.take([(first, 30)], whole=False) == 2 and admission.take([(second, 3)], whole=False) == 0
+    admission.begin()
+    assert admission.take([(second, 3)], whole=False) == 2
     assert first.declared.captures.error is None and second.declared.captures.error is None
 
 
@@ -1175,9 +1181,9 @@ def test_nothing_of_others_lies_behind_the_rows_of_a_request_that_ended_early(po
     for ended in (positions, 1, positions // 2, positions - 1, 0, positions):
         captures = captures_of(["resid_post.*"], 1, positions)
         captures.prepare(memory)
-        (group,), sizes = captures.groups, captures.block_sizes(0, ended)
+        (group,), sizes = captures.groups, captures.record_sizes(0, ended)
         captures.copy(np.full(ended * width, 1 + ended, np.int32), 0, sizes)
-        captures.copied(ended)
+        captures.mark_copied(ended)
         found = captures.activations(range(ended))["resid_post.0"]
         assert found.shape == (ended, INFO.hidden_size) and (found.view(torch.int32) == 1 + ended).all()
         stored = torch.empty(0).set_(found.untyped_storage())
@@ -1191,24 +1197,24 @@ def test_nothing_of_others_lies_behind_the_rows_of_a_request_that_ended_early(po
 
 def test_a_piece_that_cannot_be_sent_leaves_the_ring_as_it_was(monkeypatch: Any) -> None:
     """Packing takes memory of the device, and may find none."""
-    ring = CaptureRing(40 * BLOCK, torch.float32, DEVICE, "block")
+    ring = CaptureRing(40 * RECORD, torch.float32, DEVICE, "block")
     ring.open()
     request = capturing_request(6, [Capture("resid_post.*", reduce="mean")])
     for fails in (True, False):
-        ring.lay_out([ScheduledRequest(request, 5, 0, False, False)])
+        ring.lay_out([(ring_captures(request), 0, 5)])
         with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError) if fails else nullcontext():
             if fails:
                 patch.setattr(Group, "pack", raises(torch.OutOfMemoryError("of the device")))
             ring.send()
-        assert request.declared.captures.next == (0 if fails else 5), "what did not leave is captured again"
+        assert request.declared.captures.next_position == (0 if fails else 5), "what did not leave is captured again"
         ring.wait()
-        assert not ring.pieces.in_use
+        assert not ring.allocator.in_use
     ring.close()
 
 
 def test_captures_that_are_lost_while_their_step_is_laid_out_take_nobody_s_place(monkeypatch: Any) -> None:
-    """The ring's thread finds no memory for a mean whose next blocks are being placed."""
-    ring = CaptureRing(40 * BLOCK, torch.float32, DEVICE, "block")
+    """The ring's thread finds no memory for a mean whose next records are being placed."""
+    ring = CaptureRing(40 * RECORD, torch.float32, DEVICE, "block")
     ring.open()
     before, lost, behind = requests = [
         capturing_request(5, [Capture("resid_post.*", reduce=reduce)]) for reduce in (None, "mean", None)
@@ -1222,14 +1228,14 @@ def test_captures_that_are_lost_while_their_step_is_laid_out_take_nobody_s_place
         return packs(first)
 
     monkeypatch.setattr(captures, "packs", in_between)
-    blocks = ring.lay_out([ScheduledRequest(request, 4, 0, False, False) for request in requests])
-    assert len(calls) >= 2 and (blocks >= 0).all() and (blocks <= len(ring.memory)).all()
-    for number, request_blocks in enumerate(np.split(blocks, 3, axis=1)):
-        for start, stop in request_blocks.T.tolist():
+    records = ring.lay_out([(ring_captures(request), 0, 4) for request in requests])
+    assert len(calls) >= 2 and (records >= 0).all() and (records <= len(ring.memory)).all()
+    for number, request_records in enumerate(np.split(records, 3, axis=1)):
+        for start, stop in request_records.T.tolist():
             ring.memory[start:stop] = number
     ring.send()
     ring.wait()
-    ring.pieces.check_integrity()
+    ring.allocator.check_integrity()
     for number, request in ((0, before), (2, behind)):
         found = request.declared.captures.activations([1] * 4)
         assert all(rows.shape[0] == 4 and (rows == number).all() for rows in found.values())
@@ -1246,8 +1252,8 @@ def test_captured_rows_are_tensors_as_any_other(reduce: Any) -> None:
     }
     captures = captures_of([Capture("resid_post.*", reduce=projects.get(reduce, reduce))], 5, 9)
     captures.prepare(FRESH)
-    captures.copy(np.zeros(int(captures.block_sizes(0, 5).sum()), np.int32), 0, captures.block_sizes(0, 5))
-    captures.copied(5)
+    captures.copy(np.zeros(int(captures.record_sizes(0, 5).sum()), np.int32), 0, captures.record_sizes(0, 5))
+    captures.mark_copied(5)
     found = captures.activations(range(5))
     factor = torch.ones((), requires_grad=True)
     for site, rows in found.items():
@@ -1258,16 +1264,16 @@ def test_captured_rows_are_tensors_as_any_other(reduce: Any) -> None:
         factor.grad = None
 
 
-@pytest.mark.parametrize("where", ["prepare", "copy", "rows_of"])
+@pytest.mark.parametrize("where", ["prepare", "copy", "direct_rows"])
 def test_what_one_request_has_no_memory_for_costs_nobody_else_theirs(where: str, monkeypatch: Any) -> None:
-    ring = CaptureRing(400 * BLOCK, torch.float32, DEVICE, "block")
+    ring = CaptureRing(400 * RECORD, torch.float32, DEVICE, "block")
     ring.open()
     taken_apart = [Capture("resid_post.*", dtype=torch.bfloat16)] if where == "copy" else CAPTURE
     before, unlucky, behind = requests = [capturing_request(21, specs) for specs in (CAPTURE, taken_apart, CAPTURE)]
     monkeypatch.setattr(unlucky.declared.captures.groups[0], where, raises(MemoryError("no memory")))
     for start, count in ((0, 20), (20, 1)):
-        entries = [ScheduledRequest(request, count, start, False, False) for request in requests]
-        rows = ring.lay_out(entries)[0].tolist()
+        parts = [(ring_captures(request), start, count) for request in requests]
+        rows = ring.lay_out(parts)[0].tolist()
         assert rows[-1] > rows[0]
         ring.memory.copy_(torch.arange(len(ring.memory)) % 997)
         ring.send()
@@ -1277,7 +1283,7 @@ def test_what_one_request_has_no_memory_for_costs_nobody_else_theirs(where: str,
         assert found["resid_post.0"].shape == (21, INFO.hidden_size) and found["resid_post.0"].max() > 0
     with pytest.raises(CaptureError, match="no memory"):
         unlucky.declared.captures.activations([1] * 21)["resid_post.0"]
-    assert not ring.pieces.in_use
+    assert not ring.allocator.in_use
     ring.close()
 
 
@@ -1290,7 +1296,7 @@ class Capturing(Simulation):
     def __init__(self, ring_rows: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.ring = CaptureRing(ring_rows * 3 * INFO.hidden_size * 4, torch.float32, "cpu", "block")
-        self.scheduler.capture_ring = self.ring
+        self.scheduler.ring_admission = self.ring.admission
         self.capturing: list[Request] = []
         self.refused = 0
         self.compared: Counter[str | None] = Counter()
@@ -1311,7 +1317,7 @@ class Capturing(Simulation):
                 ]
                 captures = captures_of(specs, prompt_len, prompt_len + max_tokens - 1)
                 request.declared, request.leader = SimpleNamespace(captures=captures), None
-                self.ring.check([(captures, prompt_len if traced else 0)], "a request")
+                self.ring.admission.check([(captures, prompt_len if traced else 0)], "a request")
                 self.capturing.append(request)
         return requests
 
@@ -1323,7 +1329,7 @@ class Capturing(Simulation):
         """Let all that was sent be copied out."""
         self.goes_on.set()
         self.ring.wait()
-        assert not self.ring.pieces.in_use
+        assert not self.ring.allocator.in_use
         self.hold()
 
     def state_of(self, request: Request, position: int, site: int) -> torch.Tensor:
@@ -1335,10 +1341,12 @@ class Capturing(Simulation):
         super().check_step(step)
         if not step.scheduled:
             return
-        blocks, row = self.ring.lay_out(step.scheduled), 0
-        for request, count, first, _, _ in step.scheduled:
+        parts = [(ring_captures(self.by_id[e.request_id]), e.start, e.num_tokens) for e in step.scheduled]
+        records, row = self.ring.lay_out(parts), 0
+        for rid, _, count, first, *_ in step.scheduled:
+            request = self.by_id[rid]
             for position in range(first, first + count):
-                start, stop = blocks[:, row].tolist()
+                start, stop = records[:, row].tolist()
                 offsets = request.declared.captures.offsets if start < stop else {}
                 for site, offset in offsets.items():
                     if start + offset < stop:
@@ -1346,11 +1354,11 @@ class Capturing(Simulation):
                         self.ring.memory[at : at + INFO.hidden_size] = self.state_of(request, position, site)
                 row += 1
         self.ring.send()
-        self.ring.pieces.check_integrity()
+        self.ring.allocator.check_integrity()
 
     def step(self) -> Any:
         step = super().step()
-        self.refused += self.ring.refused
+        self.refused += self.ring.admission.refused
         if not step.scheduled or self.random.random() < 0.05:
             self.release()
         return step
@@ -1421,21 +1429,21 @@ def test_random_traffic_through_a_small_ring(policy: str, seed: int) -> None:
 
 
 def test_ten_thousand_requests_leave_the_ring_as_it_was() -> None:
-    ring = CaptureRing(40 * BLOCK, torch.float32, DEVICE, "block")
+    ring = CaptureRing(40 * RECORD, torch.float32, DEVICE, "block")
     ring.open()
     memory = ring.memory.data_ptr()
     live: list[Request] = []
     for number in range(10_000):
         live.append(capturing_request(3, [Capture("resid_post.*", positions=[number % 3])]))
         if len(live) == 8:
-            ring.begin()
-            if not all(ring.take([(request, 3)]) for request in live):
+            ring.admission.begin()
+            if not all(ring.admission.take([(request, 3)]) for request in live):
                 ring.wait()
-            ring.lay_out([ScheduledRequest.of(request, 3) for request in live])
+            ring.lay_out([(ring_captures(request), 0, 3) for request in live])
             ring.send()
             live.clear()
     ring.wait()
-    ring.pieces.check_integrity()
-    assert not ring.pieces.in_use and ring.pieces.room == ring.pieces.size == 40 * BLOCK // 4
-    assert ring.memory.data_ptr() == memory and ring._queue.empty()
+    ring.allocator.check_integrity()
+    assert not ring.allocator.in_use and ring.allocator.largest_free == ring.allocator.size == 40 * RECORD // 4
+    assert ring.memory.data_ptr() == memory and ring.idle
     ring.close()

@@ -74,7 +74,6 @@ def test_chat_puts_the_prompt_into_the_models_template(lm_of: Callable[..., LM])
         (["bench", "--config", "/no/such/folder"], "no such folder"),
         (["bench", "--suite", "cpu", "--profile"], "makes no profile"),
         (["bench", "--suite", "decode", "--device", "cpu", "--new-tokens", "3"], "at least 4"),
-        (["bench", "--report", __file__], "bench: begin"),
         (["demo", "--model", "/no/such/folder"], "no such folder"),
     ],
 )
@@ -108,6 +107,8 @@ def test_a_quick_bench_writes_every_number(
     assert main(["bench", "--quick", "--device", "cpu", *model, "--new-tokens", "5", "--out", str(out)]) == 0
     record = json.loads(out.read_text())
     assert record["load_format"] == ("auto" if weights == "real" else "dummy") and record["dtype"] == "float32"
+    start = record["start"]
+    assert all(start[name] > 0 for name in ("import_s", "import_lm_s", "start_s")) and len(start["runs"]) == 1
     assert record["suite"] == "cpu" and record["settings"]["new_tokens"] == 5
     assert {"cpu", "cores", "torch_threads", "load_average_before", "versions", "commit"} <= set(record["machine"])
     assert {"torch", "transformers", "nnsight"} <= set(record["machine"]["versions"])
@@ -115,7 +116,8 @@ def test_a_quick_bench_writes_every_number(
     assert all(row["tokens_per_s"] > 0 and row["transformers_tokens_per_s"] > 0 for row in record["decode"])
     assert [(row["batch"], row["traced"], row["layers"]) for row in record["trace"]] == [(2, 1, 1), (2, 1, 3)]
     assert all(row["plain_ms"] > 0 and math.isfinite(row["percent"]) for row in record["trace"])
-    assert "Plain decoding" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "Plain decoding" in shown and "Start-up" in shown
 
 
 # -- doctor -------------------------------------------------------------------------------------

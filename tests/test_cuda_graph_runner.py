@@ -561,6 +561,7 @@ def test_gpu_no_stream_that_torch_deals_out_is_the_one_of_captures():
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_exclusive
 def test_g12_gpu_memory_is_counted_and_comes_back():
     """G1, G6, G12, R26: graphs share one pool, their memory is known, and a shutdown returns it."""
     left = []
@@ -593,6 +594,7 @@ def test_g07_gpu_compiled_equals_eager():
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_exclusive
 def test_r15_gpu_the_pool_is_sized_to_the_memory_that_is_free():
     """R15, R17: by default; the graphs have room beside it."""
     free, total = torch.cuda.mem_get_info()

@@ -8,8 +8,8 @@ import runpy
 from pathlib import Path
 
 import pytest
+from helpers_report import report
 
-from pymllm_interp.bench.report import split_page, tables
 from pymllm_interp.cli import make_parser
 
 ROOT = Path(__file__).parent.parent
@@ -93,8 +93,8 @@ def test_the_cpus_table_is_that_of_its_record_and_of_the_aims() -> None:
 
 def test_the_tables_of_the_gpu_are_those_of_the_records():
     page = ROOT / "docs" / "performance.md"
-    _, shown, _ = split_page(page)
+    _, shown, _ = report.split_page(page)
     assert "decode, ms a step" in shown
-    assert shown.strip() == tables(page, ROOT / "benchmarks").strip(), (
-        "the numbers differ: run `pymllm-interp bench --report docs/performance.md`"
+    assert shown.strip() == report.tables(page, ROOT / "benchmarks").strip(), (
+        "the numbers differ: run `python benchmarks/report.py docs/performance.md`"
     )

@@ -265,7 +265,7 @@ def test_a_row_leaves_as_dot_products_as_its_conversion_or_whole(fused: bool, dt
     blocks, end = [], 8
     for owner, position in zip(rows, positions, strict=True):
         captures = requests[owner].captures
-        size = int(captures.block_sizes(position, 1)[0]) if captures is not None and owner >= 0 else 0
+        size = int(captures.record_sizes(position, 1)[0]) if captures is not None and owner >= 0 else 0
         blocks.append((end, end + size))
         end += size + 8
     _, edits = tables_of([*requests], rows, positions, blocks, dtype, info)
@@ -318,12 +318,12 @@ def assert_left(
         mine = [row for row, owner in enumerate(rows) if owner == number]
         captures.prepare(FreshMemory())
         for row in mine:
-            captures.copy(integers[slice(*blocks[row])], positions[row], captures.block_sizes(positions[row], 1))
-        captures.copied(len(mine))
+            captures.copy(integers[slice(*blocks[row])], positions[row], captures.record_sizes(positions[row], 1))
+        captures.mark_copied(len(mine))
         found = {site: rows.clone() for site, rows in captures.activations([1] * len(mine)).items()}
         for site, (group, column) in captures.by_site.items():
             states = torch.stack([state_of(site, row) for row in mine])
-            group.take(column, states, torch.arange(len(mine)))
+            group.capture(column, states, torch.arange(len(mine)))
         wanted = captures.activations([1] * len(mine))
         assert found.keys() == wanted.keys()
         for site, value in wanted.items():

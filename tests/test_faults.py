@@ -182,6 +182,7 @@ def test_an_error_of_the_start_that_is_not_about_memory_stays_what_it_is(monkeyp
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_exclusive
 def test_a_largest_step_that_does_not_fit_says_what_to_lower():
     config = LlamaConfig(**{**WIDE, "intermediate_size": 32768}, num_key_value_heads=1)
     total = torch.cuda.mem_get_info()[1]
@@ -195,6 +196,7 @@ def test_a_largest_step_that_does_not_fit_says_what_to_lower():
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_exclusive
 @pytest.mark.parametrize("others", [0, 6 << 30])
 def test_the_pool_is_sized_to_the_share_of_memory_whoever_has_the_rest(others):
     """Neither a peak of the past nor what others hold may count twice, or not at all."""
@@ -456,6 +458,7 @@ def allowance() -> Iterator[Callable[[int], None]]:
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_exclusive
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_device_without_memory_for_a_step_ends_it_and_serves_the_next_request(traced, allowance, tmp_path):
     """For real: the step wants 512 MiB for one activation, and may have 256."""
@@ -492,6 +495,7 @@ def test_a_device_without_memory_for_a_step_ends_it_and_serves_the_next_request(
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_exclusive
 def test_a_block_that_wants_more_memory_than_there_is_ends_alone(allowance):
     with dummy(LlamaConfig(**WIDE, num_key_value_heads=1), "cuda", dtype="bfloat16") as lm:
         params = SamplingParams(temperature=0, max_tokens=60)

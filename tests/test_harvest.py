@@ -27,11 +27,12 @@ from conftest import VOCAB
 from safetensors.torch import load_file
 
 from pymllm_interp import LM, Capture, Generated, SamplingParams, Scale, Steer
-from pymllm_interp.engine.prompts import PromptError
-from pymllm_interp.harvest.reader import Harvest, expected_bytes, open_harvest
+from pymllm_interp.core.arguments import PromptError
+from pymllm_interp.harvest.reader import Harvest, open_harvest
 from pymllm_interp.harvest.run import HarvestError
+from pymllm_interp.harvest.size import expected_bytes
 from pymllm_interp.hooks.captures.spec import Project
-from pymllm_interp.runner.interp_model_runner import InterpModelRunner
+from pymllm_interp.hooks.declared_stage import DeclaredStage
 
 ALONE: dict[str, Any] = {"max_running_requests": 1, "max_num_tokens": 16}
 """One document in a step, so that its bits do not depend on when it came."""
@@ -119,7 +120,7 @@ def test_states_that_come_through_the_ring_are_the_same(
     """As on CUDA, with a ring that holds a part of a step; without a GPU the kernels run under Triton's interpreter."""
     pytest.importorskip("triton")
     captures, documents = ["resid_post.*", Capture("mlp_out.0", positions=[0])], corpus(12, 20)
-    monkeypatch.setattr(InterpModelRunner, "_has_tables", True)
+    monkeypatch.setattr(DeclaredStage, "has_tables", True)
     options = {"max_num_tokens": 16, "max_running_requests": 3, "capture_ring_bytes": 60_000}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with LM(model_folder("llama"), dtype="float32", device=device, **options) as lm:
@@ -667,7 +668,7 @@ def test_rows_are_indexed_over_all_shards(lm_of: Any, tmp_path: Path) -> None:
     harvest = open_harvest(tmp_path)
     rows, whole = harvest["resid_post.0"], torch.cat([shard["resid_post.0"] for shard in harvest.shards])
     assert len(rows) == len(whole) and len(harvest.shards) > 5
-    assert rows.shape == whole.shape and repr(rows) == f"Rows({list(whole.shape)})"
+    assert rows.shape == whole.shape and repr(rows) == f"ShardedRows({list(whole.shape)})"
     assert repr(harvest) == f"Harvest({str(tmp_path)!r}, {len(harvest.shards)} shards of resid_post.0)"
     mixed = torch.randperm(len(rows))
     assert torch.equal(rows[mixed], whole[mixed]) and torch.equal(rows[mixed.tolist()[:7]], whole[mixed[:7]])

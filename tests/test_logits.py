@@ -429,7 +429,7 @@ def test_the_host_waits_for_no_step_with_ops_and_captures_at_the_logits(model_fo
     runner, v = make_runner(model_folder("llama"), InterpModelRunner, device="cuda"), vector(VOCAB, 1)
     assert isinstance(runner, InterpModelRunner) and runner.capture_ring is not None
     steps = Steps(runner)
-    steps.scheduler.capture_ring = runner.capture_ring
+    steps.scheduler.ring_admission = runner.capture_ring.admission
     specs: list[Intervention] = [
         Steer("logits", v, scale=0.1, norm="preserve", when=Gate(v, 0.0)),
         Ablate("logits", vector(VOCAB, 2, 3)),

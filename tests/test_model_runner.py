@@ -54,6 +54,7 @@ def test_r01_r02_memory_is_zero_off_cuda_and_a_float(function):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_exclusive
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_r01_r02_memory_on_cuda_is_the_drivers():
     """R1, R2."""

@@ -25,9 +25,9 @@ from transformers import LlamaConfig, MistralConfig, PretrainedConfig
 
 from pymllm_interp import LM, SamplingParams, Steer
 from pymllm_interp.attention import FlashInferAttnBackend, flashinfer_backend
+from pymllm_interp.hooks.declared_stage import DeclaredStage
 from pymllm_interp.models.llama import LlamaAttention
 from pymllm_interp.runner import cuda_graph_runner, model_runner
-from pymllm_interp.runner.interp_model_runner import InterpModelRunner
 from pymllm_interp.runner.segments import Segments
 
 PROMPT, OTHERS = random_ids(9, seed=1), [random_ids(4, seed=2), random_ids(17, seed=3)]
@@ -496,7 +496,7 @@ def tables(model_folder: Callable[[str], Path], load: Load) -> Iterator[Load]:
     def lm_of(how: str) -> LM:
         if how not in made:
             with pytest.MonkeyPatch.context() as monkeypatch:
-                monkeypatch.setattr(InterpModelRunner, "_has_tables", True)
+                monkeypatch.setattr(DeclaredStage, "has_tables", True)
                 device = "cuda" if torch.cuda.is_available() else "cpu"
                 size = {"kv_cache_tokens": 512, "max_running_requests": 4, "capture_ring_bytes": 1 << 16}
                 made[how] = LM(model_folder("llama"), dtype="float32", device=device, hook_execution=how, **size)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pymllm_interp import LM, SamplingParams
-from pymllm_interp.engine.prompts import PromptError
+from pymllm_interp.core.arguments import PromptError
 from pymllm_interp.hooks.traces.nnsight_compat import OutOfOrderError
 from pymllm_interp.hooks.traces.rows import EditError
 from pymllm_interp.hooks.traces.watchdog import TraceTimeoutError

@@ -16,7 +16,7 @@ from conftest import held, tiny_tokenizer
 from nnsight.modeling.transformers import TransformersModel
 
 from pymllm_interp import LM, SamplingParams
-from pymllm_interp.engine.prompts import PromptError
+from pymllm_interp.core.arguments import PromptError
 from pymllm_interp.hooks import saves
 from pymllm_interp.hooks.traces.delivery import Delivery, _Cutter
 from pymllm_interp.hooks.traces.rows import EditError, Rows, Shared

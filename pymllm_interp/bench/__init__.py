@@ -1,4 +1,4 @@
-"""`pymllm-interp bench`: the CPU suite, beside transformers; the GPU suites; the tables of their results."""
+"""`pymllm-interp bench`: the CPU suite, which compares with transformers, and the GPU suites."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .cpu import CpuSettings, run_cpu
 from .gpu import GpuSettings, Model, records
 from .interventions import interventions_suite
 from .memory import memory_suite
-from .report import read_aims, render, update_page
+from .tables import read_aims, render
 from .traces import traces_suite
 
-__all__ = ["describe_machine", "random_prompts", "run_bench", "update_page"]
+__all__ = ["describe_machine", "random_prompts", "run_bench"]
 
 SUITES = ("cpu", "decode", "hooks", "all", "interventions", "traces", "memory")
 ON_ONE_ENGINE = {"interventions": interventions_suite, "traces": traces_suite, "memory": memory_suite}
-"""Suites that load one engine, and make no profile."""
+"""Suites with one engine and without profiles."""
 
 
 def run_bench(
@@ -38,27 +38,27 @@ def run_bench(
     out: Path | None = None,
     **sizes: Any,
 ) -> Path:
-    """Measure, print, and write the JSON file; returns its path.
+    """Run a suite, print its tables, and write the JSON file; returns its path.
 
     Args:
         suite: one of `SUITES`; None is "all" on CUDA, else "cpu".
         model: what `LM` takes; a folder with a config.json is enough with load_format="dummy".
-        device: what `LM` takes; "cpu" measures there alone.
-        quick: as small as it gets.
-        profile: say where the time of steps goes, too ("decode", "hooks" and "all").
-        commit: what to note in place of the checkout's own, where these files are a copy of another's.
-        out: the file; by default `gpu-<model>.json`, `gpu-traces-<model>.json` and the like (`cpu-...` there), see `default_path`.
-        sizes: fields of the suite's settings; None leaves them as they are.
+        device: what `LM` takes.
+        quick: the smallest sizes.
+        profile: profile steps, too (suites "decode", "hooks" and "all").
+        commit: to note in place of the checkout's, if these files are a copy.
+        out: the file; default: `gpu-<model>.json`, `gpu-traces-<model>.json` and so on (`cpu-...` on a CPU), see `default_path`.
+        sizes: fields of the suite's settings; None: the default.
 
     Raises:
-        ValueError: no such suite, or settings that do not fit it.
+        ValueError: an unknown suite, or settings that it does not take.
     """
     on_cuda = resolve_device(device).startswith("cuda")
     suite = suite or ("all" if on_cuda else "cpu")
     if suite not in SUITES:
         raise ValueError(f"suite {suite!r}: expected one of {', '.join(SUITES)}")
     given = {name: value for name, value in sizes.items() if value is not None}
-    machine = describe_machine(commit)  # before anything runs: the load of others
+    machine = describe_machine(commit)  # before the benchmark itself adds to the load average
     if suite == "cpu":
         if profile or device.startswith("cuda"):
             raise ValueError("the suite 'cpu' runs on a CPU and makes no profile: use decode, hooks or all")
@@ -86,7 +86,7 @@ def run_bench(
 
 
 def _growing(suite: str, model: Model, machine: dict[str, Any], profile: bool) -> Iterator[dict[str, Any]]:
-    """The record of a run, again whenever there is more in it: what was measured is not lost where a later part fails."""
+    """The record of a run after each part, so that results are kept if a later part fails."""
     if suite not in ON_ONE_ENGINE:
         yield from records(suite, model, machine, profile)
         return

@@ -1,4 +1,4 @@
-"""What the suites share: prompts, a clock, and what a number cannot be read without."""
+"""What the suites share: prompts, timing, and the description of the machine."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from ..engine.lm import LM
 Prompts = list[list[int]]
 RESULTS = Path("benchmarks/results")
 WARM_TOKENS = 16
-"""Of the runs before any that counts."""
+"""New tokens of warm-up runs."""
 MARGIN = 8
-"""Steps before and after those that `steady_ms` counts."""
+"""Steps before and after the steps that `steady_ms` measures."""
 POLL_S = 2e-3
 
 
@@ -39,32 +39,32 @@ def random_prompts(lm: LM, batch: int, tokens: int) -> Prompts:
 
 
 def greedy(new_tokens: int) -> SamplingParams:
-    """Exactly `new_tokens`, each the likeliest."""
+    """Greedy sampling of exactly `new_tokens` tokens."""
     return SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
 
 
 def generate(lm: LM, prompts: Prompts, new_tokens: int) -> None:
-    """Greedy, exactly `new_tokens` each, all prompts at once."""
+    """Generate exactly `new_tokens` tokens for each prompt, greedily, in one batch."""
     outputs = lm.generate(prompts, greedy(new_tokens))
     assert all(len(output.token_ids) == new_tokens for output in outputs)
 
 
 def timed(function: Callable[[], None]) -> float:
-    """Seconds that it takes."""
+    """Seconds of a call."""
     started = time.perf_counter()
     function()
     return time.perf_counter() - started
 
 
 def compare(plain: Callable[[int], None], given: Callable[[int], None], new_tokens: int, pairs: int) -> dict[str, Any]:
-    """Decode steps of `given` against those of `plain`, both called with a number of new tokens.
+    """Duration of a decode step of `given` against one of `plain`. Both are called with a number of new tokens.
 
-    A step takes ``(t(all new tokens) - t(1)) / (new tokens - 1)``: what is done once for each value that a step saves is
-    in it, up to the caller's hands; what is done once for each request is not. The two take turns in one engine.
+    A step takes ``(t(all new tokens) - t(1)) / (new tokens - 1)``. It includes all work for each saved value, until the caller has
+    it, and excludes work that is done once for each request. The two sides take turns on one engine.
     """
     runs = (plain, given)
     for run in runs:
-        # What is captured for replay is captured now, once all rows decode together.
+        # Graphs are captured in the warm-up, once all rows decode together.
         run(min(WARM_TOKENS, new_tokens))
     first = [statistics.median(timed(lambda run=run: run(1)) for _ in range(3)) for run in runs]
 
@@ -75,18 +75,18 @@ def compare(plain: Callable[[int], None], given: Callable[[int], None], new_toke
 
 
 def steady_ms(lm: LM, submit: Callable[[int], list[RequestHandle]], new_tokens: int) -> float:
-    """Milliseconds of a step while all requests decode: what is done once for each of them is not in it.
+    """Milliseconds of a step while all requests decode. Work that is done once for each request is excluded.
 
-    Where they capture, steps count no faster than their states arrive in the results.
+    If requests capture states, a step takes at least as long as its states need to arrive in the results.
 
     Args:
-        submit: called on the engine's thread with a number of new tokens; returns the handles, first come, first served.
-        new_tokens: of the steps that count, and of some more, in which not all decode.
+        submit: called on the engine's thread with a number of new tokens; returns the handles in order of submission.
+        new_tokens: number of measured steps; some more tokens are generated before and after.
     """
     engine, ring = lm.engine, lm.runner.capture_ring
 
     def mark() -> tuple[int, float, Future[float]]:
-        """Steps that were launched, when, and when what they captured has arrived."""
+        """(steps launched, time now, time at which the captures of these steps have arrived)."""
         arrived: Future[float] = Future()
 
         def stamp() -> None:
@@ -113,7 +113,7 @@ def steady_ms(lm: LM, submit: Callable[[int], list[RequestHandle]], new_tokens: 
 
 
 def summary(pairs: list[tuple[float, float]]) -> dict[str, Any]:
-    """Medians of the pairs (plain ms, the other's ms) and of their ratios, which spread from lowest to highest."""
+    """Medians of the pairs (ms of plain, ms of the other side) and of their ratios; lowest and highest ratio."""
     ratios = [other / plain for plain, other in pairs]
     return {
         "plain_ms": statistics.median(plain for plain, _ in pairs),
@@ -125,10 +125,10 @@ def summary(pairs: list[tuple[float, float]]) -> dict[str, Any]:
 
 
 def describe_machine(noted_commit: str | None = None) -> dict[str, Any]:
-    """What a number cannot be read without.
+    """Hardware, versions, load and commit of a measurement.
 
     Args:
-        noted_commit: in place of the checkout's own, where these files are a copy of another's.
+        noted_commit: in place of the checkout's, if these files are a copy.
     """
     found = {
         "cpu": cpu_model(),
@@ -151,7 +151,7 @@ def describe_machine(noted_commit: str | None = None) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit that this package is at, marked where files differ from it; None outside of a checkout."""
+    """The commit of the checkout, with "-dirty" if files were changed; None outside of a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -160,12 +160,12 @@ def commit() -> str | None:
 
 
 def default_path(name: str) -> Path:
-    """Where a file of this name goes unless the user says otherwise: `benchmarks/results`, where that is, else here."""
+    """Default path of a result: in `benchmarks/results` if that folder exists, else in the working directory."""
     return (RESULTS if RESULTS.is_dir() else Path(".")) / name
 
 
 def write(record: dict[str, Any], path: Path) -> None:
-    """The record as JSON, its folder made where it is missing."""
+    """Write the record as JSON; creates the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n")
 

@@ -1,7 +1,7 @@
-"""The CPU suite: speed of plain decoding beside transformers' own, and what reading layers costs.
+"""The CPU suite: start-up time, speed of plain decoding beside transformers' own, and what reading layers costs.
 
-Everything that is compared runs in turns in one process, so that a busy machine slows all of it. Prompts are random token
-ids and generation is greedy past the end-of-sequence token: each run makes the same number of tokens.
+All sides of a comparison take turns in one process, so that a busy machine slows each of them. Prompts are random token ids.
+Generation is greedy and ignores the end-of-sequence token, so each run generates the same number of tokens.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..engine.lm import LM
 from .common import Prompts, default_path, generate, greedy, random_prompts, timed, write
+from .startup import StartResult, measure_start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,25 +29,25 @@ class CpuSettings:
     """What is measured, and how often."""
 
     batches: tuple[int, ...] = (1, 8, 32)
-    """Of plain decoding."""
+    """Batch sizes of plain decoding."""
     trace_batches: tuple[tuple[int, int], ...] = ((1, 1), (8, 1), (8, 8))
-    """(requests, how many of them are traced)"""
+    """(requests, traced requests among them)"""
     prompt_tokens: int = 16
     new_tokens: int = 64
     repeats: int = 3
-    """Of plain decoding; the best counts."""
+    """Of start-up, of which the median counts, and of plain decoding, of which the best counts."""
     trace_repeats: int = 7
     """Of traced decoding; the median of the differences counts."""
 
     @classmethod
     def quick(cls) -> CpuSettings:
-        """As small as it gets."""
+        """The smallest sizes."""
         return cls(batches=(1, 2), trace_batches=((2, 1),), prompt_tokens=4, new_tokens=4, repeats=1, trace_repeats=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeResult:
-    """New tokens a second, prefill included, of a batch."""
+    """New tokens a second of a batch, including prefill."""
 
     batch: int
     tokens_per_s: float
@@ -57,16 +58,16 @@ class DecodeResult:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceResult:
-    """A decode step with the last position of some layers saved at each step, against the same batch plain."""
+    """A decode step that saves the last position of some layers, against a step of the same batch without traces."""
 
     batch: int
     traced: int
     layers: int
     plain_ms: float
-    """Of a step; the median."""
+    """Median duration of a step."""
     traced_ms: float
     percent: float
-    """Median, over the rounds, of (traced - plain) / plain."""
+    """Median over the rounds of (traced - plain) / plain."""
 
 
 def run_cpu(
@@ -77,21 +78,22 @@ def run_cpu(
     Args:
         model: what `LM` takes; a folder with a config.json is enough with load_format="dummy".
         machine: see `describe_machine`.
-        out: the file; by default `cpu-<model>-<dtype>.json` in benchmarks/results where that folder is, else here.
+        out: the file; default: `cpu-<model>-<dtype>.json`, see `default_path`.
     """
     console = Console()
     _warn_if_busy(console, machine["load_average_before"])
     console.print(f"Loading {model} ...")
     lm = LM(model, dtype=dtype, device="cpu", load_format=load_format)
     with lm:
-        # On the engine's thread, as all that computes here: a second thread's OpenMP workers would slow both sides.
+        # On the engine's thread: OpenMP workers of a second thread would slow down both sides.
         reference = lm.engine.call(lambda: _transformers_model(lm))
         with Progress(console=console, transient=True) as progress:
             decode = _bench_decode(lm, reference, settings, progress)
             del reference
             trace = _bench_traces(lm, settings, progress)
         name, dtype_name = str(getattr(lm.runner.source, "name", model)), str(lm.runner.dtype).removeprefix("torch.")
-    console.print(_decode_table(decode, name, dtype_name), _trace_table(trace))
+    start = measure_start(model, dtype, load_format, settings.repeats)
+    console.print(_start_table(start), _decode_table(decode, name, dtype_name), _trace_table(trace))
     path = out or default_path(f"cpu-{Path(name).name}-{dtype_name}.json")
     record = {
         "suite": "cpu",
@@ -100,6 +102,7 @@ def run_cpu(
         "load_format": load_format,
         "settings": asdict(settings),
         "machine": machine,
+        "start": asdict(start),
         "decode": [asdict(result) for result in decode],
         "trace": [asdict(result) for result in trace],
     }
@@ -142,7 +145,7 @@ def _bench_decode(lm: LM, reference: Any, settings: CpuSettings, progress: Progr
 
 @torch.inference_mode()
 def reference_generate(model: Any, prompts: Prompts, new_tokens: int) -> None:
-    """The same by transformers."""
+    """`generate` by transformers."""
     ids = torch.tensor(prompts)
     lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
     out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **lengths)
@@ -150,7 +153,7 @@ def reference_generate(model: Any, prompts: Prompts, new_tokens: int) -> None:
 
 
 def _transformers_model(lm: LM) -> Any:
-    """transformers' own class with weights of the same size; the same ones, where there are any."""
+    """The model in transformers' own class, with the same weights; random ones for dummy weights."""
     source = lm.runner.source
     assert source is not None
     transformers_logging.set_verbosity_error()
@@ -199,7 +202,7 @@ def _bench_traces(lm: LM, settings: CpuSettings, progress: Progress) -> list[Tra
 def generate_traced(
     lm: LM, prompts: Prompts, traced: int, layers: list[int], new_tokens: int, edits: bool = False
 ) -> None:
-    """As `generate`; the first `traced` requests save the last position of `layers` at each step, or edit it."""
+    """`generate`, with the last position of `layers` saved, or edited, in the first `traced` requests at each step."""
     handles = [lm.submit(prompt, greedy(new_tokens)) for prompt in prompts[traced:]]
     with lm.generate(max_new_tokens=new_tokens, ignore_eos=True) as tracer:
         for prompt in prompts[:traced]:
@@ -223,6 +226,14 @@ def _warn_if_busy(console: Console, load: list[float]) -> None:
     console.print(f"Load average before: {load[0]:.2f} (1 minute), {load[1]:.2f} (5 minutes)")
     if load[0] > 0.5:
         console.print("[yellow]The machine is busy; these numbers will not mean much.[/]")
+
+
+def _start_table(start: StartResult) -> Table:
+    table = Table(title="Start-up in a fresh process: seconds", title_justify="left")
+    for column in ("import pymllm_interp", "pymllm_interp.LM", "LM(model)"):
+        table.add_column(column, justify="right")
+    table.add_row(*(f"{seconds:.2f}" for seconds in (start.import_s, start.import_lm_s, start.start_s)))
+    return table
 
 
 def _decode_table(results: list[DecodeResult], model: str, dtype: str) -> Table:

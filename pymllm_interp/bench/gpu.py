@@ -1,7 +1,7 @@
-"""The suites for one GPU: "decode" is plain serving, "hooks" is one request that reads a layer at every step beside plain ones.
+"""The suites for one GPU. "decode": plain serving. "hooks": one request reads a layer at every step, the others are plain.
 
-All of it goes through `LM`: scheduler, sampler and detokenizer included. Prompts are random token ids, generation is greedy
-past the end-of-sequence token, numbers are medians of some runs after a warm-up. The suites run on a CPU, too.
+Everything goes through `LM`, including scheduler, sampler and detokenizer. Prompts are random token ids. Generation is greedy and
+ignores the end-of-sequence token. Numbers are medians of several runs after a warm-up. The suites run on a CPU, too.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .common import Prompts, generate, greedy, random_prompts, timed
 from .profile import StepProfile
 
 PREFILL_PROMPTS = PREFILL_TIMES = 16
-"""Prefill is measured with so many prompts, so many times as long as the others."""
+"""Number of prompts for prefill, and how many times longer they are than for decoding."""
 LEAD = 16
-"""Steps that the traced request takes beyond the plain ones, whose prompts are computed after its own."""
+"""New tokens of the traced request beyond those of the plain ones: their prompts are computed after its own."""
 PROFILED_STEPS = 20
 WAYS: dict[str, dict[str, Any]] = {
     "no graphs": {"disable_cuda_graph": True},
@@ -33,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "eager": {"hook_execution": "eager"},
     "auto": {"hook_execution": "auto"},
 }
-"""Engines of the hooks suite, and what they are loaded with."""
+"""Engines of the hooks suite, and the options that they are loaded with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class GpuSettings:
 
     @classmethod
     def quick(cls) -> GpuSettings:
-        """As small as it gets."""
+        """The smallest sizes."""
         return cls(batches=(1, 2), prompt_tokens=4, new_tokens=8, repeats=1)
 
     def __post_init__(self) -> None:
@@ -58,17 +58,17 @@ class GpuSettings:
 
     @property
     def prefill_tokens(self) -> int:
-        """Of a prompt, where prefill is measured."""
+        """Tokens of a prompt for prefill."""
         return PREFILL_TIMES * self.prompt_tokens
 
     @property
     def longest(self) -> int:
-        """Tokens of one request at most."""
+        """Upper bound of a request, in tokens."""
         return max(self.prompt_tokens + self.new_tokens + LEAD, self.prefill_tokens + 1)
 
     @property
     def kv_tokens(self) -> int:
-        """Slots that hold all requests of any measurement, and more, for what is left over of pages."""
+        """Slots for all requests of any measurement, with a margin for partly used pages."""
         decode = max(self.batches) * (self.prompt_tokens + self.new_tokens + LEAD)
         tokens = max(decode, PREFILL_PROMPTS * (self.prefill_tokens + 1))
         return 256 + tokens // 8 * 9
@@ -76,7 +76,7 @@ class GpuSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is measured, and how `LM` loads it."""
+    """The model to measure, and how `LM` loads it."""
 
     model: str
     dtype: str
@@ -85,7 +85,7 @@ class Model:
     settings: GpuSettings
 
     def load(self, **options: Any) -> LM:
-        """An engine with room for the measurements."""
+        """An engine that is large enough for the measurements."""
         settings = self.settings
         return LM(
             self.model, dtype=self.dtype, device=self.device, load_format=self.load_format, max_model_len=settings.longest,
@@ -99,8 +99,7 @@ def records(suite: str, model: Model, machine: dict[str, Any], with_profiles: bo
     Args:
         suite: "decode", "hooks", or "all".
         machine: see `describe_machine`.
-        with_profiles: say where the time of steps goes, too. That comes last: what a profiler leaves behind in the process
-            slows launches down.
+        with_profiles: profile steps, too. Profiles come last: launches are slower in a process in which a profiler ran.
     """
     record = {"suite": suite, "load_format": model.load_format, "settings": asdict(model.settings)}
     record |= {"machine": machine, "hooks": [], "profile": {}}
@@ -124,7 +123,7 @@ def records(suite: str, model: Model, machine: dict[str, Any], with_profiles: bo
 
 
 def _alone(measure: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """What `measure` finds. The memory of the engine that it shut down is given back: the next one needs it."""
+    """The result of `measure`. Then the memory of its engine is released for the next one."""
     found = measure(*args)
     gc.collect()
     if torch.cuda.is_available():
@@ -133,7 +132,7 @@ def _alone(measure: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]
 
 
 def facts(lm: LM) -> dict[str, Any]:
-    """Which model ran, and where."""
+    """Model, dtype and device."""
     source = lm.runner.source
     assert source is not None
     return {"model": source.name, "dtype": str(lm.runner.dtype).removeprefix("torch."), "device": lm.runner.device}
@@ -160,7 +159,7 @@ def decode_suite(model: Model) -> dict[str, Any]:
 
 
 def decode_profiles(model: Model) -> dict[str, Any]:
-    """Where the time of decode steps at each batch size goes, and that of prefill."""
+    """Profiles of decode steps at each batch size, and of prefill."""
     with model.load() as lm:
         settings = model.settings
         found = {f"decode {n}": profile_decode(lm, n, settings) for n in settings.batches}
@@ -169,13 +168,15 @@ def decode_profiles(model: Model) -> dict[str, Any]:
 
 
 def median_seconds(lm: LM, prompts: Prompts, new_tokens: int, repeats: int) -> float:
-    """Of a generation, all prompts at once."""
+    """Median seconds of a generation with all prompts in one batch."""
     return statistics.median(timed(lambda: generate(lm, prompts, new_tokens)) for _ in range(repeats))
 
 
 def measure_decode(lm: LM, batch: int, settings: GpuSettings) -> dict[str, Any]:
-    """Milliseconds of a decode step, (t(all new tokens) - t(1)) / (new tokens - 1); of its graph alone; and tokens a second end to
-    end."""
+    """A decode step, its graph alone, and end-to-end tokens a second.
+
+    A step takes ``(t(all new tokens) - t(1)) / (new tokens - 1)``.
+    """
     prompts, new_tokens = random_prompts(lm, batch, settings.prompt_tokens), settings.new_tokens
     generate(lm, prompts, 4)
     first = median_seconds(lm, prompts, 1, settings.repeats)
@@ -190,7 +191,7 @@ def measure_decode(lm: LM, batch: int, settings: GpuSettings) -> dict[str, Any]:
 
 
 def graph_ms(lm: LM, batch: int, repeats: int = 20) -> float | None:
-    """Milliseconds of the GPU for one replay of the batch's graph, over the inputs of its last step; None without graphs."""
+    """GPU milliseconds of one replay of the batch's graph, with the inputs of its last step; None without graphs."""
     runner = lm.runner.graph_runner
     if runner is None:
         return None
@@ -199,7 +200,7 @@ def graph_ms(lm: LM, batch: int, repeats: int = 20) -> float | None:
 
 
 def replay_ms(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
-    """Milliseconds of the GPU for one replay."""
+    """GPU milliseconds of one replay."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(repeats):
@@ -210,7 +211,7 @@ def replay_ms(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
 
 
 def measure_prefill(lm: LM, settings: GpuSettings) -> dict[str, Any]:
-    """Prompt tokens a second, with one new token for each prompt."""
+    """Prompt tokens a second. Each prompt generates one token."""
     prompts = random_prompts(lm, PREFILL_PROMPTS, settings.prefill_tokens)
     generate(lm, prompts, 1)
     seconds = median_seconds(lm, prompts, 1, settings.repeats)
@@ -222,7 +223,7 @@ def measure_prefill(lm: LM, settings: GpuSettings) -> dict[str, Any]:
 
 
 def profile_decode(lm: LM, batch: int, settings: GpuSettings) -> dict[str, Any]:
-    """Where the time of some decode steps goes."""
+    """Profile of some decode steps."""
     profile, engine = StepProfile(lm), lm.engine
     params = greedy(settings.longest - settings.prompt_tokens)
     prompts = random_prompts(lm, batch, settings.prompt_tokens)
@@ -241,7 +242,7 @@ def profile_decode(lm: LM, batch: int, settings: GpuSettings) -> dict[str, Any]:
 
 
 def profile_prefill(lm: LM, settings: GpuSettings) -> dict[str, Any]:
-    """Where the time of prefill goes."""
+    """Profile of prefill."""
     profile = StepProfile(lm)
     lm.engine.call(profile.start)
     generate(lm, random_prompts(lm, PREFILL_PROMPTS, settings.prefill_tokens), 1)
@@ -253,7 +254,7 @@ def profile_prefill(lm: LM, settings: GpuSettings) -> dict[str, Any]:
 
 
 def hooks_suite(model: Model, way: str) -> dict[str, Any]:
-    """ "rows": a step at each batch size of one of the engines in `WAYS`, where nobody reads or one request reads some layers."""
+    """Steps of one of the engines in `WAYS` at each batch size: plain ones, and with one request that reads layers."""
     with model.load(**WAYS[way]) as lm:
         depth, settings = len(lm.model.layers), model.settings
         one, every = [depth // 2], list(range(depth))
@@ -271,7 +272,7 @@ def hooks_suite(model: Model, way: str) -> dict[str, Any]:
 
 
 def hooks_profiles(model: Model, way: str) -> dict[str, Any]:
-    """Where the time of steps goes in which one request reads one layer."""
+    """Profiles of steps in which one request reads one layer."""
     with model.load(**WAYS[way]) as lm:
         one = [len(lm.model.layers) // 2]
         found = {f"{way} {n}": profile_reading(lm, n, one, model.settings) for n in model.settings.batches}
@@ -279,17 +280,17 @@ def hooks_profiles(model: Model, way: str) -> dict[str, Any]:
 
 
 def measure_plain(lm: LM, batch: int, settings: GpuSettings) -> dict[str, Any]:
-    """A step of plain requests. Their tokens a second are those of all but one, as beside a request that reads."""
+    """A step of plain requests. Their tokens a second exclude one request, for comparison with `measure_reading`."""
     ms = measure_decode(lm, batch, settings)["decode_ms"]
     return {"ms": ms, "plain_tokens_per_s": (batch - 1) / ms * 1e3}
 
 
 class Tick(NamedTuple):
-    """A step, as the block of the traced request meets it."""
+    """A step, as seen by the block of the traced request."""
 
     seconds: float
     step: int
-    """Of the engine."""
+    """Step count of the engine."""
     running: bool
     """Whether all plain requests decode."""
 
@@ -297,10 +298,10 @@ class Tick(NamedTuple):
 class Window:
     """The steps in which one traced request and all plain ones decode together.
 
-    Its methods run in the traced request's block, on the engine's thread: when they come is no race between threads.
+    Its methods run in the block of the traced request, on the engine's thread, so there is no race.
 
     Args:
-        prompts: of the plain requests, which start when the traced one has computed its own.
+        prompts: of the plain requests. They are submitted after the traced request has computed its prompt.
     """
 
     def __init__(self, lm: LM, prompts: Prompts, new_tokens: int, profile: StepProfile | None = None) -> None:
@@ -309,32 +310,32 @@ class Window:
         self.ticks: list[Tick] = []
 
     def tick(self) -> None:
-        """Note a step."""
+        """Record a step."""
         if not self.ticks:
             self.handles = [self._lm.submit(prompt, greedy(self._new_tokens)) for prompt in self._prompts]
         running = bool(self.ticks) and self._all_decode()
         self.ticks.append(Tick(time.perf_counter(), self._lm.engine.num_steps, running))
         if self._profile is not None and running:
-            self._go_on(self._profile)
+            self._advance_profile(self._profile)
 
     def _all_decode(self) -> bool:
-        """First come, first served: the last has begun, the first has not ended."""
+        """Whether all plain requests decode: the last one has begun, and the first one has not ended."""
         if not self.handles:
             return True
         return bool(self.handles[-1].requests[0].output_token_ids) and not self.handles[0].done
 
     @staticmethod
-    def _go_on(profile: StepProfile) -> None:
+    def _advance_profile(profile: StepProfile) -> None:
         if profile.steps is None:
             profile.start()
         elif profile.steps >= PROFILED_STEPS and not profile.stopped:
             profile.stop()
 
     def result(self) -> dict[str, float]:
-        """Milliseconds of a step, and tokens a second of the plain requests: one each in a step.
+        """Milliseconds of a step, and tokens a second of the plain requests, which get one token each in a step.
 
         Raises:
-            ValueError: there was no such step.
+            ValueError: the window has no step.
         """
         ticks = [tick for tick in self.ticks if tick.running]
         if len(ticks) < 2:
@@ -348,7 +349,7 @@ class Window:
 def run_reading(
     lm: LM, prompts: Prompts, layers: list[int], new_tokens: int, profile: StepProfile | None = None
 ) -> Window:
-    """The first prompt's request saves the last position of `layers` at each step, beside plain requests of the others."""
+    """The first prompt is traced and saves the last position of `layers` at each step; the others are plain requests."""
     window = Window(lm, prompts[1:], new_tokens, profile)
     with lm.generate(prompts[0], max_new_tokens=new_tokens + LEAD, ignore_eos=True) as tracer:
         kept = list().save()  # pyright: ignore[reportAttributeAccessIssue]
@@ -363,7 +364,7 @@ def run_reading(
 
 
 def measure_reading(lm: LM, batch: int, layers: list[int], settings: GpuSettings) -> dict[str, Any]:
-    """A step in which one of `batch` requests reads `layers`: medians over the runs."""
+    """A step in which one of `batch` requests reads `layers`; medians over the runs."""
     prompts = random_prompts(lm, batch, settings.prompt_tokens)
     run_reading(lm, prompts, layers, min(32, settings.new_tokens))
     runs = [run_reading(lm, prompts, layers, settings.new_tokens).result() for _ in range(settings.repeats)]
@@ -371,7 +372,7 @@ def measure_reading(lm: LM, batch: int, layers: list[int], settings: GpuSettings
 
 
 def profile_reading(lm: LM, batch: int, layers: list[int], settings: GpuSettings) -> dict[str, Any]:
-    """Where the time of such steps goes."""
+    """Profile of steps in which one of `batch` requests reads `layers`."""
     profile = StepProfile(lm)
     run_reading(lm, random_prompts(lm, batch, settings.prompt_tokens), layers, settings.new_tokens, profile)
     if not profile.stopped:  # there were fewer steps

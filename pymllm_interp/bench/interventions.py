@@ -1,7 +1,7 @@
 """What declared interventions and captures cost a decode step: the suite "interventions".
 
-Every request of the batch has them. Steps are measured in which all requests decode (`steady_ms`). What the tables cost where
-nobody uses them is measured on the graphs: the same pass captured with them and without, replayed in turn.
+Every request of the batch has them, and all requests decode in the measured steps (`steady_ms`). The cost of unused tables is
+measured on graphs: the same pass is captured with and without tables, and the graphs are replayed in turns.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from .gpu import GpuSettings, Model, facts, replay_ms
 PAIRS = 5
 PROMPT_TOKENS, NEW_TOKENS = 32, 65
 CAPTURED_PROMPTS = 12
-"""As many as leave what the engine keeps of results' memory (`capture_kept_bytes`) room, of 8B shapes."""
+"""Prompts of the captured prefill. With 8B shapes their results fit in the pool of result memory (`capture_kept_bytes`)."""
 HARVESTED = 8
-"""Documents, each as long as the prompts whose prefill is measured."""
+"""Documents of the harvest, each as long as a prompt of the captured prefill."""
 CAPTURED = "all resid_post captured to the host"
 TABLES_PRESENT = "tables present, nobody hooked"
-"""The plain steps of the other cases have them; this is the graph of a step against one without."""
+"""The graph of a plain step, with tables against without. The plain steps of the other cases have tables."""
 
 Specs = Callable[[int], list[Intervention]]
 """Request i's interventions."""
 
 
 def interventions_suite(model: Model) -> Iterator[dict[str, Any]]:
-    """Ratios to plain steps, by case and batch size; again as each is found."""
+    """Ratios to plain steps, by case and batch size. Yields the growing record."""
     settings = model.settings
     with model.load() as lm:
         lengths = {
@@ -61,7 +61,7 @@ def interventions_suite(model: Model) -> Iterator[dict[str, Any]]:
 
 
 def cases(lm: LM) -> dict[str, Specs]:
-    """Interventions whose strength changes little: what they cost does not depend on it."""
+    """The cases. Interventions are weak: their cost does not depend on their strength."""
     width, depth = lm.runner.hidden_size, lm.runner.num_hidden_layers
     middle = depth // 2
 
@@ -86,19 +86,19 @@ def cases(lm: LM) -> dict[str, Specs]:
 
 
 def measure(lm: LM, batch: int, settings: GpuSettings, specs: Specs) -> dict[str, Any]:
-    """Steps of a batch whose requests have `specs`, against plain ones; what is done once for each request is in neither."""
+    """Steps of requests with `specs` against plain ones. Work that is done once for each request is excluded."""
     return _against_plain(lm, batch, settings, [{"interventions": specs(i)} for i in range(batch)])
 
 
 def measure_captured(lm: LM, batch: int, settings: GpuSettings) -> dict[str, Any]:
-    """Steps whose states after each layer come back with the results, against plain ones; and what arrives, in GB a second."""
+    """Steps that capture the states after each layer, against plain ones; and the captured GB a second."""
     capture = [Capture("resid_post.*", positions="generated")]
     found = _against_plain(lm, batch, settings, [{"capture": capture}] * batch)
     return found | {"gb_per_s": batch * _bytes_a_row(lm) / found["ms"] / 1e6}
 
 
 def _against_plain(lm: LM, batch: int, settings: GpuSettings, declared: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Steps of requests with what is declared for each, against plain ones."""
+    """Steps of requests with `declared` arguments, against plain ones."""
     prompts = random_prompts(lm, batch, min(PROMPT_TOKENS, settings.prompt_tokens))
 
     def step_ms(given: Sequence[dict[str, Any]]) -> float:
@@ -108,13 +108,13 @@ def _against_plain(lm: LM, batch: int, settings: GpuSettings, declared: Sequence
 
         return steady_ms(lm, submit, min(NEW_TOKENS, settings.new_tokens))
 
-    step_ms(declared)  # what is captured for replay, or compiled, is so now
+    step_ms(declared)  # warm-up: compiles, and captures graphs
     plain: list[dict[str, Any]] = [{}] * batch
     return summary([(step_ms(plain), step_ms(declared)) for _ in range(PAIRS)])
 
 
 def measure_captured_prefill(lm: LM, settings: GpuSettings) -> dict[str, float]:
-    """Prompts whose states after each layer come back, against plain ones: the share of their speed, and GB a second."""
+    """Prefill that captures the states after each layer: its share of the plain speed, and GB a second."""
     prompts = random_prompts(lm, CAPTURED_PROMPTS, settings.prefill_tokens)
 
     def seconds(**given: Any) -> float:
@@ -132,7 +132,7 @@ def measure_captured_prefill(lm: LM, settings: GpuSettings) -> dict[str, float]:
 
 
 def measure_harvest(lm: LM, settings: GpuSettings) -> dict[str, float]:
-    """A harvest of the states after each layer to the folder's disk, and that disk's own speed: GB a second, until all is on it."""
+    """GB a second of a harvest of the states after each layer, and of the disk alone; both until all bytes are synced."""
     documents = random_prompts(lm, HARVESTED, settings.prefill_tokens)
     with tempfile.TemporaryDirectory(dir=".") as folder:
         result = lm.harvest(documents, capture=["resid_post.*"], out=Path(folder) / "harvest", progress=False)
@@ -150,15 +150,15 @@ def measure_harvest(lm: LM, settings: GpuSettings) -> dict[str, float]:
 
 
 def _bytes_a_row(lm: LM) -> int:
-    """Of a position's states after each layer."""
+    """Bytes of the states after each layer, for one position."""
     return lm.runner.num_hidden_layers * lm.runner.hidden_size * lm.runner.dtype.itemsize
 
 
 def tables(lm: LM, batch: int, replays: int = 20) -> dict[str, Any]:
-    """The pass of `batch` rows captured with the tables, between two captures of it without: rows of one token each.
+    """A decode pass of `batch` rows, captured with tables, and twice without.
 
-    "control" is the ratio of those two, which differ in nothing but where their memory is. The engine's own graphs are of no
-    use afterwards: the attention backend plans for the last ones that were captured.
+    "control" is the ratio of the two graphs without tables, which differ only in the place of their memory. The engine's own
+    graphs cannot be used afterwards: the attention backend plans for the graphs that were captured last.
     """
     runner = lm.runner
 
@@ -172,7 +172,7 @@ def tables(lm: LM, batch: int, replays: int = 20) -> dict[str, Any]:
                 made.append(CudaGraphRunner(runner, [size]))
             finally:
                 runner.captured_site_ops = captured  # type: ignore[method-assign]
-            kept.append(dict(vars(runner.attn_backend).get("_graphs", {})))  # what this graph reads
+            kept.append(dict(vars(runner.attn_backend).get("_graphs", {})))  # buffers of this graph
         graphs = [graph_runner.graphs[size] for graph_runner in made]
         found = [[replay_ms(graph, replays) for graph in graphs] for _ in range(PAIRS + 1)][1:]
         for graph_runner in made:

@@ -1,7 +1,7 @@
-"""What is left of requests: the suite "memory".
+"""What requests leave behind: the suite "memory".
 
-Rounds of requests of all kinds, some of which are cancelled or fail, on one engine. After each round: the process's memory, the
-device's, and the objects that Python has.
+Rounds of requests of all kinds run on one engine; some are cancelled or fail. After each round, the memory of process and device
+and the number of Python objects are recorded.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ REQUESTS, ROUND = 10_000, 1_000
 KINDS = ("plain", "steered, a vector each", "captured", "cancelled", "traced")
 PROMPT_TOKENS, NEW_TOKENS = 16, 8
 STATM = Path("/proc/self/statm")
-"""Where Linux says how many pages a process has."""
+"""Linux: page counts of the process."""
 
 
 def memory_suite(model: Model) -> Iterator[dict[str, Any]]:
-    """What the process holds after each round of requests; again as each is found."""
+    """Memory after each round of requests. Yields the growing record."""
     settings = model.settings
     requests, size = (REQUESTS, ROUND) if settings.repeats > 1 else (40, 20)
     with model.load() as lm:
@@ -43,7 +43,7 @@ def memory_suite(model: Model) -> Iterator[dict[str, Any]]:
 
 
 def run_requests(lm: LM, count: int, settings: GpuSettings) -> None:
-    """`count` requests of each kind, all at once. The trace's last block fails."""
+    """`count` requests of each kind at once. The last block of the trace fails."""
     prompts = random_prompts(lm, len(KINDS) * count, min(PROMPT_TOKENS, settings.prompt_tokens))
     plain, steered, captured, cancelled, traced = (prompts[kind :: len(KINDS)] for kind in range(len(KINDS)))
     new_tokens, middle = min(NEW_TOKENS, settings.new_tokens), lm.runner.num_hidden_layers // 2
@@ -79,7 +79,7 @@ def _trace(lm: LM, prompts: Prompts, new_tokens: int, layer: int) -> None:
 
 
 def held_memory() -> dict[str, float]:
-    """Memory that the process and its device hold, in MB, and how many objects Python has."""
+    """Memory of process and device in MB, and the number of Python objects."""
     gc.collect()
     found: dict[str, float] = {"objects": len(gc.get_objects())}
     if STATM.is_file():

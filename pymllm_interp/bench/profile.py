@@ -1,4 +1,4 @@
-"""What the device does in some steps of an engine, kernel by kernel."""
+"""Profiles of engine steps, by kernel."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.profiler import ProfilerActivity, profile
 from ..engine.lm import LM
 
 KERNELS = 30
-"""That are kept, the longest first."""
+"""Kernels that are kept, longest first."""
 
 
 @dataclass
 class StepProfile:
-    """Profiles the steps between `start` and `stop`, which are called on the engine's thread.
+    """Profiles the steps between `start` and `stop`. Both are called on the engine's thread.
 
-    On a CPU "kernels" are torch's operators.
+    On a CPU, "kernels" are torch operators.
     """
 
     lm: LM
@@ -39,23 +39,23 @@ class StepProfile:
 
     @property
     def stopped(self) -> bool:
-        """Whether it is over."""
+        """Whether `stop` was called."""
         return len(self._marks) == 2
 
     def start(self) -> None:
-        """Begin, when the device is through with what it has."""
+        """Start, after the device has finished its queue."""
         self._synchronize()
         self._profiler.start()
         self._mark()
 
     def stop(self) -> None:
-        """End, when the device is through with what it has."""
+        """Stop, after the device has finished its queue."""
         self._synchronize()
         self._mark()
         self._profiler.stop()
 
     def result(self) -> dict[str, Any]:
-        """Microseconds a step: by the clock, busy, and by kernel. Kernels that run beside each other add up to more.
+        """Microseconds a step: elapsed, busy, and by kernel. Concurrent kernels may add up to more than the busy time.
 
         Raises:
             RuntimeError: no step ran between start and stop.
@@ -88,7 +88,7 @@ class StepProfile:
 
 
 def covered(ranges: Iterable[Interval]) -> float:
-    """How long anything was under way; what overlaps counts once."""
+    """Length of the union of the ranges."""
     total, until = 0.0, -math.inf
     for interval in sorted(ranges, key=lambda interval: interval.start):
         total += max(0.0, interval.end - max(interval.start, until))

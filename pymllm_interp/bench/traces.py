@@ -1,7 +1,7 @@
 """What traces cost a decode step: the suite "traces".
 
-Requests of a batch read or edit layers at every step, in one ``with`` block that has an invoke for each of them; the others
-are plain. See `compare`.
+Requests of a batch read or edit layers at every step, in one ``with`` block with an invoke for each. The other requests are plain.
+See `compare`.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from .gpu import GpuSettings, Model, facts
 
 PAIRS, NEW_TOKENS = 3, 100
 SWEEP, SWEEP_TOKENS = 1024, 32
-"""Invokes of one trace, and tokens of each one's prompt."""
+"""Invokes of one trace, and tokens of each prompt."""
 
 
 class Case(NamedTuple):
-    """What the blocks of a trace do at each step."""
+    """What the blocks do at each step."""
 
     name: str
     layers: list[int]
     everyone: bool = True
-    """Every request of the batch; else the first one."""
+    """Trace every request of the batch; else the first one."""
     edits: bool = False
-    """They change each layer's output, rather than save it."""
+    """Edit the output of each layer; else save it."""
 
 
 def traces_suite(model: Model) -> Iterator[dict[str, Any]]:
-    """Steps with traces against plain ones, by case and batch size, and a sweep of one layer over many prompts; again as each
-    is found."""
+    """Steps with traces against plain ones, by case and batch size, and a sweep over many prompts. Yields the growing record."""
     settings = model.settings
     with model.load() as lm:
         found: dict[str, Any] = facts(lm) | {"pairs": PAIRS, "new_tokens": NEW_TOKENS, "rows": []}
@@ -48,7 +47,7 @@ def traces_suite(model: Model) -> Iterator[dict[str, Any]]:
 
 
 def cases(depth: int) -> list[Case]:
-    """What is measured in a model of so many layers."""
+    """The cases for a model of `depth` layers."""
     middle = depth // 2
     eighths = sorted({depth * i // 8 for i in range(8)})
     return [
@@ -60,7 +59,7 @@ def cases(depth: int) -> list[Case]:
 
 
 def measure(lm: LM, case: Case, batch: int, settings: GpuSettings) -> dict[str, Any]:
-    """A step of the case against a plain one."""
+    """A step of a case against a plain one."""
     prompts = random_prompts(lm, batch, settings.prompt_tokens)
 
     def traced(tokens: int) -> None:
@@ -70,7 +69,7 @@ def measure(lm: LM, case: Case, batch: int, settings: GpuSettings) -> dict[str, 
 
 
 def measure_sweep(lm: LM, settings: GpuSettings) -> dict[str, float]:
-    """One trace of many invokes that each save a layer, against plain generation of one token from the same prompts: seconds."""
+    """Seconds of one trace with many invokes that each save a layer, against plain generation of one token for each prompt."""
     count, tokens = (SWEEP, SWEEP_TOKENS) if settings.repeats > 1 else (8, 4)
     prompts, layer = random_prompts(lm, count, tokens), lm.runner.num_hidden_layers // 2
 

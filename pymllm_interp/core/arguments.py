@@ -1,9 +1,13 @@
-"""Keywords that are not known, answered with what to write in their place."""
+"""Errors of arguments: prompts that cannot be served, and unknown keywords."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+
+
+class PromptError(ValueError):
+    """A prompt, or a parameter beside it, that cannot be served."""
 
 
 def check_names(who: str, given: Iterable[str], known: Sequence[str], elsewhere: Mapping[str, str]) -> None:

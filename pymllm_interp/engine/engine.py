@@ -179,9 +179,11 @@ class Engine:
         if self._async:
             runner.interleaver.sync_previous_step = self._sync_previous_step
         kv = KVManager(runner.req_to_token_pool, runner.token_to_kv_pool_allocator, runner.token_to_kv_pool)
-        self.scheduler = Scheduler(runner.server_config, runner.max_num_tokens, kv, runner.capture_ring)
-        if runner.capture_ring is not None:
-            runner.capture_ring.on_room = self._wake_up
+        ring = runner.capture_ring
+        admission = None if ring is None else ring.admission
+        self.scheduler = Scheduler(runner.server_config, runner.max_num_tokens, kv, admission)
+        if ring is not None:
+            ring.notify_when_freed(self._wake_up)
 
     def _run(self) -> None:
         try:

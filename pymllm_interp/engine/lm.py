@@ -21,19 +21,15 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig
 
 from ..config import ModelConfig, ServerConfig
-from ..core.arguments import check_names
+from ..core.arguments import PromptError, check_names
 from ..core.output import RequestOutput
 from ..core.request import Request
 from ..core.sampling_params import SamplingParams
-from ..harvest.folder import HarvestFolder, Identity
-from ..harvest.inputs import Settings, tokenizer_fingerprint
-from ..harvest.reader import expected_bytes, has_index_per_site
-from ..harvest.run import READ, STEPS_AHEAD, HarvestResult, HarvestRun
-from ..hooks.binding import captures_for_each_prompt, fingerprint_of, for_each_prompt
+from ..harvest.run import HarvestResult, run_harvest
+from ..hooks.binding import captures_for_each_prompt, for_each_prompt
 from ..hooks.captures.spec import Capture
 from ..hooks.interventions.specs import Intervention
-from ..hooks.positions import Generated
-from ..hooks.site import Site
+from ..hooks.site import ModelInfo, Site
 from ..hooks.traces.envoy import TracedModel
 from ..hooks.traces.trace import RequestTrace
 from ..hooks.traces.tracer import EngineTracer, SessionTracer, opens_with
@@ -42,9 +38,11 @@ from ..runner.interp_model_runner import InterpModelRunner
 from .completion import StreamPiece
 from .engine import Engine
 from .handle import RequestHandle
-from .prompts import PromptError, as_prompts, prompt_of
-from .request_factory import RequestFactory, RequestOptions
+from .prompts import as_prompts, prompt_of
+from .request_factory import EngineLimits, RequestFactory, RequestOptions
 
+PREFILL = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+"""Sampling parameters of `LM.submit_prefill`. The sampled token is not used."""
 ELSEWHERE = {
     "device_map": "one device holds the model, device='cuda' or 'cpu'",
     "dispatch": "the weights are always loaded; leave it out",
@@ -254,93 +252,106 @@ class LM(TracedModel):
         too_long: str = "error",
         progress: bool | None = None,
     ) -> HarvestResult:
-        """Write the states of a corpus to `out`, as safetensors shards that `open_harvest` reads.
+        """Write the states of a corpus to the folder `out`, as safetensors shards that `open_harvest` reads.
 
-        Each document is read in one forward pass, without generating; many are under way at once. A run that was killed, or
-        stopped by an error, goes on where it was when the same call is made again: it skips the documents that are in whole
-        shards, and deletes the rest.
+        Each document is one forward pass without generation; many run at once. The same call resumes a run that was killed or
+        failed: it skips the documents in whole shards, and deletes all other files of the run.
 
         Args:
-            inputs: an iterable of documents, which may be lazy and endless: texts, or token ids. Or one stream of tokens (a
-                tensor [n], an array, an iterable of whole numbers), which is cut into documents of `max_length`.
-            capture: sites and `Capture`s; what they select and reduce is of one pass.
-            out: a new folder, or one of the same harvest.
-            interventions: what acts while the documents are read.
-            shard_bytes: of a shard at most; a document is never cut, so one that has more makes a larger shard. About twice as
-                much is held in memory.
-            max_length: tokens of one pass at most; max_model_len where None.
-            too_long: of a document with more tokens: "error"; "truncate" reads its beginning; "split" reads it in several
-                passes of `max_length`, which do not see each other. Positions count from the document's start then too, so the
-                position in the pass is ``position % max_length``.
-            progress: show documents, tokens and GB/s on standard error; None: where that is a terminal.
+            inputs: an iterable of documents (texts or token ids), which may be lazy and endless. Or one stream of tokens (a tensor
+                [n], an array, an iterable of integers), which is cut into documents of `max_length` tokens.
+            capture: sites and `Capture`s. Positions and reductions are those of one pass.
+            out: a new folder, or a folder of the same harvest.
+            interventions: applied to each document.
+            shard_bytes: upper bound of a shard, in bytes. A document is never split over shards, so a larger document makes a
+                larger shard. About twice this much is held in host memory.
+            max_length: upper bound of a pass, in tokens; None: max_model_len.
+            too_long: what to do with a longer document: "error"; "truncate": read its beginning; "split": read it in several
+                passes of `max_length` tokens, which do not attend to each other. Positions still count from the start of the
+                document, so the position in the pass is ``position % max_length``.
+            progress: show documents, tokens and GB/s on standard error; None: only if that is a terminal.
 
         Raises:
-            ValueError: what cannot be captured; a folder of another harvest, or one of another input.
-            FileExistsError: a folder with other things in it.
-            HarvestError: it stopped before the input's end. The message names the document, and says what was kept.
+            ValueError: invalid captures, or a folder of another harvest or input.
+            FileExistsError: the folder holds other files.
+            HarvestError: the run stopped before the end of the input. The message names the document, and what was kept.
         """
-        captures, declared = self._harvest_specs(capture, interventions)
-        limits, model = self._factory.limits, self.runner.model_info
-        longest = min(limits.max_model_len, limits.kv_tokens)
-        settings = Settings(longest if max_length is None else max_length, too_long, shard_bytes)
-        if settings.max_length > longest:
-            raise ValueError(
-                f"max_length={max_length}: a pass takes at most {longest} (max_model_len, kv_cache_tokens)"
-            )
-        identity = Identity(
-            model=self.model_fingerprint,
-            tokenizer=tokenizer_fingerprint(self.tokenizer),
-            spec=fingerprint_of(declared, captures),
-            shard_bytes=settings.shard_bytes,
-            max_length=settings.max_length,
-            too_long=too_long,
-            index_per_site=has_index_per_site(captures),
-        )
-
-        def handle(ids: list[int], what: str) -> RequestHandle:
-            (request,) = self._factory.requests(ids, READ, what=what, reads_only=True)
-            try:
-                self._factory.declare(request, declared, captures)
-            except ValueError as error:
-                raise PromptError(f"{what}: {error}") from error
-            return RequestHandle(None, [request], None, self.engine)
-
-        def submit(handle: RequestHandle) -> None:
-            self._factory.hold(handle.requests)
-            self._send([handle])
-
-        run = HarvestRun(
-            HarvestFolder(out, identity),
-            settings,
-            tokens=lambda document, what: self._factory.tokens(document, what)[1],
-            handle=handle,
-            submit=submit,
-            max_tokens=STEPS_AHEAD * limits.max_num_tokens,
-            max_requests=STEPS_AHEAD * limits.max_running,
-            expected_bytes=lambda tokens: expected_bytes(captures, model, tokens),
-            engine=self._factory.engine_name,
-            progress=progress,
-        )
-        return run.run(inputs)
-
-    def _harvest_specs(
-        self, capture: Sequence[Capture | Site | str], interventions: Sequence[Intervention] | None
-    ) -> tuple[list[Capture], list[Intervention]]:
-        """What a harvest captures and applies, with what it cannot refused."""
         if self.engine.on_engine_thread:
             raise RuntimeError("a harvest cannot be run inside the block of a trace: the engine would wait for itself")
         if self.edits_of(None):
             raise NotImplementedError(
                 "this model has edits, and a harvest does not apply them: clear them, or declare them"
             )
+        return run_harvest(
+            self, inputs, capture=capture, out=out, interventions=interventions, shard_bytes=shard_bytes, max_length=max_length,
+            too_long=too_long, progress=progress,
+        )  # fmt: skip
+
+    @property
+    def limits(self) -> EngineLimits:
+        """Upper bounds of requests and steps, as they are now."""
+        return self._factory.limits
+
+    @property
+    def engine_name(self) -> str:
+        """What computes: versions, device, attention backend and dtype."""
+        return self._factory.engine_name
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """Sites and widths of the model."""
+        return self.runner.model_info
+
+    def token_ids(self, prompt: Any, what: str = "the prompt") -> list[int]:
+        """Token ids of a prompt: a text, token ids (list or tensor), or a tokenizer's dict.
+
+        Args:
+            what: names the prompt in messages.
+
+        Raises:
+            PromptError: it is empty, of another type, or has ids outside the vocabulary.
+        """
+        return self._factory.tokens(prompt, what)[1]
+
+    def resolve_specs(
+        self, capture: Sequence[Capture | Site | str], interventions: Sequence[Intervention] | None = None
+    ) -> tuple[list[Capture], list[Intervention]]:
+        """Captures and interventions of one prompt, with this model's vectors in place of their names.
+
+        Raises:
+            ValueError: an unknown name, or not a spec.
+        """
         (captures,) = self._factory.named(captures_for_each_prompt(capture, 1))
         (declared,) = self._factory.named(for_each_prompt(interventions, 1))
-        if not captures:
-            raise ValueError("harvest(capture=...): nothing to capture; name sites, as in ['resid_post.*']")
-        for spec in [*captures, *declared]:
-            if spec.positions == "generated" or isinstance(spec.positions, Generated):
-                raise ValueError(f"{spec.name}: positions={spec.positions!r}; a harvest generates nothing")
         return captures, declared
+
+    def submit_prefill(
+        self,
+        token_ids: list[int],
+        captures: Sequence[Capture],
+        interventions: Sequence[Intervention] = (),
+        what: str = "the prompt",
+    ) -> RequestHandle:
+        """Start one forward pass over a prompt, which may fill the context. Returns at once; nothing is generated.
+
+        Args:
+            token_ids: of `token_ids`.
+            captures, interventions: of `resolve_specs`.
+            what: names the prompt in messages.
+
+        Raises:
+            PromptError: the prompt or its specs cannot be served.
+            ValueError: the vector pool is full.
+        """
+        (request,) = self._factory.requests(token_ids, PREFILL, what=what, reads_only=True)
+        try:
+            self._factory.declare(request, interventions, captures)
+        except ValueError as error:
+            raise PromptError(f"{what}: {error}") from error
+        self._factory.hold([request])
+        handle = RequestHandle(None, [request], None, self.engine)
+        self._send([handle])
+        return handle
 
     # -- traces ------------------------------------------------------------------------
 

@@ -8,12 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.arguments import check_names
+from ..core.arguments import PromptError, check_names
 from ..core.sampling_params import ALIASES, ELSEWHERE, SamplingParams
-
-
-class PromptError(ValueError):
-    """A prompt, or a parameter beside it, that cannot be served."""
 
 
 def as_prompts(prompts: Any) -> list[Any]:

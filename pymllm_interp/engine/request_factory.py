@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 import torch
 
 from .. import __version__
+from ..core.arguments import PromptError
 from ..core.request import Request
 from ..core.sampling_params import SamplingParams
 from ..hooks.binding import captures_for_each_prompt, fingerprint_of, for_each_prompt, resolved
@@ -25,7 +26,7 @@ from ..models.fingerprint import model_fingerprint
 from ..runner.interp_model_runner import InterpModelRunner
 from .detokenizer import StopStrings
 from .handle import EngineClosedError
-from .prompts import IGNORED, PromptError, default_max_tokens, ids_of, params_for, prompt_of, sampling_from_kwargs
+from .prompts import IGNORED, default_max_tokens, ids_of, params_for, prompt_of, sampling_from_kwargs
 
 FORWARD = SamplingParams(temperature=0.0, max_tokens=1)
 """Sampling parameters of a trace's single pass, for blocks that read `lm.samples`."""

@@ -18,7 +18,7 @@ from ..config import ServerConfig
 from ..core.out_of_memory import is_out_of_memory
 from ..core.request import Request, RequestStatus
 from ..core.step import AcceptedToken, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
-from ..hooks.captures.ring import CaptureRing
+from ..hooks.captures.admission import RingAdmission
 from .kv_manager import KVManager
 
 
@@ -29,7 +29,7 @@ class Scheduler:
         config: `schedule_policy` and `max_running_requests` are read.
         max_num_tokens: upper bound of a step's token rows.
         kv: pages and rows of the requests.
-        capture_ring: ring that captured states leave the device through; None where captures need no room.
+        ring_admission: reserves room for captured states in the ring; None where captures need none.
 
     Attributes:
         requests: live requests by id.
@@ -37,13 +37,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: ServerConfig, max_num_tokens: int, kv: KVManager, capture_ring: CaptureRing | None = None
+        self, config: ServerConfig, max_num_tokens: int, kv: KVManager, ring_admission: RingAdmission | None = None
     ) -> None:
         self.config = config
         self.max_num_tokens = max_num_tokens
         self.max_running = min(kv.rows.size, max_num_tokens)
         self.kv = kv
-        self.capture_ring = capture_ring
+        self.ring_admission = ring_admission
         self.requests: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -80,7 +80,7 @@ class Scheduler:
     @property
     def waits_for_room(self) -> bool:
         """Whether captures found no room in the ring for the last step, and room will be freed."""
-        return self.capture_ring is not None and self.capture_ring.refused and self.capture_ring.pieces.in_use
+        return self.ring_admission is not None and self.ring_admission.waits
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request and release what it holds. A finished request is left as it is."""
@@ -116,8 +116,8 @@ class Scheduler:
 
     def _pick(self) -> SchedulerOutput:
         step = SchedulerOutput()
-        if self.capture_ring is not None:
-            self.capture_ring.begin()
+        if self.ring_admission is not None:
+            self.ring_admission.begin()
         budget = self.max_num_tokens
         decoding = [request for request in self.running if request.is_decoding]
         prompts_run = len(decoding) < len(self.running)
@@ -235,15 +235,15 @@ class Scheduler:
         self._preempted_ids.discard(request.request_id)
 
     def _reserve_ring(self, wanted: list[tuple[Request, int]], whole: bool = True) -> int:
-        """`CaptureRing.take`, where any of the requests declared something."""
-        if self.capture_ring is None or all(request.declared is None for request, _ in wanted):
+        """`RingAdmission.take`, where any of the requests declared something."""
+        if self.ring_admission is None or all(request.declared is None for request, _ in wanted):
             return wanted[0][1]
-        return self.capture_ring.take(wanted, whole)
+        return self.ring_admission.take(wanted, whole)
 
     def _without_ring(self, decoding: list[Request]) -> set[Request]:
         """Those of the requests that find no room for their next position's captures, with their gangs."""
         sit_out: set[Request] = set()
-        if self.capture_ring is None or all(request.declared is None for request in decoding):
+        if self.ring_admission is None or all(request.declared is None for request in decoding):
             return sit_out
         seen: set[Request] = set()
         for request in decoding:
@@ -256,9 +256,9 @@ class Scheduler:
 
     def _ring_fits(self, unit: list[Request]) -> bool:
         """Whether what the requests capture finds room, if they are admitted now: of a traced prompt all, else of one position."""
-        if self.capture_ring is None:
+        if self.ring_admission is None:
             return True
-        return self.capture_ring.fits(unit, [1 if r.trace is None else r.num_tokens_left for r in unit])
+        return self.ring_admission.fits(unit, [1 if r.trace is None else r.num_tokens_left for r in unit])
 
     # -- what a step computed ---------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""A harvest's folder: shards, manifest, and what makes a run go on."""
+"""The folder of a harvest: its shards, its manifest, and how a run resumes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ INDEX = ("document_ids", "positions", "token_ids")
 CHUNK_BYTES = 1 << 23
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 CODES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
-"""The format's names of dtypes."""
+"""dtype -> its name in safetensors."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a folder's shards have in common, and a run that goes on must have too."""
+    """What all shards of a folder have in common. A run that resumes must have the same."""
 
     model: str
     """Fingerprint of the model."""
@@ -50,37 +50,37 @@ class Identity:
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """What the manifest says of a shard."""
+    """A shard in the manifest."""
 
     file: str
     rows: dict[str, int]
     """By site."""
     tokens: int
-    """That the model read for it."""
+    """Tokens of its documents."""
     first_document: int
     last_document: int
-    """Included; documents are never cut."""
+    """Inclusive; a document is never split over shards."""
     bytes: int
-    """Of the file."""
+    """Size of the file."""
     crc32: str
-    """Of the file, as 8 hexadecimal digits."""
+    """CRC-32 of the file, as 8 hexadecimal digits."""
     inputs: str
-    """SHA-256 over all documents of the input up to the last one, as they were given."""
+    """SHA-256 over all documents of the input up to the last one."""
     engine: str
-    """What computed it."""
+    """`HarvestModel.engine_name` of the run that wrote it."""
 
 
 class HarvestFolder:
-    """The folder as the one run that writes to it sees it, from `HarvestFolder(...)` to `close()`.
+    """A folder that one run writes to, locked from `HarvestFolder(...)` to `close()`.
 
     Attributes:
-        shards: that the manifest lists.
-        complete: whether the input came to its end.
+        shards: in the manifest.
+        complete: whether the end of the input was reached.
 
     Raises:
-        FileExistsError: a folder that is not empty, and no harvest's.
-        ValueError: a harvest of another model, with other captures or other shards, or one that is damaged.
-        RuntimeError: another run is writing to it.
+        FileExistsError: the folder is not empty, and is not a harvest's.
+        ValueError: the folder is of another harvest (see `Identity`), or damaged.
+        RuntimeError: another run writes to it.
     """
 
     def __init__(self, folder: str | Path, identity: Identity) -> None:
@@ -92,7 +92,7 @@ class HarvestFolder:
         try:
             self._lock()
             if (self.folder / MANIFEST).exists():
-                self._go_on()
+                self._resume()
             else:
                 self._begin()
         except BaseException:
@@ -101,18 +101,18 @@ class HarvestFolder:
 
     @property
     def num_documents(self) -> int:
-        """Documents in the shards: the next one has this number."""
+        """Documents in the shards; the number of the next document."""
         return self.shards[-1].last_document + 1 if self.shards else 0
 
     def add(self, tensors: Mapping[str, Sequence[Tensor]], entry: dict[str, Any]) -> None:
-        """Write a shard and list it.
+        """Write a shard and list it in the manifest.
 
         Args:
-            tensors: name -> its rows, [n, ...] each, on the CPU, in order.
-            entry: the fields of its `ShardEntry` but `file`, `bytes` and `crc32`.
+            tensors: name -> its rows in order, [n, ...] each, on the CPU.
+            entry: fields of its `ShardEntry`, without `file`, `bytes` and `crc32`.
 
         Raises:
-            OSError: it could not be written; nothing of it is left then.
+            OSError: it could not be written; no part of it is left.
         """
         name = f"shard-{len(self.shards):06}.safetensors"
         size, crc32 = self._put(name, _serialised(tensors))
@@ -120,19 +120,20 @@ class HarvestFolder:
         self._list([*self.shards, made], complete=False)
 
     def finish(self) -> None:
-        """Note that the input has come to its end."""
+        """Mark the harvest as complete."""
         self._list(self.shards, complete=True)
 
     def close(self) -> None:
-        """Let other runs have the folder."""
+        """Release the lock."""
         os.close(self._fd)
 
     def _lock(self) -> None:
+        # The folder itself is locked: a lock file would stay in folders that are refused, and in finished harvests.
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RuntimeError(f"{self.folder}: another run is harvesting to this folder") from None
-        except OSError:  # a file system without locks
+        except OSError:  # the file system has no locks
             pass
 
     def _begin(self) -> None:
@@ -143,7 +144,7 @@ class HarvestFolder:
             )
         self._list([], complete=False)
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         manifest = read_manifest(self.folder)
         before = asdict(self.identity) | manifest["identity"]
         for name, now in asdict(self.identity).items():
@@ -176,7 +177,7 @@ class HarvestFolder:
         self.shards, self.complete = shards, complete
 
     def _put(self, name: str, chunks: Iterable[bytes | memoryview]) -> tuple[int, int]:
-        """Write a file that is there as a whole or not at all. Returns its size and its CRC-32."""
+        """Write a file atomically. Returns (its size, its CRC-32)."""
         temporary = self.folder / (name + TEMPORARY)
         size = crc32 = 0
         chunks = iter(chunks)
@@ -186,18 +187,18 @@ class HarvestFolder:
             return chunk, zlib.crc32(chunk, crc32)
 
         try:
-            # While a chunk is written, the next one is made and summed up: none of it holds up other Python.
+            # While a chunk is written, the next one is serialised and checksummed. Both release the GIL.
             with open(temporary, "wb") as file, ThreadPoolExecutor(1) as beside:
                 chunk, crc32 = following()
                 while chunk:
-                    ahead = beside.submit(following)
+                    submitted = beside.submit(following)
                     file.write(chunk)
                     file.flush()
-                    _not_needed(file, size, len(chunk))
+                    _drop_from_cache(file, size, len(chunk))
                     size += len(chunk)
-                    chunk, crc32 = ahead.result()
+                    chunk, crc32 = submitted.result()
                 os.fsync(file.fileno())
-                _not_needed(file, 0, size)
+                _drop_from_cache(file, 0, size)
             os.replace(temporary, self.folder / name)
             os.fsync(self._fd)
         except OSError:
@@ -208,11 +209,11 @@ class HarvestFolder:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, its shards as `ShardEntry`s.
+    """The manifest, with its shards as `ShardEntry`.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is not a harvest's, or of another version.
+        FileNotFoundError: the folder has none.
+        ValueError: it is not a harvest's manifest, or has another version.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -228,9 +229,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _serialised(tensors: Mapping[str, Sequence[Tensor]]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file (https://huggingface.co/docs/safetensors), in chunks, none of them empty."""
+    """The bytes of a safetensors file (https://huggingface.co/docs/safetensors), in chunks that are not empty."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    # Wide elements first: each tensor then starts at a multiple of its own.
+    # Wide elements first: each tensor then starts at a multiple of its itemsize.
     ordered = dict(sorted(tensors.items(), key=lambda entry: -entry[1][0].itemsize))
     end = 0
     for name, pieces in ordered.items():
@@ -243,7 +244,7 @@ def _serialised(tensors: Mapping[str, Sequence[Tensor]]) -> Iterator[bytes | mem
     for pieces in ordered.values():
         batch: list[np.ndarray] = []
         for place, piece in enumerate(pieces):
-            # NumPy, and whole numbers for all dtypes: torch would start workers of its own for this thread.
+            # NumPy on integer views: torch would start intra-op threads for this thread.
             batch.append(piece.view(BITS[piece.itemsize]).numpy())
             full = sum(part.nbytes for part in batch) >= CHUNK_BYTES or place == len(pieces) - 1
             if full and any(part.size for part in batch):
@@ -251,14 +252,15 @@ def _serialised(tensors: Mapping[str, Sequence[Tensor]]) -> Iterator[bytes | mem
                 batch = []
 
 
-def _not_needed(file: BufferedWriter, start: int, size: int) -> None:
-    """Nobody reads these bytes soon. What is not on the disk yet is sent there beside what follows; what is leaves memory."""
+def _drop_from_cache(file: BufferedWriter, start: int, size: int) -> None:
+    """Drop these bytes from the page cache: dirty pages are written out, clean pages are released."""
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a file system that takes no advice
+        with contextlib.suppress(OSError):  # the file system takes no advice
             os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_DONTNEED)
 
 
-def _crc32(chunks: Iterable[bytes | memoryview]) -> int:
+def crc32_of(chunks: Iterable[bytes | memoryview]) -> int:
+    """CRC-32 of concatenated chunks."""
     found = 0
     for chunk in chunks:
         found = zlib.crc32(chunk, found)
@@ -266,10 +268,10 @@ def _crc32(chunks: Iterable[bytes | memoryview]) -> int:
 
 
 def index_name(name: str, site: str | None, per_site: bool) -> str:
-    """What an index tensor is called.
+    """Name of an index tensor.
 
     Raises:
-        ValueError: each site has its own, and none is named.
+        ValueError: each site has its own index, and `site` is None.
     """
     if per_site and site is None:
         raise ValueError(f"the sites were captured at different positions: name one, {name}('resid_post.0')")

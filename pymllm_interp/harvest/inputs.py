@@ -1,4 +1,4 @@
-"""Documents of a harvest: texts, token ids, or one stream of tokens."""
+"""The documents of a harvest: texts, token ids, or a stream of tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..engine.prompts import PromptError
+from ..core.arguments import PromptError
 
 TOO_LONG = ("error", "truncate", "split")
 
@@ -22,12 +22,12 @@ class Settings:
     """How documents become passes and shards.
 
     Args:
-        max_length: tokens of one pass at most.
-        too_long: what becomes of a document with more: "error", "truncate", or "split" into passes of their own.
-        shard_bytes: of states and index in a shard at most, unless one document alone has more.
+        max_length: upper bound of a pass, in tokens.
+        too_long: what to do with a longer document: "error", "truncate", or "split" it into several passes.
+        shard_bytes: upper bound of a shard, unless it holds one document alone.
 
     Raises:
-        ValueError: a value that is none of these.
+        ValueError: an invalid value.
     """
 
     max_length: int
@@ -46,7 +46,7 @@ class Settings:
         """(position of its first token, tokens) of each pass over a document.
 
         Raises:
-            PromptError: it is too long.
+            PromptError: the document is too long.
         """
         if len(ids) <= self.max_length:
             yield 0, ids
@@ -62,7 +62,7 @@ class Settings:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """A hash of its words and of how it splits a text; empty for none."""
+    """Hash of the vocabulary and of a tokenised sample text; empty without a tokenizer."""
     if tokenizer is None:
         return ""
     words = sorted(tokenizer.get_vocab().items())
@@ -70,17 +70,23 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(repr((words, sample)).encode(errors="surrogatepass")).hexdigest()
 
 
+def document_key(item: Any, ids: list[int]) -> bytes:
+    """Hash of a document. A text is hashed as text, so that a resumed run need not tokenise it."""
+    given = item.encode(errors="surrogatepass") if isinstance(item, str) else np.asarray(ids, dtype=np.int64).tobytes()
+    return hashlib.sha256((b"text " if isinstance(item, str) else b"tokens ") + given).digest()
+
+
 def documents_of(inputs: Iterable[Any], max_length: int) -> Iterator[Any]:
-    """The input's documents, as they come. A stream of tokens is cut into documents of `max_length`.
+    """The documents of the input, lazily. A stream of tokens is cut into documents of `max_length` tokens.
 
     Raises:
-        PromptError: a single text or dict, or nothing that can be iterated over.
+        PromptError: a single text or dict, or no iterable.
     """
     if isinstance(inputs, str | Mapping) or not isinstance(inputs, Iterable):
         raise PromptError(
             f"inputs is a {type(inputs).__name__}: expected an iterable of texts, of token ids, or of tokens"
         )
-    if _is_stream(inputs):
+    if is_token_stream(inputs):
         stream: Any = inputs
         return (stream[start : start + max_length] for start in range(0, len(stream), max_length))
     items = iter(inputs)
@@ -89,20 +95,15 @@ def documents_of(inputs: Iterable[Any], max_length: int) -> Iterator[Any]:
     return _cut(items, max_length) if head and isinstance(head[0], Integral) else items
 
 
-def _key(item: Any, ids: list[int]) -> bytes:
-    """Tells documents apart. A text's is the text: what was harvested need not be tokenised again."""
-    given = item.encode(errors="surrogatepass") if isinstance(item, str) else np.asarray(ids, dtype=np.int64).tobytes()
-    return hashlib.sha256((b"text " if isinstance(item, str) else b"tokens ") + given).digest()
-
-
-def _is_stream(inputs: Any) -> bool:
-    """Whether it is one tensor, array or list of tokens."""
+def is_token_stream(inputs: Any) -> bool:
+    """Whether the input is one tensor, array or list of tokens."""
     if isinstance(inputs, torch.Tensor | np.ndarray):
         return inputs.ndim == 1
     return isinstance(inputs, list | tuple) and bool(inputs) and isinstance(inputs[0], Integral)
 
 
-def _length(item: Any) -> int:
+def length_of(item: Any) -> int:
+    """Tokens of a document of token ids; 0 where it has no length."""
     ids = item.get("input_ids") if isinstance(item, Mapping) else item
     return len(ids) if isinstance(ids, Sized) else 0
 

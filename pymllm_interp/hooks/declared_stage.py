@@ -70,7 +70,6 @@ class DeclaredStage:
 
     def __init__(self, config: ServerConfig, model: ModelInfo, device: str) -> None:
         self.model, self.device = model, device
-        self.has_tables = device.startswith("cuda")
         self.limits = Limits(
             config.max_interventions_per_site, config.max_intervention_vectors, config.max_capture_bytes,
             frozenset(config.inner_sites if self.has_tables else INNER),
@@ -82,6 +81,11 @@ class DeclaredStage:
         self._live: dict[str, Declared] = {}
         self._with_gradients: set[str] = set()
         self._in_tables: dict[str, tuple[int, Declared]] = {}
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether passes read declared ops from device tables."""
+        return self.device.startswith("cuda")
 
     def init_tables(self, edited: torch.Tensor) -> None:
         """Make the tables and the ring, where passes read them.
@@ -147,7 +151,7 @@ class DeclaredStage:
                 for request, declared in together
                 if declared is not None and declared.captures is not None
             ]
-            self.capture_ring.check(wanted, what)
+            self.capture_ring.admission.check(wanted, what)
 
     def hold(self, declared: Declared) -> None:
         """Reserve rows of the pool for a request's vectors until `finish`, and open the ring. Called on any thread.
@@ -292,7 +296,7 @@ class DeclaredStage:
             if self.device_tables is None or entry.request_id in self._with_gradients:
                 first = entry.start + before
                 ordinals = torch.from_numpy(group.ordinals[first : first + count])
-                group.take(column, logits[row : row + count], ordinals)
+                group.capture(column, logits[row : row + count], ordinals)
             else:
                 probes = None if group.probes is None else self.device_tables.pool_view(declared, group.probes)
                 parts.append(StatesOf(declared.captures, row, token + before, count, probes))

@@ -1,4 +1,4 @@
-"""`Activations`: what was captured of one completion, by site."""
+"""`Activations`: the captured states of one completion, by site."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..site import Site
 
 
 class CaptureError(RuntimeError):
-    """What a request was to capture is lost."""
+    """The captured states of a request are lost."""
 
 
 class BySite(Mapping[str, torch.Tensor]):
-    """A tensor for each site, found by any of its names: those that `Site.parse` takes, and a `Site`.
+    """A tensor for each site. A key is any name that `Site.parse` takes, or a `Site`.
 
     Args:
-        num_layers: of the model, for layers that are counted from its end.
+        num_layers: of the model, to resolve negative layers.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -26,7 +26,7 @@ class BySite(Mapping[str, torch.Tensor]):
         self._tensors: dict[str, torch.Tensor] = {}
 
     def _name(self, site: str | Site) -> str:
-        """What the site is called here."""
+        """The canonical name of a site."""
         if site in self._tensors:
             return str(site)
         try:
@@ -54,18 +54,19 @@ class BySite(Mapping[str, torch.Tensor]):
 
 
 class Activations(BySite):
-    """What was captured of one completion, by site: [positions, width], of `q`, `k`, `v` and `z` [positions, heads, head_dim]; on
-    the CPU.
+    """Captured states of one completion, by site, on the CPU.
 
-    A reduction leaves [1, width] (`mean`, `last`), or [positions, directions] (`Project`; with `top_k` the largest of them, whose
-    places are in `indexes`). Sites that were captured alike share memory: keeping or saving one keeps or saves them all, a
-    `clone()` does not. Nothing of other results lies there.
+    A tensor has shape [positions, width]; `q`, `k`, `v` and `z` have [positions, heads, head_dim]. With `reduce="mean"` and
+    `reduce="last"` it has [1, width], with `Project` [positions, directions] or [positions, top_k].
+
+    Sites that were captured alike share memory: keeping or saving the tensor of one keeps or saves all. A `clone()` does not.
+    This memory holds no states of other requests.
 
     Attributes:
-        positions: by site, [positions] int64: of the input tokens that the rows belong to, in ascending order.
-        token_ids: by site, [positions] int64: those tokens.
-        indexes: by site, [positions, top_k] int64, for `Project(top_k=...)`.
-        error: why the states were lost; reading any of them raises it. None where they were not.
+        positions: by site, [positions] int64: positions of the rows among the input tokens, in ascending order.
+        token_ids: by site, [positions] int64: the tokens at these positions.
+        indexes: by site, [positions, top_k] int64: the directions that `Project(top_k=...)` kept.
+        error: why the states are lost; reading any of them raises it. None where they are not.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -81,7 +82,7 @@ class Activations(BySite):
         token_ids: torch.Tensor,
         indexes: torch.Tensor | None = None,
     ) -> None:
-        """Put a site's rows in, under its canonical name."""
+        """Add a site under its canonical name."""
         self._tensors[site] = rows
         self.positions._tensors[site], self.token_ids._tensors[site] = positions, token_ids
         if indexes is not None:
@@ -91,11 +92,9 @@ class Activations(BySite):
         if self.error is not None:
             raise self.error
         if not self:
-            raise KeyError(
-                f"{str(site)!r}: nothing was captured; a request says what it wants by capture=['resid_post.3']"
-            )
+            raise KeyError(f"{str(site)!r}: nothing was captured; pass capture=['resid_post.3'] with the request")
         return super().__getitem__(site)
 
 
 NOTHING = Activations(num_layers=0)
-"""Of requests that asked for nothing."""
+"""The activations of requests without captures."""

@@ -1,4 +1,4 @@
-"""`Captures`: all that one request captures."""
+"""`Captures`: what one request captures."""
 
 from __future__ import annotations
 
@@ -16,26 +16,30 @@ from .result_memory import Memory
 from .spec import Capture, Project
 
 MAX_RUNS = 16
-"""Of a prompt whose blocks have other sizes more often than this, all have the largest: what is wanted of them is found with few
-slices then."""
+"""Upper bound of the runs of equal record sizes in a packed prompt.
+
+With more runs all records get the largest size, so that few slices select the states.
+"""
 
 
 class Captures:
     """What one request captures.
 
     Args:
-        bounds: (number of the site in layers/edits.py, what is captured there, shape of a position's state).
+        bounds: (number of the site (layers/edits), what is captured there, shape of a position's state).
         dtype: of the model's states.
         prompt_len: positions of the prompt.
-        longest: positions that the request may come to have.
+        longest: upper bound of the request's positions.
         num_layers: of the model.
 
     Attributes:
-        next: positions before it are captured, or on their way: computed again, they are not captured again.
-        error: why the states are lost; nothing is captured any more then.
+        next_position: positions before it were sent. They are not captured again when they are computed again.
+        error: why the states are lost; nothing is captured any more. None where they are not.
+        by_site: number of a site -> (its group, its column).
+        groups: in the order of a record.
 
     Raises:
-        ValueError: a site that is named twice, or two names of one site that are captured differently.
+        ValueError: a site is named twice, or captured differently under two names.
     """
 
     def __init__(
@@ -46,7 +50,7 @@ class Captures:
         longest: int,
         num_layers: int,
     ) -> None:
-        self.next = 0
+        self.next_position = 0
         self._num_layers = num_layers
         self._prompt_len = prompt_len
         self.error: CaptureError | None = None
@@ -60,7 +64,7 @@ class Captures:
             name = str(bound.site)
             if name in self._names:
                 raise ValueError(f"{name} is captured twice: name it once, with all positions that you want")
-            if group is None or bound.spec is not spec:  # else it is one of the same spec's layers
+            if group is None or bound.spec is not spec:  # else another layer of the same spec
                 spec = bound.spec
                 assert isinstance(spec, Capture)
                 alike = bound.windows, spec.dtype, spec.reduce, prod(shape)
@@ -77,33 +81,33 @@ class Captures:
                 group.sites.append(site)
             self._names[name], self._shapes[name] = site, shape
         self._sums_size = sum(group.sums_size for group in groups.values())
-        # A block ends behind the last group that its position is in: those with more positions come first, above all of
-        # positions whose blocks leave as they are.
+        # A record ends after the last group that its position is in, so groups with more positions come first; above all
+        # with more positions whose records are not packed.
         since = prompt_len if self._sums_size else 0
         self.groups = sorted(groups.values(), key=lambda group: _counts(group.ordinals, since), reverse=True)
-        self._block_sizes = np.zeros(longest, dtype=np.int64)
+        self._record_sizes = np.zeros(longest, dtype=np.int64)
         offset = 0
         for group in self.groups:
-            group.offset, offset = offset, offset + group.block_size
-            self._block_sizes[group.ordinals >= 0] = offset
+            group.offset, offset = offset, offset + group.record_size
+            self._record_sizes[group.ordinals >= 0] = offset
         if self._sums_size:
-            self._sizes_to_pack = self._block_sizes
-            if np.count_nonzero(np.diff(self._block_sizes[:prompt_len])) > MAX_RUNS:
-                self._sizes_to_pack = np.where(self._block_sizes > 0, self._block_sizes.max(), 0)
-            self._packed_sizes = np.sum([group.left_whole * group.block_size for group in self.groups], axis=0)
+            self._sizes_to_pack = self._record_sizes
+            if np.count_nonzero(np.diff(self._record_sizes[:prompt_len])) > MAX_RUNS:
+                self._sizes_to_pack = np.where(self._record_sizes > 0, self._record_sizes.max(), 0)
+            self._packed_sizes = np.sum([group.sent_whole * group.record_size for group in self.groups], axis=0)
 
     @property
     def in_order(self) -> bool:
-        """Whether positions must come in their order, on one thread."""
+        """Whether positions must be copied in order, on one thread."""
         return any(group.in_order for group in self.groups)
 
     @property
     def num_bytes(self) -> int:
-        """That what is kept may come to take on the host."""
+        """Upper bound of the results' bytes on the host."""
         return sum(group.num_bytes for group in self.groups)
 
     def counts(self, num_positions: int) -> list[tuple[str, int, int]]:
-        """(site, rows of the prompt, rows of generated tokens) among the first `num_positions`, by site."""
+        """(site, rows of the prompt, rows of generated tokens) of the first `num_positions` positions."""
         of_group = {}
         for group in self.groups:
             prompt, generated = np.split(group.captured[:num_positions], [self._prompt_len])
@@ -112,102 +116,110 @@ class Captures:
         return [(name, *of_group[id(self.by_site[site][0])]) for name, site in by_site]
 
     @property
-    def largest_room(self) -> int:
-        """What one position takes of the ring at most."""
-        packed = self._sizes_to_pack + self._packed_sizes + self._sums_size if self._sums_size else self._block_sizes
-        return int(max(packed[: self._prompt_len].max(initial=0), self._block_sizes.max(initial=0)))
+    def max_reserved_size(self) -> int:
+        """Upper bound of the ring elements for one position."""
+        packed = self._sizes_to_pack + self._packed_sizes + self._sums_size if self._sums_size else self._record_sizes
+        return int(max(packed[: self._prompt_len].max(initial=0), self._record_sizes.max(initial=0)))
 
     @property
     def offsets(self) -> dict[int, int]:
-        """Site -> its first element in a position's block."""
+        """Number of a site -> its first element in a record."""
         return {site: group.offset_of(column) for site, (group, column) in self.by_site.items()}
 
     def packs(self, first: int) -> bool:
-        """Whether what leaves of a pass from position `first` on is packed: it has prompt positions, which are summed up."""
-        return self._sums_size > 0 and max(first, self.next) < self._prompt_len
+        """Whether the records of a pass from position `first` on are packed: it has prompt positions, which are summed."""
+        return self._sums_size > 0 and max(first, self.next_position) < self._prompt_len
 
-    def block_sizes(self, first: int, count: int) -> np.ndarray:
-        """[count] int64: elements of the blocks of positions `first` and on; 0 for those that are not captured (again)."""
-        sizes = (self._sizes_to_pack if self.packs(first) else self._block_sizes)[first : first + count]
+    def record_sizes(self, first: int, count: int) -> np.ndarray:
+        """[count] int64: elements of the records of positions `first` and on; 0 for positions that are not captured (again)."""
+        sizes = (self._sizes_to_pack if self.packs(first) else self._record_sizes)[first : first + count]
         if self.error is not None:
             return np.zeros_like(sizes)
-        if first < self.next:
+        if first < self.next_position:
             sizes = sizes.copy()
-            sizes[: self.next - first] = 0
+            sizes[: self.next_position - first] = 0
         return sizes
 
-    def rooms(self, first: int, count: int) -> np.ndarray:
-        """[count] int64: what these positions take of the ring in one pass: their blocks, and what those are packed to."""
-        sizes = self.block_sizes(first, count)
+    def reserved_sizes(self, first: int, count: int) -> np.ndarray:
+        """[count] int64: ring elements for these positions in one pass: their records, and what they are packed to."""
+        sizes = self.record_sizes(first, count)
         if not self.packs(first) or not sizes.any():
             return sizes
-        rooms = sizes + np.where(sizes > 0, self._packed_sizes[first : first + count], 0)
-        rooms[0] += self._sums_size
-        return rooms
+        reserved = sizes + np.where(sizes > 0, self._packed_sizes[first : first + count], 0)
+        reserved[0] += self._sums_size
+        return reserved
+
+    def reserved_size(self, first: int, count: int) -> int:
+        """The sum of `reserved_sizes`."""
+        if count != 1 or self.packs(first):
+            return int(self.reserved_sizes(first, count).sum())
+        return 0 if first < self.next_position or self.error is not None else self._record_sizes.item(first)
 
     def packed_size(self, first: int, sizes: np.ndarray) -> int:
-        """Elements that blocks of such sizes, of positions `first` and on, are packed to. Whatever `error` has become since."""
+        """Elements that records are packed to, whether or not `error` was set since.
+
+        Args:
+            first: first position.
+            sizes: [positions], of `record_sizes`.
+        """
         return self._sums_size + int(self._packed_sizes[first : first + len(sizes)][sizes > 0].sum())
 
-    def room_of(self, first: int, count: int) -> int:
-        """The sum of `rooms`."""
-        if count != 1 or self.packs(first):
-            return int(self.rooms(first, count).sum())
-        return 0 if first < self.next or self.error is not None else self._block_sizes.item(first)
-
     def prepare(self, memory: Memory) -> None:
-        """Take the memory of the results; a second call does nothing.
+        """Allocate the results; a second call does nothing.
 
         Raises:
-            Exception: what `memory.empty` raises, where there is none.
+            MemoryError, OSError, RuntimeError: `memory` has no room.
         """
         for group in self.groups:
             group.prepare(memory)
 
-    def rows_of(self, first: int, count: int) -> torch.Tensor | None:
-        """[words]: where the blocks of `count` positions, copied as they are, are kept; None where they have to be taken apart
-        (`copy`)."""
-        return self.groups[0].rows_of(first, count) if len(self.groups) == 1 else None
+    def direct_rows(self, first: int, count: int) -> torch.Tensor | None:
+        """[words], the result's memory for the records of `count` positions; None where they need `copy`."""
+        return self.groups[0].direct_rows(first, count) if len(self.groups) == 1 else None
 
-    def copy(self, blocks: np.ndarray, first: int, sizes: np.ndarray) -> None:
-        """Copy the states of positions `first` and on out of their blocks, which lie behind each other. After `prepare`, several
-        threads may, of different positions, unless those must come `in_order`; then comes `copied`.
+    def copy(self, records: np.ndarray, first: int, sizes: np.ndarray) -> None:
+        """Copy records to the result, after `prepare`. Threads may copy different positions, unless the captures are `in_order`.
 
         Args:
-            blocks: [elements], on the host, as whole numbers of the states' width (`INTEGERS`).
-            sizes: [positions], of `block_sizes`.
+            records: [elements], concatenated, on the host, as integers of the states' width (`INTEGERS`).
+            first: first position.
+            sizes: [positions], of `record_sizes`.
         """
         for group in self.groups:
-            group.copy(blocks, first, sizes)
+            group.copy(records, first, sizes)
 
-    def pack(self, blocks: torch.Tensor, into: torch.Tensor, first: int, sizes: np.ndarray) -> None:
-        """Make what leaves the device of a pass that `packs`: group after group, the sums over prompt positions, then the states of
-        the positions that are wanted as they are.
+    def pack(self, records: torch.Tensor, into: torch.Tensor, first: int, sizes: np.ndarray) -> None:
+        """Write what is sent of a pass that `packs`: for each group the sums over prompt positions, then the whole states.
 
         Args:
-            blocks, into: [elements] of the ring; the blocks, and the rest of their `rooms`.
-            first: position.
-            sizes: [positions], of `block_sizes`.
+            records: [elements] of the ring, concatenated.
+            into: [`packed_size`] of the ring.
+            first: first position.
+            sizes: [positions], of `record_sizes`.
         """
         found = sizes[sizes > 0]
         cuts = np.flatnonzero(np.diff(found)) + 1
         counts = np.diff(cuts, prepend=0, append=len(found)).tolist()
-        pieces = blocks.split([int(part.sum()) for part in np.split(found, cuts)])
+        pieces = records.split([int(part.sum()) for part in np.split(found, cuts)])
         runs = [piece.view(count, -1) for piece, count in zip(pieces, counts, strict=True)]
         for group in self.groups:
             into = into[group.pack(runs, into, first, sizes) :]
 
     def unpack(self, packed: np.ndarray, first: int, sizes: np.ndarray) -> None:
-        """Take what `pack` made, as `copy` does with blocks."""
+        """Copy what `pack` wrote to the result, as `copy` does with records."""
         for group in self.groups:
             packed = packed[group.unpack(packed, first, sizes) :]
 
-    def copied(self, stop: int) -> None:
-        """All positions before `stop` have been copied."""
+    def mark_copied(self, stop: int) -> None:
+        """All positions before `stop` were copied."""
         self._copied = stop
 
     def activations(self, token_ids: Sequence[int]) -> Activations:
-        """What was captured of a request that computed the positions of `token_ids`."""
+        """The result.
+
+        Args:
+            token_ids: of the positions that the request computed.
+        """
         found = Activations(self._num_layers)
         found.error = self.error
         if self.error is not None:
@@ -215,7 +227,7 @@ class Captures:
         tokens = torch.tensor(token_ids, dtype=torch.int64)
         try:
             columns = {id(group): group.finish(len(tokens), self._copied) for group in self.groups}
-        except (MemoryError, RuntimeError) as error:  # no memory for them
+        except (MemoryError, RuntimeError) as error:  # out of memory
             found.error = CaptureError(f"captured states are lost: {error}")
             return found
         tokens_at = {key: tokens[columns[key][0][1]] for key in columns}
@@ -230,5 +242,5 @@ class Captures:
 
 
 def _counts(ordinals: np.ndarray, since: int) -> tuple[int, int]:
-    """How many positions from `since` on are captured, and how many in all."""
+    """(captured positions from `since` on, all captured positions)."""
     return int((ordinals[since:] >= 0).sum()), int((ordinals >= 0).sum())

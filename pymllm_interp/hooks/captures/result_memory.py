@@ -1,4 +1,4 @@
-"""Host memory that captured states are put in."""
+"""Host memory of captured states."""
 
 from __future__ import annotations
 
@@ -15,59 +15,59 @@ import torch
 
 
 class Memory(Protocol):
-    """Where results are put."""
+    """Allocates the tensors of results."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor on the CPU that may hold anything."""
+        """An uninitialised tensor on the CPU."""
         ...
 
     def clear(self, rows: torch.Tensor, used: int) -> None:
-        """Nothing that others wrote is left in a tensor of `empty` behind its first `used` rows."""
+        """Leave no foreign data after the first `used` rows of a tensor of `empty`."""
         ...
 
 
 class FreshMemory:
-    """Memory that holds zeros, so that there is nothing to clear."""
+    """Memory that holds zeros."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of zeros. The system has whole pages of them: what is not used is not written to."""
+        """A tensor of zeros. The kernel maps zero pages: memory that is not used is not written."""
         return torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
 
     def clear(self, rows: torch.Tensor, used: int) -> None:
-        """Nothing."""
+        """Nothing to do: the memory holds zeros."""
 
 
 FRESH = FreshMemory()
 
 
 SMALL = 1 << 20
-"""Bytes below which memory is fresh: of that there is never much, and a mapping takes whole pages."""
+"""Tensors of fewer bytes are not pooled: they are few, and a mapping takes whole pages."""
 HUGE = 1 << 21
-"""Bytes of a huge page. One that is given back in part falls to pieces."""
+"""Bytes of a huge page. Releasing a part of it splits it into small pages."""
 
 
 class ResultMemory:
-    """Tensors on the CPU, and the memory of those that are gone. Any thread may ask.
+    """A pool of host memory for results. Thread-safe.
 
     Args:
-        keep: bytes that are kept for the next tensors at most, while nobody holds them.
+        keep: upper bound, in bytes, of freed memory kept for reuse.
 
     Attributes:
-        kept: bytes that are kept.
+        kept: bytes of freed memory kept for reuse.
     """
 
     def __init__(self, keep: int) -> None:
         self.kept = 0
         self._keep = keep
-        self._mappings: dict[int, list[mmap.mmap]] = {}  # by size, the one that came back last at the end
-        self._mapping_at: dict[int, mmap.mmap] = {}  # by address, of the tensors that somebody holds
+        self._mappings: dict[int, list[mmap.mmap]] = {}  # freed, by size; the last freed is last
+        self._mapping_at: dict[int, mmap.mmap] = {}  # by address, of live tensors
         self._lock = threading.Lock()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor that holds anything, another's former states included: see `clear`.
+        """An uninitialised tensor, which may hold the states of a former result: see `clear`.
 
         Raises:
-            MemoryError, OSError: there is no memory.
+            MemoryError, OSError: out of memory.
         """
         size = prod(shape) * dtype.itemsize
         if size < SMALL:
@@ -75,13 +75,13 @@ class ResultMemory:
         mapping = self._take(_rounded(size))
         memory = np.frombuffer(mapping, np.uint8, size)
         self._mapping_at[memory.ctypes.data] = mapping
-        weakref.finalize(memory, self._give_back, memory.ctypes.data).atexit = False
+        weakref.finalize(memory, self._free, memory.ctypes.data).atexit = False
         return torch.from_numpy(memory).view(dtype).view(shape)
 
     def clear(self, rows: torch.Tensor, used: int) -> None:
-        """Write zeros behind the first `used` rows of a tensor of `empty`, so that nothing of former ones is left there.
+        """Zero a tensor of `empty` after its first `used` rows, which removes the states of former results.
 
-        Whole pages go back to the system, which has zeros in their place when they are used again.
+        Whole pages are released to the system, and are zero when they are used again.
         """
         mapping = self._mapping_at.get(rows.data_ptr())
         if mapping is None or used == len(rows):
@@ -90,14 +90,14 @@ class ResultMemory:
         start = used * rows.stride(0) * rows.itemsize
         whole = -(-(rows.data_ptr() + start) // HUGE) * HUGE - rows.data_ptr()
         if sys.platform == "linux" and whole < rows.nbytes:
-            with contextlib.suppress(OSError):  # of pages that are locked in memory
+            with contextlib.suppress(OSError):  # the pages are locked in memory
                 mapping.madvise(mmap.MADV_DONTNEED, whole)
                 memory[start:whole] = 0
                 return
         memory[start : rows.nbytes] = 0
 
     def close(self) -> None:
-        """Keep nothing any more, nor what comes back later."""
+        """Release the pool. Memory that is freed later is not kept."""
         with self._lock:
             self._keep = self.kept = 0
             self._mappings.clear()
@@ -111,9 +111,9 @@ class ResultMemory:
             mapping.madvise(mmap.MADV_HUGEPAGE)
         return mapping
 
-    def _give_back(self, address: int) -> None:
+    def _free(self, address: int) -> None:
         mapping = self._mapping_at.pop(address)
-        # Called wherever the last reference ends: also amid the lines that hold the lock, by the garbage collector.
+        # A finalizer: the garbage collector may call it on a thread that holds the lock.
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -121,7 +121,7 @@ class ResultMemory:
             self._mappings[size] = [*self._mappings.pop(size, ()), mapping]
             self.kept += size
             while self.kept > self._keep:
-                self._pop(next(iter(self._mappings)))  # the size that was of no use for the longest time
+                self._pop(next(iter(self._mappings)))  # the least recently used size
         finally:
             self._lock.release()
 
@@ -134,6 +134,6 @@ class ResultMemory:
 
 
 def _rounded(size: int) -> int:
-    """Up by an eighth at most, so that results which differ little can have each other's memory."""
+    """`size` rounded up by an eighth at most, so that results of similar sizes share mappings."""
     unit = 1 << (size.bit_length() - 4)
     return -(-size // unit) * unit

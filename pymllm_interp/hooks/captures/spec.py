@@ -22,13 +22,13 @@ class Project(_Spec):
     """A capture's reduction: the dot products of each row with some directions, in place of the row.
 
     Raises:
-        ValueError: directions that are no finite numbers of shape [n, width], or a top_k that is not from 1 to n.
+        ValueError: directions are not finite numbers of shape [n, width], or top_k is not from 1 to n.
     """
 
     directions: Source = field(repr=False)
     """[n, width], or [width] for one; not normalised. Kept as [n, width] float32 on the CPU."""
     top_k: int | None = None
-    """Keep only the largest, with their indexes."""
+    """Keep only the `top_k` largest, with their indexes; None keeps all."""
 
     def __post_init__(self) -> None:
         self._set_rows("directions")
@@ -43,16 +43,15 @@ class Capture(_Placed):
     and filters.
 
     Raises:
-        ValueError: an unknown site, positions, a dtype or a reduction that is not understood.
+        ValueError: an unknown site, positions, dtype or reduction.
     """
 
     site: Site | str
     positions: Positions = "all"
     dtype: torch.dtype | str | None = None
-    """What the rows are converted to, after a reduction: a floating dtype or its name. None leaves the model's, and of a `Project`
-    float32."""
+    """Dtype of the rows, after the reduction: a floating dtype or its name. None: the model's, or float32 for a `Project`."""
     reduce: Literal["mean", "last"] | Project | None = None
-    """Over the captured positions: their mean, or the last one alone; or a `Project` of each."""
+    """The mean over the captured positions, or the last position alone; or a `Project` of each. None: no reduction."""
 
     def __post_init__(self) -> None:
         self._set_place()

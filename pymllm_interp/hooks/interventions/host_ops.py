@@ -81,7 +81,7 @@ class _Touched(NamedTuple):
 
 
 def _taking(group: Group, column: int, ordinals: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    return lambda rows: group.take(column, rows, ordinals)
+    return lambda rows: group.capture(column, rows, ordinals)
 
 
 def _function(spec: Intervention, touched: _Touched, fires: Fires, key: tuple[int, int]) -> host.Op:

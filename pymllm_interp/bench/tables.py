@@ -1,81 +1,37 @@
-"""The GPU suites' results as Markdown: numbers, aims and a peer's numbers beside them, and where the time of a missed one goes."""
+"""Results of the GPU suites as Markdown tables: numbers, aims, a peer's numbers, and profiles of steps that missed an aim."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from .interventions import TABLES_PRESENT
 
-BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
-"""What stands between them in a page is `update_page`'s."""
 WITHIN = 0.05
-"""How far the default may be behind the better of the ways that it picks from."""
+"""Aim: how much slower the default may be than the better of the ways that it picks from."""
 KERNELS = 6
-"""That are named where a number was missed."""
+"""Kernels that are named where an aim was missed."""
 Values = Mapping[int, float]
 """By batch size."""
 
 
 def read_aims(config: Path) -> dict[str, Any]:
-    """The `aims.json` of a config's folder; empty where there is none."""
+    """The `aims.json` of a config folder; empty if there is none."""
     path = config / "aims.json"
     return json.loads(path.read_text()) if path.is_file() else {}
-
-
-def update_page(page: Path, benchmarks: Path = Path("benchmarks")) -> None:
-    """Write `tables` into `page`, between its markers.
-
-    Raises:
-        ValueError: the page has no markers.
-    """
-    before, _, after = split_page(page)
-    page.write_text(f"{before}{BEGIN}\n\n{tables(page, benchmarks)}\n{END}{after}")
-
-
-def split_page(page: Path) -> tuple[str, str, str]:
-    """What stands before, between and behind the markers.
-
-    Raises:
-        ValueError: the page has no markers.
-    """
-    before, begin, rest = page.read_text().partition(BEGIN)
-    between, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{page} has no {BEGIN} and {END}: the tables go between them")
-    return before, between, after
-
-
-def tables(page: Path, benchmarks: Path) -> str:
-    """The tables of all records of the GPU suites, with links from `page`.
-
-    Args:
-        benchmarks: the folder with `results` (the records are its `gpu-*.json` that name a suite; `profiles-MODEL.json` are
-            earlier ones with profiles) and `configs`.
-    """
-    results, parts = benchmarks / "results", []
-    for path in sorted(results.glob("gpu-*.json")):
-        record = json.loads(path.read_text())
-        if "suite" in record:
-            source = f"[{path.name}]({os.path.relpath(path, page.parent)})"
-            profiled = results / f"profiles-{record['model']}.json"
-            earlier = json.loads(profiled.read_text()) if profiled.is_file() else None
-            parts.append(render(record, read_aims(benchmarks / "configs" / record["model"]), source, earlier))
-    return "\n".join(parts)
 
 
 def render(
     record: dict[str, Any], aims: dict[str, Any], source: str = "", earlier: dict[str, Any] | None = None
 ) -> str:
-    """The tables of one record, with the conditions that its numbers were measured under.
+    """The tables of one record, with the conditions of the measurement.
 
     Args:
         aims: see `read_aims`.
         source: a link to the file.
-        earlier: a record of the same model whose profiles explain what this one does not.
+        earlier: a record of the same model, for profiles that this one does not have.
     """
     if record["suite"] == "memory":
         lines = _memory(record, source)
@@ -87,13 +43,13 @@ def render(
 
 
 class _Report:
-    """Lines of Markdown, and the misses that were met on the way."""
+    """Lines of Markdown, and the missed aims."""
 
     def __init__(self, record: dict[str, Any], aims: dict[str, Any], earlier: dict[str, Any] | None) -> None:
         self.record, self.aims, self.earlier = record, aims, earlier
         self.batches = list(record["settings"]["batches"])
         self.misses: dict[str, str] = {}
-        """Key of the profile that explains it -> what was missed."""
+        """Key of the profile of the step -> what was missed."""
 
     def lines(self, source: str) -> list[str]:
         record = self.record
@@ -135,7 +91,7 @@ class _Report:
         start = f"Start-up: {record['start_s']:.1f} s; {record['graphs']} graphs, {record['graphs_mib']:,.0f} MiB."
         return [*lines, text + (f" ({'; '.join(beside)})." if beside else "."), start, ""]
 
-    # -- one request that reads --------------------------------------------------------------
+    # -- one reading request --------------------------------------------------------------
 
     def _hooks(self) -> list[str]:
         found = self.record["hooks"]
@@ -201,7 +157,7 @@ class _Report:
         return "| " + " | ".join([name, *(cells.get(n, "-") for n in self.batches)]) + " |"
 
     def _beside(self, name: str, values: Values, profile: str) -> list[str]:
-        """Rows with the aims and the peer's numbers, where there are any."""
+        """Rows with the aims and the peer's numbers, if there are any."""
         asked, rows = self.aims.get(name, {}), []
         slower, form = ("at most", "{:.2f}") if name.endswith("_ms") else ("at least", "{:,.0f}")
         if "aim" in asked:
@@ -227,7 +183,7 @@ class _Report:
         return f"{form.format(aim)}, {'met' if met else '**missed**'}"
 
     def _explained(self) -> list[str]:
-        """Where the time of what was missed goes."""
+        """Profiles of the steps that missed an aim."""
         lines, unexplained = [], []
         for key, what in self.misses.items():
             for record, when in ((self.record, ""), (self.earlier, "in a run of {}, ")):
@@ -244,7 +200,7 @@ class _Report:
 
 
 def _longest(step: dict[str, Any]) -> str:
-    """Where most of the time of a step goes, as `StepProfile.result` has it."""
+    """The longest kernels of a `StepProfile.result`."""
     kernels = ", ".join(
         f"`{entry['kernel'].replace('|', '/').replace('`', '')[:60]}` {entry['us']:,.0f} us ({entry['launches']:.0f} x)"
         for entry in step["kernels"][:KERNELS]
@@ -253,7 +209,7 @@ def _longest(step: dict[str, Any]) -> str:
 
 
 def _against_plain(record: dict[str, Any], aims: dict[str, Any], source: str) -> list[str]:
-    """A table of steps against plain ones, of the suites "interventions" and "traces"."""
+    """The table of the suites "interventions" and "traces": steps against plain ones."""
     batches = sorted({row["batch"] for row in record["rows"]})
     cells = {(row["case"], row["batch"]): row for row in record["rows"]}
     asked = aims.get(record["suite"], {})
@@ -314,7 +270,7 @@ def _against_plain(record: dict[str, Any], aims: dict[str, Any], source: str) ->
 
 
 def _memory(record: dict[str, Any], source: str) -> list[str]:
-    """What is held after so many requests, of the suite "memory"."""
+    """The table of the suite "memory"."""
     columns = {
         "objects": "objects of Python",
         "resident_mb": "resident, MB",
@@ -341,14 +297,14 @@ def _met(form: str, limit: float | None, value: float) -> str:
 
 
 def _reached(form: str, limit: float | None, value: float) -> str:
-    """The aim, at least, of a number in a sentence; empty without one."""
+    """A lower bound as an aim, in parentheses; empty without one."""
     return "" if limit is None else f" (aim {form.format(limit)}, {'met' if value >= limit else '**missed**'})"
 
 
 def _conditions(record: dict[str, Any]) -> str:
-    """What the numbers were measured with."""
+    """Machine, versions, weights and lengths of the measurement."""
     settings, weights = record["settings"], "Random" if record["load_format"] == "dummy" else "Real"
-    # A suite that measures shorter requests says so.
+    # A suite with shorter requests notes their lengths.
     prompt, new = (record.get(name, settings[name]) for name in ("prompt_tokens", "new_tokens"))
     return (
         f"{_machine(record)}\n{weights} weights, {record['dtype']}, prompts of {prompt} tokens, {new} new ones, greedy."

@@ -1,0 +1,92 @@
+"""What a harvest needs of a model. `LM` has it; the engine is imported nowhere in this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ..core.request import Request
+from ..hooks.captures.spec import Capture
+from ..hooks.interventions.specs import Intervention
+from ..hooks.site import ModelInfo, Site
+
+
+class EngineLimits(Protocol):
+    """Limits of the engine, in tokens and requests."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a request."""
+        ...
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Tokens of a step."""
+        ...
+
+    @property
+    def max_running(self) -> int:
+        """Requests of a step."""
+        ...
+
+    @property
+    def kv_tokens(self) -> int:
+        """Slots of the KV pool."""
+        ...
+
+
+class PrefillHandle(Protocol):
+    """A submitted forward pass."""
+
+    requests: list[Request]
+    """The one request, with `activations` or `error` after `wait`."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for its end."""
+        ...
+
+    def cancel(self) -> None:
+        """End it."""
+        ...
+
+
+class HarvestModel(Protocol):
+    """The members of `LM` that a harvest uses."""
+
+    tokenizer: Any
+
+    @property
+    def limits(self) -> EngineLimits:
+        """Limits of the engine."""
+        ...
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """Sites and widths of the model."""
+        ...
+
+    @property
+    def model_fingerprint(self) -> str:
+        """Hash of weights, dtype and config."""
+        ...
+
+    @property
+    def engine_name(self) -> str:
+        """What computes, for the manifest."""
+        ...
+
+    def token_ids(self, prompt: Any, what: str = "the prompt") -> list[int]:
+        """Token ids of a document. Raises PromptError."""
+        ...
+
+    def resolve_specs(
+        self, capture: Sequence[Capture | Site | str], interventions: Sequence[Intervention] | None
+    ) -> tuple[list[Capture], list[Intervention]]:
+        """Captures and interventions with vectors in place of their names."""
+        ...
+
+    def submit_prefill(
+        self, token_ids: list[int], captures: Sequence[Capture], interventions: Sequence[Intervention], what: str
+    ) -> PrefillHandle:
+        """Start one forward pass that captures. Raises PromptError."""
+        ...

@@ -1,0 +1,99 @@
+"""How many bytes a harvest takes on the disk."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence, Sized
+from typing import Any
+
+import torch
+
+from ..core.arguments import PromptError
+from ..hooks.captures.spec import Capture, Project
+from ..hooks.positions import Positions, windows_of
+from ..hooks.site import ModelInfo, expand
+from ..layers.edits.base import LOGITS
+from .folder import INDEX
+from .inputs import Settings, is_token_stream, length_of
+
+SAMPLED_TEXTS = 64
+"""Texts of a list that are tokenised to estimate the size of all."""
+
+
+def has_index_per_site(captures: Sequence[Capture]) -> bool:
+    """Whether the captures select different positions."""
+    places = {(repr(_positions_of(spec)), spec.reduce if isinstance(spec.reduce, str) else None) for spec in captures}
+    return len(places) > 1
+
+
+def expected_bytes(captures: Sequence[Capture], model: ModelInfo, tokens: int) -> int:
+    """Bytes in a shard of a document of `tokens` tokens.
+
+    Raises:
+        ValueError: positions are beyond the document.
+    """
+    total, index = 0, 8 * len(INDEX)
+    for number, spec in enumerate(captures):
+        sites = expand(spec.site, model.num_hidden_layers, model.family)
+        rows = sum(window.size or tokens for window in windows_of(_positions_of(spec), tokens))
+        values, dtype, places = model.width(sites[0].kind), model.dtype, 0
+        if isinstance(spec.reduce, Project):
+            dtype, places = torch.float32, 8 * (spec.reduce.top_k or 0)
+            values = spec.reduce.top_k or len(spec.reduce.directions)
+        elif spec.reduce is not None:
+            rows = 1
+        if isinstance(spec.dtype, torch.dtype):
+            dtype = spec.dtype
+        indexes = len(sites) if has_index_per_site(captures) else int(number == 0)
+        total += rows * (len(sites) * (values * dtype.itemsize + places) + indexes * index)
+    return total
+
+
+def estimated_bytes(
+    inputs: Iterable[Any], settings: Settings, size_of: Callable[[int], int], tokens_of: Callable[[Any], list[int]]
+) -> tuple[int, bool]:
+    """(bytes of all documents, whether that is exact). (0, True) where the input has no known length.
+
+    Args:
+        size_of: tokens of a pass -> bytes, as `expected_bytes`.
+        tokens_of: text -> token ids.
+
+    Raises:
+        ValueError: positions are beyond a document.
+    """
+    lengths, factor = _lengths(inputs, settings.max_length, tokens_of)
+    total = sum(count * _document_bytes(length, settings, size_of) for length, count in lengths.items())
+    return int(factor * total), factor == 1
+
+
+def _positions_of(spec: Capture) -> Positions:
+    """The positions that a harvest captures: a pass without generation has logits at its last position alone."""
+    return (-1,) if spec.site == LOGITS and spec.positions == "all" else spec.positions
+
+
+def _document_bytes(length: int, settings: Settings, size_of: Callable[[int], int]) -> int:
+    longest = settings.max_length
+    if length <= longest or settings.too_long != "split":
+        return size_of(min(length, longest)) if length else 0
+    return length // longest * size_of(longest) + (size_of(length % longest) if length % longest else 0)
+
+
+def _lengths(
+    inputs: Iterable[Any], max_length: int, tokens_of: Callable[[Any], list[int]]
+) -> tuple[Counter[int], float]:
+    """(number of documents by length, factor from these documents to all)."""
+    if not isinstance(inputs, Sized) or not hasattr(inputs, "__getitem__") or not len(inputs):
+        return Counter(), 1
+    items: Any = inputs
+    if is_token_stream(items):
+        whole, rest = divmod(len(items), max_length)
+        return Counter({max_length: whole, rest: int(rest > 0)}), 1
+    if not isinstance(items[0], str):
+        return Counter(map(length_of, items)), 1
+    lengths = Counter()
+    sample = range(0, len(items), -(-len(items) // SAMPLED_TEXTS))
+    for number in sample:
+        with contextlib.suppress(PromptError):
+            lengths[len(tokens_of(items[number]))] += 1
+    return lengths, len(items) / len(sample)

@@ -1,0 +1,171 @@
+"""`KeptRows`: the host memory of captured rows, and the results made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import repeat
+
+import numpy as np
+import torch
+
+from .result_memory import Memory
+from .spec import Capture, Project
+
+INTEGERS = {2: torch.int16, 4: torch.int32}
+"""By itemsize, the dtype that NumPy sees states as: NumPy has no bfloat16."""
+WORDS = torch.complex128
+"""The dtype of copies that keep records unchanged: `ALIGNED` elements are a whole number of words."""
+ALL = slice(None)
+ROWS_AHEAD = 256
+"""Rows of a result that are unbound together: each operation of torch releases the GIL and waits to get it back."""
+
+
+class KeptRows:
+    """Captured rows of a group on the host, [kept, sites, width].
+
+    There is a row for each position; with `reduce="mean"` the sum of all rows but the newest, and the newest; with
+    `reduce="last"` the newest two. So a row can be left out that was computed after the request's end. Such a row is never one
+    of the prompt's.
+
+    Args:
+        spec: of the group.
+        num_positions: positions that the result is made of at most.
+        width: values that are sent for a state.
+        sent_dtype: of these values.
+        dtype: of the result.
+        projected: these values are the dot products of a `Project`.
+
+    Attributes:
+        rows: [kept, sites, width]; None before `prepare`.
+        unchanged: values are kept as they are sent, in one row for each position.
+    """
+
+    def __init__(
+        self,
+        spec: Capture,
+        num_positions: int,
+        width: int,
+        sent_dtype: torch.dtype,
+        dtype: torch.dtype,
+        projected: bool,
+    ) -> None:
+        self.rows: torch.Tensor | None = None
+        self._reduce, self._width, self._sent_dtype, self._result_dtype = spec.reduce, width, sent_dtype, dtype
+        self._num_rows, self._dtype, self._is_projected = num_positions, dtype, projected
+        if isinstance(spec.reduce, Project):
+            self._dtype = sent_dtype
+        elif spec.reduce is not None:
+            self._num_rows = 2
+            if spec.reduce == "mean":
+                self._dtype = torch.float64
+        self.unchanged = self._dtype is sent_dtype and spec.reduce not in ("mean", "last")
+        self._values = np.empty(0)  # the memory of `rows`, as NumPy sees it
+        self._records: torch.Tensor | None = None  # [kept, words], where a row is a record
+        self._unbound: tuple[torch.Tensor, ...] = ()  # rows of `_records`, from `_first_unbound` on
+        self._first_unbound = 0
+
+    def num_bytes(self, num_sites: int) -> int:
+        """Bytes of the rows of `num_sites` sites."""
+        return self._num_rows * num_sites * self._width * self._dtype.itemsize
+
+    def prepare(self, memory: Memory, num_sites: int, as_records: bool) -> None:
+        """Allocate the rows.
+
+        Args:
+            as_records: a row has the bytes of a record.
+        """
+        self._memory, self.rows = memory, memory.empty((self._num_rows, num_sites, self._width), self._dtype)
+        if self._reduce == "mean":
+            self._values = self.rows.zero_().numpy()
+        else:
+            self._values = as_integers(self.rows)
+            if as_records:
+                self._records = self.rows.flatten(1).view(WORDS)
+
+    def records(self, ordinal: int, count: int) -> torch.Tensor | None:
+        """[words], the rows of `count` ordinals from `ordinal` on; None where a row is not a record."""
+        if self._records is None:
+            return None
+        if count > 1:
+            return self._records[ordinal : ordinal + count].flatten()
+        place = ordinal - self._first_unbound
+        if not 0 <= place < len(self._unbound):
+            self._unbound = self._records[ordinal : ordinal + ROWS_AHEAD].unbind()
+            self._first_unbound, place = ordinal, 0
+        return self._unbound[place]
+
+    def keep(self, ordinal: int, rows: np.ndarray, columns: slice = ALL) -> None:
+        """Keep rows of consecutive ordinals, or add them to the sum.
+
+        Args:
+            ordinal: of the first row.
+            rows: [n, columns, width], sent values as integers.
+        """
+        if self._reduce == "mean":
+            for row in rows:  # one by one: the sum does not depend on which rows came together
+                self.add(_as_numbers(row, self._sent_dtype), columns)
+        elif self._reduce == "last":
+            for i in range(max(0, len(rows) - 2), len(rows)):
+                self._put((ordinal + i) % 2, rows[i : i + 1], columns)
+        else:
+            self._put(ordinal, rows, columns)
+
+    def add(self, row: np.ndarray, columns: slice = ALL) -> None:
+        """Add the newest row, [columns, width], to the sum."""
+        before, newest = self._values[:, columns]
+        with np.errstate(invalid="ignore"):  # infinities give NaN, as they do in torch
+            before += newest
+        newest[:] = row
+
+    def results(self, count: int, arrived: list[int]) -> Iterable[tuple[torch.Tensor, torch.Tensor | None]]:
+        """(rows, indexes of `Project` or None) of each column.
+
+        Args:
+            count: positions of the result.
+            arrived: rows that were kept, by column.
+        """
+        assert self.rows is not None
+        rows, reduce = self.rows, self._reduce
+        if reduce != "mean":  # a result does not have the memory of the sums
+            self._memory.clear(rows, min(count, len(rows)))
+        if isinstance(reduce, Project):
+            return [self._projected(rows[:count, column].detach(), reduce) for column in range(rows.shape[1])]
+        if reduce == "mean":
+            without_newest = torch.tensor(arrived) > count
+            rows = torch.where(without_newest[:, None], rows[:1], rows.sum(0, keepdim=True))[:count] / max(count, 1)
+        elif reduce == "last":
+            newest = (count - 1) % 2
+            rows = rows[newest : newest + 1][:count]
+        else:
+            rows = rows[:count]
+        # All columns at once. Not by `unbind`: autograd does not allow in-place operations on its outputs.
+        return zip(rows.to(self._result_dtype).flatten(1).unsafe_split(self._width, 1), repeat(None))
+
+    def _put(self, place: int, rows: np.ndarray, columns: slice) -> None:
+        if self._dtype is self._sent_dtype:
+            # By NumPy: torch would start its intra-op threads for each row, which the passes on a CPU use.
+            self._values[place : place + len(rows), columns] = rows
+        else:
+            assert self.rows is not None
+            self.rows[place : place + len(rows), columns].copy_(torch.from_numpy(rows).view(self._sent_dtype))
+
+    def _projected(self, rows: torch.Tensor, reduce: Project) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(dot products [n, directions] or the `top_k` largest, their indexes or None) of kept rows [n, width] of a column."""
+        indexes = None
+        if not self._is_projected:
+            rows = rows.float() @ reduce.directions.T
+        if reduce.top_k is not None:
+            rows, indexes = rows.topk(reduce.top_k, dim=-1)
+        return rows.to(self._result_dtype), indexes
+
+
+def as_integers(values: torch.Tensor) -> np.ndarray:
+    """The same memory, as integers of the same width."""
+    return values.view(INTEGERS[values.dtype.itemsize]).numpy()
+
+
+def _as_numbers(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """The values of such integers, in `dtype` or float32."""
+    if dtype is torch.bfloat16:  # the upper half of a float32
+        return (values.astype(np.int32) << 16).view(np.float32)
+    return values.view(np.float16 if dtype is torch.float16 else np.float32)
