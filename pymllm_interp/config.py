@@ -107,12 +107,12 @@ class ServerConfig:
     device: str = "auto"
     max_model_len: int | None = None
     """Prompt and generated tokens of one request at most; the model's own limit where None."""
-    max_running_requests: int = 256
-    """Requests in one step at most."""
+    max_running_requests: int | None = 256
+    """Requests in one step at most. None: derived from the KV pool, 512 tokens a request (`device_memory.num_running_requests`)."""
     max_num_tokens: int | None = None
     """Token rows in one step at most: what chunked prefill fills a step up to (default 2048 on a CPU, 8192 on CUDA)."""
     kv_cache_tokens: int | None = None
-    """Slots of the KV pool. Derived from the free memory where None."""
+    """Slots of the KV pool. Derived from the free memory where None. More than the device holds is an error."""
     kv_cache_dtype: str = "auto"
     """The KV pool's dtype; "auto" is the model's."""
     page_size: int = 16

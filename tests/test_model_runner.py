@@ -17,7 +17,8 @@ from helpers_runner import ByHand, make_runner, random_ids
 from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
 from pymllm_interp import ModelRunner
-from pymllm_interp.attention import AttentionBackend, TorchAttnBackend
+from pymllm_interp.attention import AttentionBackend, TorchAttnBackend, attention_workspace_bytes
+from pymllm_interp.attention.flashinfer_backend import WORKSPACE_BYTES
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.forward_batch import ForwardBatch, ForwardMode
 from pymllm_interp.core.output import LogitsProcessorOutput
@@ -25,8 +26,8 @@ from pymllm_interp.mem_cache import KVPool, ReqToTokenPool, TokenToKVPoolAllocat
 from pymllm_interp.models.registry import UnsupportedModelError
 from pymllm_interp.models.weights import WeightsError
 from pymllm_interp.runner import model_runner
+from pymllm_interp.runner.device_memory import get_available_gpu_memory, get_total_gpu_memory
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner
-from pymllm_interp.runner.model_runner import get_available_gpu_memory, get_total_gpu_memory
 from pymllm_interp.runner.partition import Execution
 
 PARTS = ("model", "req_to_token_pool", "token_to_kv_pool", "token_to_kv_pool_allocator", "attn_backend", "graph_runner")
@@ -160,6 +161,84 @@ def test_r09_capacity_defaults_and_zero_is_refused():
             ServerConfig(**{name: 0})
     with pytest.raises(ValueError, match="kv_cache_tokens to at least page_size"):
         make_runner(CONFIGS["llama"](), kv_cache_tokens=15, page_size=16)
+
+
+def test_r09_a_pool_larger_than_the_memory_is_refused_with_both_numbers():
+    """R9: before anything is allocated."""
+    with pytest.raises(torch.OutOfMemoryError, match=r"KV pool of 10+ tokens .*which has memory for [1-9]\d+ tokens"):
+        make_runner(CONFIGS["llama"](), kv_cache_tokens=10**13)
+
+
+def test_r15_the_number_of_running_requests_is_derived_where_it_is_none():
+    """R15: the KV tokens over 512 a request, over the context's length where that is shorter."""
+    derived = {
+        (4096, None): 4096 // 128,  # the model's context
+        (4096, 64): 64,
+        (100, 64): 1,
+        (16, 128): 1,
+        (1 << 18, 64): 1024,
+    }
+    for (tokens, context), expected in derived.items():
+        runner = make_runner(
+            CONFIGS["llama"](), kv_cache_tokens=tokens, max_model_len=context, max_running_requests=None
+        )
+        assert runner.max_running_requests == runner.req_to_token_pool.size == expected, (tokens, context)
+        runner.shutdown()
+    long = LlamaConfig(
+        **{**COMMON, "max_position_embeddings": 2048}, hidden_size=64, num_hidden_layers=1, num_attention_heads=4
+    )
+    assert make_runner(long, kv_cache_tokens=None, max_running_requests=None).max_running_requests == 4096 // 512
+
+
+def test_r15_a_profile_run_makes_the_logits_of_every_row(runner, monkeypatch):
+    """R15: a traced pass of whole prompts makes them, so the KV pool has to leave room for them."""
+    rows, call = [], ModelRunner._call_model
+    monkeypatch.setattr(
+        ModelRunner, "_call_model", lambda self, *args: rows.append(call(self, *args).shape) or call(self, *args)
+    )
+    runner._dummy_run(50, skip_attn=True, is_profile=True)
+    assert rows == [(1, 50, 97)]
+
+
+def test_r15_the_attention_workspace_is_known_before_it_is_made(monkeypatch):
+    """R15."""
+    for name, device, dtype, size in (
+        ("auto", "cpu", torch.float32, 0), ("torch", "cuda", torch.bfloat16, 0), ("auto", "cuda", torch.float32, 0),
+        ("flashinfer", "cuda", torch.bfloat16, WORKSPACE_BYTES),
+    ):  # fmt: skip
+        assert attention_workspace_bytes(name, device, dtype, 64) == size
+    monkeypatch.setattr("pymllm_interp.attention._why_no_flashinfer", lambda head_dim: None)
+    assert attention_workspace_bytes("auto", "cuda", torch.bfloat16, 64) == WORKSPACE_BYTES
+
+
+WIDE_KV = LlamaConfig(
+    **COMMON, hidden_size=64, num_hidden_layers=32, num_attention_heads=8, num_key_value_heads=8, head_dim=128
+)
+
+
+@pytest.mark.gpu
+def test_r15_gpu_the_default_fills_the_memory_that_it_may_take():
+    """R15: 90 % of the budget at least, and no more than the budget."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    runner = make_runner(WIDE_KV, dtype="bfloat16", device="cuda", kv_cache_tokens=None, max_running_requests=None)
+    free, total = torch.cuda.mem_get_info()
+    budget = total * runner.server_config.gpu_memory_utilization
+    assert 0.9 * budget <= total - free <= budget + (1 << 29), (
+        f"{(total - free) / 2**30:.1f} GiB of {budget / 2**30:.1f}"
+    )
+    assert runner.max_running_requests == 1024
+    runner.shutdown()
+
+
+@pytest.mark.gpu
+def test_r09_gpu_a_pool_beyond_the_budget_is_made_with_a_warning_that_names_both_numbers(caplog):
+    """R9."""
+    with caplog.at_level(logging.WARNING):
+        make_runner(
+            WIDE_KV, dtype="bfloat16", device="cuda", kv_cache_tokens=4096, gpu_memory_utilization=1e-4
+        ).shutdown()
+    assert re.search(r"kv_cache_tokens=4096, but gpu_memory_utilization=0.0001 leaves room for \d+ tokens", caplog.text)
 
 
 METADATA = {

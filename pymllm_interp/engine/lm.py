@@ -87,7 +87,7 @@ class LM(TracedModel):
         load_format: "dummy" makes seeded random weights; config.json is enough, and no tokenizer is needed.
         impl: "native" or "auto", which are the same as yet: "transformers", the family's own class, is refused.
         max_model_len: tokens of one request, prompt and new ones.
-        max_running_requests: requests in one step.
+        max_running_requests: requests in one step; None derives the number from the KV pool.
         max_num_tokens: token rows in one step; longer prompts run in chunks, traced ones must fit.
         kv_cache_tokens: slots of the KV pool.
         seed: of dummy weights, and of requests without a seed.
@@ -112,7 +112,7 @@ class LM(TracedModel):
         load_format: str = "auto",
         impl: str = "auto",
         max_model_len: int | None = None,
-        max_running_requests: int = 256,
+        max_running_requests: int | None = 256,
         max_num_tokens: int | None = None,
         kv_cache_tokens: int | None = None,
         seed: int = 0,

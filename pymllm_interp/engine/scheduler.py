@@ -28,7 +28,7 @@ class Scheduler:
     """Owns every live request's rows and pages.
 
     Args:
-        config: `schedule_policy`, `max_running_requests` and `page_size` are read.
+        config: `schedule_policy` and `page_size` are read.
         max_num_tokens: token rows of one step at most.
         capture_ring: where the captured states of a step go; None where they need no room.
 
@@ -47,7 +47,7 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.max_num_tokens = max_num_tokens
-        self.max_running = min(config.max_running_requests, max_num_tokens)
+        self.max_running = min(rows.size, max_num_tokens)
         self.rows, self.allocator, self.kv_pool = rows, allocator, kv_pool
         self.capture_ring = capture_ring
         self.waiting: deque[Request] = deque()
@@ -410,7 +410,7 @@ class Scheduler:
             member.error = torch.OutOfMemoryError(
                 f"request {request.request_id} gave way to others, and the KV of its {request.num_computed_tokens} tokens found no "
                 "memory on its way to the host or back; the engine goes on. What helps: fewer requests at once "
-                f"(max_running_requests, now {self.config.max_running_requests}), or a larger KV pool\n{reason}"
+                f"(max_running_requests, now {self.rows.size}), or a larger KV pool\n{reason}"
             )
             self.finish(member, "error")
             self.lost.append(member)
