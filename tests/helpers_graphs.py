@@ -1,6 +1,6 @@
 """Decode passes "captured" on a CPU: a graph is the function that it was captured from, and a replay calls it again.
 
-What is not CUDA's own is then as on a GPU: padded batches, inputs in place, stretches between blocks, what is forgotten when.
+What is not CUDA's own is then as on a GPU: padded batches, inputs in place, segments between blocks, what is forgotten when.
 A function that would not do as a graph, because it reads what changed since, is caught by neither; the GPU suite does that.
 """
 
@@ -35,13 +35,20 @@ def capture(run: Callable[[], None], pool: Any) -> EagerGraph:
     return EagerGraph(run, has_run=True)
 
 
-def record(plan: Callable[[], None], run: Callable[[], torch.Tensor], pool: Any) -> tuple[EagerGraph, torch.Tensor]:
+def record(
+    plan: Callable[[], None], run: Callable[[], tuple[torch.Tensor, ...]], pool: Any
+) -> tuple[EagerGraph, tuple[torch.Tensor, ...]]:
     for _ in range(cuda_graph_runner.WARM_UPS):
         plan()
         run()
     plan()
-    output = run()
-    return EagerGraph(lambda: output.copy_(run())), output
+    outputs = run()
+
+    def again() -> None:
+        for output, value in zip(outputs, run(), strict=True):
+            output.copy_(value)
+
+    return EagerGraph(again), outputs
 
 
 def use_eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Decode passes as CUDA graphs: captured once for a set of batch sizes, replayed with new inputs.
 
-A replay launches a whole pass at once, where an eager pass launches some hundred kernels one by one::
+A replay launches a whole pass at once; an eager pass launches some hundred kernels one by one::
 
     runner = CudaGraphRunner(model_runner)     # captures all sizes
     if runner.can_run(forward_batch):
@@ -9,7 +9,7 @@ A replay launches a whole pass at once, where an eager pass launches some hundre
         logits_output = model_runner.forward(forward_batch)
 
 A batch is padded to the next captured size. Padded rows belong to the dummy row and slot of the pools, so they read and write
-nobody's memory. What `replay` returns is fresh memory: the next replay does not change it.
+nobody's memory. `replay` returns fresh memory: the next replay does not change it.
 """
 
 from __future__ import annotations
@@ -24,28 +24,56 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from traceback import clear_frames
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
 import torch
+from torch import nn
 
+from ..attention.attention_backend import AttentionBackend
+from ..config import ServerConfig
 from ..core.forward_batch import ForwardBatch, ForwardMode
 from ..core.output import LogitsProcessorOutput
 from ..layers.edits.table import TableOps
-from .input_batch import InputBuffers
-
-if TYPE_CHECKING:
-    from .model_runner import ModelRunner
+from ..mem_cache.memory_pool import KVPool, ReqToTokenPool
+from .input_batch import PAD_SEQ_LEN, InputBuffers
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 WARM_UPS = 2
 
 _captures = threading.RLock()
 """Engines of one process share the stream and the memory of their captures: one at a time."""
+_current = threading.local()
+"""Of the current thread: `is_capturing`."""
 _memory_pool: tuple | None = None
-_capturing = False
 _pool_users: WeakSet[CudaGraphRunner] = WeakSet()
+
+
+class Capturing(Protocol):
+    """A runner that tells whether it captures graphs right now."""
+
+    is_capturing: bool
+
+
+class GraphOwner(Capturing, Protocol):
+    """What a `CudaGraphRunner` needs of its `ModelRunner`."""
+
+    server_config: ServerConfig
+    device: str
+    dtype: torch.dtype
+    vocab_size: int
+    max_running_requests: int
+    model: nn.Module | None
+    req_to_token_pool: ReqToTokenPool | None
+    token_to_kv_pool: KVPool | None
+    attn_backend: AttentionBackend | None
+    input_buffers: InputBuffers
+
+    def get_model(self) -> nn.Module: ...
+
+    def captured_site_ops(self, bs: int) -> Any: ...
 
 
 def get_global_graph_memory_pool() -> tuple | None:
@@ -60,19 +88,27 @@ def set_global_graph_memory_pool(pool: tuple | None) -> None:
 
 
 def is_capture_mode() -> bool:
-    """Whether graphs are being captured right now."""
-    return _capturing
+    """Whether the current thread captures graphs right now; `ModelRunner.is_capturing` tells it of one runner."""
+    return getattr(_current, "is_capturing", False)
 
 
 @contextmanager
-def model_capture_mode() -> Iterator[None]:
-    """Within the block `is_capture_mode` is True, however it ends; blocks nest."""
-    global _capturing
-    before, _capturing = _capturing, True
+def model_capture_mode(owner: Capturing | None = None) -> Iterator[None]:
+    """Within the block, `is_capture_mode()` is True on this thread and `owner.is_capturing` is True; blocks nest.
+
+    Args:
+        owner: the runner that captures. Its hooks and traced passes are refused meanwhile; other runners go on.
+    """
+    before, owner_before = is_capture_mode(), owner is not None and owner.is_capturing
+    _current.is_capturing = True
+    if owner is not None:
+        owner.is_capturing = True
     try:
         yield
     finally:
-        _capturing = before
+        _current.is_capturing = before
+        if owner is not None:
+            owner.is_capturing = owner_before
 
 
 @contextmanager
@@ -93,71 +129,6 @@ def capture_batch_sizes(max_bs: int) -> list[int]:
     return sorted({size for size in sizes if size < max_bs} | {max_bs})
 
 
-class _InputBuffers:
-    """The memory that captured passes read their inputs from, a row for each request: the runner's own input buffers.
-
-    Rows of padding hold the dummy row, the dummy slot, and a sequence of one token.
-    """
-
-    def __init__(self, shared: InputBuffers, max_bs: int, seq_len_fill_value: int) -> None:
-        self.seq_len_fill_value = seq_len_fill_value
-        self.input_ids = shared.input_ids[:max_bs]
-        self.positions = shared.positions[:max_bs]
-        self.req_pool_indices = shared.rows[:max_bs]
-        self.op_rows = shared.op_rows[:max_bs]
-        self.blocks = shared.blocks[:, :max_bs]
-        self.out_cache_loc = shared.out_cache_loc[:max_bs]
-        self.seq_lens = shared.seq_lens[:max_bs]
-        self.seq_lens_cpu = torch.full((max_bs,), seq_len_fill_value, dtype=torch.int32)
-
-    def populate(self, forward_batch: ForwardBatch, bs: int) -> None:
-        """Copy the batch's rows in, and make those behind them up to `bs` padding; a step's rows are there already."""
-        n, lens_cpu = forward_batch.batch_size, forward_batch.seq_lens_cpu
-        assert forward_batch.positions is not None
-        fills = [(self.seq_lens_cpu, forward_batch.seq_lens if lens_cpu is None else lens_cpu, self.seq_len_fill_value)]
-        if forward_batch.padded_size < bs:
-            fills += [
-                (self.input_ids, forward_batch.input_ids, 0),
-                (self.positions, forward_batch.positions, 0),
-                (self.req_pool_indices, forward_batch.req_pool_indices, 0),
-                (self.op_rows, self._edited_rows(forward_batch), -1),
-                *self._block_fills(forward_batch),
-                (self.out_cache_loc, forward_batch.out_cache_loc, 0),
-                (self.seq_lens, forward_batch.seq_lens, self.seq_len_fill_value),
-            ]
-        for buffer, rows, padding in fills:
-            buffer[:n].copy_(rows, non_blocking=rows.device == buffer.device)
-            buffer[n:bs].fill_(padding)
-
-    @staticmethod
-    def _edited_rows(forward_batch: ForwardBatch) -> torch.Tensor:
-        edits = forward_batch.site_ops
-        return torch.full_like(forward_batch.req_pool_indices, -1) if edits is None else edits.rows
-
-    def _block_fills(self, forward_batch: ForwardBatch) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-        """Blocks matter to rows whose request declared something."""
-        edits = forward_batch.site_ops
-        return [] if edits is None else [(own, given, 0) for own, given in zip(self.blocks, edits.blocks, strict=True)]
-
-    def batch(self, bs: int, model_runner: ModelRunner) -> ForwardBatch:
-        """A decode batch of `bs` rows over the buffers."""
-        return ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=bs,
-            input_ids=self.input_ids[:bs],
-            req_pool_indices=self.req_pool_indices[:bs],
-            seq_lens=self.seq_lens[:bs],
-            out_cache_loc=self.out_cache_loc[:bs],
-            seq_lens_sum=bs * self.seq_len_fill_value,
-            seq_lens_cpu=self.seq_lens_cpu[:bs],
-            positions=self.positions[:bs],
-            req_to_token_pool=model_runner.req_to_token_pool,
-            token_to_kv_pool=model_runner.token_to_kv_pool,
-            attn_backend=model_runner.attn_backend,
-            site_ops=model_runner.captured_site_ops(bs),
-        )
-
-
 @cache
 def _capture_stream(device_index: int) -> torch.cuda.Stream:
     """The stream of all captures: the matrix libraries keep a workspace for each stream that they have seen.
@@ -168,14 +139,14 @@ def _capture_stream(device_index: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device_index, priority=-1)
 
 
-def record(plan: Callable[[], None], run: Callable[[], torch.Tensor], pool: Any) -> tuple[Any, torch.Tensor]:
+def record(plan: Callable[[], None], run: Callable[[], T], pool: Any) -> tuple[Any, T]:
     """Warm `run` up and capture it. `plan` comes before each run and stays outside of the graph.
 
     Returns:
-        the graph, and what `run` returned: every replay writes it anew.
+        the graph, and the captured return value of `run`: every replay writes its tensors anew.
     """
     stream = _capture_stream(torch.cuda.current_device())
-    outputs: list[torch.Tensor] = []
+    outputs: list[T] = []
     with _captures:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -230,18 +201,18 @@ class CudaGraphRunner:
         sizes: batch sizes to capture; None is `capture_batch_sizes` up to `max_running_requests`.
 
     Attributes:
-        graphs, output_buffers: by batch size; the logits in a buffer are those of the last replay.
+        graphs, output_buffers: by batch size; a buffer holds logits and hidden states of the last replay.
         capture_bs, max_bs: the sizes, and the largest of them: `max_running_requests`.
         enable_torch_compile, torch_compile_max_bs, compile_bs: sizes whose pass is compiled before it is captured.
         seq_len_fill_value: the length of a padded row.
-        buffers: what captured passes read.
+        buffers: the runner's input buffers, which captured passes read.
         memory_usage: device memory that the captures took, in bytes.
 
     Raises:
         RuntimeError: the runner is not initialised, or a capture failed (with what to change).
     """
 
-    def __init__(self, model_runner: ModelRunner, sizes: list[int] | None = None) -> None:
+    def __init__(self, model_runner: GraphOwner, sizes: list[int] | None = None) -> None:
         parts = ("model", "req_to_token_pool", "token_to_kv_pool", "attn_backend")
         missing = [name for name in parts if getattr(model_runner, name) is None]
         if missing:
@@ -260,8 +231,8 @@ class CudaGraphRunner:
         self.compile_bs = [
             bs for bs in self.capture_bs if self.enable_torch_compile and bs <= self.torch_compile_max_bs
         ]
-        self.seq_len_fill_value = 1
-        self.buffers = _InputBuffers(model_runner.input_buffers, self.max_bs, self.seq_len_fill_value)
+        self.seq_len_fill_value = PAD_SEQ_LEN
+        self.buffers = model_runner.input_buffers
         self.memory_usage = 0
         self._batches: dict[int, ForwardBatch] = {}
         self.capture()
@@ -272,14 +243,16 @@ class CudaGraphRunner:
         return self.model_runner.attn_backend
 
     def can_run(self, forward_batch: ForwardBatch) -> bool:
-        """Whether `replay` serves the batch: a decode or idle one within the captured sizes, without gradients (`fresh_kv_only`),
-        that asks for its rows' logits and nothing else, and whose declared ops, if any, are in the tables that graphs read."""
+        """Whether `replay` serves the batch.
+
+        It has to be a decode or idle batch within the captured sizes, without gradients (`fresh_kv_only`), with the logits of
+        all its rows, and with its declared ops, if any, in the tables that graphs read.
+        """
         bs = forward_batch.batch_size
         if not forward_batch.forward_mode.is_decode_or_idle() or bs > self.max_bs:
             return False
         if (
             forward_batch.fresh_kv_only
-            or forward_batch.return_hidden_states
             or forward_batch.logits_indices is not None
             or not isinstance(forward_batch.site_ops, TableOps | None)
         ):
@@ -307,7 +280,7 @@ class CudaGraphRunner:
         bs = self.max_bs
         try:
             self.attn_backend.init_cuda_graph_state(self.max_bs)
-            with freeze_gc(), model_capture_mode():
+            with freeze_gc(), model_capture_mode(self.model_runner):
                 for bs in reversed(self.capture_bs):
                     before = _free_memory(self.device)
                     self._capture_one(bs)
@@ -331,16 +304,42 @@ class CudaGraphRunner:
         )  # fmt: skip
 
     def _capture_one(self, bs: int) -> None:
-        batch = self.buffers.batch(bs, self.model_runner)
+        batch = self._batch(bs)
         forward = self._forward(bs)
         assert batch.positions is not None
         input_ids, positions = batch.input_ids.unsqueeze(0), batch.positions.unsqueeze(0)
-        self.graphs[bs], logits = record(
-            lambda: self.attn_backend.init_forward_metadata_capture_cuda_graph(batch),
-            lambda: forward(input_ids, positions, batch)[0],
-            get_global_graph_memory_pool(),
+        batch.return_hidden_states = True
+
+        def plan() -> None:
+            batch.hidden_states = None
+            self.attn_backend.init_forward_metadata_capture_cuda_graph(batch)
+
+        def run() -> tuple[torch.Tensor, torch.Tensor]:
+            logits = forward(input_ids, positions, batch)[0]
+            assert batch.hidden_states is not None, "the model sets it"
+            return logits, batch.hidden_states
+
+        self.graphs[bs], outputs = record(plan, run, get_global_graph_memory_pool())
+        self._batches[bs], self.output_buffers[bs] = batch, LogitsProcessorOutput(*outputs)
+
+    def _batch(self, bs: int) -> ForwardBatch:
+        """A decode batch of `bs` rows over the input buffers."""
+        runner, buffers = self.model_runner, self.buffers
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=bs,
+            input_ids=buffers.input_ids[:bs],
+            req_pool_indices=buffers.rows[:bs],
+            seq_lens=buffers.seq_lens[:bs],
+            out_cache_loc=buffers.out_cache_loc[:bs],
+            seq_lens_sum=bs * self.seq_len_fill_value,
+            seq_lens_cpu=buffers.seq_lens_cpu[:bs],
+            positions=buffers.positions[:bs],
+            req_to_token_pool=runner.req_to_token_pool,
+            token_to_kv_pool=runner.token_to_kv_pool,
+            attn_backend=runner.attn_backend,
+            site_ops=runner.captured_site_ops(bs),
         )
-        self._batches[bs], self.output_buffers[bs] = batch, LogitsProcessorOutput(logits)
 
     def _forward(self, bs: int) -> Callable[..., torch.Tensor]:
         """The model's fused pass, compiled for the sizes of `compile_bs`."""
@@ -370,10 +369,10 @@ class CudaGraphRunner:
         """Run the batch from the graph of its padded size. `can_run` must hold for it.
 
         Args:
-            in_place: return the graph's own output, which the next replay overwrites.
+            in_place: return the graph's own logits, which the next replay overwrites.
 
         Returns:
-            the logits of the batch's own rows, [batch, vocab], in fresh memory.
+            the logits [batch, vocab] and, with `return_hidden_states`, the hidden states [batch, hidden], in fresh memory.
         """
         n = forward_batch.batch_size
         if n == 0:
@@ -381,8 +380,12 @@ class CudaGraphRunner:
             return LogitsProcessorOutput(torch.empty(0, runner.vocab_size, dtype=runner.dtype, device=self.device))
         bs = self.prepare(forward_batch).batch_size
         self.graphs[bs].replay()
-        logits = self.output_buffers[bs].next_token_logits[:n]
-        return LogitsProcessorOutput(logits if in_place else logits.clone())
+        outputs = self.output_buffers[bs]
+        logits, hidden_states = outputs.next_token_logits[:n], None
+        if forward_batch.return_hidden_states:
+            assert outputs.hidden_states is not None
+            hidden_states = forward_batch.hidden_states = outputs.hidden_states[:n].clone()
+        return LogitsProcessorOutput(logits if in_place else logits.clone(), hidden_states)
 
     def shutdown(self) -> None:
         """Release the graphs and their memory. A second call does nothing."""

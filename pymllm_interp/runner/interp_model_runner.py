@@ -255,7 +255,15 @@ class InterpModelRunner(ModelRunner):
     def execute_model(
         self, scheduler_output: SchedulerOutput, intermediate_tensors: None = None
     ) -> ModelRunnerOutput | None:
-        """Run a step's forward pass with the blocks of its traced requests. What a block raises stays with its request."""
+        """Run a step's forward pass with the blocks of its traced requests. What a block raises stays with its request.
+
+        Raises:
+            RuntimeError: a pass of this runner is under way, or its CUDA graphs are being captured.
+        """
+        if self.is_capturing:
+            raise RuntimeError(
+                "this runner captures CUDA graphs: no pass can start, and no hook be registered, before the capture has ended"
+            )
         if self._traced().interleaver.interleaving:
             raise RuntimeError(
                 "a pass is under way: its blocks, or sample_tokens(), come before the next execute_model()"
@@ -418,7 +426,7 @@ class InterpModelRunner(ModelRunner):
         output = super()._plan_and_call(batch, execution)
         if execution is Execution.REPLAY and batch.site_ops is not None:  # the graph ends before the ops at the logits
             logits = apply_inner(output.next_token_logits.unsqueeze(0), batch.site_ops, 0, LOGITS)[0]
-            output = LogitsProcessorOutput(logits)
+            output = LogitsProcessorOutput(logits, output.hidden_states)
         model = self.nnsight_model
         if model is not None and model.interleaver.interleaving:
             for trace in self.nnsight_request_helper.forward_traces:

@@ -72,6 +72,7 @@ class ModelRunner:
         gdn_pool: of hybrid recurrent models, which are not served: always None.
         max_total_num_tokens: KV slots that requests can have.
         forward_pass_id: passes so far, idle ones included.
+        is_capturing: CUDA graphs of this runner are being captured right now.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class ModelRunner:
         self.num_hidden_layers = self.num_attention_heads = self.num_kv_heads = self.head_dim = 0
         self.hidden_size = self.vocab_size = self.context_len = 0
         self.forward_pass_id = 0
+        self.is_capturing = False
         self.model_memory_usage = 0.0
         self.partition = Partition(self.server_config.hook_execution)
         self.execute_model_state: ExecuteModelState | None = None
