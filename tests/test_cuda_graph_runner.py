@@ -149,9 +149,9 @@ def test_g02_during_a_capture_traces_wait_and_traced_passes_are_refused_on_that_
     model_folder, lm_of, monkeypatch
 ):
     """G2: the capture of a graph segment, in the middle of a pass of another trace."""
-    use_eager_graphs(monkeypatch)
-    folder, prompt, seen, states = model_folder("llama"), random_ids(5, seed=1), [], []
     params, other = SamplingParams(temperature=0, max_tokens=4), lm_of("llama")
+    folder, prompt, seen, states = model_folder("llama"), random_ids(5, seed=1), [], []
+    use_eager_graphs(monkeypatch)
     expected = other.generate([prompt], params)[0].token_ids
     with other.trace(prompt):
         expected_states = other.model.layers[0].output.save()
