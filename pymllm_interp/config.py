@@ -150,6 +150,9 @@ class ServerConfig:
     """Compile decode passes before they are captured as CUDA graphs: a longer start."""
     torch_compile_max_bs: int = 32
     """The largest batch whose pass is compiled."""
+    logprobs_mode: str = "raw_logprobs"
+    """What `logprobs` and `prompt_logprobs` hold, with vLLM's names: "raw_logprobs" and "raw_logits" are before penalties,
+    temperature and filters, "processed_logprobs" and "processed_logits" after them (prompt tokens have none)."""
     gpu_memory_utilization: float = 0.9
     """Share of the device's memory for weights, activations and KV."""
     trace_step_warning: float = 5.0
@@ -169,6 +172,7 @@ class ServerConfig:
         _one_of(self, "capture_when_full", ("block", "fail"))
         _one_of(self, "schedule_policy", ("mixed", "prefill_first"))
         _one_of(self, "hook_execution", ("auto", "segments", "split", "eager"))
+        _one_of(self, "logprobs_mode", ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"))
         _one_of(self, "attention_backend", ("auto", "torch", "flashinfer"))
         if self.kv_cache_dtype != "auto" and self.kv_cache_dtype not in DTYPES:
             raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: expected 'auto' or one of {sorted(DTYPES)}")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Logprob(NamedTuple):
-    """A token's log probability under the raw logits."""
+    """A token's log probability; under the raw logits, unless `ServerConfig.logprobs_mode` says otherwise."""
 
     logprob: float
     rank: int

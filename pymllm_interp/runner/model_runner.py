@@ -36,6 +36,7 @@ from ..models.registry import build_model
 from ..models.source import ModelSource, resolve_model
 from ..models.weights import init_dummy_weights, iter_safetensors, load_weights
 from ..sampling import (
+    LogprobTensors,
     Sampler,
     SamplerOutput,
     SamplingBatch,
@@ -100,7 +101,7 @@ class ModelRunner:
         self.model_memory_usage = 0.0
         self.partition = Partition(self.server_config.hook_execution)
         self.execute_model_state: ExecuteModelState | None = None
-        self.sampler = Sampler()
+        self.sampler = Sampler(self.server_config.logprobs_mode)
 
     # -- life cycle --------------------------------------------------------------
 
@@ -492,7 +493,8 @@ class ModelRunner:
         token_ids = sample_tokens(logits, temperatures, top_ps, top_ks)
         if forward_batch.return_logprob:
             top = forward_batch.top_logprobs_nums or [0] * forward_batch.batch_size
-            logits_output.next_token_logprobs = [e for e in gather_logprobs(raw, token_ids, top) if e is not None]
+            entries = gather_logprobs(raw, token_ids, top).tolists()
+            logits_output.next_token_logprobs = [entry for entry in entries if entry is not None]
         return token_ids
 
     # -- steps ------------------------------------------------------------------------
@@ -544,17 +546,18 @@ class ModelRunner:
                 self.device, np.array(batch.sample_rows, dtype=np.int64), batch.last_token_rows
             )
             logits, rows = all_logits[logit_rows], rows[token_rows]
-        sampled = self._sample(logits, state)
-        self.req_states.feed(rows, sampled.token_ids)
+        of_prompts = self._prompt_logprobs(all_logits, state)
         output = ModelRunnerOutput(
             req_ids=batch.req_ids,
             req_id_to_index={rid: i for i, rid in enumerate(batch.req_ids)},
-            logprobs=batch.spread(sampled.logprobs),
-            prompt_logprobs=self._prompt_logprobs(all_logits, state),
             execution=state.descriptor.execution.value,
         )
+        sampled = self._sample(logits, state)
+        # The copy to the host is queued first: it waits for nothing that follows.
+        on_the_way = AsyncOutput(output, batch, sampled, of_prompts, self.postprocess)
+        self.req_states.feed(rows, sampled.token_ids)
         self.req_states.advance(batch.idx_mapping_np, batch.num_scheduled_tokens)
-        return AsyncOutput(output, batch, sampled.token_ids, self.postprocess)
+        return on_the_way
 
     def dispatch(self, forward_batch: ForwardBatch) -> BatchExecutionDescriptor:
         """Decide how the batch runs."""
@@ -581,18 +584,17 @@ class ModelRunner:
         requests = [entry.request for entry in state.input_batch.sampling]
         return self.sampler(logits, SamplingBatch.from_requests(requests, self.vocab_size, self.device))
 
-    def _prompt_logprobs(self, logits: torch.Tensor, state: ExecuteModelState) -> dict:
+    def _prompt_logprobs(self, logits: torch.Tensor, state: ExecuteModelState) -> dict[str, LogprobTensors]:
         """For each request that asks: log probabilities of the prompt tokens behind the positions of this step."""
         batch, found = state.input_batch, {}
         for entry, first in zip(batch.entries, batch.cu_num_logits.tolist(), strict=False):
             request = entry.request
             if request.params.prompt_logprobs is not None and entry.start < request.prompt_len - 1:
                 count = min(entry.logit_rows, request.prompt_len - 1 - entry.start)
-                targets = request.prompt_token_ids[entry.start + 1 : entry.start + 1 + count]
+                targets = np.array(request.prompt_token_ids[entry.start + 1 : entry.start + 1 + count], dtype=np.int64)
+                (target_ids,) = upload(self.device, targets)
                 found[request.request_id] = prompt_logprobs(
-                    logits[first : first + count],
-                    torch.tensor(targets, device=logits.device),
-                    request.params.prompt_logprobs,
+                    logits[first : first + count], target_ids, request.params.prompt_logprobs, self.sampler.as_logits
                 )
         return found
 
