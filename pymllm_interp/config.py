@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .core.unsupported import KV_QUANTISATION
+
 INNER_SITES = ("q", "k", "v", "z", "mlp_act")
 """Kinds of sites inside of attention and MLP."""
 DTYPES = {
@@ -174,6 +176,8 @@ class ServerConfig:
         _one_of(self, "hook_execution", ("auto", "segments", "split", "eager"))
         _one_of(self, "logprobs_mode", ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"))
         _one_of(self, "attention_backend", ("auto", "torch", "flashinfer"))
+        if str(self.kv_cache_dtype).startswith(("fp8", "int8", "nvfp4")):
+            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: {KV_QUANTISATION}")
         if self.kv_cache_dtype != "auto" and self.kv_cache_dtype not in DTYPES:
             raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: expected 'auto' or one of {sorted(DTYPES)}")
         if not 0 < self.gpu_memory_utilization <= 1:

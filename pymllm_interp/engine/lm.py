@@ -24,6 +24,7 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from .. import __version__
 from ..config import ModelConfig, ServerConfig
+from ..core import unsupported
 from ..core.arguments import check_names
 from ..core.output import RequestOutput
 from ..core.request import Request
@@ -73,6 +74,7 @@ ELSEWHERE = {
     "max_num_batched_tokens": "here it is max_num_tokens",
     "enforce_eager": "here it is disable_cuda_graph=True",
     "tensor_parallel_size": "one device holds the model",
+    **unsupported.OPTIONS,
 }
 """What nnsight's and vLLM's users write -> what to do."""
 
@@ -208,6 +210,7 @@ class LM(TracedModel):
         **unknown: Any,
     ) -> list[RequestOutput]:
         if unknown:
+            check_names("lm.generate", unknown, [*unknown.keys() - unsupported.OF_REQUESTS], unsupported.OF_REQUESTS)
             raise TypeError(
                 f"lm.generate(prompts, SamplingParams(...)) got {', '.join(sorted(unknown))}: a call takes SamplingParams; as "
                 "keywords they belong to `with lm.generate(prompt, ...) as tracer:`"

@@ -32,7 +32,7 @@ from ..core.output import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOut
 from ..core.upload import upload
 from ..mem_cache.memory_pool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
 from ..models.llama import head_dim_of
-from ..models.registry import build_model
+from ..models.registry import build_model, check_supported
 from ..models.source import ModelSource, resolve_model
 from ..models.weights import init_dummy_weights, iter_safetensors, load_weights
 from ..sampling import (
@@ -112,6 +112,7 @@ class ModelRunner:
         if self.device.startswith("cuda"):
             torch.cuda.set_device(self.gpu_id)
         self.source = resolve_model(self.model_config)
+        check_supported(self.source.hf_config)
         self._init_metadata(self.source.hf_config)
         self.load_model()
         self._init_kv_cache_dtype()
