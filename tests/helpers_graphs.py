@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pymllm_interp.attention.torch_backend import TorchAttnBackend
-from pymllm_interp.runner import cuda_graph_runner
+from pymllm_interp.runner import graph_capture
 from pymllm_interp.runner.model_runner import ModelRunner
 
 
@@ -38,7 +38,7 @@ def capture(run: Callable[[], None], pool: Any) -> EagerGraph:
 def record(
     plan: Callable[[], None], run: Callable[[], tuple[torch.Tensor, ...]], pool: Any
 ) -> tuple[EagerGraph, tuple[torch.Tensor, ...]]:
-    for _ in range(cuda_graph_runner.WARM_UPS):
+    for _ in range(graph_capture.WARM_UPS):
         plan()
         run()
     plan()
@@ -71,6 +71,6 @@ def use_eager_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     # A graph computes its plan anew; a function finds the last one.
     monkeypatch.setattr(TorchAttnBackend, "init_forward_metadata_replay_cuda_graph", TorchAttnBackend.forget_plan)
     # There is no device memory to be freed in the midst of a capture, and to look through all objects twice takes long.
-    monkeypatch.setattr(cuda_graph_runner, "freeze_gc", nullcontext)
-    monkeypatch.setattr(cuda_graph_runner, "capture", capture)
-    monkeypatch.setattr(cuda_graph_runner, "record", record)
+    monkeypatch.setattr(graph_capture, "freeze_gc", nullcontext)
+    monkeypatch.setattr(graph_capture, "capture", capture)
+    monkeypatch.setattr(graph_capture, "record", record)

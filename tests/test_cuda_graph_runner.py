@@ -26,7 +26,7 @@ from pymllm_interp.attention import AttentionBackend
 from pymllm_interp.core.forward_batch import ForwardMode
 from pymllm_interp.core.output import LogitsProcessorOutput, SchedulerOutput
 from pymllm_interp.layers.edits.host import HostOps
-from pymllm_interp.runner import cuda_graph_runner
+from pymllm_interp.runner import graph_capture
 from pymllm_interp.runner.cuda_graph_runner import (
     CudaGraphRunner,
     capture_batch_sizes,
@@ -46,14 +46,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     seen: list[tuple[int, bool]] = []
 
     use_eager_captures(monkeypatch)
-    record = cuda_graph_runner.record
+    record = graph_capture.record
 
     def noted(*args: Any) -> Any:
         graph, outputs = record(*args)
         seen.append((outputs[0].shape[0], is_capture_mode()))
         return graph, outputs
 
-    monkeypatch.setattr(cuda_graph_runner, "record", noted)
+    monkeypatch.setattr(graph_capture, "record", noted)
     return seen
 
 
@@ -109,7 +109,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float, what: 
 
 def test_g01_the_shared_memory_pool_is_none_until_it_is_set(monkeypatch):
     """G1."""
-    monkeypatch.setattr(cuda_graph_runner, "_memory_pool", None)
+    monkeypatch.setattr(graph_capture, "_memory_pool", None)
     assert get_global_graph_memory_pool() is None
     set_global_graph_memory_pool((0, 7))
     assert get_global_graph_memory_pool() == (0, 7)
@@ -174,7 +174,7 @@ def test_g02_during_a_capture_traces_wait_and_traced_passes_are_refused_on_that_
 
     thread = threading.Thread(target=trace_of_another_thread)
     with LM(folder, dtype="float32", device="cpu", max_running_requests=4, hook_execution="segments") as lm:
-        monkeypatch.setattr(cuda_graph_runner, "capture", capture)
+        monkeypatch.setattr(graph_capture, "capture", capture)
         with lm.generate(prompt, max_new_tokens=5) as tracer:
             for _ in tracer.iter[:]:
                 lm.model.layers[1].output.save()
@@ -278,7 +278,7 @@ def test_g13_a_capture_that_fails_says_what_to_change(error, unfrozen, monkeypat
         frozen.append(gc.get_freeze_count() > 0)
         raise error
 
-    monkeypatch.setattr(cuda_graph_runner, "record", fail)
+    monkeypatch.setattr(graph_capture, "record", fail)
     runner = make_runner(CONFIGS["llama"](), max_running_requests=6)
     with pytest.raises(RuntimeError, match=f"of 6 rows failed: {error}") as caught:
         CudaGraphRunner(runner)
@@ -636,12 +636,12 @@ def test_g13_gpu_a_capture_that_fails_leaves_the_process_as_it_was():
 
     pool = torch.cuda.graph_pool_handle()
     with pytest.raises(RuntimeError):
-        cuda_graph_runner.capture(fails, pool)
+        graph_capture.capture(fails, pool)
     assert torch.cuda.current_stream() == current
     assert torch.equal(generator.get_state(), torch_state)
     drawn = torch.rand(3, device="cuda")
     assert torch.equal(drawn, torch.rand(3, device="cuda", generator=torch.Generator("cuda").manual_seed(5)))
-    graph = cuda_graph_runner.capture(lambda: value.add_(2), torch.cuda.graph_pool_handle())
+    graph = graph_capture.capture(lambda: value.add_(2), torch.cuda.graph_pool_handle())
     graph.replay()
     assert value.tolist() == [2, 2, 2, 2]
 
@@ -649,7 +649,7 @@ def test_g13_gpu_a_capture_that_fails_leaves_the_process_as_it_was():
 @pytest.mark.gpu
 def test_gpu_no_stream_that_torch_deals_out_is_the_one_of_captures():
     """What another thread does to it while it captures would end the capture, and that thread's own work."""
-    captures = cuda_graph_runner._capture_stream(0).cuda_stream
+    captures = graph_capture._capture_stream(0).cuda_stream
     assert captures not in {torch.cuda.Stream().cuda_stream for _ in range(200)}
 
 

@@ -26,7 +26,7 @@ from transformers import LlamaConfig, MistralConfig, PretrainedConfig
 from pymllm_interp import LM, SamplingParams, Steer
 from pymllm_interp.attention import FlashInferAttnBackend, flashinfer_backend
 from pymllm_interp.models.llama import LlamaAttention
-from pymllm_interp.runner import cuda_graph_runner, model_runner
+from pymllm_interp.runner import graph_capture, model_runner
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner
 from pymllm_interp.runner.segments import Segments
 
@@ -477,7 +477,7 @@ def test_a_stretch_that_cannot_be_captured_runs_kernel_by_kernel(
         tries.append(run)
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(cuda_graph_runner, "capture", fails)
+    monkeypatch.setattr(graph_capture, "capture", fails)
     for _ in range(2):
         for a, b in zip(reads(lm, [PROMPT], ["model.layers.1"], 6)[0], expected, strict=True):
             torch.testing.assert_close(a, b, **CLOSE)

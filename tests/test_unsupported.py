@@ -31,7 +31,7 @@ OPTIONS = [
     ("V12", "draft_model", "tiny", "speculative decoding"),
     ("V14", "task", "embed", r"pooling and embedding.*capture=\['final_norm'\]"),
     ("V14", "runner", "pooling", "pooling and embedding"),
-    ("V21", "guided_decoding_backend", "xgrammar", r"structured outputs.*mask lm\.logits"),
+    ("V21", "guided_decoding_backend", "xgrammar", r"structured outputs.*a trace that masks lm\.logits"),
     ("V22", "enable_lora", True, "LoRA adapters.*merge_and_unload"),
     ("V22", "lora_modules", [], "LoRA adapters.*merge the adapter"),
     ("V23", "kv_transfer_config", {}, "KV transfer"),

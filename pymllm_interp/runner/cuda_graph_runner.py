@@ -14,17 +14,13 @@ nobody's memory. `replay` returns fresh memory: the next replay does not change 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
-import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable
 from traceback import clear_frames
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -36,25 +32,31 @@ from ..core.forward_batch import ForwardBatch, ForwardMode
 from ..core.output import LogitsProcessorOutput
 from ..layers.edits.table import TableOps
 from ..mem_cache.memory_pool import KVPool, ReqToTokenPool
+from . import graph_capture
+from .graph_capture import (
+    Capturing,
+    freeze_gc,
+    get_global_graph_memory_pool,
+    is_capture_mode,
+    model_capture_mode,
+    set_global_graph_memory_pool,
+)
 from .input_batch import PAD_SEQ_LEN, InputBuffers
+
+__all__ = [
+    "CudaGraphRunner",
+    "capture_batch_sizes",
+    "freeze_gc",
+    "get_global_graph_memory_pool",
+    "is_capture_mode",
+    "model_capture_mode",
+    "set_global_graph_memory_pool",
+]
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-WARM_UPS = 2
-
-_captures = threading.RLock()
-"""Engines of one process share the stream and the memory of their captures: one at a time."""
-_current = threading.local()
-"""Of the current thread: `is_capturing`."""
-_memory_pool: tuple | None = None
 _pool_users: WeakSet[CudaGraphRunner] = WeakSet()
-
-
-class Capturing(Protocol):
-    """A runner that tells whether it captures graphs right now."""
-
-    is_capturing: bool
+"""Runners with graphs in the shared memory pool."""
 
 
 class GraphOwner(Capturing, Protocol):
@@ -76,121 +78,10 @@ class GraphOwner(Capturing, Protocol):
     def captured_site_ops(self, bs: int) -> Any: ...
 
 
-def get_global_graph_memory_pool() -> tuple | None:
-    """The memory pool that all graphs of the process share; None before the first capture."""
-    return _memory_pool
-
-
-def set_global_graph_memory_pool(pool: tuple | None) -> None:
-    """Set the memory pool that later captures use; None makes them start a new one."""
-    global _memory_pool
-    _memory_pool = pool
-
-
-def is_capture_mode() -> bool:
-    """Whether the current thread captures graphs right now; `ModelRunner.is_capturing` tells it of one runner."""
-    return getattr(_current, "is_capturing", False)
-
-
-@contextmanager
-def model_capture_mode(owner: Capturing | None = None) -> Iterator[None]:
-    """Within the block, `is_capture_mode()` is True on this thread and `owner.is_capturing` is True; blocks nest.
-
-    Args:
-        owner: the runner that captures. Its hooks and traced passes are refused meanwhile; other runners go on.
-    """
-    before, owner_before = is_capture_mode(), owner is not None and owner.is_capturing
-    _current.is_capturing = True
-    if owner is not None:
-        owner.is_capturing = True
-    try:
-        yield
-    finally:
-        _current.is_capturing = before
-        if owner is not None:
-            owner.is_capturing = owner_before
-
-
-@contextmanager
-def freeze_gc() -> Iterator[None]:
-    """Keep the garbage collector from freeing device memory in the middle of a capture."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        gc.collect()
-
-
 def capture_batch_sizes(max_bs: int) -> list[int]:
     """Batch sizes to capture: 1, 2, 4, 8, 12, by 8 up to 256, by 16 up to 512, by 32 beyond, and `max_bs`, where they end."""
     sizes = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 513, 16), *range(544, max_bs + 1, 32)]
     return sorted({size for size in sizes if size < max_bs} | {max_bs})
-
-
-@cache
-def _capture_stream(device_index: int) -> torch.cuda.Stream:
-    """The stream of all captures: the matrix libraries keep a workspace for each stream that they have seen.
-
-    Of high priority, since torch deals the same few streams of a priority out again and again: nobody else may get this one,
-    on another thread, while it captures.
-    """
-    return torch.cuda.Stream(device_index, priority=-1)
-
-
-def record(plan: Callable[[], None], run: Callable[[], T], pool: Any) -> tuple[Any, T]:
-    """Warm `run` up and capture it. `plan` comes before each run and stays outside of the graph.
-
-    Returns:
-        the graph, and the captured return value of `run`: every replay writes its tensors anew.
-    """
-    stream = _capture_stream(torch.cuda.current_device())
-    outputs: list[T] = []
-    with _captures:
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                plan()
-                run()
-            plan()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # what is free is free for the graph
-        graph = capture(lambda: outputs.append(run()), pool)
-    return graph, outputs[0]
-
-
-def capture(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
-    """A graph of the kernels that `run` launches; none of them runs. Captures go to a stream of their own."""
-    current = torch.cuda.current_stream()
-    stream = _capture_stream(current.device_index)
-    stream.wait_stream(current)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with _captures, torch.cuda.stream(stream):
-            # Another engine of this process may be at work on its own thread.
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                run()
-            finally:
-                graph.capture_end()
-    except BaseException:
-        _forget_capture(current, pool)
-        raise
-    current.wait_stream(stream)
-    return graph
-
-
-def _forget_capture(current: torch.cuda.Stream, pool: Any) -> None:
-    """What torch leaves of a capture that failed: its stream as the current one, allocations that go to its pool, and a
-    default generator that waits for the capture to end."""
-    torch.cuda.set_stream(current)
-    generator = torch.cuda.default_generators[current.device_index]
-    fresh = torch.Generator(current.device)
-    fresh.set_state(generator.get_state())
-    generator.graphsafe_set_state(fresh)
-    with contextlib.suppress(RuntimeError):  # it may have got as far as to end them itself
-        torch._C._cuda_endAllocateToPool(current.device_index, pool)
 
 
 class CudaGraphRunner:
@@ -280,7 +171,7 @@ class CudaGraphRunner:
         bs = self.max_bs
         try:
             self.attn_backend.init_cuda_graph_state(self.max_bs)
-            with freeze_gc(), model_capture_mode(self.model_runner):
+            with graph_capture.freeze_gc(), model_capture_mode(self.model_runner):
                 for bs in reversed(self.capture_bs):
                     before = _free_memory(self.device)
                     self._capture_one(bs)
@@ -319,7 +210,7 @@ class CudaGraphRunner:
             assert batch.hidden_states is not None, "the model sets it"
             return logits, batch.hidden_states
 
-        self.graphs[bs], outputs = record(plan, run, get_global_graph_memory_pool())
+        self.graphs[bs], outputs = graph_capture.record(plan, run, get_global_graph_memory_pool())
         self._batches[bs], self.output_buffers[bs] = batch, LogitsProcessorOutput(*outputs)
 
     def _batch(self, bs: int) -> ForwardBatch:

@@ -29,7 +29,7 @@ from typing import Protocol
 import torch
 
 from ..core.forward_batch import ForwardBatch, Registers
-from . import cuda_graph_runner
+from . import graph_capture
 from .cuda_graph_runner import CudaGraphRunner
 
 logger = logging.getLogger(__name__)
@@ -165,11 +165,11 @@ class Segments:
 
         self._forget_plan()
         try:
-            with _without_gc(), cuda_graph_runner.model_capture_mode(self.graph_runner.model_runner):
-                graph = cuda_graph_runner.capture(run, cuda_graph_runner.get_global_graph_memory_pool())
+            with _without_gc(), graph_capture.model_capture_mode(self.graph_runner.model_runner):
+                graph = graph_capture.capture(run, graph_capture.get_global_graph_memory_pool())
         except RuntimeError as error:
             self.broken = True
-            cuda_graph_runner.set_global_graph_memory_pool(None)  # it may be broken, too; captured graphs keep it
+            graph_capture.set_global_graph_memory_pool(None)  # it may be broken, too; captured graphs keep it
             logger.warning(
                 "a graph segment between hooks could not be captured; segments run eagerly from now on: %s", error
             )
