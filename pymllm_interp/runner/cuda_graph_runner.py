@@ -79,7 +79,7 @@ class GraphOwner(Capturing, Protocol):
 
 
 def capture_batch_sizes(max_bs: int) -> list[int]:
-    """Batch sizes to capture: 1, 2, 4, 8, 12, by 8 up to 256, by 16 up to 512, by 32 beyond, and `max_bs`, where they end."""
+    """Batch sizes to capture: 1, 2, 4, 8, 12, then in steps of 8 to 256, of 16 to 512, of 32 beyond; `max_bs` is the last."""
     sizes = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 513, 16), *range(544, max_bs + 1, 32)]
     return sorted({size for size in sizes if size < max_bs} | {max_bs})
 
@@ -94,10 +94,10 @@ class CudaGraphRunner:
     Attributes:
         graphs, output_buffers: by batch size; a buffer holds logits and hidden states of the last replay.
         capture_bs, max_bs: the sizes, and the largest of them: `max_running_requests`.
-        enable_torch_compile, torch_compile_max_bs, compile_bs: sizes whose pass is compiled before it is captured.
+        enable_torch_compile, torch_compile_max_bs, compile_bs: sizes to compile before they are captured.
         seq_len_fill_value: the length of a padded row.
         buffers: the runner's input buffers, which captured passes read.
-        memory_usage: device memory that the captures took, in bytes.
+        memory_usage: device memory of the graphs, in bytes.
 
     Raises:
         RuntimeError: the runner is not initialised, or a capture failed (with what to change).
@@ -163,7 +163,7 @@ class CudaGraphRunner:
 
     @torch.no_grad()
     def capture(self) -> None:
-        """Capture every size, largest first: the smaller ones then live in its memory."""
+        """Capture every size, largest first: smaller graphs reuse its memory."""
         started, free = time.perf_counter(), _free_memory(self.device)
         if get_global_graph_memory_pool() is None and self.device.startswith("cuda"):
             set_global_graph_memory_pool(torch.cuda.graph_pool_handle())
@@ -176,10 +176,12 @@ class CudaGraphRunner:
                     before = _free_memory(self.device)
                     self._capture_one(bs)
                     logger.debug("graph of %d rows: %.1f MiB", bs, (before - _free_memory(self.device)) / 2**20)
-        except Exception as error:  # of Triton's compiler, too, which are no RuntimeErrors
+        except Exception as error:  # also errors of Triton's compiler, which are no RuntimeErrors
             self.shutdown()
-            set_global_graph_memory_pool(None)  # it may be broken: other graphs keep theirs, later captures start anew
-            clear_frames(error.__traceback__)  # they hold the model, and whoever keeps the error would
+            set_global_graph_memory_pool(
+                None
+            )  # it may be broken: captured graphs keep it, later captures start a new one
+            clear_frames(error.__traceback__)  # the frames hold the model, and the caller may keep the error
             if isinstance(error, RuntimeError):
                 raise RuntimeError(
                     f"capturing the CUDA graph of a decode pass of {bs} rows failed: {error}\n"
@@ -237,7 +239,7 @@ class CudaGraphRunner:
         model: Any = self.model_runner.get_model()
         if bs not in self.compile_bs:
             return model.forward_fused
-        # Kernels of the attention backend are not to be looked into.
+        # The compiler must not trace into the kernels of the attention backend.
         if "forward" not in vars(self.attn_backend):
             self.attn_backend.forward = torch.compiler.disable(self.attn_backend.forward)
         compiled = torch.compile(model.forward_fused, dynamic=False)
@@ -249,7 +251,7 @@ class CudaGraphRunner:
         return forward
 
     def prepare(self, forward_batch: ForwardBatch) -> ForwardBatch:
-        """Lay the batch out where the graph of its padded size reads it, and plan it. Returns that graph's own batch."""
+        """Copy the batch into the input buffers, padded, and plan its attention. Returns the batch of the graph."""
         bs = self.padded_size(forward_batch.batch_size)
         self.buffers.populate(forward_batch, bs)
         self.attn_backend.init_forward_metadata_replay_cuda_graph(self._batches[bs])
@@ -257,7 +259,7 @@ class CudaGraphRunner:
 
     @torch.no_grad()
     def replay(self, forward_batch: ForwardBatch, in_place: bool = False) -> LogitsProcessorOutput:
-        """Run the batch from the graph of its padded size. `can_run` must hold for it.
+        """Replay the graph of the batch's padded size. `can_run` must hold for the batch.
 
         Args:
             in_place: return the graph's own logits, which the next replay overwrites.
@@ -284,7 +286,7 @@ class CudaGraphRunner:
         self.output_buffers.clear()
         self._batches.clear()
         _pool_users.discard(self)
-        if not _pool_users:  # a pool without graphs is gone, and no capture may name it again
+        if not _pool_users:  # torch frees a pool without graphs, and no capture may use it again
             set_global_graph_memory_pool(None)
         gc.collect()
         if self.device.startswith("cuda"):

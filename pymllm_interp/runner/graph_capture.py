@@ -16,9 +16,9 @@ T = TypeVar("T")
 WARM_UPS = 2
 
 _captures = threading.RLock()
-"""Engines of one process share the stream and the memory of their captures: one at a time."""
+"""Engines of one process share the stream and the memory pool of their captures, so one captures at a time."""
 _current = threading.local()
-"""Of the current thread: `is_capturing`."""
+"""`is_capturing` of the current thread."""
 _memory_pool: tuple | None = None
 
 
@@ -40,7 +40,7 @@ def set_global_graph_memory_pool(pool: tuple | None) -> None:
 
 
 def is_capture_mode() -> bool:
-    """Whether the current thread captures graphs right now; `ModelRunner.is_capturing` tells it of one runner."""
+    """Whether the current thread is capturing graphs. For one runner: `ModelRunner.is_capturing`."""
     return getattr(_current, "is_capturing", False)
 
 
@@ -77,16 +77,15 @@ def freeze_gc() -> Iterator[None]:
 
 @cache
 def _capture_stream(device_index: int) -> torch.cuda.Stream:
-    """The stream of all captures: the matrix libraries keep a workspace for each stream that they have seen.
+    """The stream of all captures: cuBLAS keeps a workspace for each stream that it has seen.
 
-    Of high priority, since torch deals the same few streams of a priority out again and again: nobody else may get this one,
-    on another thread, while it captures.
+    It has high priority because torch reuses a few streams for each priority. No other thread may get this one while it captures.
     """
     return torch.cuda.Stream(device_index, priority=-1)
 
 
 def record(plan: Callable[[], None], run: Callable[[], T], pool: Any) -> tuple[Any, T]:
-    """Warm `run` up and capture it. `plan` comes before each run and stays outside of the graph.
+    """Warm `run` up and capture it. `plan` is called before each run, outside the graph.
 
     Returns:
         the graph, and the captured return value of `run`: every replay writes its tensors anew.
@@ -101,20 +100,20 @@ def record(plan: Callable[[], None], run: Callable[[], T], pool: Any) -> tuple[A
                 run()
             plan()
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # what is free is free for the graph
+        torch.cuda.empty_cache()  # cached memory becomes available to the graph's pool
         graph = capture(lambda: outputs.append(run()), pool)
     return graph, outputs[0]
 
 
 def capture(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
-    """A graph of the kernels that `run` launches; none of them runs. Captures go to a stream of their own."""
+    """Capture the kernels that `run` launches, without running them, on the stream of captures."""
     current = torch.cuda.current_stream()
     stream = _capture_stream(current.device_index)
     stream.wait_stream(current)
     graph = torch.cuda.CUDAGraph()
     try:
         with _captures, torch.cuda.stream(stream):
-            # Another engine of this process may be at work on its own thread.
+            # "thread_local": another engine of this process may launch kernels from its own thread.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 run()
@@ -128,12 +127,12 @@ def capture(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
 
 
 def _forget_capture(current: torch.cuda.Stream, pool: Any) -> None:
-    """What torch leaves of a capture that failed: its stream as the current one, allocations that go to its pool, and a
-    default generator that waits for the capture to end."""
+    """Reset what torch leaves set after a failed capture: the current stream, the allocator's pool, and the default generator,
+    which would wait for the capture to end."""
     torch.cuda.set_stream(current)
     generator = torch.cuda.default_generators[current.device_index]
     fresh = torch.Generator(current.device)
     fresh.set_state(generator.get_state())
     generator.graphsafe_set_state(fresh)
-    with contextlib.suppress(RuntimeError):  # it may have got as far as to end them itself
+    with contextlib.suppress(RuntimeError):  # torch may have ended them itself
         torch._C._cuda_endAllocateToPool(current.device_index, pool)
