@@ -1,4 +1,4 @@
-"""Configuration: two frozen dataclasses, validated where they are made. Every field is read by somebody."""
+"""Configuration: two frozen dataclasses, validated on construction."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 INNER_SITES = ("q", "k", "v", "z", "mlp_act")
-"""Kinds of sites inside of attention and MLP."""
+"""Kinds of sites inside attention and MLP."""
 DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
@@ -41,7 +41,7 @@ def resolve_device(device: str) -> str:
     """ "cpu" or "cuda[:n]"; "auto" is CUDA where there is one.
 
     Raises:
-        RuntimeError: CUDA is asked for and not there, or has no such device.
+        RuntimeError: CUDA is asked for and not available, or has no such device.
         ValueError: another kind of device.
     """
     if device == "auto":
@@ -79,7 +79,7 @@ def _one_of(owner: object, name: str, allowed: tuple) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model, and how its weights are held."""
+    """The model, and the dtype and origin of its weights."""
 
     model: str = "demo"
     """ "demo", a folder with config.json and safetensors, a .gguf file, or a hub id."""
@@ -89,9 +89,9 @@ class ModelConfig:
     impl: str = "auto"
     """ "native": our modules; "transformers": the family's own class."""
     seed: int = 0
-    """Of dummy weights, and of requests that bring no seed."""
+    """Seed of dummy weights, and of requests without a seed."""
     hf_config: Any = None
-    """A transformers config that takes the place of config.json (with load_format="dummy")."""
+    """A transformers config in place of config.json (with load_format="dummy")."""
 
     def __post_init__(self) -> None:
         _one_of(self, "load_format", ("auto", "safetensors", "gguf", "dummy"))
@@ -102,60 +102,63 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """How requests are served. None means: derived from the model and the machine."""
+    """How requests are served. None: derived from the model and the machine."""
 
     device: str = "auto"
     max_model_len: int | None = None
-    """Prompt and generated tokens of one request at most; the model's own limit where None."""
-    max_running_requests: int = 256
-    """Requests in one step at most."""
+    """Maximum prompt and generated tokens of one request. None: the model's own limit."""
+    max_running_requests: int | None = 256
+    """Maximum requests in one step. None: derived from the KV pool, 512 tokens a request (`device_memory.num_running_requests`)."""
     max_num_tokens: int | None = None
-    """Token rows in one step at most: what chunked prefill fills a step up to (default 2048 on a CPU, 8192 on CUDA)."""
+    """Maximum token rows in one step; chunked prefill fills steps up to it. None: 2048 on a CPU, 8192 on CUDA."""
     kv_cache_tokens: int | None = None
-    """Slots of the KV pool. Derived from the free memory where None."""
+    """Slots of the KV pool. None: derived from the free memory. More than the device holds is an error."""
     kv_cache_dtype: str = "auto"
     """The KV pool's dtype; "auto" is the model's."""
     page_size: int = 16
-    """Slots that are handed out together."""
+    """Slots of one KV page."""
     async_scheduling: bool | None = None
-    """Launch a step before the tokens of the one before it have been read; None: on CUDA."""
+    """Launch each step before the previous step's tokens are read. None: on CUDA only."""
     max_interventions_per_site: int = 4
-    """Interventions of one request at one site at most."""
+    """Maximum interventions of one request at one site."""
     max_intervention_vectors: int = 4096
-    """Vectors of all live requests' interventions at most; equal ones count once."""
+    """Maximum vectors of all live requests' interventions; equal vectors count once."""
     inner_sites: tuple[str, ...] = ()
-    """Kinds of sites inside of attention and MLP ("q", "k", "v", "z", "mlp_act") that passes on CUDA have kernels for, so that they
-    can be edited and captured; each costs a launch a layer and more, used or not. On a CPU all can be, at no cost."""
+    """Kinds of sites inside attention and MLP ("q", "k", "v", "z", "mlp_act") that declared ops and captures can use on CUDA. Each
+    kind costs at least one kernel launch a layer, used or not. On a CPU all kinds can be used, at no cost."""
     max_capture_bytes: int = 1 << 30
-    """Bytes that a request's captures may come to take on the host."""
+    """Maximum bytes of one request's captures on the host."""
     capture_ring_bytes: int = 1 << 30
-    """Bytes of the ring that captured states leave a CUDA device through, there and in pinned memory on the host. Prompts that are
-    captured take a quarter of it in one step."""
+    """Bytes of the ring buffer for captured states, on a CUDA device and in pinned memory on the host. The captured prompts of one
+    step take at most a quarter of it."""
     capture_kept_bytes: int = 1 << 33
-    """Bytes of memory that captured states came back in, and nobody holds any more, that are kept for the next ones at most."""
+    """Upper bound, in bytes, of freed result memory kept for reuse."""
     capture_when_full: str = "block"
-    """What becomes of a request that finds no room in the ring: "block" has it sit steps out, "fail" drops what it captures."""
+    """A request for which the ring has no room: "block" makes it wait, "fail" drops its captures."""
     hook_execution: str = "auto"
-    """How a decode step runs in which a block waits for a module: "segments" replays what lies between blocks, "split" runs
-    their requests by themselves beside the others' replay, "eager" the whole batch module by module; "auto" is "segments"
-    where decode passes are captured."""
+    """How a decode step with a block that waits for a module runs. "segments" replays the graph segments between blocks. "split"
+    replays the plain requests and runs the hooked ones module by module. "eager" runs the whole batch module by module. "auto"
+    is "segments" where decode passes are captured."""
     max_segments: int = 256
-    """GraphSegments between blocks that are kept as CUDA graphs, the most recently used ones."""
+    """Maximum graph segments between blocks to keep; the least recently used one is evicted."""
     schedule_policy: str = "mixed"
-    """ "mixed" steps decode and prefill together; "prefill_first" gives prompts steps of their own, one in two at most."""
+    """ "mixed" puts decode and prefill into one step; "prefill_first" gives prefill steps of its own, at most every second one."""
     attention_backend: str = "auto"
     """ "torch", or "flashinfer" on CUDA."""
     disable_cuda_graph: bool = False
     enable_torch_compile: bool = False
-    """Compile decode passes before they are captured as CUDA graphs: a longer start."""
+    """Compile decode passes before they are captured as CUDA graphs. Start-up takes longer."""
     torch_compile_max_bs: int = 32
-    """The largest batch whose pass is compiled."""
+    """The largest batch size to compile."""
+    logprobs_mode: str = "raw_logprobs"
+    """What `logprobs` and `prompt_logprobs` hold, with vLLM's names: "raw_logprobs" and "raw_logits" are before penalties,
+    temperature and filters, "processed_logprobs" and "processed_logits" after them (prompt tokens have none)."""
     gpu_memory_utilization: float = 0.9
-    """Share of the device's memory for weights, activations and KV."""
+    """Fraction of the device's memory for weights, activations and KV."""
     trace_step_warning: float = 5.0
-    """Seconds that one visit of a trace's block may take before it is reported."""
+    """Seconds that one visit of a trace's block may take before a warning."""
     trace_step_timeout: float | None = 60.0
-    """Seconds after which the block's request ends with an error; None never."""
+    """Seconds after which the block's request ends with an error; None: never."""
 
     def __post_init__(self) -> None:
         _positive(self, "max_model_len", "max_running_requests", "max_num_tokens", "kv_cache_tokens", "page_size")
@@ -169,7 +172,12 @@ class ServerConfig:
         _one_of(self, "capture_when_full", ("block", "fail"))
         _one_of(self, "schedule_policy", ("mixed", "prefill_first"))
         _one_of(self, "hook_execution", ("auto", "segments", "split", "eager"))
+        _one_of(self, "logprobs_mode", ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"))
         _one_of(self, "attention_backend", ("auto", "torch", "flashinfer"))
+        if str(self.kv_cache_dtype).startswith(("fp8", "int8", "nvfp4")):
+            raise ValueError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r}: a quantised KV cache is not supported; 'bfloat16' takes half of float32"
+            )
         if self.kv_cache_dtype != "auto" and self.kv_cache_dtype not in DTYPES:
             raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: expected 'auto' or one of {sorted(DTYPES)}")
         if not 0 < self.gpu_memory_utilization <= 1:

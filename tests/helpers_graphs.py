@@ -1,6 +1,6 @@
 """Decode passes "captured" on a CPU: a graph is the function that it was captured from, and a replay calls it again.
 
-What is not CUDA's own is then as on a GPU: padded batches, inputs in place, stretches between blocks, what is forgotten when.
+What is not CUDA's own is then as on a GPU: padded batches, inputs in place, segments between blocks, what is forgotten when.
 A function that would not do as a graph, because it reads what changed since, is caught by neither; the GPU suite does that.
 """
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pymllm_interp.attention.torch_backend import TorchAttnBackend
-from pymllm_interp.runner import cuda_graph_runner
+from pymllm_interp.runner import graph_capture
 from pymllm_interp.runner.model_runner import ModelRunner
 
 
@@ -35,13 +35,20 @@ def capture(run: Callable[[], None], pool: Any) -> EagerGraph:
     return EagerGraph(run, has_run=True)
 
 
-def record(plan: Callable[[], None], run: Callable[[], torch.Tensor], pool: Any) -> tuple[EagerGraph, torch.Tensor]:
-    for _ in range(cuda_graph_runner.WARM_UPS):
+def record(
+    plan: Callable[[], None], run: Callable[[], tuple[torch.Tensor, ...]], pool: Any
+) -> tuple[EagerGraph, tuple[torch.Tensor, ...]]:
+    for _ in range(graph_capture.WARM_UPS):
         plan()
         run()
     plan()
-    output = run()
-    return EagerGraph(lambda: output.copy_(run())), output
+    outputs = run()
+
+    def again() -> None:
+        for output, value in zip(outputs, run(), strict=True):
+            output.copy_(value)
+
+    return EagerGraph(again), outputs
 
 
 def use_eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +71,6 @@ def use_eager_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     # A graph computes its plan anew; a function finds the last one.
     monkeypatch.setattr(TorchAttnBackend, "init_forward_metadata_replay_cuda_graph", TorchAttnBackend.forget_plan)
     # There is no device memory to be freed in the midst of a capture, and to look through all objects twice takes long.
-    monkeypatch.setattr(cuda_graph_runner, "freeze_gc", nullcontext)
-    monkeypatch.setattr(cuda_graph_runner, "capture", capture)
-    monkeypatch.setattr(cuda_graph_runner, "record", record)
+    monkeypatch.setattr(graph_capture, "freeze_gc", nullcontext)
+    monkeypatch.setattr(graph_capture, "capture", capture)
+    monkeypatch.setattr(graph_capture, "record", record)

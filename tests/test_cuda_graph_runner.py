@@ -8,26 +8,27 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import helpers_graphs
 import pytest
 import torch
 from conftest import CONFIGS
-from helpers_graphs import use_eager_captures
+from helpers_graphs import use_eager_captures, use_eager_graphs
 from helpers_runner import ByHand, make_runner, random_ids
 from transformers import LlamaConfig
 
 from pymllm_interp import LM, ModelRunner, SamplingParams
 from pymllm_interp.attention import AttentionBackend
 from pymllm_interp.core.forward_batch import ForwardMode
-from pymllm_interp.core.step import LogitsProcessorOutput
+from pymllm_interp.core.step import LogitsProcessorOutput, SchedulerOutput
 from pymllm_interp.layers.edits.host import HostOps
-from pymllm_interp.runner import cuda_graph_runner
+from pymllm_interp.runner import graph_capture
 from pymllm_interp.runner.cuda_graph_runner import (
     CudaGraphRunner,
-    _InputBuffers,
     capture_batch_sizes,
     freeze_gc,
     get_global_graph_memory_pool,
@@ -45,14 +46,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     seen: list[tuple[int, bool]] = []
 
     use_eager_captures(monkeypatch)
-    record = cuda_graph_runner.record
+    record = graph_capture.record
 
     def noted(*args: Any) -> Any:
-        graph, output = record(*args)
-        seen.append((output.shape[0], is_capture_mode()))
-        return graph, output
+        graph, outputs = record(*args)
+        seen.append((outputs[0].shape[0], is_capture_mode()))
+        return graph, outputs
 
-    monkeypatch.setattr(cuda_graph_runner, "record", noted)
+    monkeypatch.setattr(graph_capture, "record", noted)
     return seen
 
 
@@ -108,7 +109,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float, what: 
 
 def test_g01_the_shared_memory_pool_is_none_until_it_is_set(monkeypatch):
     """G1."""
-    monkeypatch.setattr(cuda_graph_runner, "_memory_pool", None)
+    monkeypatch.setattr(graph_capture, "_memory_pool", None)
     assert get_global_graph_memory_pool() is None
     set_global_graph_memory_pool((0, 7))
     assert get_global_graph_memory_pool() == (0, 7)
@@ -128,6 +129,59 @@ def test_g02_capture_mode_holds_within_the_block_however_it_ends():
     with pytest.raises(KeyError), model_capture_mode():
         raise KeyError
     assert not is_capture_mode()
+
+
+def test_g02_capture_mode_is_the_threads_and_the_runners_own():
+    """G2: engines of one process capture on threads of their own."""
+    here, other = make_runner(CONFIGS["llama"]()), make_runner(CONFIGS["llama"]())
+    elsewhere: list[bool] = []
+    with model_capture_mode(here):
+        with pytest.raises(KeyError), model_capture_mode(here):
+            raise KeyError
+        thread = threading.Thread(target=lambda: elsewhere.append(is_capture_mode()))
+        thread.start()
+        thread.join()
+        assert is_capture_mode() and here.is_capturing and not other.is_capturing
+    assert elsewhere == [False] and not here.is_capturing and not is_capture_mode()
+
+
+def test_g02_during_a_capture_traces_wait_and_traced_passes_are_refused_on_that_engine_alone(
+    model_folder, lm_of, monkeypatch
+):
+    """G2: the capture of a graph segment, in the middle of a pass of another trace."""
+    params, other = SamplingParams(temperature=0, max_tokens=4), lm_of("llama")
+    folder, prompt, seen, states = model_folder("llama"), random_ids(5, seed=1), [], []
+    use_eager_graphs(monkeypatch)
+    expected = other.generate([prompt], params)[0].token_ids
+    with other.trace(prompt):
+        expected_states = other.model.layers[0].output.save()
+
+    def trace_of_another_thread() -> None:
+        with lm.trace(prompt):
+            h = lm.model.layers[0].output.save()
+        states.append(h)
+
+    def capture(run: Any, pool: Any) -> Any:
+        if not seen:
+            seen.append((is_capture_mode(), lm.runner.is_capturing, other.runner.is_capturing))
+            with pytest.raises(RuntimeError, match="this runner captures CUDA graphs: no pass can start, and no hook"):
+                lm.runner.execute_model(SchedulerOutput())
+            assert other.generate([prompt], params)[0].token_ids == expected
+            thread.start()
+            thread.join(0.1)
+            assert thread.is_alive() and not states
+        return helpers_graphs.capture(run, pool)
+
+    thread = threading.Thread(target=trace_of_another_thread)
+    with LM(folder, dtype="float32", device="cpu", max_running_requests=4, hook_execution="segments") as lm:
+        monkeypatch.setattr(graph_capture, "capture", capture)
+        with lm.generate(prompt, max_new_tokens=5) as tracer:
+            for _ in tracer.iter[:]:
+                lm.model.layers[1].output.save()
+        thread.join(60)
+        assert tracer.receipt.steps["segments"] >= 3, "one step may hold the prompt of the other trace"
+    assert seen == [(True, True, False)]
+    torch.testing.assert_close(states[0], expected_states, rtol=0, atol=1e-5)
 
 
 def test_g03_the_collector_is_frozen_within_the_block_only(unfrozen):
@@ -224,7 +278,7 @@ def test_g13_a_capture_that_fails_says_what_to_change(error, unfrozen, monkeypat
         frozen.append(gc.get_freeze_count() > 0)
         raise error
 
-    monkeypatch.setattr(cuda_graph_runner, "record", fail)
+    monkeypatch.setattr(graph_capture, "record", fail)
     runner = make_runner(CONFIGS["llama"](), max_running_requests=6)
     with pytest.raises(RuntimeError, match=f"of 6 rows failed: {error}") as caught:
         CudaGraphRunner(runner)
@@ -288,15 +342,15 @@ def test_g07_small_sizes_are_compiled_where_asked_for(recorded, monkeypatch, opt
 
 def test_g08_padded_rows_are_reset_after_a_larger_batch(runner):
     """G8: D of the pitfalls. A row that an earlier batch filled must not write to that batch's memory."""
-    buffers = _InputBuffers(InputBuffers(6, "cpu"), 6, 1)
+    buffers = InputBuffers(6, "cpu")
     hand = ByHand(runner)
     buffers.populate(decode_batch(runner, 5, hand), 6)
-    assert (buffers.req_pool_indices[:5] > 0).all() and (buffers.out_cache_loc[:5] > 0).all()
+    assert (buffers.rows[:5] > 0).all() and (buffers.out_cache_loc[:5] > 0).all()
     small = hand.batch({3: [9], 4: [8]}, ForwardMode.DECODE)
     buffers.populate(small, 6)
-    for name in ("input_ids", "positions", "req_pool_indices", "out_cache_loc", "seq_lens"):
-        assert torch.equal(getattr(buffers, name)[:2], getattr(small, name))
-    for name in ("input_ids", "positions", "req_pool_indices", "out_cache_loc"):
+    for name in ("input_ids", "positions", "rows", "out_cache_loc", "seq_lens"):
+        assert torch.equal(getattr(buffers, name)[:2], getattr(small, {"rows": "req_pool_indices"}.get(name, name)))
+    for name in ("input_ids", "positions", "rows", "out_cache_loc"):
         assert getattr(buffers, name)[2:].tolist() == [0] * 4
     assert buffers.seq_lens[2:].tolist() == buffers.seq_lens_cpu[2:].tolist() == [1] * 4
     assert buffers.seq_lens_cpu[:2].tolist() == small.seq_lens_cpu.tolist()
@@ -313,6 +367,26 @@ def test_g11_a_replay_equals_the_eager_pass_at_every_batch_size(runner, n):
     close(output.next_token_logits, expected, 1e-5, f"{n} rows")
     torch.testing.assert_close(runner.token_to_kv_pool._kv[:, :, 1:], kv[:, :, 1:])
     assert output.hidden_states is None
+
+
+@pytest.mark.parametrize("n", [1, 3, 6])
+def test_r04_a_replay_returns_hidden_states_where_asked_for_in_memory_of_their_own(runner, n):
+    """R4: the final norm's output of the batch's own rows."""
+    graphs, hand = graphs_of(runner), ByHand(runner)
+    batch = replace(decode_batch(runner, n, hand), return_hidden_states=True)
+    expected = eager(runner, batch).hidden_states
+    output = runner.forward(batch)
+    assert output.hidden_states is batch.hidden_states and output.hidden_states.shape == (n, 72)
+    close(output.hidden_states, expected, 1e-5)
+    first, kept = output.hidden_states, output.hidden_states.clone()
+    batch.input_ids.fill_(50)
+    second = graphs.replay(batch, in_place=True).hidden_states
+    assert torch.equal(first, kept) and not torch.equal(first, second)
+    for buffer in graphs.output_buffers.values():
+        for states in (first, second):
+            assert states.untyped_storage().data_ptr() != buffer.hidden_states.untyped_storage().data_ptr()
+    assert graphs.replay(replace(batch, return_hidden_states=False)).hidden_states is None
+    release(hand)
 
 
 def test_g11_the_next_replay_changes_nothing_that_was_returned(runner):
@@ -333,11 +407,11 @@ def test_g09_can_run_is_a_truth_table(runner):
     batch = decode_batch(runner, 6, hand)
     assert graphs.can_run(batch)
     assert graphs.can_run(replace(batch, forward_mode=ForwardMode.IDLE))
+    assert graphs.can_run(replace(batch, return_hidden_states=True))
     for change in (
         {"forward_mode": ForwardMode.EXTEND},
         {"forward_mode": ForwardMode.MIXED},
         {"fresh_kv_only": True},
-        {"return_hidden_states": True},
         {"logits_indices": torch.tensor([0])},
         {"attn_backend": object()},
         {"site_ops": HostOps({}, {}, 0)},
@@ -516,6 +590,25 @@ def test_g11_gpu_two_replays_do_not_overwrite_each_other(cuda_runner, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_r04_gpu_a_replay_returns_hidden_states_in_memory_of_their_own(cuda_runner, dtype):
+    """R4."""
+    runner = cuda_runner(dtype, page_size=16)
+    for n in (1, 3, 20):
+        hand = ByHand(runner)
+        batch = replace(decode_batch(runner, n, hand), return_hidden_states=True)
+        expected = eager(runner, batch).hidden_states
+        assert graphs_of(runner).can_run(batch)
+        first = graphs_of(runner).replay(batch).hidden_states
+        close(first, expected, TOLERANCE[dtype], f"{n} rows")
+        kept = first.clone()
+        batch.input_ids.fill_(50)
+        second = graphs_of(runner).replay(batch, in_place=True).hidden_states
+        assert torch.equal(first, kept) and not torch.equal(first, second)
+        release(hand)
+
+
+@pytest.mark.gpu
 def test_g08_gpu_padded_rows_write_to_nobody(cuda_runner):
     """G8: after a batch of 4 rows a batch of 3 leaves the fourth's KV alone."""
     runner = cuda_runner("bfloat16", page_size=16)
@@ -543,12 +636,12 @@ def test_g13_gpu_a_capture_that_fails_leaves_the_process_as_it_was():
 
     pool = torch.cuda.graph_pool_handle()
     with pytest.raises(RuntimeError):
-        cuda_graph_runner.capture(fails, pool)
+        graph_capture.capture(fails, pool)
     assert torch.cuda.current_stream() == current
     assert torch.equal(generator.get_state(), torch_state)
     drawn = torch.rand(3, device="cuda")
     assert torch.equal(drawn, torch.rand(3, device="cuda", generator=torch.Generator("cuda").manual_seed(5)))
-    graph = cuda_graph_runner.capture(lambda: value.add_(2), torch.cuda.graph_pool_handle())
+    graph = graph_capture.capture(lambda: value.add_(2), torch.cuda.graph_pool_handle())
     graph.replay()
     assert value.tolist() == [2, 2, 2, 2]
 
@@ -556,7 +649,7 @@ def test_g13_gpu_a_capture_that_fails_leaves_the_process_as_it_was():
 @pytest.mark.gpu
 def test_gpu_no_stream_that_torch_deals_out_is_the_one_of_captures():
     """What another thread does to it while it captures would end the capture, and that thread's own work."""
-    captures = cuda_graph_runner._capture_stream(0).cuda_stream
+    captures = graph_capture._capture_stream(0).cuda_stream
     assert captures not in {torch.cuda.Stream().cuda_stream for _ in range(200)}
 
 

@@ -31,7 +31,7 @@ from pymllm_interp.attention import FlashInferAttnBackend, TorchAttnBackend
 from pymllm_interp.config import resolve_device
 from pymllm_interp.core.out_of_memory import is_out_of_memory
 from pymllm_interp.models.llama import LlamaForCausalLM
-from pymllm_interp.runner import cuda_graph_runner, model_runner
+from pymllm_interp.runner import graph_capture, model_runner
 from pymllm_interp.runner.cuda_graph_runner import is_capture_mode
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -226,8 +226,8 @@ def test_the_pool_is_sized_to_the_share_of_memory_whoever_has_the_rest(others):
 def test_a_capture_that_fails_lets_go_of_the_model_and_of_the_graphs_before_it(error, monkeypatch):
     """Whatever it fails with, and although the caller has the error: a notebook keeps the last one."""
     use_eager_graphs(monkeypatch)
-    monkeypatch.setattr(cuda_graph_runner, "_memory_pool", (0, 7))
-    record, rows = cuda_graph_runner.record, []
+    monkeypatch.setattr(graph_capture, "_memory_pool", (0, 7))
+    record, rows = graph_capture.record, []
 
     def fails_at_the_second(*args: Any) -> Any:
         rows.append(1)
@@ -235,12 +235,12 @@ def test_a_capture_that_fails_lets_go_of_the_model_and_of_the_graphs_before_it(e
             raise error
         return record(*args)
 
-    monkeypatch.setattr(cuda_graph_runner, "record", fails_at_the_second)
+    monkeypatch.setattr(graph_capture, "record", fails_at_the_second)
     config = LlamaConfig(**{**WIDE, "vocab_size": SOME_WORDS}, num_key_value_heads=1)
     with pytest.raises(RuntimeError if isinstance(error, RuntimeError) else OSError, match=str(error)) as caught:
         dummy(config, "cpu", dtype="float32")
     assert not weights_of(SOME_WORDS), "the error holds weights"
-    assert cuda_graph_runner.get_global_graph_memory_pool() is None, "no later capture may name a pool without graphs"
+    assert graph_capture.get_global_graph_memory_pool() is None, "no later capture may name a pool without graphs"
     assert caught.value.__traceback__ is not None and rows == [1, 1]
     with dummy(CONFIGS["llama"](), "cpu", dtype="float32") as lm:
         assert ways(lm)["replay"] == 0 and len(lm.generate([[1, 2, 3]], GREEDY)[0].token_ids) == 8

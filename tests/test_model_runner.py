@@ -13,21 +13,24 @@ from typing import Any
 import pytest
 import torch
 from conftest import COMMON, CONFIGS
-from helpers_runner import ByHand, make_runner, random_ids
+from helpers_runner import ByHand, Steps, make_runner, random_ids
 from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
 from pymllm_interp import ModelRunner
-from pymllm_interp.attention import AttentionBackend, TorchAttnBackend
+from pymllm_interp.attention import AttentionBackend, TorchAttnBackend, attention_workspace_bytes
+from pymllm_interp.attention.flashinfer_backend import WORKSPACE_BYTES
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.forward_batch import ForwardBatch, ForwardMode
-from pymllm_interp.core.step import LogitsProcessorOutput
+from pymllm_interp.core.step import LogitsProcessorOutput, ModelRunnerOutput
 from pymllm_interp.mem_cache import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
 from pymllm_interp.models.registry import UnsupportedModelError
 from pymllm_interp.models.weights import WeightsError
-from pymllm_interp.runner import model_runner
+from pymllm_interp.runner import async_output, model_runner
+from pymllm_interp.runner.device_memory import get_available_gpu_memory, get_total_gpu_memory
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner
-from pymllm_interp.runner.model_runner import get_available_gpu_memory, get_total_gpu_memory
 from pymllm_interp.runner.partition import Execution
+from pymllm_interp.runner.request_state import RequestState
+from pymllm_interp.runner.step_inputs import StepInputs
 
 PARTS = ("model", "req_to_token_pool", "token_to_kv_pool", "token_to_kv_pool_allocator", "attn_backend", "graph_runner")
 
@@ -161,6 +164,84 @@ def test_r09_capacity_defaults_and_zero_is_refused():
             ServerConfig(**{name: 0})
     with pytest.raises(ValueError, match="kv_cache_tokens to at least page_size"):
         make_runner(CONFIGS["llama"](), kv_cache_tokens=15, page_size=16)
+
+
+def test_r09_a_pool_larger_than_the_memory_is_refused_with_both_numbers():
+    """R9: before anything is allocated."""
+    with pytest.raises(torch.OutOfMemoryError, match=r"KV pool of 10+ tokens .*which has memory for [1-9]\d+ tokens"):
+        make_runner(CONFIGS["llama"](), kv_cache_tokens=10**13)
+
+
+def test_r15_the_number_of_running_requests_is_derived_where_it_is_none():
+    """R15: the KV tokens over 512 a request, over the context's length where that is shorter."""
+    derived = {
+        (4096, None): 4096 // 128,  # the model's context
+        (4096, 64): 64,
+        (100, 64): 1,
+        (16, 128): 1,
+        (1 << 18, 64): 1024,
+    }
+    for (tokens, context), expected in derived.items():
+        runner = make_runner(
+            CONFIGS["llama"](), kv_cache_tokens=tokens, max_model_len=context, max_running_requests=None
+        )
+        assert runner.max_running_requests == runner.req_to_token_pool.size == expected, (tokens, context)
+        runner.shutdown()
+    long = LlamaConfig(
+        **{**COMMON, "max_position_embeddings": 2048}, hidden_size=64, num_hidden_layers=1, num_attention_heads=4
+    )
+    assert make_runner(long, kv_cache_tokens=None, max_running_requests=None).max_running_requests == 4096 // 512
+
+
+def test_r15_a_profile_run_makes_the_logits_of_every_row(runner, monkeypatch):
+    """R15: a traced pass of whole prompts makes them, so the KV pool has to leave room for them."""
+    rows, call = [], ModelRunner._call_model
+    monkeypatch.setattr(
+        ModelRunner, "_call_model", lambda self, *args: rows.append(call(self, *args).shape) or call(self, *args)
+    )
+    runner._dummy_run(50, skip_attn=True, is_profile=True)
+    assert rows == [(1, 50, 97)]
+
+
+def test_r15_the_attention_workspace_is_known_before_it_is_made(monkeypatch):
+    """R15."""
+    for name, device, dtype, size in (
+        ("auto", "cpu", torch.float32, 0), ("torch", "cuda", torch.bfloat16, 0), ("auto", "cuda", torch.float32, 0),
+        ("flashinfer", "cuda", torch.bfloat16, WORKSPACE_BYTES),
+    ):  # fmt: skip
+        assert attention_workspace_bytes(name, device, dtype, 64) == size
+    monkeypatch.setattr("pymllm_interp.attention._why_no_flashinfer", lambda head_dim: None)
+    assert attention_workspace_bytes("auto", "cuda", torch.bfloat16, 64) == WORKSPACE_BYTES
+
+
+WIDE_KV = LlamaConfig(
+    **COMMON, hidden_size=64, num_hidden_layers=32, num_attention_heads=8, num_key_value_heads=8, head_dim=128
+)
+
+
+@pytest.mark.gpu
+def test_r15_gpu_the_default_fills_the_memory_that_it_may_take():
+    """R15: 90 % of the budget at least, and no more than the budget."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    runner = make_runner(WIDE_KV, dtype="bfloat16", device="cuda", kv_cache_tokens=None, max_running_requests=None)
+    free, total = torch.cuda.mem_get_info()
+    budget = total * runner.server_config.gpu_memory_utilization
+    assert 0.9 * budget <= total - free <= budget + (1 << 29), (
+        f"{(total - free) / 2**30:.1f} GiB of {budget / 2**30:.1f}"
+    )
+    assert runner.max_running_requests == 1024
+    runner.shutdown()
+
+
+@pytest.mark.gpu
+def test_r09_gpu_a_pool_beyond_the_budget_is_made_with_a_warning_that_names_both_numbers(caplog):
+    """R9."""
+    with caplog.at_level(logging.WARNING):
+        make_runner(
+            WIDE_KV, dtype="bfloat16", device="cuda", kv_cache_tokens=4096, gpu_memory_utilization=1e-4
+        ).shutdown()
+    assert re.search(r"kv_cache_tokens=4096, but gpu_memory_utilization=0.0001 leaves room for \d+ tokens", caplog.text)
 
 
 METADATA = {
@@ -521,6 +602,110 @@ def test_r25_sample_returns_int32_of_the_batch(batch, dtype, runner):
     for kwargs in ({}, {"temperatures": torch.ones(batch), "top_ps": torch.full((batch,), 0.5)}):
         tokens = sampled(runner, logits, **kwargs)
         assert tokens.dtype == torch.int32 and tokens.shape == (batch,)
+
+
+ASKING: dict[str, Any] = {"logprobs": 3, "prompt_logprobs": 2}
+
+
+def test_v47_nothing_waits_for_the_device_at_sampling_with_logprobs(monkeypatch):
+    """V47: a spy on what reads a tensor on the host; the lists are built on arrival."""
+    steps, reads = Steps(make_runner(CONFIGS["llama"](), max_num_tokens=16)), []
+    for prompt, params in ((random_ids(5), ASKING), (random_ids(20), ASKING), ([7], {}), ([8], {"logprobs": 0})):
+        steps.add(prompt, 3, **params)
+    for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__"):
+        real = getattr(torch.Tensor, name)
+        spy = lambda self, *args, name=name, real=real: reads.append(name) or real(self, *args)  # noqa: E731
+        monkeypatch.setattr(torch.Tensor, name, spy)
+    found = []
+    for _ in range(4):
+        schedule = steps.scheduler.schedule()
+        steps.runner.execute_model(schedule)
+        reads.clear()
+        waiting = steps.runner.sample_tokens_async()
+        assert waiting is not None and reads == []
+        output = waiting.get_output()
+        assert reads
+        found.append(output)
+        steps.scheduler.launched(schedule)
+        steps.scheduler.update(schedule, output)
+    assert len(found[0].logprobs) == len(found[0].req_ids) and any(found[0].logprobs)
+    assert sum(len(entries) for output in found for entries in output.prompt_logprobs.values()) == 4 + 19
+
+
+def test_v47_the_copy_of_the_tokens_is_queued_before_what_follows_sampling(monkeypatch):
+    """V47."""
+    steps, order = Steps(make_runner(CONFIGS["llama"]())), []
+    steps.add([1, 2, 3], 2, **ASKING)
+    sample, feed = ModelRunner._sample, RequestState.feed
+    copy, prompts = async_output._copy_to_host, StepInputs.prompt_logprobs
+
+    def noted(name: str, real: Any) -> Any:
+        return lambda *args: order.append(name) or real(*args)
+
+    monkeypatch.setattr(ModelRunner, "_sample", noted("sample", sample))
+    monkeypatch.setattr(StepInputs, "prompt_logprobs", noted("prompt logprobs", prompts))
+    monkeypatch.setattr(RequestState, "feed", noted("feed", feed))
+    monkeypatch.setattr(async_output, "_copy_to_host", noted("copy", copy))
+    steps.step()
+    assert order == ["prompt logprobs", "sample", "copy", "feed"]
+
+
+@pytest.mark.gpu
+def test_v47_gpu_sampling_with_logprobs_does_not_wait_for_the_device():
+    """V47: the copy of all that is asked for is one event's."""
+    options = {"max_num_tokens": 16, "device": "cuda", "kv_cache_tokens": 4096}
+    cuda, cpu = (Steps(make_runner(CONFIGS["llama"](), **{**options, "device": d})) for d in ("cuda", "cpu"))
+    outputs: dict[str, list[ModelRunnerOutput]] = {"cuda": [], "cpu": []}
+    for device, steps in (("cuda", cuda), ("cpu", cpu)):
+        for prompt, params in ((random_ids(5), ASKING), (random_ids(20), ASKING), ([7], {}), ([8], {"logprobs": 0})):
+            steps.add(prompt, 3, temperature=0.7, top_p=0.9, seed=3, **params)
+        for _ in range(4):
+            schedule = steps.scheduler.schedule()
+            steps.runner.execute_model(schedule)
+            if device == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                waiting = steps.runner.sample_tokens_async()
+            finally:
+                if device == "cuda":
+                    torch.cuda.set_sync_debug_mode("default")
+            assert waiting is not None and (waiting._copied is not None) == (device == "cuda")
+            outputs[device].append(waiting.get_output())
+            steps.scheduler.launched(schedule)
+            steps.scheduler.update(schedule, outputs[device][-1])
+    for ours, theirs in zip(outputs["cuda"], outputs["cpu"], strict=True):
+        assert ours.sampled_token_ids == theirs.sampled_token_ids
+        assert ours.prompt_logprobs.keys() == theirs.prompt_logprobs.keys()
+        for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None and other is not None:
+                assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logits", "processed_logprobs"])
+def test_v18_logprobs_mode_reaches_sampled_and_prompt_logprobs(mode):
+    """V18: logits are log probabilities up to a constant; no processor is applied to prompt tokens."""
+
+    def run(mode: str) -> list[ModelRunnerOutput]:
+        steps = Steps(make_runner(CONFIGS["llama"](), logprobs_mode=mode))
+        steps.add(random_ids(6), 3, temperature=2.0, seed=1, logprobs=40, prompt_logprobs=40)
+        return [output for _, output in steps.run()]
+
+    for raw, other in zip(run("raw_logprobs"), run(mode), strict=True):
+        pairs = [(raw.logprobs, other.logprobs, 2.0 if mode.startswith("processed") else 1.0)]
+        pairs += [(raw.prompt_logprobs[rid], other.prompt_logprobs[rid], 1.0) for rid in raw.prompt_logprobs]
+        for ours, theirs, temperature in pairs:
+            for one, two in zip(ours, theirs, strict=True):
+                assert one.token_ids == two.token_ids and one.ranks == two.ranks
+                gaps = torch.tensor(one.logprobs) / temperature - torch.tensor(two.logprobs)
+                assert gaps.std() < 1e-5
+                if temperature == 1 and mode == "processed_logprobs":
+                    assert gaps.abs().max() < 1e-6
+                elif mode.endswith("logits"):
+                    assert gaps.abs().max() > 0.1
+    with pytest.raises(ValueError, match=r"logprobs_mode='raw'.*raw_logprobs"):
+        ServerConfig(logprobs_mode="raw")
 
 
 @pytest.mark.parametrize("cls", [ModelRunner, InterpModelRunner])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -312,19 +313,20 @@ def test_tiny_temperatures_are_greedy_and_do_not_overflow():
 def test_a_batch_holds_only_what_a_row_asks_for():
     greedy = SamplingBatch.from_requests([make_request(temperature=0.0, top_k=5, top_p=0.5)] * 3, 50, "cpu")
     assert greedy == SamplingBatch(rows=3)
-    assert greedy.all_greedy and not greedy.any_logprobs
+    assert greedy.temperatures is None and not greedy.any_logprobs
     greedy_row = make_request(temperature=0.0, top_k=5, top_p=0.5, min_p=0.5)
     plain = SamplingBatch.from_requests([make_request(top_k=50), greedy_row], 50, "cpu")
-    assert not (plain.all_greedy or plain.any_top_k or plain.any_top_p or plain.any_min_p)
+    assert plain.temperatures is not None
+    assert plain.top_ks is None and plain.top_ps is None and plain.min_ps is None
     assert plain.penalties is None and plain.logit_bias is None
     full = SamplingBatch.from_requests([make_request(top_k=5, top_p=0.5, min_p=0.5, logprobs=0)], 50, "cpu")
-    assert full.any_top_k and full.any_top_p and full.any_min_p and full.any_logprobs
+    assert full.top_ks is not None and full.top_ps is not None and full.min_ps is not None and full.any_logprobs
 
 
 def test_empty_batches():
     assert sample(torch.empty(0, 50), []) == []
     assert apply_penalties(torch.empty(0, 50), None, None, None, []).shape == (0, 50)
-    assert gather_logprobs(torch.empty(0, 50), torch.empty(0, dtype=torch.int32), []) == []
+    assert gather_logprobs(torch.empty(0, 50), torch.empty(0, dtype=torch.int32), []).tolists() == []
     none = torch.empty(0)
     for limits in ({}, {"temperatures": none}, {"temperatures": none, "top_ps": none, "top_ks": none.int()}):
         tokens = sample_tokens(torch.empty(0, 50), **limits)
@@ -347,6 +349,9 @@ def test_cuda_draws_as_the_cpu_does_and_waits_for_nothing():
     torch.cuda.set_sync_debug_mode("error")
     try:
         tokens = Sampler()(on_device, SamplingBatch.from_requests(requests, 3001, "cuda")).token_ids
+        asking = [replace(request, params=replace(request.params, logprobs=3)) for request in requests]
+        for mode in MODES:
+            Sampler(mode)(on_device, SamplingBatch.from_requests(asking, 3001, "cuda"))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert tokens.tolist() == expected
@@ -515,7 +520,7 @@ def test_logprobs_equal_log_softmax_and_ranks_equal_a_sort(rows, vocab):
     num = [(None, 0, 3, 64)[row % 4] for row in range(rows)]
     reference = logits.log_softmax(-1)
     order = logits.argsort(dim=-1, descending=True)
-    for row, entry in enumerate(gather_logprobs(logits, tokens, num)):
+    for row, entry in enumerate(gather_logprobs(logits, tokens, num).tolists()):
         count, token = num[row], int(tokens[row])
         if count is None:
             assert entry is None
@@ -529,7 +534,7 @@ def test_logprobs_equal_log_softmax_and_ranks_equal_a_sort(rows, vocab):
 
 def test_equal_logits_share_a_rank():
     logits = torch.tensor([[1.0, 5.0, 1.0, 5.0, 0.0]], dtype=torch.bfloat16)
-    (entry,) = gather_logprobs(logits, torch.tensor([2]), [5])
+    (entry,) = gather_logprobs(logits, torch.tensor([2]), [5]).tolists()
     assert entry is not None
     assert entry.ranks == [3, 1, 1, 3, 3, 5]
     assert entry.logprobs[0] == pytest.approx(float(logits[0].float().log_softmax(-1)[2]))
@@ -542,9 +547,87 @@ def test_sampler_logprobs_are_of_the_raw_logits():
     requests = [make_request(seed=s, logprobs=n, temperature=0.7, **edits) for s, n in enumerate(asked)]
     output = Sampler()(logits, SamplingBatch.from_requests(requests, 40, "cpu"))
     assert output.token_ids.tolist() == [5, 5, 5]
-    assert output.logprobs == gather_logprobs(logits, torch.full((3,), 5), list(asked))
+    assert output.logprobs is not None
+    assert output.logprobs.tolists() == gather_logprobs(logits, torch.full((3,), 5), list(asked)).tolists()
     silent = Sampler()(logits, SamplingBatch.from_requests([make_request()] * 3, 40, "cpu"))
-    assert silent.logprobs == [None, None, None]
+    assert silent.logprobs is None
+
+
+MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+PROCESSED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "repetition_penalty": 1.7, "top_k": 4},  # greedy: no filters
+    {"temperature": 0.7},
+    {"temperature": 1.9, "top_k": 6},
+    {"temperature": 0.8, "top_p": 0.7},
+    {"temperature": 1.2, "min_p": 0.1},
+    {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    {"temperature": 1.5, "frequency_penalty": 0.4, "presence_penalty": 0.3, "repetition_penalty": 1.2, "top_k": 9},
+    {"temperature": 0.9, "logit_bias": {3: 4.0, 8: -9.0}, "top_p": 0.95, "repetition_penalty": 0.8},
+]
+
+
+def reference_values(logits: torch.Tensor, request: Request, mode: str) -> torch.Tensor:
+    """One row's values, a step at a time, by plain torch."""
+    params, row = request.params, logits.clone()
+    if mode.startswith("processed"):
+        for token, bias in (params.logit_bias or {}).items():
+            row[token] += bias
+        row = reference_penalties(
+            row, request.prompt_token_ids, request.output_token_ids, params.repetition_penalty,
+            params.frequency_penalty, params.presence_penalty,
+        )  # fmt: skip
+        if not params.greedy:
+            options = (params.temperature, params.top_k, params.top_p, params.min_p)
+            kept = sorted(reference_kept(row.numpy(), *options))
+            row = row / params.temperature
+            row = torch.full_like(row, -torch.inf).index_copy(0, torch.tensor(kept), row[kept])
+    return row.log_softmax(-1) if mode.endswith("logprobs") else row
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("together", [True, False])
+def test_v18_logprobs_of_each_mode_equal_a_plain_torch_reference(mode, together):
+    """V18: with penalties, temperature and filters, in one batch and one by one."""
+    logits, vocab = random_logits(len(PROCESSED), 41, seed=9), 41
+    requests = [
+        make_request(seed=i, prompt=[1, 2, i], output=[4, 4, i], logprobs=(5, 0, 41)[i % 3], **params)
+        for i, params in enumerate(PROCESSED)
+    ]
+    batches = [range(len(requests))] if together else [[row] for row in range(len(requests))]
+    for rows in batches:
+        batch = SamplingBatch.from_requests([requests[row] for row in rows], vocab, "cpu")
+        output = Sampler(mode)(logits[list(rows)], batch)
+        assert output.logprobs is not None
+        entries = output.logprobs.tolists()
+        for row, token, entry in zip(rows, output.token_ids.tolist(), entries, strict=True):
+            expected = reference_values(logits[row], requests[row], mode)
+            assert entry is not None and entry.token_ids[0] == token
+            torch.testing.assert_close(
+                torch.tensor(entry.logprobs), expected[entry.token_ids], rtol=1e-5, atol=1e-5, msg=str(PROCESSED[row])
+            )
+            assert entry.ranks[0] == 1 + int((expected > expected[token]).sum())
+            best = expected.sort(descending=True).values[: requests[row].params.logprobs]
+            torch.testing.assert_close(torch.tensor(entry.logprobs[1:]), best, rtol=1e-5, atol=1e-5)
+
+
+def test_v18_prompt_logprobs_are_logits_where_asked_for():
+    """V18."""
+    logits, following = random_logits(5, 11), torch.tensor([3, 1, 4, 1, 5])
+    entries = prompt_logprobs(logits, following, 2, as_logits=True).tolists()
+    for row, entry in enumerate(entries):
+        assert entry is not None and entry.logprobs == logits[row, entry.token_ids].tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_logprob_tensors_have_a_row_for_each_that_asks_and_are_on_the_device(device):
+    logits, tokens = random_logits(4, 30).to(device), torch.tensor([3, 1, 4, 1], device=device)
+    found = gather_logprobs(logits, tokens, [None, 2, None, 7])
+    assert all(tensor.shape == (2, 8) and tensor.device.type == device for tensor in found.tensors)
+    assert (found.rows, found.num, found.num_rows) == ([1, 3], [2, 7], 4)
+    lists = found.tolists()
+    assert lists[0] is None and lists[2] is None
+    assert [len(entry.token_ids) for entry in lists if entry is not None] == [3, 8]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 601])
@@ -555,7 +638,7 @@ def test_chunked_prompt_logprobs_equal_the_shifted_log_softmax(chunk):
     entries = []
     for start in range(0, n, chunk):
         rows = slice(start, start + chunk)
-        entries += prompt_logprobs(logits[rows], prompt[1:][rows], 2)
+        entries += prompt_logprobs(logits[rows], prompt[1:][rows], 2).tolists()
     expected = logits.log_softmax(-1).gather(1, prompt[1:, None]).flatten()
     assert [entry.logprobs[0] for entry in entries] == expected.tolist()
     assert [entry.token_ids[0] for entry in entries] == prompt[1:].tolist()

@@ -27,7 +27,7 @@ from pymllm_interp import LM, SamplingParams, Steer
 from pymllm_interp.attention import FlashInferAttnBackend, flashinfer_backend
 from pymllm_interp.hooks.declared_stage import DeclaredStage
 from pymllm_interp.models.llama import LlamaAttention
-from pymllm_interp.runner import cuda_graph_runner, model_runner
+from pymllm_interp.runner import graph_capture, model_runner
 from pymllm_interp.runner.segments import Segments
 
 PROMPT, OTHERS = random_ids(9, seed=1), [random_ids(4, seed=2), random_ids(17, seed=3)]
@@ -113,7 +113,7 @@ INSIDE = [
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("where", INSIDE, ids=lambda where: where or "layer")
 def test_a_read_anywhere_is_what_the_whole_batch_eager_gives(where: str, family: str, device: str, load: Load) -> None:
-    """One request and three, padded to one row and to four; the third step of a stretch is its first replay."""
+    """One request and three, padded to one row and to four; the third step of a segment is its first replay."""
     segments, eager = load(device, family), load(device, family, hook_execution="eager")
     paths = [f"model.layers.{layer}.{where}".rstrip(".") for layer in range(segments.runner.num_hidden_layers)]
     for chosen in ([paths[0]], [paths[-1]], paths):
@@ -162,7 +162,7 @@ def test_the_receipt_names_what_sent_a_part_of_the_step_off_its_graph(device: st
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("how", ["in place", "assigned"])
-def test_an_edit_is_seen_by_the_next_stretch_and_in_nobody_elses_rows(how: str, device: str, load: Load) -> None:
+def test_an_edit_is_seen_by_the_next_segment_and_in_nobody_elses_rows(how: str, device: str, load: Load) -> None:
     lm, eager = load(device), load(device, hook_execution="eager")
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=3)
     alone = [out.outputs[0] for out in lm.generate(OTHERS, params)]
@@ -200,7 +200,7 @@ def test_an_edit_is_seen_by_the_next_stretch_and_in_nobody_elses_rows(how: str, 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_error_between_two_stretches_ends_its_request_and_no_other(device: str, load: Load) -> None:
+def test_an_error_between_two_segments_ends_its_request_and_no_other(device: str, load: Load) -> None:
     lm = load(device)
     params = SamplingParams(temperature=0, max_tokens=12)
     expected = [out.token_ids for out in lm.generate(OTHERS, params)]
@@ -221,7 +221,7 @@ def test_an_error_between_two_stretches_ends_its_request_and_no_other(device: st
 def test_flashinfers_plans_serve_hooked_requests_beside_replayed_ones(
     family: str, how: str, page_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The two halves of a split step have plans of their own, stretches share the step's; FlashInfer itself in plain torch."""
+    """The two halves of a split step have plans of their own, segments share the step's; FlashInfer itself in plain torch."""
     use_eager_graphs(monkeypatch)
     monkeypatch.setattr(flashinfer_backend, "import_flashinfer", lambda: helpers_flashinfer)
     monkeypatch.setattr(flashinfer_backend, "WORKSPACE_BYTES", 16)
@@ -258,11 +258,11 @@ def test_flashinfers_plans_serve_hooked_requests_beside_replayed_ones(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_stretch_is_captured_when_it_is_met_again_and_then_replayed(device: str, load: Load) -> None:
+def test_a_segment_is_captured_when_it_is_met_again_and_then_replayed(device: str, load: Load) -> None:
     lm = load(device, max_segments=32)
     segments, before = segments_of(lm), segments_of(lm).num_captured
     reads(lm, [PROMPT], ["model.layers.1"], 2)
-    assert segments.num_captured == before, "one decode step: each stretch was met once"
+    assert segments.num_captured == before, "one decode step: each segment was met once"
     reads(lm, [PROMPT], ["model.layers.1"], 9)
     assert segments.num_captured == before + 2, "up to the layer's output, and from there on"
     reads(lm, [PROMPT], ["model.layers.1"], 9)
@@ -286,7 +286,7 @@ def test_what_a_block_saved_stays_what_it_was(device: str, load: Load) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_stretches_beyond_the_limit_replace_the_oldest_and_take_no_more_memory(device: str, load: Load) -> None:
+def test_segments_beyond_the_limit_replace_the_oldest_and_take_no_more_memory(device: str, load: Load) -> None:
     """A sweep over sets of layers: what is kept is bounded, and every value right."""
     lm, eager = load(device, max_segments=6), load(device, hook_execution="eager")
     segments, rng = segments_of(lm), random.Random(5)
@@ -425,7 +425,7 @@ def test_a_trace_that_changes_nothing_leaves_every_bit_of_a_replayed_step(count:
 # -- what goes wrong -------------------------------------------------------------------------------------------
 
 
-def test_a_pass_that_fails_in_a_stretch_leaves_later_traces_as_they_were(
+def test_a_pass_that_fails_in_a_segment_leaves_later_traces_as_they_were(
     load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm = load("cpu", disable_cuda_graph=True)
@@ -443,7 +443,7 @@ def test_a_pass_that_fails_in_a_stretch_leaves_later_traces_as_they_were(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_stretch_that_fails_when_it_is_first_met_is_met_anew(
+def test_a_segment_that_fails_when_it_is_first_met_is_met_anew(
     device: str, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has compiled nothing, and made no register, so nothing may be captured yet."""
@@ -466,7 +466,7 @@ def test_a_stretch_that_fails_when_it_is_first_met_is_met_anew(
         torch.testing.assert_close(tensors(a), tensors(b), **CLOSE)
 
 
-def test_a_stretch_that_cannot_be_captured_runs_kernel_by_kernel(
+def test_a_segment_that_cannot_be_captured_runs_kernel_by_kernel(
     load: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     lm = load("cpu", max_segments=9)
@@ -477,7 +477,7 @@ def test_a_stretch_that_cannot_be_captured_runs_kernel_by_kernel(
         tries.append(run)
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(cuda_graph_runner, "capture", fails)
+    monkeypatch.setattr(graph_capture, "capture", fails)
     for _ in range(2):
         for a, b in zip(reads(lm, [PROMPT], ["model.layers.1"], 6)[0], expected, strict=True):
             torch.testing.assert_close(a, b, **CLOSE)

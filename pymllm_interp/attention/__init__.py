@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import torch
 
 from .attention_backend import AttentionBackend, RadixAttention
-from .flashinfer_backend import DTYPES, HEAD_DIMS, FlashInferAttnBackend, check_head_dim
+from .flashinfer_backend import DTYPES, HEAD_DIMS, WORKSPACE_BYTES, FlashInferAttnBackend, check_head_dim
 from .torch_backend import TorchAttnBackend
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "FlashInferAttnBackend",
     "RadixAttention",
     "TorchAttnBackend",
+    "attention_workspace_bytes",
     "create_attention_backend",
 ]
 
@@ -51,6 +52,15 @@ def create_attention_backend(
     if head_dim is not None:
         check_head_dim(head_dim)
     return FlashInferAttnBackend(device, dtype)
+
+
+def attention_workspace_bytes(
+    name: str, device: str | torch.device, dtype: torch.dtype, head_dim: int | None = None
+) -> int:
+    """Device memory that the backend of `create_attention_backend` with the same arguments takes when it is made."""
+    on_cuda = torch.device(device).type == "cuda"
+    auto = name == "auto" and on_cuda and dtype in DTYPES and _why_no_flashinfer(head_dim) is None
+    return WORKSPACE_BYTES if auto or name == "flashinfer" else 0
 
 
 def _why_no_flashinfer(head_dim: int | None) -> str | None:

@@ -83,14 +83,14 @@ class HookQuery(Protocol):
 
 
 Registers = dict[str, torch.Tensor]
-"""Tensors [1, tokens, ...] that pass from one stretch to the next, by name; a name stands for one width and dtype."""
+"""Tensors [1, tokens, ...] that pass from one graph segment to the next, by name; a name stands for one width and dtype."""
 
 
 class GraphSegments(Protocol):
-    """Runs stretches of a pass in which no hook waits, as CUDA graphs (runner/segments.py)."""
+    """Runs the segments of a pass in which no hook waits, as CUDA graphs (runner/segments.py)."""
 
-    def run(self, key: Hashable, stretch: Callable[..., Registers], inputs: Registers) -> Registers:
-        """``stretch(**inputs)``, in memory that no later stretch writes to."""
+    def run(self, key: Hashable, segment: Callable[..., Registers], inputs: Registers) -> Registers:
+        """``segment(**inputs)``, in memory that no later segment writes to."""
         ...
 
 

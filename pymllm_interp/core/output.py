@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Logprob(NamedTuple):
-    """A token's log probability under the raw logits."""
+    """A token's log probability; under the raw logits, unless `ServerConfig.logprobs_mode` says otherwise."""
 
     logprob: float
     rank: int

@@ -9,6 +9,7 @@ from functools import cached_property, wraps
 from numbers import Real
 from typing import Any, TypeVar
 
+from . import unsupported
 from .arguments import check_names
 
 MAX_LOGPROBS = 64
@@ -26,6 +27,7 @@ ELSEWHERE = {
     "top_logprobs": "here it is logprobs",
     **dict.fromkeys(("num_beams", "use_beam_search", "best_of", "length_penalty", "early_stopping"), _NO_BEAMS),
     **dict.fromkeys(("bad_words", "bad_words_ids", "suppress_tokens"), _NO_BANS),
+    **unsupported.OF_REQUESTS,
 }
 """What transformers', vLLM's and OpenAI's users write -> what to do."""
 _Class = TypeVar("_Class")

@@ -21,6 +21,7 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig
 
 from ..config import ModelConfig, ServerConfig
+from ..core import unsupported
 from ..core.arguments import PromptError, check_names
 from ..core.output import RequestOutput
 from ..core.request import Request
@@ -51,6 +52,7 @@ ELSEWHERE = {
     "max_num_batched_tokens": "here it is max_num_tokens",
     "enforce_eager": "here it is disable_cuda_graph=True",
     "tensor_parallel_size": "one device holds the model",
+    **unsupported.OPTIONS,
 }
 """What nnsight's and vLLM's users write -> what to do."""
 
@@ -65,7 +67,7 @@ class LM(TracedModel):
         load_format: "dummy" makes seeded random weights; config.json is enough, and no tokenizer is needed.
         impl: "native" or "auto", which are the same as yet: "transformers", the family's own class, is refused.
         max_model_len: tokens of one request, prompt and new ones.
-        max_running_requests: requests in one step.
+        max_running_requests: requests in one step; None derives the number from the KV pool.
         max_num_tokens: token rows in one step; longer prompts run in chunks, traced ones must fit.
         kv_cache_tokens: slots of the KV pool.
         seed: of dummy weights, and of requests without a seed.
@@ -90,7 +92,7 @@ class LM(TracedModel):
         load_format: str = "auto",
         impl: str = "auto",
         max_model_len: int | None = None,
-        max_running_requests: int = 256,
+        max_running_requests: int | None = 256,
         max_num_tokens: int | None = None,
         kv_cache_tokens: int | None = None,
         seed: int = 0,
@@ -167,6 +169,7 @@ class LM(TracedModel):
     ) -> list[RequestOutput]:
         unknown = options.keys() - RequestOptions.__annotations__.keys()
         if unknown:
+            check_names("lm.generate", unknown, [*unknown - unsupported.OF_REQUESTS.keys()], unsupported.OF_REQUESTS)
             raise TypeError(
                 f"lm.generate(prompts, SamplingParams(...)) got {', '.join(sorted(unknown))}: a call takes SamplingParams; as "
                 "keywords they belong to `with lm.generate(prompt, ...) as tracer:`"

@@ -1,12 +1,14 @@
-"""A step's sampled tokens, on their way to the host."""
+"""A step's sampled tokens and log probabilities, on their way to the host."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 import torch
 
-from ..core.step import ModelRunnerOutput
+from ..core.step import ModelRunnerOutput, SampledLogprobs
+from ..sampling import LogprobTensors, SamplerOutput
 from .input_batch import InputBatch
 
 
@@ -17,35 +19,69 @@ def output_copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class AsyncOutput:
-    """What a step samples. The next step may be launched before `get_output` waits for the tokens.
+    """The sampled tokens of a step. The next step may be launched before `get_output` waits for them.
 
-    On CUDA the copy to the host runs on a stream of its own, behind an event of the step's.
+    On CUDA the tokens and all log probabilities are copied to pinned memory, on a stream of their own and with one event. The
+    copy waits for what was launched before this object was made, and for nothing that is launched later.
 
     Args:
-        output: all but the tokens.
-        token_ids: [sampling requests] int32 on the device.
+        output: all but tokens and log probabilities.
+        sampled: of the requests that sample, on the device.
+        prompt_logprobs: request -> those of its prompt positions in this step, on the device.
     """
 
-    def __init__(self, output: ModelRunnerOutput, batch: InputBatch, token_ids: torch.Tensor) -> None:
+    def __init__(
+        self,
+        output: ModelRunnerOutput,
+        batch: InputBatch,
+        sampled: SamplerOutput,
+        prompt_logprobs: Mapping[str, LogprobTensors],
+    ) -> None:
         self.output = output
         self._batch: InputBatch | None = batch
-        self._copied: torch.cuda.Event | None = None
-        self._token_ids = token_ids
-        if token_ids.is_cuda:
-            self._token_ids = torch.empty_like(token_ids, device="cpu", pin_memory=True)
-            stream = output_copy_stream(token_ids.device)
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self._token_ids.copy_(token_ids, non_blocking=True)
-                self._copied = torch.cuda.Event()
-                self._copied.record()
-            token_ids.record_stream(stream)
+        self._logprobs, self._prompt_logprobs = sampled.logprobs, prompt_logprobs
+        tensors = [sampled.token_ids]
+        for logprobs in (sampled.logprobs, *prompt_logprobs.values()):
+            tensors += () if logprobs is None else logprobs.tensors
+        self._host, self._copied = _copy_to_host(tensors)
 
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the tokens. A second call returns the same output."""
         if self._batch is not None:
             if self._copied is not None:
                 self._copied.synchronize()
-            self.output.sampled_token_ids = self._batch.spread(self._token_ids.tolist())
+            self._read(self._batch)
             self._batch = None
         return self.output
+
+    def _read(self, batch: InputBatch) -> None:
+        """Complete the output from the host's tensors."""
+        token_ids, *rest = self._host
+        tensors = iter(rest)
+
+        def lists(logprobs: LogprobTensors) -> list[SampledLogprobs | None]:
+            return logprobs._replace(token_ids=next(tensors), values=next(tensors), ranks=next(tensors)).tolists()
+
+        output = self.output
+        output.sampled_token_ids = batch.spread(token_ids.tolist())
+        output.logprobs = [None] * batch.num_reqs if self._logprobs is None else batch.spread(lists(self._logprobs))
+        for request_id, logprobs in self._prompt_logprobs.items():
+            output.prompt_logprobs[request_id] = [entry for entry in lists(logprobs) if entry is not None]
+        self._host = []
+
+
+def _copy_to_host(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
+    """The tensors in pinned memory, and the event after which they are there. On a CPU: the tensors themselves, and None."""
+    device = tensors[0].device
+    if device.type != "cuda":
+        return tensors, None
+    host = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
+    stream, copied = output_copy_stream(device), torch.cuda.Event()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for there, tensor in zip(host, tensors, strict=True):
+            there.copy_(tensor, non_blocking=True)
+        copied.record()
+    for tensor in tensors:
+        tensor.record_stream(stream)
+    return host, copied

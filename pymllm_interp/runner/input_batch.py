@@ -63,10 +63,15 @@ class InputBatch:
         return [next(values) if entry.samples else None for entry in self.entries]
 
 
+PAD_SEQ_LEN = 1
+"""The length of a padded row: one token of the dummy row."""
+
+
 class InputBuffers:
     """Input memory that keeps its address over the steps, as captured graphs need it.
 
-    A step's tensors are slices of it, valid until the next step is laid out.
+    A step's tensors are slices of it, valid until the next step is laid out. Padded rows hold the dummy row, the dummy slot and
+    a sequence of one token.
 
     Attributes:
         input_ids, positions, out_cache_loc: [max_num_tokens] int64, of each token row.
@@ -74,6 +79,7 @@ class InputBuffers:
         op_rows: the same, -1 where the request declared nothing.
         blocks: [2, max_num_tokens] int64, where each token row's captured states go (`TableOps`); written in steps with captures.
         seq_lens: [max_num_tokens] int32, position + 1: the lengths of the requests in a decode pass.
+        seq_lens_cpu: the same on the host; written for replayed passes.
     """
 
     def __init__(self, max_num_tokens: int, device: str) -> None:
@@ -83,7 +89,8 @@ class InputBuffers:
         self.rows = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self.op_rows = torch.full((max_num_tokens,), -1, dtype=torch.int64, device=device)
         self.blocks = torch.zeros(2, max_num_tokens, dtype=torch.int64, device=device)
-        self.seq_lens = torch.ones(max_num_tokens, dtype=torch.int32, device=device)
+        self.seq_lens = torch.full((max_num_tokens,), PAD_SEQ_LEN, dtype=torch.int32, device=device)
+        self.seq_lens_cpu = torch.full((max_num_tokens,), PAD_SEQ_LEN, dtype=torch.int32)
         self._lay_out = _lay_out
         if self.input_ids.is_cuda:
             from .triton_inputs import lay_out
@@ -103,6 +110,27 @@ class InputBuffers:
         padded[:, : tokens.shape[1]] = tokens
         (uploaded,) = upload(self.input_ids.device, padded)
         self._lay_out(self, uploaded, states.last_sampled_tokens, states.edited, req_to_token)
+
+    def populate(self, forward_batch: ForwardBatch, bs: int) -> None:
+        """Copy a decode batch in and pad it up to `bs` rows. A step that was laid out with its padding is there already."""
+        n, lens_cpu = forward_batch.batch_size, forward_batch.seq_lens_cpu
+        assert forward_batch.positions is not None
+        fills = [(self.seq_lens_cpu, forward_batch.seq_lens if lens_cpu is None else lens_cpu, PAD_SEQ_LEN)]
+        if forward_batch.padded_size < bs:
+            ops = forward_batch.site_ops
+            fills += [
+                (self.input_ids, forward_batch.input_ids, 0),
+                (self.positions, forward_batch.positions, 0),
+                (self.rows, forward_batch.req_pool_indices, 0),
+                (self.op_rows, torch.full_like(forward_batch.req_pool_indices, -1) if ops is None else ops.rows, -1),
+                (self.out_cache_loc, forward_batch.out_cache_loc, 0),
+                (self.seq_lens, forward_batch.seq_lens, PAD_SEQ_LEN),
+            ]
+            if ops is not None:  # blocks matter to rows with declared ops alone
+                fills += [(own, given, 0) for own, given in zip(self.blocks, ops.blocks, strict=True)]
+        for buffer, rows, padding in fills:
+            buffer[:n].copy_(rows, non_blocking=rows.device == buffer.device)
+            buffer[n:bs].fill_(padding)
 
 
 def _lay_out(

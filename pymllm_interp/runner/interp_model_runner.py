@@ -198,7 +198,15 @@ class InterpModelRunner(ModelRunner):
     def execute_model(
         self, scheduler_output: SchedulerOutput, intermediate_tensors: None = None
     ) -> ModelRunnerOutput | None:
-        """Run a step's forward pass with the blocks of its traced requests. What a block raises stays with its request."""
+        """Run a step's forward pass with the blocks of its traced requests. What a block raises stays with its request.
+
+        Raises:
+            RuntimeError: a pass of this runner is under way, or its CUDA graphs are being captured.
+        """
+        if self.is_capturing:
+            raise RuntimeError(
+                "this runner captures CUDA graphs: no pass can start, and no hook be registered, before the capture has ended"
+            )
         if self.interleaver.interleaving:
             raise RuntimeError(
                 "a pass is under way: its blocks, or sample_tokens(), come before the next execute_model()"

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import time
 from typing import Any
 
@@ -32,7 +31,7 @@ from ..core.step import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutpu
 from ..core.upload import upload
 from ..mem_cache.memory_pool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
 from ..models.llama import head_dim_of
-from ..models.registry import build_model
+from ..models.registry import build_model, check_supported
 from ..models.source import ModelSource, resolve_model
 from ..models.weights import init_dummy_weights, iter_safetensors, load_weights
 from ..sampling import (
@@ -43,32 +42,16 @@ from ..sampling import (
     gather_logprobs,
     sample_tokens,
 )
+from . import device_memory
 from .async_output import AsyncOutput
 from .cuda_graph_runner import CudaGraphRunner, capture_batch_sizes
+from .device_memory import get_available_gpu_memory, memory_left
 from .input_batch import ExecuteModelState, InputBatch, InputBuffers
 from .partition import BatchExecutionDescriptor, Execution, Partition
 from .request_state import RequestState
-from .step_inputs import PassResources, StepInputs, decode_batch, extend_batch
+from .step_inputs import PassResources, StepInputs, decode_batch, dummy_attn, extend_batch
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_NUM_TOKENS = {"cpu": 2048, "cuda": 8192}
-DEFAULT_CPU_KV_TOKENS = 4096
-GRAPH_OVERHEAD_BYTES = 1 << 30
-
-
-def get_available_gpu_memory(device: str = "cuda", gpu_id: int = 0) -> float:
-    """Free memory of the device in GB; 0.0 off CUDA."""
-    if device != "cuda" or not torch.cuda.is_available():
-        return 0.0
-    return torch.cuda.mem_get_info(gpu_id)[0] / 2**30
-
-
-def get_total_gpu_memory(device: str = "cuda", gpu_id: int = 0) -> float:
-    """Memory of the device in GB; 0.0 off CUDA."""
-    if device != "cuda" or not torch.cuda.is_available():
-        return 0.0
-    return torch.cuda.mem_get_info(gpu_id)[1] / 2**30
 
 
 class ModelRunner:
@@ -85,6 +68,7 @@ class ModelRunner:
         gdn_pool: of hybrid recurrent models, which are not served: always None.
         max_total_num_tokens: KV slots that requests can have.
         forward_pass_id: passes so far, idle ones included.
+        is_capturing: CUDA graphs of this runner are being captured right now.
     """
 
     def __init__(
@@ -108,10 +92,11 @@ class ModelRunner:
         self.num_hidden_layers = self.num_attention_heads = self.num_kv_heads = self.head_dim = 0
         self.hidden_size = self.vocab_size = self.context_len = 0
         self.forward_pass_id = 0
+        self.is_capturing = False
         self.model_memory_usage = 0.0
         self.partition = Partition(self.server_config.hook_execution)
         self.execute_model_state: ExecuteModelState | None = None
-        self.sampler = Sampler()
+        self.sampler = Sampler(self.server_config.logprobs_mode)
 
     # -- life cycle --------------------------------------------------------------
 
@@ -122,6 +107,7 @@ class ModelRunner:
         if self.device.startswith("cuda"):
             torch.cuda.set_device(self.gpu_id)
         self.source = resolve_model(self.model_config)
+        check_supported(self.source.hf_config)
         self._init_metadata(self.source.hf_config)
         self.load_model()
         self._init_kv_cache_dtype()
@@ -146,9 +132,9 @@ class ModelRunner:
         narrower = "dtype='bfloat16', " if self.dtype.itemsize > 2 else ""
         model = within_memory(
             lambda: self._model(load_dummy_weights or self.model_config.load_format == "dummy"),
-            f"the weights of {self.model_config.model!r} as {self.dtype} do not fit on {self.device}{self._memory_left()}; "
-            f"what helps: {narrower}a smaller model, or to end what else holds the memory (an LM that was not shut down, "
-            "another process)",
+            f"the weights of {self.model_config.model!r} as {self.dtype} do not fit on {self.device}"
+            f"{memory_left(self.device, self.gpu_id)}; what helps: {narrower}a smaller model, or to end what else holds the "
+            "memory (an LM that was not shut down, another process)",
         )
         self.model = model.eval().requires_grad_(False)
         self.model_memory_usage = free - get_available_gpu_memory(kind, self.gpu_id)
@@ -167,19 +153,6 @@ class ModelRunner:
             load_weights(model, iter_safetensors(self.source.folder))
         return model
 
-    def _memory_left(self) -> str:
-        if not self.device.startswith("cuda"):
-            return ""
-        free, total = torch.cuda.mem_get_info(self.gpu_id)
-        return f" ({free / 2**30:.1f} of {total / 2**30:.1f} GiB are free)"
-
-    def _smaller_pool(self) -> str:
-        config = self.server_config
-        return (
-            f"a lower kv_cache_tokens (now {config.kv_cache_tokens}), or, where that is None, a lower gpu_memory_utilization "
-            f"(now {config.gpu_memory_utilization})"
-        )
-
     def init_memory_pool(self) -> None:
         """Size and create the pools: request rows, KV slots, and the slots' allocator.
 
@@ -187,35 +160,19 @@ class ModelRunner:
             ValueError: no room for a single page of KV.
             torch.OutOfMemoryError: the tables, the largest step or the KV pool do not fit.
         """
-        config = self.server_config
-        self.max_running_requests = config.max_running_requests
-        # The tables first: what they take is not there for KV.
+        self.max_running_requests = device_memory.num_running_requests(self)
+        # The tables first: the KV pool gets what they leave.
         within_memory(
             self._init_tables,
             f"the tables of {self.max_running_requests} requests of {self.context_len} tokens do not fit on "
-            f"{self.device}{self._memory_left()}; what helps: a lower max_running_requests, or a lower max_model_len",
+            f"{self.device}{memory_left(self.device, self.gpu_id)}; what helps: a lower max_running_requests, or a lower "
+            "max_model_len",
         )
-        self.max_total_num_tokens = self._profile_kv_tokens() // config.page_size * config.page_size
-        if self.max_total_num_tokens <= 0:
-            raise ValueError(
-                f"the KV pool would hold {self.max_total_num_tokens} tokens{self._memory_left()}: raise kv_cache_tokens to at "
-                f"least page_size ({config.page_size}), raise gpu_memory_utilization (now {config.gpu_memory_utilization}), "
-                f"lower max_num_tokens (now {self.max_num_tokens}), or take a smaller model"
-            )
-        self.token_to_kv_pool = within_memory(
-            lambda: KVPool(
-                num_layers=self.num_hidden_layers,
-                size=self.max_total_num_tokens,
-                num_kv_heads=self.num_kv_heads,
-                head_dim=self.head_dim,
-                dtype=self.kv_cache_dtype,
-                device=self.device,
-                page_size=config.page_size,
-            ),
-            f"the KV pool of {self.max_total_num_tokens} tokens ({self.max_total_num_tokens * self._kv_bytes() / 2**30:.1f} "
-            f"GiB) does not fit on {self.device}{self._memory_left()}; what helps: {self._smaller_pool()}",
+        self.max_total_num_tokens = device_memory.num_kv_tokens(self)
+        self.token_to_kv_pool = device_memory.make_kv_pool(self)
+        self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(
+            self.max_total_num_tokens, self.server_config.page_size
         )
-        self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(self.max_total_num_tokens, config.page_size)
         assert self.req_to_token_pool is not None
         self.step_inputs = StepInputs(
             self.req_states, self.input_buffers, self.req_to_token_pool, self.token_to_kv_pool_allocator, self.device
@@ -236,7 +193,8 @@ class ModelRunner:
         name = self.server_config.attention_backend
         self.attn_backend = within_memory(
             lambda: create_attention_backend(name, self.device, self.dtype, self.head_dim),
-            f"the workspace of attention does not fit on {self.device}{self._memory_left()}; what helps: {self._smaller_pool()}",
+            f"the workspace of attention does not fit on {self.device}{memory_left(self.device, self.gpu_id)}; what "
+            f"helps: {device_memory.smaller_pool(self.server_config)}",
         )
 
     def init_cuda_graphs(self) -> None:
@@ -255,11 +213,11 @@ class ModelRunner:
         return self.graph_runner.memory_usage
 
     def profile_cudagraph_memory(self) -> int:
-        """Device memory to leave for the graphs when the KV pool is sized, in bytes: each keeps its logits."""
+        """Device memory to leave for the graphs when the KV pool is sized, in bytes: each keeps its outputs."""
         if self._why_no_graphs() is not None:
             return 0
         rows = sum(capture_batch_sizes(self.max_running_requests))
-        return rows * self.vocab_size * self.dtype.itemsize + GRAPH_OVERHEAD_BYTES
+        return rows * (self.vocab_size + self.hidden_size) * self.dtype.itemsize + device_memory.GRAPH_OVERHEAD_BYTES
 
     def _why_no_graphs(self) -> str | None:
         if not self.device.startswith("cuda"):
@@ -334,7 +292,7 @@ class ModelRunner:
         self.head_dim = head_dim_of(text)
         self.hidden_size, self.vocab_size = text.hidden_size, text.vocab_size
         self.context_len = self._context_len(text)
-        device_default = DEFAULT_NUM_TOKENS[self.device.partition(":")[0]]
+        device_default = device_memory.DEFAULT_NUM_TOKENS[self.device.partition(":")[0]]
         self.max_num_tokens = self.server_config.max_num_tokens or device_default
 
     def _context_len(self, config: Any) -> int:
@@ -349,30 +307,6 @@ class ModelRunner:
     def _init_kv_cache_dtype(self) -> None:
         name = self.server_config.kv_cache_dtype
         self.kv_cache_dtype = self.dtype if name == "auto" else resolve_dtype(name, self.device)
-
-    def _profile_kv_tokens(self) -> int:
-        config, kv_bytes = self.server_config, self._kv_bytes()
-        if config.kv_cache_tokens is not None:
-            return config.kv_cache_tokens
-        if not self.device.startswith("cuda"):
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-            return min(max(DEFAULT_CPU_KV_TOKENS, self.context_len), memory // 4 // kv_bytes)
-        gc.collect()
-        torch.cuda.empty_cache()  # what loading, or an engine before this one, has left cached is in no step's way
-        within_memory(
-            self.profile_run,
-            f"the largest step does not fit on {self.device} beside the weights{self._memory_left()}; what helps: a lower "
-            f"max_num_tokens (now {self.max_num_tokens}), a lower max_running_requests (now {self.max_running_requests}), or "
-            "a smaller model",
-        )
-        # The allocator keeps the run's peak, so it counts as used; so does what others hold.
-        free, total = torch.cuda.mem_get_info(self.gpu_id)
-        room = total * config.gpu_memory_utilization - (total - free) - self.profile_cudagraph_memory()
-        return int(room // kv_bytes)
-
-    def _kv_bytes(self) -> int:
-        """K and V of one token in all layers."""
-        return self.num_hidden_layers * 2 * self.num_kv_heads * self.head_dim * self.kv_cache_dtype.itemsize
 
     # -- building batches ----------------------------------------------------------
 
@@ -521,7 +455,8 @@ class ModelRunner:
         token_ids = sample_tokens(logits, temperatures, top_ps, top_ks)
         if forward_batch.return_logprob:
             top = forward_batch.top_logprobs_nums or [0] * forward_batch.batch_size
-            logits_output.next_token_logprobs = [e for e in gather_logprobs(raw, token_ids, top) if e is not None]
+            entries = gather_logprobs(raw, token_ids, top).tolists()
+            logits_output.next_token_logprobs = [entry for entry in entries if entry is not None]
         return token_ids
 
     # -- steps ------------------------------------------------------------------------
@@ -573,15 +508,16 @@ class ModelRunner:
                 self.device, np.array(batch.sample_rows, dtype=np.int64), batch.last_token_rows
             )
             logits, rows = all_logits[logit_rows], rows[token_rows]
-        sampled = self._sample(logits, state)
-        self.req_states.feed(rows, sampled.token_ids)
+        of_prompts = self.step_inputs.prompt_logprobs(all_logits, batch, self.sampler.as_logits)
         output = ModelRunnerOutput(
             req_ids=batch.req_ids,
-            logprobs=batch.spread(sampled.logprobs),
-            prompt_logprobs=self.step_inputs.prompt_logprobs(all_logits, batch),
             execution=state.descriptor.execution.value,
         )
-        return AsyncOutput(output, batch, sampled.token_ids)
+        sampled = self._sample(logits, state)
+        # The copy to the host is queued first: it waits for nothing that follows.
+        on_the_way = AsyncOutput(output, batch, sampled, of_prompts)
+        self.req_states.feed(rows, sampled.token_ids)
+        return on_the_way
 
     def dispatch(self, forward_batch: ForwardBatch) -> BatchExecutionDescriptor:
         """Decide how the batch runs."""
@@ -633,7 +569,7 @@ class ModelRunner:
 
     def prepare_dummy_attn(self, num_reqs: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The same for padding rows: the dummy row, and the dummy slot."""
-        return self.step_inputs.prepare_dummy_attn(num_reqs, num_tokens)
+        return dummy_attn(num_reqs, num_tokens, self.device)
 
     def make_forward_batch(self, input_batch: InputBatch) -> ForwardBatch:
         """The step's `ForwardBatch`: DECODE where each request computes one token, else EXTEND or MIXED."""
@@ -648,71 +584,16 @@ class ModelRunner:
 
     # -- dummy runs ---------------------------------------------------------------------
 
-    @torch.no_grad()
-    def _dummy_run(
-        self, num_tokens: int, *, skip_attn: bool = False, uniform_decode: bool = False, is_profile: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a made-up batch that touches no request and no KV but the dummy page's.
+    def _dummy_run(self, num_tokens: int, **options: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `device_memory.dummy_run`."""
+        return device_memory.dummy_run(self, num_tokens, **options)
 
-        Returns:
-            hidden states [num_tokens, hidden], and those that would be sampled from [requests, hidden].
-
-        Raises:
-            ValueError: `skip_attn` outside of profiling.
-        """
-        if skip_attn and not is_profile:
-            raise ValueError("skip_attn is for the profile run alone: a pass without attention serves nobody")
-        # As many requests as may be, so that none is longer than one can be.
-        num_reqs = (
-            num_tokens
-            if uniform_decode
-            else max(min(num_tokens, self.max_running_requests or 1), -(-num_tokens // self.context_len))
-        )
-        sizes = [num_tokens // num_reqs + (i < num_tokens % num_reqs) for i in range(num_reqs)]
-        rows, slots = self.prepare_dummy_attn(num_reqs, num_tokens)
-        ids = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        lens = torch.tensor(sizes, dtype=torch.int32, device=self.device)
-        batch = self.prepare_forward_batch_extend(
-            ids, rows, lens, lens, torch.zeros_like(lens), slots,
-            extend_seq_lens_cpu=sizes, extend_prefix_lens_cpu=[0] * num_reqs,
-        )  # fmt: skip
-        batch.return_hidden_states = True
-        batch.rope_lens = torch.ones_like(ids)
-        if skip_attn:
-            batch.attn_backend = _NoAttention()
-        else:
-            batch.fresh_kv_only = True
-        self.forward(batch, Execution.MODULES if is_profile else Execution.PLAIN)
-        assert batch.hidden_states is not None and batch.logits_indices is not None
-        return batch.hidden_states, batch.hidden_states[batch.logits_indices]
-
-    @torch.no_grad()
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Sample from hidden states [rows, hidden] with every filter on, as the widest step would."""
-        logits = self.get_model().lm_head(hidden_states.unsqueeze(0))[0]  # pyright: ignore[reportCallIssue]
-        ones = torch.ones(logits.shape[0], device=logits.device)
-        return sample_tokens(logits, ones, ones * 0.9, (ones * 50).to(torch.int64))
+        """See `device_memory.dummy_sampler_run`."""
+        return device_memory.dummy_sampler_run(self, hidden_states)
 
     def profile_run(self) -> None:
-        """Run the largest step that there can be, so that its peak of memory is known."""
+        """Run the largest step, so that its peak of memory is known."""
         _, sampled_from = self._dummy_run(self.max_num_tokens, skip_attn=True, is_profile=True)
         self._dummy_sampler_run(sampled_from)
         gc.collect()
-
-
-class _NoAttention(AttentionBackend):
-    """Attention of a pass that only measures memory: zeros."""
-
-    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Nothing to plan."""
-
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-    ) -> torch.Tensor:
-        return torch.zeros_like(q).flatten(1)

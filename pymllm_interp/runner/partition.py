@@ -6,8 +6,8 @@
 | no block that waits for a module of this pass | plain: `forward_fused`, no module is called |
 | the same, in a decode pass that was captured | replay: `forward_fused`, as a CUDA graph |
 | a block that waits for a module of this pass | modules: `forward`, module by module |
-| the same, in a decode pass that was captured | segments: `forward`, and what lies between blocks as CUDA graphs |
-| the same, with ``hook_execution="split"`` | split: the requests that hook nothing as above, the others by modules |
+| the same, in a decode pass that was captured | segments: `forward`, with CUDA graphs between the blocks |
+| the same, with ``hook_execution="split"`` | split: plain requests as above, hooked requests module by module |
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ class Execution(Enum):
 
 
 class BatchExecutionDescriptor(NamedTuple):
-    """How a batch runs, and the shape that it is padded to."""
+    """How a batch runs, and its shape."""
 
     execution: Execution
     num_tokens: int
     num_reqs: int
     reason: str
     num_hooked: int = 0
-    """Requests with a block that waits for a module which this pass reaches."""
+    """Requests with a block that waits for a module of this pass."""
 
 
 @dataclass
 class Partition:
-    """Decides, and counts what it decided."""
+    """Decides how steps run, and counts the decisions."""
 
     hook_execution: str = "auto"
-    """ "split" and "eager" (the whole batch by modules) keep hooked decode passes off their graphs; "auto" is "segments"."""
+    """ "auto", "segments", "split" or "eager": see `ServerConfig.hook_execution`."""
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(execution, reason) -> steps."""
 
@@ -63,9 +63,9 @@ class Partition:
         """Pick the row of the table.
 
         Args:
-            hooked: requests with a block that waits for a module which this pass reaches.
-            is_profile: a run that measures memory goes module by module, whose peak is the higher one.
-            can_replay: the pass was captured at this size (or at one that it can be padded to), or its stretches can be.
+            hooked: requests with a block that waits for a module of this pass.
+            is_profile: a run that measures memory. It runs module by module, which has the higher peak.
+            can_replay: the pass was captured at its padded size, or its graph segments can be.
         """
         if mode.is_idle() or num_tokens == 0:
             execution, reason = Execution.IDLE, "no tokens"

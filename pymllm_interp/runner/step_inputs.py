@@ -14,10 +14,10 @@ import torch
 
 from ..attention.attention_backend import AttentionBackend
 from ..core.forward_batch import ForwardBatch, ForwardMode
-from ..core.step import SampledLogprobs, SchedulerOutput
+from ..core.step import SchedulerOutput
 from ..core.upload import upload
 from ..mem_cache.memory_pool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
-from ..sampling import prompt_logprobs
+from ..sampling import LogprobTensors, prompt_logprobs
 from .input_batch import InputBatch, InputBuffers
 from .request_state import RequestState
 
@@ -124,6 +124,12 @@ def decode_batch(
     )
 
 
+def dummy_attn(num_reqs: int, num_tokens: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """`StepInputs.prepare_attn` of padding rows: the dummy row [reqs], and the dummy slot [tokens]."""
+    slots = torch.full((num_tokens,), PAD_SLOT_ID, dtype=torch.int64, device=device)
+    return torch.zeros(num_reqs, dtype=torch.int64, device=device), slots
+
+
 class StepInputs:
     """Applies steps to the runner's tables, and lays their tokens out in the rows of a flat batch.
 
@@ -222,11 +228,6 @@ class StepInputs:
             return self.buffers.rows[:tokens], slots
         return upload(self.device, batch.idx_mapping_np)[0], slots
 
-    def prepare_dummy_attn(self, num_reqs: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for padding rows: the dummy row, and the dummy slot."""
-        slots = torch.full((num_tokens,), PAD_SLOT_ID, dtype=torch.int64, device=self.device)
-        return torch.zeros(num_reqs, dtype=torch.int64, device=self.device), slots
-
     def forward_batch(self, batch: InputBatch, resources: PassResources) -> ForwardBatch:
         """The step's `ForwardBatch`: DECODE where each request computes one token, else EXTEND or MIXED."""
         rows, slots = self.prepare_attn(batch)
@@ -259,13 +260,16 @@ class StepInputs:
         prompts = np.repeat(self.states.prompt_len[batch.idx_mapping_np], batch.num_scheduled_tokens)
         return torch.maximum(batch.positions + 1, upload(self.device, prompts)[0])
 
-    def prompt_logprobs(self, logits: torch.Tensor, batch: InputBatch) -> dict[str, list[SampledLogprobs]]:
+    def prompt_logprobs(
+        self, logits: torch.Tensor, batch: InputBatch, as_logits: bool = False
+    ) -> dict[str, LogprobTensors]:
         """Request id -> log probabilities of the prompt tokens after the positions of this step, where asked for.
 
         Args:
             logits: [logit rows, vocab].
+            as_logits: logits in place of log probabilities (`logprobs_mode`).
         """
-        found: dict[str, list[SampledLogprobs]] = {}
+        found: dict[str, LogprobTensors] = {}
         if batch.decodes:
             return found
         states = self.states
@@ -277,7 +281,7 @@ class StepInputs:
                 count = min(entry.logit_rows, request.prompt_len - 1 - entry.start)
                 targets = states.all_token_ids[entry.row, entry.start + 1 : entry.start + 1 + count]
                 (on_device,) = upload(logits.device, targets.astype(np.int64))
-                found[entry.request_id] = prompt_logprobs(logits[first : first + count], on_device, num)
+                found[entry.request_id] = prompt_logprobs(logits[first : first + count], on_device, num, as_logits)
         return found
 
 

@@ -1,17 +1,20 @@
 """Sampling: from logits to tokens and their log probabilities."""
 
-from .logprobs import gather_logprobs, prompt_logprobs
+from .logprobs import LogprobTensors, gather_logprobs, prompt_logprobs
 from .noise import uniform_noise
 from .penalties import PenaltyBatch, apply_penalties
 from .sampler import Sampler, SamplerOutput, sample_tokens
 from .sampling_batch import LogitBias, SamplingBatch
+from .sampling_request import SamplingRequest
 
 __all__ = [
     "LogitBias",
+    "LogprobTensors",
     "PenaltyBatch",
     "Sampler",
     "SamplerOutput",
     "SamplingBatch",
+    "SamplingRequest",
     "apply_penalties",
     "gather_logprobs",
     "prompt_logprobs",

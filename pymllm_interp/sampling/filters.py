@@ -1,10 +1,10 @@
-"""top_k, top_p and min_p, over probabilities that are held as whole numbers.
+"""top_k, top_p and min_p, over probabilities in fixed point.
 
-A token's weight is ``floor(exp(score - max score) * 2**40)`` as int64. Sums of whole numbers are exact in any order, so
-what a row keeps and draws does not depend on the other rows, on how the row was sorted, or on how a device scans. Float
-sums would: their last bits follow the launch shape. What is lost is below 2**-40 of the most likely token, each.
+A token's weight is ``floor(exp(score - max score) * 2**40)`` as int64. Integer sums are exact in any order. So the tokens that
+a row keeps and draws do not depend on the other rows, on the sort, or on the device's scan. The last bits of float sums would
+follow the launch shape. The error of each weight is below 2**-40 of the most likely token's.
 
-All filters keep whole groups of equals: a token whose score ties with the last one kept is kept too.
+All filters keep ties: a token with the score of the last one kept is kept too.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 ONE = 2.0**40
 """The weight of a row's most likely token."""
 PROBE = 1024
-"""Largest scores that top_p looks at first on a CPU; rows that need more are sorted in full."""
+"""The number of largest scores that top_p sorts first on a CPU; rows that need more are sorted in full."""
 
 
 def filter_width(top_ks: Sequence[int], top_ps: Sequence[float], vocab_size: int, device: torch.device) -> int:
-    """How many of each row's largest scores `filtered_weights` has to order.
+    """The number of largest scores of each row that `filtered_weights` has to sort.
 
-    That is the largest top_k. A row with top_p alone has no bound: a CPU probes, and CUDA orders everything, because to
-    ask whether a probe sufficed would wait for the device.
+    That is the largest top_k. A row with top_p alone has no bound. A CPU sorts `PROBE` scores first. CUDA sorts the whole row:
+    to check that a part sufficed would wait for the device.
     """
     unbounded = min(PROBE, vocab_size) if device.type == "cpu" else vocab_size
     width = 1
@@ -42,10 +42,10 @@ def filtered_weights(
     min_ps: torch.Tensor | None = None,  # [rows] float32
     width: int | None = None,  # from `filter_width`; None: the whole vocabulary
 ) -> torch.Tensor:
-    """Each token's weight after top_k, then top_p of what top_k left, then min_p; 0 where a filter dropped the token.
+    """Each token's weight after top_k, then top_p over the tokens that are left, then min_p; 0 for dropped tokens.
 
     Returns:
-        [rows, vocab] int64. A row whose scores are not numbers gives weights without meaning, and no error.
+        [rows, vocab] int64. A row with NaN scores gives weights without meaning, and no error.
     """
     probs = scores.exp()
     weights = (probs * ONE).to(torch.int64)
@@ -55,6 +55,23 @@ def filtered_weights(
     if min_ps is not None:
         weights.masked_fill_(probs < min_ps[:, None], 0)
     return weights
+
+
+def kept_tokens(
+    scores: torch.Tensor,  # as in `filtered_weights`, and so are the others
+    top_ks: torch.Tensor | None = None,
+    top_ps: torch.Tensor | None = None,
+    min_ps: torch.Tensor | None = None,
+    width: int | None = None,
+) -> torch.Tensor:
+    """The tokens that the filters of `filtered_weights` keep, however small their weight: [rows, vocab] bool."""
+    kept = torch.ones_like(scores, dtype=torch.bool)
+    if top_ks is not None or top_ps is not None:
+        weights = (scores.exp() * ONE).to(torch.int64)
+        kept &= scores >= _floor(scores, weights, top_ks, top_ps, width or scores.shape[1])[:, None]
+    if min_ps is not None:
+        kept &= scores.exp() >= min_ps[:, None]
+    return kept
 
 
 def _floor(
@@ -79,7 +96,7 @@ def _floor(
     total = weights.sum(dim=-1)
     need = torch.minimum((top_ps.to(torch.float64) * total).ceil().to(torch.int64), total)
     need = torch.where(top_ps < 1, need, 0)
-    # Where equals of the k-th score lie past `width`, all places fall short and the last one holds that score anyway.
+    # Ties of the k-th score may lie past `width`. All places fall short then, and the last place holds that score anyway.
     nucleus = _pick(values, (mass < need[:, None]).sum(dim=-1))
     floor = torch.where(top_ps < 1, torch.maximum(floor, nucleus), floor)
     if width < vocab and scores.device.type == "cpu":

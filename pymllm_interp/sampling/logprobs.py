@@ -1,8 +1,13 @@
-"""Log probabilities of tokens under the raw logits: float32, before any penalty, temperature or filter."""
+"""Log probabilities of sampled and of prompt tokens, as tensors that leave the device with the sampled tokens.
+
+What they are taken from is the caller's choice (`Sampler.logprobs_mode`): by default the raw logits, in float32, before any
+penalty, temperature or filter.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -10,18 +15,50 @@ from ..core.step import SampledLogprobs
 from ..core.upload import upload
 
 _CHUNK = 256
-"""Rows whose log-softmax is held at a time: a long prompt's would not fit."""
+"""Rows with a log-softmax in memory at a time: a long prompt's would not fit."""
+
+
+class LogprobTensors(NamedTuple):
+    """Log probabilities of the rows that ask for them; `tolists` makes one entry for each row of the batch.
+
+    A row's tokens are its own token, then the most likely ones in falling order, its own among them where it belongs there. A
+    rank is 1 + the number of tokens with a strictly greater value, so equal values share a rank.
+    """
+
+    # fmt: off
+    token_ids: torch.Tensor  # [asking rows, 1 + largest num] int64
+    values:    torch.Tensor  # [asking rows, 1 + largest num] float32: log probabilities, or logits
+    ranks:     torch.Tensor  # [asking rows, 1 + largest num] int64
+    rows:      list[int]     # rows of the batch that ask
+    num:       list[int]     # most likely tokens that each of them asks for
+    num_rows:  int           # rows of the batch
+    # fmt: on
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The tensors, in the order of the fields."""
+        return self.token_ids, self.values, self.ranks
+
+    def tolists(self) -> list[SampledLogprobs | None]:
+        """An entry of ``1 + num`` tokens for each row of the batch; None for rows that do not ask. Waits for the device."""
+        result: list[SampledLogprobs | None] = [None] * self.num_rows
+        lists = (tensor.tolist() for tensor in self.tensors)
+        for row, num, ids, values, ranks in zip(self.rows, self.num, *lists, strict=True):
+            result[row] = SampledLogprobs(ids[: num + 1], values[: num + 1], ranks[: num + 1])
+        return result
 
 
 def gather_logprobs(
     logits: torch.Tensor,  # [rows, vocab]
     token_ids: torch.Tensor,  # [rows] int
     num: Sequence[int | None],
-) -> list[SampledLogprobs | None]:
-    """For each row its token's log probability and those of the `num` most likely ones; None where `num` is None.
+    as_logits: bool = False,
+) -> LogprobTensors:
+    """For each row its token's log probability and those of the `num` most likely ones. Nothing waits for the device.
 
-    An entry has ``1 + num`` tokens: the row's own first, then the top ones in falling order, the row's own among them
-    where it belongs there. A rank is 1 + the number of tokens with a strictly greater logit, so equals share one.
+    Args:
+        num: None for rows that do not ask.
+        as_logits: give the logits themselves, as float32, in place of their log-softmax.
 
     Raises:
         ValueError: `token_ids` or `num` has another length than `logits` has rows.
@@ -32,35 +69,38 @@ def gather_logprobs(
             f"token_ids has shape {tuple(token_ids.shape)} and num {len(num)} entries; logits has {rows} rows: "
             "give one of each for every row"
         )
-    result: list[SampledLogprobs | None] = [None] * rows
-    asked = [(row, count) for row, count in enumerate(num) if count is not None]
-    for start in range(0, len(asked), _CHUNK):
-        chunk = asked[start : start + _CHUNK]
-        (index,) = upload(logits.device, torch.tensor([row for row, _ in chunk]))
-        entries = _row_logprobs(logits[index], token_ids[index], [count for _, count in chunk])
-        for (row, _), entry in zip(chunk, entries, strict=True):
-            result[row] = entry
-    return result
+    asking = [row for row, count in enumerate(num) if count is not None]
+    counts = [count for count in num if count is not None]
+    width = min(max(counts, default=0), logits.shape[1])
+    index = None if len(asking) == rows else upload(logits.device, torch.tensor(asking, dtype=torch.int64))[0]
+    parts = []
+    for start in range(0, len(asking), _CHUNK):
+        chunk = slice(start, start + _CHUNK) if index is None else index[start : start + _CHUNK]
+        parts.append(_row_logprobs(logits[chunk], token_ids[chunk], width, as_logits))
+    if not parts:
+        parts.append(_row_logprobs(logits[:0], token_ids[:0], width, as_logits))
+    tensors = parts[0] if len(parts) == 1 else [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+    return LogprobTensors(*tensors, rows=asking, num=counts, num_rows=rows)
 
 
 def prompt_logprobs(
     logits: torch.Tensor,  # [n, vocab], at n consecutive prompt positions
     next_token_ids: torch.Tensor,  # [n] int, the tokens that follow them
     num: int,
-) -> list[SampledLogprobs]:
-    """What `gather_logprobs` gives, for prompt tokens: row i's entry is that of the token at the next position."""
-    entries = gather_logprobs(logits, next_token_ids, [num] * logits.shape[0])
-    return [entry for entry in entries if entry is not None]
+    as_logits: bool = False,
+) -> LogprobTensors:
+    """What `gather_logprobs` gives, for prompt tokens: row i's entry is of the token at the next position."""
+    return gather_logprobs(logits, next_token_ids, [num] * logits.shape[0], as_logits)
 
 
-def _row_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num: list[int]) -> list[SampledLogprobs]:
-    """`gather_logprobs` of rows that all ask."""
+def _row_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, width: int, as_logits: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids, values and ranks [rows, 1 + width] of rows that all ask."""
     own = token_ids.to(torch.int64)[:, None]
-    top, top_ids = logits.topk(min(max(num), logits.shape[1]))
+    top, top_ids = logits.topk(width)
     ids = torch.cat([own, top_ids], dim=1)
-    logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32).gather(1, ids)
+    values = logits if as_logits else torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     own_rank = (logits > logits.gather(1, own)).sum(dim=-1, keepdim=True)
     top_ranks = (top[:, None, :] > top[:, :, None]).sum(dim=-1)
-    ranks = torch.cat([own_rank, top_ranks], dim=1) + 1
-    rows = zip(num, ids.tolist(), logprobs.tolist(), ranks.tolist(), strict=True)
-    return [SampledLogprobs(i[: n + 1], p[: n + 1], r[: n + 1]) for n, i, p, r in rows]
+    return ids, values.gather(1, ids).to(torch.float32), torch.cat([own_rank, top_ranks], dim=1) + 1

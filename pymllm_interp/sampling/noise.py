@@ -1,6 +1,6 @@
-"""Counter-based sampling noise: a pure function of a request's key, so nothing else can change a request's luck.
+"""Counter-based sampling noise: a pure function of a request's key.
 
-The key is (seed, sample index, generated index). Neither the batch, nor the row, nor a preemption, nor the device enters.
+The key is (seed, sample index, generated index). The noise does not depend on batch, row, preemption or device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """The finaliser of SplitMix64, a bijection of 64 bits; int64 products wrap, as the algorithm wants."""
+    """The finaliser of SplitMix64, a bijection of 64 bits; int64 products wrap, as the algorithm requires."""
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
     return x ^ _shift_right(x, 31)

@@ -1,6 +1,6 @@
 """Repetition, frequency and presence penalties, with vLLM's meaning, for the few rows that ask for them.
 
-For a token that stands `count` times in the output: the repetition penalty divides a positive logit and multiplies a
+For a token with `count` occurrences in the output: the repetition penalty divides a positive logit and multiplies a
 negative one, once, and for tokens of the prompt too; then ``logit - frequency * count - presence * (count > 0)``.
 """
 
@@ -9,18 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..core.upload import upload
-
-if TYPE_CHECKING:
-    from ..core.request import Request
+from .sampling_request import SamplingRequest
 
 
 def count_tokens(token_lists: Sequence[Sequence[int]], vocab_size: int, device: torch.device | str) -> torch.Tensor:
-    """How often each token stands in each list.
+    """The occurrences of each token in each list.
 
     Returns:
         [lists, vocab] int32.
@@ -48,7 +45,7 @@ def _penalised(
     frequency: torch.Tensor | None,
     presence: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The penalised scores: fresh memory, `scores` is left as it is."""
+    """The penalised scores, in fresh memory: `scores` is not changed."""
     present = output_counts > 0
     if repetition is not None:
         seen = present if prompt_mask is None else present | prompt_mask
@@ -63,7 +60,7 @@ def _penalised(
 
 @dataclass
 class PenaltyBatch:
-    """The penalties of `k` rows of a batch, and the tokens that they act on."""
+    """The penalties of `k` rows of a batch, and the tokens that they penalise."""
 
     # fmt: off
     rows:          torch.Tensor  # [k] int64, rows of the batch
@@ -76,9 +73,9 @@ class PenaltyBatch:
 
     @classmethod
     def from_requests(
-        cls, requests: Sequence[Request], vocab_size: int, device: torch.device | str
+        cls, requests: Sequence[SamplingRequest], vocab_size: int, device: torch.device | str
     ) -> PenaltyBatch | None:
-        """The penalties of those of `requests` that have any; None where none has.
+        """The penalties of the requests that have any; None where no request has.
 
         Raises:
             ValueError: a token of such a request is outside the vocabulary.

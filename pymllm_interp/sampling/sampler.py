@@ -5,7 +5,7 @@
     output.token_ids  # [rows] int32
 
 The order is vLLM's: raw log probabilities, logit bias and min_tokens, penalties, temperature, top_k, top_p, min_p, draw.
-A row's token is a function of its logits and of its key (seed, sample index, generated index), of nothing else.
+A row's token depends on its logits and its key (seed, sample index, generated index) alone.
 """
 
 from __future__ import annotations
@@ -14,36 +14,44 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core.step import SampledLogprobs
-from .filters import filter_width, filtered_weights
-from .logprobs import gather_logprobs
+from .filters import filter_width, filtered_weights, kept_tokens
+from .logprobs import LogprobTensors, gather_logprobs
 from .noise import uniform_noise
 from .sampling_batch import SamplingBatch
 
 
 @dataclass
 class SamplerOutput:
-    """One step's tokens, by row."""
+    """One step's tokens, by row, on the device."""
 
     token_ids: torch.Tensor
     """[rows] int32, on the logits' device."""
-    logprobs: list[SampledLogprobs | None]
-    """Under the raw logits; None for rows that do not ask."""
+    logprobs: LogprobTensors | None = None
+    """None where no row asks."""
 
 
 class Sampler:
     """Samples one token for each row.
 
-    Temperature 0 and top_k 1 take the largest logit, the first of equals. So does a row that defines no distribution,
-    because it has a NaN (which counts as largest) or +inf, or nothing above -inf: it gets a token, and the others theirs.
+    Temperature 0 and top_k 1 take the largest logit, the first of equals. So does a row without a distribution: one with a NaN
+    (which counts as largest) or +inf, or with nothing above -inf. The other rows are not affected.
+
+    Args:
+        logprobs_mode: what log probabilities are, with vLLM's names. "raw_logprobs": the log-softmax of the logits.
+            "raw_logits": the logits. "processed_logprobs", "processed_logits": the same after bias, min_tokens, penalties,
+            temperature and filters, -inf for dropped tokens. A greedy row has no temperature and no filters.
     """
+
+    def __init__(self, logprobs_mode: str = "raw_logprobs") -> None:
+        self._processed = logprobs_mode.startswith("processed")
+        self.as_logits = logprobs_mode.endswith("logits")
 
     def __call__(
         self,
         logits: torch.Tensor,  # [rows, vocab], any float dtype; not changed
         batch: SamplingBatch,
     ) -> SamplerOutput:
-        """Waits for the device only where a row asks for log probabilities.
+        """Nothing waits for a CUDA device.
 
         Raises:
             ValueError: `logits` is not [batch.rows, vocab].
@@ -52,11 +60,12 @@ class Sampler:
             raise ValueError(
                 f"logits has shape {tuple(logits.shape)}, expected ({batch.rows}, vocab): one row a request"
             )
-        token_ids = _sample(_adjusted(logits, batch), batch)
-        logprobs: list[SampledLogprobs | None] = [None] * batch.rows
+        scores = _adjusted(logits, batch)
+        output = SamplerOutput(_sample(scores, batch))
         if batch.any_logprobs:
-            logprobs = gather_logprobs(logits, token_ids, batch.num_logprobs)
-        return SamplerOutput(token_ids, logprobs)
+            values = _processed(scores, batch) if self._processed else logits
+            output.logprobs = gather_logprobs(values, output.token_ids, batch.num_logprobs, self.as_logits)
+        return output
 
 
 def sample_tokens(
@@ -115,6 +124,19 @@ def _sample(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     return _draw(scores, batch.temperatures, uniforms, batch.top_ks, batch.top_ps, batch.min_ps, batch.filter_width)
 
 
+def _processed(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """The logits that each row is drawn from: after temperature, -inf for tokens that a filter dropped."""
+    if batch.temperatures is None:
+        return scores
+    scores = scores.to(torch.float32)
+    temperatures = torch.where(batch.temperatures > 0, batch.temperatures, 1.0)[:, None]
+    scaled, filters = scores / temperatures, (batch.top_ks, batch.top_ps, batch.min_ps)
+    if all(limits is None for limits in filters):
+        return scaled
+    cooled = (scores - scores.amax(dim=-1, keepdim=True)) / temperatures
+    return scaled.masked_fill_(~kept_tokens(cooled, *filters, batch.filter_width), -torch.inf)
+
+
 def _greedy(scores: torch.Tensor) -> torch.Tensor:
     """[rows] int32: the largest score, the first of equals; a NaN counts as largest."""
     if scores.is_cuda and scores.stride(-1) == 1:
@@ -133,9 +155,9 @@ def _draw(
     min_ps: torch.Tensor | None,
     width: int | None,
 ) -> torch.Tensor:
-    """Inverse CDF over the filtered weights in vocabulary order; the largest score for rows that have no distribution.
+    """Inverse CDF over the filtered weights in vocabulary order; the largest score for rows without a distribution.
 
-    The target lies below the total and a token without weight does not raise the CDF, so none is ever returned.
+    The target lies below the total, and a token of weight 0 does not raise the CDF: no such token is ever drawn.
     """
     scores = scores.to(torch.float32)
     temperatures = temperatures.to(torch.float32)

@@ -1,19 +1,17 @@
-"""What sampling one step's rows needs, and nothing that no row asks for."""
+"""The sampling parameters of one step's rows, as tensors. A field that no row asks for is None."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..core.upload import upload
 from .filters import filter_width
 from .penalties import PenaltyBatch
-
-if TYPE_CHECKING:
-    from ..core.request import Request
+from .sampling_request import SamplingRequest
 
 
 class LogitBias(NamedTuple):
@@ -47,28 +45,15 @@ class SamplingBatch:
     # fmt: on
 
     @property
-    def all_greedy(self) -> bool:
-        return self.temperatures is None
-
-    @property
-    def any_top_k(self) -> bool:
-        return self.top_ks is not None
-
-    @property
-    def any_top_p(self) -> bool:
-        return self.top_ps is not None
-
-    @property
-    def any_min_p(self) -> bool:
-        return self.min_ps is not None
-
-    @property
     def any_logprobs(self) -> bool:
+        """Whether a row asks for log probabilities."""
         return any(num is not None for num in self.num_logprobs)
 
     @classmethod
-    def from_requests(cls, requests: Sequence[Request], vocab_size: int, device: torch.device | str) -> SamplingBatch:
-        """The batch whose row i samples the next token of `requests[i]`; nothing waits for the device.
+    def from_requests(
+        cls, requests: Sequence[SamplingRequest], vocab_size: int, device: torch.device | str
+    ) -> SamplingBatch:
+        """The batch that samples the next token of `requests[i]` in row i. Nothing waits for the device.
 
         Raises:
             ValueError: a token of a request's `logit_bias`, or one that a penalty counts, is outside the vocabulary.
@@ -87,7 +72,7 @@ class SamplingBatch:
             batch._set_sampling(requests, vocab_size, device)
         return batch
 
-    def _set_sampling(self, requests: Sequence[Request], vocab_size: int, device: torch.device) -> None:
+    def _set_sampling(self, requests: Sequence[SamplingRequest], vocab_size: int, device: torch.device) -> None:
         """Fill temperatures, keys and filters: one copy to the device, whatever the number of rows."""
         params = [request.params for request in requests]
         top_ks = [0 if p.greedy or p.top_k >= vocab_size else int(p.top_k) for p in params]
@@ -112,12 +97,12 @@ class SamplingBatch:
 
 
 def _int64(seed: int) -> int:
-    """Any whole number's low 64 bits, as the signed number that torch holds."""
+    """The low 64 bits of any whole number, as a signed int64."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def _logit_bias(requests: Sequence[Request], vocab_size: int, device: torch.device) -> LogitBias | None:
-    """The requests' `logit_bias`, and -inf for what ends a generation that is still below its `min_tokens`."""
+def _logit_bias(requests: Sequence[SamplingRequest], vocab_size: int, device: torch.device) -> LogitBias | None:
+    """The requests' `logit_bias`, and -inf for the end tokens of requests with fewer than `min_tokens` generated ones."""
     rows, tokens, values = [], [], []
     for row, request in enumerate(requests):
         bias = dict(request.params.logit_bias or {})

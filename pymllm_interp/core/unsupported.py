@@ -1,0 +1,77 @@
+"""Features of other servers that are not supported, by the keywords that their users write, and what serves in their place."""
+
+from __future__ import annotations
+
+SPECULATION = (
+    "speculative decoding is not supported: each step samples one token a request; decode steps are replayed from CUDA graphs, "
+    "and the next one is launched before the last one's tokens are read (async_scheduling)"
+)
+LORA = (
+    "LoRA adapters are not supported: merge the adapter into the weights (peft: model.merge_and_unload(), save_pretrained) and "
+    "load that folder"
+)
+PIPELINE = "pipeline parallelism is not supported: one device holds the model; dtype='bfloat16' halves what float32 weights take"
+DATA_PARALLEL = "data parallelism is not supported: make an LM for each device, device='cuda:0', device='cuda:1', ..."
+CONTEXT_PARALLEL = "context parallelism is not supported: one device holds the KV cache, within max_model_len"
+EXPERT_PARALLEL = "expert parallelism is not supported: the models here are dense, and one device holds them"
+KV_TRANSFER = "KV transfer between engines is not supported: each LM computes the KV of its own requests"
+SLEEP = (
+    "sleep mode is not supported: lm.shutdown() releases the device's memory, and a new LM(...) loads the model again"
+)
+POOLING = (
+    "pooling and embedding tasks are not supported: capture hidden states with lm.generate(prompts, "
+    "SamplingParams(max_tokens=1), capture=['final_norm']) and pool them"
+)
+STRUCTURED = "structured outputs are not supported: use logit_bias, or a trace that masks lm.logits"
+MULTIMODAL = "multimodal inputs are not supported: the models here take text, or token ids"
+KV_QUANTISATION = "a quantised KV cache is not supported: kv_cache_dtype='bfloat16' takes half of float32"
+QUANTISATION = "quantised weights are not supported: bfloat16 is, and a .gguf file is dequantised"
+
+OPTIONS: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "speculative_config", "speculative_model", "num_speculative_tokens", "draft_model", "num_lookahead_slots",
+            "speculative_draft_tensor_parallel_size", "spec_decoding_acceptance_method",
+        ),
+        SPECULATION,
+    ),
+    **dict.fromkeys(
+        ("enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras", "fully_sharded_loras"), LORA
+    ),
+    **dict.fromkeys(("pipeline_parallel_size", "distributed_executor_backend"), PIPELINE),
+    **dict.fromkeys(("data_parallel_size", "data_parallel_rank", "data_parallel_size_local"), DATA_PARALLEL),
+    **dict.fromkeys(
+        ("decode_context_parallel_size", "prefill_context_parallel_size", "cp_kv_cache_interleave_size"),
+        CONTEXT_PARALLEL,
+    ),
+    **dict.fromkeys(("enable_expert_parallel", "enable_eplb", "eplb_config", "num_redundant_experts"), EXPERT_PARALLEL),
+    **dict.fromkeys(("kv_transfer_config", "kv_events_config", "kv_connector"), KV_TRANSFER),
+    "enable_sleep_mode": SLEEP,
+    **dict.fromkeys(("task", "runner", "convert", "pooler_config", "override_pooler_config"), POOLING),
+    **dict.fromkeys(("guided_decoding_backend", "structured_outputs_config", "reasoning_parser", "logits_processors"), STRUCTURED),
+    **dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs", "mm_encoder_tp_mode", "enable_prompt_embeds"), MULTIMODAL),
+    "calculate_kv_scales": KV_QUANTISATION,
+    **dict.fromkeys(("quantization", "quantization_config", "load_in_8bit", "load_in_4bit"), QUANTISATION),
+}  # fmt: skip
+"""Keywords of an engine -> why not, and what serves instead."""
+
+OF_REQUESTS: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "guided_decoding", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+            "response_format", "grammar", "logits_processors", "logits_processor", "prefix_allowed_tokens_fn",
+        ),
+        STRUCTURED,
+    ),
+    "lora_request": LORA,
+    **dict.fromkeys(("assistant_model", "prompt_lookup_num_tokens", "num_assistant_tokens"), SPECULATION),
+    "pooling_params": POOLING,
+    **dict.fromkeys(
+        (
+            "pixel_values", "image_grid_thw", "images", "videos", "audios", "multi_modal_data", "mm_processor_kwargs",
+            "inputs_embeds", "prompt_embeds",
+        ),
+        MULTIMODAL,
+    ),
+}  # fmt: skip
+"""Keywords of a request or of its sampling parameters -> why not, and what serves instead."""

@@ -1,0 +1,138 @@
+"""Capturing CUDA graphs: capture mode, the memory pool that all graphs share, and the capture itself."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+WARM_UPS = 2
+
+_captures = threading.RLock()
+"""Engines of one process share the stream and the memory pool of their captures, so one captures at a time."""
+_current = threading.local()
+"""`is_capturing` of the current thread."""
+_memory_pool: tuple | None = None
+
+
+class Capturing(Protocol):
+    """A runner that tells whether it captures graphs right now."""
+
+    is_capturing: bool
+
+
+def get_global_graph_memory_pool() -> tuple | None:
+    """The memory pool that all graphs of the process share; None before the first capture."""
+    return _memory_pool
+
+
+def set_global_graph_memory_pool(pool: tuple | None) -> None:
+    """Set the memory pool that later captures use; None makes them start a new one."""
+    global _memory_pool
+    _memory_pool = pool
+
+
+def is_capture_mode() -> bool:
+    """Whether the current thread is capturing graphs. For one runner: `ModelRunner.is_capturing`."""
+    return getattr(_current, "is_capturing", False)
+
+
+@contextmanager
+def model_capture_mode(owner: Capturing | None = None) -> Iterator[None]:
+    """Within the block, `is_capture_mode()` is True on this thread and `owner.is_capturing` is True; blocks nest.
+
+    Args:
+        owner: the runner that captures. Its hooks and traced passes are refused meanwhile; other runners go on.
+    """
+    before, owner_before = is_capture_mode(), owner is not None and owner.is_capturing
+    _current.is_capturing = True
+    if owner is not None:
+        owner.is_capturing = True
+    try:
+        yield
+    finally:
+        _current.is_capturing = before
+        if owner is not None:
+            owner.is_capturing = owner_before
+
+
+@contextmanager
+def freeze_gc() -> Iterator[None]:
+    """Keep the garbage collector from freeing device memory in the middle of a capture."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.collect()
+
+
+@cache
+def _capture_stream(device_index: int) -> torch.cuda.Stream:
+    """The stream of all captures: cuBLAS keeps a workspace for each stream that it has seen.
+
+    It has high priority because torch reuses a few streams for each priority. No other thread may get this one while it captures.
+    """
+    return torch.cuda.Stream(device_index, priority=-1)
+
+
+def record(plan: Callable[[], None], run: Callable[[], T], pool: Any) -> tuple[Any, T]:
+    """Warm `run` up and capture it. `plan` is called before each run, outside the graph.
+
+    Returns:
+        the graph, and the captured return value of `run`: every replay writes its tensors anew.
+    """
+    stream = _capture_stream(torch.cuda.current_device())
+    outputs: list[T] = []
+    with _captures:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                plan()
+                run()
+            plan()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # cached memory becomes available to the graph's pool
+        graph = capture(lambda: outputs.append(run()), pool)
+    return graph, outputs[0]
+
+
+def capture(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+    """Capture the kernels that `run` launches, without running them, on the stream of captures."""
+    current = torch.cuda.current_stream()
+    stream = _capture_stream(current.device_index)
+    stream.wait_stream(current)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with _captures, torch.cuda.stream(stream):
+            # "thread_local": another engine of this process may launch kernels from its own thread.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+    except BaseException:
+        _forget_capture(current, pool)
+        raise
+    current.wait_stream(stream)
+    return graph
+
+
+def _forget_capture(current: torch.cuda.Stream, pool: Any) -> None:
+    """Reset what torch leaves set after a failed capture: the current stream, the allocator's pool, and the default generator,
+    which would wait for the capture to end."""
+    torch.cuda.set_stream(current)
+    generator = torch.cuda.default_generators[current.device_index]
+    fresh = torch.Generator(current.device)
+    fresh.set_state(generator.get_state())
+    generator.graphsafe_set_state(fresh)
+    with contextlib.suppress(RuntimeError):  # torch may have ended them itself
+        torch._C._cuda_endAllocateToPool(current.device_index, pool)

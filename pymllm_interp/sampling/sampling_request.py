@@ -1,0 +1,51 @@
+"""What sampling reads of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from typing import Protocol
+
+from ..core.sampling_params import SamplingParams
+
+
+class SamplingRequest(Protocol):
+    """A request whose next token is to be sampled. Attributes are read, never written."""
+
+    @property
+    def request_id(self) -> str:
+        """Names the request in error messages."""
+        ...
+
+    @property
+    def params(self) -> SamplingParams: ...
+
+    @property
+    def seed(self) -> int:
+        """With `sample_index` and `num_generated`, the key of the sampling noise. Any whole number."""
+        ...
+
+    @property
+    def sample_index(self) -> int:
+        """Which of the prompt's `n` completions the request is."""
+        ...
+
+    @property
+    def num_generated(self) -> int:
+        """Generated tokens, with those that the host has not read yet."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> AbstractSet[int]:
+        """Token ids that end the generation, which `min_tokens` forbids."""
+        ...
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """Read for the repetition penalty alone."""
+        ...
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        """Read for penalties alone; all generated tokens then."""
+        ...
