@@ -25,6 +25,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from .. import __version__
 from ..config import ModelConfig, ServerConfig
 from ..core.arguments import check_names
+from ..core.model_spec import LOGITS
 from ..core.output import RequestOutput
 from ..core.request import Request
 from ..core.sampling_params import SamplingParams
@@ -42,7 +43,6 @@ from ..hooks.traces.envoy import TracedModel
 from ..hooks.traces.trace import RequestTrace
 from ..hooks.traces.tracer import EngineTracer, SessionTracer, opens_with
 from ..hooks.vectors import VectorRegistry
-from ..layers.edits.base import LOGITS
 from ..models.fingerprint import model_fingerprint
 from ..models.source import load_tokenizer
 from ..runner.interp_model_runner import InterpModelRunner
@@ -148,7 +148,7 @@ class LM(TracedModel):
         self.hf_config: PretrainedConfig = self.runner.source.hf_config
         eos = eos_token_ids(self.hf_config, self.runner.source.folder)
         self._factory = RequestFactory(self.tokenizer, eos, self._limits, seed)
-        self.vectors = VectorRegistry(self.runner.model_info)
+        self.vectors = VectorRegistry(self.runner.model_spec)
         _open_models.add(self)
 
     def _limits(self) -> Limits:
@@ -329,7 +329,7 @@ class LM(TracedModel):
 
     def _named(self, lists: list[list[Any]]) -> list[list[Any]]:
         """Each request's specs with this model's vectors in place of their names."""
-        return resolved(lists, self.vectors, self.runner.model_info)
+        return resolved(lists, self.vectors, self.runner.model_spec)
 
     @cached_property
     def _engine_name(self) -> str:
@@ -410,7 +410,7 @@ class LM(TracedModel):
             HarvestError: it stopped before the input's end. The message names the document, and says what was kept.
         """
         captures, declared = self._harvest_specs(capture, interventions)
-        limits, model = self._factory.limits, self.runner.model_info
+        limits, model = self._factory.limits, self.runner.model_spec
         longest = min(limits.max_model_len, limits.kv_tokens)
         settings = Settings(longest if max_length is None else max_length, too_long, shard_bytes)
         if settings.max_length > longest:

@@ -25,10 +25,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ..core.model_spec import LOGITS, ModelSpec
 from ..hooks.captures.spec import Capture, Project
 from ..hooks.positions import Positions, windows_of
-from ..hooks.site import ModelInfo, expand
-from ..layers.edits.base import LOGITS
+from ..hooks.site import expand
 from .folder import (
     INDEX,
     ShardEntry,
@@ -49,7 +49,7 @@ def _positions_of(spec: Capture) -> Positions:
     return (-1,) if spec.site == LOGITS and spec.positions == "all" else spec.positions
 
 
-def expected_bytes(captures: Sequence[Capture], model: ModelInfo, tokens: int) -> int:
+def expected_bytes(captures: Sequence[Capture], model: ModelSpec, tokens: int) -> int:
     """What the rows of a document of so many tokens take in a shard.
 
     Raises:

@@ -131,13 +131,15 @@ class _InputBuffers:
 
     @staticmethod
     def _edited_rows(forward_batch: ForwardBatch) -> torch.Tensor:
-        edits = forward_batch.site_ops
-        return torch.full_like(forward_batch.req_pool_indices, -1) if edits is None else edits.rows
+        ops = forward_batch.site_ops
+        return ops.rows if isinstance(ops, TableOps) else torch.full_like(forward_batch.req_pool_indices, -1)
 
     def _block_fills(self, forward_batch: ForwardBatch) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
         """Blocks matter to rows whose request declared something."""
-        edits = forward_batch.site_ops
-        return [] if edits is None else [(own, given, 0) for own, given in zip(self.blocks, edits.blocks, strict=True)]
+        ops = forward_batch.site_ops
+        if not isinstance(ops, TableOps):
+            return []
+        return [(own, given, 0) for own, given in zip(self.blocks, ops.blocks, strict=True)]
 
     def batch(self, bs: int, model_runner: ModelRunner) -> ForwardBatch:
         """A decode batch of `bs` rows over the buffers."""

@@ -22,6 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..config import ModelConfig, ServerConfig
 from ..core.forward_batch import ForwardBatch
+from ..core.model_spec import INNER_SITES, LOGITS, inner_site
 from ..core.out_of_memory import within_memory
 from ..core.output import LogitsProcessorOutput, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from ..core.request import Request
@@ -33,10 +34,9 @@ from ..hooks.interventions.device_tables import DeviceTables
 from ..hooks.interventions.host_ops import Share, host_ops
 from ..hooks.interventions.logit_ops import logit_ops
 from ..hooks.interventions.specs import Intervention
-from ..hooks.site import ModelInfo
 from ..hooks.traces.batch_groups import NNsightRequestHelper
 from ..hooks.traces.envoy import TracedModel
-from ..layers.edits.base import INNER, LOGITS, apply_inner, inner_site
+from ..layers.edits.base import apply_inner
 from ..layers.edits.table import TableOps
 from ..sampling import SamplerOutput
 from .async_output import AsyncOutput
@@ -84,12 +84,10 @@ class InterpModelRunner(ModelRunner):
 
     def init_memory_pool(self) -> None:
         """The pools, and the tables of declared interventions."""
-        assert self.source is not None
-        self.model_info = ModelInfo.of(self.source.hf_config, self.dtype)
         config = self.server_config
         self.declared_limits = Limits(
             config.max_interventions_per_site, config.max_intervention_vectors, config.max_capture_bytes,
-            frozenset(config.inner_sites if self._has_tables else INNER),
+            frozenset(config.inner_sites if self._has_tables else INNER_SITES),
         )  # fmt: skip
         super().init_memory_pool()
 
@@ -103,7 +101,7 @@ class InterpModelRunner(ModelRunner):
                 f"the ring of captured states does not fit; what helps: a lower capture_ring_bytes (now {size})",
             )
             self.device_tables = DeviceTables(
-                self.req_states.edited, self.model_info, self.declared_limits, self.capture_ring.memory
+                self.req_states.edited, self.model_spec, self.declared_limits, self.capture_ring.memory
             )
 
     @property
@@ -131,7 +129,7 @@ class InterpModelRunner(ModelRunner):
             return None
         longest = request.prompt_len + request.max_tokens - 1
         declared = Declared.of(
-            specs, self.model_info, request.prompt_len, self.declared_limits, captures, longest, request.logits_from
+            specs, self.model_spec, request.prompt_len, self.declared_limits, captures, longest, request.logits_from
         )
         if declared.captures is not None:
             request.leader = None  # its prompt is captured, so it is computed
@@ -398,7 +396,8 @@ class InterpModelRunner(ModelRunner):
         padded.hook_query = self._traced().interleaver
         if batch.site_ops is None:
             padded.site_ops = None
-        elif batch.site_ops.logits is not None:
+        elif isinstance(batch.site_ops, TableOps) and batch.site_ops.logits is not None:
+            assert isinstance(padded.site_ops, TableOps)
             padded.site_ops = padded.site_ops.with_logits(batch.site_ops.logits)
         self.nnsight_request_helper.pad_to(padded.batch_size)
         try:

@@ -10,10 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ...core.model_spec import delta_site
 from ..launch import Launcher, awaits, begins
 from ..triton_kernels import norm_launch
 from . import codes
-from .base import delta_site
 
 if TYPE_CHECKING:
     from .table import TableOps
@@ -319,10 +319,10 @@ def edit(value: torch.Tensor, site: int, edits: TableOps) -> torch.Tensor:
 
 
 def edit_add_rms_norm(
-    h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float, place: int, edits: TableOps
+    h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float, residual_add: int, edits: TableOps
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`triton_kernels.add_rms_norm` with the ops and captures of the place; h and delta [1, tokens, width]."""
+    """`triton_kernels.add_rms_norm` with the ops and captures of the residual add; h and delta [1, tokens, width]."""
     h, delta = h.contiguous(), delta.contiguous()
     total, out = torch.empty_like(h), torch.empty_like(h)
-    _launch(h, delta, weight, total, out, eps, delta_site(place), edits, norm=True)
+    _launch(h, delta, weight, total, out, eps, delta_site(residual_add), edits, norm=True)
     return total, out
