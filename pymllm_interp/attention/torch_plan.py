@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import torch
-from einops import repeat
 
 from ..core.forward_batch import ForwardBatch
 from .attention_backend import RadixAttention
@@ -247,8 +246,8 @@ def _mask(
     hidden = back < 0 if window is None else (back < 0) | (back >= window)
     mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
     if mask.shape[1] > 1:
-        mask = repeat(mask, "size q kv -> size (heads q) kv", heads=layer.num_heads // layer.num_kv_heads)
-    return mask if mask.shape[0] == 1 else repeat(mask, "size q kv -> (size heads) q kv", heads=layer.num_kv_heads)
+        mask = mask.repeat(1, layer.num_heads // layer.num_kv_heads, 1)
+    return mask if mask.shape[0] == 1 else mask.repeat_interleave(layer.num_kv_heads, 0)
 
 
 def _inverse(packed: list[list[QueryChunk]], groups: list[AttnGroup], forward_batch: ForwardBatch) -> torch.Tensor:
