@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-INNER_SITES = ("q", "k", "v", "z", "mlp_act")
-"""Kinds of sites inside attention and MLP."""
+from .core.model_spec import INNER_SITES
+
 DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,

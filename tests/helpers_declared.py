@@ -14,12 +14,13 @@ from conftest import VOCAB
 from helpers_graphs import use_eager_graphs
 
 from pymllm_interp import LM, Ablate, Clamp, Gate, Generated, Patch, Scale, Steer
+from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.hooks.binding import bind
 from pymllm_interp.hooks.declared_stage import DeclaredStage
 from pymllm_interp.hooks.interventions.reference import apply
 from pymllm_interp.hooks.interventions.specs import Intervention
 from pymllm_interp.hooks.positions import ordinals_of
-from pymllm_interp.hooks.site import ModelInfo, Site
+from pymllm_interp.hooks.site import Site
 
 SITES = [
     "embed",
@@ -74,7 +75,7 @@ def vector(width: int, seed: int, *rows: int) -> torch.Tensor:
 
 
 def ops_at(site: str, config: Any) -> list[Intervention]:
-    width = ModelInfo.of(config, torch.float32).width(Site.parse(site).kind)
+    width = ModelSpec.of(config, torch.float32).width(Site.parse(site).kind)
     v, probe = vector(width, 1), vector(width, 2)
     return [
         Steer(site, v, scale=1.5, positions="generated"),
@@ -92,7 +93,7 @@ def hooked(
     model: Any, specs: list[Intervention], prompt_len: int, positions: Callable[[], torch.Tensor]
 ) -> Iterator[None]:
     """transformers' model with hooks at the modules that the sites are, each applying its specs in order."""
-    info, handles = ModelInfo.of(model.config, torch.float32), []
+    info, handles = ModelSpec.of(model.config, torch.float32), []
     layers = model.model.layers
     # What `resid_mid` remembers of a layer's input is what its other hooks have left.
     for spec in sorted(specs, key=lambda spec: str(spec.site).startswith("resid_mid")):

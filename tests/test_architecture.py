@@ -16,7 +16,7 @@ from pymllm_interp.config import ModelConfig, ServerConfig
 
 ROOT = Path(pymllm_interp.__file__).parent
 ORDER = (
-    ("config", "core"), ("mem_cache",), ("attention",), ("layers",), ("sampling",), ("hooks",), ("models",), ("runner",),
+    ("core",), ("config",), ("mem_cache",), ("attention",), ("layers",), ("sampling",), ("hooks",), ("models",), ("runner",),
     ("harvest",), ("engine",), ("server",), ("cli", "bench", "demo", "doctor"),
 )  # fmt: skip
 """An import goes to an earlier place, or stays in its own."""

@@ -417,7 +417,7 @@ def test_lengths_may_be_on_the_device_only(torch_only: AttentionBackend) -> None
 def plan_of(spans: list[tuple[int, int]], layer: RadixAttention) -> torch_plan.AttnPlan:
     sequences = Sequences.make([stop for _, stop in spans], layer)
     batch = sequences.batch(dict(enumerate(spans)))
-    return torch_plan.build_plan(torch_plan.make_segments(batch), layer, batch, torch.float32)
+    return torch_plan.build_plan(torch_plan.make_chunks(batch), layer, batch, torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from helpers_declared import INNER, SITES, WAYS, lms, ops_at, prompt_of, random_
 from test_scheduler import POLICIES, Simulation
 
 from pymllm_interp import LM, Ablate, Capture, Clamp, Generated, Patch, SamplingParams, Scale, Steer
-from pymllm_interp.config import INNER_SITES
+from pymllm_interp.core.model_spec import INNER_SITES, ModelSpec, site_index
 from pymllm_interp.core.request import Request
 from pymllm_interp.hooks.binding import bind
 from pymllm_interp.hooks.captures.activations import Activations, CaptureError
@@ -37,16 +37,15 @@ from pymllm_interp.hooks.captures.result_memory import FRESH, SMALL, FreshMemory
 from pymllm_interp.hooks.captures.ring import CaptureRing
 from pymllm_interp.hooks.captures.ring_allocator import RingAllocator
 from pymllm_interp.hooks.captures.spec import Project
-from pymllm_interp.hooks.declared import site_index
 from pymllm_interp.hooks.declared_stage import DeclaredStage
-from pymllm_interp.hooks.site import ModelInfo, Site, expand
+from pymllm_interp.hooks.site import Site, expand
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 pytestmark = [pytest.mark.gpu] if CUDA else []
-INFO = ModelInfo.of(CONFIGS["llama"](), torch.float32)
+INFO = ModelSpec.of(CONFIGS["llama"](), torch.float32)
 WAIT = 120.0
 
 
@@ -128,7 +127,7 @@ def test_captures_are_the_states_that_the_model_goes_on_with(family: str, lm_of:
             first = len(prompt) if site == "final_norm" else 0
             assert got.positions[site].tolist() == list(range(first, len(ids))), site
             assert got.token_ids[site].tolist() == ids[first:]
-            assert rows.shape[1:] == lm.runner.model_info.shape(site.partition(".")[0]), site
+            assert rows.shape[1:] == lm.runner.model_spec.shape(site.partition(".")[0]), site
             torch.testing.assert_close(rows.flatten(1), states[site][first:], rtol=1e-4, atol=1e-4, msg=site)
 
 
@@ -279,7 +278,7 @@ def test_what_is_reduced_is_each_position_once(lm_of: Any, oracle: Any) -> None:
     model, rng = oracle("llama"), random.Random(4)
     lm = lm_of("llama", kv_cache_tokens=80, page_size=4, max_num_tokens=16, inner_sites=INNER_SITES)
     prompts = [prompt_of(rng.randrange(1, 15), i) for i in range(12)]
-    width = lm.runner.model_info.width
+    width = lm.runner.model_spec.width
     probes = {kind: vector(width(kind), 7, 3) for kind in ("mlp_out", "k", "mlp_act", "final_norm")}
     captures = [
         ["resid_post.0", Capture("resid_post.2", reduce="mean"), Capture("embed", reduce="last")],
@@ -296,7 +295,7 @@ def test_what_is_reduced_is_each_position_once(lm_of: Any, oracle: Any) -> None:
         ids = (prompt + out.token_ids)[:-1]
         states = states_of(model, ids, [], len(prompt))
         for spec in (Capture(s) if isinstance(s, str) else s for s in specs):
-            for bound in bind(spec, lm.runner.model_info, len(prompt)):
+            for bound in bind(spec, lm.runner.model_spec, len(prompt)):
                 site, first, stop = str(bound.site), 0, len(ids)
                 if spec.positions != "all":
                     first, stop = (0, len(prompt)) if spec.positions == "prompt" else (len(prompt), len(ids))

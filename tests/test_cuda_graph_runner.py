@@ -449,7 +449,9 @@ def test_r20_a_plain_decode_pass_replays_and_one_by_modules_does_not(runner, mon
     """R20, R28: `forward` delegates to the graph runner."""
     calls = []
     replay = CudaGraphRunner.replay
-    monkeypatch.setattr(CudaGraphRunner, "replay", lambda self, batch: calls.append(1) or replay(self, batch))
+    monkeypatch.setattr(
+        CudaGraphRunner, "replay", lambda self, batch, *args: calls.append(1) or replay(self, batch, *args)
+    )
     batch = decode_batch(runner, 3)
     plain = runner.forward(batch).next_token_logits
     assert calls == [1]

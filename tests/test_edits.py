@@ -16,18 +16,18 @@ import pytest
 import torch
 from conftest import CONFIGS
 
+from pymllm_interp.core.model_spec import ModelSpec, final_norm_site, num_sites, site_index
 from pymllm_interp.hooks.binding import bind, for_each_prompt
 from pymllm_interp.hooks.captures.result_memory import FreshMemory
 from pymllm_interp.hooks.captures.spec import Capture, Project
-from pymllm_interp.hooks.declared import Declared, Limits, site_index
+from pymllm_interp.hooks.declared import Declared, Limits
 from pymllm_interp.hooks.interventions.device_tables import DeviceTables
 from pymllm_interp.hooks.interventions.host_ops import Share, host_ops
 from pymllm_interp.hooks.interventions.reference import apply
 from pymllm_interp.hooks.interventions.specs import Ablate, Clamp, Gate, Intervention, Patch, Scale, Steer
 from pymllm_interp.hooks.interventions.vector_pool import VectorPool
 from pymllm_interp.hooks.positions import Generated, ordinals_of
-from pymllm_interp.hooks.site import ModelInfo, Site
-from pymllm_interp.layers.edits.base import final_norm_site, num_sites
+from pymllm_interp.hooks.site import Site
 from pymllm_interp.layers.edits.table import TableOps
 from pymllm_interp.layers.norm import add_rms_norm
 
@@ -36,7 +36,7 @@ pytest.importorskip("triton", reason="the kernels' tests need the package triton
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 pytestmark = [pytest.mark.gpu] if CUDA else []
-INFO = ModelInfo.of(CONFIGS["llama"](), torch.float32)
+INFO = ModelSpec.of(CONFIGS["llama"](), torch.float32)
 WIDTH, LAYERS = INFO.hidden_size, INFO.num_hidden_layers
 LIMITS = Limits(max_interventions_per_site=6, max_intervention_vectors=300, max_capture_bytes=1 << 20)
 PROMPT = 7
@@ -89,7 +89,7 @@ def expected(declared: Declared, site: int, state: torch.Tensor, positions: torc
 
 def tables_of(
     requests: list[Declared | None], rows: list[int], positions: list[int], blocks: list[tuple[int, int]] | None = None,
-    dtype: torch.dtype = torch.float32, info: ModelInfo = INFO,
+    dtype: torch.dtype = torch.float32, info: ModelSpec = INFO,
 ) -> tuple[DeviceTables, TableOps]:  # fmt: skip
     """Tables with each request in the row that is its place + 1, and a pass over token rows of the requests `rows`, each with
     its (start, stop) in the ring."""
@@ -206,11 +206,11 @@ def test_a_row_that_captures_has_the_states_that_go_on_in_its_block_and_nobody_e
         else:
             for site, value in ((2 * place, delta), (2 * place + 1, h)):
                 went_on[site] = value
-                edits.take(site, value)
+                edits.capture(site, value)
     if fused:
         went_on[sites - 1] = normed
     else:
-        edits.take(sites - 1, tensors[sites - 1])
+        edits.capture(sites - 1, tensors[sites - 1])
         went_on[sites - 1] = tensors[sites - 1]
     expected = torch.full_like(edits.tables.ring, torch.nan)
     for row, (owner, (start, stop)) in enumerate(zip(rows, blocks, strict=True)):
@@ -278,7 +278,7 @@ def test_a_row_leaves_as_dot_products_as_its_conversion_or_whole(fused: bool, dt
         went_on[2 * place] = edits.at(2 * place, delta)
         went_on[2 * place + 1], went_on[-1] = edits.add_rms_norm(place, h, delta, weight, 1e-5)
     for site in range(0 if fused else sites):
-        edits.take(site, tensors[site])
+        edits.capture(site, tensors[site])
     ring = edits.tables.ring.cpu()
     assert_left(ring, requests, rows, positions, blocks, lambda site, row: went_on[site][0, row])
     outside = torch.ones(len(ring), dtype=torch.bool)
@@ -290,7 +290,7 @@ def test_a_row_leaves_as_dot_products_as_its_conversion_or_whole(fused: bool, dt
 @pytest.mark.parametrize(("family", "kind"), [("llama", "k"), ("qwen3", "z")])
 @torch.no_grad()
 def test_dot_products_of_states_that_are_narrower_or_wider_than_the_streams(family: str, kind: str) -> None:
-    rng, info = random.Random(4), ModelInfo.of(CONFIGS[family](), torch.float32)
+    rng, info = random.Random(4), ModelSpec.of(CONFIGS[family](), torch.float32)
     width, hidden = info.width(kind), info.hidden_size
     assert width < hidden if kind == "k" else width > hidden
     capture = Capture(f"{kind}.*", reduce=Project(vector(rng, 3, width)))
@@ -302,7 +302,7 @@ def test_dot_products_of_states_that_are_narrower_or_wider_than_the_streams(fami
     assert requests[0].captures is not None
     states = {site: vector(rng, 1, 2, width).to(DEVICE) for site in requests[0].captures.offsets}
     for site, value in states.items():
-        edits.take(site, value)
+        edits.capture(site, value)
     assert_left(edits.tables.ring.cpu(), requests, [0, 0], [0, 1], blocks, lambda site, row: states[site][0, row])
 
 

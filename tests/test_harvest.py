@@ -578,7 +578,7 @@ def test_the_size_of_a_harvest_is_known_to_the_byte(captures: Any, lm_of: Any, t
     lm.harvest(documents, capture=captures, out=tmp_path, shard_bytes=4000)
     tensors = [tensor for shard in open_harvest(tmp_path).shards for tensor in load_file(shard.path).values()]
     specs = [spec if isinstance(spec, Capture) else Capture(spec) for spec in captures]
-    expected = [expected_bytes(specs, lm.runner.model_info, len(ids)) for ids in documents]
+    expected = [expected_bytes(specs, lm.runner.model_spec, len(ids)) for ids in documents]
     assert sum(expected) == sum(tensor.nbytes for tensor in tensors)
 
 

@@ -15,18 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pymllm_interp.core.model_spec import FAMILIES, Family, ModelSpec
 from pymllm_interp.hooks.binding import bind
 from pymllm_interp.hooks.captures.spec import Capture, Project
 from pymllm_interp.hooks.interventions.reference import apply
 from pymllm_interp.hooks.interventions.specs import MAX_RANK, Ablate, Clamp, Gate, Intervention, Patch, Scale, Steer
 from pymllm_interp.hooks.positions import Generated, Window, ordinals_of, windows_of
-from pymllm_interp.hooks.site import FAMILIES, Family, ModelInfo, Site
+from pymllm_interp.hooks.site import Site
 
 WIDTH = 16
 SITE = "resid_post.1"
-MODEL = ModelInfo(
+MODEL = ModelSpec(
     family=FAMILIES["llama"], num_hidden_layers=4, hidden_size=WIDTH, num_attention_heads=4, num_key_value_heads=2, head_dim=6,
-    intermediate_size=40, vocab_size=50, dtype=torch.float32,
+    intermediate_size=40, vocab_size=50, context_len=128, sliding_windows=(None,) * 4, rope_depends_on_length=False,
+    dtype=torch.float32,
 )  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -504,7 +506,7 @@ def test_a_layer_and_a_kind_that_the_model_does_not_have_are_refused():
         ValueError, match=r"Scale\('resid_post.4'\): .*no layer 4; the model has 4 \(num_hidden_layers\)"
     ):
         bind(Scale("resid_post.4", 2), MODEL, 5)
-    parallel = Family("parallel", {kind: p for kind, p in MODEL.family.points.items() if kind != "resid_mid"})
+    parallel = Family(name="parallel", missing=frozenset({"resid_mid"}))
     with pytest.raises(ValueError, match=r"Capture\('resid_mid.\*'\): parallel models have no site 'resid_mid'"):
         bind(Capture("resid_mid.*"), dataclasses.replace(MODEL, family=parallel), 5)
 
@@ -544,7 +546,7 @@ def test_directions_and_probes_are_float32_whatever_the_models_dtype_is(spec: In
 
 def test_specs_fit_every_family():
     for name, config in CONFIGS.items():
-        info = ModelInfo.of(config(), torch.bfloat16)
+        info = ModelSpec.of(config(), torch.bfloat16)
         for kind in info.family.points:
             site = kind if kind in ("embed", "final_norm", "logits") else f"{kind}.*"
             assert bind(Steer(site, random(info.width(kind))), info, 5), name

@@ -301,7 +301,7 @@ def test_what_is_launched_again_has_the_bits_of_tritons_own_launch(dtype, monkey
 @pytest.mark.parametrize("way", ["launched", "replayed"])
 def test_kernels_that_start_early_compute_what_those_do_that_wait(rows, way, monkeypatch):
     """Each reads what the one in front of it writes, over and over, in memory that is used again."""
-    if not launch.starts_early(0):
+    if not launch.supports_pdl(0):
         pytest.skip("this device starts no kernel before the one in front has ended")
     size = 1024
     wide, narrow = (
@@ -336,7 +336,7 @@ def test_kernels_that_start_early_compute_what_those_do_that_wait(rows, way, mon
 
     early = run()
     with monkeypatch.context() as patch:
-        patch.setattr(launch, "starts_early", lambda device: False)
+        patch.setattr(launch, "supports_pdl", lambda device: False)
         late = run()
         wanted = []
         for seed in range(20):

@@ -17,7 +17,7 @@ from helpers_declared import INNER, SITES, WAYS, lms, ops_at, prompt_of, random_
 from helpers_runner import Steps, make_runner
 
 from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Generated, Patch, SamplingParams, Scale, Steer
-from pymllm_interp.config import INNER_SITES
+from pymllm_interp.core.model_spec import INNER_SITES
 from pymllm_interp.harvest.reader import open_harvest
 from pymllm_interp.harvest.run import HarvestError
 from pymllm_interp.hooks import tables
@@ -105,7 +105,7 @@ def test_logits_of_mixed_requests_are_those_of_transformers(server: dict[str, An
         assert out.token_ids == states["logits"][len(prompt) - 1 :].argmax(-1).tolist()
         assert bool(captures) == bool(out.activations)
         for spec in (Capture(c) if isinstance(c, str) else c for c in captures):
-            for bound in bind(spec, lm.runner.model_info, len(prompt)):
+            for bound in bind(spec, lm.runner.model_spec, len(prompt)):
                 check(out, bound, states[str(bound.site)], len(prompt), ids)
 
 

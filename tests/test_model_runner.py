@@ -195,9 +195,9 @@ def test_r15_the_number_of_running_requests_is_derived_where_it_is_none():
 
 def test_r15_a_profile_run_makes_the_logits_of_every_row(runner, monkeypatch):
     """R15: a traced pass of whole prompts makes them, so the KV pool has to leave room for them."""
-    rows, call = [], ModelRunner._call_model
+    rows, call = [], ModelRunner.call_model
     monkeypatch.setattr(
-        ModelRunner, "_call_model", lambda self, *args: rows.append(call(self, *args).shape) or call(self, *args)
+        ModelRunner, "call_model", lambda self, *args: rows.append(call(self, *args).shape) or call(self, *args)
     )
     runner._dummy_run(50, skip_attn=True, is_profile=True)
     assert rows == [(1, 50, 97)]

@@ -431,7 +431,7 @@ def test_a_pass_that_fails_in_a_segment_leaves_later_traces_as_they_were(
     lm = load("cpu", disable_cuda_graph=True)
     expected = reads(lm, [PROMPT], ["model.layers.1"], 4)[0]
 
-    def broken(*args: Any) -> Any:
+    def broken(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
@@ -450,11 +450,11 @@ def test_a_segment_that_fails_when_it_is_first_met_is_met_anew(
     lm, place = load(device, max_segments=11), ["model.layers.1.self_attn"]
     segments, fused, failures = segments_of(lm), LlamaAttention.forward_fused, []
 
-    def fails_once(self: LlamaAttention, x: torch.Tensor, *args: Any) -> torch.Tensor:
+    def fails_once(self: LlamaAttention, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.layer_idx == 1 and x.shape[1] == 1 and not failures:
             failures.append(torch.OutOfMemoryError("CUDA out of memory"))
             raise failures[0]
-        return fused(self, x, *args)
+        return fused(self, x, *args, **kwargs)
 
     monkeypatch.setattr(LlamaAttention, "forward_fused", fails_once)
     assert "delta" not in segments._registers

@@ -8,7 +8,8 @@ import pytest
 import torch
 from conftest import CONFIGS, VOCAB
 
-from pymllm_interp.hooks.site import FAMILIES, KINDS, NAMES, WITHOUT_LAYER, Family, ModelInfo, Site, canonical, expand
+from pymllm_interp.core.model_spec import FAMILIES, Family, ModelSpec
+from pymllm_interp.hooks.site import KINDS, NAMES, WITHOUT_LAYER, Site, canonical, expand
 from pymllm_interp.models.registry import build_model
 
 LLAMA = FAMILIES["llama"]
@@ -185,8 +186,7 @@ def test_layers_that_the_model_does_not_have_are_refused(pattern, error):
 
 
 def test_a_kind_that_the_family_lacks_is_refused_by_name():
-    points = {kind: point for kind, point in LLAMA.points.items() if kind != "resid_mid"}
-    parallel = Family("parallel", points)
+    parallel = Family(name="parallel", missing=frozenset({"resid_mid"}))
     with pytest.raises(ValueError, match=r"parallel models have no site 'resid_mid'; they have embed, resid_pre"):
         expand("resid_mid.*", 6, parallel)
     assert expand("resid_pre.0", 6, parallel)
@@ -200,14 +200,14 @@ def test_every_point_of_a_family_is_a_name_of_its_kind():
             assert ("{}" in module) == (kind not in WITHOUT_LAYER)
 
 
-def info_of(name: str) -> ModelInfo:
-    return ModelInfo.of(CONFIGS[name](), torch.float32)
+def info_of(name: str) -> ModelSpec:
+    return ModelSpec.of(CONFIGS[name](), torch.float32)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_native_and_transformers_models_have_the_modules_of_the_table(name, oracle):
     info = info_of(name)
-    native = build_model(CONFIGS[name](), "native", torch.float32, "meta", 64)
+    native = build_model(CONFIGS[name](), "native", info, "meta", 64)
     for kind in KINDS:
         for site in expand(kind if kind in WITHOUT_LAYER else f"{kind}.*", info.num_hidden_layers, info.family):
             path = info.family.point(site).module
@@ -215,7 +215,7 @@ def test_native_and_transformers_models_have_the_modules_of_the_table(name, orac
             assert isinstance(oracle(name).get_submodule(path), torch.nn.Module)
 
 
-def states_of(model: torch.nn.Module, info: ModelInfo, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+def states_of(model: torch.nn.Module, info: ModelSpec, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """Every site's value in one pass of transformers' model, [tokens, width]."""
     states: dict[str, torch.Tensor] = {}
 
@@ -274,4 +274,4 @@ def test_a_model_type_without_a_table_is_refused():
     config = CONFIGS["llama"]()
     config.model_type = "mamba"
     with pytest.raises(ValueError, match=r"no table of sites for 'mamba' models; there is one for llama, mistral"):
-        ModelInfo.of(config, torch.float32)
+        ModelSpec.of(config, torch.float32)

@@ -206,7 +206,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
 @pytest.fixture
 def registry(lm_of: Any) -> VectorRegistry:
-    return VectorRegistry(lm_of("llama").runner.model_info)
+    return VectorRegistry(lm_of("llama").runner.model_spec)
 
 
 def test_a_registry_is_a_mapping_that_keeps_copies(registry):
@@ -273,7 +273,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(registry, lm_of):
         lm.generate([[1, 2]], interventions=[Steer("resid_post.0", "refusla")])
     assert lm.engine.num_steps == steps
     with pytest.raises(ValueError, match="'refusal' is a name, and only an LM's `vectors` know whose"):
-        bind(Steer("resid_post.0", "refusal"), lm.runner.model_info, 3)
+        bind(Steer("resid_post.0", "refusal"), lm.runner.model_spec, 3)
 
 
 def test_a_name_stands_for_its_vector_wherever_a_spec_takes_one(lm_of):

@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 def create_attention_backend(
     name: str, device: str | torch.device, dtype: torch.dtype, head_dim: int | None = None
 ) -> AttentionBackend:
-    """The backend that `name` ("auto", "torch" or "flashinfer") stands for on `device` with `dtype`.
+    """The backend `name` ("auto", "torch" or "flashinfer") for `device` and `dtype`.
 
-    "auto" is FlashInfer for half precision on CUDA where it is installed and has kernels for `head_dim`, else torch.
+    "auto" is FlashInfer for half precision on CUDA, if it is installed and has kernels for `head_dim`; otherwise torch.
 
     Raises:
-        ValueError: an unknown name, or a backend that cannot serve this device, dtype or head size.
-        ImportError: FlashInfer is asked for and not installed.
+        ValueError: an unknown name, or a backend without support for the device, dtype or head size.
+        ImportError: FlashInfer is requested and not installed.
     """
     if name not in ("auto", "torch", "flashinfer"):
         raise ValueError(f"attention_backend={name!r}: expected 'auto', 'torch' or 'flashinfer'")

@@ -1,32 +1,25 @@
 """The contract of an attention backend.
 
-A backend plans once a pass (`init_forward_metadata`) and then serves every layer of it (`forward`), reading and writing
-the paged KV pool that the batch points to.
+A backend plans each pass once (`init_forward_metadata`) and then computes every layer's attention (`forward`) over the
+batch's paged KV pool.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ..core.forward_batch import ForwardBatch
-
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 
-if TYPE_CHECKING:
-    from ..core.forward_batch import ForwardBatch
+from ..core.forward_batch import ForwardBatch
 
 
 class AttentionBackend(ABC):
-    """Attention over paged KV. One conformance suite (tests/test_attention.py) holds for every implementation."""
+    """Attention over paged KV. tests/test_attention.py is the conformance suite for every implementation."""
 
     @abstractmethod
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Plan the pass: whatever all layers share goes into `forward_batch.attn_metadata`. No layer has run yet."""
+        """Plan the pass, before its first layer: set `forward_batch.attn_metadata` to the data that all layers share."""
 
     @abstractmethod
     def forward(
@@ -38,18 +31,18 @@ class AttentionBackend(ABC):
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
-        """Write `k` and `v` to the rows' slots, then attend causally to each request's positions so far.
+        """Write `k` and `v` to the KV slots of the rows, then compute causal attention over each request's positions.
 
         Returns:
-            [tokens, heads * head_dim], in `q`'s dtype; fresh memory.
+            [tokens, heads * head_dim] in the dtype of `q`, in fresh memory.
         """
 
     def can_replay(self, forward_batch: ForwardBatch, bs: int) -> bool:
-        """Whether the decode pass that was captured for `bs` rows serves the lengths of this batch."""
+        """Whether the decode pass captured for `bs` rows supports the lengths of this batch."""
         return True
 
     def init_cuda_graph_state(self, max_bs: int) -> None:
-        """Allocate the static buffers that captured decode passes read their plan from."""
+        """Allocate the static buffers for the plans of captured decode passes."""
         raise NotImplementedError(f"{type(self).__name__} cannot be captured in a CUDA graph")
 
     def init_forward_metadata_capture_cuda_graph(self, forward_batch: ForwardBatch) -> None:
@@ -61,17 +54,17 @@ class AttentionBackend(ABC):
         raise NotImplementedError(f"{type(self).__name__} cannot be captured in a CUDA graph")
 
     def forget_plan(self, forward_batch: ForwardBatch) -> None:  # noqa: B027
-        """Drop what layers of a captured decode pass have computed for those after them: they are captured apart.
+        """Drop data that one layer of a captured decode pass computed for later layers.
 
-        Backends that compute nothing of the kind have nothing to drop.
+        Graph segments are captured separately, so each computes the data again. By default there is none.
         """
 
 
 @dataclass(frozen=True)
 class RadixAttention:
-    """What a backend must know of one attention layer.
+    """The parameters of one attention layer, for a backend.
 
-    Not a `torch.nn.Module`: a model's module tree has the names of its `transformers` class, and this one has none there.
+    Not a `torch.nn.Module`, because the module tree has the names of the transformers class.
     """
 
     layer_id: int
@@ -80,7 +73,7 @@ class RadixAttention:
     head_dim: int
     scaling: float
     sliding_window: int | None = None
-    """A token sees itself and the `sliding_window - 1` before it; None sees all."""
+    """A token attends to itself and to `sliding_window - 1` tokens before; None: to all."""
     logit_cap: float | None = None
     """Scores become ``cap * tanh(scores / cap)`` before the softmax."""
 
@@ -90,7 +83,7 @@ class RadixAttention:
         return forward_batch.attn_backend.forward(q, k, v, self, forward_batch)
 
     def of_written(self, q: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
-        """The same, where the pass's k and v are in the pool already."""
+        """Attention of q [tokens, heads, head_dim], with the pass's k and v already in the pool: [tokens, heads * head_dim]."""
         backend, pool = forward_batch.attn_backend, forward_batch.token_to_kv_pool
         assert backend is not None and pool is not None, "prepare_forward_batch_* sets the backend and the pools"
         return backend.forward(q, *pool.get_kv(self.layer_id), self, forward_batch, save_kv_cache=False)

@@ -1,14 +1,14 @@
-"""Attention through FlashInfer's paged kernels: what half precision on CUDA runs on.
+"""Attention through FlashInfer's paged kernels, for half precision on CUDA.
 
-A pass is planned once for each kind of layer (heads, sliding window, soft cap), when the first layer of that kind runs; the
-other layers of the kind run that plan. Extend and mixed passes take the prefill kernel, decode passes the same kernel over
-single queries (tensor cores), both over `KVPool.paged` and the pages that the request table lists::
+A pass is planned once for each kind of layer (heads, sliding window, soft cap), when the first layer of that kind runs. Later
+layers of the kind reuse the plan. Extend and mixed passes run the prefill kernel, decode passes the same kernel over single
+queries (tensor cores). Both read `KVPool.paged` and the pages in the request table::
 
     seq_lens 20, 3 with pages of 16 slots  ->  kv_indptr [0, 2, 3]   kv_indices [7, 3, 9]   last_page_len [4, 3]
 
-All lengths come from the host (`seq_lens_cpu`), so planning waits for nothing on the device. Decode passes inside CUDA graphs
-have plans of their own, for each batch size: they are made outside of the graph, into memory that keeps its address, and the
-kernels inside read them there.
+All lengths come from the host (`seq_lens_cpu`), so planning does not synchronise with the device. Decode passes in CUDA graphs
+have separate plans for each batch size. A plan is made outside of the graph, at a fixed address that the captured kernels
+read.
 """
 
 from __future__ import annotations
@@ -17,36 +17,32 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from .attention_backend import AttentionBackend
+from ..core.forward_batch import ForwardBatch, PagedKV
+from .attention_backend import AttentionBackend, RadixAttention
 from .torch_backend import TorchAttnBackend
-
-if TYPE_CHECKING:
-    from ..core.forward_batch import ForwardBatch
-    from ..mem_cache.memory_pool import KVPool
-    from .attention_backend import RadixAttention
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
 WORKSPACE_BYTES = 256 << 20
-"""Partial results of requests whose keys are split over several blocks; all plans share it, as one kernel runs at a time. It grows
-for passes that have more of them (`partial_bytes`)."""
+"""Memory for partial results of requests with keys split over several blocks. All plans share it, because one kernel runs at a
+time. It grows for larger passes (`partial_bytes`)."""
 GRAPH_PLAN_BYTES = 1 << 20
 
 
 class LayerKind(NamedTuple):
-    """What a plan depends on; layers that agree in it share one."""
+    """The parameters that a plan depends on. Layers of one kind share a plan."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scaling: float
     window_left: int
-    """Tokens that a token sees before itself; -1: all."""
+    """Number of earlier tokens that a token attends to; -1: all."""
     logit_cap: float
 
     @classmethod
@@ -59,14 +55,14 @@ class LayerKind(NamedTuple):
 
 
 def partial_bytes(kind: LayerKind, num_sms: int, rows: int | None = None) -> int:
-    """Bytes that FlashInfer's partial results take at most: float32, for each tile of queries.
+    """Upper bound of FlashInfer's partial results in bytes: float32, for each tile of queries.
 
-    Where all blocks find work it splits no keys, but those of captured passes always.
+    FlashInfer splits keys when blocks would idle, and always in captured passes.
 
     Args:
-        rows: of a captured decode pass; None is any other.
+        rows: batch size of a captured decode pass; None for other passes.
     """
-    queries = kind.num_heads // kind.num_kv_heads  # of a row in a tile: those of the heads that share its keys
+    queries = kind.num_heads // kind.num_kv_heads  # per row of a tile: the query heads of a KV head
     tile, tiles = 64 if kind.head_dim == 256 else 128, 2 * num_sms // kind.num_kv_heads
     if rows is not None:
         tile = 16 if queries <= 16 else min(64 if queries <= 64 else 128, tile)
@@ -75,9 +71,9 @@ def partial_bytes(kind: LayerKind, num_sms: int, rows: int | None = None) -> int
 
 
 class Planned:
-    """A FlashInfer wrapper and the pass that it is planned for.
+    """A FlashInfer wrapper, and the pass of its plan.
 
-    `plan` writes to pinned memory that the device reads later, so a second one waits until the first has been read.
+    `plan` writes to pinned memory that the device reads later. The next `plan` waits until the device has read it.
     """
 
     def __init__(self, wrapper: Any, device: torch.device) -> None:
@@ -96,7 +92,7 @@ class Planned:
             self._read.record()
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
-        """`wrapper.run`; the layers behind the first of a plan call the kernel as the first one did, without its checks."""
+        """`wrapper.run` for the first layer of a plan. Later layers repeat its kernel call without the wrapper's checks."""
         if self._call is not None and self._call.takes(q):
             self._call(q, *kv, out)
         else:
@@ -104,20 +100,20 @@ class Planned:
 
 
 class KernelCall(NamedTuple):
-    """A call of FlashInfer's kernel, but for what changes from layer to layer."""
+    """A call of FlashInfer's kernel, without the tensors that change from layer to layer."""
 
     # fmt: off
     kernel: Callable[..., None]
     args:   list[Any]
-    places: tuple[int, ...]  # of q, k, v and out in args
-    like:   tuple[torch.Size, torch.dtype, torch.device]  # q's
+    places: tuple[int, ...]  # indices of q, k, v and out in args
+    like:   tuple[torch.Size, torch.dtype, torch.device]  # of q
     # fmt: on
 
     @classmethod
     def noted(
         cls, wrapper: Any, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor
     ) -> KernelCall | None:
-        """Run `wrapper`, and note how it calls its kernel; None where the wrapper is not as FlashInfer 0.7 has it."""
+        """Run `wrapper` and record its kernel call. None if the wrapper differs from FlashInfer 0.7's."""
         module, calls = getattr(wrapper, "_cached_module", None), []
         if not isinstance(module, SimpleNamespace) or not hasattr(module, "paged_run"):
             wrapper.run(q, kv, out=out)
@@ -137,16 +133,16 @@ class KernelCall(NamedTuple):
         if [len(places) for places in found] != [1, 1, 1, 1]:
             return None
         places = tuple(i for (i,) in found)
-        # Without the layer's own tensors, whose memory it would keep.
+        # Without the layer's tensors, to release their memory.
         args = [None if i in places else arg for i, arg in enumerate(calls[0])]
         return cls(module.paged_run, args, places, (q.shape, q.dtype, q.device))
 
     def takes(self, q: torch.Tensor) -> bool:
-        """Whether the plan is for queries like `q`; those that it is not for are the wrapper's to refuse."""
+        """Whether the plan is for the shape, dtype and device of `q`. If not, the wrapper raises its own error."""
         return (q.shape, q.dtype, q.device) == self.like
 
     def __call__(self, *tensors: torch.Tensor) -> None:
-        """q, k, v and out, as `noted` has them."""
+        """Run the kernel on q, k, v and out, in the order of `places`."""
         args = self.args.copy()
         for place, tensor in zip(self.places, tensors, strict=True):
             args[place] = tensor
@@ -155,11 +151,11 @@ class KernelCall(NamedTuple):
 
 @dataclass
 class PagedLens:
-    """The lengths of a pass in pages, on the host."""
+    """The number of pages of each request, on the host."""
 
     # fmt: off
     pages:  np.ndarray    # [batch] int64
-    packed: torch.Tensor  # [2 * batch + 1] int32: kv_indptr and last_page_len; pinned, so that a copy of it waits for nothing
+    packed: torch.Tensor  # [2 * batch + 1] int32: kv_indptr and last_page_len; pinned, for an asynchronous copy
     # fmt: on
 
     @classmethod
@@ -190,7 +186,7 @@ class PagedLens:
 
 @dataclass
 class EagerPass:
-    """A pass that is planned as its layers come."""
+    """A pass outside of CUDA graphs. Each kind of layer is planned when it first runs."""
 
     # fmt: off
     lens:       PagedLens
@@ -201,11 +197,11 @@ class EagerPass:
 
 @dataclass
 class GraphPass:
-    """Decode passes of one batch size, whose plans live in memory that captured kernels read."""
+    """The decode pass of one batch size, with plans in memory that captured kernels read."""
 
     # fmt: off
     packed:     torch.Tensor  # [2 * batch + 1] int32: kv_indptr and last_page_len
-    kv_indices: torch.Tensor  # [batch * pages of the longest context] int32, shared by all batch sizes
+    kv_indices: torch.Tensor  # [batch * pages per context] int32, shared by all batch sizes
     # fmt: on
     plans: dict[LayerKind, Planned] = field(default_factory=dict)
     lens: PagedLens | None = None
@@ -222,11 +218,11 @@ class GraphPass:
 class FlashInferAttnBackend(AttentionBackend):
     """Paged attention in float16 or bfloat16 on CUDA, for head sizes 64, 128 and 256.
 
-    A pass with gradients (`fresh_kv_only`) goes to the torch backend.
+    Passes with gradients (`fresh_kv_only`) run on the torch backend.
 
     Raises:
         ImportError: FlashInfer is not installed.
-        ValueError: a dtype or, when a layer runs, a head size that it has no kernels for.
+        ValueError: no kernels for the dtype or, when a layer runs, for its head size.
     """
 
     def __init__(self, device: str | torch.device, dtype: torch.dtype) -> None:
@@ -307,9 +303,9 @@ class FlashInferAttnBackend(AttentionBackend):
         self._plan_graph(forward_batch)
 
     def _plan_graph(self, forward_batch: ForwardBatch) -> None:
-        """Write the pass's pages to where the captured kernels of its batch size read them, and renew their plans.
+        """Write the pass's pages to the buffers of its captured kernels, and update their plans.
 
-        A plan depends on the numbers of pages alone: with pages of 16 slots most steps keep it.
+        A plan depends only on the numbers of pages. With pages of 16 slots most steps keep their plans.
         """
         graph = self._graphs[forward_batch.batch_size]
         graph.lens = lens = PagedLens.of(forward_batch, _pool_of(forward_batch).page_size)
@@ -320,9 +316,9 @@ class FlashInferAttnBackend(AttentionBackend):
                 self._plan(planned, kind, lens, graph.kv_indices[: lens.total_pages], None, _pool_of(forward_batch))
         forward_batch.attn_metadata = graph
 
-    def _graph_plan(self, kind: LayerKind, graph: GraphPass, pool: KVPool) -> Planned:
+    def _graph_plan(self, kind: LayerKind, graph: GraphPass, pool: PagedKV) -> Planned:
         assert graph.lens is not None
-        if kind not in graph.plans:  # a warm-up: captures find the kinds of their layers planned
+        if kind not in graph.plans:  # in a warm-up: a capture finds all kinds planned
             check_head_dim(kind.head_dim)
             workspace = self._workspace_for(kind, len(graph.last_page_len))
             wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
@@ -344,8 +340,8 @@ class FlashInferAttnBackend(AttentionBackend):
 
     # -- plans ---------------------------------------------------------------------
 
-    def _planned(self, layer: RadixAttention, forward_batch: ForwardBatch, pool: KVPool) -> Planned:
-        """What is planned for this pass and this kind of layer."""
+    def _planned(self, layer: RadixAttention, forward_batch: ForwardBatch, pool: PagedKV) -> Planned:
+        """The plan for this pass and this kind of layer."""
         metadata = forward_batch.attn_metadata
         kind = LayerKind.of(layer, _table_of(forward_batch).shape[1])
         if isinstance(metadata, GraphPass):
@@ -368,14 +364,14 @@ class FlashInferAttnBackend(AttentionBackend):
         return planned
 
     def _workspace_for(self, kind: LayerKind, rows: int | None = None) -> torch.Tensor:
-        """The workspace; a larger one from now on, where such passes need it. Captured ones keep theirs."""
+        """The workspace, enlarged if such passes need more. Captured passes keep the one they were captured with."""
         size = partial_bytes(kind, self._num_sms, rows)
         if size > len(self._workspace):
             self._workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
         return self._workspace
 
     def _prefill(self, kind: LayerKind) -> str:
-        """Hopper's own kernels where they are worth the minutes that it takes to compile them: the common kind of layer."""
+        """ "fa3" (Hopper kernels) for common layers; else "fa2", because compiling "fa3" takes minutes."""
         common = kind.window_left < 0 and not kind.logit_cap and kind.head_dim in (64, 128)
         return "fa3" if self._hopper and common and self.dtype is torch.bfloat16 else "fa2"
 
@@ -386,7 +382,7 @@ class FlashInferAttnBackend(AttentionBackend):
         lens: PagedLens,
         kv_indices: torch.Tensor,
         qo_indptr: torch.Tensor | None,
-        pool: KVPool,
+        pool: PagedKV,
     ) -> None:
         if pool.dtype != self.dtype:
             raise ValueError(
@@ -402,13 +398,13 @@ class FlashInferAttnBackend(AttentionBackend):
             "q_data_type": self.dtype,
             "kv_data_type": pool.dtype,
         }
-        never_planned, planned.pages = planned.pages is None, None  # until it is: half a plan is none
+        never_planned, planned.pages = planned.pages is None, None  # a failed plan leaves none
         try:
             if qo_indptr is None:
                 planned.plan(*paged, *heads, **options)
             else:
                 planned.plan(qo_indptr, *paged, *heads, causal=True, **options)
-        except (RuntimeError, OSError) as error:  # it compiles what it has not, with nvcc and ninja
+        except (RuntimeError, OSError) as error:  # FlashInfer compiles missing kernels with nvcc and ninja
             if not never_planned or isinstance(error, torch.OutOfMemoryError):
                 raise
             raise RuntimeError(
@@ -442,7 +438,7 @@ def import_flashinfer() -> Any:
 
 
 def check_head_dim(head_dim: int) -> None:
-    """Raise ValueError for a head size without kernels."""
+    """Raise ValueError if FlashInfer has no kernels for the head size."""
     if head_dim not in HEAD_DIMS:
         raise ValueError(
             f"head_dim={head_dim}: attention_backend='flashinfer' has kernels for {HEAD_DIMS}; use attention_backend='torch'"
@@ -452,7 +448,7 @@ def check_head_dim(head_dim: int) -> None:
 def _fill_kv_indices(
     out: torch.Tensor, kv_indptr: torch.Tensor, rows: torch.Tensor, req_to_token: torch.Tensor, page_size: int
 ) -> None:
-    """The plain torch of `triton_pages.fill_kv_indices`, for an `out` of exactly the requests' pages."""
+    """`triton_pages.fill_kv_indices` in plain torch. `out` has exactly the requests' pages."""
     starts = kv_indptr.to(torch.int64)
     request = torch.repeat_interleave(starts.diff(), output_size=out.shape[0])
     page = torch.arange(out.shape[0], device=out.device) - starts[request]
@@ -466,7 +462,7 @@ def _qo_indptr(forward_batch: ForwardBatch) -> torch.Tensor | None:
     return torch.tensor(np.cumsum([0, *sizes]), dtype=torch.int32)
 
 
-def _pool_of(forward_batch: ForwardBatch) -> KVPool:
+def _pool_of(forward_batch: ForwardBatch) -> PagedKV:
     assert forward_batch.token_to_kv_pool is not None, "prepare_forward_batch_* sets the pools"
     return forward_batch.token_to_kv_pool
 

@@ -1,39 +1,37 @@
-"""How the torch backend cuts a pass into padded attention problems.
+"""How the torch backend divides a pass into padded attention problems.
 
-The requests of a flat batch differ in length, while torch's kernels want rectangles. `build_plan` packs requests of similar
-lengths into groups, each of which is one small batched matmul for the scores and one for the values, and makes the index
-tensors and masks that all layers share:
+The requests of a flat batch differ in length, while torch's kernels take rectangles. `build_plan` packs requests of similar
+lengths into groups. A group is one batched matmul for the scores and one for the values. All layers share its index tensors
+and masks:
 
     4 decode rows (kv 70, 65, 80, 77) and prompts of 9, 16, 2000 tokens
         -> [4 x 1 query, 80 kv]   [2 x 16 queries, 16 kv]   [1 x 2000 queries, causal, no mask]
 
-Padding keys are the request's own first key: what a mask hides is multiplied with zero, and of another's NaN or infinity, or of
-the dummy slot's, that would be NaN.
+Padding keys repeat the request's own first key. Masked values are multiplied with zero, and zero times a NaN or an infinity
+of another request, or of the dummy slot, would be NaN.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from ..core.forward_batch import ForwardBatch
-    from .attention_backend import RadixAttention
+from ..core.forward_batch import ForwardBatch
+from .attention_backend import RadixAttention
 
-# Lengths are rounded up: a CPU matmul of a shape not seen before is compiled first, about a millisecond.
+# Lengths are rounded up: oneDNN compiles a matmul for each new shape, which takes about a millisecond.
 QUERY_MULTIPLE = 8
 KV_MULTIPLE = 16
-# A group's scores should stay in the cache.
+# The scores of a group should fit in the CPU's cache.
 MAX_SCORE_BYTES = 4 << 20
-# A group may hold as much padding as real scores; below this many pairs, padding costs less than one more group.
+# A group may have as many padding scores as real ones. Below this many scores, padding costs less than another group.
 SMALL_PAIRS = 4096
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Query rows of one request that lie behind each other, and the KV positions ``[start, end)`` that they may see."""
+class QueryChunk:
+    """Consecutive query rows of one request, and the KV positions ``[start, end)`` that they may attend to."""
 
     request: int  # in batch order
     row: int  # of the first query, in the flat batch
@@ -52,10 +50,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class AttnGroup:
-    """Requests that are attended to as one padded problem."""
+    """Query chunks that are computed as one padded problem."""
 
     # fmt: off
-    size:     int                  # requests in it
+    size:     int                  # chunks
     q_len:    int                  # queries of each, padded
     kv_len:   int                  # keys of each, padded
     q_index:  torch.Tensor | None  # [size * q_len] rows of the flat batch; None: all of them, in order
@@ -66,7 +64,7 @@ class AttnGroup:
 
 @dataclass(frozen=True)
 class AttnPlan:
-    """The groups of a pass, and where each token's row lies in their concatenated outputs (None: in place)."""
+    """The groups of a pass, and each token's row in their concatenated outputs (None: in order)."""
 
     groups: list[AttnGroup]
     inverse: torch.Tensor | None  # [tokens]
@@ -74,28 +72,28 @@ class AttnPlan:
 
 @dataclass
 class AttnMetadata:
-    """A pass's segments, and the plans made of them: one for each kind of layer (sliding window, soft cap)."""
+    """A pass's query chunks, and their plans: one for each kind of layer (sliding window, soft cap)."""
 
-    segments: list[Segment]
+    chunks: list[QueryChunk]
     plans: dict[tuple[int | None, bool], AttnPlan] = field(default_factory=dict)
 
 
 @dataclass
 class StaticDecode:
-    """A decode pass whose shapes do not depend on its lengths: each row gathers `kv_len` positions and masks those it lacks."""
+    """A decode pass with shapes that do not depend on lengths: each row gathers `kv_len` positions, and masks unused ones."""
 
     kv_len: int
     plans: dict[tuple[int | None, bool], AttnPlan] = field(default_factory=dict)
 
 
-def make_segments(forward_batch: ForwardBatch) -> list[Segment]:
-    """One segment for each request with rows in the pass.
+def make_chunks(forward_batch: ForwardBatch) -> list[QueryChunk]:
+    """One query chunk for each request with rows in the pass.
 
     Raises:
-        ValueError: the lengths contradict each other, or `fresh_kv_only` with a prefix.
+        ValueError: contradictory lengths, or `fresh_kv_only` with a prefix.
     """
     seq_lens = forward_batch.seq_lens if forward_batch.seq_lens_cpu is None else forward_batch.seq_lens_cpu
-    segments = []
+    chunks = []
     for request, ((row, num), length) in enumerate(zip(forward_batch.batch_groups, seq_lens.tolist(), strict=True)):
         if length < num:
             raise ValueError(f"request {request} of the batch has seq_len {length}, but {num} new tokens")
@@ -105,79 +103,79 @@ def make_segments(forward_batch: ForwardBatch) -> list[Segment]:
                 "this pass's own K and V alone; compute the whole sequence in one pass"
             )
         if num:
-            segments.append(Segment(request, row, num, length - num))
-    return segments
+            chunks.append(QueryChunk(request, row, num, length - num))
+    return chunks
 
 
 def build_plan(
-    segments: list[Segment], layer: RadixAttention, forward_batch: ForwardBatch, dtype: torch.dtype
+    chunks: list[QueryChunk], layer: RadixAttention, forward_batch: ForwardBatch, dtype: torch.dtype
 ) -> AttnPlan:
-    """The plan for layers like `layer` (window, soft cap and heads), with masks in `dtype` (under a soft cap: float32)."""
-    window = effective_window(segments, layer)
+    """The plan for layers with the window, soft cap and heads of `layer`. Masks are `dtype`, or float32 with a soft cap."""
+    window = effective_window(chunks, layer)
     capped = layer.logit_cap is not None
     dtype = torch.float32 if capped else dtype
     max_pairs = MAX_SCORE_BYTES // (layer.num_heads * dtype.itemsize)
     lone, pieces = [], []
-    for segment in segments:
-        if segment.num * segment.kv_len <= max_pairs:
-            pieces.append(_narrow(segment, window))
-        elif segment.prefix == 0 and window is None and not capped:
-            lone.append([segment])
+    for chunk in chunks:
+        if chunk.num * chunk.kv_len <= max_pairs:
+            pieces.append(_narrow(chunk, window))
+        elif chunk.prefix == 0 and window is None and not capped:
+            lone.append([chunk])
         else:
-            pieces.extend(_split(segment, window, max_pairs))
+            pieces.extend(_split(chunk, window, max_pairs))
     packed = _pack([p for p in pieces if p.num == 1], max_pairs) + _pack([p for p in pieces if p.num > 1], max_pairs)
     groups = [_build_group(group, layer, forward_batch, window, dtype, causal=False) for group in packed]
     groups += [_build_group(group, layer, forward_batch, window, dtype, causal=True) for group in lone]
-    if len(groups) == 1 and all(segment.num == groups[0].q_len for segment in segments):
+    if len(groups) == 1 and all(chunk.num == groups[0].q_len for chunk in chunks):
         return AttnPlan([replace(groups[0], q_index=None)], None)
     return AttnPlan(groups, _inverse(packed + lone, groups, forward_batch))
 
 
-def effective_window(segments: list[Segment], layer: RadixAttention) -> int | None:
-    """The layer's sliding window, or None where it hides nothing."""
+def effective_window(chunks: list[QueryChunk], layer: RadixAttention) -> int | None:
+    """The layer's sliding window; None if it hides no position of this pass."""
     window = layer.sliding_window
-    return window if window is not None and any(segment.end > window for segment in segments) else None
+    return window if window is not None and any(chunk.end > window for chunk in chunks) else None
 
 
-def _narrow(segment: Segment, window: int | None) -> Segment:
-    return segment if window is None else replace(segment, start=max(0, segment.prefix - window + 1))
+def _narrow(chunk: QueryChunk, window: int | None) -> QueryChunk:
+    return chunk if window is None else replace(chunk, start=max(0, chunk.prefix - window + 1))
 
 
-def _split(segment: Segment, window: int | None, max_pairs: int) -> list[Segment]:
-    """Pieces of a long segment, each with at most `max_pairs` scores where that leaves it `QUERY_MULTIPLE` queries."""
-    step = max(max_pairs // segment.end // QUERY_MULTIPLE, 1) * QUERY_MULTIPLE
+def _split(chunk: QueryChunk, window: int | None, max_pairs: int) -> list[QueryChunk]:
+    """Parts of a long chunk, each with at most `max_pairs` scores, but at least `QUERY_MULTIPLE` queries."""
+    step = max(max_pairs // chunk.end // QUERY_MULTIPLE, 1) * QUERY_MULTIPLE
     return [
         _narrow(
             replace(
-                segment,
-                row=segment.row + done,
-                num=min(step, segment.num - done),
-                prefix=segment.prefix + done,
+                chunk,
+                row=chunk.row + done,
+                num=min(step, chunk.num - done),
+                prefix=chunk.prefix + done,
             ),
             window,
         )
-        for done in range(0, segment.num, step)
+        for done in range(0, chunk.num, step)
     ]
 
 
-def _pack(segments: list[Segment], max_pairs: int) -> list[list[Segment]]:
-    """Groups of similar lengths, each within `max_pairs` and at most half padding, in order of their rows."""
-    groups: list[list[Segment]] = []
+def _pack(chunks: list[QueryChunk], max_pairs: int) -> list[list[QueryChunk]]:
+    """Groups of chunks with similar lengths. Each group has at most `max_pairs` scores, and at most half of them padding."""
+    groups: list[list[QueryChunk]] = []
     q_len = kv_len = real = 0
-    for segment in sorted(segments, key=lambda segment: ((segment.num - 1).bit_length(), segment.kv_len)):
-        q_len, kv_len = max(q_len, segment.num), max(kv_len, segment.kv_len)
-        real += segment.num * segment.kv_len
+    for chunk in sorted(chunks, key=lambda chunk: ((chunk.num - 1).bit_length(), chunk.kv_len)):
+        q_len, kv_len = max(q_len, chunk.num), max(kv_len, chunk.kv_len)
+        real += chunk.num * chunk.kv_len
         padded = q_len * kv_len * (len(groups[-1]) + 1 if groups else 1)
         if groups and padded <= max_pairs and padded <= max(2 * real, SMALL_PAIRS):
-            groups[-1].append(segment)
+            groups[-1].append(chunk)
         else:
-            groups.append([segment])
-            q_len, kv_len, real = segment.num, segment.kv_len, segment.num * segment.kv_len
-    return [sorted(group, key=lambda segment: segment.row) for group in groups]
+            groups.append([chunk])
+            q_len, kv_len, real = chunk.num, chunk.kv_len, chunk.num * chunk.kv_len
+    return [sorted(group, key=lambda chunk: chunk.row) for group in groups]
 
 
 def _build_group(
-    segments: list[Segment],
+    chunks: list[QueryChunk],
     layer: RadixAttention,
     forward_batch: ForwardBatch,
     window: int | None,
@@ -185,12 +183,12 @@ def _build_group(
     causal: bool,
 ) -> AttnGroup:
     device = forward_batch.input_ids.device
-    q_len = max(segment.num for segment in segments)
-    kv_len = max(segment.kv_len for segment in segments)
+    q_len = max(chunk.num for chunk in chunks)
+    kv_len = max(chunk.kv_len for chunk in chunks)
     if not causal:
         q_len = q_len if q_len == 1 else _round_up(q_len, QUERY_MULTIPLE)
         kv_len = _round_up(kv_len, KV_MULTIPLE)
-    fields = torch.tensor([[s.request, s.row, s.num, s.prefix, s.start] for s in segments], dtype=torch.int64)
+    fields = torch.tensor([[s.request, s.row, s.num, s.prefix, s.start] for s in chunks], dtype=torch.int64)
     request, row, num, prefix, start = fields.to(device, non_blocking=True).unsqueeze(2).unbind(1)  # [size, 1] each
     queries = torch.arange(q_len, device=device)
     kv_positions = start + torch.arange(kv_len, device=device)  # [size, kv_len]
@@ -200,15 +198,15 @@ def _build_group(
     kv_index = slots.unsqueeze(1) * layer.num_kv_heads + heads  # [size, kv_heads, kv_len]
     mask = None
     if not causal:
-        same = len({(segment.prefix, segment.start) for segment in segments}) == 1
+        same = len({(chunk.prefix, chunk.start) for chunk in chunks}) == 1
         rows = slice(0, 1) if same else slice(None)
         mask = _mask(prefix[rows] + queries, kv_positions[rows], layer, window, dtype)
-    q_index = row + torch.minimum(queries, num - 1)  # padding repeats the request's own last row
-    return AttnGroup(len(segments), q_len, kv_len, q_index.flatten(), kv_index.flatten(), mask)
+    q_index = row + torch.minimum(queries, num - 1)  # padding repeats the last row
+    return AttnGroup(len(chunks), q_len, kv_len, q_index.flatten(), kv_index.flatten(), mask)
 
 
 def build_static_plan(kv_len: int, layer: RadixAttention, forward_batch: ForwardBatch, dtype: torch.dtype) -> AttnPlan:
-    """The plan of a decode pass from what is on the device alone, so that a CUDA graph can hold its making."""
+    """The plan of a decode pass, made from tensors on the device only, so that a CUDA graph can capture it."""
     bs, device = forward_batch.batch_size, forward_batch.input_ids.device
     last = forward_batch.seq_lens.to(torch.int64).unsqueeze(1) - 1  # [bs, 1], the query's position
     rows = torch.arange(bs, device=device).unsqueeze(1)
@@ -225,7 +223,7 @@ def build_static_plan(kv_len: int, layer: RadixAttention, forward_batch: Forward
 def _slots(
     forward_batch: ForwardBatch, request: torch.Tensor, first_row: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Row of the K and V for each of `positions` [size, kv_len]; past a request's end it may be any."""
+    """Row of K and V for each of `positions` [size, kv_len]. Arbitrary after the end of a request."""
     if forward_batch.fresh_kv_only:
         return first_row + positions
     assert forward_batch.req_to_token_pool is not None, "prepare_forward_batch_* sets the pools"
@@ -240,9 +238,9 @@ def _mask(
     window: int | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """0 where a query may look and -inf elsewhere: [size * kv_heads or 1, heads_per_kv * q_len or 1, kv_len].
+    """0 where a query may attend, -inf elsewhere: [size * kv_heads or 1, heads_per_kv * q_len or 1, kv_len].
 
-    A query of padding stands after its request's last one; it sees some key, so no row is all -inf (NaN).
+    Padding queries have positions after the request's last query. They see at least one key, so no row is all -inf (NaN).
     """
     back = q_positions.unsqueeze(2) - kv_positions.unsqueeze(1)  # [size, q_len, kv_len]
     hidden = back < 0 if window is None else (back < 0) | (back >= window)
@@ -252,12 +250,12 @@ def _mask(
     return mask if mask.shape[0] == 1 else mask.repeat_interleave(layer.num_kv_heads, 0)
 
 
-def _inverse(packed: list[list[Segment]], groups: list[AttnGroup], forward_batch: ForwardBatch) -> torch.Tensor:
+def _inverse(packed: list[list[QueryChunk]], groups: list[AttnGroup], forward_batch: ForwardBatch) -> torch.Tensor:
     inverse = torch.empty(forward_batch.num_tokens, dtype=torch.int64)
     base = 0
-    for segments, group in zip(packed, groups, strict=True):
-        for segment in segments:
-            inverse[segment.row : segment.row + segment.num] = torch.arange(base, base + segment.num)
+    for chunks, group in zip(packed, groups, strict=True):
+        for chunk in chunks:
+            inverse[chunk.row : chunk.row + chunk.num] = torch.arange(base, base + chunk.num)
             base += group.q_len
     return inverse.to(forward_batch.input_ids.device, non_blocking=True)
 

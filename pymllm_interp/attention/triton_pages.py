@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
-"""The pages of a batch in one launch; `flashinfer_backend._fill_kv_indices` is the same in plain torch."""
+"""Lists the KV pages of a batch in one launch. `flashinfer_backend._fill_kv_indices` is the same in plain torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 BLOCK = 512
 SPLITS = 4
-"""Programs for each request: a long context has thousands of pages."""
+"""Programs per request: a long context has thousands of pages."""
 
 
 @triton.jit
@@ -27,11 +27,11 @@ def _kernel(out, kv_indptr, rows, req_to_token, width, page_size, splits: tl.con
 def fill_kv_indices(
     out: torch.Tensor, kv_indptr: torch.Tensor, rows: torch.Tensor, req_to_token: torch.Tensor, page_size: int
 ) -> None:
-    """Write the requests' pages, one request behind the other.
+    """Write the pages of all requests, concatenated.
 
     Args:
         out: [pages] int32 or longer.
-        kv_indptr: [batch + 1] int32, where each request's pages begin in `out`.
+        kv_indptr: [batch + 1] int32, start of each request's pages in `out`.
         rows: [batch] int64, rows of `req_to_token` [table rows, positions] int32.
     """
     _kernel[(len(rows), SPLITS)](

@@ -1,10 +1,10 @@
 """What one forward pass needs, in one place.
 
-A `ForwardBatch` is built by `ModelRunner.prepare_forward_batch_*` and handed down unchanged: the attention backend is
-reached through it, so two runners never share state. Fields are those of pymllm's `ForwardBatch`, in its order; the ones
-after `image_grid_thw` are ours.
+`ModelRunner.prepare_forward_batch_*` builds a `ForwardBatch`, and layers receive it unchanged. It refers to the attention
+backend and the memory pools, so that two runners share no state. The fields up to `image_grid_thw` are those of pymllm's
+`ForwardBatch`, in its order.
 
-The batch is flat: the token rows of all requests lie behind each other, and request ``i`` owns the batch group
+The batch is flat: the token rows of all requests are concatenated. Request ``i`` owns the batch group
 ``batch_groups[i] == [start, size]``.
 """
 
@@ -13,13 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from ..attention.attention_backend import AttentionBackend
-    from ..mem_cache.memory_pool import KVPool, ReqToTokenPool
 
 
 class ForwardMode(IntEnum):
@@ -52,45 +48,134 @@ class ForwardMode(IntEnum):
 
 
 Waits = Literal["nowhere", "at output", "within"]
-"""Where in a decoder layer hooks wait. "at output": and nowhere else in it; "within": at its input, or inside of it."""
+"""Where in a decoder layer hooks wait. "at output": at its output only; "within": at its input, or inside of it."""
 
 
 class HookQuery(Protocol):
-    """Tells a pass that goes module by module where it need not: where no hook waits, it runs fused."""
+    """Tells a module-by-module pass where hooks wait. Everything else runs fused."""
 
     def hook_position(self, layer: int) -> Waits:
-        """Where hooks wait at the layer. What comes before these counts as visited, unless they wait within."""
+        """Where hooks wait in the layer. Unless they wait within, all locations before them count as visited."""
         ...
 
     def try_fuse(self, layer: int, module: str = "", but: str = "") -> bool:
-        """Whether no hook waits inside of the layer, or inside of its `module`, save at the module `but` and in it.
+        """Whether no hook waits inside the layer, or inside its `module`, except at or in the module `but`.
 
-        If so, what lies there counts as visited.
+        If so, all locations there count as visited.
         """
         ...
 
     def runs_eagerly(self, layer: int, module: str, but: str) -> None:
-        """Tell the requests of hooks for which `try_fuse` is False that their module goes kernel by kernel."""
+        """Record, for the requests of the hooks that prevent `try_fuse`, that the module runs eagerly."""
         ...
 
     def is_own_call(self) -> bool:
-        """Whether the module that is called now is called by a hook for its own ends, or on another thread: not by the pass."""
+        """Whether the current module call comes from a hook, or from another thread, and not from the pass."""
         ...
 
     def at_output(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Serve the hooks at the layer's output. Returns what the pass goes on with."""
+        """Serve the hooks at the layer's output. Returns the hidden states that the pass continues with."""
         ...
 
 
 Registers = dict[str, torch.Tensor]
-"""Tensors [1, tokens, ...] that pass from one graph segment to the next, by name; a name stands for one width and dtype."""
+"""Tensors [1, tokens, ...] that graph segments exchange, by name. A name stands for one width and dtype."""
 
 
 class GraphSegments(Protocol):
-    """Runs the segments of a pass in which no hook waits, as CUDA graphs (runner/segments.py)."""
+    """Runs graph segments, the parts of a pass in which no hook waits, as CUDA graphs (runner/segments.py)."""
 
-    def run(self, key: Hashable, segment: Callable[..., Registers], inputs: Registers) -> Registers:
+    def run(self, key: Hashable, segment: Callable[..., Registers], inputs: Registers, /) -> Registers:
         """``segment(**inputs)``, in memory that no later segment writes to."""
+        ...
+
+
+class SiteOps(Protocol):
+    """The declared interventions and captures of a pass, by site number (core/model_spec.py)."""
+
+    num_layers: int
+    final_site: int
+    """The site of the final norm."""
+    inner: frozenset[str]
+    """Kinds of inner sites that may have ops or captures in this pass."""
+
+    def at(self, site: int, value: torch.Tensor) -> torch.Tensor:
+        """`value` [1, tokens, width] after the ops at `site`: fresh memory, or `value` itself where there are no ops."""
+        ...
+
+    def capture(self, site: int, value: torch.Tensor) -> None:
+        """Capture `value` [1, tokens, width] for the requests that capture `site`."""
+        ...
+
+    def add_rms_norm(
+        self, residual_add: int, h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`norm.add_rms_norm` with the ops and captures of the residual add's two sites.
+
+        The last residual add includes the final norm's site.
+        """
+        ...
+
+    def rows_from(self, start: int, stop: int) -> SiteOps:
+        """The ops of the token rows ``[start, stop)``, which belong to whole requests."""
+        ...
+
+
+class CachedRotation(NamedTuple):
+    """A pass's cosines and sines, and the rotation that layers/rope.py made of them."""
+
+    # fmt: off
+    cos:      torch.Tensor
+    sin:      torch.Tensor
+    versions: tuple[int, int]  # of cos and sin, when the rotation was made
+    rotation: tuple[torch.Tensor, torch.Tensor]
+    # fmt: on
+
+
+class PagedKV(Protocol):
+    """The paged KV cache of all layers (`mem_cache.memory_pool.KVPool`)."""
+
+    # fmt: off
+    dtype:        torch.dtype
+    num_kv_heads: int
+    head_dim:     int
+    page_size:    int
+    # fmt: on
+
+    def get_kv(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer, each [slots, kv_heads, head_dim]."""
+        ...
+
+    def set_kv(self, layer_id: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write k and v [tokens, kv_heads, head_dim] to `slots` [tokens]."""
+        ...
+
+    def paged(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer, each [pages, page_size, kv_heads, head_dim]."""
+        ...
+
+
+class RequestTable(Protocol):
+    """The KV slots of each request's positions (`mem_cache.memory_pool.ReqToTokenPool`)."""
+
+    # fmt: off
+    max_context_len: int
+    req_to_token:    torch.Tensor  # [rows, max_context_len] int32
+    # fmt: on
+
+
+class PassAttention(Protocol):
+    """The part of an attention backend that a forward pass uses (`attention.AttentionBackend`)."""
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Plan the pass. Comes before its first layer."""
+        ...
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention of one layer, [tokens, heads * head_dim]."""
         ...
 
 
@@ -121,9 +206,9 @@ class ForwardBatch:
     top_logprobs_nums: list[int] | None = None
 
     # Set by the model runner.
-    req_to_token_pool: ReqToTokenPool | None = None
-    token_to_kv_pool:  KVPool | None = None
-    attn_backend:      AttentionBackend | None = None
+    req_to_token_pool: RequestTable | None = None
+    token_to_kv_pool:  PagedKV | None = None
+    attn_backend:      PassAttention | None = None
 
     # Multimodal inputs: refused for text models.
     mrope_position_deltas: torch.Tensor | None = None
@@ -132,16 +217,16 @@ class ForwardBatch:
 
     # Ours.
     logits_indices:  torch.Tensor | None = None  # [logit rows] int64, the token rows that lm_head runs on; None: all
-    rope_lens:       torch.Tensor | None = None  # [tokens] int64, the length that length-dependent RoPE scalings see
+    rope_lens:       torch.Tensor | None = None  # [tokens] int64, the lengths that length-dependent RoPE scalings see
     fresh_kv_only:   bool = False                # attend to this pass's own K and V (a pass with gradients)
     return_hidden_states: bool = False
-    hidden_states:   torch.Tensor | None = None  # [tokens, hidden] after the final norm; set by the model when asked for
-    padded_size:     int = 0                     # rows of the runner's input buffers that are laid out for it, padding included
-    site_ops:        Any = field(default=None, repr=False)  # declared ops of its requests (layers/edits.py); None: none has any
-    hook_query:      HookQuery | None = None  # who waits at which layer; None: nobody can
-    segments:        GraphSegments | None = None  # runs what lies between those who wait; None: kernel by kernel
-    rotation:        Any = field(default=None, repr=False)  # what layers/rope.py made of this pass's cos and sin
-    attn_metadata:   Any = field(default=None, repr=False)  # the backend's plan for this pass
+    hidden_states:   torch.Tensor | None = None  # [tokens, hidden] after the final norm; set by the model on request
+    padded_size:     int = 0                     # rows that are laid out in the runner's input buffers, padding included
+    site_ops:        SiteOps | None = field(default=None, repr=False)  # declared interventions and captures
+    hook_query:      HookQuery | None = None      # where hooks wait; None: no hooks
+    segments:        GraphSegments | None = None  # runs graph segments; None: kernel by kernel
+    rotation:        CachedRotation | None = field(default=None, repr=False)
+    attn_metadata:   object = field(default=None, repr=False)  # the backend's plan
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -174,9 +259,9 @@ class ForwardBatch:
         return groups
 
     def run_segment(self, key: Hashable, run: Callable[..., Registers], **inputs: torch.Tensor) -> Registers:
-        """``run(**inputs)``: a part of the pass in which no hook waits, from a CUDA graph where the pass has them.
+        """``run(**inputs)``, a part of the pass in which no hook waits: from a CUDA graph, if the pass has `segments`.
 
         Args:
-            key: names the part. Parts with equal keys are the same kernels over the memory of the pass and of `inputs`.
+            key: names the part. Parts with equal keys launch the same kernels over the memory of the pass and of `inputs`.
         """
         return run(**inputs) if self.segments is None else self.segments.run(key, run, inputs)

@@ -23,6 +23,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from ..config import ModelConfig, ServerConfig
 from ..core import unsupported
 from ..core.arguments import PromptError, check_names
+from ..core.model_spec import ModelSpec
 from ..core.output import RequestOutput
 from ..core.request import Request
 from ..core.sampling_params import SamplingParams
@@ -30,7 +31,7 @@ from ..harvest.run import HarvestResult, run_harvest
 from ..hooks.binding import captures_for_each_prompt, for_each_prompt
 from ..hooks.captures.spec import Capture
 from ..hooks.interventions.specs import Intervention
-from ..hooks.site import ModelInfo, Site
+from ..hooks.site import Site
 from ..hooks.traces.envoy import TracedModel
 from ..hooks.traces.trace import RequestTrace
 from ..hooks.traces.tracer import EngineTracer, SessionTracer, opens_with
@@ -301,9 +302,9 @@ class LM(TracedModel):
         return self._factory.engine_name
 
     @property
-    def model_info(self) -> ModelInfo:
+    def model_spec(self) -> ModelSpec:
         """Sites and widths of the model."""
-        return self.runner.model_info
+        return self.runner.model_spec
 
     def token_ids(self, prompt: Any, what: str = "the prompt") -> list[int]:
         """Token ids of a prompt: a text, token ids (list or tensor), or a tokenizer's dict.

@@ -13,6 +13,7 @@ import torch
 
 from .. import __version__
 from ..core.arguments import PromptError
+from ..core.model_spec import LOGITS
 from ..core.request import Request
 from ..core.sampling_params import SamplingParams
 from ..hooks.binding import captures_for_each_prompt, fingerprint_of, for_each_prompt, resolved
@@ -21,7 +22,6 @@ from ..hooks.interventions.specs import Intervention
 from ..hooks.receipt import Receipt
 from ..hooks.traces.trace import RequestTrace
 from ..hooks.vectors import VectorRegistry
-from ..layers.edits.base import LOGITS
 from ..models.fingerprint import model_fingerprint
 from ..runner.interp_model_runner import InterpModelRunner
 from .detokenizer import StopStrings
@@ -79,7 +79,7 @@ class RequestFactory:
 
     def __init__(self, runner: InterpModelRunner, tokenizer: Any, eos_token_ids: frozenset[int], seed: int) -> None:
         self.runner, self.tokenizer, self.eos_token_ids, self.seed = runner, tokenizer, eos_token_ids, seed
-        self.vectors = VectorRegistry(runner.model_info)
+        self.vectors = VectorRegistry(runner.model_spec)
         self._ordinals = itertools.count()
 
     @property
@@ -257,7 +257,7 @@ class RequestFactory:
 
     def named(self, lists: list[list[Any]]) -> list[list[Any]]:
         """Each request's specs with this model's vectors in place of their names."""
-        return resolved(lists, self.vectors, self.runner.model_info)
+        return resolved(lists, self.vectors, self.runner.model_spec)
 
     def declare(
         self, request: Request, interventions: Sequence[Intervention], captures: Sequence[Capture] = ()

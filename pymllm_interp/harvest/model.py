@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from ..core.model_spec import ModelSpec
 from ..core.request import Request
 from ..hooks.captures.spec import Capture
 from ..hooks.interventions.specs import Intervention
-from ..hooks.site import ModelInfo, Site
+from ..hooks.site import Site
 
 
 class EngineLimits(Protocol):
@@ -61,7 +62,7 @@ class HarvestModel(Protocol):
         ...
 
     @property
-    def model_info(self) -> ModelInfo:
+    def model_spec(self) -> ModelSpec:
         """Sites and widths of the model."""
         ...
 

@@ -231,7 +231,7 @@ class HarvestRun:
         """Raises OSError where the input's size is known and the disk has less space."""
 
         def size_of(tokens: int) -> int:
-            return expected_bytes(self._captures, self._model.model_info, tokens)
+            return expected_bytes(self._captures, self._model.model_spec, tokens)
 
         try:
             size, exact = estimated_bytes(inputs, self.settings, size_of, self._model.token_ids)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ..core.arguments import PromptError
+from ..core.model_spec import LOGITS, ModelSpec
 from ..hooks.captures.spec import Capture, Project
 from ..hooks.positions import Positions, windows_of
-from ..hooks.site import ModelInfo, expand
-from ..layers.edits.base import LOGITS
+from ..hooks.site import expand
 from .folder import INDEX
 from .inputs import Settings, is_token_stream, length_of
 
@@ -27,7 +27,7 @@ def has_index_per_site(captures: Sequence[Capture]) -> bool:
     return len(places) > 1
 
 
-def expected_bytes(captures: Sequence[Capture], model: ModelInfo, tokens: int) -> int:
+def expected_bytes(captures: Sequence[Capture], model: ModelSpec, tokens: int) -> int:
     """Bytes in a shard of a document of `tokens` tokens.
 
     Raises:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..core.model_spec import ModelSpec
 from .captures.spec import Capture
 from .interventions.specs import (
     Clamp,
@@ -23,7 +24,7 @@ from .positions import (
     _absolute,
     windows_of,
 )
-from .site import ModelInfo, Site, expand
+from .site import Site, expand
 from .vectors import Named
 
 _PlacedSpec = TypeVar("_PlacedSpec", bound=Intervention | Capture)
@@ -76,7 +77,7 @@ def _lists(given: Any, prompts: int, what: str) -> list[list[Any]]:
 
 
 def resolved(
-    lists: Sequence[Sequence[_PlacedSpec]], vectors: Mapping[str, Named], model: ModelInfo
+    lists: Sequence[Sequence[_PlacedSpec]], vectors: Mapping[str, Named], model: ModelSpec
 ) -> list[list[_PlacedSpec]]:
     """Each request's specs with vectors in place of their names. One whose vectors differ by layer becomes one for each layer.
 
@@ -90,7 +91,7 @@ def resolved(
     return [[made for spec in specs for made in done[id(spec)]] for specs in lists]
 
 
-def _resolved(spec: _PlacedSpec, vectors: Mapping[str, Named], model: ModelInfo) -> list[_PlacedSpec]:
+def _resolved(spec: _PlacedSpec, vectors: Mapping[str, Named], model: ModelSpec) -> list[_PlacedSpec]:
     try:
         found = {name: vectors[name] for name in spec.names()}
         if all(isinstance(vector, Tensor) for vector in found.values()):
@@ -129,7 +130,7 @@ class Bound:
     """Of `windows_of`. A `Patch` has its values in their order: row i is for ordinal i."""
 
 
-def bind(spec: Intervention | Capture, model: ModelInfo, prompt_len: int) -> list[Bound]:
+def bind(spec: Intervention | Capture, model: ModelSpec, prompt_len: int) -> list[Bound]:
     """`spec` at each of its sites, in the order of the layers.
 
     Raises:
@@ -148,7 +149,7 @@ def bind(spec: Intervention | Capture, model: ModelInfo, prompt_len: int) -> lis
     return [Bound(spec, site, windows) for site in sites]
 
 
-def sites_in(spec: Intervention | Capture, model: ModelInfo) -> tuple[Site, ...]:
+def sites_in(spec: Intervention | Capture, model: ModelSpec) -> tuple[Site, ...]:
     """The spec's sites in the order of the layers. Checked once for each model: as a rule many requests share a spec.
 
     Raises:
@@ -161,7 +162,7 @@ def sites_in(spec: Intervention | Capture, model: ModelInfo) -> tuple[Site, ...]
     return found[1]
 
 
-def _sites_of(spec: Intervention | Capture, model: ModelInfo) -> tuple[Site, ...]:
+def _sites_of(spec: Intervention | Capture, model: ModelSpec) -> tuple[Site, ...]:
     """The sites of `bind`, of a spec that the model can take."""
     for name in spec.names():
         raise ValueError(f"{spec.name}: {name!r} is a name, and only an LM's `vectors` know whose")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..layers.edits import base as edits
+from ..core.model_spec import INNER_SITES, LOGITS, ModelSpec, site_index
 from .binding import Bound, at_logits, bind
 from .captures.activations import Activations
 from .captures.captures import Captures
@@ -17,39 +17,7 @@ from .interventions.reference import vectors_of
 from .interventions.specs import Intervention
 from .positions import Window
 from .receipt import Applied, Captured
-from .site import ModelInfo, Site
-
-STREAM_KINDS = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm")
-KINDS = (*STREAM_KINDS, *edits.INNER, edits.LOGITS)
-"""Kinds of sites that interventions can act at."""
-
-
-def site_index(site: Site, num_layers: int) -> int:
-    """The site's number in layers/edits.py.
-
-    Raises:
-        ValueError: a kind that no op can act at.
-    """
-    if site.kind not in KINDS:
-        raise ValueError(
-            f"{site}: interventions act at {', '.join(KINDS)}; a trace (`with lm.generate(...)`) can edit the others"
-        )
-    layer = site.layer or 0
-    if site.kind not in STREAM_KINDS:
-        return edits.inner_site(num_layers, layer, site.kind)
-    match site.kind:
-        case "embed" | "resid_pre":
-            return edits.residual_site(2 * layer)
-        case "attn_out":
-            return edits.delta_site(2 * layer + 1)
-        case "resid_mid":
-            return edits.residual_site(2 * layer + 1)
-        case "mlp_out":
-            return edits.delta_site(2 * layer + 2)
-        case "resid_post":
-            return edits.residual_site(2 * layer + 2)
-        case _:
-            return edits.final_norm_site(num_layers)
+from .site import Site
 
 
 @dataclass(frozen=True)
@@ -59,12 +27,12 @@ class Limits:
     max_interventions_per_site: int
     max_intervention_vectors: int
     max_capture_bytes: int
-    inner_sites: frozenset[str] = frozenset(edits.INNER)
+    inner_sites: frozenset[str] = frozenset(INNER_SITES)
     """Kinds that passes have kernels for."""
 
     def check(self, site: Site) -> None:
         """Raise ValueError where passes have no kernels for the site."""
-        if site.kind in edits.INNER and site.kind not in self.inner_sites:
+        if site.kind in INNER_SITES and site.kind not in self.inner_sites:
             raise ValueError(
                 f"{site}: on CUDA the passes of this engine have no kernels for {site.kind!r}; build it with "
                 f"LM(..., inner_sites={tuple(sorted({*self.inner_sites, site.kind}))})"
@@ -72,7 +40,7 @@ class Limits:
 
 
 def _captures(
-    specs: Sequence[Capture], model: ModelInfo, prompt_len: int, limits: Limits, longest: int, logits_from: int
+    specs: Sequence[Capture], model: ModelSpec, prompt_len: int, limits: Limits, longest: int, logits_from: int
 ) -> Captures | None:
     if not specs:
         return None
@@ -83,7 +51,7 @@ def _captures(
             limits.check(found[0].site)
             shape = model.shape(found[0].site.kind)  # a spec's sites are of one kind
             for bound in found:
-                if bound.site.kind == edits.LOGITS:
+                if bound.site.kind == LOGITS:
                     bound = at_logits(bound, logits_from)
                 yield site_index(bound.site, model.num_hidden_layers), bound, shape
 
@@ -132,7 +100,7 @@ class Declared:
     def of(
         cls,
         specs: Sequence[Intervention],
-        model: ModelInfo,
+        model: ModelSpec,
         prompt_len: int,
         limits: Limits,
         captures: Sequence[Capture] = (),
@@ -172,7 +140,7 @@ class Declared:
     @property
     def edits_logits(self) -> bool:
         """Whether an op acts at the logits."""
-        return any(found[0].site.kind == edits.LOGITS for found in self.ops.values())
+        return any(found[0].site.kind == LOGITS for found in self.ops.values())
 
     def activations(self, token_ids: list[int]) -> Activations | None:
         """What was captured of a request that computed the positions of `token_ids`; None where nothing was asked for."""
@@ -194,7 +162,7 @@ class Declared:
             Applied(
                 intervention=type(op.spec).__name__,
                 site=str(op.site),
-                prompt_rows=rows(op, self.logits_from if op.site.kind == edits.LOGITS else 0, self.prompt_len),
+                prompt_rows=rows(op, self.logits_from if op.site.kind == LOGITS else 0, self.prompt_len),
                 generated_rows=rows(op, self.prompt_len, num_positions),
                 gate_fires=None if op.spec.when is None else int(self.fires.get((site, i), 0)),
             )

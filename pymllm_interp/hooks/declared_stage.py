@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from ..config import ServerConfig
+from ..core.forward_batch import SiteOps
+from ..core.model_spec import INNER_SITES, LOGITS, ModelSpec, inner_site
 from ..core.out_of_memory import within_memory
 from ..core.request import Request
 from ..core.step import NewRequest, ScheduledRequest
 from ..core.upload import upload
-from ..layers.edits.base import INNER, LOGITS, SiteOps, inner_site
 from ..layers.edits.table import TableOps
 from .captures.activations import Activations
 from .captures.captures import Captures
@@ -29,7 +30,6 @@ from .interventions.device_tables import DeviceTables
 from .interventions.host_ops import Share, host_ops
 from .interventions.logit_ops import logit_ops
 from .interventions.specs import Intervention
-from .site import ModelInfo
 
 
 class StepRows(NamedTuple):
@@ -68,11 +68,11 @@ class DeclaredStage:
         capture_ring: ring that captured states leave the device through, beside the tables.
     """
 
-    def __init__(self, config: ServerConfig, model: ModelInfo, device: str) -> None:
+    def __init__(self, config: ServerConfig, model: ModelSpec, device: str) -> None:
         self.model, self.device = model, device
         self.limits = Limits(
             config.max_interventions_per_site, config.max_intervention_vectors, config.max_capture_bytes,
-            frozenset(config.inner_sites if self.has_tables else INNER),
+            frozenset(config.inner_sites if self.has_tables else INNER_SITES),
         )  # fmt: skip
         self.device_tables: DeviceTables | None = None
         self.capture_ring: CaptureRing | None = None

@@ -13,15 +13,11 @@ numbers and inclusive ranges in braces; negative numbers count from the last lay
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
-from math import prod
-from typing import Literal, NamedTuple
 
-import torch
-from transformers import PretrainedConfig
+from ..core.model_spec import FAMILIES, Family
 
 KINDS = (
     "embed", "resid_pre", "attn_in", "q", "k", "v", "z", "attn_out", "resid_mid", "mlp_in", "mlp_act", "mlp_out",
@@ -37,67 +33,6 @@ the stream. `q`, `k`, `v`: the projections' outputs, before any norm of theirs a
 WITHOUT_LAYER = frozenset({"embed", "final_norm", "logits"})
 
 
-class Point(NamedTuple):
-    """Where a site's value can be seen: at one end of a module."""
-
-    module: str
-    """The module's path, `{}` in the place of the layer."""
-    end: Literal["input", "output"]
-
-
-@dataclass(frozen=True)
-class Family:
-    """Models whose modules carry the same names: which kinds they have, and where."""
-
-    name: str
-    points: Mapping[str, Point]
-    """kind -> where its value can be read. Editing there is not always editing the site: the stream goes past a norm, so
-    replacing the norm's input does not change `resid_mid`."""
-
-    def check(self, kind: str) -> None:
-        """Raises ValueError where the family has no site of this kind."""
-        if kind not in self.points:
-            raise ValueError(f"{self.name} models have no site {kind!r}; they have {', '.join(self.points)}")
-
-    def point(self, site: Site) -> Point:
-        """The site's module path and end.
-
-        Raises:
-            ValueError: the family has no such kind.
-        """
-        self.check(site.kind)
-        module, end = self.points[site.kind]
-        return Point(module.format(site.layer), end)
-
-
-_LLAMA_POINTS = {
-    "embed": Point("model.embed_tokens", "output"),
-    "resid_pre": Point("model.layers.{}", "input"),
-    "attn_in": Point("model.layers.{}.input_layernorm", "output"),
-    "q": Point("model.layers.{}.self_attn.q_proj", "output"),
-    "k": Point("model.layers.{}.self_attn.k_proj", "output"),
-    "v": Point("model.layers.{}.self_attn.v_proj", "output"),
-    "z": Point("model.layers.{}.self_attn.o_proj", "input"),
-    "attn_out": Point("model.layers.{}.self_attn", "output"),
-    "resid_mid": Point("model.layers.{}.post_attention_layernorm", "input"),
-    "mlp_in": Point("model.layers.{}.post_attention_layernorm", "output"),
-    "mlp_act": Point("model.layers.{}.mlp.down_proj", "input"),
-    "mlp_out": Point("model.layers.{}.mlp", "output"),
-    "resid_post": Point("model.layers.{}", "output"),
-    "final_norm": Point("model.norm", "output"),
-    "logits": Point("lm_head", "output"),
-}
-FAMILIES = {name: Family(name, _LLAMA_POINTS) for name in ("llama", "mistral", "qwen2", "qwen3")}
-"""By the `model_type` of the config."""
-
-_OTHER_POINTS = {
-    "model.layers.{}.input_layernorm.input": "resid_pre",
-    "model.layers.{}.self_attn.input": "attn_in",
-    "model.layers.{}.self_attn.o_proj": "attn_out",
-    "model.layers.{}.mlp.input": "mlp_in",
-    "model.layers.{}.mlp.down_proj": "mlp_out",
-}
-"""Further places where the same values can be seen."""
 _TRANSFORMER_LENS = {
     "hook_embed": "embed",
     **{f"blocks.{{}}.hook_{kind}": kind for kind in ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")},
@@ -122,8 +57,9 @@ _NNTERP = {
 def _names() -> dict[str, str]:
     """Every name, `{}` in the place of the layer -> kind."""
     names = {kind if kind in WITHOUT_LAYER else kind + ".{}": kind for kind in KINDS}
-    names |= _TRANSFORMER_LENS | _NNTERP | _OTHER_POINTS
+    names |= _TRANSFORMER_LENS | _NNTERP
     for family in FAMILIES.values():
+        names |= family.other_points
         for kind, (module, end) in family.points.items():
             names[f"{module}.{end}"] = kind
             if end == "output":
@@ -274,65 +210,3 @@ def _ranges(selector: str, pattern: str) -> list[tuple[int, int]]:
             f"{pattern!r}: {wrong[0]!r} is neither a layer nor a range of them; write {{0,4,8}} or {{0..8}} (8 included)"
         )
     return [(int(match[1]), int(match[2] or match[1])) for _, match in found if match is not None]
-
-
-_SHAPES = {
-    "q": ("num_attention_heads", "head_dim"),
-    "k": ("num_key_value_heads", "head_dim"),
-    "v": ("num_key_value_heads", "head_dim"),
-    "z": ("num_attention_heads", "head_dim"),
-    "mlp_act": ("intermediate_size",),
-    "logits": ("vocab_size",),
-}
-"""kind -> the config's settings that make the shape of its state; hidden_size for all others."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelInfo:
-    """What sites and specs are checked against. The fields bear the names of the config's settings."""
-
-    family: Family
-    num_hidden_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    dtype: torch.dtype
-    """The states' dtype."""
-
-    @classmethod
-    def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> ModelInfo:
-        """What the family's config says.
-
-        Raises:
-            ValueError: no table of sites for this model type.
-        """
-        if config.model_type not in FAMILIES:
-            raise ValueError(
-                f"no table of sites for {config.model_type!r} models; there is one for {', '.join(FAMILIES)}"
-            )
-        return cls(
-            family=FAMILIES[config.model_type],
-            num_hidden_layers=config.num_hidden_layers,
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            intermediate_size=config.intermediate_size,
-            vocab_size=config.vocab_size,
-            dtype=dtype,
-        )
-
-    def shape(self, kind: str) -> tuple[int, ...]:
-        """Of the state of one position: (heads, head_dim) for `q`, `k`, `v` and `z`, one number for all others."""
-        return tuple(getattr(self, setting) for setting in self.settings(kind))
-
-    def width(self, kind: str) -> int:
-        """Values in the state of one position: what a vector for this kind must have."""
-        return prod(self.shape(kind))
-
-    def settings(self, kind: str) -> tuple[str, ...]:
-        """The config's settings that make the shape."""
-        return _SHAPES.get(kind, ("hidden_size",))

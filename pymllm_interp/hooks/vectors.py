@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .site import ModelInfo
+from ..core.model_spec import ModelSpec
 
 ARCHITECTURE = "controlvector"
 """Of GGUF files that hold vectors."""
@@ -180,7 +180,7 @@ class VectorRegistry(MutableMapping[str, Named]):
         model: whose sites the vectors are for.
     """
 
-    def __init__(self, model: ModelInfo) -> None:
+    def __init__(self, model: ModelSpec) -> None:
         self._layers = model.num_hidden_layers
         self._widths = {model.width(kind): " * ".join(model.settings(kind)) for kind in model.family.points}
         self._vectors: dict[str, Named] = {}

@@ -1,4 +1,4 @@
-"""What stands between a feed-forward block's products."""
+"""Activation functions of the MLP."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .dispatch import kernels_for
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
-    """``x * sigmoid(x)``, float32 inside; fresh memory.
+    """``x * sigmoid(x)``, computed in float32; fresh memory.
 
-    On CUDA a kernel of ours, not torch's: `gated` computes it too, and the last bit of an exponential is a matter of who
-    computes it.
+    On CUDA this is our kernel and not torch's, because two implementations of exp differ in the last bit and `gated` uses
+    ours.
     """
     if (kernels := kernels_for(x)) is not None:
         return kernels.silu(x)
@@ -27,12 +27,12 @@ def gated(gate_up: torch.Tensor, act: Callable[[torch.Tensor], torch.Tensor]) ->
     if act is silu and (kernels := kernels_for(gate_up)) is not None:
         return kernels.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
-    # Contiguous, as `gate_proj` serves it: exp's last bit depends on where a CPU's vectors begin.
+    # Contiguous, as the output of `gate_proj`: the last bit of exp depends on the alignment of the CPU's vectors.
     return act(gate.contiguous()) * up
 
 
 class SiLU(nn.Module):
-    """`silu`, as a module of the tree."""
+    """`silu` as a module."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return silu(input)

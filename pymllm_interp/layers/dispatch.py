@@ -1,4 +1,4 @@
-"""Which tensors Triton's kernels take."""
+"""Selects between Triton kernels and plain torch."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _kernels: ModuleType | None = None
 
 
 def kernels_for(x: torch.Tensor) -> ModuleType | None:
-    """`triton_kernels` for tensors on the current CUDA device, in passes without gradients; None for all others: plain torch.
+    """`triton_kernels` for a tensor on the current CUDA device without gradients; else None: use plain torch.
 
-    Triton is imported here, at first use: a CPU needs none. It launches on the current device, whatever its arguments' is.
+    Triton is imported at first use: it is not needed on a CPU. It always launches on the current device.
     """
     global _kernels
     if not x.is_cuda or torch.is_grad_enabled() or x.get_device() != torch.cuda.current_device():
         return None
-    if _kernels is None:  # an import that finds the module loaded takes as long as all of this
-        from ..layers import triton_kernels
+    if _kernels is None:  # an import statement takes as long as this whole function, even of a loaded module
+        from . import triton_kernels
 
         _kernels = triton_kernels
     return _kernels

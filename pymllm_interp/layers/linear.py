@@ -1,12 +1,14 @@
-"""Matrix products. Every weight matrix of a native model goes through here.
+"""Linear layers and the embedding. Every weight matrix of a native model is in one of them.
 
-`Linear` is one projection. `MergedLinear` computes several that read the same input (q, k and v; gate and up) as one
-matrix product, while each of them stays a module of its own, under its own name, with its own `.weight`::
+`Linear` is one projection. `MergedLinear` computes several projections of the same input (q, k and v; gate and up) as one
+matrix product. Each projection remains a module with its own name and its own `.weight`::
 
     qkv = MergedLinear(hidden, [512, 128, 128], bias=False, dtype=torch.float32, device="cpu")
-    q_proj, k_proj, v_proj = qkv.projections       # modules, for the tree
+    q_proj, k_proj, v_proj = qkv.projections       # children of the attention module
     with qkv.product(x):                           # one product ...
-        q, k, v = q_proj(x), k_proj(x), v_proj(x)  # ... served as three slices of it
+        q, k, v = q_proj(x), k_proj(x), v_proj(x)  # ... and three slices of it
+
+Both passes call `project`: the module-by-module pass from `forward`, the fused pass directly.
 """
 
 from __future__ import annotations
@@ -18,27 +20,32 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..core.current_pass import current_site_ops
+from ..core.forward_batch import SiteOps
+from ..core.model_spec import EMBED_SITE
 from .dispatch import kernels_for
-from .edits.base import SiteModule, apply_at, apply_inner, capture_inner, residual_site
+from .edits.base import apply_at, apply_inner, capture_inner
 
+InnerSite = tuple[int, str]
+"""(layer, kind) of an inner site or of the logits."""
 HALF = (torch.float16, torch.bfloat16)
 
 
 class Gemm:
-    """``x @ weight.T + bias`` by the quickest kernel that the device has.
+    """``x @ weight.T + bias`` by the device's fastest kernel.
 
-    One row in half precision on CUDA reads the weight once, by a kernel of ours, nearer to the memory's speed than the
-    library's.
+    On CUDA one row in half precision runs as our matrix-vector kernel, which comes closer to the memory's bandwidth than
+    cuBLAS.
 
-    bfloat16 on the CPU runs from a copy of the weight in oneDNN's blocked layout, about twice as fast in decode. The copy
-    is made at first use and anew when the weight was written to since.
+    On a CPU bfloat16 runs from a copy of the weight in oneDNN's blocked layout, about twice as fast in decode. The copy is
+    made at first use, and again after a write to the weight.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight = weight  # [out, in]
         self.bias = bias  # [out]
         self._columns = weight.t()
-        self._watched = weights  # tensors whose version tells that the weight was written to
+        self._watched = weights  # their versions tell of writes to the weight
         self._packed: torch.Tensor | None = None
         self._versions: list[int] = []
 
@@ -51,7 +58,7 @@ class Gemm:
             return kernels.gemv(x, self.weight, self.bias)
         if not x.is_cuda:
             return F.linear(x, self.weight, self.bias)
-        # The library call that `F.linear` comes to, without its detours, which take the host 2 us.
+        # The library call behind `F.linear`, without its dispatch, which takes 2 us on the host.
         rows = x.reshape(-1, x.shape[-1])
         out = torch.mm(rows, self._columns) if self.bias is None else torch.addmm(self.bias, rows, self._columns)
         return out.view(*x.shape[:-1], self.weight.shape[0])
@@ -65,55 +72,77 @@ class Gemm:
         return self._packed
 
 
-class Linear(SiteModule):
+class Linear(nn.Module):
     """A projection: x [..., in] -> [..., out].
 
-    Attributes:
-        reads, makes: (layer, kind) of the inner site that its input is, or its output, if any.
+    Args:
+        input_site, output_site: the inner site of its input, or of its output, if any.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: str,
+        *,
+        input_site: InnerSite | None = None,
+        output_site: InnerSite | None = None,
+    ) -> None:
         super().__init__()
-        self.reads: tuple[int, str] | None = None
-        self.makes: tuple[int, str] | None = None
+        self.input_site, self.output_site = input_site, output_site
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device), False)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), False) if bias else None
         self.bind()
 
     def bind(self) -> None:
-        """Build the product anew, after `weight` became another tensor (tied embeddings)."""
+        """Rebuild the product after `weight` was replaced by another tensor (tied embeddings)."""
         self.gemm = Gemm([self.weight], self.weight, self.bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        edits = self.take_edits()
-        if self.reads is not None:
-            capture_inner(x, edits, *self.reads)
+    def project(self, x: torch.Tensor, site_ops: SiteOps | None = None) -> torch.Tensor:
+        """The projection of x. Captures x at `input_site`, and applies the ops at `output_site`.
+
+        The ops at `input_site` come earlier: they belong to the module that computes x.
+        """
+        if site_ops is None:
+            return self.gemm(x)
+        if self.input_site is not None:
+            capture_inner(x, site_ops, *self.input_site)
         out = self.gemm(x)
-        return out if self.makes is None else apply_inner(out, edits, *self.makes)
+        return out if self.output_site is None else apply_inner(out, site_ops, *self.output_site)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.project(x, current_site_ops())
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-class Projection(SiteModule):
-    """One of the projections of a `MergedLinear`. Its weight is a view of the merged one.
+class Projection(nn.Module):
+    """One projection of a `MergedLinear`. Its weight is a view of the merged weight.
 
-    Attributes:
-        makes: (layer, kind) of the inner site that its output is, if any.
+    Args:
+        output_site: the inner site of its output, if any.
     """
 
-    def __init__(self, merged: MergedLinear, index: int, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        merged: MergedLinear,
+        index: int,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        output_site: InnerSite | None,
+    ) -> None:
         super().__init__()
-        self.makes: tuple[int, str] | None = None
-        self._merged = [merged]  # in a list: the merged product is no module of the tree
-        self._index = index
+        self._merged, self._index, self.output_site = merged, index, output_site
         self.weight = nn.Parameter(weight, False)
         self.bias = nn.Parameter(bias, False) if bias is not None else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self._merged[0].slice(self._index, x)
-        return out if self.makes is None else apply_inner(out, self.take_edits(), *self.makes)
+        out = self._merged.slice(self._index, x)
+        return out if self.output_site is None else apply_inner(out, current_site_ops(), *self.output_site)
 
     def extra_repr(self) -> str:
         out_features, in_features = self.weight.shape
@@ -121,23 +150,56 @@ class Projection(SiteModule):
 
 
 class MergedLinear:
-    """Several projections of one input, computed as one product [..., in] -> [..., sum of out]."""
+    """Several projections of one input, computed as one product [..., in] -> [..., sum of out].
 
-    def __init__(self, in_features: int, sizes: Sequence[int], bias: bool, dtype: torch.dtype, device: str) -> None:
+    Args:
+        output_sites: the inner sites of the projections' outputs; none by default.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        sizes: Sequence[int],
+        bias: bool,
+        dtype: torch.dtype,
+        device: str,
+        *,
+        output_sites: Sequence[InnerSite] = (),
+    ) -> None:
         self.sizes = list(sizes)
+        sites = output_sites or [None] * len(self.sizes)
         weight = torch.empty(sum(sizes), in_features, dtype=dtype, device=device)
         merged_bias = torch.empty(sum(sizes), dtype=dtype, device=device) if bias else None
         weights = weight.split(self.sizes)
         biases = merged_bias.split(self.sizes) if merged_bias is not None else [None] * len(self.sizes)
-        self.projections = [Projection(self, i, w, b) for i, (w, b) in enumerate(zip(weights, biases, strict=True))]
+        self.projections = [
+            Projection(self, i, *parts) for i, parts in enumerate(zip(weights, biases, sites, strict=True))
+        ]
         self.gemm = Gemm([projection.weight for projection in self.projections], weight, merged_bias)
         self._input: torch.Tensor | None = None
         self._version = 0
         self._product: torch.Tensor | None = None
 
+    def project(self, x: torch.Tensor, site_ops: SiteOps | None = None) -> torch.Tensor:
+        """All projections of x, concatenated along the last dim, after the ops and captures at their output sites."""
+        product = self.gemm(x)
+        if site_ops is not None and site_ops.inner:
+            self._apply_and_capture(product, site_ops)
+        return product
+
+    def _apply_and_capture(self, product: torch.Tensor, site_ops: SiteOps) -> None:
+        """The ops and captures at the output sites; `product` [1, tokens, sum of out] is written in place."""
+        for part, projection in zip(product.split(self.sizes, dim=-1), self.projections, strict=True):
+            if projection.output_site is not None and projection.output_site[1] in site_ops.inner:
+                value = part.contiguous()
+                applied = apply_inner(value, site_ops, *projection.output_site)
+                capture_inner(applied, site_ops, *projection.output_site)
+                if applied is not value:
+                    part.copy_(applied)
+
     @contextmanager
     def product(self, x: torch.Tensor) -> Iterator[None]:
-        """Compute the product of `x`; within the block the projections serve slices of it."""
+        """Compute the product of `x`. Within the block the projections return slices of it."""
         self._compute(x)
         try:
             yield
@@ -147,29 +209,29 @@ class MergedLinear:
     def slice(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """The projection `index` of `x`.
 
-        An input that is not the product's, or that was written to since, had its block in between: then the *merged*
-        product is computed again, at the same shape, so that rows that nobody touched keep their bits.
+        A hook may have replaced the input, or written to it. The *merged* product is then computed again, at the same shape,
+        so that untouched rows keep their bits.
         """
         if self._input is None:
             projection = self.projections[index]
             return F.linear(x, projection.weight, projection.bias)
         if x is not self._input:
-            return self._part(self.gemm(x), index)
+            return self._part(self.project(x), index)
         if x._version != self._version:
             self._compute(x)
         assert self._product is not None
         return self._part(self._product, index)
 
     def _compute(self, x: torch.Tensor) -> None:
-        self._input, self._version, self._product = x, x._version, self.gemm(x)
+        self._input, self._version, self._product = x, x._version, self.project(x)
 
     def _part(self, product: torch.Tensor, index: int) -> torch.Tensor:
-        """A copy: what a block is served is contiguous, as in transformers, and it may write to it."""
+        """A copy: hooks get contiguous values, as in transformers, and may write to them."""
         return product.narrow(-1, sum(self.sizes[:index]), self.sizes[index]).contiguous()
 
 
-class Embedding(SiteModule):
-    """Token ids [...] -> [..., hidden]."""
+class Embedding(nn.Module):
+    """Token ids [...] -> [..., hidden], after the ops at the `embed` site."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, dtype: torch.dtype, device: str) -> None:
         super().__init__()
@@ -178,9 +240,9 @@ class Embedding(SiteModule):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         out = F.embedding(input_ids, self.weight)
-        # A pass with gradients: weights ask for none, so the graph begins here.
+        # Weights require no gradients, so the autograd graph begins here.
         out = out.requires_grad_() if torch.is_grad_enabled() else out
-        return apply_at(out, self.take_edits(), residual_site(0))
+        return apply_at(out, current_site_ops(), EMBED_SITE)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"

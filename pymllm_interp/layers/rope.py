@@ -1,8 +1,8 @@
 """Rotary position embeddings (Su et al., 2021), in every scaling that transformers knows.
 
-The frequencies are transformers' own (`ROPE_INIT_FUNCTIONS`); cosines and sines are looked up in a table. Scalings whose
-frequencies depend on the length of the sequence ("dynamic", "longrope") are computed for each row with its own request's
-length, so that a batch cannot change them.
+The frequencies come from transformers (`ROPE_INIT_FUNCTIONS`); cosines and sines come from a table. Some scalings depend on
+the length of the sequence ("dynamic", "longrope"). These are computed for each row with the length of its own request, so
+that a row does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -15,34 +15,33 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..core.forward_batch import ForwardBatch
-from ..mem_cache.memory_pool import KVPool
+from ..core.forward_batch import CachedRotation, ForwardBatch, PagedKV
+from ..core.model_spec import LENGTH_DEPENDENT_ROPE
 from .dispatch import kernels_for
-
-LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def signed(sin: torch.Tensor) -> torch.Tensor:
-    """[..., head_dim], the first half negated: the sign that a rotation puts on the second half of what it turns."""
+    """sin [..., head_dim] with its first half negated, as `apply_rope` takes it."""
     first, second = sin.chunk(2, dim=-1)
     return torch.cat((-first, second), dim=-1)
 
 
 def rotation(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `apply_rope` takes, from a `RotaryEmbedding`'s [1, tokens, head_dim]: cosines and signed sines, [tokens, 1, head_dim].
+    """The arguments of `apply_rope`, from the [1, tokens, head_dim] of a `RotaryEmbedding`.
 
-    Both are views of one [tokens, 1, 2 * head_dim].
+    Returns:
+        cosines and signed sines, each [tokens, 1, head_dim]: views of one [tokens, 1, 2 * head_dim].
     """
     return _halves(torch.cat((cos[0], signed(sin[0])), dim=-1))
 
 
 def rotation_of(batch: ForwardBatch, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rotation`, made once a pass: again only where a block replaced `cos` or `sin`, or wrote to them."""
-    known = batch.rotation
+    """`rotation`, cached for the pass. Made again if a hook replaced `cos` or `sin`, or wrote to them."""
+    cached = batch.rotation
     versions = (cos._version, sin._version)
-    if known is None or known[0] is not cos or known[1] is not sin or known[2] != versions:
-        batch.rotation = known = (cos, sin, versions, rotation(cos, sin))
-    return known[3]
+    if cached is None or cached.cos is not cos or cached.sin is not sin or cached.versions != versions:
+        batch.rotation = cached = CachedRotation(cos, sin, versions, rotation(cos, sin))
+    return cached.rotation
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
@@ -56,14 +55,14 @@ def rope_and_write(
     qkv: torch.Tensor,  # [tokens, heads + 2 * kv_heads, head_dim]
     cos: torch.Tensor,
     signed_sin: torch.Tensor,
-    pool: KVPool,
+    pool: PagedKV,
     layer_id: int,
     slots: torch.Tensor,  # [tokens] int64
 ) -> torch.Tensor:
-    """Rotate q and k by a `rotation`, and write k and v to the layer's `slots` of the pool; one kernel on CUDA.
+    """Rotate q and k by a `rotation`, and write k and v to the layer's `slots` of the pool. One kernel on CUDA.
 
     Returns:
-        q [tokens, heads, head_dim], rotated; fresh memory.
+        the rotated q [tokens, heads, head_dim], in fresh memory.
     """
     if (kernels := kernels_for(qkv)) is not None:
         return kernels.rope_and_write(qkv, cos, signed_sin, *pool.get_kv(layer_id), slots)
@@ -77,9 +76,12 @@ class RotaryEmbedding(nn.Module):
     """Positions -> (cos, sin), each [1, tokens, head_dim] in the model's dtype.
 
     Args:
-        config: of the model; `rope_parameters` says which scaling.
-        head_dim: of the attention heads.
+        config: the model's; `rope_parameters` names the scaling.
+        head_dim: width of an attention head.
         max_positions: length of the table.
+
+    Raises:
+        ValueError: a scaling that transformers does not know, or a config without `rope_parameters`.
     """
 
     def __init__(
@@ -100,20 +102,20 @@ class RotaryEmbedding(nn.Module):
 
     @property
     def length_dependent(self) -> bool:
-        """Whether rows need their request's length beside their position."""
-        return self.rope_type in LENGTH_DEPENDENT
+        """Whether the rotation of a row depends on the length of its request."""
+        return self.rope_type in LENGTH_DEPENDENT_ROPE
 
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, rope_lens: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """position_ids [1, tokens]; rope_lens [tokens] for length-dependent scalings. `x` is ignored, as its dtype is known."""
+        """position_ids [1, tokens]; rope_lens [tokens] for length-dependent scalings. `x` is ignored."""
         if self._table is None:
             return self._by_length(position_ids, rope_lens)
         cos, signed_sin = self._table[position_ids].chunk(2, dim=-1)
         return cos.contiguous(), signed(signed_sin)
 
     def rotation(self, position_ids: torch.Tensor, rope_lens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `rotation` of what `forward` returns."""
+        """The `rotation` of the cosines and sines that `forward` returns."""
         if self._table is None:
             return rotation(*self._by_length(position_ids, rope_lens))
         return _halves(self._table[position_ids[0]])
@@ -129,7 +131,7 @@ class RotaryEmbedding(nn.Module):
         return cos, sin
 
     def _bucket(self, length: int) -> int:
-        """Lengths with the same frequencies share one entry of the cache."""
+        """A length that stands for all lengths with the same frequencies."""
         if self.rope_type == "longrope":
             original = _parameters(self._config)["original_max_position_embeddings"]
             return original + 1 if length > original else original

@@ -1,19 +1,18 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAttributeAccessIssue=false
-# A launch takes options that the kernel's own signature does not have, and numbers where it says `constexpr`.
-"""Triton kernels, and how they are launched. Their public names and torch references are in the modules beside this one.
+# Launches pass options that are not in the kernel's signature, and plain numbers for `constexpr` parameters.
+"""Triton kernels and their launches. The public functions and the torch references are in norm.py, rope.py and so on.
 
-Every kernel gives the bits that torch's kernels for the same formula give, up to the order of a sum and the last bit of
+Every kernel returns the same bits as torch's kernels for the same formula, except for the order of sums and the last bit of
 ``exp`` and ``rsqrt``:
 
-- What torch would write to memory between two operations is rounded to the model's dtype here.
-- `enable_fp_fusion` is off: a fused multiply-add skips the rounding of the product, also of one that was rounded to half
-  precision by hand.
-- What a fused pass and a module-by-module one both need is one kernel with a flag. Block sizes depend on the width of a row
-  and not on the number of rows, so a row's sums go in one order wherever it stands.
+- Intermediate results that torch would write to memory are rounded to the model's dtype.
+- `enable_fp_fusion` is off: a fused multiply-add skips the rounding of the product.
+- The fused and the module-by-module pass use the same kernel, with a flag. Block sizes depend on the width of a row and not
+  on the number of rows, so that the sums of a row have one order in every batch.
 
-Numbers that a model fixes (widths, strides, heads) are compile-time constants; those that change from pass to pass are not,
-and launches do not specialise on them: a new batch size compiles nothing.
+Numbers that a model fixes (widths, strides, heads) are compile-time constants. Numbers that change from pass to pass are not,
+so that a new batch size compiles nothing.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launcher, awaits, begins
+from .launch import Launcher, grid_wait, launch_dependents
 
 NORM_BLOCK = 2048
-"""Elements of a program of `rms_norm`, whose rows are shorter: whole rows, so several of a short one."""
+"""Elements per program of `rms_norm`: as many whole rows as fit, at least one."""
 NORM_WARP = 512
-"""Elements for each of its warps."""
+"""Elements per warp of `rms_norm`."""
 ROPE_HEADS, ROPE_WARPS = 16, 4
-"""Heads of a program of `rope`."""
+"""Heads and warps per program of `rope`."""
 SILU_BLOCK, SILU_WARPS = 1024, 4
 GEMV_BLOCKS = 4096, 2048
-"""Elements of a weight's row that a program takes at a time: the first that divides the row, else the last."""
+"""Elements of a weight's row that a program loads at a time: the first that divides the row, else the last."""
 GEMV_WARP = 512
-"""Elements for each of its warps."""
+"""Elements per warp of `gemv`."""
 
 
 # -- norm ------------------------------------------------------------------------
@@ -44,17 +43,17 @@ GEMV_WARP = 512
 def _rms_norm(
     x, delta, weight, total, out, rows, eps, SIZE: tl.constexpr, INNER: tl.constexpr, OUTER_STRIDE: tl.constexpr,
     INNER_STRIDE: tl.constexpr, ADD: tl.constexpr, IN_PLACE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    begins(EARLY)
+    launch_dependents(PDL)
     dtype: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < rows) & (column < SIZE)
     source = row // INNER * OUTER_STRIDE + row % INNER * INNER_STRIDE + column
-    # Every pass reads the same few weights: they stay in the cache, through which all others of the model go once a step.
+    # Keep the norm's weights in the L2 cache: the large weights pass through it once a step.
     weights = tl.load(weight + column, mask=column < SIZE, other=0.0, eviction_policy="evict_last")
-    awaits(EARLY)
+    grid_wait(PDL)
     value = tl.load(x + source, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         summed = (value + tl.load(delta + source, mask=mask, other=0.0).to(tl.float32)).to(dtype)
@@ -66,7 +65,7 @@ def _rms_norm(
     tl.store(out + target, (weights.to(tl.float32) * normed).to(dtype), mask=mask)
 
 
-_rms_norm_launch = Launcher(_rms_norm, early=True, enable_fp_fusion=False)
+_rms_norm_launch = Launcher(_rms_norm, pdl=True, enable_fp_fusion=False)
 
 
 def _launch_norm(
@@ -83,7 +82,7 @@ def _launch_norm(
     if rows == 0:
         return
     inner, outer_stride, inner_stride = 1, size, 0
-    if not x.is_contiguous():  # [tokens, heads, head_dim], heads of a merged product
+    if not x.is_contiguous():  # [tokens, heads, head_dim], a slice of a merged product
         inner, (outer_stride, inner_stride, _) = x.shape[1], x.stride()
     per_program, block, warps = norm_launch(size)
     constants = (size, inner, outer_stride, inner_stride, add, out is x, per_program, block)
@@ -91,14 +90,14 @@ def _launch_norm(
 
 
 def norm_launch(size: int) -> tuple[int, int, int]:
-    """(rows of a program, elements of a row, warps) of kernels that take sums over rows of `size`, so that all take them alike."""
+    """(rows per program, elements per row, warps) for kernels that sum over rows of `size`: all sums have the same order."""
     block = 1 << (size - 1).bit_length()
     rows = max(1, NORM_BLOCK // block)
     return rows, block, min(16, max(1, block * rows // NORM_WARP))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., size], contiguous or [tokens, heads, size] with any strides but the last one's -> fresh memory."""
+    """x [..., size] -> the same shape in fresh memory. x is contiguous, or [tokens, heads, size] with a contiguous last dim."""
     if not x.is_contiguous() and (x.dim() != 3 or x.stride(2) != 1):
         x = x.contiguous()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -135,11 +134,11 @@ def _turn(x, other, cos, signed_sin, dtype: tl.constexpr):
 def _rope(
     x, cos, signed_sin, out, k_cache, v_cache, slots, X_STRIDE: tl.constexpr, X_HEAD_STRIDE: tl.constexpr,
     TURN_STRIDE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The first HEADS heads are turned into `out`, KV_HEADS after them into `k_cache`; KV_HEADS more go to `v_cache` as is."""
-    begins(EARLY)
-    awaits(EARLY)
+    """Rotate HEADS heads into `out` and the next KV_HEADS heads into `k_cache`; copy the last KV_HEADS heads to `v_cache`."""
+    launch_dependents(PDL)
+    grid_wait(PDL)
     dtype: tl.constexpr = x.dtype.element_ty
     half: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
@@ -170,7 +169,7 @@ def _rope(
         tl.store(value + half, second.to(v_cache.dtype.element_ty), mask=is_value)
 
 
-_rope_launch = Launcher(_rope, early=True, enable_fp_fusion=False)
+_rope_launch = Launcher(_rope, pdl=True, enable_fp_fusion=False)
 
 
 def _launch_rope(
@@ -194,7 +193,7 @@ def _launch_rope(
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """x [tokens, heads, head_dim], last dim contiguous, turned by a `rotation` of layers/rope.py; fresh memory."""
+    """x [tokens, heads, head_dim], last dim contiguous, rotated by a `rotation` of layers/rope.py; fresh memory."""
     return _launch_rope(x, cos, signed_sin, x, x, x, 0)
 
 
@@ -206,9 +205,9 @@ def rope_and_write(
     v_cache: torch.Tensor,
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """q turned, in fresh memory; k, turned, and v go to the caches' `slots`.
+    """Rotate q and k, and write k and v to `slots` of the caches. Returns q in fresh memory.
 
-    qkv [tokens, heads + 2 * kv_heads, head_dim], last dim contiguous; caches [slots, kv_heads, head_dim], contiguous.
+    qkv is [tokens, heads + 2 * kv_heads, head_dim] with a contiguous last dim; the caches are [slots, kv_heads, head_dim].
     """
     return _launch_rope(qkv, cos, signed_sin, k_cache, v_cache, slots, k_cache.shape[1])
 
@@ -217,9 +216,9 @@ def rope_and_write(
 
 
 @triton.jit
-def _silu(x, out, SIZE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    begins(EARLY)
-    awaits(EARLY)
+def _silu(x, out, SIZE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    launch_dependents(PDL)
+    grid_wait(PDL)
     dtype: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -232,7 +231,7 @@ def _silu(x, out, SIZE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, 
     tl.store(out + row * SIZE + column, value, mask=mask)
 
 
-_silu_launch = Launcher(_silu, early=True, enable_fp_fusion=False)
+_silu_launch = Launcher(_silu, pdl=True, enable_fp_fusion=False)
 
 
 def _launch_silu(x: torch.Tensor, size: int, gated: bool) -> torch.Tensor:
@@ -249,7 +248,7 @@ def silu(x: torch.Tensor) -> torch.Tensor:
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [..., 2 * size] -> [..., size]: ``silu(gate) * up``, silu rounded before the product."""
+    """gate_up [..., 2 * size] -> [..., size]: ``silu(gate) * up``, with silu rounded before the product."""
     return _launch_silu(gate_up, gate_up.shape[-1] // 2, True)
 
 
@@ -257,10 +256,10 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _gemv(x, weight, bias, out, K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr):
-    begins(EARLY)
+def _gemv(x, weight, bias, out, K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
+    launch_dependents(PDL)
     row = tl.program_id(0)
-    # Unrolled: all of the row is asked for before the first product. Nobody reads it again, so it need not be kept.
+    # Unrolled, so that all loads of the row are in flight before the first product. The row is read once: evict it first.
     parts = ()
     for start in tl.static_range(0, K, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
@@ -269,7 +268,7 @@ def _gemv(x, weight, bias, out, K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_K
         else:
             weights = tl.load(weight + row.to(tl.int64) * K + column, mask=column < K, other=0.0)
         parts += (weights,)
-    awaits(EARLY)
+    grid_wait(PDL)
     total = tl.zeros([BLOCK_K], dtype=tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
         column = start + tl.arange(0, BLOCK_K)
@@ -284,7 +283,7 @@ def _gemv(x, weight, bias, out, K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_K
     tl.store(out + row, result.to(out.dtype.element_ty))
 
 
-_gemv_launch = Launcher(_gemv, early=True, enable_fp_fusion=True)
+_gemv_launch = Launcher(_gemv, pdl=True, enable_fp_fusion=True)
 
 
 def gemv(
@@ -294,7 +293,7 @@ def gemv(
     block_k: int | None = None,
     num_warps: int | None = None,
 ) -> torch.Tensor:
-    """x [..., in] of one row, weight [out, in], both contiguous; bias [out] -> [..., out]. Sums in float32."""
+    """x [..., in] with one row, weight [out, in], bias [out], all contiguous -> [..., out]. Sums in float32."""
     n, k = weight.shape
     out = x.new_empty(*x.shape[:-1], n)
     if block_k is None:

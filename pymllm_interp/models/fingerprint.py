@@ -1,8 +1,8 @@
-"""A model's fingerprint: which weights, read whole, in which dtype, under which config.
+"""A model's fingerprint: a hash of all its weights, their dtypes, and the config.
 
-Weights are summed up as whole numbers with a factor for each place, modulo 2**64: such a sum does not depend on the order of its
-terms, so a model has the same fingerprint on every device. A gigabyte takes about half a second on a CPU. It tells models
-apart; it does not protect from somebody who wants two of them to look the same.
+Each tensor is reduced to a checksum: a weighted sum of its bits modulo 2**64. The sum does not depend on the order of its
+terms, so the fingerprint is equal on every device. A gigabyte takes about half a second on a CPU. The fingerprint is not
+cryptographic: it does not protect against deliberate collisions.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
-"""Elements at a time: what a CPU's cache holds, and what keeps a GPU busy."""
+"""Device -> elements per step: as many as fit in a CPU's cache, or saturate a GPU."""
 LANES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-"""Size of an element -> whole numbers of the same bits, short enough that their top bits are not lost in the products."""
+"""Element size in bytes -> integer dtype for the same bits, narrow enough that products keep the top bits."""
 NOT_THE_MODEL = ("transformers_version", "architectures", "dtype", "torch_dtype")
-"""Settings that the same model may have differently; the weights' dtypes count as they are."""
+"""Settings that may differ between copies of one model. The weights' own dtypes are hashed."""
 FACTOR = 0x9E3779B97F4A7C15 - 2**64
 
 
 @torch.no_grad()
 def model_fingerprint(model: nn.Module, config: PretrainedConfig) -> str:
-    """64 hexadecimal digits; equal for equal weights, dtype and config."""
+    """64 hexadecimal digits, equal for equal weights, dtype and config."""
     settings = {
         key: value for key, value in config.to_diff_dict().items() if key not in NOT_THE_MODEL and key[0] != "_"
     }
@@ -36,7 +36,7 @@ def model_fingerprint(model: nn.Module, config: PretrainedConfig) -> str:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Of the bits of all elements and their places, below 2**64."""
+    """A checksum of all elements' bits and positions, below 2**64."""
     lanes = tensor.detach().contiguous().view(-1).view(LANES[tensor.itemsize])
     size = CHUNK.get(tensor.device.type, CHUNK["cpu"])
     places = torch.arange(min(size, len(lanes)), device=tensor.device)

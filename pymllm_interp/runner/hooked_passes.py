@@ -10,6 +10,7 @@ from ..core.forward_batch import ForwardBatch
 from ..core.step import LogitsProcessorOutput
 from ..hooks.traces.batch_groups import NNsightRequestHelper
 from ..hooks.traces.interleaver import EngineInterleaver
+from ..layers.edits.table import TableOps
 from .model_runner import ModelRunner
 from .partition import BatchExecutionDescriptor, Execution
 from .segments import Segments
@@ -78,7 +79,8 @@ class HookedPasses:
         padded.hook_query = self.interleaver
         if batch.site_ops is None:
             padded.site_ops = None
-        elif batch.site_ops.logits is not None:
+        elif isinstance(batch.site_ops, TableOps) and batch.site_ops.logits is not None:
+            assert isinstance(padded.site_ops, TableOps)
             padded.site_ops = padded.site_ops.with_logits(batch.site_ops.logits)
         self.helper.pad_to(padded.batch_size)
         try:

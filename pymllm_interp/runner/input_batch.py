@@ -12,6 +12,7 @@ import torch
 from ..core.forward_batch import ForwardBatch
 from ..core.step import LogitsProcessorOutput, ScheduledRequest, SchedulerOutput
 from ..core.upload import upload
+from ..layers.edits.table import TableOps
 from .partition import BatchExecutionDescriptor
 from .request_state import RequestState
 
@@ -117,7 +118,7 @@ class InputBuffers:
         assert forward_batch.positions is not None
         fills = [(self.seq_lens_cpu, forward_batch.seq_lens if lens_cpu is None else lens_cpu, PAD_SEQ_LEN)]
         if forward_batch.padded_size < bs:
-            ops = forward_batch.site_ops
+            ops = forward_batch.site_ops if isinstance(forward_batch.site_ops, TableOps) else None
             fills += [
                 (self.input_ids, forward_batch.input_ids, 0),
                 (self.positions, forward_batch.positions, 0),

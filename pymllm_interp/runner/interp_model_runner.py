@@ -24,16 +24,16 @@ from torch import nn
 
 from ..config import ModelConfig, ServerConfig
 from ..core.forward_batch import ForwardBatch
+from ..core.model_spec import LOGITS
 from ..core.request import Request
 from ..core.step import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
 from ..hooks.captures.ring import CaptureRing
 from ..hooks.declared_stage import DeclaredStage, RowBuffers, StepRows
 from ..hooks.interventions.device_tables import DeviceTables
-from ..hooks.site import ModelInfo
 from ..hooks.traces.batch_groups import NNsightRequestHelper
 from ..hooks.traces.envoy import TracedModel
 from ..hooks.traces.interleaver import EngineInterleaver
-from ..layers.edits.base import LOGITS, apply_inner
+from ..layers.edits.base import apply_inner
 from ..layers.edits.table import TableOps
 from ..sampling import SamplerOutput
 from .async_output import AsyncOutput
@@ -99,9 +99,7 @@ class InterpModelRunner(ModelRunner):
 
     def init_memory_pool(self) -> None:
         """The pools, and the tables of declared interventions."""
-        assert self.source is not None
-        self.model_info = ModelInfo.of(self.source.hf_config, self.dtype)
-        self.declared_stage = DeclaredStage(self.server_config, self.model_info, self.device)
+        self.declared_stage = DeclaredStage(self.server_config, self.model_spec, self.device)
         super().init_memory_pool()
 
     def _init_tables(self) -> None:

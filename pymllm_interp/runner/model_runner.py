@@ -20,18 +20,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from ..attention import create_attention_backend
-from ..attention.attention_backend import AttentionBackend, RadixAttention
+from ..attention.attention_backend import AttentionBackend
 from ..config import ModelConfig, ServerConfig, resolve_device, resolve_dtype
 from ..core.forward_batch import ForwardBatch, ForwardMode
+from ..core.model_spec import ModelSpec
 from ..core.out_of_memory import within_memory
 from ..core.step import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
 from ..core.upload import upload
 from ..mem_cache.memory_pool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
-from ..models.llama import head_dim_of
-from ..models.registry import build_model, check_supported
+from ..models.base import CausalLM
+from ..models.registry import build_model, check_supported, model_class
 from ..models.source import ModelSource, resolve_model
 from ..models.weights import init_dummy_weights, iter_safetensors, load_weights
 from ..sampling import (
@@ -81,7 +81,7 @@ class ModelRunner:
         self.dtype = resolve_dtype(self.model_config.dtype, self.device)
         self.kv_cache_dtype = self.dtype
         self.source: ModelSource | None = None
-        self.model: nn.Module | None = None
+        self.model: CausalLM | None = None
         self.req_to_token_pool: ReqToTokenPool | None = None
         self.token_to_kv_pool: KVPool | None = None
         self.token_to_kv_pool_allocator: TokenToKVPoolAllocator | None = None
@@ -108,6 +108,7 @@ class ModelRunner:
             torch.cuda.set_device(self.gpu_id)
         self.source = resolve_model(self.model_config)
         check_supported(self.source.hf_config)
+        model_class(self.source.hf_config, self.model_config.impl)  # raises if the architecture is not supported
         self._init_metadata(self.source.hf_config)
         self.load_model()
         self._init_kv_cache_dtype()
@@ -143,9 +144,11 @@ class ModelRunner:
         )
 
     @torch.no_grad()
-    def _model(self, dummy: bool) -> nn.Module:
+    def _model(self, dummy: bool) -> CausalLM:
         assert self.source is not None
-        model = build_model(self.source.hf_config, self.model_config.impl, self.dtype, self.device, self.context_len)
+        model = build_model(
+            self.source.hf_config, self.model_config.impl, self.model_spec, self.device, self.context_len
+        )
         if dummy:
             init_dummy_weights(model, self.model_config.seed)
         else:
@@ -226,7 +229,7 @@ class ModelRunner:
             return "disable_cuda_graph=True"
         if not self.is_generation:
             return "the model does not generate"
-        return "its RoPE depends on the lengths in the batch" if self._rope_depends_on_length() else None
+        return "its RoPE depends on the lengths in the batch" if self.model_spec.rope_depends_on_length else None
 
     def shutdown(self) -> None:
         """Release the model and all memory. A second call does nothing."""
@@ -244,15 +247,15 @@ class ModelRunner:
     @property
     def is_generation(self) -> bool:
         """Whether the model is a causal language model."""
-        return self.model is None or hasattr(self.model, "lm_head")
+        return self.model is None or isinstance(self.model, CausalLM)
 
     @property
     def sliding_window_size(self) -> int | None:
         """The widest sliding window of the layers, or None where some layer sees the whole context."""
-        windows = [layer.sliding_window for layer in self._attention_layers()]
-        return max(windows) if windows and all(windows) else None  # pyright: ignore[reportArgumentType]
+        windows = [window for window in self.model_spec.sliding_windows if window]
+        return max(windows) if len(windows) == self.num_hidden_layers else None
 
-    def get_model(self) -> nn.Module:
+    def get_model(self) -> CausalLM:
         """The loaded model."""
         assert self.model is not None, "call initialize() first"
         return self.model
@@ -261,7 +264,7 @@ class ModelRunner:
         """Layer -> (kv heads, head_dim, dtype) of its KV."""
         return {
             layer.layer_id: (layer.num_kv_heads, layer.head_dim, self.kv_cache_dtype)
-            for layer in self._attention_layers()
+            for layer in self.get_model().attention_layers()
         }
 
     def get_supported_tasks(self) -> tuple[str, ...]:
@@ -280,29 +283,17 @@ class ModelRunner:
             raise ValueError(f"max_model_len={max_model_len}: the tables hold 1 to {limit} tokens")
         self.context_len = self.req_states.max_model_len = max_model_len
 
-    def _attention_layers(self) -> list[RadixAttention]:
-        found = [getattr(module, "attn", None) for module in self.get_model().modules()]
-        return [layer for layer in found if isinstance(layer, RadixAttention)]
-
     def _init_metadata(self, config: Any) -> None:
-        text = getattr(config, "text_config", None) or config
-        self.num_hidden_layers = text.num_hidden_layers
-        self.num_attention_heads = text.num_attention_heads
-        self.num_kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        self.head_dim = head_dim_of(text)
-        self.hidden_size, self.vocab_size = text.hidden_size, text.vocab_size
-        self.context_len = self._context_len(text)
+        self.model_spec = spec = ModelSpec.of(config, self.dtype)
+        self.num_hidden_layers, self.num_attention_heads = spec.num_hidden_layers, spec.num_attention_heads
+        self.num_kv_heads, self.head_dim = spec.num_key_value_heads, spec.head_dim
+        self.hidden_size, self.vocab_size = spec.hidden_size, spec.vocab_size
+        asked = self.server_config.max_model_len
+        if asked is not None and asked > spec.context_len:
+            raise ValueError(f"max_model_len={asked}, but the model's positions end at {spec.context_len}")
+        self.context_len = asked or spec.context_len
         device_default = device_memory.DEFAULT_NUM_TOKENS[self.device.partition(":")[0]]
         self.max_num_tokens = self.server_config.max_num_tokens or device_default
-
-    def _context_len(self, config: Any) -> int:
-        limit, asked = config.max_position_embeddings, self.server_config.max_model_len
-        rope = getattr(config, "rope_parameters", None) or {}
-        if rope.get("rope_type") == "dynamic":
-            limit = int(limit * rope.get("factor", 1.0))
-        if asked is not None and asked > limit:
-            raise ValueError(f"max_model_len={asked}, but the model's positions end at {limit}")
-        return asked or limit
 
     def _init_kv_cache_dtype(self) -> None:
         name = self.server_config.kv_cache_dtype
@@ -366,7 +357,7 @@ class ModelRunner:
         )  # fmt: skip
 
     def _pass_resources(self) -> PassResources:
-        length_dependent = self._rope_depends_on_length()
+        length_dependent = self.model_spec.rope_depends_on_length
         return PassResources(self.req_to_token_pool, self.token_to_kv_pool, self.attn_backend, length_dependent)
 
     # -- forward and sample ---------------------------------------------------------
@@ -425,11 +416,11 @@ class ModelRunner:
     def call_model(self, batch: ForwardBatch, execution: Execution) -> torch.Tensor:
         """Logits [1, logit rows, vocab] of a planned pass."""
         assert batch.positions is not None
-        model: Any = self.get_model()
+        model = self.get_model()
         input_ids, positions = batch.input_ids.unsqueeze(0), batch.positions.unsqueeze(0)
         if execution is Execution.PLAIN:
             return model.forward_fused(input_ids, positions, batch)
-        return model(input_ids=input_ids, position_ids=positions, forward_batch=batch).logits
+        return model(input_ids=input_ids, position_ids=positions, forward_batch=batch).logits  # pyright: ignore[reportReturnType]
 
     def sample(
         self,
@@ -576,11 +567,8 @@ class ModelRunner:
         return self.step_inputs.forward_batch(input_batch, self._pass_resources())
 
     def captured_site_ops(self, bs: int) -> Any:
-        """`ForwardBatch.edits` of a decode pass that is captured for `bs` rows of the input buffers."""
+        """`ForwardBatch.site_ops` of a decode pass that is captured for `bs` rows of the input buffers."""
         return None
-
-    def _rope_depends_on_length(self) -> bool:
-        return getattr(getattr(getattr(self.model, "model", None), "rotary_emb", None), "length_dependent", False)
 
     # -- dummy runs ---------------------------------------------------------------------
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from ...core.model_spec import ModelSpec
 from ...core.upload import upload
 from ...layers.edits import codes
 from ...layers.edits.codes import OpTables
 from ..declared import Declared, Limits, Op
-from ..site import ModelInfo
 from .reference import vectors_of
 from .specs import Ablate, Clamp, Patch, Scale, Steer
 from .vector_pool import VectorPool
@@ -31,7 +31,7 @@ class DeviceTables:
         ring: [elements], where captured states go.
     """
 
-    def __init__(self, edited: torch.Tensor, model: ModelInfo, limits: Limits, ring: torch.Tensor) -> None:
+    def __init__(self, edited: torch.Tensor, model: ModelSpec, limits: Limits, ring: torch.Tensor) -> None:
         rows, device = len(edited), edited.device
         self.tables = OpTables.empty(
             rows, model.num_hidden_layers, limits.max_interventions_per_site, limits.max_intervention_vectors,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...layers.edits import base as edits
+from ...core.model_spec import LOGITS, inner_site
 from ...layers.edits import host
 from ...layers.edits.host import HostOps, Rows
 from ..captures.group import Group
@@ -36,7 +36,7 @@ class Share(NamedTuple):
 def host_ops(requests: Iterable[Share], num_layers: int) -> HostOps | None:
     """The ops and captures of a step as functions; None where no request has any in it. Captures of the logits come later, by
     `Group.take`: a trace may change those behind the head."""
-    logits = edits.inner_site(num_layers, 0, edits.LOGITS)
+    logits = inner_site(num_layers, 0, LOGITS)
     acting: dict[int, list[tuple[int, Rows, host.Op]]] = {}  # site -> (place among its request's ops there, rows, op)
     taps: dict[int, list[tuple[Rows, Callable[[torch.Tensor], None]]]] = {}
     for declared, start, positions, logit_start, logit_rows in requests:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from ...core.model_spec import LOGITS, inner_site
 from ...core.upload import upload
-from ...layers.edits import base as edits
 from ..declared import Fires, Op
 from ..positions import ordinals_of
 from .device_tables import DeviceTables
@@ -67,7 +67,7 @@ def logit_ops(requests: Iterable[Share], num_layers: int, tables: DeviceTables) 
     act goes to the device in one piece. Requests next to each other that have the same spec, as a list for all prompts makes them,
     are one function, unless fires are to be counted for each.
     """
-    site = edits.inner_site(num_layers, 0, edits.LOGITS)
+    site = inner_site(num_layers, 0, LOGITS)
     # A request's ops in their order; in which order requests come does not matter.
     wanted = [(i, share, op) for share in requests for i, op in enumerate(share.declared.ops.get(site, ()))]
     found: list[tuple[int, Share, Op]] = []

@@ -138,7 +138,8 @@ class TracedModel(TracedEnvoy):
             rename=rename,
             envoys=TracedEnvoy,  # pyright: ignore
         )
-        self.interleaver.bind(self)
+        spec: Any = module.spec
+        self.interleaver.bind(self, spec.family)
         self.generator = TracedEnvoy(
             Generator(), path=f"{self.path}.generator", interleaver=self.interleaver, parent=self
         )

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...core.forward_batch import Waits
+from ...core.model_spec import Family
 from .delivery import Delivery
 from .nan_check import EditLog
 from .nnsight_compat import (
@@ -90,17 +91,17 @@ class EngineInterleaver(Interleaver):
         self.watchdog: Watchdog | None = None
         self.eager_parts: Counter[str] = Counter()
 
-    def bind(self, model: Envoy) -> None:
+    def bind(self, model: Envoy, family: Family) -> None:
         """Learn the model's own locations, before users attach modules of theirs."""
         self._model_paths = {envoy.path for envoy in model.modules()}
-        attentions = [f"{path}." for path in self._model_paths if path.endswith(".self_attn")]
+        attentions = [f"{path}." for path in self._model_paths if path.endswith(f".{family.attention}")]
         self._with_attention = {
             path for path in self._model_paths if any(attention.startswith(f"{path}.") for attention in attentions)
         }
-        self._layers = f"{model.path}.model.layers."
+        self._layers = f"{model.path}.{family.layers}."
         self.samples, self.streamer = f"{model.path}.samples", f"{model.path}.generator.streamer.output"
         self.run_locations = frozenset({f"{model.path}.logits", self.samples})
-        head = f"{model.path}.lm_head"
+        head = f"{model.path}.{family.head}"
         self._logit_locations = self.run_locations | {f"{head}.input", f"{head}.output", f"{model.path}.output"}
 
     def instrument(self, envoy: Envoy) -> None:

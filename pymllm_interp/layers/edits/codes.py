@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .base import final_norm_site, num_sites
+from ...core.model_spec import final_norm_site, num_sites
 
 ADD, PROJECT_OUT, CLAMP, SCALE, PATCH = range(1, 6)
 """What an op does; 0 is none."""

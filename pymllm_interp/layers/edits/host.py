@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...core.model_spec import INNER_SITES, LOGITS, final_norm_site, input_add
 from ..norm import rms_norm
-from .base import INNER, LOGITS, edited, final_norm_site, residual_site, total
+from .base import apply_and_capture, residual_sum
 
 Rows = tuple[int, int]
 """First row, and rows, of a request in a pass."""
@@ -28,7 +29,7 @@ class Added(NamedTuple):
 Op = Added | Callable[[torch.Tensor], torch.Tensor]
 """Or any function, [rows, width] -> [rows, width]."""
 NO_INNER: frozenset[str] = frozenset()
-ALL_INNER = frozenset({*INNER, LOGITS})
+ALL_INNER = frozenset({*INNER_SITES, LOGITS})
 
 
 class HostOps:
@@ -83,16 +84,17 @@ class HostOps:
                 _add(value[0, :end], side_by_side)
         return value
 
-    def take(self, site: int, value: torch.Tensor) -> None:
+    def capture(self, site: int, value: torch.Tensor) -> None:
         for (start, size), tap in self.taps.get(site, ()):
             tap(value[0, start : start + size])
 
     def add_rms_norm(
-        self, place: int, h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+        self, residual_add: int, h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        h = total(h, delta, self, place)
+        h = residual_sum(h, delta, self, residual_add)
         normed = rms_norm(h, weight, eps)
-        return h, edited(normed, self, self.final_site) if residual_site(place) + 1 == self.final_site else normed
+        is_last = residual_add == input_add(self.num_layers)
+        return h, apply_and_capture(normed, self, self.final_site) if is_last else normed
 
 
 def _add(value: torch.Tensor, ops: Sequence[Added]) -> None:

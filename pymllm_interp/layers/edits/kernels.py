@@ -10,10 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import Launcher, awaits, begins
+from ...core.model_spec import delta_site
+from ..launch import Launcher, grid_wait, launch_dependents
 from ..triton_kernels import norm_launch
 from . import codes
-from .base import delta_site
 
 if TYPE_CHECKING:
     from .table import TableOps
@@ -188,7 +188,7 @@ _capture_launch = Launcher(_capture_kernel, enable_fp_fusion=False)
 def _edit_kernel(
     h, delta, weight, total, out, owners, positions, ops, fires, vectors, captures, blocks, ring, block_stride, count, eps, site,
     SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, LAST: tl.constexpr,
-    ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Ops on `h` at `site`; with NORM ops and captures of delta there, of h + delta at the next site, and with LAST of the norm
     after that.
@@ -197,7 +197,7 @@ def _edit_kernel(
     than what is done with it. The tables and the weights are kept in the cache against the weights of the products, which go
     through it once a step.
     """
-    begins(EARLY)
+    launch_dependents(PDL)
     dtype: tl.constexpr = h.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -206,10 +206,10 @@ def _edit_kernel(
     source = row * SIZE + column
     owner = tl.load(owners + row, mask=inside, other=-1, eviction_policy="evict_last")
     position = tl.load(positions + row, mask=inside, other=0, eviction_policy="evict_last").to(tl.int32)
-    if not EARLY:
+    if not PDL:
         state = tl.load(h + source, mask=mask, other=0.0)
     if NORM:
-        if not EARLY:
+        if not PDL:
             value = tl.load(delta + source, mask=mask, other=0.0).to(tl.float32)
         weights = tl.load(weight + column, mask=column < SIZE, other=0.0, eviction_policy="evict_last")
         owned = inside & (owner >= 0)
@@ -226,8 +226,8 @@ def _edit_kernel(
         way_after = tl.load(taken + CAPTURE_WORDS + 1, mask=owned, other=0, eviction_policy="evict_last")
         first = tl.load(blocks + row, mask=owned, other=0, eviction_policy="evict_last")
         stop = tl.load(blocks + block_stride + row, mask=owned, other=0, eviction_policy="evict_last")
-    if EARLY:
-        awaits(EARLY)
+    if PDL:
+        grid_wait(PDL)
         state = tl.load(h + source, mask=mask, other=0.0)
         if NORM:
             value = tl.load(delta + source, mask=mask, other=0.0).to(tl.float32)
@@ -274,7 +274,7 @@ def _edit_kernel(
     tl.store(out + source, value.to(dtype), mask=mask)
 
 
-_edit_launch = Launcher(_edit_kernel, early=True, enable_fp_fusion=False, maxnreg=MAX_REGISTERS)
+_edit_launch = Launcher(_edit_kernel, pdl=True, enable_fp_fusion=False, maxnreg=MAX_REGISTERS)
 
 
 def _launch(
@@ -319,10 +319,10 @@ def edit(value: torch.Tensor, site: int, edits: TableOps) -> torch.Tensor:
 
 
 def edit_add_rms_norm(
-    h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float, place: int, edits: TableOps
+    h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float, residual_add: int, edits: TableOps
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`triton_kernels.add_rms_norm` with the ops and captures of the place; h and delta [1, tokens, width]."""
+    """`triton_kernels.add_rms_norm` with the ops and captures of the residual add; h and delta [1, tokens, width]."""
     h, delta = h.contiguous(), delta.contiguous()
     total, out = torch.empty_like(h), torch.empty_like(h)
-    _launch(h, delta, weight, total, out, eps, delta_site(place), edits, norm=True)
+    _launch(h, delta, weight, total, out, eps, delta_site(residual_add), edits, norm=True)
     return total, out

@@ -6,7 +6,7 @@ from typing import Protocol, Self
 
 import torch
 
-from .base import LOGITS, final_norm_site
+from ...core.model_spec import LOGITS, final_norm_site
 from .codes import (
     OpTables,
 )
@@ -65,14 +65,14 @@ class TableOps:
             return value if self.logits is None else self.logits.at(value)
         return edit(value, site, self)
 
-    def take(self, site: int, value: torch.Tensor) -> None:
+    def capture(self, site: int, value: torch.Tensor) -> None:
         from .kernels import capture
 
         capture(value, site, self)
 
     def add_rms_norm(
-        self, place: int, h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+        self, residual_add: int, h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         from .kernels import edit_add_rms_norm
 
-        return edit_add_rms_norm(h, delta, weight, eps, place, self)
+        return edit_add_rms_norm(h, delta, weight, eps, residual_add, self)

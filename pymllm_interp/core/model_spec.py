@@ -1,0 +1,320 @@
+"""What a model is: its sizes, the paths of its modules, and the numbers of its sites.
+
+    spec = ModelSpec.of(hf_config, torch.bfloat16)
+    spec.num_hidden_layers, spec.head_dim, spec.shape("q")
+    spec.family.points["mlp_act"]        # SitePoint("model.layers.{}.mlp.down_proj", "input")
+
+A family of models is one row of `FAMILIES`.
+
+Site numbers. A forward pass adds to the residual stream at several places. Residual add 0 is the embedding, residual add
+``2 * i + 1`` follows layer i's attention, and residual add ``2 * i + 2`` follows its MLP. Each has two sites, the delta that
+is added and the sum::
+
+    site 2 * residual_add         attn_out.i, mlp_out.i
+    site 2 * residual_add + 1     embed (resid_pre.0), resid_mid.i, resid_post.i (resid_pre.i+1)
+    site 4 * layers + 2           final_norm: the input of the head
+
+Then come the inner sites (`INNER_SITES` of each layer), and last the logits. Inner sites are not part of the residual stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+
+INNER_SITES = ("q", "k", "v", "z", "mlp_act")
+"""Kinds of inner sites that each layer has."""
+LOGITS = "logits"
+STREAM_SITES = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm")
+"""Kinds of sites on the residual stream."""
+NUMBERED_SITES = (*STREAM_SITES, *INNER_SITES, LOGITS)
+"""Kinds of sites that have numbers: declared interventions and captures act at these."""
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""RoPE scalings with frequencies that depend on the length of the sequence."""
+
+
+# -- site numbers ------------------------------------------------------------------
+
+
+def attention_add(layer: int) -> int:
+    """The residual add of a layer's attention."""
+    return 2 * layer + 1
+
+
+def mlp_add(layer: int) -> int:
+    """The residual add of a layer's MLP."""
+    return 2 * layer + 2
+
+
+def input_add(layer: int) -> int:
+    """The residual add that makes a layer's input; of the layer after the last, the final norm's input."""
+    return 2 * layer
+
+
+def delta_site(residual_add: int) -> int:
+    """The site of the delta at a residual add."""
+    return 2 * residual_add
+
+
+def residual_site(residual_add: int) -> int:
+    """The site of the sum at a residual add."""
+    return 2 * residual_add + 1
+
+
+EMBED_SITE = residual_site(input_add(0))
+
+
+def final_norm_site(num_layers: int) -> int:
+    """The site of the final norm's output."""
+    return residual_site(input_add(num_layers)) + 1
+
+
+def inner_site(num_layers: int, layer: int, kind: str) -> int:
+    """The site of an inner kind in a layer, or of the logits (in any layer)."""
+    first = final_norm_site(num_layers) + 1
+    if kind == LOGITS:
+        return first + len(INNER_SITES) * num_layers
+    return first + len(INNER_SITES) * layer + INNER_SITES.index(kind)
+
+
+def num_sites(num_layers: int) -> int:
+    """Number of sites in a model, without the logits, which are not part of a captured pass."""
+    return inner_site(num_layers, 0, LOGITS)
+
+
+class SiteLike(Protocol):
+    """A kind of site, and its layer (None for kinds without layers)."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def layer(self) -> int | None: ...
+
+
+def site_index(site: SiteLike, num_layers: int) -> int:
+    """The number of a site in a model with `num_layers` layers.
+
+    Raises:
+        ValueError: a kind without a number.
+    """
+    kind, layer = site.kind, site.layer or 0
+    if kind not in NUMBERED_SITES:
+        raise ValueError(
+            f"{site}: interventions act at {', '.join(NUMBERED_SITES)}; a trace (`with lm.generate(...)`) can edit the others"
+        )
+    match kind:
+        case "embed" | "resid_pre":
+            return residual_site(input_add(layer))
+        case "attn_out":
+            return delta_site(attention_add(layer))
+        case "resid_mid":
+            return residual_site(attention_add(layer))
+        case "mlp_out":
+            return delta_site(mlp_add(layer))
+        case "resid_post":
+            return residual_site(mlp_add(layer))
+        case "final_norm":
+            return final_norm_site(num_layers)
+        case _:
+            return inner_site(num_layers, layer, kind)
+
+
+# -- families ------------------------------------------------------------------------
+
+
+class SitePoint(NamedTuple):
+    """Where a site's value can be read: at one end of a module."""
+
+    module: str
+    """The module's path, with `{}` in place of the layer."""
+    end: Literal["input", "output"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Models with equal module names. The defaults are Llama's.
+
+    Attributes:
+        name: `model_type` in the config.
+        embed, layers, final_norm, head: module paths; `layers` is the list of decoder layers.
+        attention_norm, attention, mlp_norm, mlp: children of a decoder layer.
+        q_proj, k_proj, v_proj, o_proj: children of the attention.
+        down_proj: the MLP's last projection.
+        missing: kinds of sites that the family does not have.
+        sliding_window: whether the config's `sliding_window` counts.
+    """
+
+    name: str
+    embed: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    attention_norm: str = "input_layernorm"
+    attention: str = "self_attn"
+    q_proj: str = "q_proj"
+    k_proj: str = "k_proj"
+    v_proj: str = "v_proj"
+    o_proj: str = "o_proj"
+    mlp_norm: str = "post_attention_layernorm"
+    mlp: str = "mlp"
+    down_proj: str = "down_proj"
+    missing: frozenset[str] = frozenset()
+    sliding_window: bool = True
+
+    @cached_property
+    def points(self) -> Mapping[str, SitePoint]:
+        """Kind of site -> where its value can be read, in the order of a forward pass.
+
+        Editing there is not always editing the site: the residual stream bypasses a norm, so replacing the norm's input does
+        not change `resid_mid`.
+        """
+        layer = self.layers + ".{}"
+        attention, mlp = f"{layer}.{self.attention}", f"{layer}.{self.mlp}"
+        points = {
+            "embed": SitePoint(self.embed, "output"),
+            "resid_pre": SitePoint(layer, "input"),
+            "attn_in": SitePoint(f"{layer}.{self.attention_norm}", "output"),
+            "q": SitePoint(f"{attention}.{self.q_proj}", "output"),
+            "k": SitePoint(f"{attention}.{self.k_proj}", "output"),
+            "v": SitePoint(f"{attention}.{self.v_proj}", "output"),
+            "z": SitePoint(f"{attention}.{self.o_proj}", "input"),
+            "attn_out": SitePoint(attention, "output"),
+            "resid_mid": SitePoint(f"{layer}.{self.mlp_norm}", "input"),
+            "mlp_in": SitePoint(f"{layer}.{self.mlp_norm}", "output"),
+            "mlp_act": SitePoint(f"{mlp}.{self.down_proj}", "input"),
+            "mlp_out": SitePoint(mlp, "output"),
+            "resid_post": SitePoint(layer, "output"),
+            "final_norm": SitePoint(self.final_norm, "output"),
+            "logits": SitePoint(self.head, "output"),
+        }
+        return {kind: point for kind, point in points.items() if kind not in self.missing}
+
+    @cached_property
+    def other_points(self) -> Mapping[str, str]:
+        """Further module paths with the same values -> kind of site."""
+        layer = self.layers + ".{}"
+        return {
+            f"{layer}.{self.attention_norm}.input": "resid_pre",
+            f"{layer}.{self.attention}.input": "attn_in",
+            f"{layer}.{self.attention}.{self.o_proj}": "attn_out",
+            f"{layer}.{self.mlp}.input": "mlp_in",
+            f"{layer}.{self.mlp}.{self.down_proj}": "mlp_out",
+        }
+
+    def check(self, kind: str) -> None:
+        """Raise ValueError for a kind of site that the family does not have."""
+        if kind not in self.points:
+            raise ValueError(f"{self.name} models have no site {kind!r}; they have {', '.join(self.points)}")
+
+    def point(self, site: SiteLike) -> SitePoint:
+        """The module path and end of a site.
+
+        Raises:
+            ValueError: the family does not have the site's kind.
+        """
+        self.check(site.kind)
+        module, end = self.points[site.kind]
+        return SitePoint(module.format(site.layer), end)
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family(name="llama", sliding_window=False),
+        Family(name="mistral"),
+        Family(name="qwen2"),
+        Family(name="qwen3"),
+    )
+}
+"""By the config's `model_type`."""
+
+
+# -- the model -------------------------------------------------------------------------
+
+
+_SHAPES = {
+    "q": ("num_attention_heads", "head_dim"),
+    "k": ("num_key_value_heads", "head_dim"),
+    "v": ("num_key_value_heads", "head_dim"),
+    "z": ("num_attention_heads", "head_dim"),
+    "mlp_act": ("intermediate_size",),
+    "logits": ("vocab_size",),
+}
+"""Kind of site -> the config's settings that make the shape of its state; hidden_size for all others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """The facts of a model that the runner, the layers and the hooks need. Fields have the names of the config's settings."""
+
+    family: Family
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    context_len: int
+    """Positions of the longest sequence, after dynamic RoPE scaling."""
+    sliding_windows: tuple[int | None, ...]
+    """By layer, in tokens, the query's own included; None: the layer attends to the whole context."""
+    rope_depends_on_length: bool
+    """Whether a position's rotation depends on the length of its sequence."""
+    dtype: torch.dtype
+    """dtype of weights and hidden states."""
+
+    @classmethod
+    def of(cls, config: Any, dtype: torch.dtype) -> ModelSpec:
+        """The spec of a transformers config, or of its `text_config`.
+
+        Raises:
+            ValueError: the model type has no row in `FAMILIES`.
+        """
+        text = getattr(config, "text_config", None) or config
+        if text.model_type not in FAMILIES:
+            raise ValueError(
+                f"no table of sites for {text.model_type!r} models; there is one for {', '.join(FAMILIES)}"
+            )
+        family, heads = FAMILIES[text.model_type], text.num_attention_heads
+        rope = getattr(text, "rope_parameters", None) or {}
+        scaling = rope.get("rope_type")
+        stretch = rope.get("factor", 1.0) if scaling == "dynamic" else 1.0
+        return cls(
+            family=family,
+            num_hidden_layers=text.num_hidden_layers,
+            hidden_size=text.hidden_size,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            intermediate_size=text.intermediate_size,
+            vocab_size=text.vocab_size,
+            context_len=int(text.max_position_embeddings * stretch),
+            sliding_windows=_sliding_windows(text, family),
+            rope_depends_on_length=scaling in LENGTH_DEPENDENT_ROPE,
+            dtype=dtype,
+        )
+
+    def shape(self, kind: str) -> tuple[int, ...]:
+        """Shape of one position's state: (heads, head_dim) for `q`, `k`, `v` and `z`, (width,) for all other kinds."""
+        return tuple(getattr(self, setting) for setting in self.settings(kind))
+
+    def width(self, kind: str) -> int:
+        """Number of values in one position's state: the width of a vector for this kind."""
+        return prod(self.shape(kind))
+
+    def settings(self, kind: str) -> tuple[str, ...]:
+        """The config's settings that make the shape."""
+        return _SHAPES.get(kind, ("hidden_size",))
+
+
+def _sliding_windows(text: Any, family: Family) -> tuple[int | None, ...]:
+    window = getattr(text, "sliding_window", None) if family.sliding_window else None
+    layer_types = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
+    return tuple([window if layer_type == "sliding_attention" else None for layer_type in layer_types])

@@ -1,0 +1,174 @@
+"""The contract between the runner and a model, and the parts of it that all decoders share.
+
+A model has two forward passes over the same kernels. `forward` calls every module, under the names and with the tensors of
+the family's transformers class: hooks see this pass. `forward_fused` calls no module: passes without hooks run it. Where no
+hook waits, `forward` runs fused code too, as graph segments (`ForwardBatch.run_segment`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ..attention.attention_backend import RadixAttention
+from ..core.current_pass import current_pass
+from ..core.forward_batch import ForwardBatch, Registers
+from ..core.model_spec import ModelSpec, input_add
+from ..layers.edits.base import residual_sum
+from ..layers.linear import Linear
+from ..layers.rope import rotation_of
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines, each [1, tokens, head_dim]."""
+
+
+class CausalLM(nn.Module, ABC):
+    """A decoder with a language modelling head, as the runner calls it.
+
+    Attributes:
+        config: the model's transformers config.
+        spec: the model's facts.
+        lm_head: [..., hidden] -> [..., vocab].
+    """
+
+    config: PretrainedConfig
+    spec: ModelSpec
+    lm_head: Linear
+
+    def __call__(self, *args: Any, forward_batch: ForwardBatch, **kwargs: Any) -> CausalLMOutputWithPast:
+        """Run `forward` as the thread's current pass.
+
+        Raises:
+            RuntimeError: a pass runs on this thread already.
+        """
+        with current_pass(forward_batch):
+            return super().__call__(*args, forward_batch=forward_batch, **kwargs)
+
+    @abstractmethod
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
+    ) -> CausalLMOutputWithPast:
+        """The pass module by module.
+
+        Args:
+            input_ids, position_ids: [1, tokens] int64.
+
+        Returns:
+            logits [1, logit rows, vocab] of the rows in `forward_batch.logits_indices`. `forward_batch.hidden_states` is set
+            if `return_hidden_states` is.
+        """
+
+    @abstractmethod
+    def forward_fused(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """The logits of `forward`, bit for bit, without a call to a module."""
+
+    def attention_layers(self) -> list[RadixAttention]:
+        """The attention of each layer, in order."""
+        found = [getattr(module, "attn", None) for module in self.modules()]
+        return [layer for layer in found if isinstance(layer, RadixAttention)]
+
+
+class ResidualBranch(nn.Module, ABC):
+    """An attention or an MLP: the output of its last projection is added to the residual stream.
+
+    Attributes:
+        name: attribute of the decoder layer.
+        last_projection: attribute of the branch.
+        inner_kind: kind of the inner site between the two parts of the branch, the input of `last_projection`.
+    """
+
+    name: str
+    last_projection: str
+    inner_kind: str
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self._last_path = f"{self.name}.{self.last_projection}"
+
+    @abstractmethod
+    def inner_fused(self, *inputs: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """The input of the last projection [1, tokens, width], after its ops, without a call to a module."""
+
+    def forward_fused(self, *inputs: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """`forward` without a call to a module, and without the ops at its output: [1, tokens, hidden]."""
+        inner = self.inner_fused(*inputs, batch=batch)
+        last: Linear = getattr(self, self.last_projection)
+        return last.project(inner, batch.site_ops)
+
+    def run_segments(self, batch: ForwardBatch, **inputs: torch.Tensor) -> torch.Tensor | None:
+        """`forward` as graph segments, without the ops at its output.
+
+        Args:
+            inputs: those of `inner_fused`, in order, by the names of their registers.
+
+        Returns:
+            [1, tokens, hidden]; None where a hook waits before the last projection: run module by module.
+        """
+        hook_query, layer = batch.hook_query, self.layer_idx
+        if hook_query is None:
+            return None
+
+        def whole(**inputs: torch.Tensor) -> Registers:
+            return {"delta": self.forward_fused(*inputs.values(), batch=batch)}
+
+        def inner(**inputs: torch.Tensor) -> Registers:
+            return {self.inner_kind: self.inner_fused(*inputs.values(), batch=batch)}
+
+        if hook_query.try_fuse(layer, self.name):
+            return batch.run_segment((self.name, layer), whole, **inputs)["delta"]
+        if hook_query.try_fuse(layer, self.name, but=self._last_path):
+            registers = batch.run_segment((self.inner_kind, layer), inner, **inputs)
+            return getattr(self, self.last_projection)(registers[self.inner_kind])
+        if batch.segments is not None:
+            hook_query.runs_eagerly(layer, self.name, but=self._last_path)
+        return None
+
+
+class FusedLayer(Protocol):
+    """A decoder layer, as the fused pass calls it."""
+
+    def forward_fused(
+        self, h: torch.Tensor, delta: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(h, delta) -> (h, delta): the hidden state is the `residual_sum` of both. cos and sin are a `rotation`."""
+        ...
+
+
+def run_layers(
+    layers: Sequence[FusedLayer],
+    first: int,
+    h: torch.Tensor,
+    position_embeddings: Rotation,
+    batch: ForwardBatch,
+    served: bool,
+) -> torch.Tensor:
+    """Run decoder layers as one graph segment.
+
+    Args:
+        layers: consecutive layers.
+        first: index of the first one.
+        h: [1, tokens, hidden].
+        served: a hook waits at the output of the last one.
+
+    Returns:
+        the hidden state [1, tokens, hidden] after the last layer.
+    """
+    stop = first + len(layers)
+
+    def run(h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Registers:
+        delta = None
+        for layer in layers:
+            h, delta = layer.forward_fused(h, delta, cos, sin, batch)
+        return {"h": residual_sum(h, delta, batch.site_ops, input_add(stop), served)}
+
+    cos, sin = rotation_of(batch, *position_embeddings)
+    return batch.run_segment(("layers", first, stop, served), run, h=h, cos=cos, sin=sin)["h"]
