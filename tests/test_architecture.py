@@ -210,7 +210,11 @@ def test_no_except_exception_around_computation():
                 continue
             names = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} if node.type else {"Exception"}
             again = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
-            if names & {"Exception", "BaseException"} and not again and place(module) not in ("engine", "hooks", "harvest"):
+            if (
+                names & {"Exception", "BaseException"}
+                and not again
+                and place(module) not in ("engine", "hooks", "harvest")
+            ):
                 wrong.append(f"{FILES[module].relative_to(ROOT)}:{node.lineno}")
             if node.type is None:
                 wrong.append(f"{FILES[module].relative_to(ROOT)}:{node.lineno} (bare except)")

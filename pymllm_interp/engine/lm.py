@@ -32,9 +32,10 @@ from ..harvest.folder import HarvestFolder, Identity
 from ..harvest.inputs import Settings, tokenizer_fingerprint
 from ..harvest.reader import expected_bytes, has_index_per_site
 from ..harvest.run import READ, STEPS_AHEAD, HarvestResult, HarvestRun
-from ..hooks.binding import captures_for_each_prompt, fingerprint_of, for_each_prompt, resolved
+from ..hooks.binding import fingerprint_of, resolved
 from ..hooks.captures.spec import Capture
-from ..hooks.interventions.specs import Intervention
+from ..hooks.declared import captures_for_each_prompt, for_each_prompt
+from ..hooks.interventions.op import Op
 from ..hooks.positions import Generated
 from ..hooks.receipt import Receipt
 from ..hooks.site import Site
@@ -59,7 +60,7 @@ from .request_factory import (
     sampling_from_kwargs,
 )
 
-Interventions = Sequence[Intervention] | Sequence[Sequence[Intervention]] | None
+Interventions = Sequence[Op] | Sequence[Sequence[Op]] | None
 """One list for all prompts, or a list for each."""
 Captures = Sequence[Capture | Site | str] | Sequence[Sequence[Capture | Site | str]] | None
 """The same; a string is a site, or a pattern of sites."""
@@ -317,9 +318,7 @@ class LM(TracedModel):
         self._hold(handles)
         return handles
 
-    def _declare(
-        self, request: Request, interventions: Sequence[Intervention], captures: Sequence[Capture] = ()
-    ) -> None:
+    def _declare(self, request: Request, interventions: Sequence[Op], captures: Sequence[Capture] = ()) -> None:
         request.declared = self.runner.declare(interventions, captures, request)
         if request.declared is None:
             return
@@ -378,7 +377,7 @@ class LM(TracedModel):
         *,
         capture: Sequence[Capture | Site | str],
         out: str | Path,
-        interventions: Sequence[Intervention] | None = None,
+        interventions: Sequence[Op] | None = None,
         shard_bytes: int = 1 << 29,
         max_length: int | None = None,
         too_long: str = "error",
@@ -454,8 +453,8 @@ class LM(TracedModel):
         return run.run(inputs)
 
     def _harvest_specs(
-        self, capture: Sequence[Capture | Site | str], interventions: Sequence[Intervention] | None
-    ) -> tuple[list[Capture], list[Intervention]]:
+        self, capture: Sequence[Capture | Site | str], interventions: Sequence[Op] | None
+    ) -> tuple[list[Capture], list[Op]]:
         """What a harvest captures and applies, with what it cannot refused."""
         if self.engine.on_engine_thread:
             raise RuntimeError("a harvest cannot be run inside the block of a trace: the engine would wait for itself")

@@ -309,7 +309,7 @@ class LlamaModel(nn.Module):
                 capture_at(h, edits, residual_site(2 * i))
         h = self.norm(h)
         if edits is not None:
-            edits.take(edits.final_site, h)
+            edits.capture(edits.final_site, h)
         return BaseModelOutputWithPast(last_hidden_state=h)  # pyright: ignore[reportArgumentType]
 
     def _stretch(

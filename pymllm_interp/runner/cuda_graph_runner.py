@@ -132,12 +132,16 @@ class _InputBuffers:
     @staticmethod
     def _edited_rows(forward_batch: ForwardBatch) -> torch.Tensor:
         edits = forward_batch.site_ops
-        return torch.full_like(forward_batch.req_pool_indices, -1) if edits is None else edits.rows
+        return torch.full_like(forward_batch.req_pool_indices, -1) if edits is None else edits.token_rows.owners
 
     def _block_fills(self, forward_batch: ForwardBatch) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
         """Blocks matter to rows whose request declared something."""
         edits = forward_batch.site_ops
-        return [] if edits is None else [(own, given, 0) for own, given in zip(self.blocks, edits.blocks, strict=True)]
+        return (
+            []
+            if edits is None
+            else [(own, given, 0) for own, given in zip(self.blocks, edits.token_rows.records, strict=True)]
+        )
 
     def batch(self, bs: int, model_runner: ModelRunner) -> ForwardBatch:
         """A decode batch of `bs` rows over the buffers."""

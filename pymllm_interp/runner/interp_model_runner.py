@@ -28,11 +28,11 @@ from ..core.request import Request
 from ..core.upload import upload
 from ..hooks.captures.ring import CaptureRing, StatesOf
 from ..hooks.captures.spec import Capture
-from ..hooks.declared import Declared, Limits
+from ..hooks.declared import Declared, DeclaredLimits
 from ..hooks.interventions.device_tables import DeviceTables
-from ..hooks.interventions.host_ops import Share, host_ops
+from ..hooks.interventions.host_ops import RequestRows, host_ops
 from ..hooks.interventions.logit_ops import logit_ops
-from ..hooks.interventions.specs import Intervention
+from ..hooks.interventions.op import Op
 from ..hooks.site import ModelInfo
 from ..hooks.traces.batch_groups import NNsightRequestHelper
 from ..hooks.traces.envoy import TracedModel
@@ -87,9 +87,9 @@ class InterpModelRunner(ModelRunner):
         assert self.source is not None
         self.model_info = ModelInfo.of(self.source.hf_config, self.dtype)
         config = self.server_config
-        self.declared_limits = Limits(
+        self.declared_limits = DeclaredLimits(
             config.max_interventions_per_site, config.max_intervention_vectors, config.max_capture_bytes,
-            frozenset(config.inner_sites if self._has_tables else INNER),
+            frozenset(config.inner_sites if self._has_tables else INNER), self._has_tables,
         )  # fmt: skip
         super().init_memory_pool()
 
@@ -121,7 +121,7 @@ class InterpModelRunner(ModelRunner):
 
     # -- declared interventions ------------------------------------------------------
 
-    def declare(self, specs: Sequence[Intervention], captures: Sequence[Capture], request: Request) -> Declared | None:
+    def declare(self, specs: Sequence[Op], captures: Sequence[Capture], request: Request) -> Declared | None:
         """What a request's interventions and captures come to; None for none. Called on any thread.
 
         Raises:
@@ -515,10 +515,10 @@ def _captures_at(request: Request, site: int) -> bool:
     return captures is not None and site in captures.by_site
 
 
-def _shares(input_batch: InputBatch) -> list[Share]:
+def _shares(input_batch: InputBatch) -> list[RequestRows]:
     """What each request of the step that declared something has of it."""
     return [
-        Share(
+        RequestRows(
             entry.request.declared, start, torch.arange(entry.start, entry.start + entry.num_tokens), logit_start,
             entry.logit_rows,
         )

@@ -73,7 +73,7 @@ class SiteOps(Protocol):
         """`value` [1, tokens, width] after the ops at `site`; itself where there are none, else fresh memory."""
         ...
 
-    def take(self, site: int, value: torch.Tensor) -> None:
+    def capture(self, site: int, value: torch.Tensor) -> None:
         """Capture `value` [1, tokens, width], what the model goes on with, for the requests that want it at `site`."""
         ...
 
@@ -128,13 +128,13 @@ def apply_inner(value: torch.Tensor, edits: SiteOps | None, layer: int, kind: st
 def capture_inner(value: torch.Tensor, edits: SiteOps | None, layer: int, kind: str) -> None:
     """`capture_at` an inner site."""
     if edits is not None and kind in edits.inner:
-        edits.take(inner_site(edits.num_layers, layer, kind), value)
+        edits.capture(inner_site(edits.num_layers, layer, kind), value)
 
 
 def capture_at(value: torch.Tensor, edits: SiteOps | None, site: int) -> None:
     """Capture `value` at `site`, where anybody may want it."""
     if edits is not None:
-        edits.take(site, value)
+        edits.capture(site, value)
 
 
 def edited(value: torch.Tensor, edits: SiteOps | None, site: int) -> torch.Tensor:
