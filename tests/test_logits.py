@@ -20,10 +20,10 @@ from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Generated, Patch, Sa
 from pymllm_interp.config import INNER_SITES
 from pymllm_interp.harvest.reader import open_harvest
 from pymllm_interp.harvest.run import HarvestError
-from pymllm_interp.hooks import tables
 from pymllm_interp.hooks.binding import bind
 from pymllm_interp.hooks.captures.group import Group
 from pymllm_interp.hooks.captures.spec import Project
+from pymllm_interp.hooks.interventions import device_tables, host_ops, logit_ops
 from pymllm_interp.hooks.interventions.op import Op
 from pymllm_interp.hooks.interventions.reference import apply
 from pymllm_interp.hooks.positions import ordinals_of
@@ -305,7 +305,7 @@ def test_what_ops_are_computed_with_is_on_the_device_before_the_first_step(lm_of
     ]
     sent: Counter[int] = Counter()  # by step: elements
     used: dict[int, set[int]] = {}  # by step: addresses of vectors
-    upload, act = tables.upload, tables.act
+    upload, act = device_tables.upload, host_ops.act
 
     def counted_upload(device: Any, *host: Any) -> Any:
         sent[lm.engine.num_steps] += sum(part.size if isinstance(part, np.ndarray) else part.numel() for part in host)
@@ -315,8 +315,9 @@ def test_what_ops_are_computed_with_is_on_the_device_before_the_first_step(lm_of
         used.setdefault(lm.engine.num_steps, set()).update(vector.data_ptr() for vector in vectors)
         return act(op, state, ordinals, vectors)
 
-    monkeypatch.setattr(tables, "upload", counted_upload)
-    monkeypatch.setattr(tables, "act", seen_act)
+    for module in (device_tables, logit_ops):
+        monkeypatch.setattr(module, "upload", counted_upload)
+    monkeypatch.setattr(host_ops, "act", seen_act)
     with held(lm):
         handles = [lm.submit(prompt_of(6, i), greedy(5), interventions=specs) for i in range(3)]
     assert [len(handle.result(WAIT).token_ids) for handle in handles] == [5, 5, 5]
@@ -338,7 +339,7 @@ def test_what_requests_have_in_common_is_done_once_a_step(lm_of: Any, oracle: An
     lm = lm_of("llama")
     written: list[int] = []
     acted: list[int] = []
-    write, act = Group.write, tables.act
+    write, act = Group.write, host_ops.act
 
     def counted(group: Group, states: torch.Tensor, *args: Any) -> None:
         written.append(len(states))
@@ -349,7 +350,7 @@ def test_what_requests_have_in_common_is_done_once_a_step(lm_of: Any, oracle: An
         return act(op, state, *args)
 
     monkeypatch.setattr(Group, "write", counted)
-    monkeypatch.setattr(tables, "act", counted_act)
+    monkeypatch.setattr(host_ops, "act", counted_act)
     prompts = [prompt_of(6, i) for i in range(5)]
     specs: list[list[Op]] = [[Scale("logits", -0.5), Steer("logits", vector(VOCAB, 1), scale=2.0)]] * 4 + [[]]
     with held(lm):

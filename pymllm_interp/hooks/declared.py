@@ -92,7 +92,7 @@ def for_each_prompt(given: Any, prompts: int) -> list[list[Op]]:
     found = lists_for_prompts(given, prompts, "interventions")
     for spec in (spec for entry in found for spec in entry):
         if not isinstance(spec, Op):
-            raise ValueError(f"interventions: {spec!r} is not one; expected Steer, Ablate, Clamp, Scale or Patch")
+            raise ValueError(f"interventions: {spec!r} is not one; expected an op, such as Steer or Ablate")
     return found
 
 
