@@ -216,7 +216,8 @@ class Clamp(Op):
         """The states with the clamped projection; rows within the bounds keep their bits."""
         projection = row_dots(x, vectors[0])
         wanted = projection.clamp(self.low, self.high)
-        return torch.where(wanted != projection, x + (wanted - projection) * vectors[0], x)
+        y = ((wanted - projection) * vectors[0]).add_(x)
+        return torch.where(wanted != projection, y, x)
 
     def words(self) -> OpWords:
         """CLAMP."""
