@@ -57,7 +57,7 @@ class Feature(Op):
     def written(self) -> Iterator[tuple[str, float]]:
         yield "target * decoder", self.target * self.decoder.abs().max().item()
 
-    def act(self, x: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+    def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
         encoder, decoder = vectors[0]
         return x + (self.target - torch.relu(row_dots(x, encoder) + self.bias)) * decoder
 
@@ -73,7 +73,7 @@ class Negate(Op):
     def __post_init__(self) -> None:
         self._set_place()
 
-    def act(self, x: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+    def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
         return -x
 
     def words(self) -> OpWords:

@@ -66,13 +66,14 @@ class Op(PlacedSpec, ABC):
         return None
 
     @abstractmethod
-    def act(self, x: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
-        """The new states; the caller keeps the rows that the op does not select.
+    def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+        """The new states. The caller takes the selected rows of them, and keeps the others as they were.
 
         Each row must be computed by itself, so that its bits do not depend on its batch.
 
         Args:
             x: [rows, width] float32, not to be written to.
+            selected: [rows, 1] bool. An op may clear, in place, rows that it leaves unchanged: they keep their bits.
             ordinals: [rows], each row's rank among the op's positions; -1 for rows that are not selected.
             vectors: `self.vectors`, on the device of `x`.
 

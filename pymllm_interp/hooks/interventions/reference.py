@@ -41,4 +41,6 @@ def act(op: Op, state: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> T
     """`apply` without the gate, to the rows with an ordinal of `gated` other than -1."""
     if op.identity:
         return state
-    return torch.where((ordinals >= 0)[:, None], op.act(state.float(), ordinals, vectors).to(state.dtype), state)
+    selected = (ordinals >= 0)[:, None]
+    acted = op.act(state.float(), selected, ordinals, vectors)
+    return torch.where(selected, acted.to(state.dtype), state)

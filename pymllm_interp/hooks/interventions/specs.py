@@ -91,7 +91,7 @@ class Steer(Op):
         if self.norm == "none":
             yield "scale * vector", self.scale * self.vector.abs().max().item()
 
-    def act(self, x: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+    def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
         """The states plus the vector."""
         if self.norm == "match":
             return x + self.scale * row_norms(x) * vectors[0]
@@ -157,7 +157,7 @@ class Ablate(Op):
         """The basis."""
         return (self.basis,)
 
-    def act(self, x: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+    def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
         """The states without their components along the basis."""
         y = x
         for axis in vectors[0]:
@@ -212,12 +212,12 @@ class Clamp(Op):
         """The bounds."""
         yield from ((name, bound) for name, bound in (("low", self.low), ("high", self.high)) if bound is not None)
 
-    def act(self, x: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
-        """The states with the clamped projection; rows within the bounds keep their bits."""
+    def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+        """The states with the clamped projection; rows within the bounds are unselected."""
         projection = row_dots(x, vectors[0])
         wanted = projection.clamp(self.low, self.high)
-        y = ((wanted - projection) * vectors[0]).add_(x)
-        return torch.where(wanted != projection, y, x)
+        selected &= wanted != projection
+        return x + (wanted - projection) * vectors[0]
 
     def words(self) -> OpWords:
         """CLAMP."""
@@ -246,7 +246,7 @@ class Scale(Op):
         """Whether ``factor == 1``."""
         return self.factor == 1
 
-    def act(self, x: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+    def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
         """The states, multiplied."""
         return self.factor * x
 
@@ -304,7 +304,7 @@ class Patch(Op):
         order = sorted(range(len(indexes)), key=indexes.__getitem__)
         return replace(self, values=self.values[order], positions=tuple(indexes[row] for row in order))
 
-    def act(self, x: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+    def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
         """The values."""
         values = vectors[0]
         return values.expand_as(x) if values.ndim == 1 else values[ordinals.clamp(min=0)]
