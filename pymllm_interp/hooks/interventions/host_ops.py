@@ -29,7 +29,7 @@ class RequestRows(NamedTuple):
     logit_start: int
     """First row of the logits."""
     logit_rows: int
-    """Number of rows of the logits: those of the last positions."""
+    """Number of rows of the logits; the rows are for the last positions."""
 
 
 def host_ops(requests: Iterable[RequestRows], num_layers: int) -> HostOps | None:
