@@ -17,8 +17,8 @@ from pymllm_interp import LM, Ablate, Clamp, Gate, Generated, Patch, Scale, Stee
 from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.hooks.binding import bind
 from pymllm_interp.hooks.declared_stage import DeclaredStage
+from pymllm_interp.hooks.interventions.op import Op
 from pymllm_interp.hooks.interventions.reference import apply
-from pymllm_interp.hooks.interventions.specs import Intervention
 from pymllm_interp.hooks.positions import ordinals_of
 from pymllm_interp.hooks.site import Site
 
@@ -74,7 +74,7 @@ def vector(width: int, seed: int, *rows: int) -> torch.Tensor:
     return torch.randn(*rows, width, generator=torch.Generator().manual_seed(seed))
 
 
-def ops_at(site: str, config: Any) -> list[Intervention]:
+def ops_at(site: str, config: Any) -> list[Op]:
     width = ModelSpec.of(config, torch.float32).width(Site.parse(site).kind)
     v, probe = vector(width, 1), vector(width, 2)
     return [
@@ -89,9 +89,7 @@ def ops_at(site: str, config: Any) -> list[Intervention]:
 
 
 @contextmanager
-def hooked(
-    model: Any, specs: list[Intervention], prompt_len: int, positions: Callable[[], torch.Tensor]
-) -> Iterator[None]:
+def hooked(model: Any, specs: list[Op], prompt_len: int, positions: Callable[[], torch.Tensor]) -> Iterator[None]:
     """transformers' model with hooks at the modules that the sites are, each applying its specs in order."""
     info, handles = ModelSpec.of(model.config, torch.float32), []
     layers = model.model.layers
@@ -147,7 +145,7 @@ def resid_mid(layer: Any, edit: Callable[[torch.Tensor], torch.Tensor]) -> list[
     ]
 
 
-def random_specs(rng: random.Random, config: Any, sites: list[str] = SITES) -> list[Intervention]:
+def random_specs(rng: random.Random, config: Any, sites: list[str] = SITES) -> list[Op]:
     specs = [
         spec
         for site in rng.sample(sites, rng.randrange(0, 4))
@@ -158,7 +156,7 @@ def random_specs(rng: random.Random, config: Any, sites: list[str] = SITES) -> l
 
 
 @torch.no_grad()
-def states_of(model: Any, ids: list[int], specs: list[Intervention], prompt_len: int) -> dict[str, torch.Tensor]:
+def states_of(model: Any, ids: list[int], specs: list[Op], prompt_len: int) -> dict[str, torch.Tensor]:
     """Every site's state at each of `ids`, from one pass under hooks: what goes on, after the specs."""
     at, found, handles = torch.arange(len(ids)), {}, []
     with hooked(model, specs, prompt_len, lambda: at):

@@ -13,16 +13,14 @@ from helpers_declared import INNER, SITES, hooked, ops_at, prompt_of, random_spe
 
 from pymllm_interp import LM, Ablate, Capture, Gate, SamplingParams, Scale, Steer
 from pymllm_interp.engine.handle import RequestHandle
-from pymllm_interp.hooks.interventions.specs import Intervention
+from pymllm_interp.hooks.interventions.op import Op
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 WAIT = 60.0
 
 
 @torch.no_grad()
-def reference(
-    model: Any, prompt: list[int], specs: list[Intervention], new_tokens: int
-) -> tuple[list[int], torch.Tensor]:
+def reference(model: Any, prompt: list[int], specs: list[Op], new_tokens: int) -> tuple[list[int], torch.Tensor]:
     """Greedy tokens and the logits that they come from, by a cached generation under hooks."""
     now = torch.arange(len(prompt))
     ids, cache, rows = list(prompt), None, []
@@ -37,7 +35,7 @@ def reference(
     return ids[len(prompt) :], torch.stack(rows)
 
 
-def logits_of(lm: LM, prompt: list[int], specs: list[Intervention], new_tokens: int) -> tuple[list[int], torch.Tensor]:
+def logits_of(lm: LM, prompt: list[int], specs: list[Op], new_tokens: int) -> tuple[list[int], torch.Tensor]:
     """The same by a trace that carries the interventions: it reads what the head makes of them."""
     with lm.generate(prompt, max_new_tokens=new_tokens, interventions=specs) as tracer:
         rows = list().save()
@@ -158,7 +156,7 @@ def test_a_trace_sees_a_sites_own_module_after_the_ops_and_what_is_inside_before
         Scale("embed", 0.5),
     ]
 
-    def read(interventions: list[Intervention]) -> dict[str, torch.Tensor]:
+    def read(interventions: list[Op]) -> dict[str, torch.Tensor]:
         with lm.trace(prompt, interventions=interventions):
             seen = dict().save()
             seen["embed"] = lm.model.embed_tokens.output.clone()

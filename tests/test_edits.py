@@ -17,14 +17,15 @@ import torch
 from conftest import CONFIGS
 
 from pymllm_interp.core.model_spec import ModelSpec, final_norm_site, num_sites, site_index
-from pymllm_interp.hooks.binding import bind, for_each_prompt
+from pymllm_interp.hooks.binding import bind
 from pymllm_interp.hooks.captures.result_memory import FreshMemory
 from pymllm_interp.hooks.captures.spec import Capture, Project
-from pymllm_interp.hooks.declared import Declared, Limits
+from pymllm_interp.hooks.declared import Declared, DeclaredLimits, for_each_prompt
 from pymllm_interp.hooks.interventions.device_tables import DeviceTables
-from pymllm_interp.hooks.interventions.host_ops import Share, host_ops
+from pymllm_interp.hooks.interventions.host_ops import RequestRows, host_ops
+from pymllm_interp.hooks.interventions.op import Op
 from pymllm_interp.hooks.interventions.reference import apply
-from pymllm_interp.hooks.interventions.specs import Ablate, Clamp, Gate, Intervention, Patch, Scale, Steer
+from pymllm_interp.hooks.interventions.specs import Ablate, Clamp, Gate, Patch, Scale, Steer
 from pymllm_interp.hooks.interventions.vector_pool import VectorPool
 from pymllm_interp.hooks.positions import Generated, ordinals_of
 from pymllm_interp.hooks.site import Site
@@ -38,7 +39,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 pytestmark = [pytest.mark.gpu] if CUDA else []
 INFO = ModelSpec.of(CONFIGS["llama"](), torch.float32)
 WIDTH, LAYERS = INFO.hidden_size, INFO.num_hidden_layers
-LIMITS = Limits(max_interventions_per_site=6, max_intervention_vectors=300, max_capture_bytes=1 << 20)
+LIMITS = DeclaredLimits(max_interventions_per_site=6, max_intervention_vectors=300, max_capture_bytes=1 << 20)
 PROMPT = 7
 SITES = [
     "embed",
@@ -57,7 +58,7 @@ def vector(rng: random.Random, *shape: int) -> torch.Tensor:
     return torch.randn(*(shape or (WIDTH,)), generator=torch.Generator().manual_seed(rng.randrange(10**9)))
 
 
-def random_op(rng: random.Random, site: str) -> Intervention:
+def random_op(rng: random.Random, site: str) -> Op:
     positions: Any = rng.choice(
         ["all", "prompt", "generated", [0], [-1, 2], slice(1, None, 2), Generated(1, 6, 2), range(2, 5)]
     )
@@ -77,7 +78,7 @@ def random_op(rng: random.Random, site: str) -> Intervention:
     return Steer(site, vector(rng), scale=rng.choice([0.3, -4.0]), positions=positions, norm=norm, when=when)
 
 
-def declared_of(specs: list[Intervention], captures: list[Capture] | None = None) -> Declared:
+def declared_of(specs: list[Op], captures: list[Capture] | None = None) -> Declared:
     return Declared.of(specs, INFO, PROMPT, LIMITS, captures or [], longest=PROMPT + 8)
 
 
@@ -359,7 +360,9 @@ def test_the_hosts_functions_are_the_same_ops(seed: int) -> None:
     rng = random.Random(seed + 50)
     requests = [declared_of([random_op(rng, site) for site in SITES]), None, declared_of([random_op(rng, SITES[seed])])]
     spans = [(0, torch.arange(PROMPT)), (PROMPT, torch.tensor([3])), (PROMPT + 1, torch.tensor([8]))]
-    edits = host_ops([Share(r, *span, 0, 0) for r, span in zip(requests, spans, strict=True) if r is not None], LAYERS)
+    edits = host_ops(
+        [RequestRows(r, *span, 0, 0) for r, span in zip(requests, spans, strict=True) if r is not None], LAYERS
+    )
     assert edits is not None
     state = vector(rng, 1, PROMPT + 2, WIDTH)
     before = state.clone()
@@ -372,7 +375,9 @@ def test_the_hosts_functions_are_the_same_ops(seed: int) -> None:
         assert torch.equal(edits.at(site, state), wanted)
         assert torch.equal(state, before), "what goes in is left as it is"
     generated = declared_of([Scale("embed", 2.0, positions="generated")])
-    assert host_ops([Share(generated, 0, torch.arange(3), 0, 0)], LAYERS) is None, "a step that none of its ops acts in"
+    assert host_ops([RequestRows(generated, 0, torch.arange(3), 0, 0)], LAYERS) is None, (
+        "a step that none of its ops acts in"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -383,7 +388,7 @@ def test_requests_side_by_side_have_each_its_own_ops_in_their_order(seed: int, d
     rng = random.Random(seed + 90)
     site = "resid_post.0"
 
-    def op() -> Intervention:
+    def op() -> Op:
         if rng.random() < 0.3:
             return random_op(rng, site)
         positions: Any = rng.choice(["all", "all", "prompt", slice(1, None, 2), [0, 3]])
@@ -392,7 +397,7 @@ def test_requests_side_by_side_have_each_its_own_ops_in_their_order(seed: int, d
     shares, first = [], 0
     for size in (1, 1, 3, 1, PROMPT, 1, 2, 1):
         request = declared_of([op() for _ in range(rng.choice([0, 1, 1, 2, 4]))])
-        shares.append(Share(request, first, torch.arange(size) + rng.randrange(3), 0, 0))
+        shares.append(RequestRows(request, first, torch.arange(size) + rng.randrange(3), 0, 0))
         first += size
     edits = host_ops(shares, LAYERS)
     assert edits is not None

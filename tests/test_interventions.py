@@ -18,8 +18,9 @@ from torch import Tensor
 from pymllm_interp.core.model_spec import FAMILIES, Family, ModelSpec
 from pymllm_interp.hooks.binding import bind
 from pymllm_interp.hooks.captures.spec import Capture, Project
+from pymllm_interp.hooks.interventions.op import Op
 from pymllm_interp.hooks.interventions.reference import apply
-from pymllm_interp.hooks.interventions.specs import MAX_RANK, Ablate, Clamp, Gate, Intervention, Patch, Scale, Steer
+from pymllm_interp.hooks.interventions.specs import MAX_RANK, Ablate, Clamp, Gate, Patch, Scale, Steer
 from pymllm_interp.hooks.positions import Generated, Window, ordinals_of, windows_of
 from pymllm_interp.hooks.site import Site
 
@@ -521,7 +522,7 @@ def test_a_layer_and_a_kind_that_the_model_does_not_have_are_refused():
         (Patch(SITE, BIG, positions=[0]), r"values reaches 1e\+05"),
     ],
 )
-def test_values_that_the_models_dtype_cannot_hold_are_refused(spec: Intervention, what: str) -> None:
+def test_values_that_the_models_dtype_cannot_hold_are_refused(spec: Op, what: str) -> None:
     assert bind(spec, MODEL, 5)
     half = dataclasses.replace(MODEL, dtype=torch.float16)
     with pytest.raises(ValueError, match=rf"{what}, which torch.float16, the model's dtype, cannot hold.*6.55e\+04"):
@@ -540,7 +541,7 @@ def test_values_that_the_models_dtype_cannot_hold_are_refused(spec: Intervention
         Capture(SITE, reduce=Project(BIG)),
     ],
 )
-def test_directions_and_probes_are_float32_whatever_the_models_dtype_is(spec: Intervention | Capture) -> None:
+def test_directions_and_probes_are_float32_whatever_the_models_dtype_is(spec: Op | Capture) -> None:
     assert bind(spec, dataclasses.replace(MODEL, dtype=torch.float16), 5)
 
 

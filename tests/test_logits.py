@@ -20,12 +20,12 @@ from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Generated, Patch, Sa
 from pymllm_interp.core.model_spec import INNER_SITES
 from pymllm_interp.harvest.reader import open_harvest
 from pymllm_interp.harvest.run import HarvestError
-from pymllm_interp.hooks import tables
 from pymllm_interp.hooks.binding import bind
 from pymllm_interp.hooks.captures.group import Group
 from pymllm_interp.hooks.captures.spec import Project
-from pymllm_interp.hooks.interventions.reference import apply, vectors_of
-from pymllm_interp.hooks.interventions.specs import Intervention
+from pymllm_interp.hooks.interventions import device_tables, host_ops, logit_ops
+from pymllm_interp.hooks.interventions.op import Op
+from pymllm_interp.hooks.interventions.reference import apply
 from pymllm_interp.hooks.positions import ordinals_of
 from pymllm_interp.hooks.receipt import Receipt
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner
@@ -138,7 +138,7 @@ def test_beside_traces_each_request_has_its_own(server: dict[str, Any], lm_of: A
     lm, model = lm_of("llama", **server), oracle("llama")
     prompts = [prompt_of(5, 4), prompt_of(9, 5), prompt_of(7, 6)]
     shared = Scale("logits", 0.5), Steer("logits", vector(VOCAB, 9), positions="generated")
-    specs: list[list[Intervention]] = [
+    specs: list[list[Op]] = [
         [shared[0], Steer("logits", vector(VOCAB, i), scale=3.0), shared[1]][i % 2 :] for i in range(3)
     ]
     beside = [lm.submit(prompts[i], greedy(6), interventions=specs[i], capture=["logits"]) for i in (1, 2)]
@@ -177,7 +177,7 @@ def test_what_a_trace_leaves_of_the_logits_is_captured_and_drawn_from(lm_of: Any
 
 def test_one_pass_and_prompt_logprobs_have_the_logits_of_the_whole_prompt(lm_of: Any, oracle: Any) -> None:
     lm, prompt = lm_of("llama", max_num_tokens=16), prompt_of(12, 8)
-    steer: list[Intervention] = [Steer("logits", vector(VOCAB, 3), positions=slice(0, None, 2))]
+    steer: list[Op] = [Steer("logits", vector(VOCAB, 3), positions=slice(0, None, 2))]
     chosen = Capture("logits", positions=[0, 3, -1])
     with lm.trace(prompt, interventions=steer, capture=["logits"]) as tracer:
         seen = lm.output.logits.save()
@@ -245,7 +245,7 @@ def test_a_request_that_ends_in_the_midst_of_a_pass_leaves_it_to_the_others(lm_o
     ids = lm.generate([prompt], greedy(9))[0].token_ids
     stop = next(i for i in range(2, 9) if ids[i] not in ids[:i])
     capture = [Capture("logits", reduce=Project(torch.eye(VOCAB)[:16]))]
-    specs: list[Intervention] = [Steer("logits", torch.ones(VOCAB))]
+    specs: list[Op] = [Steer("logits", torch.ones(VOCAB))]
     with held(lm) as arrived:
         beside = lm.submit(prompt, greedy(9, stop_token_ids=[ids[stop]]), capture=capture, interventions=specs)
 
@@ -305,7 +305,7 @@ def test_what_ops_are_computed_with_is_on_the_device_before_the_first_step(lm_of
     ]
     sent: Counter[int] = Counter()  # by step: elements
     used: dict[int, set[int]] = {}  # by step: addresses of vectors
-    upload, act = tables.upload, tables.act
+    upload, act = device_tables.upload, host_ops.act
 
     def counted_upload(device: Any, *host: Any) -> Any:
         sent[lm.engine.num_steps] += sum(part.size if isinstance(part, np.ndarray) else part.numel() for part in host)
@@ -315,8 +315,9 @@ def test_what_ops_are_computed_with_is_on_the_device_before_the_first_step(lm_of
         used.setdefault(lm.engine.num_steps, set()).update(vector.data_ptr() for vector in vectors)
         return act(op, state, ordinals, vectors)
 
-    monkeypatch.setattr(tables, "upload", counted_upload)
-    monkeypatch.setattr(tables, "act", seen_act)
+    for module in (device_tables, logit_ops):
+        monkeypatch.setattr(module, "upload", counted_upload)
+    monkeypatch.setattr(host_ops, "act", seen_act)
     with held(lm):
         handles = [lm.submit(prompt_of(6, i), greedy(5), interventions=specs) for i in range(3)]
     assert [len(handle.result(WAIT).token_ids) for handle in handles] == [5, 5, 5]
@@ -326,7 +327,7 @@ def test_what_ops_are_computed_with_is_on_the_device_before_the_first_step(lm_of
         assert not sent
         return
     begin, *steps = (sent[step] for step in used)
-    assert begin > sum(vector.numel() for spec in specs for vector in vectors_of(spec))
+    assert begin > sum(vector.numel() for spec in specs for vector in spec.vectors)
     assert all(count <= 3 * len(specs) for count in steps)
     pool = lm.runner.device_tables.tables.vectors
     assert all(pool.data_ptr() <= address < pool.data_ptr() + pool.nbytes for address in first)
@@ -338,7 +339,7 @@ def test_what_requests_have_in_common_is_done_once_a_step(lm_of: Any, oracle: An
     lm = lm_of("llama")
     written: list[int] = []
     acted: list[int] = []
-    write, act = Group.write, tables.act
+    write, act = Group.write, host_ops.act
 
     def counted(group: Group, states: torch.Tensor, *args: Any) -> None:
         written.append(len(states))
@@ -349,9 +350,9 @@ def test_what_requests_have_in_common_is_done_once_a_step(lm_of: Any, oracle: An
         return act(op, state, *args)
 
     monkeypatch.setattr(Group, "write", counted)
-    monkeypatch.setattr(tables, "act", counted_act)
+    monkeypatch.setattr(host_ops, "act", counted_act)
     prompts = [prompt_of(6, i) for i in range(5)]
-    specs: list[list[Intervention]] = [[Scale("logits", -0.5), Steer("logits", vector(VOCAB, 1), scale=2.0)]] * 4 + [[]]
+    specs: list[list[Op]] = [[Scale("logits", -0.5), Steer("logits", vector(VOCAB, 1), scale=2.0)]] * 4 + [[]]
     with held(lm):
         handles = [
             lm.submit(prompt, greedy(5), capture=["logits", "resid_post.1"], interventions=declared)
@@ -383,10 +384,10 @@ def test_the_vectors_of_a_request_are_given_back_however_it_ends(lm_of: Any, tmp
         pytest.skip("functions have no pool")
     pool, long = lm.runner.device_tables.pool, greedy(100)
 
-    def steer(seed: int) -> list[Intervention]:
+    def steer(seed: int) -> list[Op]:
         return [Steer("embed", vector(width, seed))]
 
-    many: list[Intervention] = [Ablate("embed", vector(width, 1, 5))]
+    many: list[Op] = [Ablate("embed", vector(width, 1, 5))]
     with held(lm):
         handle = lm.submit([1, 2], long, interventions=steer(1))
         assert pool.used == 1
@@ -430,7 +431,7 @@ def test_the_host_waits_for_no_step_with_ops_and_captures_at_the_logits(model_fo
     assert isinstance(runner, InterpModelRunner) and runner.capture_ring is not None
     steps = Steps(runner)
     steps.scheduler.ring_admission = runner.capture_ring.admission
-    specs: list[Intervention] = [
+    specs: list[Op] = [
         Steer("logits", v, scale=0.1, norm="preserve", when=Gate(v, 0.0)),
         Ablate("logits", vector(VOCAB, 2, 3)),
         Clamp("logits", v, low=-0.1, high=0.1),

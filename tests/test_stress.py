@@ -24,7 +24,7 @@ from nnsight.modeling.transformers import TransformersModel
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.core.output import RequestOutput
-from pymllm_interp.hooks.interventions.specs import Intervention
+from pymllm_interp.hooks.interventions.op import Op
 from pymllm_interp.hooks.traces.nnsight_compat import OutOfOrderError
 from pymllm_interp.hooks.traces.rows import EditError
 
@@ -112,7 +112,7 @@ class Declared:
     """A request with interventions and captures."""
 
     prompt: list[int]
-    specs: list[Intervention]
+    specs: list[Op]
     sites: list[str]
 
     @classmethod

@@ -19,7 +19,8 @@ import torch
 from .. import LM
 from ..engine.handle import RequestHandle
 from ..hooks.captures.spec import Capture
-from ..hooks.interventions.specs import Ablate, Clamp, Gate, Intervention, Steer
+from ..hooks.interventions.op import Op
+from ..hooks.interventions.specs import Ablate, Clamp, Gate, Steer
 from ..runner.cuda_graph_runner import CudaGraphRunner
 from .common import greedy, random_prompts, steady_ms, summary, timed
 from .gpu import GpuSettings, Model, facts, replay_ms
@@ -34,7 +35,7 @@ CAPTURED = "all resid_post captured to the host"
 TABLES_PRESENT = "tables present, nobody hooked"
 """The graph of a plain step, with tables against without. The plain steps of the other cases have tables."""
 
-Specs = Callable[[int], list[Intervention]]
+Specs = Callable[[int], list[Op]]
 """Request i's interventions."""
 
 
@@ -70,7 +71,7 @@ def cases(lm: LM) -> dict[str, Specs]:
 
     shared, probe, basis = vector(0), vector(1), vector(2, 4)
     site = f"resid_post.{middle}"
-    several: list[Intervention] = [
+    several: list[Op] = [
         Ablate(f"resid_post.{middle - 1}", basis),
         Clamp(f"mlp_out.{middle}", probe, low=-1.0, high=1.0),
         Steer(f"attn_out.{middle}", shared, scale=1e-3, when=Gate(probe, 0.0)),

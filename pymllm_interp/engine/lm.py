@@ -28,9 +28,9 @@ from ..core.output import RequestOutput
 from ..core.request import Request
 from ..core.sampling_params import SamplingParams
 from ..harvest.run import HarvestResult, run_harvest
-from ..hooks.binding import captures_for_each_prompt, for_each_prompt
 from ..hooks.captures.spec import Capture
-from ..hooks.interventions.specs import Intervention
+from ..hooks.declared import captures_for_each_prompt, for_each_prompt
+from ..hooks.interventions.op import Op
 from ..hooks.site import Site
 from ..hooks.traces.envoy import TracedModel
 from ..hooks.traces.trace import RequestTrace
@@ -250,7 +250,7 @@ class LM(TracedModel):
         *,
         capture: Sequence[Capture | Site | str],
         out: str | Path,
-        interventions: Sequence[Intervention] | None = None,
+        interventions: Sequence[Op] | None = None,
         shard_bytes: int = 1 << 29,
         max_length: int | None = None,
         too_long: str = "error",
@@ -318,8 +318,8 @@ class LM(TracedModel):
         return self._factory.tokens(prompt, what)[1]
 
     def resolve_specs(
-        self, capture: Sequence[Capture | Site | str], interventions: Sequence[Intervention] | None = None
-    ) -> tuple[list[Capture], list[Intervention]]:
+        self, capture: Sequence[Capture | Site | str], interventions: Sequence[Op] | None = None
+    ) -> tuple[list[Capture], list[Op]]:
         """Captures and interventions of one prompt, with this model's vectors in place of their names.
 
         Raises:
@@ -333,7 +333,7 @@ class LM(TracedModel):
         self,
         token_ids: list[int],
         captures: Sequence[Capture],
-        interventions: Sequence[Intervention] = (),
+        interventions: Sequence[Op] = (),
         what: str = "the prompt",
     ) -> RequestHandle:
         """Start one forward pass over a prompt, which may fill the context. Returns at once; nothing is generated.

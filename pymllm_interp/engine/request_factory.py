@@ -16,9 +16,10 @@ from ..core.arguments import PromptError
 from ..core.model_spec import LOGITS
 from ..core.request import Request
 from ..core.sampling_params import SamplingParams
-from ..hooks.binding import captures_for_each_prompt, fingerprint_of, for_each_prompt, resolved
+from ..hooks.binding import fingerprint_of, resolved
 from ..hooks.captures.spec import Capture
-from ..hooks.interventions.specs import Intervention
+from ..hooks.declared import captures_for_each_prompt, for_each_prompt
+from ..hooks.interventions.op import Op
 from ..hooks.receipt import Receipt
 from ..hooks.traces.trace import RequestTrace
 from ..hooks.vectors import VectorRegistry
@@ -259,9 +260,7 @@ class RequestFactory:
         """Each request's specs with this model's vectors in place of their names."""
         return resolved(lists, self.vectors, self.runner.model_spec)
 
-    def declare(
-        self, request: Request, interventions: Sequence[Intervention], captures: Sequence[Capture] = ()
-    ) -> None:
+    def declare(self, request: Request, interventions: Sequence[Op], captures: Sequence[Capture] = ()) -> None:
         """Bind the request's interventions and captures.
 
         Raises:

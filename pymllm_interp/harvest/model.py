@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from ..core.model_spec import ModelSpec
 from ..core.request import Request
 from ..hooks.captures.spec import Capture
-from ..hooks.interventions.specs import Intervention
+from ..hooks.interventions.op import Op
 from ..hooks.site import Site
 
 
@@ -81,13 +81,13 @@ class HarvestModel(Protocol):
         ...
 
     def resolve_specs(
-        self, capture: Sequence[Capture | Site | str], interventions: Sequence[Intervention] | None
-    ) -> tuple[list[Capture], list[Intervention]]:
+        self, capture: Sequence[Capture | Site | str], interventions: Sequence[Op] | None
+    ) -> tuple[list[Capture], list[Op]]:
         """Captures and interventions with vectors in place of their names."""
         ...
 
     def submit_prefill(
-        self, token_ids: list[int], captures: Sequence[Capture], interventions: Sequence[Intervention], what: str
+        self, token_ids: list[int], captures: Sequence[Capture], interventions: Sequence[Op], what: str
     ) -> PrefillHandle:
         """Start one forward pass that captures. Raises PromptError."""
         ...

@@ -1,70 +1,33 @@
-"""Declared specs, bound to a model and to a prompt."""
+"""Binding: declared specs, resolved to a model's vectors and sites and to a prompt's positions."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from ..core.model_spec import ModelSpec
-from .captures.spec import Capture
-from .interventions.specs import (
-    Clamp,
-    Intervention,
-    Patch,
-    Steer,
-)
-from .positions import (
-    Window,
-    _absolute,
-    windows_of,
-)
+from .positions import Window, windows_of
 from .site import Site, expand
+from .spec import PlacedSpec
 from .vectors import Named
 
-_PlacedSpec = TypeVar("_PlacedSpec", bound=Intervention | Capture)
+SpecT = TypeVar("SpecT", bound=PlacedSpec)
 
 
-def for_each_prompt(given: Any, prompts: int) -> list[list[Intervention]]:
-    """A list of interventions for each of so many prompts: `given` for all of them, or a list of lists.
+def lists_for_prompts(given: Any, prompts: int, what: str) -> list[list[Any]]:
+    """One list of specs per prompt.
 
-    Raises:
-        ValueError: neither, or a list of another length.
-    """
-    found = _lists(given, prompts, "interventions")
-    for spec in (spec for entry in found for spec in entry):
-        if not isinstance(spec, Intervention):
-            raise ValueError(f"interventions: {spec!r} is not one; expected Steer, Ablate, Clamp, Scale or Patch")
-    return found
-
-
-def captures_for_each_prompt(given: Any, prompts: int) -> list[list[Capture]]:
-    """The same of captures; a string is a `Capture` of that site.
+    Args:
+        given: None, a spec, a list of specs for all prompts, or one list per prompt.
+        what: the argument's name, for error messages.
 
     Raises:
-        ValueError: neither, or a list of another length.
+        ValueError: lists mixed with specs, or not one list per prompt.
     """
-    found = [
-        [_whole(spec) if isinstance(spec, str | Site) else spec for spec in entry]
-        for entry in _lists(given, prompts, "capture")
-    ]
-    for spec in (spec for entry in found for spec in entry):
-        if not isinstance(spec, Capture):
-            raise ValueError(f"capture: {spec!r} is not one; expected a site, or Capture(site, ...)")
-    return found
-
-
-@lru_cache
-def _whole(site: str | Site) -> Capture:
-    return Capture(site)
-
-
-def _lists(given: Any, prompts: int, what: str) -> list[list[Any]]:
     specs = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
     lists = [isinstance(spec, list | tuple) for spec in specs]
     if not any(lists):
@@ -76,22 +39,20 @@ def _lists(given: Any, prompts: int, what: str) -> list[list[Any]]:
     raise ValueError(f"{what}: expected one list for all prompts, or a list for each of the {prompts}; got {got}")
 
 
-def resolved(
-    lists: Sequence[Sequence[_PlacedSpec]], vectors: Mapping[str, Named], model: ModelSpec
-) -> list[list[_PlacedSpec]]:
-    """Each request's specs with vectors in place of their names. One whose vectors differ by layer becomes one for each layer.
+def resolved(lists: Sequence[Sequence[SpecT]], vectors: Mapping[str, Named], model: ModelSpec) -> list[list[SpecT]]:
+    """Each request's specs with vectors in place of names. A spec with per-layer vectors becomes one spec per layer.
 
     Raises:
-        ValueError: a name that is not there, a layer that has no vector, or a vector that the spec refuses.
+        ValueError: an unknown name, a layer without a vector, or a vector that the spec refuses.
     """
-    done: dict[int, list[_PlacedSpec]] = {}  # by id: as a rule all requests have the same specs
+    done: dict[int, list[SpecT]] = {}  # by id: requests usually share their specs
     for spec in (spec for specs in lists for spec in specs):
         if id(spec) not in done:
             done[id(spec)] = _resolved(spec, vectors, model) if any(spec.names()) else [spec]
     return [[made for spec in specs for made in done[id(spec)]] for specs in lists]
 
 
-def _resolved(spec: _PlacedSpec, vectors: Mapping[str, Named], model: ModelSpec) -> list[_PlacedSpec]:
+def _resolved(spec: SpecT, vectors: Mapping[str, Named], model: ModelSpec) -> list[SpecT]:
     try:
         found = {name: vectors[name] for name in spec.names()}
         if all(isinstance(vector, Tensor) for vector in found.values()):
@@ -99,7 +60,10 @@ def _resolved(spec: _PlacedSpec, vectors: Mapping[str, Named], model: ModelSpec)
         sites = expand(spec.site, model.num_hidden_layers, model.family)
     except (KeyError, ValueError) as error:
         raise ValueError(f"{spec.name}: {error.args[0]}") from None
-    return [replace(spec, site=str(site)).filled(_of_layer(found, site, spec.name)) for site in sites]
+    return [
+        replace(spec, site=str(site)).filled(_of_layer(found, site, spec.name))  # pyright: ignore[reportArgumentType]
+        for site in sites
+    ]
 
 
 def _of_layer(vectors: Mapping[str, Named], site: Site, who: str) -> dict[str, Tensor]:
@@ -114,95 +78,43 @@ def _of_layer(vectors: Mapping[str, Named], site: Site, who: str) -> dict[str, T
     return found
 
 
-def fingerprint_of(interventions: Sequence[Intervention], captures: Sequence[Capture]) -> str:
-    """A hash of all that a request declares, in its order, vectors included: 64 hexadecimal digits."""
+def fingerprint_of(interventions: Sequence[PlacedSpec], captures: Sequence[PlacedSpec]) -> str:
+    """SHA-256 of a request's specs in their order, vectors included: 64 hexadecimal digits."""
     parts = [spec.fingerprint for spec in (*interventions, *captures)]
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
-class Bound:
-    """A spec at one site of one model, for a prompt of one length: what a table can hold."""
+class Bound(Generic[SpecT]):
+    """A spec at one site of one model, for a prompt of one length."""
 
-    spec: Intervention | Capture
+    spec: SpecT
     site: Site
     windows: tuple[Window, ...]
-    """Of `windows_of`. A `Patch` has its values in their order: row i is for ordinal i."""
+    """The selected positions, ascending; see `windows_of`. Rows of a `Patch` are in this order."""
 
 
-def bind(spec: Intervention | Capture, model: ModelSpec, prompt_len: int) -> list[Bound]:
+def bind(spec: SpecT, model: ModelSpec, prompt_len: int) -> list[Bound[SpecT]]:
     """`spec` at each of its sites, in the order of the layers.
 
     Raises:
-        ValueError: a layer or a kind of site that the model does not have, a vector that is only named (`resolved` comes
-            first), one whose width is not the site's or whose values the model's dtype cannot hold, positions beyond the
-            prompt, or a `Patch` whose rows are not as many as its positions. The message names the spec, the limit, and the
-            setting that it comes from.
+        ValueError: the model refuses the spec (`PlacedSpec.sites_in`), positions are beyond the prompt, or the spec does not
+            fit its positions (`PlacedSpec.fit`). The message names the spec, the limit, and the setting behind the limit.
     """
-    sites = sites_in(spec, model)
+    sites = spec.sites_in(model)
     try:
         windows = windows_of(spec.positions, prompt_len)
     except ValueError as error:
         raise ValueError(f"{spec.name}: {error}") from None
-    if isinstance(spec, Patch) and spec.values.ndim == 2:
-        spec = _in_order(spec, windows, prompt_len)
-    return [Bound(spec, site, windows) for site in sites]
+    fitted = spec.fit(windows, prompt_len)
+    return [Bound(fitted, site, windows) for site in sites]
 
 
-def sites_in(spec: Intervention | Capture, model: ModelSpec) -> tuple[Site, ...]:
-    """The spec's sites in the order of the layers. Checked once for each model: as a rule many requests share a spec.
-
-    Raises:
-        ValueError: what `bind` refuses whatever the prompt.
-    """
-    found = spec.__dict__.get("_found")
-    if found is None or found[0] is not model:
-        found = model, _sites_of(spec, model)
-        spec._set("_found", found)
-    return found[1]
-
-
-def _sites_of(spec: Intervention | Capture, model: ModelSpec) -> tuple[Site, ...]:
-    """The sites of `bind`, of a spec that the model can take."""
-    for name in spec.names():
-        raise ValueError(f"{spec.name}: {name!r} is a name, and only an LM's `vectors` know whose")
-    try:
-        sites = expand(spec.site, model.num_hidden_layers, model.family)
-    except ValueError as error:
-        raise ValueError(f"{spec.name}: {error}") from None
-    kind = sites[0].kind
-    width = model.width(kind)
-    for name, tensor in spec.tensors():
-        if tensor.shape[-1] != width:
-            raise ValueError(
-                f"{spec.name}: {name} has {tensor.shape[-1]} values; at {kind} the model has {width} "
-                f"({' * '.join(model.settings(kind))})"
-            )
-    for name, number in _written(spec):
-        if abs(number) > (limit := torch.finfo(model.dtype).max):
-            raise ValueError(
-                f"{spec.name}: {name} reaches {abs(number):.3g}, which {model.dtype}, the model's dtype, cannot hold; its "
-                f"largest number is {limit:.3g}"
-            )
-    return tuple(sites)
-
-
-def _written(spec: Intervention | Capture) -> Iterator[tuple[str, float]]:
-    """(what, the largest of its numbers) of what comes into a state whatever the state is. Directions and probes do not."""
-    match spec:
-        case Steer(norm="none"):
-            yield "scale * vector", spec.scale * spec.vector.abs().max().item()
-        case Clamp():
-            yield from ((name, bound) for name, bound in (("low", spec.low), ("high", spec.high)) if bound is not None)
-        case Patch():
-            yield "values", spec.values.abs().max().item()
-
-
-def at_logits(bound: Bound, first: int) -> Bound:
-    """A capture at the logits, in a request that has them at the positions from `first` on.
+def at_logits(bound: Bound[SpecT], first: int) -> Bound[SpecT]:
+    """A capture at the logits, for a request with logits at the positions from `first` on.
 
     Raises:
-        ValueError: it names positions that have none.
+        ValueError: it names positions without logits.
     """
     if bound.spec.positions == "all":
         return replace(bound, windows=(Window(first),))
@@ -213,18 +125,3 @@ def at_logits(bound: Bound, first: int) -> Bound:
             "prompt come with SamplingParams(prompt_logprobs=0), and in a trace of one pass (`with lm.trace(...)`)"
         )
     return bound
-
-
-def _in_order(patch: Patch, windows: tuple[Window, ...], prompt_len: int) -> Patch:
-    """The patch with its rows in the order of its positions."""
-    sizes = [window.size for window in windows]
-    count = None if None in sizes else sum(size or 0 for size in sizes)
-    if count != len(patch.values):
-        wanted = "positions without end, which take one [width]" if count is None else f"{count} positions"
-        raise ValueError(f"{patch.name}: values has {len(patch.values)} rows for {wanted}")
-    if not isinstance(patch.positions, tuple | range):
-        return patch
-    indexes = _absolute(patch.positions, prompt_len)
-    order = sorted(range(len(indexes)), key=indexes.__getitem__)
-    positions = tuple(indexes[row] for row in order)
-    return replace(patch, values=patch.values[order], positions=positions)

@@ -1,55 +1,105 @@
-"""`Declared`: the interventions and captures of one request, bound and checked before it is scheduled."""
+"""`Declared`: the interventions and captures of one request, bound and checked before the request is scheduled."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
 from ..core.model_spec import INNER_SITES, LOGITS, ModelSpec, site_index
-from .binding import Bound, at_logits, bind
+from .binding import Bound, at_logits, bind, lists_for_prompts
 from .captures.activations import Activations
 from .captures.captures import Captures
 from .captures.spec import Capture
-from .interventions.reference import vectors_of
-from .interventions.specs import Intervention
+from .interventions.op import Op
 from .positions import Window
 from .receipt import Applied, Captured
 from .site import Site
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What tables and results hold; the names are those of the settings."""
+class DeclaredLimits:
+    """Limits on what a request declares, named as the settings."""
 
     max_interventions_per_site: int
     max_intervention_vectors: int
     max_capture_bytes: int
     inner_sites: frozenset[str] = frozenset(INNER_SITES)
-    """Kinds that passes have kernels for."""
+    """Kinds of inner sites that passes have kernels for."""
+    device_tables: bool = False
+    """Whether ops run as kernels, from device tables; only the ops at the logits run as functions."""
 
     def check(self, site: Site) -> None:
-        """Raise ValueError where passes have no kernels for the site."""
+        """Raise ValueError for a site without kernels."""
         if site.kind in INNER_SITES and site.kind not in self.inner_sites:
             raise ValueError(
                 f"{site}: on CUDA the passes of this engine have no kernels for {site.kind!r}; build it with "
                 f"LM(..., inner_sites={tuple(sorted({*self.inner_sites, site.kind}))})"
             )
 
+    def check_op(self, op: Op, site: Site) -> None:
+        """Raise ValueError for an op or a site without kernels."""
+        self.check(site)
+        if self.device_tables and site.kind != LOGITS and op.words() is None:
+            raise ValueError(f"{op.name}: there is no kernel for it; on CUDA it can act at logits only")
+
+
+def for_each_prompt(given: Any, prompts: int) -> list[list[Op]]:
+    """One list of interventions per prompt.
+
+    Args:
+        given: None, one list for all prompts, or one list per prompt.
+        prompts: number of prompts.
+
+    Raises:
+        ValueError: anything else.
+    """
+    found = lists_for_prompts(given, prompts, "interventions")
+    for spec in (spec for entry in found for spec in entry):
+        if not isinstance(spec, Op):
+            raise ValueError(f"interventions: {spec!r} is not one; expected an op, such as Steer or Ablate")
+    return found
+
+
+def captures_for_each_prompt(given: Any, prompts: int) -> list[list[Capture]]:
+    """One list of captures per prompt; a site or its name becomes a `Capture`.
+
+    Args:
+        given: None, one list for all prompts, or one list per prompt.
+        prompts: number of prompts.
+
+    Raises:
+        ValueError: anything else.
+    """
+    found = [
+        [_capture_of(spec) if isinstance(spec, str | Site) else spec for spec in entry]
+        for entry in lists_for_prompts(given, prompts, "capture")
+    ]
+    for spec in (spec for entry in found for spec in entry):
+        if not isinstance(spec, Capture):
+            raise ValueError(f"capture: {spec!r} is not one; expected a site, or Capture(site, ...)")
+    return found
+
+
+@lru_cache
+def _capture_of(site: str | Site) -> Capture:
+    return Capture(site)
+
 
 def _captures(
-    specs: Sequence[Capture], model: ModelSpec, prompt_len: int, limits: Limits, longest: int, logits_from: int
+    specs: Sequence[Capture], model: ModelSpec, prompt_len: int, limits: DeclaredLimits, longest: int, logits_from: int
 ) -> Captures | None:
     if not specs:
         return None
 
-    def bounds() -> Iterator[tuple[int, Bound, tuple[int, ...]]]:
+    def bounds() -> Iterator[tuple[int, Bound[Capture], tuple[int, ...]]]:
         for spec in specs:
             found = bind(spec, model, prompt_len)
             limits.check(found[0].site)
-            shape = model.shape(found[0].site.kind)  # a spec's sites are of one kind
+            shape = model.shape(found[0].site.kind)  # all sites of a spec have one kind
             for bound in found:
                 if bound.site.kind == LOGITS:
                     bound = at_logits(bound, logits_from)
@@ -65,13 +115,13 @@ def _captures(
 
 
 Fires = dict[tuple[int, int], int | torch.Tensor]
-"""(site, place among its ops) -> how often an op's gate let it act; where functions count, a tensor on their device."""
+"""(site, index among the site's ops) -> fires of the op's gate. A count by functions is a tensor on their device."""
 
 
-class Op(NamedTuple):
-    """An intervention at one site, at the positions of its windows."""
+class PlacedOp(NamedTuple):
+    """An op at one site, at the positions of its windows."""
 
-    spec: Intervention
+    spec: Op
     site: Site
     windows: tuple[Window, ...]
 
@@ -81,50 +131,59 @@ class Declared:
     """The interventions and captures of one request.
 
     Attributes:
-        ops: by site, in the order in which they act.
-        captures: None where nothing is captured.
-        logits_from: the first position that has logits.
-        vectors: rows of the pool that it holds, until `VectorPool.release`.
+        ops: site -> ops in the order in which they act. Sites are numbers of `site_index`.
+        captures: None without captures.
+        prompt_len: in tokens.
+        logits_from: the first position with logits.
+        vectors: id of a tensor -> its first row in `VectorPool`, until the pool's `release`.
+        held: keys of these rows.
+        fires: of gates.
     """
 
-    ops: dict[int, list[Op]]
+    ops: dict[int, list[PlacedOp]]
     captures: Captures | None
     prompt_len: int
     logits_from: int = 0
     vectors: dict[int, int] = field(default_factory=dict)
-    """id of a tensor -> its first row."""
     held: list[bytes] = field(default_factory=list)
     fires: Fires = field(default_factory=dict)
 
     @classmethod
     def of(
         cls,
-        specs: Sequence[Intervention],
+        specs: Sequence[Op],
         model: ModelSpec,
         prompt_len: int,
-        limits: Limits,
+        limits: DeclaredLimits,
         captures: Sequence[Capture] = (),
         longest: int = 0,
         logits_from: int = 0,
     ) -> Declared:
-        """What `specs` and `captures` come to for a prompt of that length, in a request of at most `longest` positions, which has
-        logits at those from `logits_from` on.
+        """The specs of one request, bound and checked.
+
+        Args:
+            specs: the interventions, in the order given.
+            model: its sites and dtype.
+            prompt_len: in tokens.
+            limits: of the engine.
+            captures: in any order.
+            longest: most positions that the request may reach.
+            logits_from: the first position with logits.
 
         Raises:
-            ValueError: what `bind` refuses, a site that no op can act at, too many ops at one, a site that is captured twice, or
-                captures that may take more memory than a request's results are allowed.
+            ValueError: what `bind` refuses, a site or an op without kernels, too many ops at a site, a site captured twice,
+                or captures that may exceed the memory of a request's results.
         """
-        placed: list[tuple[int, bool, Op]] = []
+        placed: list[tuple[int, bool, PlacedOp]] = []
         for spec in specs:
             for bound in bind(spec, model, prompt_len):
-                assert isinstance(bound.spec, Intervention)
-                # resid_pre.i is the state that resid_post.i-1 left, and comes after it; so does resid_pre.0 after embed.
+                # resid_pre.i is the state that resid_post.i-1 left, so its ops follow; likewise resid_pre.0 after embed.
                 later = bound.site.kind == "resid_pre"
-                limits.check(bound.site)
+                limits.check_op(bound.spec, bound.site)
                 site = site_index(bound.site, model.num_hidden_layers)
-                placed.append((site, later, Op(bound.spec, bound.site, bound.windows)))
-        ops: dict[int, list[Op]] = {}
-        for site, _, op in sorted(placed, key=lambda entry: entry[:2]):  # stable: the order given
+                placed.append((site, later, PlacedOp(bound.spec, bound.site, bound.windows)))
+        ops: dict[int, list[PlacedOp]] = {}
+        for site, _, op in sorted(placed, key=lambda entry: entry[:2]):  # a stable sort keeps the order given
             if not op.spec.identity:
                 ops.setdefault(site, []).append(op)
         for found in ops.values():
@@ -143,19 +202,19 @@ class Declared:
         return any(found[0].site.kind == LOGITS for found in self.ops.values())
 
     def activations(self, token_ids: list[int]) -> Activations | None:
-        """What was captured of a request that computed the positions of `token_ids`; None where nothing was asked for."""
+        """The captured states of the positions of `token_ids`; None without captures."""
         return None if self.captures is None else self.captures.activations(token_ids)
 
     def captured(self, num_positions: int) -> list[Captured]:
-        """How many rows were captured, of a request whose first `num_positions` were computed."""
+        """Number of captured rows by site, among the first `num_positions` positions."""
         if self.captures is None or self.captures.error is not None:
             return []
         return [Captured(*counted) for counted in self.captures.counts(num_positions)]
 
     def applied(self, num_positions: int) -> list[Applied]:
-        """What became of each op, of a request whose first `num_positions` were computed."""
+        """Number of rows that each op acted on, among the first `num_positions` positions."""
 
-        def rows(op: Op, first: int, stop: int) -> int:
+        def rows(op: PlacedOp, first: int, stop: int) -> int:
             return sum([window.among(first, min(stop, num_positions)) for window in op.windows])
 
         return [
@@ -171,12 +230,12 @@ class Declared:
         ]
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The vectors that the tables hold for it."""
+        """The vectors that `VectorPool` holds for the request."""
         for op in self:
-            yield from vectors_of(op.spec)
+            yield from op.spec.vectors
         for group in () if self.captures is None else self.captures.groups:
             if group.probes is not None:
                 yield group.probes
 
-    def __iter__(self) -> Iterator[Op]:
+    def __iter__(self) -> Iterator[PlacedOp]:
         return (op for found in self.ops.values() for op in found)

@@ -25,11 +25,11 @@ from .captures.activations import Activations
 from .captures.captures import Captures
 from .captures.ring import CaptureRing, StatesOf
 from .captures.spec import Capture
-from .declared import Declared, Limits
+from .declared import Declared, DeclaredLimits
 from .interventions.device_tables import DeviceTables
-from .interventions.host_ops import Share, host_ops
+from .interventions.host_ops import RequestRows, host_ops
 from .interventions.logit_ops import logit_ops
-from .interventions.specs import Intervention
+from .interventions.op import Op
 
 
 class StepRows(NamedTuple):
@@ -70,9 +70,9 @@ class DeclaredStage:
 
     def __init__(self, config: ServerConfig, model: ModelSpec, device: str) -> None:
         self.model, self.device = model, device
-        self.limits = Limits(
+        self.limits = DeclaredLimits(
             config.max_interventions_per_site, config.max_intervention_vectors, config.max_capture_bytes,
-            frozenset(config.inner_sites if self.has_tables else INNER_SITES),
+            frozenset(config.inner_sites if self.has_tables else INNER_SITES), device_tables=self.has_tables,
         )  # fmt: skip
         self.device_tables: DeviceTables | None = None
         self.capture_ring: CaptureRing | None = None
@@ -118,7 +118,7 @@ class DeclaredStage:
 
     # -- requests in and out -----------------------------------------------------------------
 
-    def declare(self, specs: Sequence[Intervention], captures: Sequence[Capture], request: Request) -> Declared | None:
+    def declare(self, specs: Sequence[Op], captures: Sequence[Capture], request: Request) -> Declared | None:
         """Bind a request's interventions and captures; None for none. Called on any thread.
 
         Raises:
@@ -248,13 +248,13 @@ class DeclaredStage:
             differentiable: the pass is one with gradients.
         """
         if self.device_tables is None or differentiable:
-            return host_ops(self._shares(rows), self.model.num_hidden_layers)
+            return host_ops(self._request_rows(rows), self.model.num_hidden_layers)
         declared = [self._live.get(entry.request_id) for entry in rows.entries]
         if self.capture_ring is not None and any(d is not None and d.captures is not None for d in declared):
             buffers.records.copy_(upload(self.device, self.capture_ring.lay_out(self._captured_parts(rows)))[0])
         logits = None
         if any(d is not None and d.edits_logits for d in declared):
-            logits = logit_ops(self._shares(rows), self.model.num_hidden_layers, self.device_tables)
+            logits = logit_ops(self._request_rows(rows), self.model.num_hidden_layers, self.device_tables)
         return TableOps(self.device_tables.tables, buffers.op_rows, buffers.positions, buffers.records, logits)
 
     def captured_site_ops(self, buffers: RowBuffers) -> TableOps | None:
@@ -317,10 +317,10 @@ class DeclaredStage:
             parts.append((captures, entry.start, entry.num_tokens))
         return parts
 
-    def _shares(self, rows: StepRows) -> list[Share]:
+    def _request_rows(self, rows: StepRows) -> list[RequestRows]:
         """The rows of each request of the step that declared something."""
         return [
-            Share(
+            RequestRows(
                 self._live[entry.request_id], start, torch.arange(entry.start, entry.start + entry.num_tokens),
                 logit_start, entry.logit_rows,
             )

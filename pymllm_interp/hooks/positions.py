@@ -1,4 +1,4 @@
-"""Positions of a request: what a caller may write, and the windows that they come to."""
+"""Positions of a request: the forms that a caller may write, and the windows that they become."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Generated:
-    """Positions after the prompt: ``Generated(0, 8)`` are those of the first 8 new tokens, ``Generated(step=4)`` every fourth.
+    """Positions after the prompt: ``Generated(0, 8)`` selects the first 8 new tokens, ``Generated(step=4)`` every fourth.
 
-    A position is that of an input token: 0 is the first new token, when it is read to make the second one. The first new
-    token itself was made at the prompt's last position.
+    Positions are those of input tokens. Position 0 is the first new token, as the input that yields the second. The first
+    new token itself is computed at the prompt's last position.
+
+    Args:
+        start: first position, counted from the end of the prompt.
+        stop: one past the last position; None for no end.
+        step: distance between positions.
 
     Raises:
-        ValueError: numbers that are not whole, a start below 0, a stop that is not above it, or a step below 1.
+        ValueError: an argument is not a whole number, ``start < 0``, ``stop <= start``, or ``step < 1``.
     """
 
     start: int = 0
@@ -27,7 +32,7 @@ class Generated:
     step: int = 1
 
     def __post_init__(self) -> None:
-        if not all(_is_whole(value) for value in (self.start, 0 if self.stop is None else self.stop, self.step)):
+        if not all(is_whole(value) for value in (self.start, 0 if self.stop is None else self.stop, self.step)):
             raise ValueError(f"{self}: whole numbers are expected")
         if self.start < 0 or self.step < 1 or (self.stop is not None and self.stop <= self.start):
             raise ValueError(
@@ -36,16 +41,19 @@ class Generated:
 
 
 Positions = Literal["all", "prompt", "generated"] | int | Sequence[int] | slice | Generated
-"""Which of a request's positions. Positions are those of input tokens, counted from 0, so a request has prompt + generated - 1.
+"""Which positions of a request. Positions are those of input tokens, from 0; a request has prompt + generated - 1 positions.
 
-- ``"all"``; ``"prompt"``; ``"generated"``: those after the prompt, hence not the one that makes the first new token.
-- a whole number, or a list, tuple or range of them: of the prompt, negative ones from its end. Each must exist.
-- a slice: of the prompt, as Python slices a list; ``slice(None, None, 4)`` is every fourth.
-- `Generated`.
+- ``"all"``: every position.
+- ``"prompt"``: the positions of the prompt. The last one yields the first new token.
+- ``"generated"``: the positions after the prompt.
+- a whole number, or a list, tuple or range of them: positions of the prompt. Negative numbers count from the prompt's end.
+  Each position must exist.
+- a slice of the prompt, as Python slices a list: ``slice(None, None, 4)`` selects every fourth position.
+- `Generated`: some of the positions after the prompt.
 
-Logits are computed where a token is drawn, at the prompt's last position and those behind it: an op at `logits` acts at those of
-its positions alone, and a `Capture` of ``"all"`` has those. One that names others is refused, unless the request has the logits
-of its whole prompt (``prompt_logprobs``, ``with lm.trace(...)``).
+Logits exist only where a token is sampled: at the prompt's last position and at the positions after the prompt. An intervention
+at `logits` ignores its other positions; a `Capture` at `logits` reads ``"all"`` as these, and refuses others. Requests with
+``prompt_logprobs``, and traces with ``with lm.trace(...)``, have logits for the whole prompt.
 """
 
 
@@ -54,7 +62,7 @@ _Indexes = tuple[int, ...] | range
 
 @dataclass(frozen=True)
 class Window:
-    """Positions ``start, start + step, ...`` below `stop`, or without end where that is None."""
+    """Positions ``start, start + step, ...`` below `stop`; None for no end."""
 
     start: int
     stop: int | None = None
@@ -62,24 +70,23 @@ class Window:
 
     @property
     def size(self) -> int | None:
-        """How many positions; None where there is no end."""
+        """Number of positions; None for no end."""
         return None if self.stop is None else len(range(self.start, self.stop, self.step))
 
     def among(self, first: int, stop: int) -> int:
-        """How many of its positions are `first` or later, and before `stop`."""
+        """Number of its positions p with ``first <= p < stop``."""
         skipped = max(0, -(-(first - self.start) // self.step))
         last = stop if self.stop is None else min(stop, self.stop)
         return len(range(self.start + skipped * self.step, last, self.step))
 
 
 def windows_of(positions: Positions, prompt_len: int) -> tuple[Window, ...]:
-    """`positions` of a request, as windows in ascending order that do not overlap. One without end is the only one.
+    """`positions` as ascending windows that do not overlap. A window without end is the only one.
 
     Raises:
-        ValueError: positions that are not understood, indexes beyond the prompt, two that are the same position, or a
-            slice that selects nothing.
+        ValueError: unknown positions, positions beyond the prompt, a position named twice, or an empty slice.
     """
-    positions = _checked_positions(positions)
+    positions = checked_positions(positions)
     if positions == "all":
         return (Window(0),)
     if positions == "prompt":
@@ -94,14 +101,17 @@ def windows_of(positions: Positions, prompt_len: int) -> tuple[Window, ...]:
         if not selected:
             raise ValueError(f"{positions} selects nothing of a prompt of {prompt_len} tokens")
         return (Window(selected.start, selected.stop, selected.step),)
-    return progressions(sorted(_absolute(positions, prompt_len)))
+    return progressions(sorted(absolute_positions(positions, prompt_len)))
 
 
 def ordinals_of(windows: tuple[Window, ...], positions: Tensor) -> Tensor:
-    """The place of each of `positions` [rows] among the windows' positions, counted from 0; -1 where it is none of them.
+    """The rank of each position among the windows' positions, from 0; -1 for positions outside of the windows.
+
+    Args:
+        positions: [rows], integers.
 
     Returns:
-        [rows], of the dtype and on the device of `positions`.
+        [rows], with the dtype and device of `positions`.
     """
     ordinals, before = torch.full_like(positions, -1), 0
     for window in windows:
@@ -114,22 +124,27 @@ def ordinals_of(windows: tuple[Window, ...], positions: Tensor) -> Tensor:
     return ordinals
 
 
-def _is_whole(value: object) -> bool:
+def is_whole(value: object) -> bool:
+    """Whether `value` is an integer, and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _checked_positions(positions: Positions) -> Literal["all", "prompt", "generated"] | _Indexes | slice | Generated:
-    """`positions` in a form that cannot change: a list becomes a tuple, a number a tuple of one."""
+def checked_positions(positions: Positions) -> Literal["all", "prompt", "generated"] | _Indexes | slice | Generated:
+    """`positions` in an immutable form: a list becomes a tuple, a number a tuple of one.
+
+    Raises:
+        ValueError: unknown positions, or none.
+    """
     if isinstance(positions, Generated) or (isinstance(positions, str) and positions in ("all", "prompt", "generated")):
         return positions
     if isinstance(positions, slice):
         parts = (positions.start, positions.stop, positions.step)
-        whole = all(part is None or _is_whole(part) for part in parts)
+        whole = all(part is None or is_whole(part) for part in parts)
         if not whole or (positions.step is not None and positions.step < 1):
             raise ValueError(f"positions={positions}: a slice has whole numbers, and a step of at least 1")
         return positions
     indexes: Any = positions if isinstance(positions, range | list | tuple) else (positions,)
-    if not all(_is_whole(index) for index in indexes):
+    if not all(is_whole(index) for index in indexes):
         listed = hasattr(positions, "tolist")  # a tensor, or an array
         hint = "; as a list: indexes.tolist(), or mask.nonzero()[:, 0].tolist()" if listed else ""
         hint = "; the last one of the prompt is -1" if positions == "last" else hint
@@ -142,8 +157,12 @@ def _checked_positions(positions: Positions) -> Literal["all", "prompt", "genera
     return indexes if isinstance(indexes, range) else tuple(int(index) for index in indexes)
 
 
-def _absolute(indexes: _Indexes, prompt_len: int) -> list[int]:
-    """Positions from the prompt's start, each once, in the order given."""
+def absolute_positions(indexes: _Indexes, prompt_len: int) -> list[int]:
+    """Positions counted from the prompt's start, in the order given.
+
+    Raises:
+        ValueError: a position beyond the prompt, or one named twice.
+    """
     beyond = [index for index in indexes if not -prompt_len <= index < prompt_len]
     if beyond:
         raise ValueError(
@@ -158,7 +177,7 @@ def _absolute(indexes: _Indexes, prompt_len: int) -> list[int]:
 
 
 def progressions(positions: list[int]) -> tuple[Window, ...]:
-    """Ascending positions as windows, long runs of equal steps in one."""
+    """Ascending positions as windows, one per run of equal steps."""
     windows, start = [], 0
     while start < len(positions):
         end = start + 1

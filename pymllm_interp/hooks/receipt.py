@@ -1,4 +1,4 @@
-"""What happened to a request: nothing that was asked for is dropped without a word here."""
+"""Receipts: what was applied to a request, what was captured, and how its steps ran."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass, field, fields
 
 
 class _Brief:
-    """A dataclass that shows those fields only that have come to something."""
+    """A dataclass with a repr of the fields that differ from their defaults."""
 
     def __repr__(self) -> str:
         shown = []
@@ -21,21 +21,21 @@ class _Brief:
 
 @dataclass(repr=False)
 class Applied(_Brief):
-    """What became of an intervention at one site. Rows that were computed twice, after the request gave way, count once."""
+    """Counts of an intervention at one site. Rows computed again, after the request was preempted, count once."""
 
     intervention: str
     site: str
     prompt_rows: int = 0
-    """Rows of the prompt that it acted on; with a gate, that the gate was asked for."""
+    """Rows of the prompt that it acted on; with a gate, rows that the gate was evaluated on."""
     generated_rows: int = 0
-    """The same of generated tokens."""
+    """Rows of generated tokens, likewise."""
     gate_fires: int | None = None
-    """Rows at which the gate let it act, those computed twice counted twice; None without a gate."""
+    """Rows on which the gate fired; rows computed again count again. None without a gate."""
 
 
 @dataclass(repr=False)
 class Captured(_Brief):
-    """How many rows were captured at one site, before any reduction. A position counts once."""
+    """Number of rows captured at one site, before any reduction. Each position counts once."""
 
     site: str
     prompt_rows: int = 0
@@ -44,37 +44,38 @@ class Captured(_Brief):
 
 @dataclass(repr=False)
 class Receipt(_Brief):
-    """How a request's steps ran, what was applied, and what its trace did. Printed, it shows what is not empty."""
+    """How a request's steps ran, what was applied, and what its trace did. The repr shows the fields that are set."""
 
     steps: Counter[str] = field(default_factory=Counter)
-    """Steps by how they ran: "plain" (no module was called), "replay" (the same, as a CUDA graph), "modules" (module by
-    module, hooks served), "segments" (the same, what lies between hooks as CUDA graphs), "split" (as "modules", for the hooked
-    requests by themselves)."""
+    """Number of steps by execution mode.
+
+    "plain": fused, without modules. "replay": fused, as a CUDA graph. "modules": module by module, with hooks. "segments": with
+    hooks, and CUDA graphs between them. "split": as "modules", for the hooked requests only."""
     eager_parts: Counter[str] = field(default_factory=Counter)
-    """Steps of "segments" in which an attention or an MLP went kernel by kernel for this request, by the location inside of it that
-    the request waited for."""
+    """Number of "segments" steps in which an attention or an MLP ran without a graph because of this request, by the location
+    inside of it that the request's trace waited for."""
     interventions: list[Applied] = field(default_factory=list)
-    """By site, in the order in which they act; those that change nothing are left out."""
+    """By site, in the order in which they act, without identities."""
     captures: list[Captured] = field(default_factory=list)
     """By site."""
     engine: str = field(default="", repr=False)
-    """Versions, device, attention backend and dtype; set where something was declared, as the next two are."""
+    """Versions, device, attention backend and dtype. Set for requests with interventions or captures, as are `model` and `spec`."""
     model: str = field(default="", repr=False)
-    """A hash of weights, dtype and config (models/fingerprint.py)."""
+    """Hash of weights, dtype and config (models/fingerprint.py)."""
     spec: str = field(default="", repr=False)
-    """A hash of the interventions and captures, vectors included."""
+    """Hash of the interventions and captures, vectors included."""
     reads: int = 0
-    """Values served to the trace."""
+    """Number of values served to the trace."""
     edits: int = 0
-    """Values that the trace assigned, or wrote to in place before it went on."""
+    """Number of values that the trace assigned or changed in place."""
     nan_edits: int = 0
-    """Those of them that held NaN."""
+    """Number of edits that held NaN."""
     preemptions: int = 0
-    """Times that the request gave way and came back."""
+    """Number of times that the request was preempted."""
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences for the user."""
+        """Warnings for the user."""
         if self.nan_edits:
             return [f"{self.nan_edits} edit{'s' if self.nan_edits > 1 else ''} held NaN"]
         return []

@@ -6,8 +6,8 @@
     Site.parse("layers_output[12]")                        # nnterp
     expand("mlp_out.{0..2,-1}", 32, FAMILIES["llama"])     # mlp_out.0, mlp_out.1, mlp_out.2, mlp_out.31
 
-All four are names of one and the same site, which prints as `resid_post.12`. In a pattern the layer is `*`, a number, or
-numbers and inclusive ranges in braces; negative numbers count from the last layer. Patterns work in every style of name.
+The first four name the same site, `resid_post.12`. In a pattern the layer is `*`, a number, or numbers and inclusive ranges in
+braces; negative numbers count from the last layer. Patterns work in every style of name.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ KINDS = (
     "embed", "resid_pre", "attn_in", "q", "k", "v", "z", "attn_out", "resid_mid", "mlp_in", "mlp_act", "mlp_out",
     "resid_post", "final_norm", "logits",
 )  # fmt: skip
-"""In the order in which a forward pass reaches them.
+"""Kinds of sites, in the order of a forward pass.
 
-`embed`: the token embeddings. `resid_pre`, `resid_mid`, `resid_post`: the residual stream before the layer, between its
-two halves, and after it. `attn_in`, `mlp_in`: what the halves read, after the norm. `attn_out`, `mlp_out`: what they add to
-the stream. `q`, `k`, `v`: the projections' outputs, before any norm of theirs and before RoPE. `z`: the heads' values, before
-`o_proj`. `mlp_act`: the neurons, what `down_proj` reads. `final_norm`: after the last norm. `logits`: the head's output.
+`embed`: the token embeddings. `resid_pre`, `resid_mid`, `resid_post`: the residual stream before the layer, between attention
+and MLP, and after the layer. `attn_in`, `mlp_in`: the normed inputs of attention and MLP. `attn_out`, `mlp_out`: their outputs,
+which are added to the residual stream. `q`, `k`, `v`: the projections' outputs, before a query or key norm and before RoPE. `z`:
+the concatenated heads, the input of `o_proj`. `mlp_act`: the neurons, the input of `down_proj`. `final_norm`: the output of the
+last norm. `logits`: the output of the LM head.
 """
 WITHOUT_LAYER = frozenset({"embed", "final_norm", "logits"})
 
@@ -38,7 +39,7 @@ _TRANSFORMER_LENS = {
     **{f"blocks.{{}}.hook_{kind}": kind for kind in ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")},
     **{f"blocks.{{}}.attn.hook_{kind}": kind for kind in "qkvz"},
     "blocks.{}.mlp.hook_post": "mlp_act",
-    # Here with the norm's weight, as in transformers; TransformerLens has it in the matrices that follow.
+    # Multiplied by the norm's weight, as in transformers; TransformerLens folds the weight into the next matrices.
     "blocks.{}.ln1.hook_normalized": "attn_in",
     "blocks.{}.ln2.hook_normalized": "mlp_in",
     "ln_final.hook_normalized": "final_norm",
@@ -55,7 +56,7 @@ _NNTERP = {
 
 
 def _names() -> dict[str, str]:
-    """Every name, `{}` in the place of the layer -> kind."""
+    """name -> kind, of all names; `{}` stands for the layer."""
     names = {kind if kind in WITHOUT_LAYER else kind + ".{}": kind for kind in KINDS}
     names |= _TRANSFORMER_LENS | _NNTERP
     for family in FAMILIES.values():
@@ -82,7 +83,7 @@ REFUSED = {
     "blocks.{}.hook_attn_in": "that is the stream before the norm (resid_pre); what attention reads is attn_in",
     "blocks.{}.hook_mlp_in": "that is the stream before the norm (resid_mid); what the MLP reads is mlp_in",
 }
-"""Names that are known and have no site, with the reason."""
+"""Known names without a site -> the reason."""
 
 _SELECTOR = r"\*|-?\d+|\{[^{}]*\}"
 _ITEM = re.compile(r"\s*(-?\d+)\s*(?:\.\.\s*(-?\d+)\s*)?")
@@ -90,15 +91,14 @@ _ITEM = re.compile(r"\s*(-?\d+)\s*(?:\.\.\s*(-?\d+)\s*)?")
 
 @dataclass(frozen=True)
 class Site:
-    """A place in the model, `resid_post.12`. Equal sites are equal, whatever name they were parsed from.
+    """A named place in the model: ``str(Site("resid_post", 12)) == "resid_post.12"``. Equal sites print alike.
 
     Args:
         kind: one of `KINDS`.
-        layer: its layer; None for the kinds that have none. A negative one counts from the end until `expand` knows how
-            many layers there are.
+        layer: None for `embed`, `final_norm` and `logits`. Negative layers count from the end, until `expand` resolves them.
 
     Raises:
-        ValueError: an unknown kind, a layer that is missing, or one too many.
+        ValueError: an unknown kind, a missing layer, or a layer where the kind has none.
     """
 
     kind: str
@@ -115,11 +115,11 @@ class Site:
 
     @classmethod
     def parse(cls, name: str) -> Site:
-        """The site that `name` means, in any of the styles above.
+        """The site with this name, in any of the styles above.
 
         Raises:
-            ValueError: no site has this name (the nearest ones are listed), it has none by intention (with the reason), or
-                it names several.
+            ValueError: an unknown name (the message lists similar ones), a name without a site (with the reason), or a
+                pattern of several sites.
         """
         if not isinstance(name, str):
             raise ValueError(f"Site.parse({name!r}): a name is expected, such as 'resid_post.12'")
@@ -133,7 +133,7 @@ def canonical(pattern: str | Site) -> str:
     """The pattern as `kind`, `kind.layer`, `kind.*` or `kind.{...}`.
 
     Raises:
-        ValueError: as `Site.parse`, and where what stands in the braces is not understood.
+        ValueError: as `Site.parse`, or malformed braces.
     """
     kind, layers = _look_up(str(pattern))
     if layers is None:
@@ -144,10 +144,15 @@ def canonical(pattern: str | Site) -> str:
 
 
 def expand(pattern: str | Site, num_layers: int, family: Family) -> list[Site]:
-    """The sites that `pattern` selects in a model of `family` with `num_layers` layers, in the order of the layers.
+    """The sites that `pattern` selects in a model, in the order of the layers.
+
+    Args:
+        pattern: in any of the styles above.
+        num_layers: of the model.
+        family: of the model.
 
     Raises:
-        ValueError: as `canonical`, a layer that the model does not have, or a kind that the family does not have.
+        ValueError: as `canonical`, a layer beyond the model's, or a kind that the family does not have.
     """
     kind, selector = _look_up(str(pattern))
     family.check(kind)
@@ -170,9 +175,9 @@ def expand(pattern: str | Site, num_layers: int, family: Family) -> list[Site]:
 
 @lru_cache(maxsize=1 << 14)  # each layer's name is looked up for every request
 def _look_up(text: str) -> tuple[str, str | None]:
-    """(kind, what stands in the layer's place or None)."""
+    """(kind, layer selector or None)."""
     name, layers = _split(text)
-    # nnsight's and nnterp's users write what they type: the variable `model` stands before the path.
+    # Users of nnsight and nnterp may write the path with the variable `model` in front.
     candidates = [name, name.removeprefix("model.")]
     for candidate in candidates:
         if candidate in REFUSED:
@@ -190,7 +195,7 @@ def _look_up(text: str) -> tuple[str, str | None]:
 
 
 def _split(text: str) -> tuple[str, str | None]:
-    """The name with `{}` in the layer's place, and what stands there: ("mlp_out.{}", "3") of "mlp_out.3"."""
+    """(name with `{}` for the layer, layer selector): "mlp_out.3" -> ("mlp_out.{}", "3")."""
     text = re.sub(r"\.output\[0\]$", ".output", text.strip())  # of a module that returns a tuple
     text = re.sub(rf"\[({_SELECTOR})\]", r".\1", text)
     found = re.search(rf"(?<=\.)(?:{_SELECTOR})(?=\.|$)", text)
@@ -200,7 +205,7 @@ def _split(text: str) -> tuple[str, str | None]:
 
 
 def _ranges(selector: str, pattern: str) -> list[tuple[int, int]]:
-    """(first, last) pairs, inclusive, negative numbers as they came."""
+    """Inclusive (first, last) pairs; negative numbers are kept."""
     if selector == "*":
         return [(0, -1)]
     found = [(item, _ITEM.fullmatch(item)) for item in selector.strip("{}").split(",")]

@@ -1,4 +1,4 @@
-"""What every declared spec shares: checks, names of vectors, fingerprint, equality."""
+"""Base classes of declared specs: checks, named vectors, fingerprint, equality."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from .positions import (
-    _checked_positions,
-)
-from .site import canonical
+from ..core.model_spec import ModelSpec
+from .positions import Window, checked_positions
+from .site import Site, canonical, expand
 from .vectors import checked_vector
 
 
-class _Spec:
-    """What is checked once, then never changes. Specs with the same content are equal.
+class Spec:
+    """An immutable dataclass, checked when it is made. Specs with equal content are equal.
 
-    Where a tensor is expected, a string is the name of one; `resolved` puts the tensor in its place.
+    A field for a tensor also takes a string, the name of a vector. `filled` replaces names by tensors.
     """
 
     named: tuple[str, ...] = ()
@@ -30,53 +29,53 @@ class _Spec:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The spec's name in error messages."""
         return type(self).__name__
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of all whose width must be the site's, those of a gate and of a reduction included."""
+        """(field, tensor) of all tensors, nested specs included. Each must have the site's width."""
         for name, value in self._content():
             if isinstance(value, Tensor):
                 yield name, value
-            elif isinstance(value, _Spec):
+            elif isinstance(value, Spec):
                 yield from ((f"{name}.{inner}", tensor) for inner, tensor in value.tensors())
 
     def names(self) -> Iterator[str]:
-        """Names of vectors, those of a gate and of a reduction included."""
+        """Names of vectors, nested specs included."""
         for name, value in self._content():
             if name in self.named:
                 yield value
-            elif isinstance(value, _Spec):
+            elif isinstance(value, Spec):
                 yield from value.names()
 
     def filled(self, vectors: Mapping[str, Tensor]) -> Self:
-        """The spec with the vectors in the place of their names."""
+        """A copy with tensors in place of the names."""
         changes: dict[str, Any] = {name: vectors[getattr(self, name)] for name in self.named}
         for name, value in self._content():
-            if isinstance(value, _Spec) and any(value.names()):
+            if isinstance(value, Spec) and any(value.names()):
                 changes[name] = value.filled(vectors)
         return replace(self, **changes)  # pyright: ignore[reportArgumentType, reportReturnType, reportCallIssue]
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the content, vectors included: 64 hexadecimal digits."""
+        """SHA-256 of the content, vectors included: 64 hexadecimal digits."""
         digest = hashlib.sha256(type(self).__name__.encode())
         for name, value in self._content():
             if isinstance(value, Tensor):
                 value = (tuple(value.shape), hashlib.sha256(value.numpy().tobytes()).hexdigest())
-            elif isinstance(value, _Spec):
+            elif isinstance(value, Spec):
                 value = value.fingerprint
             digest.update(f"|{name}={value!r}".encode())
         return digest.hexdigest()
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and isinstance(other, _Spec) and other.fingerprint == self.fingerprint
+        return type(other) is type(self) and isinstance(other, Spec) and other.fingerprint == self.fingerprint
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)
 
     def _content(self) -> Iterator[tuple[str, Any]]:
-        """(name, value) of what the caller gave."""
+        """(name, value) of each constructor argument."""
         parts = fields(self)  # pyright: ignore[reportArgumentType]  # each subclass is a dataclass
         return ((part.name, getattr(self, part.name)) for part in parts if part.init)
 
@@ -100,14 +99,22 @@ class _Spec:
             self._set(name, checked_vector(getattr(self, name), f"{self.name}: {name}", dims))
 
     def _set_rows(self, name: str) -> None:
-        """A tensor of shape [n, width], or [width] for one row."""
+        """Check a tensor of shape [n, width]; [width] becomes one row."""
         self._set_tensor(name, 1, 2)
         if name not in self.named:
             tensor: Tensor = getattr(self, name)
             self._set(name, tensor.reshape(-1, tensor.shape[-1]))
 
+    def _unit(self, name: str) -> Tensor:
+        """The vector in a field, normalized: [width] float32. Raises ValueError for a zero vector."""
+        vector: Tensor = getattr(self, name).double()
+        length = vector.norm()
+        if length == 0:
+            raise ValueError(f"{self.name}: {name} is zero and has no direction")
+        return (vector / length).float()
 
-class _Placed(_Spec):
+
+class PlacedSpec(Spec):
     """A spec with a site and positions."""
 
     site: Any
@@ -115,22 +122,64 @@ class _Placed(_Spec):
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The spec's name in error messages."""
         return f"{type(self).__name__}({str(self.site)!r})"
+
+    def written(self) -> Iterator[tuple[str, float]]:
+        """(what, largest magnitude) of the numbers written into any state; the model's dtype must hold them."""
+        yield from ()
+
+    def fit(self, windows: tuple[Window, ...], prompt_len: int) -> Self:
+        """The spec for the windows that its positions select in a prompt.
+
+        Raises:
+            ValueError: the spec does not fit these windows.
+        """
+        return self
+
+    def sites_in(self, model: ModelSpec) -> tuple[Site, ...]:
+        """The spec's sites in a model, in the order of the layers. Cached, since many requests may share a spec.
+
+        Raises:
+            ValueError: an unknown layer or kind of site, an unresolved name, a vector of another width than the site's,
+                or a number that the model's dtype cannot hold.
+        """
+        found = self.__dict__.get("_sites")
+        if found is None or found[0] is not model:
+            found = model, self._checked_sites(model)
+            self._set("_sites", found)
+        return found[1]
+
+    def _checked_sites(self, model: ModelSpec) -> tuple[Site, ...]:
+        for name in self.names():
+            raise ValueError(f"{self.name}: {name!r} is a name, and only an LM's `vectors` know whose")
+        try:
+            sites = expand(self.site, model.num_hidden_layers, model.family)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
+        kind = sites[0].kind
+        width = model.width(kind)
+        for name, tensor in self.tensors():
+            if tensor.shape[-1] != width:
+                raise ValueError(
+                    f"{self.name}: {name} has {tensor.shape[-1]} values; at {kind} the model has {width} "
+                    f"({' * '.join(model.settings(kind))})"
+                )
+        limit = torch.finfo(model.dtype).max
+        for name, number in self.written():
+            if abs(number) > limit:
+                raise ValueError(
+                    f"{self.name}: {name} reaches {abs(number):.3g}, which {model.dtype}, the model's dtype, cannot "
+                    f"hold; its largest number is {limit:.3g}"
+                )
+        return tuple(sites)
 
     def _set_place(self) -> None:
         try:
             self._set("site", canonical(self.site))
-            self._set("positions", _checked_positions(self.positions))
+            self._set("positions", checked_positions(self.positions))
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
-
-
-def _unit(vector: Tensor, who: str) -> Tensor:
-    length = vector.double().norm()
-    if length == 0:
-        raise ValueError(f"{who} is zero and has no direction")
-    return (vector.double() / length).float()
 
 
 def _is_number(value: object) -> bool:

@@ -1,15 +1,17 @@
-"""Vectors: taken from tensors, kept in files, and found by name.
+"""Vectors for interventions and reductions: checked tensors, files, and a registry of names.
 
     vector = load_vector("sentiment.safetensors")               # [width]
     by_layer = load_layer_vectors("happy.gguf")                 # {layer: [width]}, a control vector of repeng or llama.cpp
     [Steer(f"resid_post.{layer}", vector) for layer, vector in by_layer.items()]
 
-Files of three kinds, by their suffix. `.safetensors`: one tensor, or several called `layer.{i}` or `direction.{i}`. `.pt` and
-`.pth`: a tensor, or a dict with such names (read with `weights_only=True`: no code runs). `.gguf`: a control vector, which is
-architecture "controlvector" with one tensor `direction.{i}` for each layer (needs the package `gguf`).
+File formats, by suffix:
 
-Layer i of a file is our layer i, for `resid_post.{i}`: llama.cpp adds `direction.{i}` to the output of its block i, counted
-from 0, and has none for block 0; repeng counts in the same way.
+- `.safetensors`: one tensor, or tensors named `layer.{i}` or `direction.{i}`.
+- `.pt`, `.pth`: a tensor, or a dict with such names. Read with `weights_only=True`, so that no code runs.
+- `.gguf`: a control vector, architecture "controlvector" with a tensor `direction.{i}` per layer. Needs the package `gguf`.
+
+Layer i of a file is for `resid_post.{i}`. llama.cpp and repeng agree: `direction.{i}` is added to the output of block i, counted
+from 0, and block 0 has none.
 """
 
 from __future__ import annotations
@@ -29,25 +31,25 @@ from torch import Tensor
 from ..core.model_spec import ModelSpec
 
 ARCHITECTURE = "controlvector"
-"""Of GGUF files that hold vectors."""
+"""Architecture of GGUF files with control vectors."""
 Source = Any
-"""What becomes a tensor: a tensor, numbers in lists, a list of tensors, or an array that torch converts."""
+"""Anything that `checked_vector` converts: a tensor, lists of numbers, a list of tensors, or an array."""
 Named = Tensor | dict[int, Tensor]
-"""What a name stands for: the same for every layer, or a tensor for each."""
+"""A named vector: one tensor for all layers, or one per layer."""
 _LAYER_NAME = re.compile(r"(?:layer|direction)\.(\d+)")
 
 
 def checked_vector(source: Source, who: str, dims: Sequence[int] = (1,)) -> Tensor:
-    """A copy of `source` as float32 on the CPU, whatever its device and precision were.
+    """A contiguous copy of `source` as float32 on the CPU.
 
     Args:
-        source: any floating dtype; plain lists may hold whole numbers too.
-        who: what the vector is, for messages.
-        dims: how many dimensions it may have.
+        source: of any floating dtype, on any device; lists may hold whole numbers too.
+        who: the vector's name in error messages.
+        dims: allowed numbers of dimensions.
 
     Raises:
-        ValueError: nothing that float32 can hold (another dtype, NaN, Inf, values that overflow), a tensor without values
-            (on the meta device), a sparse one, another number of dimensions, or no elements.
+        ValueError: another dtype, NaN, Inf, values beyond float32, a tensor on the meta device, a sparse tensor, another
+            number of dimensions, or no elements.
     """
     try:
         tensor = source if isinstance(source, Tensor) else _as_tensor(source)
@@ -80,19 +82,23 @@ def _as_tensor(source: Any) -> Tensor:
     if source and all(isinstance(row, Tensor) for row in source):
         return torch.stack(list(source))
     tensor = torch.tensor(source)
-    return tensor.double() if tensor.dtype == torch.int64 else tensor  # [1, 0, 0], as people write it
+    return tensor.double() if tensor.dtype == torch.int64 else tensor  # [1, 0, 0] means floats
 
 
 def load_vector(path: str | Path, name: str | None = None) -> Tensor:
-    """The file's vector, [width] float32.
+    """Read one vector from a file.
 
     Args:
-        name: which one, where the file holds several.
+        path: of a file in one of the formats above.
+        name: of the tensor; required if the file holds several.
+
+    Returns:
+        [width] float32, on the CPU.
 
     Raises:
         FileNotFoundError: no such file.
-        ImportError: a .gguf file, and the package `gguf` is missing.
-        ValueError: another kind of file, a damaged one, several vectors and no name, or no vector of that name.
+        ImportError: a .gguf file without the package `gguf`.
+        ValueError: an unknown suffix, a damaged file, several tensors and no `name`, or no tensor of that name.
     """
     tensors = _read(Path(path))
     if name is None and len(tensors) > 1:
@@ -107,12 +113,15 @@ def load_vector(path: str | Path, name: str | None = None) -> Tensor:
 
 
 def load_layer_vectors(path: str | Path) -> dict[int, Tensor]:
-    """The file's vectors by layer, each [width] float32, in the order of the layers.
+    """Read the vectors of a file by layer.
+
+    Returns:
+        layer -> [width] float32 on the CPU, in the order of the layers.
 
     Raises:
         FileNotFoundError, ImportError: as `load_vector`.
-        ValueError: another kind of file, a damaged one, a name that is not of a layer, two vectors for one layer, or
-            vectors of different widths.
+        ValueError: an unknown suffix, a damaged file, a tensor name without a layer, two vectors for one layer, or vectors of
+            different widths.
     """
     vectors: dict[int, Tensor] = {}
     for name, tensor in _read(Path(path)).items():
@@ -130,17 +139,17 @@ def load_layer_vectors(path: str | Path) -> dict[int, Tensor]:
 
 
 def save_layer_vectors(path: str | Path, vectors: Mapping[int, Source], model_hint: str = "") -> None:
-    """Write vectors by layer where `load_layer_vectors`, and for .gguf repeng and llama.cpp, read them.
+    """Write vectors by layer to a file for `load_layer_vectors`. repeng and llama.cpp read the .gguf format too.
 
     Args:
         path: ends in .safetensors or .gguf.
         vectors: layer -> [width].
-        model_hint: in a .gguf file, the model's type ("llama"), for its reader.
+        model_hint: model type ("llama") to store in a .gguf file.
 
     Raises:
-        ImportError: a .gguf file, and the package `gguf` is missing.
-        ValueError: another suffix, no vectors, one that `checked_vector` refuses, a layer that is no whole number from 0 on, or
-            layer 0 in a .gguf file.
+        ImportError: a .gguf file without the package `gguf`.
+        ValueError: another suffix, no vectors, a vector that `checked_vector` refuses, a layer that is not a whole number >= 0,
+            or layer 0 in a .gguf file.
     """
     path = Path(path)
     if not vectors:
@@ -167,17 +176,17 @@ def save_layer_vectors(path: str | Path, vectors: Mapping[int, Source], model_hi
 
 
 class VectorRegistry(MutableMapping[str, Named]):
-    """Vectors by name, for specs that give a name in a vector's place.
+    """Vectors by name, for specs that hold a name in place of a vector.
 
-        lm.vectors["sea"] = torch.randn(hidden)               # [width], or rows of them, [n, width]
-        lm.vectors["happy"] = "happy.gguf"                    # a file; here a vector for each layer, {layer: [width]}
+        lm.vectors["sea"] = torch.randn(hidden)               # [width] or [n, width]
+        lm.vectors["happy"] = "happy.gguf"                    # a file; here one vector per layer, {layer: [width]}
         Steer("resid_post.12", "sea", scale=4.0)
 
-    A request takes what the names stand for when it is submitted, and keeps it: replacing or deleting one changes later requests
-    only. Copies go in and come out.
+    Names are resolved when a request is submitted: replacing or deleting a vector affects later requests only. Vectors are
+    copied on assignment and on access.
 
     Args:
-        model: whose sites the vectors are for.
+        model: its sites' widths are the allowed widths.
     """
 
     def __init__(self, model: ModelSpec) -> None:
@@ -186,11 +195,11 @@ class VectorRegistry(MutableMapping[str, Named]):
         self._vectors: dict[str, Named] = {}
 
     def __setitem__(self, name: str, source: Source | Mapping[int, Source] | str | Path) -> None:
-        """Keep a copy of a tensor, of tensors by layer, or of what a file holds, under `name`.
+        """Store a copy of a tensor, of tensors by layer, or of a file's content under `name`.
 
         Raises:
-            ValueError: an empty name, a file that does not say which vector is meant, a width that no site of the model has, a
-                layer that it does not have, or what `checked_vector` refuses.
+            ValueError: an empty name, a file with several tensors that are not by layer, a width that no site of the model has, a
+                layer that the model does not have, or what `checked_vector` refuses.
             FileNotFoundError, ImportError: as `load_vector`.
         """
         if not isinstance(name, str) or not name:
@@ -218,10 +227,10 @@ class VectorRegistry(MutableMapping[str, Named]):
         return vector
 
     def __getitem__(self, name: str) -> Named:
-        """A copy of what was put under `name`: a float32 tensor, or one for each layer.
+        """A copy of the vector: a float32 tensor, or {layer: tensor}.
 
         Raises:
-            KeyError: nothing was; the nearest names are listed.
+            KeyError: an unknown name; the message lists similar ones.
         """
         try:
             found = self._vectors[name]
@@ -231,7 +240,7 @@ class VectorRegistry(MutableMapping[str, Named]):
         return {layer: v.clone() for layer, v in found.items()} if isinstance(found, dict) else found.clone()
 
     def __delitem__(self, name: str) -> None:
-        self[name]  # an error that says which names there are
+        self[name]  # raises with the known names
         del self._vectors[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -245,13 +254,13 @@ class VectorRegistry(MutableMapping[str, Named]):
 
 
 def _of_file(path: Path) -> Named:
-    """The file's vectors by layer, where that is what it holds, else its only one."""
+    """The file's vectors by layer if its names are layers, else its only vector."""
     by_layer = all(_LAYER_NAME.fullmatch(name) for name in _read(path))
     return load_layer_vectors(path) if by_layer else load_vector(path)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """name -> tensor, of any kind of file; at least one."""
+    """name -> tensor, of a file in any format; at least one."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; a .safetensors, .gguf or .pt file is expected")
     readers = {".safetensors": _read_safetensors, ".gguf": _read_gguf, ".pt": _read_torch, ".pth": _read_torch}
@@ -273,7 +282,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 def _read_torch(path: Path) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a damaged pickle makes its reader stumble over
+    except Exception as error:  # a damaged pickle can raise anything
         raise ValueError(f"{path} does not hold tensors alone, or it is damaged ({error})") from error
     if not isinstance(content, dict):
         return {"vector": content}

@@ -123,12 +123,16 @@ class InputBuffers:
                 (self.input_ids, forward_batch.input_ids, 0),
                 (self.positions, forward_batch.positions, 0),
                 (self.rows, forward_batch.req_pool_indices, 0),
-                (self.op_rows, torch.full_like(forward_batch.req_pool_indices, -1) if ops is None else ops.rows, -1),
+                (
+                    self.op_rows,
+                    torch.full_like(forward_batch.req_pool_indices, -1) if ops is None else ops.token_rows.owners,
+                    -1,
+                ),
                 (self.out_cache_loc, forward_batch.out_cache_loc, 0),
                 (self.seq_lens, forward_batch.seq_lens, PAD_SEQ_LEN),
             ]
             if ops is not None:  # blocks matter to rows with declared ops alone
-                fills += [(own, given, 0) for own, given in zip(self.blocks, ops.blocks, strict=True)]
+                fills += [(own, given, 0) for own, given in zip(self.blocks, ops.token_rows.records, strict=True)]
         for buffer, rows, padding in fills:
             buffer[:n].copy_(rows, non_blocking=rows.device == buffer.device)
             buffer[n:bs].fill_(padding)

@@ -10,15 +10,15 @@ import torch
 from ...config import DTYPES
 from ..positions import (
     Positions,
-    _is_whole,
+    is_whole,
 )
 from ..site import Site
-from ..spec import _Placed, _Spec
+from ..spec import PlacedSpec, Spec
 from ..vectors import Source
 
 
 @dataclass(frozen=True, eq=False)
-class Project(_Spec):
+class Project(Spec):
     """A capture's reduction: the dot products of each row with some directions, in place of the row.
 
     Raises:
@@ -34,11 +34,11 @@ class Project(_Spec):
         self._set_rows("directions")
         if self.top_k is not None and not self.named:
             count = len(self.directions)
-            self._check("top_k", _is_whole(self.top_k) and 1 <= self.top_k <= count, f"from 1 to {count}, or None")
+            self._check("top_k", is_whole(self.top_k) and 1 <= self.top_k <= count, f"from 1 to {count}, or None")
 
 
 @dataclass(frozen=True, eq=False)
-class Capture(_Placed):
+class Capture(PlacedSpec):
     """Read the state, after all interventions at its site. At `logits` it is what the next token is drawn from, before penalties
     and filters.
 

@@ -1,8 +1,8 @@
-"""Declared ops as functions on the rows of their requests: what a CPU runs."""
+"""Declared ops and captures as functions on rows: for passes on a CPU, and for passes with gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, partial
 from operator import itemgetter
 from typing import NamedTuple
@@ -10,35 +10,36 @@ from typing import NamedTuple
 import torch
 
 from ...core.model_spec import LOGITS, inner_site
-from ...layers.edits import host
-from ...layers.edits.host import HostOps, Rows
+from ...layers.edits.host import Added, CaptureSink, HostOps, RowFunction, RowRange
 from ..captures.group import Group
 from ..declared import Declared, Fires
 from ..positions import Window, ordinals_of
-from .reference import act, gated, vectors_of
-from .specs import Intervention, Steer
+from .op import Op
+from .reference import act, gated
 
 
-class Share(NamedTuple):
-    """A request's share of a pass."""
+class RequestRows(NamedTuple):
+    """The rows of a request in a pass."""
 
     declared: Declared
     start: int
-    """Its first token row."""
+    """First token row."""
     positions: torch.Tensor
-    """[rows], of the input tokens."""
+    """[rows], position of each token row."""
     logit_start: int
-    """Its first row of the logits."""
+    """First row of the logits."""
     logit_rows: int
-    """Those of its last positions, so many."""
+    """Number of rows of the logits; the rows are for the last positions."""
 
 
-def host_ops(requests: Iterable[Share], num_layers: int) -> HostOps | None:
-    """The ops and captures of a step as functions; None where no request has any in it. Captures of the logits come later, by
-    `Group.take`: a trace may change those behind the head."""
+def host_ops(requests: Iterable[RequestRows], num_layers: int) -> HostOps | None:
+    """The ops and captures of a step as functions; None if there are none in the step.
+
+    Captures of the logits are left out: a trace may change the logits after the pass.
+    """
     logits = inner_site(num_layers, 0, LOGITS)
-    acting: dict[int, list[tuple[int, Rows, host.Op]]] = {}  # site -> (place among its request's ops there, rows, op)
-    taps: dict[int, list[tuple[Rows, Callable[[torch.Tensor], None]]]] = {}
+    acting: dict[int, list[tuple[int, RowRange, RowFunction]]] = {}  # site -> (rank among its request's ops, rows, op)
+    sinks: dict[int, list[tuple[RowRange, CaptureSink]]] = {}
     for declared, start, positions, logit_start, logit_rows in requests:
         rows = start, len(positions)
         for group in () if declared.captures is None else declared.captures.groups:
@@ -46,66 +47,64 @@ def host_ops(requests: Iterable[Share], num_layers: int) -> HostOps | None:
             if (ordinals >= 0).any():
                 for column, site in enumerate(group.sites):
                     if site != logits:
-                        taps.setdefault(site, []).append((rows, _taking(group, column, ordinals)))
-        of_windows = cache(partial(_Touched.of, positions=positions))  # an op at many sites has the same
-        of_logits = cache(partial(_Touched.of, positions=positions[len(positions) - logit_rows :]))
+                        sinks.setdefault(site, []).append((rows, _capture_sink(group, column, ordinals)))
+        of_windows = cache(partial(_Selected.of, positions=positions))  # an op at many sites has the same windows
+        of_logits = cache(partial(_Selected.of, positions=positions[len(positions) - logit_rows :]))
         for site, found in declared.ops.items():
             for i, op in enumerate(found):
-                touched = of_logits(op.windows) if site == logits else of_windows(op.windows)
-                if touched.any:
-                    function = _function(op.spec, touched, declared.fires, (site, i))
+                selected = of_logits(op.windows) if site == logits else of_windows(op.windows)
+                if selected.any:
+                    function = _row_function(op.spec, selected, declared.fires, (site, i))
                     at = (logit_start, logit_rows) if site == logits else rows
                     acting.setdefault(site, []).append((i, at, function))
-    if not acting and not taps:
+    if not acting and not sinks:
         return None
     by_site = {site: [(at, op) for _, at, op in sorted(ops, key=itemgetter(0))] for site, ops in acting.items()}
-    return HostOps(by_site, taps, num_layers)
+    return HostOps(by_site, sinks, num_layers)
 
 
-class _Touched(NamedTuple):
-    """Where an op acts among a request's rows."""
+class _Selected(NamedTuple):
+    """The rows of a request that an op's positions select."""
 
     ordinals: torch.Tensor
-    """[rows] of `ordinals_of`."""
+    """[rows] from `ordinals_of`."""
     rows: torch.Tensor
     """[rows] bool."""
     any: bool
     all: bool
 
     @classmethod
-    def of(cls, windows: tuple[Window, ...], positions: torch.Tensor) -> _Touched:
-        """The rows have `positions`."""
+    def of(cls, windows: tuple[Window, ...], positions: torch.Tensor) -> _Selected:
         ordinals = ordinals_of(windows, positions)
         rows = ordinals >= 0
         return cls(ordinals, rows, bool(rows.any()), bool(rows.all()))
 
 
-def _taking(group: Group, column: int, ordinals: torch.Tensor) -> Callable[[torch.Tensor], None]:
+def _capture_sink(group: Group, column: int, ordinals: torch.Tensor) -> CaptureSink:
     return lambda rows: group.capture(column, rows, ordinals)
 
 
-def _function(spec: Intervention, touched: _Touched, fires: Fires, key: tuple[int, int]) -> host.Op:
-    """What a spec does to a request's rows."""
-    if isinstance(spec, Steer) and spec.norm == "none" and spec.when is None:
-        return host.Added(spec.scaled, touched.rows, touched.all)
+def _row_function(spec: Op, selected: _Selected, fires: Fires, key: tuple[int, int]) -> RowFunction:
+    if spec.when is None and spec.addend is not None:
+        return Added(spec.addend, selected.rows, selected.all)
 
     def run(rows: torch.Tensor) -> torch.Tensor:
-        vectors = [vector.to(rows.device) for vector in vectors_of(spec)]
-        return _acted(spec, rows, touched.ordinals.to(rows.device), vectors, fires, key)
+        vectors = [vector.to(rows.device) for vector in spec.vectors]
+        return counted(spec, rows, selected.ordinals.to(rows.device), vectors, fires, key)
 
     return run
 
 
-def _acted(
-    spec: Intervention,
+def counted(
+    spec: Op,
     rows: torch.Tensor,
     ordinals: torch.Tensor,
     vectors: Sequence[torch.Tensor],
     fires: Fires,
     key: tuple[int, int],
 ) -> torch.Tensor:
-    """`intervention.apply`, with what it is computed with, and its gate's fires counted: nobody waits for the device."""
-    touched = gated(spec, rows, ordinals, vectors)
+    """`reference.apply` on given vectors, with the gate's fires added to ``fires[key]``. Does not wait for the device."""
+    ordinals = gated(spec, rows, ordinals, vectors)
     if spec.when is not None:
-        fires[key] = fires.get(key, 0) + (touched >= 0).sum()
-    return act(spec, rows, touched, vectors)
+        fires[key] = fires.get(key, 0) + (ordinals >= 0).sum()
+    return act(spec, rows, ordinals, vectors)

@@ -1,98 +1,65 @@
-"""Declared interventions and captures: what to do to a hidden state, at which site, at which positions.
+"""The interventions: what to do to a hidden state, at which site, at which positions.
 
     Steer("resid_post.12", vector, scale=4.0, positions="generated")
     Ablate("resid_post.*", [first, second], when=Gate(probe, threshold=1.5))
-    Capture("mlp_out.{3,4}", positions=[-1])
 
-Each is checked where it is made, and again by `bind`, when the model and the prompt are known. Several at one site act in the
-order given, each on what the one before it left. `apply` is what they mean, in torch: the reference for every kernel.
+An intervention is checked when it is made, and again by `bind`, when the model and the prompt are known. Interventions at one
+site act in the order given, each on the state that the previous one left.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from math import inf
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
-from ..positions import (
-    Positions,
-)
+from ...layers.edits import codes
+from ...layers.edits.codes import OpWords
+from ..positions import Positions, Window, absolute_positions
 from ..site import Site
-from ..spec import _Placed, _Spec, _unit
 from ..vectors import Source
+from .op import Gate, Op, row_dots, row_norms
 
 MAX_RANK = 16
-"""Directions that one `Ablate` removes at most."""
+"""Most directions of one `Ablate`."""
 RANK_TOLERANCE = 1e-5
-"""Directions of length 1 whose smallest singular value, as a share of the largest, is below this are dependent."""
+"""Unit directions are dependent where their smallest singular value is below this share of the largest."""
 MEASURABLE = 1e18
-"""A vector's length at most, where the length of a state that it was added to is taken: float32 holds its square."""
-
-
-class _Operation(_Placed):
-    """A spec that changes the state."""
-
-    when: Any
-
-    @property
-    def identity(self) -> bool:
-        """Whether it changes nothing, so that it can be left out."""
-        return False
-
-    def _set_place(self) -> None:
-        super()._set_place()
-        self._check("when", self.when is None or isinstance(self.when, Gate), "a Gate, or None")
+"""Longest vector that `norm="preserve"` can add: float32 holds its square."""
+NORMS = {"none": codes.NO_NORM, "preserve": codes.PRESERVE, "match": codes.MATCH}
 
 
 @dataclass(frozen=True, eq=False)
-class Gate(_Spec):
-    """Lets an intervention act on a row only where ``dot(state, probe) > threshold``, of the state that it would change.
-
-    A gate on a linear probe, as in conditional activation steering (Lee et al. 2024, arXiv 2409.05907), which compares
-    cosines.
-
-    Raises:
-        ValueError: a probe that is no vector of finite numbers, or a threshold that is no finite number.
-    """
-
-    probe: Source = field(repr=False)
-    """[width], kept as float32 on the CPU. Not normalised."""
-    threshold: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._set_tensor("probe", 1)
-        self._set_number("threshold")
-
-
-@dataclass(frozen=True, eq=False)
-class Steer(_Operation):
+class Steer(Op):
     """Add a vector: ``state + scale * vector``.
 
     Activation addition (Turner et al. 2023, arXiv 2308.10248; Rimsky et al. 2023, arXiv 2312.06681).
 
     Raises:
-        ValueError: an unknown site, a vector with another shape than [width], with NaN or Inf, a scale that is not finite,
-            positions that are not understood, a zero vector with norm="match", or one with norm="preserve" that is too long.
+        ValueError: an unknown site, unknown positions, a vector that is not [width] or not finite, a scale that is not
+            finite, a zero vector with norm="match", or a ``scale * vector`` too long for norm="preserve".
     """
 
     site: Site | str
     vector: Source = field(repr=False)
-    """[width], kept as float32 on the CPU; the caller's tensor may change afterwards. Or a name in `lm.vectors`."""
+    """[width], copied as float32 to the CPU. Or a name in `lm.vectors`."""
     scale: float = 1.0
     positions: Positions = "all"
     norm: Literal["none", "preserve", "match"] = "none"
-    """ "preserve": the new state is scaled to the norm that the old one had. "match": the vector is scaled to the state's norm
-    first, ``state + scale * |state| * vector / |vector|``, and the new state's norm is what comes out."""
+    """ "preserve": the sum is rescaled to the norm of the old state. "match": the vector is first rescaled to the state's norm,
+    ``state + scale * |state| * vector / |vector|``; the sum is not rescaled."""
     when: Gate | None = None
 
     def __post_init__(self) -> None:
         self._set_place()
         self._set_tensor("vector", 1)
         self._set_number("scale")
-        self._check("norm", self.norm in ("none", "preserve", "match"), "'none', 'preserve' or 'match'")
+        self._check("norm", self.norm in NORMS, "'none', 'preserve' or 'match'")
         if self.norm == "match" and not self.named:
             self.unit  # noqa: B018  # refuses a zero vector
         if self.norm == "preserve" and not self.named:
@@ -101,38 +68,60 @@ class Steer(_Operation):
 
     @property
     def identity(self) -> bool:
-        """Whether it adds nothing."""
+        """Whether ``scale == 0``."""
         return self.scale == 0
 
     @cached_property
     def unit(self) -> Tensor:
-        """The vector, of length 1."""
-        return _unit(self.vector, f"{self.name}: vector")
+        """The vector, normalized."""
+        return self._unit("vector")
+
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        """The vector, normalized with norm="match"."""
+        return (self.unit if self.norm == "match" else self.vector,)
 
     @cached_property
-    def scaled(self) -> Tensor:
-        """The vector, `scale` times."""
-        return self.scale * self.vector
+    def addend(self) -> Tensor | None:
+        """``scale * vector``; None where the state's norm matters."""
+        return self.scale * self.vector if self.norm == "none" else None
+
+    def written(self) -> Iterator[tuple[str, float]]:
+        """``scale * vector``, unless it is rescaled to the state's norm."""
+        if self.norm == "none":
+            yield "scale * vector", self.scale * self.vector.abs().max().item()
+
+    def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+        """The states plus the vector."""
+        if self.norm == "match":
+            return x + self.scale * row_norms(x) * vectors[0]
+        y = x + self.scale * vectors[0]  # for "none", layers/edits/host.py does the same for several requests at once
+        if self.norm == "preserve":
+            norms = row_norms(y)
+            y = y * torch.where(norms > 0, row_norms(x) / norms, 1.0)  # a zero state has no direction
+        return y
+
+    def words(self) -> OpWords:
+        """ADD."""
+        return OpWords(codes.ADD, norm=NORMS[self.norm], a=self.scale)
 
 
 @dataclass(frozen=True, eq=False)
-class Ablate(_Operation):
-    """Remove what the state has in a subspace: ``state - Q Q^T state``, Q an orthonormal basis of the directions.
+class Ablate(Op):
+    """Remove the state's component in a subspace: ``state - Q Q^T state``, Q an orthonormal basis of the directions.
 
-    Directional ablation (Arditi et al. 2024, arXiv 2406.11717), for one direction or several.
+    Directional ablation (Arditi et al. 2024, arXiv 2406.11717), for one or more directions.
 
     Raises:
-        ValueError: an unknown site, more than `MAX_RANK` directions, directions that are dependent (or zero), with NaN or Inf,
-            or positions that are not understood.
+        ValueError: an unknown site, unknown positions, more than `MAX_RANK` directions, or directions that are zero,
+            linearly dependent, or not finite.
     """
 
     site: Site | str
     directions: Source = field(repr=False)
-    """[rank, width], or [width] for one; of any length. Kept as [rank, width] float32 on the CPU."""
+    """[rank, width], or [width] for one; of any length. Kept as [rank, width] float32 on the CPU. Or a name in `lm.vectors`."""
     positions: Positions = "all"
     when: Gate | None = None
-    basis: Tensor = field(init=False, repr=False)
-    """[rank, width] float32: orthonormal rows that span the directions."""
 
     def __post_init__(self) -> None:
         self._set_place()
@@ -144,16 +133,18 @@ class Ablate(_Operation):
                 f"{self.name}: {len(self.directions)} directions; at most {MAX_RANK} (intervention.MAX_RANK) can be removed "
                 "by one Ablate. Keep the leading ones of their singular value decomposition"
             )
-        self._set("basis", self._orthonormal())
+        self.basis  # noqa: B018  # refuses dependent directions
 
-    def _orthonormal(self) -> Tensor:
+    @cached_property
+    def basis(self) -> Tensor:
+        """[rank, width] float32: orthonormal rows that span the directions."""
         rows = self.directions.double()
         lengths = rows.norm(dim=1, keepdim=True)
         if (lengths == 0).any():
             raise ValueError(f"{self.name}: direction {int(lengths.argmin())} is zero")
         _, singular, basis = torch.linalg.svd(rows / lengths, full_matrices=False)
         rank = int((singular > RANK_TOLERANCE * singular[0]).sum())
-        # Not reduced in silence: how near is too near is the caller's to say.
+        # Refused, not reduced: the caller must decide which directions to keep.
         if rank < len(rows):
             raise ValueError(
                 f"{self.name}: the {len(rows)} directions are dependent, they span {rank} dimension"
@@ -161,19 +152,35 @@ class Ablate(_Operation):
             )
         return basis.float().contiguous()
 
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        """The basis."""
+        return (self.basis,)
+
+    def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+        """The states without their components along the basis."""
+        y = x
+        for axis in vectors[0]:
+            y = y - row_dots(x, axis) * axis
+        return y
+
+    def words(self) -> OpWords:
+        """PROJECT_OUT."""
+        return OpWords(codes.PROJECT_OUT, rank=len(self.basis))
+
 
 @dataclass(frozen=True, eq=False)
-class Clamp(_Operation):
-    """Keep the state's projection onto a direction between `low` and `high`; ``low == high`` sets it.
+class Clamp(Op):
+    """Clamp the state's projection onto the unit direction to [`low`, `high`]; ``low == high`` sets it.
 
     Raises:
-        ValueError: an unknown site, a direction that is zero or no vector of finite numbers, no bound, bounds that are not
-            finite or the wrong way round, or positions that are not understood.
+        ValueError: an unknown site, unknown positions, a direction that is zero or not finite, no bound, a bound that is not
+            finite, or ``low > high``.
     """
 
     site: Site | str
     direction: Source = field(repr=False)
-    """[width], of any length; kept as float32 on the CPU."""
+    """[width], of any length; copied as float32 to the CPU. Or a name in `lm.vectors`."""
     low: float | None = None
     high: float | None = None
     positions: Positions = "all"
@@ -193,16 +200,36 @@ class Clamp(_Operation):
 
     @cached_property
     def unit(self) -> Tensor:
-        """The direction, of length 1."""
-        return _unit(self.direction, f"{self.name}: direction")
+        """The direction, normalized."""
+        return self._unit("direction")
+
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        """The unit direction."""
+        return (self.unit,)
+
+    def written(self) -> Iterator[tuple[str, float]]:
+        """The bounds."""
+        yield from ((name, bound) for name, bound in (("low", self.low), ("high", self.high)) if bound is not None)
+
+    def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+        """The states with the clamped projection; rows within the bounds are unselected."""
+        projection = row_dots(x, vectors[0])
+        wanted = projection.clamp(self.low, self.high)
+        selected &= wanted != projection
+        return x + (wanted - projection) * vectors[0]
+
+    def words(self) -> OpWords:
+        """CLAMP."""
+        return OpWords(codes.CLAMP, a=-inf if self.low is None else self.low, b=inf if self.high is None else self.high)
 
 
 @dataclass(frozen=True, eq=False)
-class Scale(_Operation):
-    """Multiply the state: ``factor * state``. 0 removes it.
+class Scale(Op):
+    """Multiply the state: ``factor * state``. A factor of 0 sets it to zero.
 
     Raises:
-        ValueError: an unknown site, a factor that is not finite, or positions that are not understood.
+        ValueError: an unknown site, unknown positions, or a factor that is not finite.
     """
 
     site: Site | str
@@ -216,24 +243,32 @@ class Scale(_Operation):
 
     @property
     def identity(self) -> bool:
-        """Whether it multiplies by 1."""
+        """Whether ``factor == 1``."""
         return self.factor == 1
+
+    def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+        """The states, multiplied."""
+        return self.factor * x
+
+    def words(self) -> OpWords:
+        """SCALE."""
+        return OpWords(codes.SCALE, rank=0, a=self.factor)
 
 
 @dataclass(frozen=True, eq=False)
-class Patch(_Operation):
-    """Put other values in the state's place: those of another run, as a rule.
+class Patch(Op):
+    """Replace the state by given values, usually states of another run.
 
     Activation patching (Meng et al. 2022, arXiv 2202.05262, as causal tracing).
 
     Raises:
-        ValueError: an unknown site, values of another shape, with NaN or Inf, or positions that are not understood.
+        ValueError: an unknown site, unknown positions, or values that are not [positions, width] or [width], or not finite.
     """
 
     site: Site | str
     values: Source = field(repr=False)
-    """[positions, width], row i for the i-th of `positions` as they are written; or [width], the same at each. Kept as float32
-    on the CPU."""
+    """[positions, width]: row i replaces the state at the i-th of `positions`, as written. [width]: the same at each position.
+    Copied as float32 to the CPU. Or a name in `lm.vectors`."""
     positions: Positions = "all"
     when: Gate | None = None
 
@@ -241,5 +276,39 @@ class Patch(_Operation):
         self._set_place()
         self._set_tensor("values", 1, 2)
 
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        """The values."""
+        return (self.values,)
 
-Intervention = Steer | Ablate | Clamp | Scale | Patch
+    def written(self) -> Iterator[tuple[str, float]]:
+        """The values."""
+        yield "values", self.values.abs().max().item()
+
+    def fit(self, windows: tuple[Window, ...], prompt_len: int) -> Self:
+        """The patch with its rows in the order of the windows' positions.
+
+        Raises:
+            ValueError: not one row per position.
+        """
+        if self.values.ndim == 1:
+            return self
+        sizes = [window.size for window in windows]
+        count = None if None in sizes else sum(size or 0 for size in sizes)
+        if count != len(self.values):
+            wanted = "positions without end, which take one [width]" if count is None else f"{count} positions"
+            raise ValueError(f"{self.name}: values has {len(self.values)} rows for {wanted}")
+        if not isinstance(self.positions, tuple | range):
+            return self
+        indexes = absolute_positions(self.positions, prompt_len)
+        order = sorted(range(len(indexes)), key=indexes.__getitem__)
+        return replace(self, values=self.values[order], positions=tuple(indexes[row] for row in order))
+
+    def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+        """The values."""
+        values = vectors[0]
+        return values.expand_as(x) if values.ndim == 1 else values[ordinals.clamp(min=0)]
+
+    def words(self) -> OpWords:
+        """PATCH."""
+        return OpWords(codes.PATCH, rank=self.values.ndim, row_per_position=self.values.ndim == 2)

@@ -1,4 +1,4 @@
-"""`VectorPool`: the vectors of live requests, as rows of one matrix on the device."""
+"""`VectorPool`: allocates the rows of a device matrix to the vectors of live requests."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ import torch
 
 from ..declared import Declared
 
-# -- device tables -----------------------------------------------------------------------------------
-
 
 class VectorPool:
-    """Rows of a device matrix for the vectors of live requests; equal vectors share rows, counted by reference.
+    """Allocates rows of a device matrix to vectors. Equal vectors share rows, with a reference count.
 
-    Any thread may take and give back; what is new is staged until `take_staged`.
+    Thread-safe. New vectors are staged until `take_staged`.
 
     Args:
-        capacity: rows.
-        width: of a row. A wider vector takes several, the last one filled up with zeros.
+        capacity: number of rows.
+        width: of a row. A wider vector takes several rows, padded with zeros.
     """
 
     def __init__(self, capacity: int, width: int) -> None:
@@ -32,20 +30,20 @@ class VectorPool:
 
     @property
     def used(self) -> int:
-        """Rows that are taken."""
+        """Number of allocated rows."""
         return self.capacity - sum(count for _, count in self._free)
 
     def acquire(self, declared: Declared) -> None:
-        """Take rows for all vectors of a request, or none.
+        """Allocate rows for all vectors of a request, or for none.
 
         Raises:
-            ValueError: not as many are free in one piece.
+            ValueError: no contiguous rows are free for one of them.
         """
         with self._lock:
             try:
                 for tensor in declared.tensors():
                     if id(tensor) not in declared.vectors:
-                        key, first = self._take(tensor)
+                        key, first = self._hold(tensor)
                         declared.vectors[id(tensor)] = first
                         declared.held.append(key)
             except ValueError:
@@ -53,19 +51,20 @@ class VectorPool:
                 raise
 
     def release(self, declared: Declared) -> None:
-        """Give back what a request holds. A second call does nothing."""
+        """Release the vectors of a request. A second call does nothing."""
         with self._lock:
             self._release(declared)
 
     def take_staged(self) -> list[tuple[int, torch.Tensor]]:
-        """(first row, vectors [n, width]) that were taken since the last call."""
+        """(first row, vectors [n, width]) of each vector that is new since the last call."""
         with self._lock:
             staged, self._staged = self._staged, []
         return staged
 
-    def _take(self, tensor: torch.Tensor) -> tuple[bytes, int]:
+    def _hold(self, tensor: torch.Tensor) -> tuple[bytes, int]:
+        """(key, first row), one reference more."""
         rows = torch.nn.functional.pad(tensor, (0, -tensor.shape[-1] % self.width)).reshape(-1, self.width)
-        # Of the rows as they lie there: the same numbers in another shape take another number of them.
+        # Hashed as rows: equal numbers in another shape may take another number of rows.
         key = hashlib.blake2b(rows.numpy().tobytes(), digest_size=16).digest()
         held = self._held.get(key)
         if held is None:
@@ -90,13 +89,13 @@ class VectorPool:
             held[2] -= 1
             if held[2] == 0:
                 del self._held[key]
-                self._give_back(held[0], held[1])
+                self._free_rows(held[0], held[1])
         declared.held.clear()
         declared.vectors.clear()
 
-    def _give_back(self, first: int, count: int) -> None:
+    def _free_rows(self, first: int, count: int) -> None:
         i = bisect.bisect(self._free, (first, count))
         self._free.insert(i, (first, count))
-        for j in (i, i - 1):  # join with what follows, then with what is before
+        for j in (i, i - 1):  # merge with the next free range, then with the previous one
             if 0 <= j < len(self._free) - 1 and sum(self._free[j]) == self._free[j + 1][0]:
                 self._free[j : j + 2] = [(self._free[j][0], self._free[j][1] + self._free[j + 1][1])]

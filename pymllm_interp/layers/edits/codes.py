@@ -1,64 +1,96 @@
-"""The tables' layout: words of an op, words of a capture."""
+"""Layout of the device tables that kernels read: the words of ops and of captures."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ...core.model_spec import final_norm_site, num_sites
 
 ADD, PROJECT_OUT, CLAMP, SCALE, PATCH = range(1, 6)
-"""What an op does; 0 is none."""
+"""Codes of ops; 0 is no op."""
 NO_NORM, PRESERVE, MATCH = range(3)
-"""What an ADD keeps: nothing, the state's norm, or the vector's length relative to it."""
+"""Normalization of an ADD: none; the sum is rescaled to the state's norm; the vector is rescaled to the state's norm."""
 MORE = 1 << 24
-"""In the first word of an op that another one follows at its site."""
+"""Bit of an op's first word: another op follows at the site."""
 WORDS = 16
-"""int32 of an op: `kind_word`, first vector, first position, position after the last, step, gate's vector or -1; and the bits of
-float32s: scale, factor or lower bound; upper bound; the gate's threshold. The rest is unused: an op starts where a sector of the
-cache does."""
+"""int32 words of an op at one window of positions.
+
+0: `kind_word`. 1: row of its first vector in the pool. 2, 3, 4: start, stop and step of the window. 5: row of the gate's probe, or
+-1. 6, 7, 8: float32 bits of `OpWords.a`, `OpWords.b` and the gate's threshold. The rest is unused, so that each op starts at a
+sector of the cache."""
 CAPTURE_WORDS = 4
-"""int32 of what a row captures at a site: where in its block of the ring, -1 for nowhere; `capture_word`; first vector. The
-last is unused."""
+"""int32 words of a capture at one site.
+
+0: offset in the row's record of the ring, or -1 for no capture. 1: `capture_word`. 2: row of the first vector in the pool. 3:
+unused."""
 WHOLE, FLOAT16, BFLOAT16 = range(3)
-"""What a captured state leaves as: as it is, or converted."""
+"""Conversion of a captured state: none, or to 16 bits."""
 ALIGNED = 8
-"""Elements that the places of captured states are multiples of, where the widths of all sites are. Those of dot products and of
-converted states are not, but for the first of several."""
+"""Alignment of captured states in the ring, in elements, where the widths of all sites are multiples of it. Dot products and
+converted states are aligned at the first of several only."""
 NO_END = 2**31 - 1
+"""Stop of a window without end."""
 
 
-def kind_word(code: int, vectors: int, norm: int) -> int:
-    """The first word of an op: what it does, how many vectors it has (of `PATCH`, 2 for one at each position), what it keeps."""
-    return code | vectors << 8 | norm << 16
+class OpWords(NamedTuple):
+    """What the table holds of an op, whatever its vectors' rows, windows and gate are."""
+
+    code: int
+    rank: int = 1
+    """Number of vectors. For PATCH, 1 for one vector, 2 for one per position."""
+    norm: int = NO_NORM
+    a: float = 0.0
+    """Scale, factor, or lower bound."""
+    b: float = 0.0
+    """Upper bound."""
+    row_per_position: bool = False
+    """Whether there is one vector per position, so that each window has its own first vector."""
+
+
+def kind_word(words: OpWords) -> int:
+    """The first word of an op: code, rank and norm, a byte each."""
+    return words.code | words.rank << 8 | words.norm << 16
 
 
 def capture_word(vectors: int, code: int) -> int:
-    """The second word of a capture: how many vectors a state is multiplied with, and what it is converted to; one of the two."""
+    """The second word of a capture: the number of vectors for dot products, or the code of a conversion."""
     return vectors | code << 8
+
+
+class TokenRows(NamedTuple):
+    """What kernels read of each token row of a pass; see `TableOps`."""
+
+    owners: torch.Tensor
+    """[tokens] int64, rows of the request table; -1 for none."""
+    positions: torch.Tensor
+    """[tokens] int64."""
+    records: torch.Tensor
+    """[2, tokens] int64: start and stop in the ring."""
 
 
 @dataclass(frozen=True)
 class OpTables:
-    """The ops and captures of each row of the request table; row 0 is padding's and has none.
+    """The ops and captures of each row of the request table. Row 0 is for padding and stays empty.
 
-    Rows of the pool are `width` wide, as the states of the stream are; a vector of a wider site takes several. All live at one
-    address, so that captured graphs can read them.
+    The tensors never move, since captured graphs read them. Rows of `vectors` have the hidden size; a vector of a wider site
+    takes several rows.
 
-    What a token row captures lies behind each other in its block of the ring, each site's at its place: the state, the state in
-    16 bits instead of 32, or its dot products with some vectors, float32.
+    A token row has one record in the ring, with its captures at fixed offsets. Each capture is the state, the state converted
+    to 16 bits, or float32 dot products of the state with some vectors.
     """
 
     # fmt: off
     ops:      torch.Tensor  # [rows, sites, depth, WORDS] int32
-    fires:    torch.Tensor  # [rows, sites, depth] int32, how often a gated op acted
+    fires:    torch.Tensor  # [rows, sites, depth] int32, how often a gate fired
     vectors:  torch.Tensor  # [capacity, width] float32
-    captures: torch.Tensor  # [rows, sites, CAPTURE_WORDS] int32; a first word of -1: nothing is captured
+    captures: torch.Tensor  # [rows, sites, CAPTURE_WORDS] int32
     ring:     torch.Tensor  # [elements], of the states' dtype
     num_layers: int
-    inner:   frozenset[str] = frozenset()  # kinds of inner sites that passes have kernels for
-    aligned: bool = False  # the widths of all sites are multiples of ALIGNED
+    inner:   frozenset[str] = frozenset()  # kinds of inner sites with kernels
+    aligned: bool = False  # all sites' widths are multiples of ALIGNED
     # fmt: on
 
     @classmethod

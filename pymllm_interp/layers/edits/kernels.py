@@ -1,22 +1,18 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 # pyright: reportPossiblyUnboundVariable=false
-"""Declared ops and captures of rows that a Triton program holds in registers; `layers/codes.py` says what the tables hold."""
+"""Triton kernels for declared ops and captures, on rows held in registers. The tables' layout is in codes.py."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from ...core.model_spec import delta_site
+from ...core.model_spec import delta_site, final_norm_site
 from ..launch import Launcher, grid_wait, launch_dependents
 from ..triton_kernels import norm_launch
 from . import codes
-
-if TYPE_CHECKING:
-    from .table import TableOps
+from .codes import OpTables, TokenRows
 
 ADD, PROJECT_OUT, CLAMP = tl.constexpr(codes.ADD), tl.constexpr(codes.PROJECT_OUT), tl.constexpr(codes.CLAMP)
 SCALE, PATCH = tl.constexpr(codes.SCALE), tl.constexpr(codes.PATCH)
@@ -26,12 +22,12 @@ FLOAT16, CAPTURE_WORDS = tl.constexpr(codes.FLOAT16), tl.constexpr(codes.CAPTURE
 
 
 MAX_REGISTERS = 128
-"""Of a thread: two programs fit a processor of the device then, and 256 rows of 4,096 run all at once."""
+"""Per thread: two programs fit a multiprocessor, so that 256 rows of 4,096 run at once."""
 
 
 @triton.jit
 def _first_vector(word, kind, vectors, column, mask, WIDTH: tl.constexpr):
-    """The first vector [rows, block] of the ops at `word` [rows, 1], where there is one."""
+    """The first vector [rows, block] of the ops at `word` [rows, 1]; 0 for rows without an op."""
     first = tl.load(word + 1, mask=kind > 0, other=0, eviction_policy="evict_last").to(tl.int64)
     return tl.load(vectors + first * WIDTH + column, mask=(kind > 0) & mask, other=0.0, eviction_policy="evict_last")
 
@@ -41,16 +37,16 @@ def _apply_ops(
     value, owner, position, site, kind, vector, ops, fires, vectors, column, mask, inside,
     SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """`value` [rows, block] float32 after the ops that each row's owner has at `site`, rounded after each.
+    """`value` [rows, block] float32 after the ops of each row's owner at `site`, rounded after each op.
 
-    Every op adds multiples of its vectors to what it keeps of the state, so that one short loop serves them all: the kernel's
-    code, too, comes through the cache that the model's weights go through.
+    Every op adds multiples of its vectors to a part of the state, so that one loop serves all ops. Short code matters: it
+    shares the cache with the model's weights.
 
     Args:
-        kind: [rows, 1], the first word of each row's first op there.
-        vector: [rows, block], that op's first vector.
+        kind: [rows, 1], the first word of each row's first op.
+        vector: [rows, block], the first vector of that op.
     """
-    fresh = 1  # `vector` is of the op at hand
+    fresh = 1  # whether `vector` is the current op's first vector
     span: tl.constexpr = (SIZE + WIDTH - 1) // WIDTH  # rows of the pool that a vector takes
     op = (owner * SITES + site) * DEPTH
     while tl.max(kind) > 0:
@@ -79,7 +75,7 @@ def _apply_ops(
             norm = tl.sqrt(tl.sum(value * value, axis=1, keep_dims=True))
         along = live & ((code == PROJECT_OUT) | (code == CLAMP))
         patches = code == PATCH
-        # A patch of rank 2 has a vector for each position, in the order of the window's.
+        # A patch of rank 2 has one vector per position, in the order of the window.
         ordinal = tl.where(patches & (rank == 2), (position - start) // step, 0)
         rank = tl.where(patches, 1, rank)
         edited = tl.where(patches, 0.0, tl.where(code == SCALE, value * a, value))
@@ -94,7 +90,7 @@ def _apply_ops(
                 dot = tl.sum(value * vector, axis=1, keep_dims=True)
                 wanted = tl.where(code == CLAMP, tl.minimum(tl.maximum(dot, a), b), 0.0)
                 gain = tl.where(along, wanted - dot, gain)
-            # What adds nothing changes no bit, not even a zero's sign.
+            # A gain of 0 must keep all bits: adding +0.0 would change the sign of -0.0.
             edited = tl.where(now & (gain != 0.0), edited + gain * vector, edited)
         if tl.max((live & (norms == PRESERVE)).to(tl.int32)) > 0:
             after = tl.sqrt(tl.sum(edited * edited, axis=1, keep_dims=True))
@@ -111,31 +107,33 @@ def _capture(
     value, offset, way, words, first, stop, vectors, ring, column, mask,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Store `value` [rows, block] in the ring at `offset` [rows, 1] of each row's block, where that holds it; -1: not.
+    """Store `value` [rows, block] in the ring, at `offset` [rows, 1] of each row's record if the record reaches that far.
 
     Args:
-        way: [rows, 1], 0 for the states rounded to the ring's dtype; else see `_capture_less`.
-        words: [rows, 1], pointers to what the table has of each row at the site.
+        offset: -1 for rows without a capture.
+        way: [rows, 1], `capture_word`; 0 for states in the ring's dtype, else see `_capture_reduced`.
+        words: [rows, 1], pointers to each row's words of the capture.
+        first, stop: [rows, 1], ends of each row's record.
     """
     place = first + offset
     wanted = (offset >= 0) & (place < stop)
     if tl.max(wanted.to(tl.int32)) > 0:
         start = place
-        if ALIGNED:  # of whole states
+        if ALIGNED:  # whole states are
             start = tl.multiple_of(place, (8, 8))
         tl.store(ring + start + column, value.to(ring.dtype.element_ty), mask=wanted & (way == 0) & mask)
         way = tl.where(wanted, way, 0)
         if tl.max(way) > 0:
-            _capture_less(value, first, offset, way, words, vectors, ring, column, mask, SIZE, WIDTH, ALIGNED)
+            _capture_reduced(value, first, offset, way, words, vectors, ring, column, mask, SIZE, WIDTH, ALIGNED)
 
 
 @triton.jit
-def _capture_less(
+def _capture_reduced(
     value, first, offset, way, words, vectors, ring, column, mask,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Store what is less than `value` [rows, block] at `first + offset` [rows, 1]: its dot products with some vectors of the pool,
-    as float32s, or its conversion to 16 bits. A row whose `way` is 0 has neither."""
+    """Store at `first + offset` [rows, 1] the float32 dot products of `value` [rows, block] with vectors of the pool, or `value`
+    converted to 16 bits. Rows with a `way` of 0 are skipped."""
     span: tl.constexpr = (SIZE + WIDTH - 1) // WIDTH  # rows of the pool that a vector takes
     bits: tl.constexpr = ring.dtype.element_ty.primitive_bitwidth
     count = way & 255
@@ -151,16 +149,16 @@ def _capture_less(
         half = tl.where(code == FLOAT16, half, value.to(tl.bfloat16).to(tl.int16, bitcast=True))
         start = first * 2 + offset * 2
         if ALIGNED:
-            # Not by more: Triton lays a kernel out for its widest access, and the norm's sum would go in another order than
-            # that of `triton_kernels.add_rms_norm`.
+            # No wider: Triton lays out a kernel for its widest access, and the norm's sum must keep the order of
+            # `triton_kernels.add_rms_norm`.
             start = tl.multiple_of(start, (4, 4))
         halves = ring.to(tl.pointer_type(tl.int16), bitcast=True) + start
         tl.store(halves + column, half, mask=(code > 0) & mask)
 
 
-@triton.jit(do_not_specialize=["count", "block_stride", "site"])
+@triton.jit(do_not_specialize=["count", "record_stride", "site"])
 def _capture_kernel(
-    h, owners, captures, vectors, blocks, ring, block_stride, count, site,
+    h, owners, captures, vectors, records, ring, record_stride, count, site,
     SIZE: tl.constexpr, SITES: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -172,8 +170,8 @@ def _capture_kernel(
     owner = tl.load(owners + row, mask=inside, other=-1)
     if tl.max(owner) >= 0:
         owned = inside & (owner >= 0)
-        first = tl.load(blocks + row, mask=inside, other=0)
-        stop = tl.load(blocks + block_stride + row, mask=inside, other=0)
+        first = tl.load(records + row, mask=inside, other=0)
+        stop = tl.load(records + record_stride + row, mask=inside, other=0)
         words = captures + (owner * SITES + site) * CAPTURE_WORDS
         offset = tl.load(words, mask=owned, other=-1)
         way = tl.load(words + 1, mask=owned, other=0)
@@ -184,18 +182,42 @@ def _capture_kernel(
 _capture_launch = Launcher(_capture_kernel, enable_fp_fusion=False)
 
 
-@triton.jit(do_not_specialize=["count", "block_stride", "site"])
+@triton.jit
+def _apply_site(
+    value, owner, position, site, ops, fires, vectors, captures, records, record_stride, ring, row, column, mask, inside,
+    SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, dtype: tl.constexpr,
+    AFTER: tl.constexpr, CAPTURES: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """`value` [rows, block] float32 after the ops at ``site + AFTER``; with CAPTURES also captured."""
+    owned = inside & (owner >= 0)
+    place = owner * SITES + site + AFTER
+    kind = tl.load(ops + place * DEPTH * WORDS, mask=owned, other=0)
+    vector = _first_vector(ops + place * DEPTH * WORDS, kind, vectors, column, mask, WIDTH)
+    value = _apply_ops(
+        value, owner, position, site + AFTER, kind, vector, ops, fires, vectors, column, mask, inside, SIZE, SITES, DEPTH,
+        WIDTH, dtype,
+    )  # fmt: skip
+    if CAPTURES:
+        words = captures + place * CAPTURE_WORDS
+        offset = tl.load(words, mask=owned, other=-1)
+        way = tl.load(words + 1, mask=owned, other=0)
+        first = tl.load(records + row, mask=owned, other=0)
+        stop = tl.load(records + record_stride + row, mask=owned, other=0)
+        _capture(value, offset, way, words, first, stop, vectors, ring, column, mask, SIZE, WIDTH, ALIGNED)
+    return value
+
+
+@triton.jit(do_not_specialize=["count", "record_stride", "site"])
 def _edit_kernel(
-    h, delta, weight, total, out, owners, positions, ops, fires, vectors, captures, blocks, ring, block_stride, count, eps, site,
+    h, delta, weight, total, out, owners, positions, ops, fires, vectors, captures, records, ring, record_stride, count, eps, site,
     SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, LAST: tl.constexpr,
     ALIGNED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Ops on `h` at `site`; with NORM ops and captures of delta there, of h + delta at the next site, and with LAST of the norm
-    after that.
+    """Ops on `h` at `site`. With NORM: ops and captures of `delta` at `site` and of ``h + delta`` at the next site, then the
+    norm; with LAST also of the norm's output, at the site after that.
 
-    What is read is asked for at the start, all at once, and what is declared before the states are there: a read takes longer
-    than what is done with it. The tables and the weights are kept in the cache against the weights of the products, which go
-    through it once a step.
+    All reads are issued at the start, and the tables are read before the states are there, because latency dominates. The
+    tables and the norm's weights stay in the cache; the weights of the projections pass through it once a step.
     """
     launch_dependents(PDL)
     dtype: tl.constexpr = h.dtype.element_ty
@@ -219,13 +241,13 @@ def _edit_kernel(
         kind_after = tl.load(word + DEPTH * WORDS, mask=owned, other=0, eviction_policy="evict_last")
         vector = _first_vector(word, kind, vectors, column, mask, WIDTH)
         vector_after = _first_vector(word + DEPTH * WORDS, kind_after, vectors, column, mask, WIDTH)
-        taken = captures + place * CAPTURE_WORDS
-        offset = tl.load(taken, mask=owned, other=-1, eviction_policy="evict_last")
-        way = tl.load(taken + 1, mask=owned, other=0, eviction_policy="evict_last")
-        offset_after = tl.load(taken + CAPTURE_WORDS, mask=owned, other=-1, eviction_policy="evict_last")
-        way_after = tl.load(taken + CAPTURE_WORDS + 1, mask=owned, other=0, eviction_policy="evict_last")
-        first = tl.load(blocks + row, mask=owned, other=0, eviction_policy="evict_last")
-        stop = tl.load(blocks + block_stride + row, mask=owned, other=0, eviction_policy="evict_last")
+        capture_words = captures + place * CAPTURE_WORDS
+        offset = tl.load(capture_words, mask=owned, other=-1, eviction_policy="evict_last")
+        way = tl.load(capture_words + 1, mask=owned, other=0, eviction_policy="evict_last")
+        offset_after = tl.load(capture_words + CAPTURE_WORDS, mask=owned, other=-1, eviction_policy="evict_last")
+        way_after = tl.load(capture_words + CAPTURE_WORDS + 1, mask=owned, other=0, eviction_policy="evict_last")
+        first = tl.load(records + row, mask=owned, other=0, eviction_policy="evict_last")
+        stop = tl.load(records + record_stride + row, mask=owned, other=0, eviction_policy="evict_last")
     if PDL:
         grid_wait(PDL)
         state = tl.load(h + source, mask=mask, other=0.0)
@@ -233,13 +255,13 @@ def _edit_kernel(
             value = tl.load(delta + source, mask=mask, other=0.0).to(tl.float32)
     if NORM:
         if tl.max(owner) >= 0:
-            for step in range(0, 2):  # of what is added, and of the sum: one piece of code for both
+            for step in range(0, 2):  # delta, then the sum, by the same code
                 value = _apply_ops(
                     value, owner, position, site + step, kind, vector, ops, fires, vectors, column, mask, inside, SIZE,
                     SITES, DEPTH, WIDTH, dtype,
                 )  # fmt: skip
                 _capture(
-                    value, offset, way, taken + step * CAPTURE_WORDS, first, stop, vectors, ring, column, mask, SIZE, WIDTH,
+                    value, offset, way, capture_words + step * CAPTURE_WORDS, first, stop, vectors, ring, column, mask, SIZE, WIDTH,
                     ALIGNED,
                 )  # fmt: skip
                 if step == 0:
@@ -255,22 +277,10 @@ def _edit_kernel(
         value = state.to(tl.float32)
     if LAST or not NORM:
         if tl.max(owner) >= 0:
-            last: tl.constexpr = LAST * 2  # sites on
-            owned = inside & (owner >= 0)
-            place = owner * SITES + site + last
-            kind = tl.load(ops + place * DEPTH * WORDS, mask=owned, other=0)
-            vector = _first_vector(ops + place * DEPTH * WORDS, kind, vectors, column, mask, WIDTH)
-            value = _apply_ops(
-                value, owner, position, site + last, kind, vector, ops, fires, vectors, column, mask, inside, SIZE, SITES,
-                DEPTH, WIDTH, dtype,
+            value = _apply_site(
+                value, owner, position, site, ops, fires, vectors, captures, records, record_stride, ring, row,
+                column, mask, inside, SIZE, SITES, DEPTH, WIDTH, dtype, LAST * 2, LAST, ALIGNED,
             )  # fmt: skip
-            if LAST:
-                taken = captures + place * CAPTURE_WORDS
-                offset = tl.load(taken, mask=owned, other=-1)
-                way = tl.load(taken + 1, mask=owned, other=0)
-                first = tl.load(blocks + row, mask=owned, other=0)
-                stop = tl.load(blocks + block_stride + row, mask=owned, other=0)
-                _capture(value, offset, way, taken, first, stop, vectors, ring, column, mask, SIZE, WIDTH, ALIGNED)
     tl.store(out + source, value.to(dtype), mask=mask)
 
 
@@ -279,50 +289,54 @@ _edit_launch = Launcher(_edit_kernel, pdl=True, enable_fp_fusion=False, maxnreg=
 
 def _launch(
     h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, total: torch.Tensor, out: torch.Tensor, eps: float,
-    site: int, edits: TableOps, norm: bool,
+    site: int, tables: OpTables, rows: TokenRows, norm: bool,
 ) -> None:  # fmt: skip
     size = h.shape[-1]
     count = h.numel() // size
     if count == 0:
         return
-    tables = edits.tables
     _, sites, depth = tables.fires.shape
-    rows, block, warps = norm_launch(size)
+    group, block, warps = norm_launch(size)
     tensors = (
-        h, delta, weight, total, out, edits.rows, edits.positions, tables.ops, tables.fires, tables.vectors, tables.captures,
-        edits.blocks, tables.ring,
+        h, delta, weight, total, out, rows.owners, rows.positions, tables.ops, tables.fires, tables.vectors, tables.captures,
+        rows.records, tables.ring,
     )  # fmt: skip
-    last = norm and site + 2 == edits.final_site
-    constants = (size, sites, depth, tables.vectors.shape[1], norm, last, tables.aligned, rows, block)
-    _edit_launch((-(-count // rows), 1, 1), tensors, (edits.blocks.stride(0), count, eps, site), constants, warps)
+    last = norm and site + 2 == final_norm_site(tables.num_layers)
+    constants = (size, sites, depth, tables.vectors.shape[1], norm, last, tables.aligned, group, block)
+    _edit_launch((-(-count // group), 1, 1), tensors, (rows.records.stride(0), count, eps, site), constants, warps)
 
 
-def capture(value: torch.Tensor, site: int, edits: TableOps) -> None:
-    """Store the rows of value [1, tokens, width] in the ring for the requests that capture `site`."""
+def capture(value: torch.Tensor, site: int, tables: OpTables, rows: TokenRows) -> None:
+    """Store the rows of `value` [1, tokens, width] in the ring, for the requests that capture `site`."""
     value, size = value.contiguous(), value.shape[-1]
     count = value.numel() // size
     if count == 0:
         return
-    tables = edits.tables
-    rows, block, warps = norm_launch(size)
-    tensors = (value, edits.rows, tables.captures, tables.vectors, edits.blocks, tables.ring)
-    constants = (size, tables.captures.shape[1], tables.vectors.shape[1], tables.aligned, rows, block)
-    _capture_launch((-(-count // rows), 1, 1), tensors, (edits.blocks.stride(0), count, site), constants, warps)
+    group, block, warps = norm_launch(size)
+    tensors = (value, rows.owners, tables.captures, tables.vectors, rows.records, tables.ring)
+    constants = (size, tables.captures.shape[1], tables.vectors.shape[1], tables.aligned, group, block)
+    _capture_launch((-(-count // group), 1, 1), tensors, (rows.records.stride(0), count, site), constants, warps)
 
 
-def edit(value: torch.Tensor, site: int, edits: TableOps) -> torch.Tensor:
-    """value [1, tokens, width] after the ops at `site`; fresh memory."""
+def edit(value: torch.Tensor, site: int, tables: OpTables, rows: TokenRows) -> torch.Tensor:
+    """`value` [1, tokens, width] after the ops at `site`, in new memory."""
     value = value.contiguous()
     out = torch.empty_like(value)
-    _launch(value, value, value, value, out, 0.0, site, edits, norm=False)
+    _launch(value, value, value, value, out, 0.0, site, tables, rows, norm=False)
     return out
 
 
 def edit_add_rms_norm(
-    h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float, residual_add: int, edits: TableOps
+    h: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual_add: int,
+    tables: OpTables,
+    rows: TokenRows,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`triton_kernels.add_rms_norm` with the ops and captures of the residual add; h and delta [1, tokens, width]."""
+    """`triton_kernels.add_rms_norm` with the ops and captures of a residual add; h, delta [1, tokens, width]."""
     h, delta = h.contiguous(), delta.contiguous()
     total, out = torch.empty_like(h), torch.empty_like(h)
-    _launch(h, delta, weight, total, out, eps, delta_site(residual_add), edits, norm=True)
+    _launch(h, delta, weight, total, out, eps, delta_site(residual_add), tables, rows, norm=True)
     return total, out

@@ -1,0 +1,100 @@
+"""`Op`, the base class of interventions, and `Gate`.
+
+An op is one class: its fields and checks, the vectors that it is computed with, its arithmetic, and its words in the device
+tables (layers/edits/codes.py). To add an op, write a subclass of `Op`; to run it on CUDA, also add its code to codes.py and a
+branch to the kernel (layers/edits/kernels.py).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from ...layers.edits.codes import OpWords
+from ..spec import PlacedSpec, Spec
+from ..vectors import Source
+
+
+@dataclass(frozen=True, eq=False)
+class Gate(Spec):
+    """Condition of an intervention: it acts on a row only where ``dot(state, probe) > threshold``.
+
+    The state is the one that the intervention would change. Conditional activation steering (Lee et al. 2024, arXiv
+    2409.05907) compares cosines in place of dot products.
+
+    Raises:
+        ValueError: a probe that is not a vector of finite numbers, or a threshold that is not finite.
+    """
+
+    probe: Source = field(repr=False)
+    """[width], kept as float32 on the CPU; not normalized. Or a name in `lm.vectors`."""
+    threshold: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._set_tensor("probe", 1)
+        self._set_number("threshold")
+
+
+class Op(PlacedSpec, ABC):
+    """An intervention: a spec that changes the state at its site."""
+
+    when: Any
+
+    @property
+    def identity(self) -> bool:
+        """Whether it leaves every state unchanged, so that it can be skipped."""
+        return False
+
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        """Vectors of the arithmetic, [width] or [n, width] float32 on the CPU. Each access returns the same tensors."""
+        return ()
+
+    @cached_property
+    def vectors(self) -> tuple[Tensor, ...]:
+        """The operands, then the gate's probe if there is a gate."""
+        return self.operands if self.when is None else (*self.operands, self.when.probe)
+
+    @cached_property
+    def addend(self) -> Tensor | None:
+        """The vector [width] of an op that computes ``state + addend``, so that several requests' additions can be one."""
+        return None
+
+    @abstractmethod
+    def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+        """The new states. The caller takes the selected rows of them, and keeps the others as they were.
+
+        Each row must be computed by itself, so that its bits do not depend on its batch.
+
+        Args:
+            x: [rows, width] float32, not to be written to.
+            selected: [rows, 1] bool. An op may clear, in place, rows that it leaves unchanged: they keep their bits.
+            ordinals: [rows], each row's rank among the op's positions; -1 for rows that are not selected.
+            vectors: `self.vectors`, on the device of `x`.
+
+        Returns:
+            [rows, width] float32.
+        """
+
+    def words(self) -> OpWords | None:
+        """The op in the device tables; None for an op without a kernel, which CUDA engines refuse."""
+        return None
+
+    def _set_place(self) -> None:
+        super()._set_place()
+        self._check("when", self.when is None or isinstance(self.when, Gate), "a Gate, or None")
+
+
+def row_dots(x: Tensor, vector: Tensor) -> Tensor:
+    """[rows, width] and [width] -> [rows, 1]. Not a matrix product: its sums depend on the number of rows."""
+    return (x * vector).sum(dim=-1, keepdim=True)
+
+
+def row_norms(x: Tensor) -> Tensor:
+    """[rows, width] -> [rows, 1]."""
+    return x.norm(dim=-1, keepdim=True)
