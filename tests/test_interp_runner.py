@@ -135,7 +135,7 @@ class Batch:
         params = SamplingParams(temperature=0)
         request = Request(name, [1] * prompt, params, 16, seed=0)
         if traced:
-            request.trace = RequestTrace(None, self.model.interleaver, [])
+            request.trace = RequestTrace(None, [])
             request.trace.num_prompts = prompts
             if of is not None:
                 request.trace.trace_id = of.trace_id

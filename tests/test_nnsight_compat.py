@@ -28,7 +28,7 @@ def test_only_nnsight_compat_imports_nnsight() -> None:
         if (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nnsight") and not node.level)
         or (isinstance(node, ast.Import) and any(alias.name.startswith("nnsight") for alias in node.names))
     }
-    assert importers == {"hooks/nnsight_compat.py"}
+    assert importers == {"hooks/traces/nnsight_compat.py"}
 
 
 def test_an_unknown_version_is_refused_with_the_supported_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,9 +161,9 @@ def test_a_serialised_block_names_its_envoys_by_path(lm_of) -> None:
     captured = []
     original = type(lm).run_traces
 
-    def keep(self, tracer, traces, inputs) -> None:
-        captured.extend(compat.dumps(block) for block, _, _ in tracer._invocations)
-        original(self, tracer, traces, inputs)
+    def keep(self, mode, traces, inputs) -> None:
+        captured.extend(compat.dumps(block) for block in (trace.main_block for trace in traces))
+        original(self, mode, traces, inputs)
 
     type(lm).run_traces = keep
     try:

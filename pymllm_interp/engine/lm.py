@@ -38,9 +38,10 @@ from ..hooks.interventions.specs import Intervention
 from ..hooks.positions import Generated
 from ..hooks.receipt import Receipt
 from ..hooks.site import Site
+from ..hooks.traces.caller_frames import opens_with
 from ..hooks.traces.envoy import TracedModel
 from ..hooks.traces.trace import RequestTrace
-from ..hooks.traces.tracer import EngineTracer, SessionTracer, opens_with
+from ..hooks.traces.tracer import EngineTracer, SessionTracer
 from ..hooks.vectors import VectorRegistry
 from ..layers.edits.base import LOGITS
 from ..models.fingerprint import model_fingerprint
@@ -307,7 +308,7 @@ class LM(TracedModel):
                 )
             requests = self._factory.requests(ids, param, what=what, timeout=timeout, traced=traced)
             for request in requests if traced else ():
-                request.trace = RequestTrace(None, self.interleaver, blocks)
+                request.trace = RequestTrace(None, blocks)
                 request.receipt = request.trace.receipt
             for request in requests:
                 if any(spec.site == LOGITS for spec in captures[i]):
@@ -486,7 +487,7 @@ class LM(TracedModel):
         """Several traces that see each other's values: ``with lm.session():``. What it saves is on `device` afterwards."""
         return SessionTracer(device, **kwargs)
 
-    def run_traces(self, tracer: EngineTracer, traces: list[RequestTrace], inputs: list[tuple[tuple, dict]]) -> None:
+    def run_traces(self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict]]) -> None:
         if self.engine.on_engine_thread:
             raise RuntimeError("a trace cannot be opened inside the block of another: use a session, or invokes")
         handles, sampling = [], {}
@@ -494,14 +495,14 @@ class LM(TracedModel):
             what = f"invoke {i}" if len(traces) > 1 else "the prompt"
             kwargs = dict(kwargs)
             specs, captured = kwargs.pop("interventions", None), kwargs.pop("capture", None)
-            request = self._traced_request(tracer.mode, args, kwargs, what, sampling)
+            request = self._traced_request(mode, args, kwargs, what, sampling)
             request.trace, request.receipt = trace, trace.receipt
             if specs is not None or captured is not None:
                 (interventions,) = self._named(for_each_prompt(specs, 1))
                 (captures,) = self._named(captures_for_each_prompt(captured, 1))
                 self._declare(request, interventions, captures)
             request.alone = trace.grad
-            if trace.grad and tracer.mode != "trace":
+            if trace.grad and mode != "trace":
                 raise PromptError(
                     f"{what}: gradients need a single forward pass: use `with lm.trace(...)` (the block names "
                     "backward, grad, requires_grad_, retain_grad or autograd, or grad=True was given)"

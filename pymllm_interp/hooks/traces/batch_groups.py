@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ...core.output import ScheduledRequest
-from .rows import Rows
+from . import lifecycle
+from .rows import RowSpan
 
 if TYPE_CHECKING:
     from ...core.request import Request
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 
 
 @lru_cache(maxsize=16)
-def one_each(total: int) -> list[Rows]:
+def one_each(total: int) -> list[RowSpan]:
     """The rows of `total` requests that have one each, in the order of the batch. Shared by all steps: nobody changes them."""
-    return [Rows(row, 1, total, row, 1, total) for row in range(total)]
+    return [RowSpan(row, 1, total, row, 1, total) for row in range(total)]
 
 
 class NNsightRequestHelper:
@@ -151,7 +152,7 @@ class NNsightRequestHelper:
                 ending.append((trace, request))
         self._wind_up(ending, model)
         for trace, request in ending:
-            trace.close(request)
+            lifecycle.close(model.interleaver, trace, request)
         if not self._traces:  # the last step's hold what their blocks hold
             self._step = []
 
@@ -159,19 +160,19 @@ class NNsightRequestHelper:
     def _wind_up(ending: list[tuple[RequestTrace, Request]], model: TracedModel) -> None:
         """Results first, then loops that end, then blocks that wait for what never comes; barriers are given up last."""
         while (
-            any(trace.serve_results(request, model) for trace, request in ending)
-            or any(trace.end_waiting(barriers=False) for trace, _ in ending)
-            or any(trace.end_waiting(barriers=True) for trace, _ in ending)
+            any(lifecycle.serve_results(model.interleaver, trace, request) for trace, request in ending)
+            or any(lifecycle.end_waiting(model.interleaver, trace, barriers=False) for trace, _ in ending)
+            or any(lifecycle.end_waiting(model.interleaver, trace, barriers=True) for trace, _ in ending)
         ):
             pass
 
     def _admit(self, request: Request, trace: RequestTrace, model: TracedModel) -> None:
         self._traces[request.request_id] = trace
         self.num_prompts_in_mediator.setdefault(trace.trace_id, trace.num_prompts)
-        trace.start(request, model)
+        lifecycle.start(model.interleaver, trace, request)
 
 
-def _rows_of(entries: list[ScheduledRequest]) -> list[Rows]:
+def _rows_of(entries: list[ScheduledRequest]) -> list[RowSpan]:
     """The rows of each request of a step."""
     if all(entry.decodes for entry in entries):
         return one_each(len(entries))
@@ -179,7 +180,7 @@ def _rows_of(entries: list[ScheduledRequest]) -> list[Rows]:
     rows, start, logit_start = [], 0, 0
     for entry in entries:
         size, logit_size = entry.num_tokens, entry.logit_rows
-        rows.append(Rows(start, size, total, logit_start, logit_size, logit_total))
+        rows.append(RowSpan(start, size, total, logit_start, logit_size, logit_total))
         start += size
         logit_start += logit_size
     return rows

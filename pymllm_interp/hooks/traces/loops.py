@@ -24,14 +24,11 @@ from types import CodeType
 
 from greenlet import getcurrent
 
+from .errors import LoopEnd
 from .nnsight_compat import Iterations, OutOfOrderError
 
 PREFIX = "__pymllm_"
 """Of names that the rewritten code uses; they are not the user's, and never pushed to the caller."""
-
-
-class LoopEnd(OutOfOrderError):
-    """The generation is over: the loop over its steps ends."""
 
 
 class StepIterations(Iterations):
@@ -61,7 +58,7 @@ class StepIterations(Iterations):
             if trace.over and (self.steps is not None or self.stop is not None):
                 wanted = self.steps if self.steps is not None else f"{self.start}:{self.stop}"
                 trace.warn(
-                    f"tracer.iter[{wanted}] asked for more steps than the {trace.passes} that ran: the loop was cut "
+                    f"tracer.iter[{wanted}] asked for more steps than the {trace.visits.passes} that ran: the loop was cut "
                     "short (min_tokens= or ignore_eos=True holds a generation to its length)"
                 )
             block.iteration = previous
