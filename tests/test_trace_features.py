@@ -143,6 +143,29 @@ def test_one_failing_fails_the_gang_and_the_cause_is_raised(lm: LM) -> None:
     assert any(isinstance(r, type(tracer.receipts[0])) for r in tracer.receipts)
 
 
+def test_a_loop_in_a_function_ends_its_block_with_a_warning_and_nobody_else(lm: LM) -> None:
+    def read_nine_steps(tracer: Any, out: list[torch.Tensor]) -> None:
+        for _ in tracer.iter[:9]:
+            out.append(lm.model.layers[0].output[0, -1])
+
+    ended = "the generation was over, and the block ended inside the function that holds"
+    with pytest.warns(UserWarning, match=ended), pytest.warns(UserWarning, match="asked for more steps than the 3"):
+        with lm.generate(max_new_tokens=3, ignore_eos=True) as tracer:
+            barrier = tracer.barrier(2)
+            with tracer.invoke(A):
+                first = list().save()
+                barrier()
+                read_nine_steps(tracer, first)
+                first.append("after")  # pyright: ignore[reportArgumentType]
+            with tracer.invoke(B):
+                barrier()
+                second = list().save()
+                for _ in tracer.iter[:]:
+                    second.append(lm.model.layers[0].output[0, -1])
+                second.append("after")  # pyright: ignore[reportArgumentType]
+    assert len(first) == 3 and len(second) == 4 and second[-1] == "after"
+
+
 def test_a_gang_that_cannot_fit_one_step_is_refused_with_the_setting(lm_of: Any) -> None:
     lm = lm_of("llama", max_num_tokens=8)
     with pytest.raises(
@@ -726,6 +749,18 @@ def test_own_gives_each_tensor_just_its_own_memory_in_place() -> None:
     assert rows[0].note == "kept"  # pyright: ignore[reportAttributeAccessIssue]
     rows[1].zero_()
     assert torch.equal(rows[0], expected[0]) and torch.equal(tensors[3], expected[3]), "nobody shares"
+
+
+def test_tensors_are_exchanged_as_by_torchs_public_function() -> None:
+    """`swap_tensor` is what `torch.utils.swap_tensors` does, without its refusal of tensors with weak references."""
+    sides = []
+    for swap in (saves.swap_tensor, torch.utils.swap_tensors):
+        view, other = torch.arange(8.0)[2:4], torch.zeros(3)
+        addresses = view.data_ptr(), other.data_ptr()
+        swap(view, other)
+        assert (other.data_ptr(), view.data_ptr()) == addresses
+        sides.append((view.tolist(), other.tolist(), view._base is None, other._base is not None))
+    assert sides[0] == sides[1] == ([0, 0, 0], [2, 3], True, True)
 
 
 def test_what_is_not_the_batchs_stays_where_it_is() -> None:
