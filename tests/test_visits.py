@@ -25,7 +25,7 @@ def run_pass(visits: PassVisits, *requests: VisitCounts, names: tuple[str, ...] 
     for counts in requests:
         counts.begin_pass()
     for name in names:
-        visits[name] += 1
+        visits.counts[name] += 1
     visits.end_pass()
     for counts in requests:
         counts.end_pass()
@@ -39,7 +39,7 @@ def test_a_request_counts_the_passes_that_it_takes_part_in_and_no_others() -> No
     for counts in (always, sometimes):
         counts.begin_pass()
         assert counts.pass_index == counts.passes == counts.occurrence(MLP, visits)
-    visits[MLP.name] += 1
+    visits.counts[MLP.name] += 1
     assert (always.occurrence(MLP, visits), sometimes.occurrence(MLP, visits)) == (3, 2)
     sometimes.leave_pass()  # it had ended before: the pass does not count
     assert sometimes.occurrence(MLP, visits) == 1 and sometimes.passes == 1
@@ -66,8 +66,8 @@ def test_a_skipped_module_is_missed_inside_but_not_at_its_own_output() -> None:
     counts.begin_pass()
     counts.skip("layers.0")
     assert counts.skips(MLP.name) and not counts.skips(LAYER.name)
-    visits[MLP.name] += 1
-    visits[LAYER.name] += 1
+    visits.counts[MLP.name] += 1
+    visits.counts[LAYER.name] += 1
     assert (counts.occurrence(MLP, visits), counts.occurrence(LAYER, visits)) == (0, 1)
     visits.end_pass()
     counts.end_pass()
@@ -86,7 +86,7 @@ def test_fused_parts_count_as_visited_once() -> None:
     assert (visits.of(MLP), visits.of(OP), visits.of(LAYER)) == (1, 1, 0), "the layer's own output is still to come"
     visits.begin_pass()
     assert visits.of(MLP) == 0
-    visits[MLP.name] += 1
+    visits.counts[MLP.name] += 1
     assert visits.of(OP) == 1, "its module ran without calling it"
 
 

@@ -176,7 +176,7 @@ class Turn:
             points.park(block)
             asked, awaited = None, None if pending is None else pending[1]
             if awaited is not None and visits.pass_index >= 0:
-                point = points[awaited]
+                point = points.opened[awaited]
                 if point.in_model:
                     asked, pass_index, target_visit, parked = (
                         pending, visits.pass_index, block.target_visit, point.parked,

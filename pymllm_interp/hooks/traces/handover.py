@@ -42,19 +42,19 @@ class Handover(Controller):
         if interleaver is None or interleaver.thread != get_ident() or interleaver.blocks.serving is not None:
             return super().__call__(*args, **kwargs)
         at_input, at_skip, at_output = self._locations
-        points, visits = interleaver.points, interleaver.visits
+        points, counts = interleaver.points.opened, interleaver.visits.counts
         if at_input in points:
             args, kwargs = interleaver.visit(at_input, (args, kwargs))
         else:
-            visits[at_input] += 1
+            counts[at_input] += 1
         output = NO_SKIP
         if at_skip in points:
             output = interleaver.visit(at_skip, NO_SKIP)
         else:
-            visits[at_skip] += 1
+            counts[at_skip] += 1
         if output is NO_SKIP:
             output = self.state.body(self.module_ref(), *args, **kwargs)
         if at_output in points:
             return interleaver.visit(at_output, output)
-        visits[at_output] += 1
+        counts[at_output] += 1
         return output

@@ -163,7 +163,7 @@ class EngineInterleaver(Interleaver):
         A gang is hooked as a whole, since its blocks may resume each other in the middle of a pass.
         """
         found = {trace for trace in self.traces if trace.grad}
-        for point in self.points.values():
+        for point in self.points.opened.values():
             found.update(entry[0].trace for entry in point.caches)
             if point.of_module:
                 visits = self.visits.per_pass.get(point.name, 1)
@@ -177,7 +177,7 @@ class EngineInterleaver(Interleaver):
             trace.visits.leave_pass()
             trace.rows = None
             self.traces.remove(trace)
-            for point in self.points.values():
+            for point in self.points.opened.values():
                 point.leave(trace)
 
     def sync_once(self) -> None:
@@ -246,12 +246,12 @@ class EngineInterleaver(Interleaver):
 
     def awaits_token(self) -> bool:
         """Whether a block waits for this step's tokens."""
-        samples, streamer = self.points.get(self.samples), self.points.get(self.streamer)
+        samples, streamer = self.points.opened.get(self.samples), self.points.opened.get(self.streamer)
         return (samples is not None and samples.awaited(0)) or (streamer is not None and bool(streamer.parked))
 
     def pass_token(self) -> None:
         """Count this step's tokens as served. No block waits for them."""
-        self.visits[self.samples] = 1
+        self.visits.counts[self.samples] = 1
         for trace in self.traces:
             if not trace.single:
                 trace.visits.calls[self.streamer] += 1
@@ -262,16 +262,16 @@ class EngineInterleaver(Interleaver):
         """Serve `value` to the blocks that wait at `provider`. Returns what the model goes on with."""
         if self.blocks.serving is not None:
             return self.offer(self.blocks.serving, provider, value)
-        if provider in self.points:
+        if provider in self.points.opened:
             return self.visit(provider, value)
-        self.visits[provider] += 1
+        self.visits.counts[provider] += 1
         return value
 
     def visit(self, location: str, value: Any) -> Any:
         """`handle` at one of `points`, from the model."""
         self.sync_once()
         self.visits.event_count += 1
-        point, visit = self.points[location], self.visits.get(location, 0)
+        point, visit = self.points.opened[location], self.visits.counts.get(location, 0)
         shared = SharedValue(value, point.of_logits, len(point.parked))
         if point.skips:
             _replace_skipped(point, shared)
@@ -284,7 +284,7 @@ class EngineInterleaver(Interleaver):
             self.nan_check.check(value, point.of_logits, shared.edits)
         if point.caches:
             _fill_caches(point, shared)
-        self.visits[location] = visit + 1
+        self.visits.counts[location] = visit + 1
         return value
 
     def offer(self, trace: RequestTrace, location: str, value: Any) -> Any:

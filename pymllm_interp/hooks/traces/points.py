@@ -59,20 +59,26 @@ class Point(Location):
         self.skips: list[tuple[Block, Any]] = []
 
 
-class Points(dict[str, Point]):
-    """The points of the current pass by location name: those at which something waits, or has waited.
+class Points:
+    """The points of the current pass: those at which something waits, or has waited.
 
     Args:
         visits: counts of the current pass.
         locate: a method that makes the point of a location name.
+
+    Attributes:
+        opened: the points by location name.
     """
 
     def __init__(self, visits: PassVisits, locate: Callable[[str], Point]) -> None:
-        super().__init__()
+        self.opened: dict[str, Point] = {}  # a plain dict: every module of a pass looks here
         self._visits = visits
         self._locate = weakref.WeakMethod(locate)  # the method's object holds this one
         self._known: dict[str, Point] = {}
         self._by_layer: dict[int, list[Point]] = {}
+
+    def __len__(self) -> int:
+        return len(self.opened)
 
     def at(self, name: str) -> Point:
         """The point at a location, whether or not anything waits there."""
@@ -85,9 +91,9 @@ class Points(dict[str, Point]):
 
     def open(self, name: str) -> Point:
         """The point at a location where something is about to wait."""
-        point = self.get(name)
+        point = self.opened.get(name)
         if point is None:
-            point = self[name] = self.at(name)
+            point = self.opened[name] = self.at(name)
             if point.layer is not None:
                 self._by_layer.setdefault(point.layer, []).append(point)
         return point
@@ -106,13 +112,13 @@ class Points(dict[str, Point]):
         if pending is not None:
             _, name, iteration, _ = pending
             if name is not None and iteration is not None:
-                point = self.get(name) or self.open(name)
+                point = self.opened.get(name) or self.open(name)
                 block.target_visit = iteration - block.trace.visits.before_pass(point, self._visits.per_pass)
                 point.parked.append(block)
 
     def unpark(self, block: Block, name: str) -> None:
         """Remove a block from a location, if it is filed there."""
-        point = self.get(name)
+        point = self.opened.get(name)
         if point is not None and block in point.parked:
             point.parked.remove(block)
 
@@ -136,7 +142,7 @@ class Points(dict[str, Point]):
 
     def end_pass(self) -> None:
         """Remove everything that waits."""
-        for point in self.values():
+        for point in self.opened.values():
             point.clear()
-        self.clear()
+        self.opened.clear()
         self._by_layer.clear()

@@ -53,18 +53,17 @@ class Location:
         return inside and not (but and (self.below == but or self.below.startswith(f"{but}.")))
 
 
-class PassVisits(defaultdict[str, int]):
-    """Visits of the current pass by location name.
-
-    Fused parts of the model do not count their visits; `of` knows them.
+class PassVisits:
+    """Visits of the current pass.
 
     Attributes:
+        counts: visits by location name. Visits of fused parts of the model are not in it; see `of`.
         event_count: visits and passes so far. While it is unchanged, the model has not moved on.
         per_pass: visits of a whole pass, for the locations that a pass reaches more than once. Learned from past passes.
     """
 
     def __init__(self) -> None:
-        super().__init__(int)
+        self.counts: defaultdict[str, int] = defaultdict(int)  # not a subclass: every module of a pass counts here
         self.event_count = 0
         self.per_pass: dict[str, int] = {}
         self._fused_layers: set[int] = set()
@@ -73,19 +72,19 @@ class PassVisits(defaultdict[str, int]):
     def begin_pass(self) -> None:
         """Start counting from zero."""
         self.event_count += 1
-        self.clear()
+        self.counts.clear()
         self._fused_layers.clear()
         self._fused_parts.clear()
 
     def end_pass(self) -> None:
         """Learn `per_pass`. A single visit teaches nothing: a pass that failed may have stopped there."""
-        self.per_pass.update((name, count) for name, count in self.items() if count > 1)
+        self.per_pass.update((name, count) for name, count in self.counts.items() if count > 1)
 
     def fuse_layer(self, layer: int, output: str | None = None) -> None:
         """Count all locations of a layer as visited, except for its `output`, if that is given."""
         self._fused_layers.add(layer)
         if output is not None:
-            self[output] = 0
+            self.counts[output] = 0
 
     def fuse_part(self, layer: int, module: str, but: str) -> None:
         """Count the locations inside a layer's `module` as visited (see `Location.lies_inside`)."""
@@ -93,7 +92,7 @@ class PassVisits(defaultdict[str, int]):
 
     def of(self, location: Location) -> int:
         """How many times the pass has reached `location`."""
-        count = self.get(location.name)
+        count = self.counts.get(location.name)
         if count is not None:
             return count
         layer = location.layer
@@ -104,7 +103,7 @@ class PassVisits(defaultdict[str, int]):
             if parts is not None and any(location.lies_inside(*part) for part in parts):
                 return 1
         # A module may have run without its operations being called.
-        return self.get(location.module_output, 0) if location.module_output is not None else 0
+        return self.counts.get(location.module_output, 0) if location.module_output is not None else 0
 
 
 class VisitCounts:
