@@ -136,7 +136,7 @@ class Batch:
         params = SamplingParams(temperature=0)
         request = Request(name, [1] * prompt, params, 16, seed=0)
         if traced:
-            request.trace = RequestTrace(None, self.model.interleaver, [])
+            request.trace = RequestTrace(None, [])
             request.trace.num_prompts = prompts
             if of is not None:
                 request.trace.trace_id = of.trace_id
@@ -147,7 +147,7 @@ class Batch:
             request.req_pool_idx = request.req_pool_idx or 1
             self.helper.attach(request)
         rows = [request.scheduled(size) for request, size in entries]
-        self.helper.process_new_reqs(rows, self.model)
+        self.helper.process_new_reqs(rows)
         return rows
 
 
@@ -176,11 +176,11 @@ def test_n04_n07_groups_follow_new_finished_and_reordered_requests(batch):
     assert helper.req_id_to_batch_group_idx == {"a": 0, "b": 1}, "plain requests are skipped, their rows are counted"
     batch.step((b, 1), (p, 1), (a, 1))
     assert dict(helper.ids_to_batch_group) == {"b": (0, 1), "a": (2, 1)} and helper.traces == [b.trace, a.trace]
-    helper.process_finished_reqs({"b"}, {"b": b}, batch.model)
+    helper.process_finished_reqs({"b"}, {"b": b})
     assert "b" not in helper.req_id_to_batch_group_idx
     batch.step((p, 1), (a, 1))
     assert dict(helper.ids_to_batch_group) == {"a": (1, 1)}
-    helper.process_finished_reqs({"a"}, {"a": a}, batch.model)
+    helper.process_finished_reqs({"a"}, {"a": a})
     batch.step((p, 1))
     assert helper.req_id_to_batch_group_idx == {} == dict(helper.interleaver_to_ids)
 
@@ -193,9 +193,9 @@ def test_n05_prompts_of_a_trace_are_counted_down_as_they_finish(batch):
     counts, key = batch.helper.num_prompts_in_mediator, first.trace.trace_id
     assert counts == {key: 3}
     assert dict(batch.helper.interleaver_to_ids) == {key: {"0", "1", "2"}}
-    batch.helper.process_finished_reqs({"1"}, {"1": requests[1]}, batch.model)
+    batch.helper.process_finished_reqs({"1"}, {"1": requests[1]})
     assert counts == {key: 2}
-    batch.helper.process_finished_reqs({"0", "2"}, {"0": requests[0], "2": requests[2]}, batch.model)
+    batch.helper.process_finished_reqs({"0", "2"}, {"0": requests[0], "2": requests[2]})
     assert counts.get(key, 0) == 0 and not batch.helper.interleaver_to_ids
 
 
@@ -240,7 +240,7 @@ def test_n09_unflatten_points_to_sampled_rows_with_plain_and_unfinished_requests
     a, b = batch.request("a", 3, True), batch.request("b", 5, True)
     rows = batch.step((a, 3), (p, 4), (chunked, 2), (b, 5))
     assert [(t.rows.logit_start, t.rows.logit_total) for t in (a.trace, b.trace)] == [(0, 3), (2, 3)]
-    batch.helper.unflatten(batch.model, [row for row in rows if row.samples])
+    batch.helper.unflatten([row for row in rows if row.samples])
     assert [(t.rows.start, t.rows.size, t.rows.total) for t in (a.trace, b.trace)] == [(0, 1, 3), (2, 1, 3)]
 
 

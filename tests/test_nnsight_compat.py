@@ -11,9 +11,12 @@ import pytest
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from nnsight import NNsight
+from nnsight.intervention.cache import Cache
+from nnsight.intervention.serialization import dumps, loads
 
 import pymllm_interp
 from pymllm_interp.hooks.traces import nnsight_compat as compat
+from pymllm_interp.hooks.traces.envoy import TracedModel
 from pymllm_interp.hooks.traces.handover import Handover
 from pymllm_interp.hooks.traces.interleaver import EngineInterleaver
 
@@ -28,7 +31,7 @@ def test_only_nnsight_compat_imports_nnsight() -> None:
         if (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nnsight") and not node.level)
         or (isinstance(node, ast.Import) and any(alias.name.startswith("nnsight") for alias in node.names))
     }
-    assert importers == {"hooks/nnsight_compat.py"}
+    assert importers == {"hooks/traces/nnsight_compat.py"}
 
 
 def test_an_unknown_version_is_refused_with_the_supported_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,12 +115,27 @@ def test_our_short_ways_hand_over_and_park_as_nnsights(lm_of) -> None:
             mediator.start(compat.Interleaver())
             seen.append(mediator.pending)
             mediator.worker.throw(GreenletExit)
+    for write in (own["output"].__set__, compat.Envoy.output.__set__):
+        mediator = compat.Mediator(compile("write(5)", "block", "exec"), {"write": partial(write, mlp)}, {})
+        mediator.start(compat.Interleaver())
+        seen.append(mediator.pending)
+        mediator.worker.throw(GreenletExit)
+    assert seen.pop() == seen.pop() == (compat.Event.SWAP, "model.model.layers.0.mlp.output", 0, 5)
     assert seen[0::2] == seen[1::2] and [pending.provider for pending in seen[0::2]] == [
         "model.model.layers.0.mlp.input", "model.model.layers.0.mlp.input", "model.model.layers.0.mlp.output"
     ]  # fmt: skip
     assert type(mlp._module.__dict__["forward"]) is Handover
     with pytest.raises(ValueError, match="outside of interleaving"):
         _ = mlp.output
+
+
+def test_a_tree_takes_an_interleaver_that_was_made_before_it() -> None:
+    interleaver = EngineInterleaver()
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    tree = TracedModel(module, interleaver=interleaver)
+    assert tree.interleaver is tree.generator.interleaver is interleaver
+    assert interleaver.points.at("model.0.output").in_model and interleaver.samples == "model.samples"
+    assert TracedModel(torch.nn.Linear(2, 2)).interleaver is not interleaver
 
 
 def test_a_module_that_several_trees_share_is_served_to_each(lm_of) -> None:
@@ -132,7 +150,7 @@ def test_a_module_that_several_trees_share_is_served_to_each(lm_of) -> None:
         with lm.trace([1, 2, 3]):
             ours = lm.model.norm.output.save()
         assert torch.equal(seen, norm(torch.ones(1, 1, 72))) and ours.shape == (1, 3, 72)
-    assert other.interleaver.visits == {}
+    assert other.interleaver.visits.counts == {}
 
 
 def test_names_and_signatures_that_are_overridden_exist() -> None:
@@ -143,7 +161,7 @@ def test_names_and_signatures_that_are_overridden_exist() -> None:
         compat.InterleavingTracer: ("execute", "invoke", "barrier", "iter", "all", "cache", "stop", "result"),
         compat.Envoy: ("_named_children", "_edits", "_batch_size", "modules", "get", "skip", "source", "edit"),
         compat.Iterations: ("_indices", "__getitem__", "__iter__"),
-        compat.Cache: ("subscriptions", "observe_selected"),
+        Cache: ("subscriptions", "observe_selected"),
         compat.Barrier: ("__call__",),
     }.items():
         instance_names = set(dir(cls)) | ({"_edits"} if cls is compat.Envoy else set())
@@ -161,9 +179,9 @@ def test_a_serialised_block_names_its_envoys_by_path(lm_of) -> None:
     captured = []
     original = type(lm).run_traces
 
-    def keep(self, tracer, traces, inputs) -> None:
-        captured.extend(compat.dumps(block) for block, _, _ in tracer._invocations)
-        original(self, tracer, traces, inputs)
+    def keep(self, mode, traces, inputs) -> None:
+        captured.extend(dumps(block) for block in (trace.main_block for trace in traces))
+        original(self, mode, traces, inputs)
 
     type(lm).run_traces = keep
     try:
@@ -174,7 +192,7 @@ def test_a_serialised_block_names_its_envoys_by_path(lm_of) -> None:
         type(lm).run_traces = original
     assert len(captured[0]) < 1000, len(captured[0])
     envoys = {f"Envoy:{envoy.path}": envoy for envoy in lm.modules()}
-    mediator = compat.loads(captured[0], persistent_objects=envoys)
+    mediator = loads(captured[0], persistent_objects=envoys)
     mediator.start(compat.Interleaver())
     assert mediator.pending.provider == "model.model.layers.1.output"
     mediator.worker.throw(GreenletExit)

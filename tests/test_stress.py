@@ -25,8 +25,8 @@ from nnsight.modeling.transformers import TransformersModel
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.core.output import RequestOutput
 from pymllm_interp.hooks.interventions.op import Op
+from pymllm_interp.hooks.traces.errors import EditError
 from pymllm_interp.hooks.traces.nnsight_compat import OutOfOrderError
-from pymllm_interp.hooks.traces.rows import EditError
 
 READS = ["model.layers.{}.output", "model.layers.{}.mlp.output", "model.layers.{}.self_attn.o_proj.input",
          "model.layers.{}.mlp.down_proj.input"]  # fmt: skip

@@ -17,11 +17,14 @@ from nnsight.modeling.transformers import TransformersModel
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.core.arguments import PromptError
-from pymllm_interp.hooks import saves
-from pymllm_interp.hooks.traces.delivery import Delivery, _Cutter
-from pymllm_interp.hooks.traces.rows import EditError, Rows, Shared
-from pymllm_interp.hooks.traces.saves import find_tensors, own, unowned
-from pymllm_interp.hooks.traces.trace import GangError, RequestTrace
+from pymllm_interp.hooks.traces import save_transfer, saves
+from pymllm_interp.hooks.traces.errors import EditError, GangError
+from pymllm_interp.hooks.traces.rows import RowSpan
+from pymllm_interp.hooks.traces.save_pieces import PieceCutter
+from pymllm_interp.hooks.traces.save_transfer import SaveTransfer
+from pymllm_interp.hooks.traces.saves import batch_views, find_tensors, give_own_storage
+from pymllm_interp.hooks.traces.shared_value import SharedValue
+from pymllm_interp.hooks.traces.trace import RequestTrace
 
 A, B = [3, 1, 4, 1, 5], [9, 2, 6, 5, 3]
 
@@ -138,6 +141,29 @@ def test_one_failing_fails_the_gang_and_the_cause_is_raised(lm: LM) -> None:
             barrier()
             raise KeyError("cause")
     assert any(isinstance(r, type(tracer.receipts[0])) for r in tracer.receipts)
+
+
+def test_a_loop_in_a_function_ends_its_block_with_a_warning_and_nobody_else(lm: LM) -> None:
+    def read_nine_steps(tracer: Any, out: list[torch.Tensor]) -> None:
+        for _ in tracer.iter[:9]:
+            out.append(lm.model.layers[0].output[0, -1])
+
+    ended = "the generation was over, and the block ended inside the function that holds"
+    with pytest.warns(UserWarning, match=ended), pytest.warns(UserWarning, match="asked for more steps than the 3"):
+        with lm.generate(max_new_tokens=3, ignore_eos=True) as tracer:
+            barrier = tracer.barrier(2)
+            with tracer.invoke(A):
+                first = list().save()
+                barrier()
+                read_nine_steps(tracer, first)
+                first.append("after")  # pyright: ignore[reportArgumentType]
+            with tracer.invoke(B):
+                barrier()
+                second = list().save()
+                for _ in tracer.iter[:]:
+                    second.append(lm.model.layers[0].output[0, -1])
+                second.append("after")  # pyright: ignore[reportArgumentType]
+    assert len(first) == 3 and len(second) == 4 and second[-1] == "after"
 
 
 def test_a_gang_that_cannot_fit_one_step_is_refused_with_the_setting(lm_of: Any) -> None:
@@ -553,11 +579,11 @@ def test_the_collector_makes_room_for_saves_until_they_are_handed_over(lm: LM) -
     assert seen == sorted(seen) and seen[-1] - seen[0] == 8, "two saves a step"
     assert gc.get_threshold() == usual
 
-    delivery = Delivery(torch.device("cpu"))
-    delivery.make_room(5)
+    transfer = SaveTransfer(torch.device("cpu"))
+    transfer.raise_gc_threshold(5)
     assert gc.get_threshold()[0] == usual[0] + 5
-    delivery.close()
-    delivery.make_room(5)  # of a pass that was under way when the caller left
+    transfer.close()
+    transfer.raise_gc_threshold(5)  # of a pass that was under way when the caller left
     assert gc.get_threshold() == usual
 
 
@@ -716,13 +742,25 @@ def test_own_gives_each_tensor_just_its_own_memory_in_place() -> None:
     tensors = [*rows[:3], rows[3][0, -1], strided, integers, inference]
     expected = [tensor.clone() for tensor in tensors]
     rows[0].note = "kept"  # pyright: ignore[reportAttributeAccessIssue]
-    own(tensors)
+    give_own_storage(tensors)
     for tensor, value in zip(tensors, expected, strict=True):
         assert torch.equal(tensor, value)
         assert tensor.untyped_storage().nbytes() == tensor.nbytes and tensor._base is None
     assert rows[0].note == "kept"  # pyright: ignore[reportAttributeAccessIssue]
     rows[1].zero_()
     assert torch.equal(rows[0], expected[0]) and torch.equal(tensors[3], expected[3]), "nobody shares"
+
+
+def test_tensors_are_exchanged_as_by_torchs_public_function() -> None:
+    """`swap_tensor` is what `torch.utils.swap_tensors` does, without its refusal of tensors with weak references."""
+    sides = []
+    for swap in (saves.swap_tensor, torch.utils.swap_tensors):
+        view, other = torch.arange(8.0)[2:4], torch.zeros(3)
+        addresses = view.data_ptr(), other.data_ptr()
+        swap(view, other)
+        assert (other.data_ptr(), view.data_ptr()) == addresses
+        sides.append((view.tolist(), other.tolist(), view._base is None, other._base is not None))
+    assert sides[0] == sides[1] == ([0, 0, 0], [2, 3], True, True)
 
 
 def test_what_is_not_the_batchs_stays_where_it_is() -> None:
@@ -732,9 +770,9 @@ def test_what_is_not_the_batchs_stays_where_it_is() -> None:
     seen: dict[int, int] = {}
     find_tensors({"a": (whole, weight), "b": growing}, found, seen)
     assert list(map(id, found)) == list(map(id, (whole, weight, row)))
-    assert list(map(id, unowned([*found, row]))) == [id(row)]
-    own([row])
-    assert not unowned([row])
+    assert list(map(id, batch_views([*found, row]))) == [id(row)]
+    give_own_storage([row])
+    assert not batch_views([row])
     growing += [[row], elsewhere(2)[0]]
     found.clear()
     find_tensors(growing, found, seen)
@@ -748,31 +786,31 @@ def test_what_is_not_the_batchs_stays_where_it_is() -> None:
 
 
 def test_saves_that_are_alike_travel_in_one_piece_and_are_cut_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    delivery, pieces = Delivery(torch.device("meta")), []
-    moved = delivery._moved
-    monkeypatch.setattr(delivery, "_moved", lambda piece, target: pieces.append(piece) or moved(piece, target))
+    transfer, pieces = SaveTransfer(torch.device("meta")), []
+    moved = transfer._moved
+    monkeypatch.setattr(transfer, "_moved", lambda piece: pieces.append(piece) or moved(piece))
     rows = [torch.full((1, 1, 8), float(i)) for i in range(5)]
-    integers, large = [torch.arange(3), torch.arange(3)], torch.zeros(Delivery.SMALL // 4 + 1)
+    integers, large = [torch.arange(3), torch.arange(3)], torch.zeros(SaveTransfer.MAX_TENSOR // 4 + 1)
     saved = {"rows": rows, "pairs": [(rows[0], integers[0]), (rows[1], integers[1])], "large": large}
-    delivery.expect(saved)
-    delivery.send()
+    transfer.queue(saved)
+    transfer.flush()
     assert sorted(piece.shape for piece in pieces) == [(2, 3), (5, 1, 1, 8)]
     assert torch.equal(next(p for p in pieces if p.dim() == 4), torch.stack(rows)), "in the order of the saves"
     rows[4].zero_()  # after it was sent
     first = rows[0]
-    delivery.hand(saved)
+    transfer.deliver(saved)
     assert len(pieces) == 4, "the large one by itself, and the one that was changed once more"
     assert saved["rows"][0] is saved["pairs"][0][0] is not first, "one tensor stays one"
     assert {tensor.device.type for tensor in (*saved["rows"], *saved["pairs"][1], saved["large"])} == {"meta"}
 
 
 def test_saves_that_travelled_together_own_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Delivery, "PIECE", 100)  # three rows
-    delivery, rows = Delivery(torch.device("cpu")), elsewhere(8)
-    delivery._expected = {id(row): row for row in rows}
-    delivery.send()
+    monkeypatch.setattr(SaveTransfer, "MAX_PIECE", 100)  # three rows
+    transfer, rows = SaveTransfer(torch.device("cpu")), elsewhere(8)
+    transfer._queued = {id(row): row for row in rows}
+    transfer.flush()
     for row in rows:
-        _, _, copied = delivery._copies[id(row)]
+        _, _, copied = transfer._copies[id(row)]
         assert torch.equal(copied, row) and copied.data_ptr() != row.data_ptr()
         assert copied.untyped_storage().nbytes() == copied.nbytes
 
@@ -781,10 +819,8 @@ def test_saves_that_travelled_together_own_their_memory(monkeypatch: pytest.Monk
 def far(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The CPU stands for a GPU and for the CPU beside it: what is handed over is copied. Lists the shapes that were."""
     moved: list[torch.Size] = []
-    monkeypatch.setattr(Delivery, "_is_there", lambda self, tensor: self.device is None)
-    monkeypatch.setattr(
-        Delivery, "_moved", lambda self, tensor, target: (moved.append(tensor.shape), tensor.clone())[1]
-    )
+    monkeypatch.setattr(SaveTransfer, "_is_on_device", lambda self, tensor: self.device is None)
+    monkeypatch.setattr(SaveTransfer, "_moved", lambda self, tensor: (moved.append(tensor.shape), tensor.clone())[1])
     return moved
 
 
@@ -841,40 +877,40 @@ def test_what_a_block_drops_is_kept_nowhere(lm: LM, far: list[torch.Size]) -> No
             with tracer.invoke([i, i + 1]):
                 for _ in tracer.iter[:]:
                     last = lm.model.layers[0].output[0, -1].save()
-                    pieces.append(len(lm.interleaver.serving.delivery.pieces))  # pyright: ignore
+                    pieces.append(len(lm.interleaver.blocks.serving.saves.transfer.pieces))  # pyright: ignore
     assert max(pieces) <= 2 and last.shape == (72,)
     assert len(far) == 5 and all(shape in ((20, 72), (24, 72)) for shape in far)
 
 
 def test_a_pass_is_packed_by_kind_and_few_or_large_ones_are_left(far: list[torch.Size]) -> None:
-    delivery, rows = Delivery(torch.device("cpu")), elsewhere(20)
+    transfer, rows = SaveTransfer(torch.device("cpu")), elsewhere(20)
     half = [row.half() for row in rows]
-    large = [torch.zeros(Delivery.SMALL // 4 + 1) for _ in range(Delivery.MANY)]
-    few = [row[..., :2] for row in elsewhere(Delivery.MANY - 1)]
+    large = [torch.zeros(SaveTransfer.MAX_TENSOR // 4 + 1) for _ in range(SaveTransfer.MIN_TENSORS)]
+    few = [row[..., :2] for row in elsewhere(SaveTransfer.MIN_TENSORS - 1)]
     expected = [tensor.clone() for tensor in (*rows, *half)]
-    assert list(map(id, delivery.pack([*rows, *few, *large, *half]))) == list(map(id, [*few, *large]))
+    assert list(map(id, transfer.pack([*rows, *few, *large, *half]))) == list(map(id, [*few, *large]))
     assert far == [(20, 1, 1, 8)] * 2
-    assert len({tensor.untyped_storage().data_ptr() for tensor in (*rows, *half)}) == len(delivery.pieces) == 2
+    assert len({tensor.untyped_storage().data_ptr() for tensor in (*rows, *half)}) == len(transfer.pieces) == 2
     assert all(tensor._base is None and tensor._version == 0 for tensor in rows)
-    assert not unowned(rows, delivery.pieces), "a piece is theirs"
+    assert not batch_views(rows, transfer.pieces), "a piece is theirs"
     rows[3] += 1
     rows[5].view(-1)[:2].zero_()
     expected[3] += 1
     expected[5].view(-1)[:2].zero_()
     saved = [*rows, *half]
-    delivery.receive()
-    delivery.expect(saved)
-    delivery.send()
+    transfer.collect()
+    transfer.queue(saved)
+    transfer.flush()
     assert far[2:] == [(2, 1, 1, 8)], "those that were edited since, and no other"
-    delivery.hand(saved)
+    transfer.deliver(saved)
     for tensor, value in zip(saved, expected, strict=True):
         assert torch.equal(tensor, value) and tensor.untyped_storage().nbytes() == tensor.nbytes
-    delivery.close()
+    transfer.close()
 
 
 def test_memory_whose_rows_are_saved_leaves_as_it_is(far: list[torch.Size]) -> None:
     """Neither the tensors nor what lies in them is moved; the rows count their edits by themselves."""
-    delivery = Delivery(torch.device("cpu"))
+    transfer = SaveTransfer(torch.device("cpu"))
     batches = [torch.arange(20 * 8.0).view(1, 20, 8) + i for i in range(2)]
     served = [rows[0, -1] for batch in batches for rows in batch.unsafe_split(1, 1)]
     served[3] += 1
@@ -882,22 +918,24 @@ def test_memory_whose_rows_are_saved_leaves_as_it_is(far: list[torch.Size]) -> N
     expected = [row.clone() for row in served]
     kept = list(served)
     few = elsewhere(2)
-    assert delivery.keep([*kept, kept[0], *few], [batch[0] for batch in batches]) == few, "twice, and of other memory"
-    assert far == [(40, 8)] and len(delivery.pieces) == 2
+    assert transfer.leave_batch([*kept, kept[0], *few], [batch[0] for batch in batches]) == few, (
+        "twice, and of other memory"
+    )
+    assert far == [(40, 8)] and len(transfer.pieces) == 2
     assert {row.untyped_storage().data_ptr() for row in kept} == {batch.data_ptr() for batch in batches}
-    assert delivery.keep(kept, []) == [] and far == [(40, 8)], "found again, it is where it belongs"
+    assert transfer.leave_batch(kept, []) == [] and far == [(40, 8)], "found again, it is where it belongs"
     kept[5] += 1
     expected[5] += 1
     del served, batches
     gone = weakref.ref(kept.pop(9))
     del expected[9]
     assert gone() is None
-    delivery.receive()
-    delivery.hand(kept)
+    transfer.collect()
+    transfer.deliver(kept)
     assert far[1:] == [(8,)], "what was edited since, and no other"
     for row, value in zip(kept, expected, strict=True):
         assert torch.equal(row, value) and row.untyped_storage().nbytes() == row.nbytes and row._base is None
-    delivery.close()
+    transfer.close()
 
 
 @pytest.mark.parametrize(
@@ -915,28 +953,28 @@ def test_memory_whose_rows_are_saved_leaves_as_it_is(far: list[torch.Size]) -> N
     ids=["few", "parts", "transposed", "of-another-dtype", "two-at-a-place", "shapes", "parameters", "sparse"],
 )
 def test_memory_of_which_something_else_was_saved_is_the_batchs(saved: Any, far: list[torch.Size]) -> None:
-    delivery = Delivery(torch.device("cpu"))
+    transfer = SaveTransfer(torch.device("cpu"))
     batch = torch.arange(20 * 8.0).view(1, 20, 8)
     tensors = saved(batch.unsafe_split(1, 1))
-    assert delivery.adopt(tensors, [batch[0]]) == tensors and not far and not delivery.pieces
+    assert transfer.adopt(tensors, [batch[0]]) == tensors and not far and not transfer.pieces
 
 
 def test_the_model_knows_of_edits_of_rows_that_count_their_own(lm: LM) -> None:
     """What lies between blocks is loaded anew where it was edited."""
-    rows = [Rows(row, 1, 4, row, 1, 4) for row in range(4)]
-    trace = RequestTrace(None, lm.interleaver, [])
+    rows = [RowSpan(row, 1, 4, row, 1, 4) for row in range(4)]
+    trace = RequestTrace(None, [])
     for hidden in (
         torch.zeros(1, 4, 8),
         torch.zeros(1, 4, 16)[..., :8],
     ):  # in memory of its own, and a part of another's
-        shared, before = Shared(hidden, of_logits=False, readers=4), hidden._version
+        shared, before = SharedValue(hidden, of_logits=False, readers=4), hidden._version
         served = [shared.rows_of(own) for own in rows]
         served[1] += 1
         assert [row._version for row in served] == [0, 1, 0, 0]
         assert hidden._version == before
         shared.count_edit(trace)
         assert shared.settle() is hidden and hidden._version == before + 1 and hidden[0, 1].sum() == 8
-    pair = Shared((torch.zeros(4, 8), torch.zeros(4, 8)), of_logits=False, readers=4)
+    pair = SharedValue((torch.zeros(4, 8), torch.zeros(4, 8)), of_logits=False, readers=4)
     first, _ = pair.rows_of(rows[0])
     first += 1
     assert pair.value[0]._version == 1, "of what it passes along, the model asks that at any time"
@@ -1042,36 +1080,36 @@ def test_blocks_of_different_steps_wait_for_one_number_of_their_own(lm_of: Any) 
 
 
 def test_a_tensor_that_torch_does_not_move_is_left(far: list[torch.Size], monkeypatch: Any) -> None:
-    delivery, rows = Delivery(torch.device("cpu")), elsewhere(20)
-    stays, moves = rows[:2], saves._swap
+    transfer, rows = SaveTransfer(torch.device("cpu")), elsewhere(20)
+    stays, moves = rows[:2], saves.swap_tensor
 
     def swap(tensor: torch.Tensor, memory: torch.Tensor) -> None:
         if any(tensor is one for one in stays):
             raise RuntimeError("another holds it")  # as some versions of torch do, of the base of views
         moves(tensor, memory)
 
-    monkeypatch.setattr(saves, "_swap", swap)
-    assert list(map(id, delivery.pack(rows))) == list(map(id, stays))
-    own(stays)
+    monkeypatch.setattr(saves, "swap_tensor", swap)
+    assert list(map(id, transfer.pack(rows))) == list(map(id, stays))
+    give_own_storage(stays)
     rows[1] += 1
-    delivery.receive()
+    transfer.collect()
     saved = list(rows)
-    delivery.hand(saved)
+    transfer.deliver(saved)
     assert all(map(torch.equal, saved, rows)) and far == [(20, 1, 1, 8), (1, 1, 8), (1, 1, 8)]
-    delivery.close()
+    transfer.close()
 
 
 def test_where_pinned_memory_is_full_saves_wait_for_the_end(far: list[torch.Size], monkeypatch: Any) -> None:
-    monkeypatch.setattr(_Cutter, "ROOM", 20 * 32)
-    delivery, rows = Delivery(torch.device("cpu")), elsewhere(21)
+    monkeypatch.setattr(PieceCutter, "MAX_IN_FLIGHT", 20 * 32)
+    transfer, rows = SaveTransfer(torch.device("cpu")), elsewhere(21)
     expected = [row.clone() for row in rows]
-    assert delivery.pack(rows) == [] and far == [] and len(delivery.pieces) == 1
-    delivery.receive()
-    delivery.expect(rows)
-    delivery.send()
-    delivery.hand(rows)
+    assert transfer.pack(rows) == [] and far == [] and len(transfer.pieces) == 1
+    transfer.collect()
+    transfer.queue(rows)
+    transfer.flush()
+    transfer.deliver(rows)
     assert far == [(21, 1, 1, 8)] and all(map(torch.equal, rows, expected))
-    delivery.close()
+    transfer.close()
 
 
 def test_a_piece_is_cut_when_it_has_arrived_and_its_room_is_free_then() -> None:
@@ -1084,13 +1122,13 @@ def test_a_piece_is_cut_when_it_has_arrived_and_its_room_is_free_then() -> None:
             assert may_arrive.wait(30)
             piece.fill_(1)
 
-    cutter = _Cutter()
-    cutter.ROOM = 100
-    assert cutter.take(96) and not cutter.take(96)
+    cutter = PieceCutter()
+    cutter.MAX_IN_FLIGHT = 100
+    assert cutter.reserve(96) and not cutter.reserve(96)
     copies = cutter.cut(piece, Arrival())  # pyright: ignore[reportArgumentType]
     assert not copies.done()
     may_arrive.set()
-    assert [copied.sum() for copied in copies.result(30)] == [8, 8, 8] and cutter.take(96)
+    assert [copied.sum() for copied in copies.result(30)] == [8, 8, 8] and cutter.reserve(96)
 
 
 @pytest.mark.gpu
@@ -1167,7 +1205,7 @@ def test_an_edit_in_place_of_a_value_from_before_reaches_the_model(lm: LM, other
 
 def test_a_tensor_that_a_module_gets_twice_is_replaced_in_one_place() -> None:
     twice = torch.arange(6.0).view(3, 2)
-    shared, rows = Shared(((twice, twice), {}), of_logits=False), [Rows(i, 1, 3, i, 1, 3) for i in range(3)]
+    shared, rows = SharedValue(((twice, twice), {}), of_logits=False), [RowSpan(i, 1, 3, i, 1, 3) for i in range(3)]
     (first, second), _ = shared.rows_of(rows[1])
     shared.replace(rows[1], ((first * 10, second), {}))
     (a, b), _ = shared.settle()
@@ -1176,7 +1214,7 @@ def test_a_tensor_that_a_module_gets_twice_is_replaced_in_one_place() -> None:
 
 def test_an_assignment_that_does_not_fit_changes_nothing() -> None:
     pair = torch.zeros(3, 2), torch.zeros(3, 4)
-    shared, rows = Shared(pair, of_logits=False), Rows(2, 1, 3, 2, 1, 3)
+    shared, rows = SharedValue(pair, of_logits=False), RowSpan(2, 1, 3, 2, 1, 3)
     with pytest.raises(EditError, match=r"expected a tensor \[1, 4\]"):
         shared.replace(rows, (torch.ones(1, 2), torch.ones(1, 3)))
     assert shared.settle() == pair
@@ -1244,15 +1282,15 @@ def test_samples_and_logits_are_read_and_forced(lm: LM) -> None:
 
 
 def test_a_piece_that_finds_no_pinned_memory_gives_its_room_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    delivery, rows = Delivery(torch.device("cpu")), torch.zeros(Delivery.MANY, 4)
+    transfer, rows = SaveTransfer(torch.device("cpu")), torch.zeros(SaveTransfer.MIN_TENSORS, 4)
 
     def without_memory(*args: Any) -> Any:
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(saves, "_cutter", _Cutter())
-    monkeypatch.setattr(delivery, "_is_there", lambda tensor: False)
-    monkeypatch.setattr(delivery, "_moved", without_memory)
+    monkeypatch.setattr(save_transfer, "cutter", PieceCutter())
+    monkeypatch.setattr(transfer, "_is_on_device", lambda tensor: False)
+    monkeypatch.setattr(transfer, "_moved", without_memory)
     with pytest.raises(RuntimeError, match="out of memory"):
-        delivery.pack(rows.unbind())
-    assert saves._cutter._under_way == 0
-    delivery.close()
+        transfer.pack(rows.unbind())
+    assert save_transfer.cutter._in_flight == 0
+    transfer.close()

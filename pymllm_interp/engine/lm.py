@@ -32,9 +32,10 @@ from ..hooks.captures.spec import Capture
 from ..hooks.declared import captures_for_each_prompt, for_each_prompt
 from ..hooks.interventions.op import Op
 from ..hooks.site import Site
+from ..hooks.traces.caller_frames import opens_with
 from ..hooks.traces.envoy import TracedModel
 from ..hooks.traces.trace import RequestTrace
-from ..hooks.traces.tracer import EngineTracer, SessionTracer, opens_with
+from ..hooks.traces.tracer import EngineTracer, SessionTracer
 from ..models.source import load_tokenizer
 from ..runner.interp_model_runner import InterpModelRunner
 from .completion import StreamPiece
@@ -229,7 +230,7 @@ class LM(TracedModel):
     ) -> list[RequestHandle]:
         """A handle for each prompt, all submitted at once."""
         blocks = self.edits_of(options.get("edits"))
-        traces = (lambda: RequestTrace(None, self.interleaver, blocks)) if blocks else None
+        traces = (lambda: RequestTrace(None, blocks)) if blocks else None
         made = self._factory.for_prompts(prompts, params, options, traces, streaming)
         handles = [RequestHandle(text, requests, self.tokenizer, self.engine, streaming) for text, requests in made]
         self._send(handles)
@@ -371,10 +372,10 @@ class LM(TracedModel):
         """Several traces that see each other's values: ``with lm.session():``. What it saves is on `device` afterwards."""
         return SessionTracer(device, **kwargs)
 
-    def run_traces(self, tracer: EngineTracer, traces: list[RequestTrace], inputs: list[tuple[tuple, dict]]) -> None:
+    def run_traces(self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict]]) -> None:
         if self.engine.on_engine_thread:
             raise RuntimeError("a trace cannot be opened inside the block of another: use a session, or invokes")
-        requests = self._factory.for_traces(tracer.mode, traces, inputs)
+        requests = self._factory.for_traces(mode, traces, inputs)
         handles = [RequestHandle(None, [request], None, self.engine) for request in requests]
         self._send(handles)
         try:

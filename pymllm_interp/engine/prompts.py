@@ -56,6 +56,11 @@ IGNORED = {"pad_token_id", "use_cache"}
 
 
 def ids_of(prompt: Any, what: str) -> list[int]:
+    """Token ids of a prompt that is no text: ids, a tensor, an array, or a tokenizer's dict.
+
+    Raises:
+        PromptError: another type, several prompts in one, or ids that are no whole numbers.
+    """
     if isinstance(prompt, Mapping):
         if "input_ids" not in prompt:
             text = ': of a row of a data set, pass row["text"]' if "text" in prompt else f": {sorted(prompt)}"

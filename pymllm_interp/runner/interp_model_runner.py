@@ -165,7 +165,7 @@ class InterpModelRunner(ModelRunner):
         traced = {r.request_id: r for r in finished_requests if r.trace is not None}
         if any(request.trace.in_pass for request in traced.values()):
             self.drop_finished()
-        self.nnsight_request_helper.process_finished_reqs(set(traced), traced, self._tree())
+        self.nnsight_request_helper.process_finished_reqs(set(traced), traced)
         output = ModelRunnerOutput(req_ids=list(traced))
         for rid, request in traced.items():
             output.saves[rid] = request.trace.saved_names()
@@ -212,7 +212,7 @@ class InterpModelRunner(ModelRunner):
         helper = self.nnsight_request_helper
         if not helper.traced(scheduler_output.scheduled):
             return super().execute_model(scheduler_output, intermediate_tensors)
-        helper.process_new_reqs(scheduler_output.scheduled, self._tree())
+        helper.process_new_reqs(scheduler_output.scheduled)
         self.interleaver.begin_pass(helper.traces)
         try:
             if self.partition.hook_execution == "split":
@@ -229,7 +229,7 @@ class InterpModelRunner(ModelRunner):
             step.scheduled.sort(
                 key=lambda entry: entry.request_id in attached and attached[entry.request_id][1] in hooked
             )
-            self.nnsight_request_helper.process_new_reqs(step.scheduled, self._tree())
+            self.nnsight_request_helper.process_new_reqs(step.scheduled)
 
     def make_forward_batch(self, input_batch: InputBatch) -> ForwardBatch:
         """The step's `ForwardBatch`, with its declared ops."""
@@ -290,8 +290,8 @@ class InterpModelRunner(ModelRunner):
         interleaver, sampling = self.interleaver, state.input_batch.sampling
         traced = interleaver.interleaving
         if traced:
-            self.nnsight_request_helper.unflatten(self._tree(), sampling)
-            logits = interleaver.handle(f"{self._tree().path}.logits", logits)
+            self.nnsight_request_helper.unflatten(sampling)
+            logits = interleaver.handle(interleaver.logits, logits)
         self.declared.capture_logits(_step_rows(state.input_batch), state.logits_output.next_token_logits, logits)
         self.declared.send()
         sampled = super()._sample(logits, state)
@@ -301,11 +301,6 @@ class InterpModelRunner(ModelRunner):
         elif traced:
             interleaver.pass_token()
         return sampled
-
-    def _tree(self) -> TracedModel:
-        tree = self.nnsight_model
-        assert tree is not None, "call initialize() first, and keep the client's tree"
-        return tree
 
 
 def _step_rows(batch: InputBatch) -> StepRows:

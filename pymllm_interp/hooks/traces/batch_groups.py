@@ -17,16 +17,16 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ...core.request import Request
 from ...core.step import ModelRunnerOutput, ScheduledRequest
 from ...core.upload import upload
-from .envoy import TracedModel
+from . import lifecycle
 from .interleaver import EngineInterleaver
-from .rows import Rows
+from .rows import RowSpan
 from .trace import RequestTrace
 
 
 @lru_cache(maxsize=16)
-def one_each(total: int) -> list[Rows]:
+def one_each(total: int) -> list[RowSpan]:
     """Rows of `total` requests with one row each, in batch order. Shared by all steps: not to be changed."""
-    return [Rows(row, 1, total, row, 1, total) for row in range(total)]
+    return [RowSpan(row, 1, total, row, 1, total) for row in range(total)]
 
 
 class NNsightRequestHelper:
@@ -93,12 +93,11 @@ class NNsightRequestHelper:
         """Traces that take part in this step, in batch order."""
         return [trace for _, trace, _ in self._groups]
 
-    def process_new_reqs(self, new_reqs: Sequence[ScheduledRequest], model: TracedModel) -> None:
+    def process_new_reqs(self, new_reqs: Sequence[ScheduledRequest]) -> None:
         """Start the traces of requests that are scheduled for the first time, and give every traced one its rows.
 
         Args:
             new_reqs: the step's requests, in batch order.
-            model: the tree that the traces were written against.
         """
         self._groups, self.req_id_to_batch_group_idx = [], {}
         for entry, rows in zip(new_reqs, _rows_of(new_reqs), strict=True):
@@ -111,7 +110,7 @@ class NNsightRequestHelper:
             if entry.request_id not in self._started:
                 self._started[entry.request_id] = trace
                 self.num_prompts_in_mediator.setdefault(trace.trace_id, trace.num_prompts)
-                trace.start(request, model)
+                lifecycle.start(self.interleaver, trace, request)
             trace.rows = rows
 
     def drop_finished(self) -> list[RequestTrace]:
@@ -124,9 +123,7 @@ class NNsightRequestHelper:
         self.req_id_to_batch_group_idx = {rid: i for i, (rid, _, _) in enumerate(self._groups)}
         return traces
 
-    def process_finished_reqs(
-        self, finished_request_ids: set[str], requests: Mapping[str, Request], model: TracedModel
-    ) -> None:
+    def process_finished_reqs(self, finished_request_ids: set[str], requests: Mapping[str, Request]) -> None:
         """Serve the results that only a finished request has, end the blocks that still wait, and forget the requests.
 
         The requests of a gang come together: their blocks may still wait for each other.
@@ -148,9 +145,9 @@ class NNsightRequestHelper:
             if request is not None:
                 trace.over, trace.rows = True, None
                 ending.append((trace, request))
-        self._wind_up(ending, model)
+        self._wind_up(ending)
         for trace, request in ending:
-            trace.close(request)
+            lifecycle.close(self.interleaver, trace, request)
             if self.num_prompts_in_mediator.get(trace.trace_id, 0) <= 0:
                 self._end_trace(trace)
         if not self._started:  # the last step's groups hold what their blocks hold
@@ -160,13 +157,13 @@ class NNsightRequestHelper:
         """The last request of a trace has ended."""
         self.num_prompts_in_mediator.pop(trace.trace_id, None)
 
-    @staticmethod
-    def _wind_up(ending: list[tuple[RequestTrace, Request]], model: TracedModel) -> None:
+    def _wind_up(self, ending: list[tuple[RequestTrace, Request]]) -> None:
         """Results first, then loops that end, then blocks that wait for what never comes; barriers are given up last."""
+        interleaver = self.interleaver
         while (
-            any(trace.serve_results(request, model) for trace, request in ending)
-            or any(trace.end_waiting(barriers=False) for trace, _ in ending)
-            or any(trace.end_waiting(barriers=True) for trace, _ in ending)
+            any(lifecycle.serve_results(interleaver, trace, request) for trace, request in ending)
+            or any(lifecycle.end_waiting(interleaver, trace, barriers=False) for trace, _ in ending)
+            or any(lifecycle.end_waiting(interleaver, trace, barriers=True) for trace, _ in ending)
         ):
             pass
 
@@ -185,7 +182,7 @@ class NNsightRequestHelper:
         for rows, (_, trace, _) in zip(one_each(requests), self._groups[-requests:], strict=True):
             trace.rows = rows
 
-    def unflatten(self, model: TracedModel, sampling: Sequence[ScheduledRequest]) -> None:
+    def unflatten(self, sampling: Sequence[ScheduledRequest]) -> None:
         """Give each trace its row among `sampling`, the requests that sample in this step, in place of its token rows."""
         places = one_each(len(sampling))
         last = self._groups[-1][1].rows if self._groups else None  # where some only were moved, it was
@@ -251,7 +248,7 @@ class NNsightRequestHelper:
                 output.stopped.add(rid)
 
 
-def _rows_of(entries: Sequence[ScheduledRequest]) -> list[Rows]:
+def _rows_of(entries: Sequence[ScheduledRequest]) -> list[RowSpan]:
     """The rows of each request of a step."""
     if all(entry.decodes for entry in entries):
         return one_each(len(entries))
@@ -259,7 +256,7 @@ def _rows_of(entries: Sequence[ScheduledRequest]) -> list[Rows]:
     rows, start, logit_start = [], 0, 0
     for entry in entries:
         size, logit_size = entry.num_tokens, entry.logit_rows
-        rows.append(Rows(start, size, total, logit_start, logit_size, logit_total))
+        rows.append(RowSpan(start, size, total, logit_start, logit_size, logit_total))
         start += size
         logit_start += logit_size
     return rows

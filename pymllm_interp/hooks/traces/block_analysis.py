@@ -1,4 +1,4 @@
-"""What a block's code tells: whether it wants gradients, needs its siblings' names, or can do anything but read."""
+"""What the code of a block shows: whether it needs gradients or names of other blocks, and whether it only reads."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ ACTS = (
     ast.Call, ast.AugAssign, ast.Assert, ast.Raise, ast.Delete, ast.Global, ast.With, ast.AsyncWith, ast.Import, ast.ImportFrom,
     ast.Await, ast.Yield, ast.YieldFrom,
 )  # fmt: skip
-"""What may do something that is seen behind the block."""
+"""Syntax that may have an effect outside of the block."""
 
 
 class Names(NamedTuple):
-    """The names of a block's own scope."""
+    """Names in a block's own scope."""
 
     binds: frozenset[str]
     needs: frozenset[str]
-    """Read before the block binds them, in the order of its code."""
+    """Names read before the block binds them, in code order."""
 
 
 @lru_cache(maxsize=1024)
 def names_of(code: CodeType) -> Names:
-    """What the block binds, and what it needs from around it."""
+    """The names that a block binds, and those that it needs from outside."""
     binds, needs = set(), set()
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("STORE_NAME", "STORE_GLOBAL"):
@@ -45,19 +45,19 @@ def names_of(code: CodeType) -> Names:
 
 @lru_cache(maxsize=1024)
 def wants_gradients(code: CodeType) -> bool:
-    """Whether the block names autograd in any of its code."""
+    """Whether any code of the block uses a name of autograd (`GRADIENT_NAMES`)."""
     return bool(GRADIENT_NAMES & {name for part in (code, *_functions(code)) for name in part.co_names})
 
 
 def only_binds(block: ast.With | ast.AsyncWith) -> bool:
-    """Whether the block can do nothing but read, and bind names of its own: it calls nothing, and writes to no object."""
+    """Whether the block can only read values and bind its own names: it calls nothing and changes no object."""
     nodes = [node for statement in block.body for node in ast.walk(statement)]
     stored = [node for node in nodes if isinstance(node, (ast.Attribute, ast.Subscript))]
     return not any(isinstance(node, ACTS) for node in nodes) and all(isinstance(node.ctx, ast.Load) for node in stored)
 
 
 def depend_on_each_other(blocks: list[Mediator]) -> bool:
-    """Whether some block reads a name that another one binds (and that it did not find where it was written)."""
+    """Whether a block reads a name that another block binds, and that did not exist where the block was written."""
     bound_by: dict[str, set[int]] = {}
     for i, block in enumerate(blocks):
         for name in names_of(block.code).binds:

@@ -1,7 +1,7 @@
-"""The nnsight model over a runner's weights: what a trace is written against.
+"""`TracedModel`: the nnsight model over a runner's weights, which traces are written against.
 
-`TracedModel` is the envoy tree of the module that the runner serves. `LM` (engine/lm.py) is the one that users hold; the
-runner's own `nnsight_model` is the same object.
+It is the envoy tree of the module that the runner serves. Users hold an `LM` (engine/lm.py), which is the same object as the
+runner's `nnsight_model`.
 """
 
 from __future__ import annotations
@@ -9,31 +9,27 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from greenlet import getcurrent
 from torch import nn
 
 from .interleaver import EngineInterleaver
 from .nnsight_compat import EditingTracer, Envoy, Event, Generator, Mediator, Pending, eproperty
+from .trace import RequestTrace
 
-if TYPE_CHECKING:
-    from .trace import RequestTrace
-    from .tracer import EngineTracer
-
-
-_NOBODY = None, -1, -2
+_NO_WAIT = None, -1, -2
 OUTSIDE = (
     "Cannot access `{}.{}` outside of interleaving: a module has values inside the block of `with lm.trace(prompt):` or "
-    "`with lm.generate(prompt):`; where these have no prompt, inside a `with tracer.invoke(prompt):` of theirs"
+    "`with lm.generate(prompt):`; if that has no prompt, inside its `with tracer.invoke(prompt):`"
 )
 
 
 class Read(eproperty):
-    """nnsight's property of the same name, with a short way to park: a read or an assignment takes one call in place of eight.
+    """nnsight's property of the same name, with a fast path: a read or an assignment takes one call instead of eight.
 
     Args:
-        of: a property without a `transform`.
+        of: nnsight's property, which must have no `transform`.
     """
 
     def __init__(self, of: Any) -> None:
@@ -49,11 +45,10 @@ class Read(eproperty):
             if obj is not None and mediator is None:
                 raise ValueError(OUTSIDE.format(obj.path, self.key))
             return super().__get__(obj, owner)
-        pending, moves, pace = obj._waits.get(self.key, _NOBODY)
+        pending, event_count, pass_index = obj._waits.get(self.key, _NO_WAIT)
         wanted = block.iteration
         if wanted is None:
-            trace = block.trace
-            if pace != trace.pace or moves != trace.interleaver.moves:
+            if pass_index != block.trace.visits.pass_index or event_count != block.interleaver.visits.event_count:
                 pending = self._wait(obj, block)
         elif pending is None or pending[2] != wanted:
             pending = self._wait(obj, block)
@@ -62,11 +57,11 @@ class Read(eproperty):
         return self._preprocess(obj, value)
 
     def _wait(self, obj: Any, block: Any) -> Pending:
-        """What `block`, which reads here, waits for; kept for the next that does."""
+        """What `block` waits for when it reads here. Stored for the next block that does."""
         location = f"{obj.path}.{self.key}"
         pending = Pending(Event.VALUE, location, block.wanted(location))
-        stands = block.trace.stands_at(location) if block.iteration is None else _NOBODY[1:]
-        obj._waits[self.key] = pending, *stands
+        key = block.interleaver.points.key(block.trace, location) if block.iteration is None else _NO_WAIT[1:]
+        obj._waits[self.key] = pending, *key
         return pending
 
     def __set__(self, obj: Any, value: Any) -> None:
@@ -85,7 +80,7 @@ class Read(eproperty):
 
 
 class TracedEnvoy(Envoy):
-    """An envoy whose errors name what there is."""
+    """An envoy whose errors name the modules that exist."""
 
     input: Any = Read(of=Envoy.input)
     inputs: Any = Read(of=Envoy.inputs)
@@ -93,9 +88,10 @@ class TracedEnvoy(Envoy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # What the last block that read here waits for, and where it stood (`RequestTrace.stands_at`): most often as the next.
+        # For each property, what the last block that read here waits for, and its `VisitCounts.key`. Most often the next block
+        # has the same key, and waits for the same.
         self._waits: dict[str, tuple[Pending | None, int, int]] = {}
-        # A serialised block names its envoys by path; without this it would carry the tree.
+        # A serialised block refers to envoys by path. Without this it would contain the tree.
         self._persistent_id = f"Envoy:{self.path}"
 
     def __getattr__(self, name: str) -> Any:
@@ -121,6 +117,7 @@ class TracedModel(TracedEnvoy):
     Args:
         module: the runner's model; its weights are not copied.
         rename: aliases for modules, as in nnsight.
+        interleaver: serves the tree's values, and is bound to the tree; None makes one.
     """
 
     interleaver: EngineInterleaver
@@ -134,7 +131,7 @@ class TracedModel(TracedEnvoy):
         super().__init__(
             module,
             path="model",
-            interleaver=interleaver or EngineInterleaver(),
+            interleaver=EngineInterleaver() if interleaver is None else interleaver,
             rename=rename,
             envoys=TracedEnvoy,  # pyright: ignore
         )
@@ -147,19 +144,20 @@ class TracedModel(TracedEnvoy):
 
     @eproperty(description="this step's logits, before sampling")
     def logits(self, value: Any) -> Any:
-        """[1, vocab]: of the request's next token. Assigning replaces what is sampled from."""
+        """Logits of the request's next token, [1, vocab]. Assign to replace what is sampled from."""
         return value
 
     @eproperty(description="this step's sampled token")
     def samples(self, value: Any) -> Any:
-        """[1, 1] int64: the token id that was drawn. Assigning replaces the token that generation goes on with."""
+        """The sampled token id, [1, 1] int64. Assign to replace the token that the generation goes on with."""
         return value
 
     def edit(self, *, inplace: bool = False, name: str | None = None, backend: Any = None) -> EditingTracer:
-        """A block that runs with every later request, ahead of its own: ``with lm.edit() as (tracer, edited):``.
+        """A block that runs with every later request, before the request's own: ``with lm.edit() as (tracer, edited):``.
 
-        The edit belongs to the copy `edited`; with `inplace` to this model, and then only the tracer is bound. A `name` implies
-        `inplace`; requests may say which named edits they want (``edits=["name"]``), and have all of them otherwise.
+        Args:
+            inplace: edit this model. Otherwise the edit belongs to the copy `edited`.
+            name: implies `inplace`. A request selects named edits by ``edits=["name"]``; by default it gets all.
         """
         tracer = EditingTracer(self, inplace=inplace or name is not None, backend=backend)
         if name is not None:
@@ -167,14 +165,25 @@ class TracedModel(TracedEnvoy):
         return tracer
 
     def clear_edits(self, name: str | None = None) -> None:
-        """Drop the edits of this name, or all."""
+        """Remove the edit of this name, or all edits.
+
+        Raises:
+            KeyError: no edit has this name.
+        """
         known = {getattr(edit, "name", None) for edit in self._edits}
         if name is not None and name not in known:
             raise KeyError(f"no edit is named {name!r}: {sorted(n for n in known if n)}")
         self._edits = [edit for edit in self._edits if name is not None and getattr(edit, "name", None) != name]
 
     def edits_of(self, wanted: list[str] | None) -> list[Mediator]:
-        """The edits that a request gets: all, or the unnamed ones and those of `wanted`. Raises KeyError on unknown names."""
+        """The edits of a request.
+
+        Args:
+            wanted: names of edits, added to the unnamed ones; None for all edits.
+
+        Raises:
+            KeyError: no edit has one of these names.
+        """
         names = {getattr(edit, "name", None) for edit in self._edits}
         unknown = set(wanted or ()) - names
         if unknown:
@@ -187,8 +196,12 @@ class TracedModel(TracedEnvoy):
         """Not supported: the engine's passes run on real weights."""
         raise NotImplementedError("lm.scan is not supported: read the shapes in a trace of a short prompt")
 
-    def run_traces(self, tracer: EngineTracer, traces: list[RequestTrace], inputs: list[tuple[tuple, dict]]) -> None:
-        """Serve the traces' requests and return when all have ended. `inputs` are each trace's ``(args, kwargs)``.
+    def run_traces(self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict]]) -> None:
+        """Serve the traces' requests, and return when all have ended.
+
+        Args:
+            mode: "trace" (one forward pass) or "generate".
+            inputs: ``(args, kwargs)`` of each trace.
 
         Raises:
             RuntimeError: this tree has no engine behind it.
@@ -197,7 +210,7 @@ class TracedModel(TracedEnvoy):
 
 
 class _NamedEdit:
-    """Stores an edit block under a name, in place of the one that had it."""
+    """Stores an edit block under a name, and replaces the edit that had the name."""
 
     def __init__(self, model: TracedModel, name: str, store: Callable[[CodeType], None]) -> None:
         self.model, self.name, self.store = model, name, store

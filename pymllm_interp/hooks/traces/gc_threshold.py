@@ -1,9 +1,9 @@
-"""Room for what many requests are made of, before Python looks for cycles.
+"""A higher threshold for Python's cycle collector while many traced requests live.
 
-CPython's collector goes through the young objects after each 700 new ones, and through all that live once a quarter has been
-added. A traced request is some sixty objects that live until its ``with`` is over, and leave no cycles: two thousand of them are
-a quarter of what lives in a process that has imported torch, and to go through all that takes as long as their steps. So while
-they live, the young ones may be more, by as many as they are.
+CPython collects the young generation after each 700 new objects, and all objects once the young ones have grown by a
+quarter. A traced request has about sixty objects, which live until its ``with`` block ends and form no cycles. Two thousand
+requests would cause several full collections, each as long as many steps. So the threshold is raised by the number of
+these objects while they live.
 """
 
 from __future__ import annotations
@@ -13,29 +13,28 @@ import threading
 
 _lock = threading.Lock()
 _usual: tuple[int, int, int] = gc.get_threshold()
-_room = 0
+_raised_by = 0
 
 
-def make_room(objects: int) -> None:
-    """Let so many more young objects live before they are gone through; `give_back` as many. Where the collector is off, it
-    stays off."""
-    global _room, _usual
+def raise_threshold(objects: int) -> None:
+    """Raise the threshold of the young generation by `objects`. A disabled collector stays disabled."""
+    global _raised_by, _usual
     with _lock:
-        if _room == 0:
+        if _raised_by == 0:
             _usual = gc.get_threshold()
-        _room += objects
+        _raised_by += objects
         _set()
 
 
-def give_back(objects: int) -> None:
-    """Those objects are no more. With the last of them the process has the threshold that it had before the first."""
-    global _room
+def lower_threshold(objects: int) -> None:
+    """Undo a `raise_threshold`. When all are undone, the process has its former threshold."""
+    global _raised_by
     with _lock:
-        _room -= objects
+        _raised_by -= objects
         _set()
 
 
 def _set() -> None:
     young, *older = _usual
     if young:
-        gc.set_threshold(young + _room, *older)
+        gc.set_threshold(young + _raised_by, *older)

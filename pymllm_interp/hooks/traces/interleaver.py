@@ -1,14 +1,14 @@
-"""Where the model meets the blocks of many requests.
+"""`EngineInterleaver`: where the model's passes meet the blocks of many requests.
 
-nnsight's `Interleaver` runs one set of blocks against one model call. An engine has many requests, each with blocks of its
-own, and which of them take part changes from pass to pass; so this one keeps, for each pass, the *points* at which
-somebody waits, and lets each request count its own passes. What it keeps of nnsight's: a module's controller hands its
-values to `handle`, a block parks by switching a `Pending` to its parent, and strictly one of them runs at a time.
+nnsight's `Interleaver` runs one set of blocks against one model call. In an engine, each request has blocks of its own, and
+every pass has other requests. So this interleaver keeps, for each pass, the *points* at which blocks wait, and each request
+counts its own passes. The rest is nnsight's: a module's controller hands its values to `handle`, a block waits by
+switching a `Pending` to its parent greenlet, and one of them runs at a time.
 
     model reaches "model.layers.3.output"
-      -> nobody at that point? one dict lookup, and on
-      -> the blocks parked there for this visit, in the order of the batch: each gets its own rows, edits are put back
-      -> caches that watch the location take what the model goes on with
+      -> no point there: one dict lookup
+      -> blocks parked for this visit, in batch order: each is served its own rows, and its edits are put back
+      -> caches at the location store what the model goes on with
 """
 
 from __future__ import annotations
@@ -16,83 +16,70 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ...core.forward_batch import Waits
 from ...core.model_spec import Family
-from .delivery import Delivery
-from .nan_check import EditLog
-from .nnsight_compat import (
-    Controller,
-    Envoy,
-    Interleaver,
-    apply,
-    install_controller,
-)
-from .rows import EditError, Shared
-from .saves import own
-from .watchdog import Watchdog
-
-if TYPE_CHECKING:
-    from .trace import RequestTrace
-from .block import Block, Turn
+from .block_runner import BlockRunner
+from .errors import EditError
 from .handover import Handover
-from .leaves import without_batch
-from .visits import Point
+from .nan_check import NaNCheck
+from .nnsight_compat import Controller, Envoy, Interleaver, apply, install_controller
+from .points import Point, Points
+from .save_transfer import SaveTransfer
+from .saves import give_own_storage
+from .shared_value import SharedValue, without_batch
+from .trace import RequestTrace
+from .visits import PassVisits
+from .watchdog import Watchdog
 
 
 class EngineInterleaver(Interleaver):
     """Serves the blocks of the requests that take part in a pass, and is the pass's `HookQuery`.
 
-    Between `begin_pass` and `end_pass`, and on that thread only, modules hand their values to `handle`. A module that a
-    client calls on a thread of its own (``lm.lm_head(h)`` outside a trace) is a plain module.
+    Modules hand their values to `handle` between `begin_pass` and `end_pass`, on the engine's thread only. On other threads
+    (``lm.lm_head(h)`` outside a trace) they are plain modules.
 
     Attributes:
-        thread: the thread whose modules hand over, during a pass.
-        points: those at which something waits, or has waited in this pass.
-        samples, streamer: where a step's tokens are served, as they were drawn, and as generation goes on with them.
-        run_locations: what a step makes outside the modules: its logits and samples.
-        per_pass: visits that a pass makes to a location, where it is not one.
-        visits: this pass's visits. Those of parts that ran fused are not in it: see `visited`.
-        sync_previous_step: called before a pass serves its first value: those whose request has ended meanwhile must not see it.
-        serving: the request whose block runs now.
-        moves: visits and passes so far: while it stays the same, the model stands where it stood.
-        edits: looks for those that held NaN.
-        watchdog: watches for blocks that take long; None where nobody does.
-        eager_parts: how often an attention or an MLP went kernel by kernel in a pass of stretches, by what blocks waited for
-            inside of it: a module's path from its layer on, with ".source" for its operations.
+        traces: the traces of the current pass, in batch order.
+        visits: visits of the current pass.
+        points: locations at which blocks wait, or have waited, in the current pass.
+        blocks: runs the blocks.
+        nan_check: counts edits that contain NaN.
+        thread: the thread whose modules hand over their values during a pass; else None.
+        sync_previous_step: called before a pass serves its first value, so that no block of a request that the previous
+            step ended is served. None where steps are not overlapped.
+        samples, streamer: locations of a step's tokens: as they were drawn, and as the generation goes on with them.
+        result_locations: locations of a finished request's result.
+        run_locations: locations that the runner serves, not a module: the step's logits and samples.
+        eager_parts: how often an attention or an MLP ran kernel by kernel in a pass of graph segments, by the location
+            inside it that blocks waited for: its module's path relative to the layer, plus ".source" for operations.
     """
 
     def __init__(self) -> None:
         self.thread: int | None = None
         super().__init__()
-        self.samples = self.streamer = ""
+        self.logits = self.samples = self.streamer = ""
+        self.result_locations: tuple[str, ...] = ("result",)
         self.run_locations: frozenset[str] = frozenset()
         self._logit_locations: frozenset[str] = frozenset()
         self._model_paths: set[str] = set()
         self._with_attention: set[str] = set()
         self._layers = ""
-        self._known: dict[str, Point] = {}
-        self.per_pass: dict[str, int] = {}
-        self.visits: defaultdict[str, int] = defaultdict(int)
-        self._fused: set[int] = set()
-        self._fused_inside: dict[int, set[tuple[str, str]]] = {}
-        self.points: dict[str, Point] = {}
-        self._waiting: dict[int, list[Point]] = {}
         self.traces: list[RequestTrace] = []
+        self.visits = PassVisits()
+        self.points = Points(self.visits, self._locate)
+        self.blocks = BlockRunner(self.points)
+        self.nan_check = NaNCheck()
         self.sync_previous_step: Callable[[], None] | None = None
         self._synced = True
-        self._cut: list[torch.Tensor] = []
-        self.moves = 0
-        self.serving: RequestTrace | None = None
-        self.edits = EditLog()
-        self.watchdog: Watchdog | None = None
+        self._row_memory: list[torch.Tensor] = []
         self.eager_parts: Counter[str] = Counter()
 
     def bind(self, model: Envoy, family: Family) -> None:
-        """Learn the model's own locations, before users attach modules of theirs."""
+        """Learn the locations of the model, before users attach modules."""
         self._model_paths = {envoy.path for envoy in model.modules()}
         attentions = [f"{path}." for path in self._model_paths if path.endswith(f".{family.attention}")]
         self._with_attention = {
@@ -100,21 +87,27 @@ class EngineInterleaver(Interleaver):
         }
         self._layers = f"{model.path}.{family.layers}."
         self.samples, self.streamer = f"{model.path}.samples", f"{model.path}.generator.streamer.output"
-        self.run_locations = frozenset({f"{model.path}.logits", self.samples})
+        self.result_locations = (f"{model.path}.generator.output", "result")
+        self.logits = f"{model.path}.logits"
+        self.run_locations = frozenset({self.logits, self.samples})
         head = f"{model.path}.{family.head}"
         self._logit_locations = self.run_locations | {f"{head}.input", f"{head}.output", f"{model.path}.output"}
 
-    def instrument(self, envoy: Envoy) -> None:
-        """Have the envoy's module hand its values to this interleaver."""
-        state, own = install_controller(envoy), envoy._module.__dict__
-        if (
-            isinstance(own["forward"], Controller) and "_hf_hook" not in own
-        ):  # accelerate's hook is the controller's to run
-            own["forward"] = Handover(envoy._module, state, self)
+    @property
+    def watchdog(self) -> Watchdog | None:
+        """Watches for blocks that run too long; None for none."""
+        return self.blocks.watchdog
 
-    def point(self, location: str) -> Point:
-        """The point at `location`, whether anything waits there or not."""
-        return self._known.get(location) or self._known.setdefault(location, self._locate(location))
+    @watchdog.setter
+    def watchdog(self, watchdog: Watchdog | None) -> None:
+        self.blocks.watchdog = watchdog
+
+    def instrument(self, envoy: Envoy) -> None:
+        """Make the envoy's module hand its values to this interleaver."""
+        state, own = install_controller(envoy), envoy._module.__dict__
+        # A controller that accelerate's hook calls stays where it is.
+        if isinstance(own["forward"], Controller) and "_hf_hook" not in own:
+            own["forward"] = Handover(envoy._module, state, self)
 
     def _locate(self, location: str) -> Point:
         path, op, _ = location.partition(".source.")
@@ -127,11 +120,18 @@ class EngineInterleaver(Interleaver):
             index, _, rest = path.removeprefix(self._layers).partition(".")
             if index.isdigit():
                 layer, below = int(index), rest
-        of_logits = location in self._logit_locations
-        of_module = in_model and not made_by_run
-        return Point(location, in_model, of_module, of_logits, layer, below, f"{path}.output" if op else None)
+        return Point(
+            location,
+            in_model=in_model,
+            of_module=in_model and not made_by_run,
+            of_logits=location in self._logit_locations,
+            layer=layer,
+            below=below,
+            module_output=f"{path}.output" if op else None,
+            has_attention=path in self._with_attention,
+        )
 
-    # nnsight's gate, read by its probes and controllers.
+    # nnsight's probes and controllers read this gate.
     @property
     def interleaving(self) -> bool:
         return self.thread is not None and self.thread == get_ident()
@@ -145,278 +145,192 @@ class EngineInterleaver(Interleaver):
     def begin_pass(self, traces: Iterable[RequestTrace]) -> None:
         """Arm the modules for one pass of the model, in which `traces` take part (in batch order)."""
         self.traces = list(traces)
-        self._clear()
-        self.moves += 1
-        self.visits = defaultdict(int)
-        self._fused.clear()
-        self._fused_inside.clear()
+        self.points.end_pass()
+        self.visits.begin_pass()
         self.sourced.clear()
+        park = self.points.park
         for trace in self.traces:
-            trace.join_pass()
+            trace.visits.begin_pass()
             for block in trace.blocks:
-                self._park(block)
+                park(block)
                 for cache in block.caches:
                     for location, slot in cache.subscriptions().items():
-                        self._open(location).caches.append((block, cache, slot))
+                        self.points.open(location).caches.append((block, cache, slot))
         self.busy = self.interleaving = True
         self._synced = self.sync_previous_step is None
 
     def hooked(self) -> set[RequestTrace]:
-        """The traces of a pass that has not begun to run whose blocks wait for a module that it reaches.
+        """The traces with blocks that wait for a module of the pass, which must not have begun to run.
 
-        The blocks of a gang may let each other go on in the middle of a pass, so it is all of them or none.
+        A gang is hooked as a whole, since its blocks may resume each other in the middle of a pass.
         """
         found = {trace for trace in self.traces if trace.grad}
-        for point in self.points.values():
+        for point in self.points.opened.values():
             found.update(entry[0].trace for entry in point.caches)
             if point.of_module:
-                visits = self.per_pass.get(point.location, 1)
-                found.update(block.trace for block in point.parked if 0 <= block.due < visits)
+                visits = self.visits.per_pass.get(point.name, 1)
+                found.update(block.trace for block in point.parked if 0 <= block.target_visit < visits)
         alive = {trace for trace in found if not trace.ended}
         return alive.union(*(trace.gang for trace in alive if trace.gang)).intersection(self.traces)
 
     def leave(self, trace: RequestTrace) -> None:
-        """Take a trace out of the pass: its request ended before, and this pass never was."""
+        """Take a trace out of the pass, which then does not count for it: its request had ended before."""
         if trace.in_pass:
-            trace.in_pass, trace.rows, trace.pace = False, None, -1
+            trace.visits.leave_pass()
+            trace.rows = None
             self.traces.remove(trace)
-            for point in self.points.values():
+            for point in self.points.opened.values():
                 point.leave(trace)
 
     def sync_once(self) -> None:
-        """Call `sync_previous_step`, once in a pass."""
+        """Call `sync_previous_step`, once per pass."""
         if not self._synced:
             self._synced = True
             assert self.sync_previous_step is not None
             self.sync_previous_step()
 
     def end_pass(self) -> None:
-        """Disarm the modules and count the pass for those that took part."""
+        """Disarm the modules, count the pass for its traces, and move what it saved out of the batch."""
         self.busy = self.interleaving = False
-        for location, count in self.visits.items():
-            if count > 1:  # what a pass that failed did not come to is no rule
-                self.per_pass[location] = count
-        saved: defaultdict[Delivery, list[torch.Tensor]] = defaultdict(list)
-        shared: set[int] = set()
+        self.visits.end_pass()
+        saved: defaultdict[SaveTransfer, list[torch.Tensor]] = defaultdict(list)
+        searched: set[int] = set()
         for trace in self.traces:
-            trace.end_pass(saved[trace.delivery], shared)
+            trace.visits.end_pass()
+            trace.rows = None
+            trace.saves.find(saved[trace.saves.transfer], searched)
         left: list[torch.Tensor] = []
-        for delivery, tensors in saved.items():
+        for transfer, tensors in saved.items():
             if tensors:
-                left += delivery.keep(tensors, self._cut)
-        own(left)
-        self._cut = []
-        self.edits.end_pass()
+                left += transfer.leave_batch(tensors, self._row_memory)
+        give_own_storage(left)
+        self._row_memory = []
+        self.nan_check.end_pass()
         for trace in self.traces:
             if trace.on_step is not None:
-                trace.stream()
+                _call_on_step(trace)
         self.traces = []
-        self._clear()
+        self.points.end_pass()
+
+    # -- what the pass asks (HookQuery) --------------------------------------------
 
     def hook_position(self, layer: int) -> Waits:
         waits: Waits = "nowhere"
-        points = self._waiting.get(layer)
-        if points is not None:
-            for point in points:
-                if point.awaited(self.visited(point)):
-                    if not point.ends_layer:
-                        return "within"
-                    waits = "at output"
-        self._fused.add(layer)
-        if waits == "at output":
-            self.visits[f"{self._layers}{layer}.output"] = 0  # that one is yet to come
+        for point in self.points.in_layer(layer):
+            if point.awaited(self.visits.of(point)):
+                if not point.ends_layer:
+                    return "within"
+                waits = "at output"
+        self.visits.fuse_layer(layer, f"{self._layers}{layer}.output" if waits == "at output" else None)
         return waits
 
     def try_fuse(self, layer: int, module: str = "", but: str = "") -> bool:
-        if any(point.lies_inside(module, but) for point in self._awaited(layer)):
+        if any(point.lies_inside(module, but) for point in self.points.awaited_in(layer)):
             return False
-        self._fused_inside.setdefault(layer, set()).add((module, but))
+        self.visits.fuse_part(layer, module, but)
         return True
 
     def runs_eagerly(self, layer: int, module: str, but: str) -> None:
         self.sync_once()
-        for point in self._awaited(layer):
+        for point in self.points.awaited_in(layer):
             if point.lies_inside(module, but):
-                self.eager_parts[point.below if point.module is None else f"{point.below}.source"] += 1
-                for trace in point.waiting(self.visited(point)):
-                    trace.receipt.eager_parts[point.location.partition(".")[2]] += 1
+                self.eager_parts[point.below if point.module_output is None else f"{point.below}.source"] += 1
+                for trace in point.waiting(self.visits.of(point)):
+                    trace.receipt.eager_parts[point.name.partition(".")[2]] += 1
 
     def is_own_call(self) -> bool:
-        return self.serving is not None or self.thread != get_ident()
+        return self.blocks.serving is not None or self.thread != get_ident()
 
     def at_output(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         return self.visit(f"{self._layers}{layer}.output", hidden)
 
-    def _awaited(self, layer: int) -> list[Point]:
-        return [point for point in self._waiting.get(layer, ()) if point.awaited(self.visited(point))]
-
-    def visited(self, point: Point) -> int:
-        """How many times this pass has reached `point`."""
-        count = self.visits.get(point.location)
-        if count is not None:
-            return count
-        layer = point.layer
-        if layer is not None:
-            if layer in self._fused:
-                return 1
-            parts = self._fused_inside.get(layer)
-            if parts is not None and any(point.lies_inside(*part) for part in parts):
-                return 1
-        # A module may have run without its operations being called.
-        return self.visits.get(point.module, 0) if point.module is not None else 0
+    # -- tokens ----------------------------------------------------------------------
 
     def awaits_token(self) -> bool:
         """Whether a block waits for this step's tokens."""
-        samples, streamer = self.points.get(self.samples), self.points.get(self.streamer)
+        samples, streamer = self.points.opened.get(self.samples), self.points.opened.get(self.streamer)
         return (samples is not None and samples.awaited(0)) or (streamer is not None and bool(streamer.parked))
 
     def pass_token(self) -> None:
-        """Count the tokens as offered, where nobody waits for them."""
-        self.visits[self.samples] = 1
+        """Count this step's tokens as served. No block waits for them."""
+        self.visits.counts[self.samples] = 1
         for trace in self.traces:
             if not trace.single:
-                trace.calls[self.streamer] = trace.calls.get(self.streamer, 0) + 1
+                trace.visits.calls[self.streamer] += 1
+
+    # -- one visit -------------------------------------------------------------------
 
     def handle(self, provider: str, value: Any) -> Any:
-        """Offer `value` to whoever waits at `provider`; return what the model goes on with."""
-        if self.serving is not None:
-            return self._handle_call(self.serving, provider, value)
-        if provider in self.points:
+        """Serve `value` to the blocks that wait at `provider`. Returns what the model goes on with."""
+        if self.blocks.serving is not None:
+            return self.offer(self.blocks.serving, provider, value)
+        if provider in self.points.opened:
             return self.visit(provider, value)
-        self.visits[provider] += 1
+        self.visits.counts[provider] += 1
         return value
-
-    def resume(self, block: Block, error: BaseException | None = None) -> None:
-        """Run a block on, or raise `error` in it. What it raises ends its own request and no other."""
-        with Turn(self) as turn:
-            turn.resume(block, error=error)
-
-    def release(self, block: Block) -> None:
-        """Run a block on that waited for other blocks, and file it where it parks next."""
-        block.trace.dirty = True
-        self.resume(block)
-        if block.trace.in_pass:
-            self._park(block)
-
-    # -- one visit -------------------------------------------------------------
 
     def visit(self, location: str, value: Any) -> Any:
         """`handle` at one of `points`, from the model."""
         self.sync_once()
-        self.moves += 1
-        point, visit = self.points[location], self.visits.get(location, 0)
-        shared = Shared(value, point.of_logits, len(point.parked))
+        self.visits.event_count += 1
+        point, visit = self.points.opened[location], self.visits.counts.get(location, 0)
+        shared = SharedValue(value, point.of_logits, len(point.parked))
         if point.skips:
-            self._replace_skipped(point, shared)
-        if point.parked:
-            with Turn(self) as turn:
-                # One that is served may release another, which parks here too (a barrier).
-                while point.parked and (ready := point.take(visit)):
-                    turn.serve(ready, location, visit, shared)
-        self._cut += shared.cut
+            _replace_skipped(point, shared)
+        # A served block may release another one, which parks here too (a barrier).
+        while point.parked and (ready := point.take(visit)):
+            self.blocks.serve(ready, location, visit, shared)
+        self._row_memory += shared.row_memory
         value = shared.settle()
         if shared.edits:
-            self.edits.note(value, point.of_logits, shared.edits)
+            self.nan_check.check(value, point.of_logits, shared.edits)
         if point.caches:
-            self._fill_caches(point, shared)
-        self.visits[location] = visit + 1
+            _fill_caches(point, shared)
+        self.visits.counts[location] = visit + 1
         return value
 
-    def _replace_skipped(self, point: Point, shared: Shared) -> None:
-        for block, replacement in point.skips:
-            try:
-                shared.replace(block.trace.rows, replacement)
-                shared.count_edit(block.trace)
-            except EditError as error:
-                message = f"request {block.trace.request_id}: skip of `{point.location}`: {error}"
-                block.trace.fail(EditError(message))
-        point.skips.clear()
-
-    def _fill_caches(self, point: Point, shared: Shared) -> None:
-        for block, cache, slot in point.caches:
-            if block.trace.is_served_at(point.location):
-                served = without_batch(shared.rows_of(block.trace.rows))
-                cache.observe_selected(slot, apply(served, torch.Tensor.clone, torch.Tensor))
-
-    def _swap(self, block: Block, provider: str, shared: Shared, edited: Any) -> EditError | None:
-        try:
-            shared.replace(block.trace.rows, edited)
-        except EditError as error:
-            return EditError(f"request {block.trace.request_id}: edit of `{provider}`: {error}")
-        shared.count_edit(block.trace)
-        return None
-
-    def _put_back(self, block: Block, provider: str, shared: Shared, served: Any) -> None:
-        """A block has put other values into the container that it was served: that one was its own."""
-        error = self._swap(block, provider, shared, served)
-        if error is not None:
-            block.trace.fail(error)
-
-    def _skip(self, block: Block, provider: str, shared: Shared, replacement: Any) -> None:
-        """A lone request's module does not run. In a shared batch it runs for the others; the skipper's rows are replaced.
-
-        Nor is one left out that holds an attention: later positions would find what another request left in its slot of the cache.
-        """
-        trace, path = block.trace, provider.removesuffix(".skip")
-        trace.skipping.append(path)
-        trace.pace = -1
-        if (trace.rows is None or trace.rows.alone) and path not in self._with_attention:
-            shared.count_edit(trace)
-            shared.value = replacement
-        else:
-            self._open(f"{path}.output").skips.append((block, replacement))
-
     def offer(self, trace: RequestTrace, location: str, value: Any) -> Any:
-        """Serve a value that belongs to one request and to no module of the pass (its result, its next token)."""
-        return self._handle_call(trace, location, value)
-
-    # -- a module called by a block ---------------------------------------------
-
-    def _handle_call(self, trace: RequestTrace, provider: str, value: Any) -> Any:
-        """A visit that a block's own call makes (``module(x, hook=True)``): its request's, whole, and nobody else's."""
+        """Serve a value that belongs to one request alone: its result, its next token, or a value of a module that its block
+        calls (``module(x, hook=True)``)."""
         rows, trace.rows = trace.rows, None
-        self.moves += 1
-        shared = Shared(value, of_logits=False)
+        self.visits.event_count += 1
+        shared = SharedValue(value, of_logits=False)
         try:
-            while ready := [block for block in trace.blocks if trace.reaches(block, provider)]:
-                with Turn(self) as turn:
-                    for block in ready:
-                        self._unpark(block, provider)
-                        block.due = 0
-                    turn.serve(ready, provider, 0, shared)
+            while ready := [block for block in trace.blocks if self.points.reaches(block, location)]:
+                for block in ready:
+                    self.points.unpark(block, location)
+                    block.target_visit = 0
+                self.blocks.serve(ready, location, 0, shared)
             if shared.edits:
-                self.edits.note(shared.value, shared.of_logits, shared.edits)
+                self.nan_check.check(shared.value, shared.of_logits, shared.edits)
         finally:
             trace.rows = rows
-        trace.calls[provider] = trace.calls.get(provider, 0) + 1
+        trace.visits.calls[location] += 1
         return shared.value
 
-    # -- points ------------------------------------------------------------------
 
-    def _open(self, location: str) -> Point:
-        """The point at `location`, where something is about to wait."""
-        point = self.points.get(location)
-        if point is None:
-            point = self.points[location] = self.point(location)
-            if point.layer is not None:
-                self._waiting.setdefault(point.layer, []).append(point)
-        return point
+def _replace_skipped(point: Point, shared: SharedValue) -> None:
+    for block, replacement in point.skips:
+        try:
+            shared.replace(block.trace.rows, replacement)
+            shared.count_edit(block.trace)
+        except EditError as error:
+            message = f"request {block.trace.request_id}: skip of `{point.name}`: {error}"
+            block.trace.fail(EditError(message))
+    point.skips.clear()
 
-    def _clear(self) -> None:
-        for point in self.points.values():
-            point.clear()
-        self.points, self._waiting = {}, {}
 
-    def _park(self, block: Block) -> None:
-        pending = block.pending
-        if pending is not None:
-            _, location, iteration, _ = pending
-            if location is not None and iteration is not None:
-                point = self.points.get(location) or self._open(location)
-                block.due = iteration - block.trace.before_pass(point)
-                point.parked.append(block)
+def _fill_caches(point: Point, shared: SharedValue) -> None:
+    for block, cache, slot in point.caches:
+        if block.trace.is_served_at(point.name):
+            served = without_batch(shared.rows_of(block.trace.rows))
+            cache.observe_selected(slot, apply(served, torch.Tensor.clone, torch.Tensor))
 
-    def _unpark(self, block: Block, location: str) -> None:
-        point = self.points.get(location)
-        if point is not None and block in point.parked:
-            point.parked.remove(block)
+
+def _call_on_step(trace: RequestTrace) -> None:
+    """Call `on_step` with copies of what is saved so far."""
+    if trace.on_step is not None and not trace.ended:
+        try:
+            trace.on_step(trace.visits.passes - 1, trace.saves.transfer.copies_of(trace.saved_names()))
+        except Exception as raised:
+            trace.fail(raised)

@@ -1,7 +1,7 @@
 """``for step in tracer.iter[...]`` that ends when the generation ends.
 
-A block waits inside the body of such a loop, at a module of the step that never came. nnsight unwinds the whole block
-there, and what stands after the loop does not run. Here the loop ends as a loop does, and the block goes on::
+At the end of a generation, a block waits inside such a loop for a step that never comes. nnsight unwinds the whole block, so
+that code after the loop does not run. Here only the loop ends, and the block goes on::
 
     with lm.generate("Once upon", max_new_tokens=5) as tracer:
         steps = list().save()
@@ -9,9 +9,9 @@ there, and what stands after the loop does not run. Here the loop ends as a loop
             steps.append(lm.model.layers[3].output[0, -1])
         out = tracer.result.save()          # runs
 
-`LoopEnd` is raised where the block waits; a handler that `with_loop_ends` puts around each ``for`` of the block catches
-it, if the loop is over occurrences. A loop in a function that the block calls has no such handler: there the block ends,
-as in nnsight, with its warning.
+`LoopEnd` is raised where the block waits. `with_loop_ends` puts a handler around each ``for`` of the block, which catches it
+if the loop is over steps. A loop in a function that the block calls has no handler: the block ends with a warning, as in
+nnsight.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from types import CodeType
 
 from greenlet import getcurrent
 
+from .errors import LoopEnd
 from .nnsight_compat import Iterations, OutOfOrderError
 
 PREFIX = "__pymllm_"
-"""Of names that the rewritten code uses; they are not the user's, and never pushed to the caller."""
-
-
-class LoopEnd(OutOfOrderError):
-    """The generation is over: the loop over its steps ends."""
+"""Prefix of names in the rewritten code. They are never bound in the caller's frame."""
 
 
 class StepIterations(Iterations):
-    """``tracer.iter``: pins the block to one occurrence after the other, and stops when the generation is over."""
+    """``tracer.iter``: pins the block to one step after another, and stops when the generation is over."""
 
     named = False
-    """Whether the caller named each step, rather than a range that a generation may cut short."""
+    """The caller listed single steps, which must exist. A slice may end early."""
 
     def __getitem__(self, key: slice | int | list[int]) -> StepIterations:
-        """Steps to go through. Raises ValueError on negative ones: how many there will be is not known yet."""
+        """The steps to iterate over.
+
+        Raises:
+            ValueError: a negative step (their number is not known yet), or a stride other than 1.
+        """
         if isinstance(key, slice):
             if key.step not in (None, 1) or (key.start or 0) < 0 or (key.stop or 0) < 0:
                 raise ValueError(f"tracer.iter[{key.start}:{key.stop}:{key.step}]: steps count from 0, one by one")
@@ -61,13 +62,13 @@ class StepIterations(Iterations):
             if trace.over and (self.steps is not None or self.stop is not None):
                 wanted = self.steps if self.steps is not None else f"{self.start}:{self.stop}"
                 trace.warn(
-                    f"tracer.iter[{wanted}] asked for more steps than the {trace.passes} that ran: the loop was cut "
+                    f"tracer.iter[{wanted}] asked for more steps than the {trace.visits.passes} that ran: the loop was cut "
                     "short (min_tokens= or ignore_eos=True holds a generation to its length)"
                 )
             block.iteration = previous
 
     def _indices(self) -> Iterator[int]:
-        """The steps, as long as there can be one: of a ``for``, and of nnsight's deprecated ``with tracer.iter[...]:``."""
+        """The steps that there can be. Also used by nnsight's deprecated ``with tracer.iter[...]:``."""
         trace = getcurrent().mediator().trace  # pyright: ignore[reportAttributeAccessIssue]
         for step in super()._indices():
             if step < 0:
@@ -78,18 +79,18 @@ class StepIterations(Iterations):
                     f"{trace.max_passes} (0 to {trace.max_passes - 1}): raise max_tokens"
                 )
             if trace.over or (step >= trace.max_passes and self.steps is None and self.stop is None):
-                return  # an open loop whose body reads nothing would run for ever
+                return  # an open loop with a body that reads nothing would never end
             yield step
 
 
 AST_LOCK = threading.Lock()
-"""CPython 3.11 counts the depth of AST conversions for all threads together: two at a time raise SystemError."""
+"""CPython 3.11 counts the depth of AST conversions across threads, so two at a time raise SystemError."""
 
 _REWRITTEN: dict[tuple[str, CodeType], CodeType] = {}
 
 
 def with_loop_ends(node: ast.With | ast.AsyncWith, code: CodeType) -> CodeType:
-    """The block's code with a handler around each ``for``; the code itself where it has none.
+    """The block's code with a handler around each ``for``; unchanged without a ``for``.
 
     Args:
         node: the block, as nnsight parsed it.
@@ -128,7 +129,7 @@ class _Handlers(ast.NodeTransformer):
             name=None,
             body=[ast.If(test=ast.UnaryOp(ast.Not(), call), body=[ast.Raise()], orelse=[])],
         )
-        # A `zip` or `enumerate` ends with its loop: as long as it lives, the steps that it goes through are the block's.
+        # Frees a `zip` or `enumerate`, which would keep its steps open, and the block pinned to them.
         forget = ast.Assign(targets=[ast.Name(name, ast.Store())], value=ast.Constant(None))
         guarded = ast.Try(body=[node], handlers=[handler], orelse=[], finalbody=[forget])
         return [ast.copy_location(assign, node), ast.copy_location(guarded, node)]
@@ -138,4 +139,4 @@ LOOP_NAMES: dict[str, object] = {
     f"{PREFIX}loop_end": LoopEnd,
     f"{PREFIX}ends": lambda steps: isinstance(steps, Iterations),
 }
-"""What the rewritten code needs in its scope."""
+"""Names that the rewritten code needs in its scope."""

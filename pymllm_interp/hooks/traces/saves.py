@@ -1,8 +1,7 @@
-"""What a trace saved: found, freed from the batch that it was cut out of, and handed to the caller.
+"""Saved tensors: how they are found, and how they get storage of their own.
 
-While the request runs, a save lies where the block has it; from the end of its step on, in memory of its own (`own`), or in a
-piece with others of its ``with`` block, which starts for the caller's device at once (`Delivery.pack`). When the request is over,
-the caller is handed copies on the device of their choice.
+While a request runs, its saves are views of the batch's values. At the end of each pass they get storage of their own
+(`give_own_storage`), or share a piece with other saves of the same ``with`` block (`SaveTransfer.pack`).
 """
 
 from __future__ import annotations
@@ -13,39 +12,42 @@ from typing import Any
 
 import torch
 
+PLAIN = frozenset({torch.Tensor})
+swap_tensor = torch._C._swap_tensor_impl  # pyright: ignore[reportAttributeAccessIssue]
+"""Exchange two tensors in place, each with its storage and its base. Raises RuntimeError where torch refuses it."""
+
 
 def find_tensors(value: Any, found: list[torch.Tensor], seen: dict[int, int]) -> None:
-    """Look for tensors.
+    """Append the tensors that `value` holds to `found`.
 
     Args:
-        value: a tensor, or lists, tuples and dicts of them.
-        found: they are added here.
-        seen: lists that were gone through before, by id, with how many of their items; one that grows by an item a step is
-            not walked anew each time.
+        value: a tensor, or nested lists, tuples and dicts of tensors.
+        seen: id of a list -> how many of its items earlier calls have searched. A list that grows by one item a step is
+            not searched anew each time.
     """
     if isinstance(value, torch.Tensor):
         found.append(value)
     elif isinstance(value, (list, tuple)):
         first = seen.get(id(value), 0) if isinstance(value, list) else 0
         items = value[first:] if first else value
-        if _PLAIN.issuperset(map(type, items)):
+        if PLAIN.issuperset(map(type, items)):
             found += items
         else:
             for item in items:
                 find_tensors(item, found, seen)
         if isinstance(value, list):
-            # The last item may still grow (a list of lists): then it is looked at again.
+            # The last item may itself be a list that grows: it is searched again.
             seen[id(value)] = len(value) if not value or isinstance(value[-1], torch.Tensor) else len(value) - 1
     elif isinstance(value, dict):
         for item in value.values():
             find_tensors(item, found, seen)
 
 
-def unowned(tensors: Iterable[torch.Tensor], pieces: Container[int] = ()) -> list[torch.Tensor]:
-    """Those that hold on to more memory than their own, the batch's as a rule, or to another's, each once.
+def batch_views(tensors: Iterable[torch.Tensor], pieces: Container[int] = ()) -> list[torch.Tensor]:
+    """The tensors that keep more storage alive than they need, such as views of the batch. Each is listed once.
 
     Args:
-        pieces: memory that they may share; see `Delivery`.
+        pieces: storages (`UntypedStorage._cdata`) that saves may share; see `SaveTransfer`.
     """
     found: dict[int, torch.Tensor] = {}
     for tensor in tensors:
@@ -57,38 +59,38 @@ def unowned(tensors: Iterable[torch.Tensor], pieces: Container[int] = ()) -> lis
     return list(found.values())
 
 
-_PLAIN = frozenset({torch.Tensor})
-_swap = torch._C._swap_tensor_impl  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def own(tensors: Collection[torch.Tensor]) -> None:
-    """Give each tensor memory of its own, just as large as it is, in place. On a GPU that is one kernel for many."""
+def give_own_storage(tensors: Collection[torch.Tensor]) -> None:
+    """Give each tensor a storage of its own size, in place. On a GPU, tensors that are alike take one kernel."""
     if tensors:
         with torch.no_grad():
-            _own(tensors)
+            _give_own_storage(tensors)
 
 
-def _own(tensors: Collection[torch.Tensor]) -> None:
-    # torch copies many at once where all strides are the same, and else one by one.
+def _give_own_storage(tensors: Collection[torch.Tensor]) -> None:
+    # torch copies many tensors in one kernel only where dtypes, shapes and strides agree.
     alike: defaultdict[Any, list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
         alike[tensor.dtype, tensor.device, tensor.shape, tensor.stride()].append(tensor)
     for group in alike.values():
-        memories = list(map(torch.empty_like, group))
-        torch._foreach_copy_(memories, group)
-        for tensor, memory in zip(group, memories, strict=True):
+        copies = list(map(torch.empty_like, group))
+        torch._foreach_copy_(copies, group)
+        for tensor, copy in zip(group, copies, strict=True):
             if tensor._base is None and not tensor.is_inference():
-                tensor.data = memory
+                tensor.data = copy
                 continue
             try:
-                # A view that the block made keeps its base, whatever memory it is given; so it becomes another tensor.
-                _swap(tensor, memory)
+                # A view keeps its base alive, whatever its data is. So it is exchanged for the copy as a whole.
+                swap_tensor(tensor, copy)
             except RuntimeError:
-                pass  # torch refuses that for the base of other views: that one stays as it is
+                pass  # torch refuses the base of other views: it keeps its storage
 
 
 def saves_device(device: Any) -> torch.device:
-    """Where saves go. Raises ValueError if that is no device that torch has here."""
+    """The device that saves go to.
+
+    Raises:
+        ValueError: torch has no such device here.
+    """
     try:
         found = torch.device(device)
         torch.empty(0, device=found)

@@ -1,7 +1,7 @@
-"""torch's modes of a thread that many blocks share.
+"""torch's thread-local modes (inference mode, grad mode, autocast), kept separate for each block.
 
-A block that parks inside ``with torch.inference_mode():`` has the mode on when the engine goes on, and every other request with
-it. So a block takes along what it changed, and has it again when it is resumed.
+A block may wait inside ``with torch.inference_mode():``. Without care, the mode would stay on for the engine and for all
+other requests. So a block's modes are removed from the thread while it waits, and restored when it is resumed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def autocast_by_device() -> tuple[bool, ...]:
 
 
 class Modes(NamedTuple):
-    """The modes that a ``with`` block sets for its thread."""
+    """The modes of a thread."""
 
     inference: bool
     grad: bool
@@ -30,15 +30,15 @@ class Modes(NamedTuple):
 
     @classmethod
     def now(cls) -> Modes:
-        """The thread's."""
+        """The current thread's modes."""
         return cls(is_inference_mode_enabled(), is_grad_enabled(), autocast_by_device())
 
 
 class BlockModes:
-    """What one block has changed of the modes, while it is parked.
+    """The modes that one block has set, while it waits.
 
     Attributes:
-        left: the modes that it left on; None where they are the thread's own.
+        left: the block's modes; None if they equal the thread's.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class BlockModes:
         self._guard: torch.inference_mode | None = None
 
     def resume(self) -> None:
-        """Put the block's changes, `left`, back."""
+        """Restore the block's modes."""
         if self.left is not None:
             if self._guard is not None:
                 self._guard.__exit__(None, None, None)
@@ -54,13 +54,13 @@ class BlockModes:
             self.left = self._guard = None
 
     def park(self, before: Modes) -> None:
-        """Take the block's changes, if there are any, out of the thread, which had the modes `before`."""
+        """Reset the thread to the modes `before`, and keep the block's, if they differ."""
         now = Modes.now()
         if now == before:
             return
         self.left = now
         if now.inference != before.inference:
-            # Leaving it restores what is now, whatever other blocks did meanwhile.
+            # Leaving the guard restores the block's mode, whatever other blocks did in between.
             self._guard = torch.inference_mode(before.inference)
             self._guard.__enter__()
         self._set(before)

@@ -1,26 +1,24 @@
-"""A ``with`` block of a trace: its blocks are collected on the caller's thread and handed to the engine.
+"""`EngineTracer`: the ``with`` block of a trace, on its caller's thread.
 
-nnsight captures the block's source and skips its body; when the ``with`` ends, `EngineTracer.execute` makes one
-`RequestTrace` for each prompt, has `TracedModel.run_traces` serve them, and puts the saved names into the caller's frame.
+nnsight captures the source of the block and skips its body. When the ``with`` ends, `EngineTracer.execute` makes one
+`RequestTrace` per prompt, `TracedModel.run_traces` serves them, and the saved names are bound in the caller's frame.
 """
 
 from __future__ import annotations
 
 import ast
-import dis
-from functools import lru_cache
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from greenlet import getcurrent
 
 from ..captures.activations import Activations
-from .block import Block
 from .block_analysis import depend_on_each_other
-from .delivery import Delivery
+from .caller_frames import block_traceback, warn_at_caller
 from .envoy import TracedModel
-from .gc_threshold import give_back, make_room
+from .errors import GangError
+from .gc_threshold import lower_threshold, raise_threshold
 from .loops import AST_LOCK, StepIterations
 from .nnsight_compat import (
     Barrier,
@@ -37,20 +35,21 @@ from .nnsight_compat import (
     shared_locals,
     thread_saves,
 )
+from .save_transfer import SaveTransfer
 from .saves import saves_device
-from .trace import OURS, GangError, RequestTrace, emit, settle_saves
+from .trace import Block, RequestTrace
 
 OBJECTS = 64
-"""That one request of a trace is made of, about: those that Python's collector goes through."""
+"""Objects of one traced request that Python's cycle collector tracks, about."""
 
-IN_VAIN = "the trace read values and kept none: behind its block there is no {}; .save() keeps a value"
+NOTHING_SAVED = "the trace read values and saved none: after its block there is no {}; .save() keeps a value"
 
 Invocation = tuple[Mediator, tuple, dict[str, Any]]
 """A block, and the ``(args, kwargs)`` that its prompt was given by."""
 
 
 class _Captured:
-    """Parses and compiles one block at a time, for clients on many threads."""
+    """Parses and compiles one block at a time, since callers are on many threads."""
 
     def parse(self, source: str, lineno: int) -> ast.With | ast.AsyncWith | None:
         with AST_LOCK:
@@ -65,17 +64,17 @@ class EngineTracer(_Captured, InterleavingTracer):
     """A ``with lm.trace(...)`` or ``with lm.generate(...)`` block. Each invoke is one request.
 
     Args:
-        device: where the caller gets what the block saves: the CPU, unless told otherwise. In a session that is the
-            session's to say, and what a trace saves stays where it is until then.
+        device: where the caller gets the saves; the CPU by default. Inside a session, saves stay where they are, and the
+            session's `device` applies at its end.
 
     Raises:
         ValueError: torch has no such device.
 
     Attributes:
         mode: "trace" (one forward pass) or "generate".
-        receipts: what happened to each request, in the order of the invokes; set when the block has run.
-        captures: what each request captured (`capture=`), in the same order; empty for one that asked for nothing. A capture
-            takes what the model goes on with: the state after the block's edits.
+        receipts: the receipt of each request, in the order of the invokes. Set when the block has run.
+        captures: the activations that each request captured (`capture=`), in the same order; empty for a request without
+            captures. A state is captured after the block's edits.
     """
 
     def __init__(self, envoy: TracedModel, mode: str, *args: Any, device: Any = None, **kwargs: Any) -> None:
@@ -89,18 +88,18 @@ class EngineTracer(_Captured, InterleavingTracer):
 
     @property
     def _model(self) -> TracedModel:
-        return cast(TracedModel, self.envoy)  # None once the block is over
+        return cast(TracedModel, self.envoy)  # None after the block
 
     @property
     def receipt(self) -> Any:
-        """The only request's receipt."""
+        """The receipt of a trace of one request. Raises ValueError if it has several."""
         if len(self.receipts) != 1:
             raise ValueError(f"this trace has {len(self.receipts)} requests: use tracer.receipts[i]")
         return self.receipts[0]
 
     @property
     def activations(self) -> Activations:
-        """What the only request captured."""
+        """The captured activations of a trace of one request. Raises ValueError if it has several."""
         if len(self.captures) != 1:
             raise ValueError(f"this trace has {len(self.captures)} requests: use tracer.captures[i]")
         return self.captures[0]
@@ -111,15 +110,15 @@ class EngineTracer(_Captured, InterleavingTracer):
         return StepIterations()
 
     def barrier(self, n: int) -> EngineBarrier:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """A meeting point for `n` of this trace's blocks, which are stepped together then."""
+        """A barrier for `n` blocks of this trace. Its requests then share each step."""
         self.barriers += 1
         return EngineBarrier(n)
 
     def cache(self, *args: Any, **kwargs: Any) -> CacheView:
-        """Record modules' values as the request's passes reach them; see nnsight's. Each is what its module went on with.
+        """Record the outputs of modules, after edits, in each pass of the request; see nnsight's `tracer.cache`.
 
         Raises:
-            ValueError: the block has read or changed a value of the model before.
+            ValueError: the block has already read or changed a value of the model.
         """
         block = Mediator.current("tracer.cache()")
         if isinstance(block, Block) and block.served:
@@ -127,10 +126,11 @@ class EngineTracer(_Captured, InterleavingTracer):
         return super().cache(*args, **kwargs)
 
     def invoke(self, *args: Any, **kwargs: Any) -> EngineInvoker:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One prompt of this trace, with a block of its own: ``with tracer.invoke(prompt): ...``.
+        """One prompt of this trace, with its own block: ``with tracer.invoke(prompt): ...``.
 
         Raises:
-            ValueError: the trace has a prompt already, and this is its block.
+            TypeError: `device` is given, which belongs to the trace.
+            ValueError: the trace itself has a prompt.
         """
         if "device" in kwargs:
             raise TypeError(
@@ -144,44 +144,44 @@ class EngineTracer(_Captured, InterleavingTracer):
         return EngineInvoker(self, *args, **kwargs)
 
     def execute(self, code: CodeType) -> None:
-        """Collect the blocks, have the engine serve their requests, and put the saved names into the caller's frame."""
+        """Collect the blocks, serve their requests, and bind the saved names in the caller's frame."""
         try:
             self._serve(code)
         finally:
             invokes, self._invocations = len(self._invocations), []
             clear_shared_locals()
-            give_back(invokes * OBJECTS)
+            lower_threshold(invokes * OBJECTS)
 
     def _serve(self, code: CodeType) -> None:
         frame = self.info.frame  # pyright: ignore[reportOptionalMemberAccess]
         traces, inputs = self._collect(code)
-        delivery = traces[0].delivery
+        transfer = traces[0].saves.transfer
         try:
-            self._model.run_traces(self, traces, inputs)
+            self._model.run_traces(self.mode, traces, inputs)
             self.receipts = [trace.receipt for trace in traces]
             self.captures = [trace.activations for trace in traces]
             for trace in traces:
-                trace.announce_saves()
-            delivery.send()
-            handed: dict[int, Any] = {}
+                trace.saves.queue()
+            transfer.flush()
+            delivered: dict[int, Any] = {}
             names: dict[str, Any] = {}
             for trace in traces:
-                names |= pushed(trace.hand_over(handed))
-            settle_saves(handed.values(), delivery)
+                names |= _pushed(trace.saves.deliver(delivered, detached=trace.grad))
+            transfer.finish(delivered.values())
         finally:
-            delivery.close()
+            transfer.close()
         push_result(frame, names)
-        if delivery.device is not None and all(trace.in_vain() and trace.error is None for trace in traces):
-            emit([IN_VAIN.format(", ".join(traces[0].in_vain()))])
+        if transfer.device is not None and all(trace.unsaved_names() and trace.error is None for trace in traces):
+            warn_at_caller([NOTHING_SAVED.format(", ".join(traces[0].unsaved_names()))])
         for trace in traces:
-            trace.let_go()
-            emit(trace.warnings)
+            trace.release_blocks()
+            warn_at_caller(trace.warnings)
         errors = [trace.error for trace in traces if trace.error is not None]
-        for error in sorted(errors, key=lambda e: isinstance(e, GangError)):  # the cause before its consequences
+        for error in sorted(errors, key=lambda e: isinstance(e, GangError)):  # the cause first
             raise error.with_traceback(block_traceback(error))
 
     def _collect(self, code: CodeType) -> tuple[list[RequestTrace], list[tuple[tuple, dict]]]:
-        """One trace for each prompt: of the ``with`` itself, or of its invokes (whose bodies' surroundings run now)."""
+        """One trace per prompt: the prompt of the ``with`` itself, or those of its invokes. Code around the invokes runs now."""
         frame = self.info.frame  # pyright: ignore[reportOptionalMemberAccess]
         if self._model._batch_size(*self.args, **self.kwargs):
             block = Mediator(code, frame.f_globals, frame.f_locals, node=self.node)
@@ -197,23 +197,22 @@ class EngineTracer(_Captured, InterleavingTracer):
         return self._traces()
 
     def _add(self, block: Mediator, args: tuple, kwargs: dict[str, Any]) -> None:
-        make_room(OBJECTS)
+        raise_threshold(OBJECTS)
         self._invocations.append((block, args, kwargs))
 
     def _traces(self) -> tuple[list[RequestTrace], list[tuple[tuple, dict]]]:
-        saved, delivery = thread_saves(), self._delivery()
+        saved, transfer = thread_saves(), self._transfer()
         traces, inputs = [], []
         for block, args, kwargs in self._invocations:
             kwargs = dict(kwargs)
             trace = RequestTrace(
                 block,
-                self._model.interleaver,
                 self._model.edits_of(kwargs.pop("edits", None)),
                 grad=kwargs.pop("grad", False),
-                delivery=delivery,
+                transfer=transfer,
                 on_step=kwargs.pop("on_step", None),
             )
-            trace.outer = {n: v for n, v in block.lcls.items() if id(v) in saved} if saved else {}
+            trace.saves.outer = {n: v for n, v in block.lcls.items() if id(v) in saved} if saved else {}
             if traces:
                 trace.trace_id = traces[0].trace_id
             trace.num_prompts = len(self._invocations)
@@ -224,17 +223,17 @@ class EngineTracer(_Captured, InterleavingTracer):
                 trace.gang = traces
         return traces, inputs
 
-    def _delivery(self) -> Delivery:
+    def _transfer(self) -> SaveTransfer:
         if save_scope.depth == 1:
-            return Delivery(self.device or torch.device("cpu"))
+            return SaveTransfer(self.device or torch.device("cpu"))
         if self.device is not None:
             raise ValueError(
                 f"device= of a trace inside a session: give it to `with lm.session(device={str(self.device)!r})`, at whose end "
-                "all saves are handed over"
+                "all saves are copied there"
             )
-        return Delivery(None)
+        return SaveTransfer(None)
 
-    if TYPE_CHECKING:  # for callers: their block runs, and the names that it binds are bound
+    if TYPE_CHECKING:  # to a type checker, the block runs and binds its names
 
         def __enter__(self) -> Self: ...
 
@@ -255,12 +254,12 @@ class EngineInvoker(_Captured, Invoker):
     tracer: EngineTracer  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def execute(self, code: CodeType) -> None:
-        """Register the block with its trace; it runs when the trace's ``with`` ends."""
+        """Add the block to its trace. It runs when the trace's ``with`` ends."""
         frame = self.info.frame  # pyright: ignore[reportOptionalMemberAccess]
         block = Mediator(
             code,
             frame.f_globals,
-            frame.f_locals,  # copied there
+            frame.f_locals,  # copied
             node=self.node,
             shared=shared_locals(frame),
         )
@@ -268,10 +267,10 @@ class EngineInvoker(_Captured, Invoker):
 
 
 class SessionTracer(_Captured, Tracer):
-    """A ``with lm.session():`` block: Python that opens traces, and gets their values as they are; its caller gets the saved ones.
+    """A ``with lm.session():`` block: its traces see each other's values, and its caller gets the saved ones at its end.
 
     Args:
-        device: where the caller gets what is saved; see `EngineTracer`.
+        device: where the caller gets the saves; see `EngineTracer`.
     """
 
     def __init__(self, device: Any = "cpu", backend: Any = None) -> None:
@@ -279,57 +278,30 @@ class SessionTracer(_Captured, Tracer):
         self.device = saves_device(device)
 
     def execute(self, code: CodeType) -> None:
-        """Run the block, and put what it saved into the caller's frame."""
+        """Run the block, and bind the saved names in the caller's frame."""
         frame = self.info.frame  # pyright: ignore[reportOptionalMemberAccess]
         scope = Scope(dict(frame.f_locals), {}, frame.f_globals)
         exec(code, scope)
         names = dict(scope)
         if save_scope.depth == 1:
-            delivery, saved = Delivery(self.device), thread_saves()
-            names = {name: mark(delivery.hand(value)) for name, value in names.items() if id(value) in saved}
-            delivery.wait()
+            transfer, saved = SaveTransfer(self.device), thread_saves()
+            names = {name: mark(transfer.deliver(value)) for name, value in names.items() if id(value) in saved}
+            transfer.wait()
         push_result(frame, names)
 
 
-def pushed(names: dict[str, Any]) -> dict[str, Any]:
-    """Those of a block's names that `push_result` lets through. It writes to a frame but once for all blocks: that takes longer
-    than to ask for their names."""
+def _pushed(names: dict[str, Any]) -> dict[str, Any]:
+    """The names that `push_result` lets through. It is then called once for all blocks: writing to a frame is slow."""
     if save_scope.depth > 1:
         return names
     saved = thread_saves()
     return {name: value for name, value in names.items() if id(value) in saved}
 
 
-def opens_with(frame: FrameType) -> bool:
-    """Whether what `frame` is calling now is what a ``with`` statement opens: ``with lm.generate(...):``."""
-    return _enters_context(frame.f_code, frame.f_lasti)
-
-
-@lru_cache(maxsize=4096)
-def _enters_context(code: CodeType, offset: int) -> bool:
-    following = [i.opname for i in dis.get_instructions(code) if i.offset > offset and i.opname != "CACHE"][:2]
-    return following[:1] in (["BEFORE_WITH"], ["BEFORE_ASYNC_WITH"]) or following == ["COPY", "LOAD_SPECIAL"]
-
-
-def block_traceback(error: BaseException) -> TracebackType | None:
-    """The traceback of what a block raised: its own lines, without the engine's and nnsight's."""
-    traceback = getattr(error, "__intervention_tb__", error.__traceback__)
-    kept = []
-    while traceback is not None:
-        module = traceback.tb_frame.f_globals.get("__name__", "")
-        if not module.startswith(OURS):
-            kept.append(traceback)
-        traceback = traceback.tb_next
-    result = None
-    for entry in reversed(kept):
-        result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return result
-
-
 class EngineBarrier(Barrier):
-    """Every block that holds the barrier calls it; the last to arrive lets the others go.
+    """A point that `n` blocks of a trace wait for. The last to arrive resumes the others.
 
-    nnsight's, but that the blocks it lets go are filed by the interleaver where they wait next.
+    Unlike nnsight's, it files the resumed blocks where they wait next.
     """
 
     def __call__(self) -> None:
@@ -343,4 +315,4 @@ class EngineBarrier(Barrier):
         waiting, self._waiting = self._waiting[:-1], []
         for other in waiting:
             assert isinstance(other, Block)
-            other.trace.interleaver.release(other)
+            other.interleaver.blocks.release(other)

@@ -1,83 +1,187 @@
-"""`Point`: a location of the model, and what waits there in a pass."""
+"""Visit counts: how often the model has reached each location, in the current pass and for each request.
+
+A *visit* is one time that a pass reaches a location, such as ``model.model.layers.3.output``. A block waits for a location
+and an *occurrence*: how many times its own request's passes have reached that location before. Passes in which the
+request takes no part do not count. `PassVisits` counts the current pass, for all requests; `VisitCounts` counts one
+request's earlier passes.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .block import Block
-    from .trace import RequestTrace
+from collections import defaultdict
 
 
-class Point:
-    """A location, and what waits there in this pass.
+class Location:
+    """A named place of the model that serves values.
 
     Attributes:
-        in_model: each pass reaches it. Modules that a user attached, and results, are counted by their calls.
-        of_module: it is such a place, and a module's.
-        of_logits: its values carry logit rows, not token rows.
-        layer: the decoder layer that it belongs to, if any.
-        below: its module's path from there on, "" for the layer's own.
+        name: its path and key, such as "model.model.layers.3.output".
+        in_model: every pass reaches it. Other locations (modules that a user attached, results) are counted by call.
+        of_module: it is in the model, and a module or an operation of one serves it.
+        of_logits: its values have logit rows instead of token rows.
+        layer: index of its decoder layer; None outside of the layers.
+        below: path of its module relative to the layer; "" for the layer itself.
         ends_layer: it is the layer's own output.
-        module: of an operation (`.source`): where its module's output is.
-        parked: blocks that wait here.
-        caches: (block, cache, what the cache stores).
-        skips: replacements for the rows of requests that skip the module.
+        module_output: for an operation (`.source`), the output location of its module; else None.
+        has_attention: its module contains an attention.
     """
 
     __slots__ = (
-        "below", "caches", "ends_layer", "in_model", "layer", "location", "module", "of_logits", "of_module", "parked", "skips",
+        "below", "ends_layer", "has_attention", "in_model", "layer", "module_output", "name", "of_logits", "of_module",
     )  # fmt: skip
 
     def __init__(
         self,
-        location: str,
+        name: str,
+        *,
         in_model: bool,
         of_module: bool,
         of_logits: bool,
         layer: int | None,
         below: str,
-        module: str | None,
+        module_output: str | None,
+        has_attention: bool,
     ) -> None:
-        self.location, self.in_model, self.of_module, self.of_logits = location, in_model, of_module, of_logits
-        self.layer, self.below, self.module = layer, below, module
-        self.ends_layer = layer is not None and module is None and not below and location.endswith(".output")
-        self.parked: list[Block] = []
-        self.caches: list[tuple[Block, Any, tuple[str, str]]] = []
-        self.skips: list[tuple[Block, Any]] = []
+        self.name, self.in_model, self.of_module, self.of_logits = name, in_model, of_module, of_logits
+        self.layer, self.below, self.module_output, self.has_attention = layer, below, module_output, has_attention
+        self.ends_layer = layer is not None and module_output is None and not below and name.endswith(".output")
 
     def lies_inside(self, module: str, but: str) -> bool:
-        """Whether it lies inside of its layer (or of the layer's `module`), but not at the module `but` or in it."""
-        inside = self.module is not None if self.below == module else self.below.startswith(module and f"{module}.")
+        """Whether it lies inside its layer's `module` ("" for the layer), and not at or inside the module `but`."""
+        is_operation = self.module_output is not None
+        inside = is_operation if self.below == module else self.below.startswith(module and f"{module}.")
         return inside and not (but and (self.below == but or self.below.startswith(f"{but}.")))
 
-    def awaited(self, visit: int) -> bool:
-        """Whether something waits for this visit."""
-        if self.caches or self.skips:
-            return True
-        for block in self.parked:  # a generator costs more, and this is asked for each layer of a pass
-            if block.due == visit:
-                return True
-        return False
 
-    def waiting(self, visit: int) -> set[RequestTrace]:
-        """The traces of what waits for this visit."""
-        blocks = [entry[0] for entry in (*self.caches, *self.skips)]
-        return {block.trace for block in (*blocks, *(block for block in self.parked if block.due == visit))}
+class PassVisits:
+    """Visits of the current pass.
 
-    def take(self, visit: int) -> list[Block]:
-        """The blocks that wait for this visit; they are parked here no more."""
-        parked = self.parked
-        ready = [block for block in parked if block.due == visit]
-        self.parked = [block for block in parked if block.due != visit] if len(ready) < len(parked) else []
-        return ready
+    Attributes:
+        counts: visits by location name. Visits of fused parts of the model are not in it; see `of`.
+        event_count: visits and passes so far. While it is unchanged, the model has not moved on.
+        per_pass: visits of a whole pass, for the locations that a pass reaches more than once. Learned from past passes.
+    """
 
-    def leave(self, trace: RequestTrace) -> None:
-        """Forget what waits here for a trace."""
-        self.parked = [block for block in self.parked if block.trace is not trace]
-        self.caches = [entry for entry in self.caches if entry[0].trace is not trace]
-        self.skips = [entry for entry in self.skips if entry[0].trace is not trace]
+    def __init__(self) -> None:
+        self.counts: defaultdict[str, int] = defaultdict(int)  # not a subclass: every module of a pass counts here
+        self.event_count = 0
+        self.per_pass: dict[str, int] = {}
+        self._fused_layers: set[int] = set()
+        self._fused_parts: dict[int, set[tuple[str, str]]] = {}
 
-    def clear(self) -> None:
-        """Forget who waits: the pass is over."""
-        self.parked, self.caches, self.skips = [], [], []
+    def begin_pass(self) -> None:
+        """Start counting from zero."""
+        self.event_count += 1
+        self.counts.clear()
+        self._fused_layers.clear()
+        self._fused_parts.clear()
+
+    def end_pass(self) -> None:
+        """Learn `per_pass`. A single visit teaches nothing: a pass that failed may have stopped there."""
+        self.per_pass.update((name, count) for name, count in self.counts.items() if count > 1)
+
+    def fuse_layer(self, layer: int, output: str | None = None) -> None:
+        """Count all locations of a layer as visited, except for its `output`, if that is given."""
+        self._fused_layers.add(layer)
+        if output is not None:
+            self.counts[output] = 0
+
+    def fuse_part(self, layer: int, module: str, but: str) -> None:
+        """Count the locations inside a layer's `module` as visited (see `Location.lies_inside`)."""
+        self._fused_parts.setdefault(layer, set()).add((module, but))
+
+    def of(self, location: Location) -> int:
+        """How many times the pass has reached `location`."""
+        count = self.counts.get(location.name)
+        if count is not None:
+            return count
+        layer = location.layer
+        if layer is not None:
+            if layer in self._fused_layers:
+                return 1
+            parts = self._fused_parts.get(layer)
+            if parts is not None and any(location.lies_inside(*part) for part in parts):
+                return 1
+        # A module may have run without its operations being called.
+        return self.counts.get(location.module_output, 0) if location.module_output is not None else 0
+
+
+class VisitCounts:
+    """Visits that one request's passes have made.
+
+    Attributes:
+        passes: completed passes that the request took part in.
+        in_pass: the request takes part in the current pass.
+        pass_index: equals `passes` while the request is in a pass and has never skipped a module; else -1. Requests with
+            equal pass indexes have equal visit counts at every location of the model.
+        calls: visits of locations outside the model, by name.
+        skipping: paths of the modules that the request skips in the current pass.
+    """
+
+    __slots__ = ("_missed", "calls", "in_pass", "pass_index", "passes", "skipping")
+
+    def __init__(self) -> None:
+        self.passes, self.pass_index, self.in_pass = 0, -1, False
+        self.calls: defaultdict[str, int] = defaultdict(int)
+        self.skipping: list[str] = []
+        self._missed: defaultdict[str, int] = defaultdict(int)
+
+    def begin_pass(self) -> None:
+        """Take part in the pass that begins."""
+        self.in_pass = True
+        self.pass_index = -1 if self._missed else self.passes
+
+    def end_pass(self) -> None:
+        """Count the pass."""
+        self.leave_pass()
+        self.passes += 1
+        if self.skipping:
+            for path in self.skipping:
+                self._missed[path] += 1
+            self.skipping.clear()
+
+    def leave_pass(self) -> None:
+        """Leave the current pass without counting it."""
+        self.in_pass, self.pass_index = False, -1
+
+    def skip(self, path: str) -> None:
+        """Skip the module at `path` in the current pass."""
+        self.skipping.append(path)
+        self.pass_index = -1
+
+    def skips(self, name: str) -> bool:
+        """Whether the location `name` lies inside a module that is skipped in the current pass."""
+        return any(_inside(path, name) for path in self.skipping)
+
+    def before_pass(self, location: Location, per_pass: dict[str, int]) -> int:
+        """Visits of `location` before the current pass.
+
+        Args:
+            per_pass: see `PassVisits`.
+        """
+        if not location.in_model:
+            return self.calls.get(location.name, 0)
+        count = self.passes
+        if per_pass:
+            count *= per_pass.get(location.name, 1)
+        if self._missed:
+            count -= sum(missed for path, missed in self._missed.items() if _inside(path, location.name))
+        return count
+
+    def occurrence(self, location: Location, visits: PassVisits) -> int:
+        """Visits of `location` so far, those of the current pass included."""
+        count = self.before_pass(location, visits.per_pass)
+        if location.in_model and self.in_pass and not (self.skipping and self.skips(location.name)):
+            count += visits.of(location)
+        return count
+
+    def key(self, location: Location, visits: PassVisits) -> tuple[int, int]:
+        """(event count, pass index). Requests with equal keys have equal occurrences of `location`; (-1, -2) equals no key."""
+        if self.pass_index < 0 or not location.in_model:
+            return -1, -2
+        return visits.event_count, self.pass_index
+
+
+def _inside(path: str, name: str) -> bool:
+    """Whether the location `name` lies inside the module at `path`, and is not its own input, skip gate or output."""
+    return name.startswith(path + ".") and name[len(path) + 1 :] not in ("input", "skip", "output")

@@ -1,7 +1,7 @@
-"""Blocks run on the engine's thread: one that takes long holds up everybody. The watchdog reports it, then ends it.
+"""`Watchdog`: reports a block that runs too long, then ends it. A block runs on the engine's thread, and holds up every request.
 
-An exception is raised in the engine's thread, and only while it is inside the block that overran. It arrives between two
-steps of Python code; a block that sits in native code (a long matrix product, `time.sleep`) is reached when that returns.
+The watchdog raises an exception in the engine's thread, and only while the block that overran is running. The exception
+arrives between two bytecodes; native code (a long matrix product, `time.sleep`) returns first.
 """
 
 from __future__ import annotations
@@ -10,57 +10,56 @@ import ctypes
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import Any
 
-if TYPE_CHECKING:
-    pass
+from .errors import TraceTimeoutError
+from .trace import RequestTrace
 
 logger = logging.getLogger(__name__)
 
-Visit = list[Any]
-"""[the trace whose block runs, since when (`time.monotonic()`; None until the watchdog has seen it)]"""
-
-
-class TraceTimeoutError(TimeoutError):
-    """A block took longer than `trace_step_timeout`."""
+_Run = list[Any]
+"""[trace whose block runs, when the watchdog first saw it (`time.monotonic()`) or None]"""
 
 
 class Watchdog:
-    """Watches the block that runs.
+    """Watches the block that runs now.
 
-    `Turn` calls `watch`; it sets `visit` when a block goes on and back when that parks, then calls `drain` if `posted`.
+    `Turn` calls `watch`. It sets `running` when it resumes a block, resets it when the block waits, then calls `drain` if an
+    exception is `posted`.
 
     Args:
-        warn_after: seconds until a visit is reported.
-        end_after: seconds until it is ended; None never.
+        warn_after: seconds after which a run is reported, once for each trace.
+        end_after: seconds after which a run is ended with a `TraceTimeoutError`; None for never.
 
     Attributes:
-        visit: the block that runs now, or None.
-        posted: an exception is under way to the engine's thread.
+        running: the block that runs now, or None.
+        posted: an exception is on its way to the engine's thread.
     """
 
     def __init__(self, warn_after: float, end_after: float | None) -> None:
         self.warn_after, self.end_after = warn_after, end_after
-        self.visit: Visit | None = None
+        self.running: _Run | None = None
         self.posted = False
         self._engine_thread: int | None = None
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
-        # Instantiated where it arrives, and that is how we know that it did.
+        self._reported: weakref.WeakSet[RequestTrace] = weakref.WeakSet()
+        # CPython instantiates it on arrival, which tells us that it has arrived.
         self._exception = type("TraceTimeoutError", (TraceTimeoutError,), {"__init__": lambda _: self._arrived()})
 
     def watch(self) -> None:
-        """Blocks are about to run on this thread: the engine's."""
+        """Start watching. Called on the engine's thread, before blocks run on it."""
         if self._thread is None and not self._closed.is_set():
             self._engine_thread = threading.get_ident()
             self._thread = threading.Thread(target=self._run, name="pymllm-interp-watchdog", daemon=True)
             self._thread.start()
 
     def drain(self) -> None:
-        """Wait, outside of the block, for an exception that was already under way, and drop it.
+        """Wait for a posted exception, outside of the block, and drop it.
 
-        It must arrive: one that is cleared before leaves CPython's interpreter with a signal that nobody takes back, and
-        the next traced function call would spin on it for ever.
+        It has to arrive. Clearing it would leave CPython's eval loop with a signal that is never reset, and the next traced
+        function call would spin forever.
         """
         try:
             while self.posted:
@@ -78,24 +77,24 @@ class Watchdog:
     def _run(self) -> None:
         pause = min(0.25, self.warn_after / 4, (self.end_after or self.warn_after) / 4)
         while not self._closed.wait(pause):
-            visit = self.visit
-            if visit is not None:
-                self._check(visit)
+            run = self.running
+            if run is not None:
+                self._check(run)
 
-    def _check(self, visit: Visit) -> None:
-        trace, since = visit
+    def _check(self, run: _Run) -> None:
+        trace, since = run
         if since is None:
-            visit[1] = time.monotonic()
+            run[1] = time.monotonic()
             return
         elapsed = time.monotonic() - since
-        if elapsed > self.warn_after and not trace.reported_slow:
-            trace.reported_slow = True
+        if elapsed > self.warn_after and trace not in self._reported:
+            self._reported.add(trace)
             text = f"request {trace.request_id}: its block has held up the engine for {elapsed:.1f} s"
             logger.warning("%s", text)
             trace.warn(text)
         if self.end_after is not None and elapsed > self.end_after and not self.posted:
-            self.posted = True  # before the look at `visit`: a block that leaves now waits for what comes of it
-            if self.visit is visit:
+            self.posted = True  # before the look at `running`: a block that stops running now waits in `drain`
+            if self.running is run:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._engine_thread or 0), ctypes.py_object(self._exception)
                 )
