@@ -129,13 +129,13 @@ def test_our_short_ways_hand_over_and_park_as_nnsights(lm_of) -> None:
         _ = mlp.output
 
 
-def test_a_tree_takes_an_interleaver_that_was_made_before_it() -> None:
+def test_a_tree_takes_an_interleaver_that_was_made_before_it(lm_of) -> None:
     interleaver = EngineInterleaver()
-    module = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    module = lm_of("llama").runner.get_model()
     tree = TracedModel(module, interleaver=interleaver)
     assert tree.interleaver is tree.generator.interleaver is interleaver
-    assert interleaver.points.at("model.0.output").in_model and interleaver.samples == "model.samples"
-    assert TracedModel(torch.nn.Linear(2, 2)).interleaver is not interleaver
+    assert interleaver.points.at("model.model.layers.0.output").in_model and interleaver.samples == "model.samples"
+    assert TracedModel(module).interleaver is not interleaver
 
 
 def test_a_module_that_several_trees_share_is_served_to_each(lm_of) -> None:
