@@ -42,7 +42,7 @@ def main() -> None:
     found = {}
     for size, dtype in ((72, "fp32"), (4096, "fp32"), (4096, "bf16")):
         rows, block, warps = triton_kernels.norm_launch(size)
-        shape = {"SIZE": size, "ROWS": rows, "BLOCK": block, "EARLY": True}
+        shape = {"SIZE": size, "ROWS": rows, "BLOCK": block, "PDL": True}
         norm = {"INNER": 1, "OUTER_STRIDE": size, "INNER_STRIDE": 0, "IN_PLACE": False, **shape}
         tables = {"SITES": 130, "DEPTH": 4, "WIDTH": size, "NORM": True, "ALIGNED": True, **shape}
         alone = [

@@ -285,7 +285,7 @@ class ModelSpec:
         family, heads = FAMILIES[text.model_type], text.num_attention_heads
         rope = getattr(text, "rope_parameters", None) or {}
         scaling = rope.get("rope_type")
-        stretch = rope.get("factor", 1.0) if scaling == "dynamic" else 1.0
+        growth = rope.get("factor", 1.0) if scaling == "dynamic" else 1.0
         return cls(
             family=family,
             num_hidden_layers=text.num_hidden_layers,
@@ -295,7 +295,7 @@ class ModelSpec:
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
             intermediate_size=text.intermediate_size,
             vocab_size=text.vocab_size,
-            context_len=int(text.max_position_embeddings * stretch),
+            context_len=int(text.max_position_embeddings * growth),
             sliding_windows=_sliding_windows(text, family),
             rope_depends_on_length=scaling in LENGTH_DEPENDENT_ROPE,
             dtype=dtype,

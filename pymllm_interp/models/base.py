@@ -41,14 +41,14 @@ class CausalLM(nn.Module, ABC):
     spec: ModelSpec
     lm_head: Linear
 
-    def __call__(self, *args: Any, forward_batch: ForwardBatch, **kwargs: Any) -> CausalLMOutputWithPast:
-        """Run `forward` as the thread's current pass.
+    def __call__(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
+        """Run `forward` as the thread's current pass. `forward_batch` is a keyword; hooks see all arguments in their order.
 
         Raises:
             RuntimeError: a pass runs on this thread already.
         """
-        with current_pass(forward_batch):
-            return super().__call__(*args, forward_batch=forward_batch, **kwargs)
+        with current_pass(kwargs["forward_batch"]):
+            return super().__call__(*args, **kwargs)
 
     @abstractmethod
     def forward(
@@ -108,7 +108,7 @@ class ResidualBranch(nn.Module, ABC):
         """`forward` as graph segments, without the ops at its output.
 
         Args:
-            inputs: those of `inner_fused`, in order, by the names of their registers.
+            inputs: the inputs of `inner_fused`, in order, by register name.
 
         Returns:
             [1, tokens, hidden]; None where a hook waits before the last projection: run module by module.

@@ -1,9 +1,8 @@
 """The tokenizer in a GGUF file.
 
-Byte-level BPE ("gpt2" in the file) is built here from the file's vocabulary and merges, because how text is cut before
-the merges depends on `tokenizer.ggml.pre`, which transformers' own reader does not look at; it also takes the wrong token
-for the end of a sequence in Llama files. Other kinds (SentencePiece) go through transformers, and get the file's special
-tokens.
+Byte-level BPE ("gpt2" in the file) is built here from the file's vocabulary and merges. transformers' reader ignores
+`tokenizer.ggml.pre`, which selects the pre-tokenizer, and reads the wrong end-of-sequence token of Llama files. Other kinds
+(SentencePiece) are read by transformers, and get the file's special tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 CONTROL, USER_DEFINED = 3, 4
 """Token types: special tokens, and words that are never split."""
 ADDS_BOS = {"llama-bpe"}
-"""Pre-tokenizers whose models begin with the bos token where the file does not say."""
+"""Pre-tokenizers of models that add the bos token by default, if the file does not say."""
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
