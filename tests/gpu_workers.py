@@ -10,7 +10,7 @@ import os
 
 import torch
 
-WORKER_BYTES = 20 << 30
+WORKER_BYTES = 34 << 30
 """Device memory that a worker needs: several small engines, their rings of captured states, graphs and workspaces."""
 CONTEXT_BYTES = 1 << 30
 """Device memory of a process that torch's allocator does not manage: the CUDA context and loaded kernels."""

@@ -251,11 +251,22 @@ def test_g10_captures_write_to_the_dummy_slot_alone(recorded):
 def test_g01_the_pool_is_forgotten_with_the_last_runner_that_uses_it(recorded):
     """G1: torch refuses captures into a pool whose graphs are all gone."""
     first, second = (CudaGraphRunner(make_runner(CONFIGS["llama"](), max_running_requests=2)) for _ in range(2))
+    first.pool = second.pool = (0, 7)
     set_global_graph_memory_pool((0, 7))
     first.shutdown()
     assert get_global_graph_memory_pool() == (0, 7)
     second.shutdown()
     assert get_global_graph_memory_pool() is None
+
+
+def test_g01_a_pool_is_forgotten_though_a_runner_lives_on_with_graphs_in_another(recorded):
+    """G1: as after a capture that failed, which leaves its pool to the graphs that are there."""
+    first, second = (CudaGraphRunner(make_runner(CONFIGS["llama"](), max_running_requests=2)) for _ in range(2))
+    first.pool, second.pool = (0, 7), (0, 8)
+    set_global_graph_memory_pool((0, 8))
+    second.shutdown()
+    assert first.graphs and get_global_graph_memory_pool() is None
+    first.shutdown()
 
 
 def test_g12_shutdown_lets_go_of_everything_and_may_come_twice(runner):

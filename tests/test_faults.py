@@ -28,6 +28,7 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.attention import FlashInferAttnBackend, TorchAttnBackend
+from pymllm_interp.attention.flashinfer_backend import WORKSPACE_BYTES
 from pymllm_interp.config import resolve_device
 from pymllm_interp.core.out_of_memory import is_out_of_memory
 from pymllm_interp.models.llama import LlamaForCausalLM
@@ -214,8 +215,10 @@ def test_the_pool_is_sized_to_the_share_of_memory_whoever_has_the_rest(others):
     assert runner.graph_runner is not None and runner.token_to_kv_pool is not None
     free, _ = torch.cuda.mem_get_info()
     used = total - free
-    # 1 GiB is left to the graphs, which take some of it.
-    assert limit - (5 << 28) <= used <= limit + (1 << 29), f"{(used - limit) / 2**30:.2f} GiB past the limit"
+    # 1 GiB is left to the graphs, which take some of it; the workspace lies in what the profile run has left cached.
+    assert limit - (5 << 28) - WORKSPACE_BYTES <= used <= limit + (1 << 29), (
+        f"{(used - limit) / 2**30:.2f} GiB past the limit"
+    )
     runner.shutdown()
     del taken
 
@@ -421,7 +424,7 @@ def test_a_traced_request_that_gives_way_and_finds_no_memory_ends_and_no_other(w
         ended = [value for value in found.values() if isinstance(value, Exception)]
         assert len(ended) == 1 and not left
         assert re.search(
-            r"gave way to others.*the engine goes on.*max_running_requests.*\nCUDA out of memory", str(ended[0]), re.S
+            r"was preempted.*the engine goes on.*max_running_requests.*\nCUDA out of memory", str(ended[0]), re.S
         )
         served = [i for i in found if not isinstance(found[i], Exception)]
         assert len(served) == 2 and all(torch.equal(found[i], expected[i]) for i in served)

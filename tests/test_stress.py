@@ -215,7 +215,7 @@ def assert_nothing_left(lm: LM) -> None:
     assert (stats["running"], stats["waiting"], stats["swapped"]) == (0, 0, 0)
     assert stats["free_kv_tokens"] == lm.runner.max_total_num_tokens
     helper = lm.runner.nnsight_request_helper
-    assert not helper.num_prompts_in_mediator and not helper._traces
+    assert not helper.num_prompts_in_mediator and not helper.attached
     assert not lm.engine._subscribers and not lm.interleaver.points and not lm.interleaver.traces
     gc.collect()
     alive = [g for g in gc.get_objects() if isinstance(g, greenlet.greenlet) and hasattr(g, "mediator") and not g.dead]

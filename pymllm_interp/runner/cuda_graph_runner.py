@@ -125,6 +125,7 @@ class CudaGraphRunner:
         self.seq_len_fill_value = PAD_SEQ_LEN
         self.buffers = model_runner.input_buffers
         self.memory_usage = 0
+        self.pool: tuple | None = None
         self._batches: dict[int, ForwardBatch] = {}
         self.capture()
 
@@ -165,8 +166,10 @@ class CudaGraphRunner:
     def capture(self) -> None:
         """Capture every size, largest first: smaller graphs reuse its memory."""
         started, free = time.perf_counter(), _free_memory(self.device)
-        if get_global_graph_memory_pool() is None and self.device.startswith("cuda"):
-            set_global_graph_memory_pool(torch.cuda.graph_pool_handle())
+        self.pool = get_global_graph_memory_pool()
+        if self.device.startswith("cuda") and (self.pool is None or not _has_graphs(self.pool)):
+            self.pool = torch.cuda.graph_pool_handle()
+            set_global_graph_memory_pool(self.pool)
         _pool_users.add(self)
         bs = self.max_bs
         try:
@@ -212,7 +215,7 @@ class CudaGraphRunner:
             assert batch.hidden_states is not None, "the model sets it"
             return logits, batch.hidden_states
 
-        self.graphs[bs], outputs = graph_capture.record(plan, run, get_global_graph_memory_pool())
+        self.graphs[bs], outputs = graph_capture.record(plan, run, self.pool)
         self._batches[bs], self.output_buffers[bs] = batch, LogitsProcessorOutput(*outputs)
 
     def _batch(self, bs: int) -> ForwardBatch:
@@ -286,12 +289,17 @@ class CudaGraphRunner:
         self.output_buffers.clear()
         self._batches.clear()
         _pool_users.discard(self)
-        if not _pool_users:  # torch frees a pool without graphs, and no capture may use it again
+        if get_global_graph_memory_pool() == self.pool and not _has_graphs(self.pool):
             set_global_graph_memory_pool(None)
         gc.collect()
         if self.device.startswith("cuda"):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
+
+
+def _has_graphs(pool: tuple | None) -> bool:
+    """Whether a runner has graphs in the pool. torch frees a pool without graphs, and no capture may use it again."""
+    return any(user.graphs and user.pool == pool for user in _pool_users)
 
 
 def _free_memory(device: str) -> int:

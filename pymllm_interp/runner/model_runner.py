@@ -97,6 +97,7 @@ class ModelRunner:
         self.partition = Partition(self.server_config.hook_execution)
         self.execute_model_state: ExecuteModelState | None = None
         self.sampler = Sampler(self.server_config.logprobs_mode)
+        self._as_logits = self.sampler.as_logits
 
     # -- life cycle --------------------------------------------------------------
 
@@ -499,7 +500,7 @@ class ModelRunner:
                 self.device, np.array(batch.sample_rows, dtype=np.int64), batch.last_token_rows
             )
             logits, rows = all_logits[logit_rows], rows[token_rows]
-        of_prompts = self.step_inputs.prompt_logprobs(all_logits, batch, self.sampler.as_logits)
+        of_prompts = self.step_inputs.prompt_logprobs(all_logits, batch, self._as_logits)
         output = ModelRunnerOutput(
             req_ids=batch.req_ids,
             execution=state.descriptor.execution.value,

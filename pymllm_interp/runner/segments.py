@@ -166,7 +166,7 @@ class Segments:
         self._forget_plan()
         try:
             with _without_gc(), graph_capture.model_capture_mode(self.graph_runner.model_runner):
-                graph = graph_capture.capture(run, graph_capture.get_global_graph_memory_pool())
+                graph = graph_capture.capture(run, self.graph_runner.pool)
         except RuntimeError as error:
             self.broken = True
             graph_capture.set_global_graph_memory_pool(None)  # it may be broken, too; captured graphs keep it
