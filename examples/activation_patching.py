@@ -1,8 +1,8 @@
 """Activation patching: which layer carries the fact?
 
-A clean and a corrupted prompt differ in one token. The corrupted one runs once for each layer, with that layer's state at
-the differing token replaced by the clean one's. Where the clean answer comes back, the fact still stands at that token.
-All the runs are requests of one trace, so the engine batches them.
+A clean and a corrupted prompt differ in one token. The corrupted prompt runs once for each layer, with that layer's state at
+the differing token replaced by the clean prompt's state. Where the clean answer returns, the layer holds the fact at that token.
+All runs are requests of one trace, so the engine batches them.
 
 Reference: Meng et al., "Locating and Editing Factual Associations in GPT" (2022), https://arxiv.org/abs/2202.05262
 
@@ -31,7 +31,7 @@ def main() -> list[float]:
 
         with lm.trace() as tracer:
             gaps = list().save()
-            with tracer.invoke(CORRUPTED):  # as it is, for comparison
+            with tracer.invoke(CORRUPTED):  # unpatched, for comparison
                 logits = lm.lm_head.output[0, -1]
                 corrupted_gap = (logits[paris] - logits[rome]).save()
             for layer, state in enumerate(clean):

@@ -1,8 +1,8 @@
-"""Harvesting: the states of many texts on disk, and a linear probe that is trained on them.
+"""Harvesting: the hidden states of many texts on disk, and a linear probe trained on them.
 
-Each text is read once, many at a time; the states of one layer go to a folder of safetensors shards. A run that is killed goes on
-where it was when it is started again. The probe reads rows in a random order, as training a sparse autoencoder would, and
-tells from the last token's state whether its text is about the sea or about an office.
+Each text is one forward pass, and passes are batched. The states of one layer go to a folder of safetensors shards. A killed run
+resumes when it is started again. The probe reads rows in random order, as training a sparse autoencoder would. It classifies the
+last token's state: is the text about the sea or about an office?
 
 Reference: Alain and Bengio, "Understanding intermediate layers using linear classifier probes" (2016),
 https://arxiv.org/abs/1610.01644
@@ -38,7 +38,7 @@ def corpus() -> list[tuple[str, int]]:
 
 
 def probe(harvest: Harvest, labels: torch.Tensor) -> float:
-    """Train on the last tokens of four texts in five; the share of the others that it tells right."""
+    """Train on the last tokens of four texts in five. Returns the accuracy on the others."""
     rows, documents = harvest[SITE], harvest.document_ids()[:]
     last = torch.cat([documents[1:] != documents[:-1], torch.tensor([True])]).nonzero()[:, 0]  # by document
     held_out = torch.arange(len(labels)) % 10 >= 8
@@ -62,7 +62,7 @@ def main(folder: str | None = None) -> float:
     with tempfile.TemporaryDirectory() as temporary, LM("demo") as lm:
         out = Path(folder or temporary) / "states"
         result = lm.harvest(texts, capture=[SITE], out=out, shard_bytes=1 << 18)
-        again = lm.harvest(texts, capture=[SITE], out=out, shard_bytes=1 << 18)  # all is there: nothing to do
+        again = lm.harvest(texts, capture=[SITE], out=out, shard_bytes=1 << 18)  # complete already: nothing is computed
         assert again.new_documents == 0
         accuracy = probe(open_harvest(out), torch.tensor(labels, dtype=torch.float32))
     print(f"{result.documents} texts, {result.tokens} tokens, {result.bytes / 1e6:.1f} MB in {result.shards} shards")

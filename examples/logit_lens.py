@@ -1,6 +1,6 @@
-"""Logit lens: what would the model say next, if it ended at each layer?
+"""Logit lens: the next token that each layer predicts.
 
-The state behind each layer goes through the model's own final norm and head. The real answer comes up in the last layers.
+Each layer's output goes through the model's final norm and head. The model's answer appears in the last layers.
 
 Reference: nostalgebraist, "interpreting GPT: the logit lens" (2020),
 https://www.lesswrong.com/posts/AcKRB8wDpdaN6v6ru/interpreting-gpt-the-logit-lens

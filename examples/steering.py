@@ -1,7 +1,7 @@
-"""Steering: add a direction to one layer's output at every position, and the text changes its subject.
+"""Steering: a direction added to one layer's output at every position changes the subject of the text.
 
-The direction is the mean state of one text minus that of another: a trace reads both. What is added is declared, so that no
-Python runs on the path. The same prompt is generated without it in the same batch, and does not notice.
+The direction is the difference of two texts' mean states, which a trace reads. The steering is a declared intervention, so no
+Python runs in the forward pass. The same prompt runs unsteered in the same batch.
 
 Reference: Turner et al., "Steering Language Models With Activation Engineering" (2023), https://arxiv.org/abs/2308.10248
 
@@ -22,7 +22,7 @@ SAMPLING = SamplingParams(max_tokens=24, temperature=0, repetition_penalty=1.1)
 
 
 def direction(lm: LM) -> torch.Tensor:
-    """[hidden]. The first token is left out: its state is unlike all others, and much larger."""
+    """[hidden]. Leaves out the first token, which has a much larger state than all others."""
     with lm.trace() as tracer:
         with tracer.invoke(TOWARDS):
             towards = lm.model.layers[LAYER].output[0, 1:].mean(0).save()

@@ -1,4 +1,4 @@
-"""Streaming: text as it comes, from several prompts at once, in threads or with asyncio.
+"""Streaming: text of several prompts at once as it is generated, in a loop and with asyncio.
 
 Usage: python examples/streaming.py
 """

@@ -15,6 +15,7 @@ from pymllm_interp.cli import make_parser
 ROOT = Path(__file__).parent.parent
 COMMANDS = ("demo", "generate", "bench", "doctor")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+WITH_CHANGES = [*PAGES, ROOT / "CHANGELOG.md"]
 
 
 def script_of(page: Path) -> str:
@@ -47,16 +48,17 @@ def test_a_page_that_is_wrong_would_be_noticed(tmp_path: Path) -> None:
     assert failure.traceback[-1].lineno + 1 == 9
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", WITH_CHANGES, ids=name_of)
 def test_links_to_files_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", WITH_CHANGES, ids=name_of)
 def test_files_that_a_page_names_are_there(page: Path) -> None:
-    for name in re.findall(r"\b(?:engine|runner|models|sampling|hooks|tests|examples)/\w+\.py\b", page.read_text()):
+    folders = "core|engine|runner|models|layers|sampling|hooks|harvest|tests|examples|benchmarks"
+    for name in re.findall(rf"\b(?:{folders})/[\w/]+\.py\b", page.read_text()):
         assert (ROOT / name).exists() or (ROOT / "pymllm_interp" / name).exists(), f"{page.name} names {name}"
 
 
