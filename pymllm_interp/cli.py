@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,6 +101,7 @@ def _demo(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     from .core.sampling_params import SamplingParams
     from .engine.lm import LM
+    from .engine.prompts import as_chat
 
     params = SamplingParams(
         temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_tokens, seed=args.seed
@@ -133,18 +133,6 @@ def _doctor(args: argparse.Namespace) -> int:
     from .doctor import run_doctor
 
     return run_doctor()
-
-
-def as_chat(lm: Any, text: str) -> list[int]:
-    """The token ids of a user's message in the model's chat template, up to where the answer begins.
-
-    Raises:
-        ValueError: the model has no tokenizer, or one without a chat template.
-    """
-    if lm.tokenizer is None or not lm.tokenizer.chat_template:
-        raise ValueError("this model has no chat template: give it text to continue instead")
-    message = [{"role": "user", "content": text}]
-    return lm.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
 
 
 if __name__ == "__main__":

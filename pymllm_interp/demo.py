@@ -18,10 +18,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from .cli import as_chat
 from .core.sampling_params import SamplingParams
 from .engine.handle import RequestHandle
 from .engine.lm import LM
+from .engine.prompts import as_chat
 
 QUESTIONS = [
     "What is the capital of France?",

@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedModel
 
 from pymllm_interp import LM, SamplingParams
-from pymllm_interp.cli import as_chat, main
 from pymllm_interp.demo import LENS_PROMPT, Lens, draw_heatmap, logit_lens, steering_vector
+from pymllm_interp.engine.prompts import as_chat, main
 
 TINY = ["--dtype", "float32", "--max-tokens", "5"]
 

@@ -23,7 +23,8 @@ from pymllm_interp.core.sampling_params import SamplingParams
 from pymllm_interp.core.step import ModelRunnerOutput, SchedulerOutput
 from pymllm_interp.engine.kv_manager import KVManager
 from pymllm_interp.engine.scheduler import Scheduler
-from pymllm_interp.mem_cache.memory_pool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
+from pymllm_interp.mem_cache.kv_pool import KVPool
+from pymllm_interp.mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 
 CONTEXT = 64
 EOS = 0

@@ -9,7 +9,7 @@ from functools import cached_property, wraps
 from numbers import Real
 from typing import Any, TypeVar
 
-from . import unsupported
+from ..core import unsupported
 from .arguments import check_names
 
 MAX_LOGPROBS = 64

@@ -11,7 +11,8 @@ import numpy as np
 
 from ..core.request import Request, RequestStatus
 from ..core.step import PageWrite
-from ..mem_cache.memory_pool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
+from ..mem_cache.kv_pool import KVPool
+from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 
 
 class KVManager:

@@ -23,6 +23,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from ..config import ModelConfig, ServerConfig
 from ..core import unsupported
 from ..core.arguments import PromptError, check_names
+from ..core.limits import EngineLimits
 from ..core.model_spec import ModelSpec
 from ..core.output import RequestOutput
 from ..core.request import Request
@@ -34,15 +35,16 @@ from ..hooks.interventions.op import Op
 from ..hooks.site import Site
 from ..hooks.traces.caller_frames import opens_with
 from ..hooks.traces.envoy import TracedModel
+from ..hooks.traces.session import SessionTracer
 from ..hooks.traces.trace import RequestTrace
-from ..hooks.traces.tracer import EngineTracer, SessionTracer
+from ..hooks.traces.tracer import EngineTracer
 from ..models.source import load_tokenizer
 from ..runner.interp_model_runner import InterpModelRunner
 from .completion import StreamPiece
 from .engine import Engine
 from .handle import RequestHandle
 from .prompts import as_prompts, prompt_of
-from .request_factory import EngineLimits, RequestFactory, RequestOptions
+from .request_factory import RequestFactory, RequestOptions
 
 PREFILL = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 """Sampling parameters of `LM.submit_prefill`. The sampled token is not used."""

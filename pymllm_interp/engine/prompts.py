@@ -132,3 +132,15 @@ def params_for(
     if len(sampling_params) != len(prompts):
         raise PromptError(f"{len(prompts)} prompts, but {len(sampling_params)} SamplingParams: one, or one for each")
     return list(sampling_params)
+
+
+def as_chat(lm: Any, text: str) -> list[int]:
+    """The token ids of a user's message in the model's chat template, up to where the answer begins.
+
+    Raises:
+        ValueError: the model has no tokenizer, or one without a chat template.
+    """
+    if lm.tokenizer is None or not lm.tokenizer.chat_template:
+        raise ValueError("this model has no chat template: give it text to continue instead")
+    message = [{"role": "user", "content": text}]
+    return lm.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)

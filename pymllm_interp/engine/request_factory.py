@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypedDict
 
@@ -13,6 +13,7 @@ import torch
 
 from .. import __version__
 from ..core.arguments import PromptError
+from ..core.limits import EngineLimits
 from ..core.model_spec import LOGITS
 from ..core.request import Request
 from ..core.sampling_params import SamplingParams
@@ -32,24 +33,6 @@ from .prompts import IGNORED, default_max_tokens, ids_of, params_for, prompt_of,
 FORWARD = SamplingParams(temperature=0.0, max_tokens=1)
 """Sampling parameters of a trace's single pass, for blocks that read `lm.samples`."""
 _ids = itertools.count()
-
-
-@dataclass(frozen=True)
-class EngineLimits:
-    """What the engine can take.
-
-    Attributes:
-        max_model_len: tokens of a request, prompt and new ones.
-        max_num_tokens: tokens of a step, which a traced prompt must fit.
-        kv_tokens: slots of the KV pool.
-        max_running: requests of a step.
-    """
-
-    vocab_size: int
-    max_model_len: int
-    max_num_tokens: int
-    kv_tokens: int
-    max_running: int
 
 
 class RequestOptions(TypedDict, total=False):

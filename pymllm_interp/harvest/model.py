@@ -5,35 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from ..core.limits import EngineLimits
 from ..core.model_spec import ModelSpec
 from ..core.request import Request
 from ..hooks.captures.spec import Capture
 from ..hooks.interventions.op import Op
 from ..hooks.site import Site
-
-
-class EngineLimits(Protocol):
-    """Limits of the engine, in tokens and requests."""
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of a request."""
-        ...
-
-    @property
-    def max_num_tokens(self) -> int:
-        """Tokens of a step."""
-        ...
-
-    @property
-    def max_running(self) -> int:
-        """Requests of a step."""
-        ...
-
-    @property
-    def kv_tokens(self) -> int:
-        """Slots of the KV pool."""
-        ...
 
 
 class PrefillHandle(Protocol):

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..core.model_spec import ModelSpec
 from .positions import Window, checked_positions
 from .site import Site, canonical, expand
-from .vectors import checked_vector
+from .vector_files import checked_vector
 
 
 class Spec:

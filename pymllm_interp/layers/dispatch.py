@@ -18,7 +18,7 @@ def kernels_for(x: torch.Tensor) -> ModuleType | None:
     if not x.is_cuda or torch.is_grad_enabled() or x.get_device() != torch.cuda.current_device():
         return None
     if _kernels is None:  # an import statement takes as long as this whole function, even of a loaded module
-        from . import triton_kernels
+        from ..layers import triton_kernels
 
         _kernels = triton_kernels
     return _kernels

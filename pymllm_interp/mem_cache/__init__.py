@@ -1,5 +1,6 @@
 """Paged KV memory: which request has which row, which pages are handed out, and the K and V themselves."""
 
-from .memory_pool import HostKV, KVPool, ReqToTokenPool, TokenToKVPoolAllocator
+from .kv_pool import HostKV, KVPool
+from .memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 
 __all__ = ["HostKV", "KVPool", "ReqToTokenPool", "TokenToKVPoolAllocator"]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -200,119 +199,6 @@ class TokenToKVPoolAllocator:
             f"{len(self._free)} pages are free and {len(held)} held of {self.num_pages}; each of 1..{self.num_pages} must "
             f"stand there once and no other, but found { ({page: counts[page] for page in sorted(wrong)[:16]}) } times"
         )
-
-
-@dataclass(frozen=True)
-class HostKV:
-    """The K and V of some tokens, all layers, on the host; what `KVPool.swap_out` made."""
-
-    kv: torch.Tensor  # [layers, 2, tokens, kv_heads, head_dim] on the CPU
-
-    @property
-    def num_tokens(self) -> int:
-        return self.kv.shape[2]
-
-    @property
-    def nbytes(self) -> int:
-        return self.kv.nbytes
-
-
-class KVPool:
-    """K and V of all layers, in one allocation that starts as zeros.
-
-    Args:
-        num_layers, num_kv_heads, head_dim: the model's.
-        size: slots to hand out; rounded down to whole pages. The dummy page 0 comes on top.
-        dtype, device: of the memory.
-        page_size: slots in a page.
-
-    `k_buffer[layer]` and `v_buffer[layer]`: [num_slots, num_kv_heads, head_dim], contiguous.
-    Rows of padding write to page 0, and no other row reads it.
-    """
-
-    def __init__(
-        self,
-        num_layers: int,
-        size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: str | torch.device,
-        page_size: int,
-    ) -> None:
-        self.num_layers = num_layers
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.dtype = dtype
-        self.device = torch.device(device)
-        self.page_size = page_size
-        self.num_pages = _num_pages(size, page_size)
-        self.size = self.num_pages * page_size
-        self.num_slots = self.size + page_size
-        self._kv = torch.zeros(num_layers, 2, self.num_slots, num_kv_heads, head_dim, dtype=dtype, device=self.device)
-        self.k_buffer = list(self._kv[:, 0].unbind())
-        self.v_buffer = list(self._kv[:, 1].unbind())
-
-    @property
-    def nbytes(self) -> int:
-        return self._kv.nbytes
-
-    @property
-    def bytes_per_token(self) -> int:
-        """K and V of one token in all layers."""
-        return self._kv.nbytes // self.num_slots
-
-    def get_kv(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer, [num_slots, kv_heads, head_dim] each: the pool's own memory."""
-        return self.k_buffer[layer_id], self.v_buffer[layer_id]
-
-    def paged(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same memory as [num_pages + 1, page_size, kv_heads, head_dim]."""
-        shape = (-1, self.page_size, self.num_kv_heads, self.head_dim)
-        return self.k_buffer[layer_id].view(shape), self.v_buffer[layer_id].view(shape)
-
-    def set_kv(self, layer_id: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write `k` and `v` [tokens, kv_heads, head_dim] to `slots` [tokens] int64, cast to the pool's dtype.
-
-        The values are detached: the pool outlives every autograd graph.
-        """
-        self.k_buffer[layer_id].index_copy_(0, slots, k.detach().to(self.dtype))
-        self.v_buffer[layer_id].index_copy_(0, slots, v.detach().to(self.dtype))
-
-    def swap_out(self, slots: Sequence[int] | np.ndarray | torch.Tensor) -> HostKV:
-        """A copy of the slots' K and V on the host, bit for bit. Takes the memory of one layer's on the device while it runs."""
-        index = self._index(slots)
-        kv = torch.empty(self.num_layers, 2, len(index), self.num_kv_heads, self.head_dim, dtype=self.dtype)
-        for layer, own in enumerate(self._kv):
-            kv[layer].copy_(own.index_select(1, index))
-        return HostKV(kv)
-
-    def swap_in(self, slots: Sequence[int] | np.ndarray | torch.Tensor, host: HostKV) -> None:
-        """Write what `swap_out` made to `slots`, bit for bit.
-
-        Raises:
-            ValueError: the numbers of slots and tokens differ.
-        """
-        if len(slots) != host.num_tokens:
-            raise ValueError(f"swap_in got {len(slots)} slots for the K and V of {host.num_tokens} tokens")
-        index = self._index(slots)
-        for layer, own in enumerate(self._kv):
-            own.index_copy_(1, index, host.kv[layer].to(self.device))
-
-    def copy(
-        self,
-        src_slots: Sequence[int] | np.ndarray | torch.Tensor,
-        dst_slots: Sequence[int] | np.ndarray | torch.Tensor,
-    ) -> None:
-        """Copy K and V of all layers from slot to slot; `src_slots` are read before `dst_slots` are written."""
-        if len(src_slots) != len(dst_slots):
-            raise ValueError(f"copy got {len(src_slots)} source slots and {len(dst_slots)} destination slots")
-        source, target = self._index(src_slots), self._index(dst_slots)
-        for own in self._kv:
-            own.index_copy_(1, target, own.index_select(1, source))
-
-    def _index(self, slots: Sequence[int] | np.ndarray | torch.Tensor) -> torch.Tensor:
-        return torch.as_tensor(slots, dtype=torch.int64, device=self.device)
 
 
 def _num_pages(size: int, page_size: int) -> int:

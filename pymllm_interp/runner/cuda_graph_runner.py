@@ -30,9 +30,10 @@ from ..config import ServerConfig
 from ..core.forward_batch import ForwardBatch, ForwardMode
 from ..core.step import LogitsProcessorOutput
 from ..layers.edits.table import TableOps
-from ..mem_cache.memory_pool import KVPool, ReqToTokenPool
+from ..mem_cache.kv_pool import KVPool
+from ..mem_cache.memory_pool import ReqToTokenPool
 from ..models.base import CausalLM
-from . import graph_capture
+from ..runner import graph_capture
 from .graph_capture import (
     Capturing,
     freeze_gc,

@@ -29,7 +29,7 @@ from typing import Protocol
 import torch
 
 from ..core.forward_batch import ForwardBatch, Registers
-from . import graph_capture
+from ..runner import graph_capture
 from .cuda_graph_runner import CudaGraphRunner
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,8 @@ from ..attention.attention_backend import AttentionBackend
 from ..core.forward_batch import ForwardBatch, ForwardMode
 from ..core.step import SchedulerOutput
 from ..core.upload import upload
-from ..mem_cache.memory_pool import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
+from ..mem_cache.kv_pool import KVPool
+from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 from ..sampling import LogprobTensors, prompt_logprobs
 from .input_batch import InputBatch, InputBuffers
 from .request_state import RequestState

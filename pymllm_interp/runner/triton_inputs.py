@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import triton
@@ -10,10 +10,18 @@ import triton.language as tl
 
 from ..layers.launch import Launcher
 
-if TYPE_CHECKING:
-    from .input_batch import InputBuffers
-
 BLOCK, WARPS = 128, 4
+
+
+class RowBuffers(Protocol):
+    """The input buffers that the kernel writes, by token row (`input_batch.InputBuffers`)."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    out_cache_loc: torch.Tensor
+    rows: torch.Tensor
+    op_rows: torch.Tensor
+    seq_lens: torch.Tensor
 
 
 @triton.jit(do_not_specialize=["count", "width"])
@@ -41,7 +49,7 @@ _launch = Launcher(_kernel)
 
 
 def lay_out(
-    buffers: InputBuffers,
+    buffers: RowBuffers,
     tokens: torch.Tensor,
     last_sampled_tokens: torch.Tensor,
     edited: torch.Tensor,

@@ -8,10 +8,7 @@ from typing import Literal
 import torch
 
 from ...config import DTYPES
-from ..positions import (
-    Positions,
-    is_whole,
-)
+from ..positions import Positions, is_whole
 from ..site import Site
 from ..spec import PlacedSpec, Spec
 from ..vectors import Source

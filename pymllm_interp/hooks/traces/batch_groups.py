@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ...core.request import Request
 from ...core.step import ModelRunnerOutput, ScheduledRequest
 from ...core.upload import upload
-from . import lifecycle
+from ..traces import lifecycle
 from .interleaver import EngineInterleaver
 from .rows import RowSpan
 from .trace import RequestTrace

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from . import saves
+from ..traces import saves
 from .gc_threshold import lower_threshold, raise_threshold
 from .nnsight_compat import apply
 from .save_pieces import Piece, copy_stream, cutter

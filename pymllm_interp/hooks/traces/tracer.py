@@ -6,8 +6,7 @@ nnsight captures the source of the block and skips its body. When the ``with`` e
 
 from __future__ import annotations
 
-import ast
-from types import CodeType, FrameType
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
@@ -19,7 +18,7 @@ from .caller_frames import block_traceback, warn_at_caller
 from .envoy import TracedModel
 from .errors import GangError
 from .gc_threshold import lower_threshold, raise_threshold
-from .loops import AST_LOCK, StepIterations
+from .loops import StepIterations
 from .nnsight_compat import (
     Barrier,
     CacheView,
@@ -27,9 +26,7 @@ from .nnsight_compat import (
     Invoker,
     Mediator,
     Scope,
-    Tracer,
     clear_shared_locals,
-    mark,
     push_result,
     save_scope,
     shared_locals,
@@ -37,6 +34,7 @@ from .nnsight_compat import (
 )
 from .save_transfer import SaveTransfer
 from .saves import saves_device
+from .session import _Captured
 from .trace import Block, RequestTrace
 
 OBJECTS = 64
@@ -46,18 +44,6 @@ NOTHING_SAVED = "the trace read values and saved none: after its block there is 
 
 Invocation = tuple[Mediator, tuple, dict[str, Any]]
 """A block, and the ``(args, kwargs)`` that its prompt was given by."""
-
-
-class _Captured:
-    """Parses and compiles one block at a time, since callers are on many threads."""
-
-    def parse(self, source: str, lineno: int) -> ast.With | ast.AsyncWith | None:
-        with AST_LOCK:
-            return super().parse(source, lineno)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def compile(self, module: ast.Module, frame: FrameType) -> CodeType:
-        with AST_LOCK:
-            return super().compile(module, frame)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class EngineTracer(_Captured, InterleavingTracer):
@@ -264,30 +250,6 @@ class EngineInvoker(_Captured, Invoker):
             shared=shared_locals(frame),
         )
         self.tracer._add(block, self.args, {**self.tracer.kwargs, **self.kwargs})
-
-
-class SessionTracer(_Captured, Tracer):
-    """A ``with lm.session():`` block: its traces see each other's values, and its caller gets the saved ones at its end.
-
-    Args:
-        device: where the caller gets the saves; see `EngineTracer`.
-    """
-
-    def __init__(self, device: Any = "cpu", backend: Any = None) -> None:
-        super().__init__(backend=backend)
-        self.device = saves_device(device)
-
-    def execute(self, code: CodeType) -> None:
-        """Run the block, and bind the saved names in the caller's frame."""
-        frame = self.info.frame  # pyright: ignore[reportOptionalMemberAccess]
-        scope = Scope(dict(frame.f_locals), {}, frame.f_globals)
-        exec(code, scope)
-        names = dict(scope)
-        if save_scope.depth == 1:
-            transfer, saved = SaveTransfer(self.device), thread_saves()
-            names = {name: mark(transfer.deliver(value)) for name, value in names.items() if id(value) in saved}
-            transfer.wait()
-        push_result(frame, names)
 
 
 def _pushed(names: dict[str, Any]) -> dict[str, Any]:

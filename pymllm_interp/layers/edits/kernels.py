@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from ...core.model_spec import delta_site, final_norm_site
+from ..edits import codes
 from ..launch import Launcher, grid_wait, launch_dependents
 from ..triton_kernels import norm_launch
-from . import codes
 from .codes import OpTables, TokenRows
 
 ADD, PROJECT_OUT, CLAMP = tl.constexpr(codes.ADD), tl.constexpr(codes.PROJECT_OUT), tl.constexpr(codes.CLAMP)

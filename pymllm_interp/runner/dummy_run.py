@@ -1,0 +1,113 @@
+"""Passes over a dummy batch: they measure memory, and touch no request and no KV but the dummy page."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..attention.attention_backend import AttentionBackend, RadixAttention
+from ..core.forward_batch import ForwardBatch
+from ..sampling import sample_tokens
+from .partition import Execution
+
+
+class DummyRunner(Protocol):
+    """What a dummy pass needs of a `ModelRunner`."""
+
+    device: str
+    context_len: int
+    max_running_requests: int
+
+    def get_model(self) -> nn.Module: ...
+
+    def prepare_dummy_attn(self, num_reqs: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def prepare_forward_batch_extend(self, *args: Any, **kwargs: Any) -> ForwardBatch: ...
+
+    def forward(self, forward_batch: ForwardBatch, execution: Execution = ...) -> Any: ...
+
+
+# -- dummy passes -----------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def dummy_run(
+    runner: DummyRunner,
+    num_tokens: int,
+    *,
+    skip_attn: bool = False,
+    uniform_decode: bool = False,
+    is_profile: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a made-up batch that touches no request and no KV but the dummy page's.
+
+    Args:
+        is_profile: run module by module with the head on all rows, as a traced pass of whole prompts does.
+
+    Returns:
+        hidden states [num_tokens, hidden], and those of each request's last token [requests, hidden].
+
+    Raises:
+        ValueError: `skip_attn` outside of profiling.
+    """
+    if skip_attn and not is_profile:
+        raise ValueError("skip_attn is for the profile run alone: a pass without attention serves nobody")
+    # As many requests as possible, so that none is longer than the context.
+    num_reqs = (
+        num_tokens
+        if uniform_decode
+        else max(min(num_tokens, runner.max_running_requests or 1), -(-num_tokens // runner.context_len))
+    )
+    sizes = [num_tokens // num_reqs + (i < num_tokens % num_reqs) for i in range(num_reqs)]
+    rows, slots = runner.prepare_dummy_attn(num_reqs, num_tokens)
+    ids = torch.zeros(num_tokens, dtype=torch.int64, device=runner.device)
+    lens = torch.tensor(sizes, dtype=torch.int32, device=runner.device)
+    batch = runner.prepare_forward_batch_extend(
+        ids, rows, lens, lens, torch.zeros_like(lens), slots,
+        extend_seq_lens_cpu=sizes, extend_prefix_lens_cpu=[0] * num_reqs,
+    )  # fmt: skip
+    last_rows = batch.logits_indices
+    batch.return_hidden_states = True
+    batch.rope_lens = torch.ones_like(ids)
+    if is_profile:
+        batch.logits_indices = None
+    if skip_attn:
+        batch.attn_backend = _NoAttention()
+    else:
+        batch.fresh_kv_only = True
+    runner.forward(batch, Execution.MODULES if is_profile else Execution.PLAIN)
+    assert batch.hidden_states is not None and last_rows is not None
+    return batch.hidden_states, batch.hidden_states[last_rows]
+
+
+@torch.no_grad()
+def dummy_sampler_run(runner: DummyRunner, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Sample from hidden states [rows, hidden] with every filter on, as the widest step would.
+
+    Returns:
+        token ids [rows] int32.
+    """
+    model: Any = runner.get_model()
+    logits = model.lm_head(hidden_states.unsqueeze(0))[0]
+    ones = torch.ones(logits.shape[0], device=logits.device)
+    return sample_tokens(logits, ones, ones * 0.9, (ones * 50).to(torch.int64))
+
+
+class _NoAttention(AttentionBackend):
+    """Attention of a pass that only measures memory: zeros."""
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Nothing to plan."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        return torch.zeros_like(q).flatten(1)

@@ -1,0 +1,194 @@
+"""Building batches and running forward passes: the part of a `ModelRunner` that knows no steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..attention.attention_backend import AttentionBackend
+from ..core.forward_batch import ForwardBatch, ForwardMode
+from ..core.model_spec import ModelSpec
+from ..core.step import LogitsProcessorOutput
+from ..mem_cache.kv_pool import KVPool
+from ..mem_cache.memory_pool import ReqToTokenPool
+from ..models.base import CausalLM
+from ..sampling import apply_penalties, gather_logprobs, sample_tokens
+from .cuda_graph_runner import CudaGraphRunner
+from .partition import Execution
+from .step_inputs import PassResources, decode_batch, extend_batch
+
+
+class ForwardPasses:
+    """Builds `ForwardBatch`es, runs them, and samples from their logits. `ModelRunner` adds life cycle and steps."""
+
+    device: str
+    dtype: torch.dtype
+    vocab_size: int
+    model: CausalLM | None
+    model_spec: ModelSpec
+    req_to_token_pool: ReqToTokenPool | None
+    token_to_kv_pool: KVPool | None
+    attn_backend: AttentionBackend | None
+    graph_runner: CudaGraphRunner | None
+    forward_pass_id: int
+
+    def get_model(self) -> CausalLM:
+        """The loaded model."""
+        assert self.model is not None, "call initialize() first"
+        return self.model
+
+    # -- building batches ----------------------------------------------------------
+
+    def prepare_forward_batch_extend(
+        self,
+        input_ids: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        extend_seq_lens: torch.Tensor,
+        extend_prefix_lens: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+        return_logprob: bool = False,
+        top_logprobs_nums: list[int] | None = None,
+        *,
+        extend_seq_lens_cpu: list[int] | None = None,
+        extend_prefix_lens_cpu: list[int] | None = None,
+    ) -> ForwardBatch:
+        """A batch that extends each request by `extend_seq_lens` tokens behind its `extend_prefix_lens` cached ones.
+
+        Args:
+            input_ids: [tokens], all new tokens, request by request.
+            req_pool_indices, seq_lens, extend_seq_lens, extend_prefix_lens: [batch].
+            out_cache_loc: [tokens], the KV slot of each new token.
+            extend_seq_lens_cpu, extend_prefix_lens_cpu: the same on the host, so that nothing waits for the device.
+
+        Raises:
+            ValueError: lengths that do not add up, or a request without a new token.
+        """
+        return extend_batch(
+            self._pass_resources(), input_ids, req_pool_indices, seq_lens, extend_seq_lens, extend_prefix_lens, out_cache_loc,
+            return_logprob, top_logprobs_nums, extend_seq_lens_cpu=extend_seq_lens_cpu,
+            extend_prefix_lens_cpu=extend_prefix_lens_cpu,
+        )  # fmt: skip
+
+    def prepare_forward_batch_decode(
+        self,
+        input_ids: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+        return_logprob: bool = False,
+        top_logprobs_nums: list[int] | None = None,
+        mrope_position_deltas: torch.Tensor | None = None,
+        *,
+        positions: torch.Tensor | None = None,
+        seq_lens_cpu: torch.Tensor | None = None,
+    ) -> ForwardBatch:
+        """A batch of one new token for each request. All arguments are [batch]; `seq_lens` counts the new token.
+
+        Args:
+            positions: int64, `seq_lens` - 1.
+            seq_lens_cpu: `seq_lens` on the host, so that nothing waits for the device.
+        """
+        return decode_batch(
+            self._pass_resources(), input_ids, req_pool_indices, seq_lens, out_cache_loc, return_logprob, top_logprobs_nums,
+            mrope_position_deltas, positions=positions, seq_lens_cpu=seq_lens_cpu,
+        )  # fmt: skip
+
+    def _pass_resources(self) -> PassResources:
+        length_dependent = self.model_spec.rope_depends_on_length
+        return PassResources(self.req_to_token_pool, self.token_to_kv_pool, self.attn_backend, length_dependent)
+
+    # -- forward and sample ---------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(self, forward_batch: ForwardBatch, execution: Execution = Execution.PLAIN) -> LogitsProcessorOutput:
+        """Run one pass of the model.
+
+        Args:
+            execution: PLAIN runs the fused pass, a decode pass from its CUDA graph where there is one; MODULES goes module
+                by module.
+
+        Raises:
+            ValueError: an unknown forward mode.
+        """
+        self.forward_pass_id += 1
+        mode = forward_batch.forward_mode
+        if mode == ForwardMode.IDLE:
+            return LogitsProcessorOutput(torch.empty(0, self.vocab_size, dtype=self.dtype, device=self.device))
+        if mode == ForwardMode.DECODE:
+            return self.forward_decode(forward_batch, execution)
+        if mode in (ForwardMode.EXTEND, ForwardMode.MIXED):
+            return self.forward_extend(forward_batch, execution)
+        raise ValueError(f"unknown forward mode {mode!r}: expected one of {[m.name for m in ForwardMode]}")
+
+    def forward_decode(
+        self, forward_batch: ForwardBatch, execution: Execution = Execution.PLAIN
+    ) -> LogitsProcessorOutput:
+        """One new token for each request."""
+        if execution is Execution.REPLAY or (execution is Execution.PLAIN and self.can_replay(forward_batch)):
+            return self.replay(forward_batch)
+        return self.plan_and_call(forward_batch, execution)
+
+    def forward_extend(
+        self, forward_batch: ForwardBatch, execution: Execution = Execution.PLAIN
+    ) -> LogitsProcessorOutput:
+        """New tokens behind cached ones, for each request."""
+        return self.plan_and_call(forward_batch, execution)
+
+    def can_replay(self, batch: ForwardBatch) -> bool:
+        """Whether a CUDA graph serves the batch."""
+        return self.graph_runner is not None and self.graph_runner.can_run(batch)
+
+    def replay(self, batch: ForwardBatch, in_place: bool = False) -> LogitsProcessorOutput:
+        """Run a decode pass from its CUDA graph.
+
+        Args:
+            in_place: return the graph's own output, which the next replay overwrites.
+        """
+        assert self.graph_runner is not None
+        return self.graph_runner.replay(batch, in_place)
+
+    def plan_and_call(self, batch: ForwardBatch, execution: Execution) -> LogitsProcessorOutput:
+        """Plan attention for the pass, and run it: PLAIN fused, MODULES module by module."""
+        assert batch.attn_backend is not None
+        batch.attn_backend.init_forward_metadata(batch)
+        logits = self.call_model(batch, execution)[0]
+        return LogitsProcessorOutput(logits, hidden_states=batch.hidden_states)
+
+    def call_model(self, batch: ForwardBatch, execution: Execution) -> torch.Tensor:
+        """Logits [1, logit rows, vocab] of a planned pass."""
+        assert batch.positions is not None
+        model = self.get_model()
+        input_ids, positions = batch.input_ids.unsqueeze(0), batch.positions.unsqueeze(0)
+        if execution is Execution.PLAIN:
+            return model.forward_fused(input_ids, positions, batch)
+        return model(input_ids=input_ids, position_ids=positions, forward_batch=batch).logits  # pyright: ignore[reportReturnType]
+
+    def sample(
+        self,
+        logits_output: LogitsProcessorOutput,
+        forward_batch: ForwardBatch,
+        temperatures: torch.Tensor | None = None,
+        top_ps: torch.Tensor | None = None,
+        top_ks: torch.Tensor | None = None,
+        penalty_params: dict[str, Any] | None = None,
+    ) -> torch.Tensor:
+        """Next token ids, int32 [batch]. Greedy without temperatures, or where they are 0.
+
+        Args:
+            temperatures, top_ps, top_ks: [batch]; a top_k of -1 or 0 keeps all tokens.
+            penalty_params: `repetition_penalties`, `frequency_penalties`, `presence_penalties` ([batch] each) and
+                `token_histories` (a list of token ids for each request).
+
+        A batch with `return_logprob` gets `logits_output.next_token_logprobs`, under the raw logits.
+        """
+        logits = raw = logits_output.next_token_logits
+        if penalty_params is not None:
+            logits = apply_penalties(logits, **penalty_params)
+        token_ids = sample_tokens(logits, temperatures, top_ps, top_ks)
+        if forward_batch.return_logprob:
+            top = forward_batch.top_logprobs_nums or [0] * forward_batch.batch_size
+            entries = gather_logprobs(raw, token_ids, top).tolists()
+            logits_output.next_token_logprobs = [entry for entry in entries if entry is not None]
+        return token_ids
