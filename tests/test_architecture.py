@@ -87,6 +87,61 @@ def test_an_import_goes_to_the_left_only(module):
     assert not wrong, wrong
 
 
+def all_imports_of(module: str) -> set[str]:
+    """Modules of ours that `module` imports, those for type checkers included."""
+    package = module.split(".") if FILES[module].name == "__init__.py" else module.split(".")[:-1]
+    found: set[str] = set()
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            base = ".".join(part for part in (base, node.module) if part)
+            found |= {name if (name := f"{base}.{alias.name}") in FILES else base for alias in node.names}
+    return {name for name in found if name in FILES and name != module and place(name)}
+
+
+def test_no_imports_go_in_circles_type_checkers_included():
+    """Files that import each other cannot be read one after the other."""
+    left = {module: all_imports_of(module) for module in FILES if place(module)}
+    assert "pymllm_interp.core.forward_batch" in left["pymllm_interp.attention.attention_backend"]
+    while ready := [module for module, imports in left.items() if not imports & left.keys()]:
+        for module in ready:
+            del left[module]
+    assert not left, f"imports in circles, or on the way to one: {sorted(left)}"
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (("site", "positions", "spec", "binding", "vectors", "vector_files", "receipt"), ("captures", "interventions")),
+        (("captures", "interventions.op", "interventions.specs"), ("declared",)),
+        (("declared", "captures", "interventions"), ("declared_stage",)),
+        (("captures", "interventions", "declared"), ("traces",)),
+    ],
+)
+def test_the_rooms_of_hooks_have_an_order(first, then):
+    """Shared words, then captures and interventions, then what binds them, then traces, which only know shared words."""
+    hooks = "pymllm_interp.hooks."
+    wrong = [
+        (module, name)
+        for module in FILES
+        if any(f"{module}.".startswith(f"{hooks}{room}.") for room in first)
+        for name in all_imports_of(module)
+        if any(f"{name}.".startswith(f"{hooks}{room}.") for room in then)
+    ]
+    allowed = {
+        (hooks + "interventions." + name, hooks + "declared")
+        for name in ("device_tables", "host_ops", "logit_ops", "vector_pool")
+    }
+    assert not set(wrong) - allowed, wrong
+
+
+def test_files_are_small():
+    """No file over 500 lines, and nine of ten at most 300."""
+    lengths = sorted((len(path.read_text().splitlines()), module) for module, path in FILES.items())
+    assert lengths[-1][0] <= 500, lengths[-3:]
+    assert lengths[int(0.9 * len(lengths))][0] <= 300, lengths[int(0.9 * len(lengths)) :]
+
+
 def test_the_import_reader_reads_imports():
     """It would see a wrong one: known imports are found, and what is for type checkers only is left out."""
     found = {name for name, _ in imports_of("pymllm_interp.runner.interp_model_runner")}

@@ -16,8 +16,9 @@ import torch
 from transformers import PreTrainedModel
 
 from pymllm_interp import LM, SamplingParams
+from pymllm_interp.cli import main
 from pymllm_interp.demo import LENS_PROMPT, Lens, draw_heatmap, logit_lens, steering_vector
-from pymllm_interp.engine.prompts import as_chat, main
+from pymllm_interp.engine.prompts import as_chat
 
 TINY = ["--dtype", "float32", "--max-tokens", "5"]
 

@@ -29,7 +29,6 @@ from pymllm_interp.layers.edits.host import HostOps
 from pymllm_interp.runner import graph_capture
 from pymllm_interp.runner.cuda_graph_runner import (
     CudaGraphRunner,
-    capture_batch_sizes,
     freeze_gc,
     get_global_graph_memory_pool,
     is_capture_mode,
@@ -210,10 +209,10 @@ def test_g03_the_collector_is_frozen_within_the_block_only(unfrozen):
 )
 def test_g06_the_sizes_are_dense_where_batches_are_small_and_end_at_the_cap(cap, head, tail, count):
     """G6: and R of the pitfalls, a cap of thousands of requests does not make thousands of graphs."""
-    sizes = capture_batch_sizes(cap)
+    sizes = graph_capture.capture_batch_sizes(cap)
     assert sizes == sorted(set(sizes)) and len(sizes) == count
     assert sizes[: len(head)] == head and sizes[-len(tail) :] == tail
-    assert len(capture_batch_sizes(4096)) < 170
+    assert len(graph_capture.capture_batch_sizes(4096)) < 170
 
 
 # -- the runner (G4, G5, G7, G10, G12, G13, G14) ----------------------------------------------
@@ -578,7 +577,7 @@ def test_g10_gpu_replay_equals_eager_at_every_size_of_the_default(cuda_runner, d
     """G10: all 36 sizes up to 256, each full and with a row of padding."""
     runner = cuda_runner(dtype, kv_cache_tokens=1 << 14, max_running_requests=256)
     graphs = graphs_of(runner)
-    assert graphs.capture_bs == capture_batch_sizes(256) == sorted(graphs.graphs)
+    assert graphs.capture_bs == graph_capture.capture_batch_sizes(256) == sorted(graphs.graphs)
     for n in sorted({n for bs in graphs.capture_bs for n in (bs, max(1, bs - 1))}):
         hand = ByHand(runner)
         batch = decode_batch(runner, n, hand)

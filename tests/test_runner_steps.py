@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -719,3 +721,82 @@ def test_v55_load_time_memory_and_captures_are_logged(caplog):
     with caplog.at_level(logging.INFO):
         runner.capture_model()
     assert "CUDA graphs" in caplog.text
+
+
+# -- a step is plain data ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_steps_value_goes_through_pickle_and_the_runner_works_from_the_copy(family, model_folder, oracle):
+    """The runner sees copies alone: mixed lengths in chunks, preemption, penalties, n, log probabilities."""
+    steps = fresh(model_folder(family), kv_cache_tokens=64, max_num_tokens=12)
+    greedy = [random_ids(n, seed=n) for n in (1, 4, 5, 17)]
+    requests = [steps.add(prompt, 12) for prompt in greedy]
+    params = {"temperature": 0.9, "seed": 5, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "logprobs": 2}
+    penalised = steps.add(random_ids(9, seed=40), 10, **params, prompt_logprobs=1)
+    execute, kinds = steps.runner.execute_model, set()
+
+    def from_a_copy(step: SchedulerOutput, *args: Any) -> Any:
+        copied = pickle.loads(pickle.dumps(step))
+        assert copied == step and copied.scheduled is not step.scheduled
+        kinds.update(type(part).__name__ for part in plain_parts(step))
+        return execute(copied, *args)
+
+    steps.runner.execute_model = from_a_copy  # pyright: ignore[reportAttributeAccessIssue]
+    steps.run()
+    assert steps.scheduler.num_preempted > 0, "requests have entered the table again"
+    for prompt, request in zip(greedy, requests, strict=True):
+        assert request.output_token_ids == greedy_oracle(oracle(family), prompt, 12)
+    alone = fresh(model_folder(family))
+    expected = alone.add(random_ids(9, seed=40), 10, **params)
+    alone.run()
+    assert penalised.output_token_ids == expected.output_token_ids
+    assert kinds <= {
+        "int",
+        "float",
+        "bool",
+        "str",
+        "NoneType",
+        "ScheduledRequest",
+        "NewRequest",
+        "PageWrite",
+        "SamplingParams",
+    }
+
+
+def plain_parts(value: Any) -> Iterator[Any]:
+    """What a step's value holds, all the way down; containers are left out."""
+    if isinstance(value, dict):
+        yield from (part for item in value.items() for entry in item for part in plain_parts(entry))
+    elif isinstance(value, list | set | frozenset) or type(value) is tuple:
+        yield from (part for item in value for part in plain_parts(item))
+    elif dataclasses.is_dataclass(value) or isinstance(value, tuple):
+        if not isinstance(value, SchedulerOutput):
+            yield value
+        names = value._fields if isinstance(value, tuple) else [spec.name for spec in dataclasses.fields(value)]
+        yield from (part for name in names for part in plain_parts(getattr(value, name)))
+    else:
+        yield value
+
+
+def test_a_step_that_fails_says_all_of_its_requests_again(steps, oracle):
+    """What a failed pass left in the runner's table is stated anew: rows, tokens, pages and what is fed."""
+    a, b = steps.add(random_ids(6), 8), steps.add(random_ids(3, seed=1), 8)
+    for _ in range(3):
+        steps.step()
+    failing = steps.scheduler.schedule()
+    runner = steps.runner
+    runner.req_states.last_sampled_tokens.fill_(1)  # as if it had failed after its sampling
+    runner.req_to_token_pool.req_to_token.fill_(0)
+    steps.scheduler.failed(failing)
+    again = steps.scheduler.schedule()
+    assert {new.request_id for new in again.scheduled_new_reqs} == {"r1", "r2"}
+    assert [(write.row, write.first, write.pages) for write in again.page_writes] == [
+        (request.req_pool_idx, 0, request.pages) for request in (a, b)
+    ]
+    output = runner.execute_model(again) or runner.sample_tokens()
+    steps.scheduler.launched(again)
+    steps.scheduler.update(again, output)
+    steps.run()
+    assert a.output_token_ids == greedy_oracle(oracle("llama"), random_ids(6), 8)
+    assert b.output_token_ids == greedy_oracle(oracle("llama"), random_ids(3, seed=1), 8)

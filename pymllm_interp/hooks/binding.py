@@ -13,7 +13,7 @@ from ..core.model_spec import ModelSpec
 from .positions import Window, windows_of
 from .site import Site, expand
 from .spec import PlacedSpec
-from .vectors import Named
+from .vector_files import Named
 
 SpecT = TypeVar("SpecT", bound=PlacedSpec)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -32,8 +32,8 @@ from .interventions.logit_ops import logit_ops
 from .interventions.op import Op
 
 
-class StepRows(NamedTuple):
-    """A step's requests, and the rows of each in the flat batch.
+class StepRows(Protocol):
+    """A step's requests, and the rows of each in the flat batch (`runner.input_batch.InputBatch`).
 
     Attributes:
         query_start_loc: [reqs + 1] int32, first token row of each request.
@@ -44,7 +44,7 @@ class StepRows(NamedTuple):
     entries: Sequence[ScheduledRequest]
     query_start_loc: np.ndarray
     cu_num_logits: np.ndarray
-    sample_rows: Sequence[int]
+    sample_rows: list[int]
 
 
 class RowBuffers(NamedTuple):

@@ -14,8 +14,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .vectors import Named, Source
-
+Source = Any
+"""Anything that `checked_vector` converts: a tensor, lists of numbers, a list of tensors, or an array."""
+Named = Tensor | dict[int, Tensor]
+"""A named vector: one tensor for all layers, or one per layer."""
 ARCHITECTURE = "controlvector"
 """Architecture of GGUF files with control vectors."""
 _LAYER_NAME = re.compile(r"(?:layer|direction)\.(\d+)")

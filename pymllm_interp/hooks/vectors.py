@@ -19,21 +19,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, MutableMapping
 from numbers import Integral
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from ..core.model_spec import ModelSpec
 from .vector_files import (
+    Named,
+    Source,
     _nearest,
     _of_file,
     checked_vector,
 )
-
-Source = Any
-"""Anything that `checked_vector` converts: a tensor, lists of numbers, a list of tensors, or an array."""
-Named = Tensor | dict[int, Tensor]
-"""A named vector: one tensor for all layers, or one per layer."""
 
 
 class VectorRegistry(MutableMapping[str, Named]):

@@ -1,4 +1,4 @@
-"""Llama and Mistral; the base of the families in qwen.py.
+"""Llama; the base of the families in mistral.py and qwen.py.
 
 Both forward passes of models/base.py are here. They launch the same kernels at the same shapes, so they are bit-equal
 (tests/test_models.py). Module boundaries carry [1, tokens, hidden]; the batch is flat along dim 1.
@@ -281,23 +281,3 @@ def _logit_rows(h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
     if batch.return_hidden_states:
         batch.hidden_states = h[0]
     return h if batch.logits_indices is None else h[:, batch.logits_indices]
-
-
-class MistralAttention(LlamaAttention):
-    """Llama's attention without biases."""
-
-    @staticmethod
-    def biases(config: PretrainedConfig) -> tuple[bool, bool]:
-        return False, False
-
-
-class MistralDecoderLayer(LlamaDecoderLayer):
-    attention_cls = MistralAttention
-
-
-class MistralModel(LlamaModel):
-    layer_cls = MistralDecoderLayer
-
-
-class MistralForCausalLM(LlamaForCausalLM):
-    model_cls = MistralModel

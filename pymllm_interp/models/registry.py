@@ -11,7 +11,8 @@ from transformers import PretrainedConfig
 from ..core.model_spec import ModelSpec
 from ..core.unsupported import MULTIMODAL, POOLING
 from .base import CausalLM
-from .llama import LlamaForCausalLM, MistralForCausalLM
+from .llama import LlamaForCausalLM
+from .mistral import MistralForCausalLM
 from .qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 
 NATIVE: dict[str, type[LlamaForCausalLM]] = {

@@ -33,7 +33,7 @@ from ..layers.edits.table import TableOps
 from ..mem_cache.kv_pool import KVPool
 from ..mem_cache.memory_pool import ReqToTokenPool
 from ..models.base import CausalLM
-from ..runner import graph_capture
+from . import graph_capture
 from .graph_capture import (
     Capturing,
     freeze_gc,
@@ -46,7 +46,6 @@ from .input_batch import PAD_SEQ_LEN, InputBuffers
 
 __all__ = [
     "CudaGraphRunner",
-    "capture_batch_sizes",
     "freeze_gc",
     "get_global_graph_memory_pool",
     "is_capture_mode",
@@ -79,12 +78,6 @@ class GraphOwner(Capturing, Protocol):
     def captured_site_ops(self, bs: int) -> Any: ...
 
 
-def capture_batch_sizes(max_bs: int) -> list[int]:
-    """Batch sizes to capture: 1, 2, 4, 8, 12, then in steps of 8 to 256, of 16 to 512, of 32 beyond; `max_bs` is the last."""
-    sizes = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 513, 16), *range(544, max_bs + 1, 32)]
-    return sorted({size for size in sizes if size < max_bs} | {max_bs})
-
-
 class CudaGraphRunner:
     """Captures the fused decode pass for each size of `capture_bs`, and replays it.
 
@@ -115,7 +108,7 @@ class CudaGraphRunner:
         self.device = model_runner.device
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.output_buffers: dict[int, LogitsProcessorOutput] = {}
-        self.capture_bs = sizes or capture_batch_sizes(model_runner.max_running_requests)
+        self.capture_bs = sizes or graph_capture.capture_batch_sizes(model_runner.max_running_requests)
         self.max_bs = self.capture_bs[-1]
         server_config = model_runner.server_config
         self.enable_torch_compile = server_config.enable_torch_compile
@@ -182,9 +175,7 @@ class CudaGraphRunner:
                     logger.debug("graph of %d rows: %.1f MiB", bs, (before - _free_memory(self.device)) / 2**20)
         except Exception as error:  # also errors of Triton's compiler, which are no RuntimeErrors
             self.shutdown()
-            set_global_graph_memory_pool(
-                None
-            )  # it may be broken: captured graphs keep it, later captures start a new one
+            set_global_graph_memory_pool(None)  # it may be broken; captured graphs keep it
             clear_frames(error.__traceback__)  # the frames hold the model, and the caller may keep the error
             if isinstance(error, RuntimeError):
                 raise RuntimeError(

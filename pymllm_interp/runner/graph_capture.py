@@ -136,3 +136,9 @@ def _forget_capture(current: torch.cuda.Stream, pool: Any) -> None:
     generator.graphsafe_set_state(fresh)
     with contextlib.suppress(RuntimeError):  # torch may have ended them itself
         torch._C._cuda_endAllocateToPool(current.device_index, pool)
+
+
+def capture_batch_sizes(max_bs: int) -> list[int]:
+    """Batch sizes to capture: 1, 2, 4, 8, 12, then in steps of 8 to 256, of 16 to 512, of 32 beyond; `max_bs` is the last."""
+    sizes = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 513, 16), *range(544, max_bs + 1, 32)]
+    return sorted({size for size in sizes if size < max_bs} | {max_bs})

@@ -28,7 +28,7 @@ from ..core.model_spec import LOGITS
 from ..core.request import Request
 from ..core.step import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
 from ..hooks.captures.ring import CaptureRing
-from ..hooks.declared_stage import DeclaredStage, RowBuffers, StepRows
+from ..hooks.declared_stage import DeclaredStage, RowBuffers
 from ..hooks.interventions.device_tables import DeviceTables
 from ..hooks.traces.batch_groups import NNsightRequestHelper
 from ..hooks.traces.envoy import TracedModel
@@ -174,8 +174,7 @@ class InterpModelRunner(ModelRunner):
         return output
 
     def drop_finished(self) -> None:
-        """Take the traces of finished requests out of the pass under way, which was launched before they were known to have
-        finished: no block sees a step that did not happen."""
+        """Take finished requests' traces out of the pass under way: no block sees a step that did not happen."""
         for trace in self.nnsight_request_helper.drop_finished():
             self.interleaver.leave(trace)
 
@@ -238,9 +237,7 @@ class InterpModelRunner(ModelRunner):
         if not self.declared.declares(input_batch.entries):
             return batch
         differentiable = any(trace.grad for trace in self.interleaver.traces)
-        batch.site_ops = self.declared.site_ops(
-            _step_rows(input_batch), self._row_buffers(batch.num_tokens), differentiable
-        )
+        batch.site_ops = self.declared.site_ops(input_batch, self._row_buffers(batch.num_tokens), differentiable)
         return batch
 
     def captured_site_ops(self, bs: int) -> TableOps | None:
@@ -292,7 +289,7 @@ class InterpModelRunner(ModelRunner):
         if traced:
             self.nnsight_request_helper.unflatten(sampling)
             logits = interleaver.handle(interleaver.logits, logits)
-        self.declared.capture_logits(_step_rows(state.input_batch), state.logits_output.next_token_logits, logits)
+        self.declared.capture_logits(state.input_batch, state.logits_output.next_token_logits, logits)
         self.declared.send()
         sampled = super()._sample(logits, state)
         if traced and interleaver.awaits_token():
@@ -301,7 +298,3 @@ class InterpModelRunner(ModelRunner):
         elif traced:
             interleaver.pass_token()
         return sampled
-
-
-def _step_rows(batch: InputBatch) -> StepRows:
-    return StepRows(batch.entries, batch.query_start_loc, batch.cu_num_logits, batch.sample_rows)

@@ -35,12 +35,13 @@ from ..models.base import CausalLM
 from ..models.registry import build_model, check_supported, model_class
 from ..models.source import ModelSource, resolve_model
 from ..models.weights import init_dummy_weights, iter_safetensors, load_weights
-from ..runner import device_memory
 from ..sampling import Sampler, SamplerOutput, SamplingBatch
+from . import device_memory, dummy_run
 from .async_output import AsyncOutput
-from .cuda_graph_runner import CudaGraphRunner, capture_batch_sizes
+from .cuda_graph_runner import CudaGraphRunner
 from .device_memory import get_available_gpu_memory, memory_left
 from .forward_passes import ForwardPasses
+from .graph_capture import capture_batch_sizes
 from .input_batch import ExecuteModelState, InputBatch, InputBuffers
 from .partition import BatchExecutionDescriptor, Execution, Partition
 from .request_state import RequestState

@@ -11,7 +11,7 @@ from ...config import DTYPES
 from ..positions import Positions, is_whole
 from ..site import Site
 from ..spec import PlacedSpec, Spec
-from ..vectors import Source
+from ..vector_files import Source
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...layers.edits.codes import OpWords
 from ..spec import PlacedSpec, Spec
-from ..vectors import Source
+from ..vector_files import Source
 
 
 @dataclass(frozen=True, eq=False)

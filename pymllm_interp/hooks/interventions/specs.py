@@ -22,7 +22,7 @@ from ...layers.edits import codes
 from ...layers.edits.codes import OpWords
 from ..positions import Positions, Window, absolute_positions
 from ..site import Site
-from ..vectors import Source
+from ..vector_files import Source
 from .op import Gate, Op, row_dots, row_norms
 
 MAX_RANK = 16
