@@ -906,7 +906,7 @@ def test_records_that_are_kept_unchanged_have_rows() -> None:
 
 @pytest.mark.parametrize("reduce", ["mean", "last"])
 def test_a_request_that_ends_before_what_is_kept_has_nothing_of_it(reduce: Any) -> None:
-    """It gave way, and ended before it had come as far again. One row too many is what running ahead computes, and is left out."""
+    """It was preempted, and finished before it had recomputed all. The extra row of an overlapped step is left out."""
     captures = captures_of([Capture("resid_post.0", reduce=reduce)], 8, 14)
     states, (group,) = vector(INFO.hidden_size, 1, 10), captures.groups
     group.capture(0, states, torch.from_numpy(group.ordinals[:10]))

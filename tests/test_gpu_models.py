@@ -278,7 +278,7 @@ def test_chunks_change_nothing(family, dtype, device, lm_of, half_lm):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_aborts_and_preemption_under_load_leave_every_slot_free(device, lm_of):
-    """And those who gave way have the tokens of an engine with room. Steps run ahead on both devices."""
+    """And preempted requests have the tokens of an engine with room. Steps run ahead on both devices."""
     options: dict[str, Any] = {"device": device, "max_running_requests": 8, "async_scheduling": True}
     rng = random.Random(5)
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(40)]

@@ -198,7 +198,7 @@ class Simulation:
         assert not step.preempted_req_ids & new, "a resumed request would be dropped from the runner's table"
 
     def check_sat_out(self, decoding: list[Request], step: SchedulerOutput) -> None:
-        """A request that decodes sits out at most one step in a row, unless it gives way."""
+        """A request that decodes is left out of at most one step in a row, unless it is preempted."""
         scheduled = {entry.request_id for entry in step.scheduled}
         sat_out = self.sat_out
         self.sat_out = {

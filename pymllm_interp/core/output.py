@@ -31,7 +31,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     error: BaseException | None = None
     activations: Any = None
-    """What was captured (hooks.capture.Activations): empty, so false, where nothing was asked for."""
+    """What was captured (hooks.captures.activations.Activations): empty, so false, where nothing was asked for."""
     receipt: Any = None
     """What was applied, and how its steps ran (hooks.receipt.Receipt), or None."""
 

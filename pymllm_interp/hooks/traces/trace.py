@@ -60,7 +60,7 @@ class RequestTrace:
 
     Args:
         block: the request's own block; None if it has persistent edits only.
-        edits: persistent edits, which run ahead of the block.
+        edits: persistent edits, which run before the block.
         grad: run the pass alone and with gradients, whether or not a block names autograd.
         transfer: of the ``with`` block's saves; None leaves them where they are.
         on_step: called after each pass with its number and copies of the saved values by name, on the engine's thread.
