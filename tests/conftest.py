@@ -214,8 +214,12 @@ def lm_of(model_folder: Callable[[str], Path], request: pytest.FixtureRequest) -
     def load(family: str, **kwargs: Any) -> LM:
         key = (family, *sorted(kwargs.items()))
         if key not in made:
-            # On CUDA, a pool of the default size would leave no memory to the next engine.
-            pool = {"kv_cache_tokens": 4096} if str(kwargs.get("device")).startswith("cuda") else {}
+            # On CUDA, pools of the default sizes would leave no memory to the next engines.
+            pool = (
+                {"kv_cache_tokens": 4096, "capture_ring_bytes": 128 << 20}
+                if str(kwargs.get("device")).startswith("cuda")
+                else {}
+            )
             made[key] = LM(model_folder(family), **{**defaults, **pool, **kwargs})
         return made[key]
 

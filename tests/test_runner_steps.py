@@ -800,3 +800,31 @@ def test_a_step_that_fails_says_all_of_its_requests_again(steps, oracle):
     steps.run()
     assert a.output_token_ids == greedy_oracle(oracle("llama"), random_ids(6), 8)
     assert b.output_token_ids == greedy_oracle(oracle("llama"), random_ids(3, seed=1), 8)
+
+
+def test_ids_that_a_failed_step_took_along_are_said_again(steps):
+    """The pass may fail before the runner has read them. A row must not keep the tokens of who held it before."""
+    a, b = steps.add(random_ids(6), 2), steps.add(random_ids(3, seed=1), 8)
+    while not a.finished:
+        steps.step()
+    failing = steps.scheduler.schedule()
+    assert failing.finished_req_ids == {a.request_id}
+    steps.scheduler.failed(failing)
+    assert steps.scheduler.schedule().finished_req_ids == {a.request_id}
+    assert not b.finished
+
+
+def test_a_failed_upload_leaves_no_staged_tokens(steps, monkeypatch):
+    state = steps.runner.req_states
+    state.add_request(NewRequest("x", 3, 2, [1, 2, 3], 0, SamplingParams(), seed=0))
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(state, "feed", raises(torch.OutOfMemoryError("injected")))
+        state.apply_staged_writes()
+    assert not state._staged
+
+
+def raises(error: Exception) -> Callable[..., Any]:
+    def function(*args: Any) -> Any:
+        raise error
+
+    return function

@@ -53,7 +53,6 @@ class Completion:
 
     def __init__(self, request_id: str, index: int, params: SamplingParams, tokenizer: Any) -> None:
         self.request_id, self.index, self._params, self._tokenizer = request_id, index, params, tokenizer
-        self.finished: FinishedEvent | None = None
         self._token_ids: list[int] = []
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens) if tokenizer is not None else None
         self._emitted = self._emitted_chars = 0
@@ -70,10 +69,10 @@ class Completion:
 
     def last_piece(self, finished: FinishedEvent) -> StreamPiece:
         """The rest of the text, with what belongs to the completion as a whole."""
-        self.finished, self._token_ids = finished, finished.token_ids
-        text = self.text()
+        self._token_ids = finished.token_ids
+        text = self.text(finished)
         piece = self._piece(text, len(text), finished.finish_reason)
-        piece.activations, piece.receipt = self.activations, finished.receipt
+        piece.activations, piece.receipt = _activations(finished), finished.receipt
         return piece
 
     def _piece(self, text: str, end: int, finish_reason: str | None) -> StreamPiece:
@@ -92,35 +91,32 @@ class Completion:
                     break
         return longest
 
-    def text(self) -> str:
-        """The finished text: without the stop string, and without the token that stopped it."""
-        end = self.finished
-        if self._tokenizer is None or end is None:
+    def text(self, end: FinishedEvent) -> str:
+        """The text: without the stop string, and without the token that stopped it."""
+        if self._tokenizer is None:
             return ""
         ids = end.token_ids[:-1] if isinstance(end.stop_reason, int) else end.token_ids
         text = self._tokenizer.decode(ids, skip_special_tokens=self._params.skip_special_tokens)
         return text if end.text_length is None else text[: end.text_length]
 
-    @property
-    def activations(self) -> Any:
-        """What was captured; empty where nothing was."""
-        found = None if self.finished is None else self.finished.activations
-        return NOTHING if found is None else found
-
-    def output(self) -> CompletionOutput:
-        """The completion as a value; what there is of it, where it has not ended."""
-        end = self.finished or FinishedEvent(self.request_id, self._token_ids, "")
+    def output(self, end: FinishedEvent) -> CompletionOutput:
+        """The completion as a value."""
         return CompletionOutput(
             index=self.index,
-            text=self.text(),
+            text=self.text(end),
             token_ids=list(end.token_ids),
             finish_reason=end.finish_reason or None,
             stop_reason=end.stop_reason,
             logprobs=None if end.logprobs is None else [decoded(entry, self._tokenizer) for entry in end.logprobs],
             error=end.error,
-            activations=self.activations,
+            activations=_activations(end),
             receipt=end.receipt,
         )
+
+
+def _activations(end: FinishedEvent) -> Any:
+    """What was captured; empty where nothing was."""
+    return NOTHING if end.activations is None else end.activations
 
 
 def decoded(entry: dict[int, Logprob], tokenizer: Any) -> dict[int, Logprob]:

@@ -457,9 +457,13 @@ class Engine:
         self._end_all()
         self._empty_inbox()  # handles that came too late still get their answer
         self._end_all()
-        if self.runner.capture_ring is not None:
-            self.runner.capture_ring.wait()
-            self._empty_inbox()
+        self._send_events()
+        try:
+            if self.runner.capture_ring is not None:
+                self.runner.capture_ring.wait()
+        except Exception:
+            logger.exception("captured states of the closing engine are lost")
+        self._empty_inbox()
         for request, _ in list(self._subscribers.values()):  # something failed between its end and the answer
             request.error = self._closed_error(request)
             self._answer(request)

@@ -6,6 +6,7 @@ import asyncio
 import queue
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Protocol
 
 from ..core.events import Event, FinishedEvent, TokenEvent
@@ -62,12 +63,13 @@ class RequestHandle:
         """Take a request's next event. Called on the engine's thread."""
         if self._streaming:
             self._events.put(event)
-            if self._on_event is not None:
-                self._on_event()
         if isinstance(event, FinishedEvent):
             self._finished[event.request_id] = event
             if len(self._finished) == len(self.requests):
                 self._ended.set_result(None)
+        # Last: what it raises must not lose the event.
+        if (notify := self._on_event) is not None:
+            notify()
 
     @property
     def done(self) -> bool:
@@ -103,15 +105,17 @@ class RequestHandle:
     def output(self) -> RequestOutput:
         """The prompt and its completions; what there is of them, where they have not ended."""
         first = self.requests[0]
-        for request_id, event in self._finished.items():
-            self._completions[request_id].finished = event
+        outputs = [
+            self._completions[r.request_id].output(self._finished.get(r.request_id) or _so_far(r))
+            for r in self.requests
+        ]
         ended = [self._finished[r.request_id] for r in self.requests if r.request_id in self._finished]
         prompt_logprobs = next((e.prompt_logprobs for e in ended if e.prompt_logprobs is not None), None)
         return RequestOutput(
             request_id=first.request_id,
             prompt=self.prompt,
             prompt_token_ids=list(first.prompt_token_ids),
-            outputs=[completion.output() for completion in self._completions.values()],
+            outputs=outputs,
             prompt_logprobs=None
             if prompt_logprobs is None
             else [entry and decoded(entry, self._tokenizer) for entry in prompt_logprobs],
@@ -147,7 +151,7 @@ class RequestHandle:
         loop, arrived = asyncio.get_running_loop(), asyncio.Event()
 
         def on_event() -> None:
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
                 loop.call_soon_threadsafe(arrived.set)
 
         self._on_event = on_event
@@ -193,3 +197,10 @@ class RequestHandle:
             event = self._finished.get(request.request_id)
             if event is not None and event.error is not None:
                 raise event.error
+
+
+def _so_far(request: Request) -> FinishedEvent:
+    """The tokens of a request that has not ended."""
+    token_ids = list(request.output_token_ids)
+    logprobs = None if request.logprobs is None else request.logprobs[: len(token_ids)]
+    return FinishedEvent(request.request_id, token_ids, "", logprobs=logprobs)

@@ -118,11 +118,19 @@ class LM(TracedModel):
         )
 
         self.runner = InterpModelRunner(server_config, model_config, wrap=None)
+        engine = None
         try:
-            self.engine = Engine(self.runner)
+            self.engine = engine = Engine(self.runner)
+            _open_engines.add(engine)
+            self._init_client(rename, seed)
         except BaseException:
+            if engine is not None:
+                engine.shutdown()
             self.__dict__.clear()  # the error, which a notebook keeps, holds this frame
             raise
+
+    def _init_client(self, rename: dict[Any, Any] | None, seed: int) -> None:
+        """The envoy tree, the tokenizer, and what makes requests: all of an `LM` that its engine does not know."""
         super().__init__(self.runner.get_model(), rename=rename, interleaver=self.runner.interleaver)
         self.runner.attach_model(self)
         assert self.runner.source is not None
@@ -131,7 +139,6 @@ class LM(TracedModel):
         eos = eos_token_ids(self.hf_config, self.runner.source.folder)
         self._factory = RequestFactory(self.runner, self.tokenizer, eos, seed)
         self.vectors = self._factory.vectors
-        _open_models.add(self)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -413,7 +420,6 @@ class LM(TracedModel):
         engine = self.__dict__.get("engine")
         if engine is not None:
             engine.shutdown()
-        _open_models.discard(self)
 
     def __enter__(self) -> LM:
         return self
@@ -422,13 +428,14 @@ class LM(TracedModel):
         self.shutdown()
 
 
-_open_models: weakref.WeakSet[LM] = weakref.WeakSet()
+_open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+"""Engines, not `LM`s: an engine outlives its `LM` where handles or streams still wait for requests."""
 
 
 @atexit.register
 def _shutdown_all() -> None:
-    for lm in list(_open_models):
-        lm.shutdown()
+    for engine in list(_open_engines):
+        engine.shutdown()
 
 
 def _check_arguments(model: Any, keywords: Mapping[str, Any]) -> None:

@@ -280,6 +280,9 @@ class Scheduler:
             if request is not None and request.status is RequestStatus.RUNNING:
                 self._entering[request.request_id] = request
                 self.kv.resend(request)
+        # The pass may have failed before the runner read them. It ignores ids that it does not know.
+        self._finished_ids |= step.finished_req_ids
+        self._preempted_ids |= step.preempted_req_ids - self._entering.keys()
 
     def update(self, step: SchedulerOutput, output: ModelRunnerOutput, in_a_pass: bool = False) -> list[Request]:
         """Append the tokens of a step that was `launched`. Returns the requests that ended with it.

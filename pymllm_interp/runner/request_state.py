@@ -107,14 +107,14 @@ class RequestState:
     def apply_staged_writes(self) -> None:
         """Write the tokens of requests that were added since the last call."""
         resumed = []
-        for row, token_ids in self._staged:
+        staged, self._staged = self._staged, []
+        for row, token_ids in staged:
             self.all_token_ids[row, : len(token_ids)] = token_ids
             if len(token_ids) > self.prompt_len[row]:
                 resumed.append((row, token_ids[-1]))
         if resumed:
             rows, tokens = upload(self.last_sampled_tokens.device, *np.array(resumed, dtype=np.int64).T)
             self.feed(rows, tokens)
-        self._staged.clear()
 
     def accept(self, tokens: Sequence[AcceptedToken]) -> None:
         """Note tokens that the engine appended. Tokens of requests that left the table are dropped."""
