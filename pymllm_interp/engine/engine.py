@@ -118,9 +118,11 @@ class Engine:
         return value
 
     def stats(self) -> dict[str, Any]:
-        """Counters: steps, and those whose tokens were read after the next launch; steps by way and reason; requests in each
-        state, free pages, preemptions; what is captured between hooks, and what goes kernel by kernel there, by the place inside
-        of a layer that blocks waited at."""
+        """Counters of steps, by execution and reason; requests in each state; free KV slots; preemptions; graph segments.
+
+        `overlapped_steps` were followed by the next launch before their tokens were read. `eager_parts` counts the modules inside
+        a layer that sent part of a step off its graph.
+        """
         scheduler = self.scheduler
         return {
             "steps": self.num_steps,

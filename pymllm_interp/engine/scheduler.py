@@ -133,7 +133,7 @@ class Scheduler:
         return step
 
     def _prompts_have_this_step(self, decoding: int) -> bool:
-        """Whether the requests that decode, so many, sit this step out for prompts. Never two steps in a row."""
+        """Whether `decoding` requests are left out of this step in favor of prompts. Never two steps in a row."""
         if not decoding or self._decodes_wait:
             return False
         head = self._admissible_head()
@@ -147,7 +147,7 @@ class Scheduler:
         return head[0].alone or tokens + decoding > self.max_num_tokens
 
     def _admissible_head(self) -> list[Request] | None:
-        """The requests that would be admitted next, if rows and pages allow it and nobody is in host memory."""
+        """The requests to admit next, if rows and pages suffice and no request is swapped out; else None."""
         for request in () if self.swapped else self.waiting:
             if not self._waits_for_leader(request):
                 unit = self._unit(request)
@@ -241,7 +241,7 @@ class Scheduler:
         return self.ring_admission.take(wanted, whole)
 
     def _without_ring(self, decoding: list[Request]) -> set[Request]:
-        """Those of the requests that find no room for their next position's captures, with their gangs."""
+        """Requests, with their gangs, whose next captures do not fit in the ring."""
         sit_out: set[Request] = set()
         if self.ring_admission is None or all(request.declared is None for request in decoding):
             return sit_out
@@ -255,7 +255,7 @@ class Scheduler:
         return sit_out
 
     def _ring_fits(self, unit: list[Request]) -> bool:
-        """Whether what the requests capture finds room, if they are admitted now: of a traced prompt all, else of one position."""
+        """Whether the ring holds the captures of these requests: all positions of a traced prompt, else one."""
         if self.ring_admission is None:
             return True
         return self.ring_admission.fits(unit, [1 if r.trace is None else r.num_tokens_left for r in unit])
