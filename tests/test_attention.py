@@ -26,6 +26,7 @@ from pymllm_interp.attention import (
     RadixAttention,
     create_attention_backend,
     flashinfer_backend,
+    flashinfer_plans,
     torch_backend,
     torch_plan,
 )
@@ -543,8 +544,8 @@ def test_the_workspace_is_as_large_as_flashinfer_asks_for(
     heads: tuple[int, int, int], rows: int | None, expected: int
 ) -> None:
     """By its scheduler.cuh, on a device of 132 multiprocessors: 256 MiB hold a captured pass of 800 rows of the 8B shape."""
-    kind = flashinfer_backend.LayerKind.of(make_layer(*heads), 4096)
-    assert flashinfer_backend.partial_bytes(kind, 132, rows) == expected + 16
+    kind = flashinfer_plans.LayerKind.of(make_layer(*heads), 4096)
+    assert flashinfer_plans.partial_bytes(kind, 132, rows) == expected + 16
 
 
 @pytest.mark.parametrize("case", [BACKENDS["flashinfer-in-torch"]], indirect=True)
@@ -615,16 +616,30 @@ def test_layers_behind_the_first_of_a_plan_skip_its_wrapper_and_have_its_bits(
 ) -> None:
     backend, sequences, run = plan_for_two_layers(case, name)
     first = run(1)
-    (planned,) = backend._eager.values()
-    monkeypatch.setattr(planned.wrapper, "run", None)
+    plans = list(backend._eager.values())
+    assert len(plans) == 1 + (name == "mixed")
+    for planned in plans:
+        monkeypatch.setattr(planned.wrapper, "run", None)
     outs = {0: run(0), 1: run(1)}
     monkeypatch.undo()
     assert torch.equal(outs[1], first) and not torch.equal(outs[0], first)
     q = torch.cat([q[start:stop] for q, (start, stop) in zip(sequences.q, PASSES[name], strict=True)])
     for layer_id, out in outs.items():
         expected = torch.empty_like(q)
-        planned.wrapper.run(q, sequences.pool.paged(layer_id), out=expected)
+        for planned in plans:
+            rows = slice(None) if len(plans) == 1 else planned.owner.rows
+            planned.wrapper.run(q[rows], sequences.pool.paged(layer_id), out=expected[rows])
         assert torch.equal(out, expected.flatten(1))
+
+
+@flashinfer_alone
+@kinds_of_layer
+def test_decode_rows_of_a_mixed_pass_have_the_bits_of_a_decode_pass(case: BackendCase, layer: RadixAttention) -> None:
+    sequences, ranges = prepare(case, PASSES["mixed"], layer)
+    mixed = sequences.run(backend_of(case), ranges, ForwardMode.MIXED)
+    sequences, _ = prepare(case, PASSES["mixed"], layer)
+    decoded = sequences.run(backend_of(case), {i: ranges[i] for i in (0, 1)}, ForwardMode.DECODE)
+    assert all(torch.equal(decoded[i], mixed[i]) for i in decoded)
 
 
 @flashinfer_alone

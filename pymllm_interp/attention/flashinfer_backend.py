@@ -1,8 +1,8 @@
 """Attention through FlashInfer's paged kernels, for half precision on CUDA.
 
 A pass is planned once for each kind of layer (heads, sliding window, soft cap), when the first layer of that kind runs. Later
-layers of the kind reuse the plan. Extend and mixed passes run the prefill kernel, decode passes the same kernel over single
-queries (tensor cores). Both read `KVPool.paged` and the pages in the request table::
+layers of the kind reuse the plan. Requests with one row run the decode kernel (tensor cores), the others the prefill kernel; a
+mixed pass runs both. They read `KVPool.paged` and the pages in the request table::
 
     seq_lens 20, 3 with pages of 16 slots  ->  kv_indptr [0, 2, 3]   kv_indices [7, 3, 9]   last_page_len [4, 3]
 
@@ -13,17 +13,15 @@ read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from importlib import import_module
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..core.forward_batch import ForwardBatch, PagedKV
 from .attention_backend import AttentionBackend, RadixAttention
+from .flashinfer_plans import EagerPass, GraphPass, LayerKind, PagedLens, PassPart, Planned, partial_bytes
 from .torch_backend import TorchAttnBackend
 
 HEAD_DIMS = (64, 128, 256)
@@ -32,187 +30,6 @@ WORKSPACE_BYTES = 256 << 20
 """Memory for partial results of requests with keys split over several blocks. All plans share it, because one kernel runs at a
 time. It grows for larger passes (`partial_bytes`)."""
 GRAPH_PLAN_BYTES = 1 << 20
-
-
-class LayerKind(NamedTuple):
-    """The parameters that a plan depends on. Layers of one kind share a plan."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scaling: float
-    window_left: int
-    """Number of earlier tokens that a token attends to; -1: all."""
-    logit_cap: float
-
-    @classmethod
-    def of(cls, layer: RadixAttention, context_len: int) -> LayerKind:
-        window = layer.sliding_window
-        left = -1 if window is None or window >= context_len else window - 1
-        return cls(
-            layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.scaling, left, layer.logit_cap or 0.0
-        )  # fmt: skip
-
-
-def partial_bytes(kind: LayerKind, num_sms: int, rows: int | None = None) -> int:
-    """Upper bound of FlashInfer's partial results in bytes: float32, for each tile of queries.
-
-    FlashInfer splits keys when blocks would idle, and always in captured passes.
-
-    Args:
-        rows: batch size of a captured decode pass; None for other passes.
-    """
-    queries = kind.num_heads // kind.num_kv_heads  # per row of a tile: the query heads of a KV head
-    tile, tiles = 64 if kind.head_dim == 256 else 128, 2 * num_sms // kind.num_kv_heads
-    if rows is not None:
-        tile = 16 if queries <= 16 else min(64 if queries <= 64 else 128, tile)
-        tiles = max(tiles, -(-rows * queries // tile) + rows - 1)
-    return kind.num_heads * tiles * tile * (kind.head_dim + 1) * 4 + 16
-
-
-class Planned:
-    """A FlashInfer wrapper, and the pass of its plan.
-
-    `plan` writes to pinned memory that the device reads later. The next `plan` waits until the device has read it.
-    """
-
-    def __init__(self, wrapper: Any, device: torch.device) -> None:
-        self.wrapper = wrapper
-        self.owner: object = None
-        self.pages: np.ndarray | None = None
-        self._read = torch.cuda.Event() if device.type == "cuda" else None
-        self._call: KernelCall | None = None
-
-    def plan(self, *args: Any, **kwargs: Any) -> None:
-        if self._read is not None:
-            self._read.synchronize()
-        self._call = None
-        self.wrapper.plan(*args, **kwargs)
-        if self._read is not None:
-            self._read.record()
-
-    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
-        """`wrapper.run` for the first layer of a plan. Later layers repeat its kernel call without the wrapper's checks."""
-        if self._call is not None and self._call.takes(q):
-            self._call(q, *kv, out)
-        else:
-            self._call = KernelCall.noted(self.wrapper, q, kv, out)
-
-
-class KernelCall(NamedTuple):
-    """A call of FlashInfer's kernel, without the tensors that change from layer to layer."""
-
-    # fmt: off
-    kernel: Callable[..., None]
-    args:   list[Any]
-    places: tuple[int, ...]  # indices of q, k, v and out in args
-    like:   tuple[torch.Size, torch.dtype, torch.device]  # of q
-    # fmt: on
-
-    @classmethod
-    def noted(
-        cls, wrapper: Any, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor
-    ) -> KernelCall | None:
-        """Run `wrapper` and record its kernel call. None if the wrapper differs from FlashInfer 0.7's."""
-        module, calls = getattr(wrapper, "_cached_module", None), []
-        if not isinstance(module, SimpleNamespace) or not hasattr(module, "paged_run"):
-            wrapper.run(q, kv, out=out)
-            return None
-
-        def noting(*args: Any) -> Any:
-            calls.append(args)
-            return module.paged_run(*args)
-
-        wrapper._cached_module = SimpleNamespace(**{**vars(module), "paged_run": noting})
-        try:
-            wrapper.run(q, kv, out=out)
-        finally:
-            wrapper._cached_module = module
-        tensors = (q, *kv, out)
-        found = [[i for i, arg in enumerate(args) if arg is tensor] for args in calls for tensor in tensors]
-        if [len(places) for places in found] != [1, 1, 1, 1]:
-            return None
-        places = tuple(i for (i,) in found)
-        # Without the layer's tensors, to release their memory.
-        args = [None if i in places else arg for i, arg in enumerate(calls[0])]
-        return cls(module.paged_run, args, places, (q.shape, q.dtype, q.device))
-
-    def takes(self, q: torch.Tensor) -> bool:
-        """Whether the plan is for the shape, dtype and device of `q`. If not, the wrapper raises its own error."""
-        return (q.shape, q.dtype, q.device) == self.like
-
-    def __call__(self, *tensors: torch.Tensor) -> None:
-        """Run the kernel on q, k, v and out, in the order of `places`."""
-        args = self.args.copy()
-        for place, tensor in zip(self.places, tensors, strict=True):
-            args[place] = tensor
-        self.kernel(*args)
-
-
-@dataclass
-class PagedLens:
-    """The number of pages of each request, on the host."""
-
-    # fmt: off
-    pages:  np.ndarray    # [batch] int64
-    packed: torch.Tensor  # [2 * batch + 1] int32: kv_indptr and last_page_len; pinned, for an asynchronous copy
-    # fmt: on
-
-    @classmethod
-    def of(cls, forward_batch: ForwardBatch, page_size: int) -> PagedLens:
-        seq_lens = forward_batch.seq_lens if forward_batch.seq_lens_cpu is None else forward_batch.seq_lens_cpu
-        lens = seq_lens.cpu().numpy().astype(np.int64)
-        pages = -(-lens // page_size)
-        packed = torch.zeros(2 * len(lens) + 1, dtype=torch.int32, pin_memory=forward_batch.input_ids.is_cuda)
-        values = packed.numpy()
-        np.cumsum(pages, out=values[1 : len(lens) + 1])
-        values[len(lens) + 1 :] = lens - (pages - 1) * page_size
-        return cls(pages, packed)
-
-    @property
-    def kv_indptr(self) -> torch.Tensor:
-        """[batch + 1] int32, first page of each request in kv_indices."""
-        return self.packed[: len(self.pages) + 1]
-
-    @property
-    def last_page_len(self) -> torch.Tensor:
-        """[batch] int32, slots in use of each request's last page."""
-        return self.packed[len(self.pages) + 1 :]
-
-    @property
-    def total_pages(self) -> int:
-        return int(self.pages.sum())
-
-
-@dataclass
-class EagerPass:
-    """A pass outside of CUDA graphs. Each kind of layer is planned when it first runs."""
-
-    # fmt: off
-    lens:       PagedLens
-    kv_indices: torch.Tensor         # [pages] int32 on the device
-    qo_indptr:  torch.Tensor | None  # [batch + 1] int32 on the host, first row of each request; None: a decode pass
-    # fmt: on
-
-
-@dataclass
-class GraphPass:
-    """The decode pass of one batch size, with plans in memory that captured kernels read."""
-
-    # fmt: off
-    packed:     torch.Tensor  # [2 * batch + 1] int32: kv_indptr and last_page_len
-    kv_indices: torch.Tensor  # [batch * pages per context] int32, shared by all batch sizes
-    # fmt: on
-    plans: dict[LayerKind, Planned] = field(default_factory=dict)
-    lens: PagedLens | None = None
-
-    @property
-    def kv_indptr(self) -> torch.Tensor:
-        return self.packed[: len(self.packed) // 2 + 1]
-
-    @property
-    def last_page_len(self) -> torch.Tensor:
-        return self.packed[len(self.packed) // 2 + 1 :]
 
 
 class FlashInferAttnBackend(AttentionBackend):
@@ -260,7 +77,7 @@ class FlashInferAttnBackend(AttentionBackend):
         indptr = lens.kv_indptr.to(self.device, non_blocking=True)
         indices = torch.empty(lens.total_pages, dtype=torch.int32, device=self.device)
         self._fill(indices, indptr, forward_batch)
-        forward_batch.attn_metadata = EagerPass(lens, indices, _qo_indptr(forward_batch))
+        forward_batch.attn_metadata = EagerPass.of(lens, indices, [size for _, size in forward_batch.batch_groups])
 
     def forward(
         self,
@@ -278,7 +95,8 @@ class FlashInferAttnBackend(AttentionBackend):
             pool = _pool_of(forward_batch)
             if save_kv_cache:
                 pool.set_kv(layer.layer_id, forward_batch.out_cache_loc, k, v)
-            self._planned(layer, forward_batch, pool).run(q, pool.paged(layer.layer_id), out)
+            for rows, planned in self._planned(layer, forward_batch, pool):
+                planned.run(q[rows], pool.paged(layer.layer_id), out[rows])
         return out.flatten(1)
 
     # -- CUDA graphs ---------------------------------------------------------------
@@ -340,15 +158,20 @@ class FlashInferAttnBackend(AttentionBackend):
 
     # -- plans ---------------------------------------------------------------------
 
-    def _planned(self, layer: RadixAttention, forward_batch: ForwardBatch, pool: PagedKV) -> Planned:
-        """The plan for this pass and this kind of layer."""
+    def _planned(
+        self, layer: RadixAttention, forward_batch: ForwardBatch, pool: PagedKV
+    ) -> list[tuple[slice, Planned]]:
+        """The plans for this pass and this kind of layer, with the token rows of each."""
         metadata = forward_batch.attn_metadata
         kind = LayerKind.of(layer, _table_of(forward_batch).shape[1])
         if isinstance(metadata, GraphPass):
-            return self._graph_plan(kind, metadata, pool)
+            return [(slice(None), self._graph_plan(kind, metadata, pool))]
         assert isinstance(metadata, EagerPass), "init_forward_metadata plans the pass before its first layer"
+        return [(part.rows, self._part_plan(kind, part, pool)) for part in metadata.parts]
+
+    def _part_plan(self, kind: LayerKind, part: PassPart, pool: PagedKV) -> Planned:
         check_head_dim(kind.head_dim)
-        decode = metadata.qo_indptr is None
+        decode = part.qo_indptr is None
         if (kind, decode) not in self._eager:
             module, workspace = self._flashinfer, self._workspace_for(kind)
             wrapper = (
@@ -358,9 +181,9 @@ class FlashInferAttnBackend(AttentionBackend):
             )
             self._eager[kind, decode] = Planned(wrapper, self.device)
         planned = self._eager[kind, decode]
-        if planned.owner is not metadata:
-            self._plan(planned, kind, metadata.lens, metadata.kv_indices, metadata.qo_indptr, pool)
-            planned.owner = metadata
+        if planned.owner is not part:
+            self._plan(planned, kind, part.lens, part.kv_indices, part.qo_indptr, pool)
+            planned.owner = part
         return planned
 
     def _workspace_for(self, kind: LayerKind, rows: int | None = None) -> torch.Tensor:
@@ -453,13 +276,6 @@ def _fill_kv_indices(
     request = torch.repeat_interleave(starts.diff(), output_size=out.shape[0])
     page = torch.arange(out.shape[0], device=out.device) - starts[request]
     torch.div(req_to_token[rows[request], page * page_size], page_size, rounding_mode="floor", out=out)
-
-
-def _qo_indptr(forward_batch: ForwardBatch) -> torch.Tensor | None:
-    if forward_batch.forward_mode.is_decode():
-        return None
-    sizes = [size for _, size in forward_batch.batch_groups]
-    return torch.tensor(np.cumsum([0, *sizes]), dtype=torch.int32)
 
 
 def _pool_of(forward_batch: ForwardBatch) -> PagedKV:
