@@ -145,9 +145,14 @@ class ServerConfig:
     """Maximum graph segments between blocks to keep; the least recently used one is evicted."""
     schedule_policy: str = "mixed"
     """ "mixed" puts decode and prefill into one step; "prefill_first" gives prefill steps of its own, at most every second one."""
+    max_itl_ms: float | None = None
+    """Target for the time between a request's tokens, in milliseconds: beside decoding requests a step takes as many prompt tokens
+    as that leaves time for, by the steps so far. Prompts of traces run in one pass all the same. None: `max_num_tokens` alone."""
     attention_backend: str = "auto"
     """ "torch", or "flashinfer" on CUDA."""
     disable_cuda_graph: bool = False
+    prefill_graph_tokens: int = 1024
+    """The largest prefill or mixed step, in token rows, to capture as piecewise CUDA graphs; 0: none."""
     enable_torch_compile: bool = False
     """Compile decode passes before they are captured as CUDA graphs. Start-up takes longer."""
     torch_compile_max_bs: int = 32
@@ -168,6 +173,8 @@ class ServerConfig:
             self, "torch_compile_max_bs", "max_interventions_per_site", "max_intervention_vectors", "max_segments"
         )
         _positive(self, "max_capture_bytes", "capture_ring_bytes", "capture_kept_bytes")
+        if self.prefill_graph_tokens != 0:
+            _positive(self, "prefill_graph_tokens")
         for kind in self.inner_sites:
             if kind not in INNER_SITES:
                 raise ValueError(f"inner_sites holds {kind!r}: expected some of {', '.join(INNER_SITES)}")
@@ -184,7 +191,7 @@ class ServerConfig:
             raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: expected 'auto' or one of {sorted(DTYPES)}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization}: expected above 0 and at most 1")
-        for name in ("trace_step_warning", "trace_step_timeout"):
+        for name, unit in (("trace_step_warning", "s"), ("trace_step_timeout", "s"), ("max_itl_ms", "ms")):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ValueError(f"{name}={value}: expected seconds above 0")
+                raise ValueError(f"{name}={value}: expected {'seconds' if unit == 's' else 'milliseconds'} above 0")

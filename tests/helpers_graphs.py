@@ -51,6 +51,13 @@ def record(
     return EagerGraph(again), outputs
 
 
+class EagerPieces:
+    """Stands for `graph_capture.Pieces`: a replay calls the function that would have been captured."""
+
+    def __init__(self, run: Callable[[Callable[[Any], None]], torch.Tensor]) -> None:
+        self.replay = run
+
+
 def use_eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have runners on a CPU capture their decode passes, as they do on CUDA."""
     why_no_graphs = ModelRunner._why_no_graphs
@@ -74,3 +81,4 @@ def use_eager_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_capture, "freeze_gc", nullcontext)
     monkeypatch.setattr(graph_capture, "capture", capture)
     monkeypatch.setattr(graph_capture, "record", record)
+    monkeypatch.setattr(graph_capture, "record_pieces", lambda run, pool: EagerPieces(run))

@@ -856,7 +856,7 @@ def test_what_many_save_in_a_pass_leaves_at_its_end(lm: LM, far: list[torch.Size
     assert far[0] == (40, 72) and ends == [1, 2, 3, 4], "one piece for all that is alike"
     # Later steps' travel as they lie in the batch, which captured passes pad.
     assert all(shape in ((40, 72), (48, 72)) for shape in far[1:4])
-    assert sizes == [60, 40, 40, 40], "the block goes on with the piece: before its end, with the batch"
+    assert sizes in ([60, 40, 40, 40], [64, 40, 40, 40]), "the block goes on with the piece: before its end, with the batch"
     assert sum(shape[0] for shape in far[4:] if len(shape) == 2) == 24, "what was edited since, and the means"
     monkeypatch.undo()
     kept, means, _ = saved_by_many(lm)
@@ -1134,7 +1134,7 @@ def test_a_piece_is_cut_when_it_has_arrived_and_its_room_is_free_then() -> None:
 def test_what_many_save_in_a_pass_leaves_a_gpu_as_it_was(lm_of: Any) -> None:
     lm = lm_of("llama", device="cuda")
     packed, means, sizes = saved_by_many(lm)
-    assert sizes == [60, 40, 40, 40]
+    assert sizes == [64, 40, 40, 40]  # captured prefills are padded
     for kept, named, row in packed:
         assert row is kept[-1] is named[3][0]
         for tensor in (*kept, *(t for pair in named.values() for t in pair)):

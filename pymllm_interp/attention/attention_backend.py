@@ -7,9 +7,11 @@ batch's paged KV pool.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from ..core.forward_batch import ForwardBatch
 
@@ -33,9 +35,27 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """Write `k` and `v` to the KV slots of the rows, then compute causal attention over each request's positions.
 
+        The tensors have the rows of requests, without padding.
+
         Returns:
             [tokens, heads * head_dim] in the dtype of `q`, in fresh memory.
         """
+
+    def attend_in_place(
+        self, q: torch.Tensor, out: torch.Tensor, forward_batch: ForwardBatch
+    ) -> Callable[[RadixAttention], None]:
+        """A function that computes a layer's attention from `q` to `out`, both [tokens, heads, head_dim] and at fixed addresses.
+
+        K and V of the pass are in the pool already.
+        """
+        pool = forward_batch.token_to_kv_pool
+        assert pool is not None, "prepare_forward_batch_* sets the pools"
+
+        def attend(layer: RadixAttention) -> None:
+            k, v = pool.get_kv(layer.layer_id)
+            out.copy_(self.forward(q, k, v, layer, forward_batch, save_kv_cache=False).view_as(out))
+
+        return attend
 
     def can_replay(self, forward_batch: ForwardBatch, bs: int) -> bool:
         """Whether the decode pass captured for `bs` rows supports the lengths of this batch."""
@@ -80,19 +100,23 @@ class RadixAttention:
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads * head_dim]."""
         assert forward_batch.attn_backend is not None, "prepare_forward_batch_* sets the attention backend"
+        rows, requests = q.shape[0], forward_batch.num_request_tokens
+        q, k, v = q[:requests], k[:requests], v[:requests]
         out = forward_batch.attn_backend.forward(q, k, v, self, forward_batch)
-        if forward_batch.attention_cuts is None:
-            return out
-        if not forward_batch.fresh_kv_only:
-            assert forward_batch.token_to_kv_pool is not None, "prepare_forward_batch_* sets the pools"
-            k, v = forward_batch.token_to_kv_pool.get_kv(self.layer_id)
-        return forward_batch.attention_cuts.apply(out, q, k, v, self, forward_batch)
+        if forward_batch.attention_cuts is not None:
+            if not forward_batch.fresh_kv_only:
+                assert forward_batch.token_to_kv_pool is not None, "prepare_forward_batch_* sets the pools"
+                k, v = forward_batch.token_to_kv_pool.get_kv(self.layer_id)
+            out = forward_batch.attention_cuts.apply(out, q, k, v, self, forward_batch)
+        return out if requests == rows else F.pad(out, (0, 0, 0, rows - requests))
 
     def of_written(self, q: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         """Attention of q [tokens, heads, head_dim], with the pass's k and v already in the pool: [tokens, heads * head_dim]."""
         backend, pool = forward_batch.attn_backend, forward_batch.token_to_kv_pool
         assert backend is not None and pool is not None, "prepare_forward_batch_* sets the backend and the pools"
-        k, v = pool.get_kv(self.layer_id)
+        rows, requests = q.shape[0], forward_batch.num_request_tokens
+        q, (k, v) = q[:requests], pool.get_kv(self.layer_id)
         out = backend.forward(q, k, v, self, forward_batch, save_kv_cache=False)
-        cuts = forward_batch.attention_cuts
-        return out if cuts is None else cuts.apply(out, q, k, v, self, forward_batch)
+        if forward_batch.attention_cuts is not None:
+            out = forward_batch.attention_cuts.apply(out, q, k, v, self, forward_batch)
+        return out if requests == rows else F.pad(out, (0, 0, 0, rows - requests))

@@ -13,6 +13,7 @@ read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -94,10 +95,28 @@ class FlashInferAttnBackend(AttentionBackend):
         if q.shape[0]:
             pool = _pool_of(forward_batch)
             if save_kv_cache:
-                pool.set_kv(layer.layer_id, forward_batch.out_cache_loc, k, v)
+                pool.set_kv(layer.layer_id, forward_batch.out_cache_loc[: len(k)], k, v)
             for rows, planned in self._planned(layer, forward_batch, pool):
                 planned.run(q[rows], pool.paged(layer.layer_id), out[rows])
         return out.flatten(1)
+
+    def attend_in_place(
+        self, q: torch.Tensor, out: torch.Tensor, forward_batch: ForwardBatch
+    ) -> Callable[[RadixAttention], None]:
+        pool, parts = _pool_of(forward_batch), dict[LayerKind, list[tuple[Planned, torch.Tensor, torch.Tensor]]]()
+        metadata, context_len = forward_batch.attn_metadata, _table_of(forward_batch).shape[1]
+        assert isinstance(metadata, EagerPass), "init_forward_metadata plans the pass before its first layer"
+
+        def attend(layer: RadixAttention) -> None:
+            kind, kv = LayerKind.of(layer, context_len), pool.paged(layer.layer_id)
+            if kind not in parts:
+                parts[kind] = [
+                    (self._part_plan(kind, part, pool), q[part.rows], out[part.rows]) for part in metadata.parts
+                ]
+            for planned, part_q, part_out in parts[kind]:
+                planned.run(part_q, kv, part_out)
+
+        return attend
 
     # -- CUDA graphs ---------------------------------------------------------------
 

@@ -52,7 +52,7 @@ class TorchAttnBackend(AttentionBackend):
             pool = forward_batch.token_to_kv_pool
             assert pool is not None, "prepare_forward_batch_* sets the pools"
             if save_kv_cache:
-                pool.set_kv(layer.layer_id, forward_batch.out_cache_loc, k, v)
+                pool.set_kv(layer.layer_id, forward_batch.out_cache_loc[: len(k)], k, v)
             k, v = pool.get_kv(layer.layer_id)
         plan = self._plan(layer, forward_batch, q.dtype)
         outs = [_attend_group(q, k, v, layer, group) for group in plan.groups]

@@ -251,7 +251,7 @@ def _mask(
 
 
 def _inverse(packed: list[list[QueryChunk]], groups: list[AttnGroup], forward_batch: ForwardBatch) -> torch.Tensor:
-    inverse = torch.empty(forward_batch.num_tokens, dtype=torch.int64)
+    inverse = torch.empty(forward_batch.num_request_tokens, dtype=torch.int64)
     base = 0
     for chunks, group in zip(packed, groups, strict=True):
         for chunk in chunks:

@@ -224,6 +224,7 @@ class ForwardBatch:
     return_hidden_states: bool = False
     hidden_states:   torch.Tensor | None = None  # [tokens, hidden] after the final norm; set by the model on request
     padded_size:     int = 0                     # rows that are laid out in the runner's input buffers, padding included
+    query_buffer:    torch.Tensor | None = None  # [tokens, heads, head_dim], for each layer's rotated q; None: fresh memory
     site_ops:        SiteOps | None = field(default=None, repr=False)  # declared interventions and captures
     hook_query:      HookQuery | None = None      # where hooks wait; None: no hooks
     attention_cuts:  AttentionCuts | None = field(default=None, repr=False)  # edges that requests cut; None: none
@@ -250,6 +251,11 @@ class ForwardBatch:
     def num_tokens(self) -> int:
         """Rows of the flat batch."""
         return self.input_ids.shape[0]
+
+    @property
+    def num_request_tokens(self) -> int:
+        """Rows of requests. The rows after them are padding, whose K and V go to the dummy slot."""
+        return self.num_tokens if self.extend_num_tokens is None else self.extend_num_tokens
 
     @property
     def batch_groups(self) -> list[list[int]]:

@@ -11,7 +11,7 @@ import gc
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -29,7 +29,8 @@ from ..runner.async_output import AsyncOutput
 from ..runner.interp_model_runner import InterpModelRunner
 from .kv_manager import KVManager
 from .scheduler import Scheduler
-from .step_results import append_logprobs, out_of_memory_error
+from .step_results import append_logprobs, out_of_memory_error, runner_counters
+from .step_times import StepPacing, StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,8 @@ class Engine:
         self._released = False
         config = runner.server_config
         self._async = self._waits_for_room = False
+        self._times = StepTimes()
+        self._pacing = StepPacing(self._times)
         self._watchdog = Watchdog(config.trace_step_warning, config.trace_step_timeout)
         ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._start, args=(ready,), name="pymllm-interp-engine", daemon=True)
@@ -128,20 +131,8 @@ class Engine:
         `overlapped_steps` were followed by the next launch before their tokens were read. `eager_parts` counts the modules inside
         a layer that sent part of a step off its graph.
         """
-        scheduler = self.scheduler
-        return {
-            "steps": self.num_steps,
-            "overlapped_steps": self.num_overlapped_steps,
-            "execution": {f"{how}: {why}": n for (how, why), n in Counter(self.runner.partition.counts).items()},
-            "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting),
-            "swapped": len(scheduler.swapped),
-            "free_kv_tokens": scheduler.kv.allocator.available_size(),
-            "preempted": scheduler.num_preempted,
-            "moved_to_host": scheduler.num_swapped,
-            "segments": None if self.runner.segments is None else self.runner.segments.stats(),
-            "eager_parts": dict(self.runner.interleaver.eager_parts),
-        }
+        steps = {"steps": self.num_steps, "overlapped_steps": self.num_overlapped_steps}
+        return steps | runner_counters(self.runner) | self.scheduler.counters()
 
     def check_open(self) -> None:
         """Raises EngineClosedError where requests cannot be submitted: after `shutdown`, and in a forked child."""
@@ -210,7 +201,7 @@ class Engine:
         kv = KVManager(runner.req_to_token_pool, runner.token_to_kv_pool_allocator, runner.token_to_kv_pool)
         ring = runner.capture_ring
         admission = None if ring is None else ring.admission
-        self.scheduler = Scheduler(runner.server_config, runner.max_num_tokens, kv, admission)
+        self.scheduler = Scheduler(runner.server_config, runner.max_num_tokens, kv, admission, self._times)
         if ring is not None:
             ring.notify_when_freed(self._wake_up)
 
@@ -230,6 +221,8 @@ class Engine:
     def _take_commands(self) -> bool:
         """Wait for work; False when the engine closes."""
         with self._wake:
+            if not (self._inbox or self._closing) and (seconds := self._seconds_left()):
+                self._wake.wait(seconds)
             while not (self._inbox or self._closing or self._has_work()):
                 if self._released and not self._subscribers:
                     self._closing = EngineClosedError("the engine ended with its LM, which was deleted or replaced")
@@ -243,6 +236,11 @@ class Engine:
             command()
         return self._closing is None
 
+    def _seconds_left(self) -> float:
+        """Seconds to wait for requests before the next step: the device has enough to do. Blocks of traces need them."""
+        waits = self._async and self._in_flight is not None and not self.runner.nnsight_request_helper.attached
+        return self._pacing.seconds_left() if waits else 0.0
+
     def _has_work(self) -> bool:
         return self._in_flight is not None or (self.scheduler.has_work() and not self._waits_for_room)
 
@@ -254,13 +252,15 @@ class Engine:
         depends on this one's tokens (`Request.needs_tokens`), they are read first; where a block is about to be served, there
         and then (`_sync_previous_step`).
         """
-        step = self.scheduler.schedule()
+        started, step = time.perf_counter(), self.scheduler.schedule()
         while self.scheduler.lost:
             self._finished(self.scheduler.lost.pop())
         # Room that was freed since then has woken the thread up.
         nothing_runs = not step.scheduled and self._in_flight is None
         self._waits_for_room = nothing_runs and self.scheduler.waits_for_room
         launched = self._launch(step)
+        if launched is not None:
+            self._pacing.launched(step, started, idle=self._in_flight is None or self._in_flight[1].done)
         self._send_events()
         before, self._in_flight = self._in_flight, launched
         if before is not None:
@@ -313,8 +313,10 @@ class Engine:
         requests = self.scheduler.requests
         try:
             output = launched.get_output()
+            self._pacing.ended()
         except Exception as error:  # the device's: what the step computed is lost for all of its requests
             logger.warning("the tokens of a step could not be read: %r", error)
+            self._pacing.forget()
             self._fail([requests[e.request_id] for e in step.scheduled if e.request_id in requests], error)
             return
         if self._declared:

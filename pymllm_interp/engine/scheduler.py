@@ -21,16 +21,18 @@ from ..core.step import AcceptedToken, ModelRunnerOutput, ScheduledRequest, Sche
 from ..hooks.captures.admission import RingAdmission
 from .alone import AloneTurns
 from .kv_manager import KVManager
+from .step_times import StepTimes
 
 
 class Scheduler:
     """Queues of live requests, and the step that each takes part in.
 
     Args:
-        config: `schedule_policy` and `max_running_requests` are read.
+        config: `schedule_policy`, `max_running_requests` and `max_itl_ms` are read.
         max_num_tokens: upper bound of a step's token rows.
         kv: pages and rows of the requests.
         ring_admission: reserves room for captured states in the ring; None where captures need none.
+        times: of the steps so far; None: not known.
 
     Attributes:
         requests: live requests by id.
@@ -38,13 +40,18 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: ServerConfig, max_num_tokens: int, kv: KVManager, ring_admission: RingAdmission | None = None
+        self,
+        config: ServerConfig,
+        max_num_tokens: int,
+        kv: KVManager,
+        ring_admission: RingAdmission | None = None,
+        times: StepTimes | None = None,
     ) -> None:
         self.config = config
         self.max_num_tokens = max_num_tokens
         self.max_running = min(kv.rows.size, max_num_tokens)
         self.kv = kv
-        self.ring_admission = ring_admission
+        self.ring_admission, self._times = ring_admission, times
         self.requests: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -59,6 +66,7 @@ class Scheduler:
         self._finished_ids: set[str] = set()
         self._preempted_ids: set[str] = set()
         self._decodes_wait = False
+        self._beyond_target = 0
 
     # -- requests in and out -------------------------------------------------------
 
@@ -79,6 +87,17 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any request is live."""
         return bool(self.running or self.swapped or self.waiting)
+
+    def counters(self) -> dict[str, int]:
+        """Requests in each state, free KV slots, and preemptions so far."""
+        return {
+            "running": len(self.running),
+            "waiting": len(self.waiting),
+            "swapped": len(self.swapped),
+            "free_kv_tokens": self.kv.allocator.available_size(),
+            "preempted": self.num_preempted,
+            "moved_to_host": self.num_swapped,
+        }
 
     @property
     def waits_for_room(self) -> bool:
@@ -134,6 +153,7 @@ class Scheduler:
         if not self._decodes_wait:
             budget = self._schedule_decodes(step, budget, decoding)
         if not (self.config.schedule_policy == "prefill_first" and step.scheduled):
+            self._beyond_target, budget = self._beyond(step, budget)
             if prompts_run:
                 budget = self._schedule_chunks(step, budget)
             budget = self._schedule_swapped(step, budget, [r for r in self.swapped if not r.alone])
@@ -142,6 +162,15 @@ class Scheduler:
             self._schedule_alone(step, others=False)
         step.scheduled.sort(key=attrgetter("decodes"), reverse=True)  # stable: decode first
         return step
+
+    def _beyond(self, step: SchedulerOutput, budget: int) -> tuple[int, int]:
+        """(tokens that only prompts in one pass may take, tokens for all): by `max_itl_ms`, beside decoding requests."""
+        target = self.config.max_itl_ms
+        if target is None or self._times is None or not step.scheduled:
+            return 0, budget
+        fits = self._times.prompt_tokens(len(step.scheduled), target / 1e3)
+        within = budget if fits is None else min(budget, fits)
+        return budget - within, within
 
     def _schedule_alone(self, step: SchedulerOutput, others: bool) -> None:
         """Give the step to one request that runs alone and is generating, or to its gang, if it is their turn."""
@@ -223,7 +252,11 @@ class Scheduler:
             unit = self._unit(request)
             needed = sum(r.num_tokens_left for r in unit)
             whole = request.trace is not None or len(unit) > 1
-            if (whole and needed > budget) or not self._can_admit(unit) or (request.alone and step.scheduled):
+            if (
+                (whole and needed > budget + self._beyond_target)
+                or not self._can_admit(unit)
+                or (request.alone and step.scheduled)
+            ):
                 return  # first come, first served
             room = self._reserve_ring([(r, min(r.num_tokens_left, budget)) for r in unit], whole)
             if not room:

@@ -1,8 +1,10 @@
-"""What callers are told of a step: its log probabilities, and why it ran out of memory."""
+"""What callers are told of steps: log probabilities, how they ran, and why one ran out of memory."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -35,6 +37,15 @@ def append_logprobs(requests: Mapping[str, Request], step: SchedulerOutput, outp
             # A preempted request computes positions again; entries that it has are kept.
             known = len(request.prompt_logprobs) - 1
             request.prompt_logprobs.extend(logprobs_by_token(e) for e in found[max(0, known - entry.start) :])
+
+
+def runner_counters(runner: InterpModelRunner) -> dict[str, Any]:
+    """The runner's part of `Engine.stats`."""
+    return {
+        "execution": {f"{how}: {why}": n for (how, why), n in Counter(runner.partition.counts).items()},
+        "segments": None if runner.segments is None else runner.segments.stats(),
+        "eager_parts": dict(runner.interleaver.eager_parts),
+    }
 
 
 def out_of_memory_error(runner: InterpModelRunner, step: SchedulerOutput, error: Exception) -> torch.OutOfMemoryError:

@@ -257,7 +257,8 @@ class DeclaredStage:
             return host_ops(self._request_rows(rows), self.model.num_hidden_layers)
         declared = [self._live.get(entry.request_id) for entry in rows.entries]
         if self.capture_ring is not None and any(d is not None and d.captures is not None for d in declared):
-            buffers.records.copy_(upload(self.device, self.capture_ring.lay_out(self._captured_parts(rows)))[0])
+            (records,) = upload(self.device, self.capture_ring.lay_out(self._captured_parts(rows)))
+            buffers.records[:, : records.shape[1]].copy_(records)
         logits = None
         if any(d is not None and d.edits_logits for d in declared):
             logits = logit_ops(self._request_rows(rows), self.model.num_hidden_layers, self.device_tables)

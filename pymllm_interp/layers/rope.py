@@ -58,18 +58,19 @@ def rope_and_write(
     pool: PagedKV,
     layer_id: int,
     slots: torch.Tensor,  # [tokens] int64
+    out: torch.Tensor | None = None,  # [tokens, heads, head_dim]
 ) -> torch.Tensor:
     """Rotate q and k by a `rotation`, and write k and v to the layer's `slots` of the pool. One kernel on CUDA.
 
     Returns:
-        the rotated q [tokens, heads, head_dim], in fresh memory.
+        the rotated q [tokens, heads, head_dim], in `out` or in fresh memory.
     """
     if (kernels := kernels_for(qkv)) is not None:
-        return kernels.rope_and_write(qkv, cos, signed_sin, *pool.get_kv(layer_id), slots)
+        return kernels.rope_and_write(qkv, cos, signed_sin, *pool.get_kv(layer_id), slots, out)
     kv_heads = pool.num_kv_heads
     q, k = apply_rope(qkv[:, :-kv_heads], cos, signed_sin).split([qkv.shape[1] - 2 * kv_heads, kv_heads], dim=1)
     pool.set_kv(layer_id, slots, k, qkv[:, -kv_heads:])
-    return q
+    return q if out is None else out.copy_(q)
 
 
 class RotaryEmbedding(nn.Module):

@@ -180,9 +180,10 @@ def _launch_rope(
     v_cache: torch.Tensor,
     slots: torch.Tensor,
     kv_heads: int,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     tokens, heads, head_dim = x.shape
-    out = x.new_empty(tokens, heads - 2 * kv_heads, head_dim)
+    out = x.new_empty(tokens, heads - 2 * kv_heads, head_dim) if out is None else out
     if tokens:
         head_block, half_block = min(ROPE_HEADS, 1 << (heads - 1).bit_length()), 1 << (head_dim // 2 - 1).bit_length()
         strides = (x.stride(0), x.stride(1), cos.stride(0))
@@ -204,12 +205,13 @@ def rope_and_write(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slots: torch.Tensor,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rotate q and k, and write k and v to `slots` of the caches. Returns q in fresh memory.
+    """Rotate q and k, and write k and v to `slots` of the caches. Returns q in `out`, contiguous, or in fresh memory.
 
     qkv is [tokens, heads + 2 * kv_heads, head_dim] with a contiguous last dim; the caches are [slots, kv_heads, head_dim].
     """
-    return _launch_rope(qkv, cos, signed_sin, k_cache, v_cache, slots, k_cache.shape[1])
+    return _launch_rope(qkv, cos, signed_sin, k_cache, v_cache, slots, k_cache.shape[1], out)
 
 
 # -- activation --------------------------------------------------------------------

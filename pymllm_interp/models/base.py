@@ -64,11 +64,21 @@ class CausalLM(nn.Module, ABC):
             if `return_hidden_states` is.
         """
 
-    @abstractmethod
     def forward_fused(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         """The logits of `forward`, bit for bit, without a call to a module."""
+        return self.head_fused(self.decoder_fused(input_ids, position_ids, forward_batch), forward_batch)
+
+    @abstractmethod
+    def decoder_fused(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """The part of `forward_fused` before the head: hidden states [1, tokens, hidden] after the final norm."""
+
+    @abstractmethod
+    def head_fused(self, h: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
+        """The logits [1, logit rows, vocab] of the hidden states of `decoder_fused`."""
 
     def attention_layers(self) -> list[RadixAttention]:
         """The attention of each layer, in order."""

@@ -112,7 +112,7 @@ class LlamaAttention(ResidualBranch):
             q, k = apply_rope(qkv[:, : -self.num_kv_heads], cos, sin).split([self.num_heads, self.num_kv_heads], dim=1)
             z = self.attn(q, k, qkv[:, -self.num_kv_heads :], batch)
         else:
-            q = rope_and_write(qkv, cos, sin, pool, self.layer_idx, batch.out_cache_loc)
+            q = rope_and_write(qkv, cos, sin, pool, self.layer_idx, batch.out_cache_loc, batch.query_buffer)
             z = self.attn.of_written(q, batch)
         return apply_inner(z.unsqueeze(0), batch.site_ops, self.layer_idx, "z")
 
@@ -286,15 +286,17 @@ class LlamaForCausalLM(CausalLM):
         logits = self.lm_head(_logit_rows(outputs.last_hidden_state, forward_batch))
         return CausalLMOutputWithPast(logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
 
-    def forward_fused(
+    def decoder_fused(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        h = self.model.forward_fused(input_ids, position_ids, forward_batch)
+        return self.model.forward_fused(input_ids, position_ids, forward_batch)
+
+    def head_fused(self, h: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         return self.lm_head.project(_logit_rows(h, forward_batch), forward_batch.site_ops)
 
 
 def _logit_rows(h: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
     """The rows of h [1, tokens, hidden] that the head runs on. Stores the hidden states if the batch asks for them."""
     if batch.return_hidden_states:
-        batch.hidden_states = h[0]
+        batch.hidden_states = h[0, : batch.num_request_tokens]
     return h if batch.logits_indices is None else h[:, batch.logits_indices]

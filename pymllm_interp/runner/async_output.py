@@ -45,6 +45,11 @@ class AsyncOutput:
             tensors += () if logprobs is None else logprobs.tensors
         self._host, self._copied = _copy_to_host(tensors)
 
+    @property
+    def done(self) -> bool:
+        """Whether the tokens have arrived on the host."""
+        return self._copied is None or self._copied.query()
+
     def get_output(self) -> ModelRunnerOutput:
         """Wait for the tokens. A second call returns the same output."""
         if self._batch is not None:

@@ -16,6 +16,7 @@ from ..models.base import CausalLM
 from ..sampling import apply_penalties, gather_logprobs, sample_tokens
 from .cuda_graph_runner import CudaGraphRunner
 from .partition import Execution
+from .prefill_graphs import PrefillGraphs
 from .step_inputs import PassResources, decode_batch, extend_batch
 
 
@@ -31,6 +32,7 @@ class ForwardPasses:
     token_to_kv_pool: KVPool | None
     attn_backend: AttentionBackend | None
     graph_runner: CudaGraphRunner | None
+    prefill_graphs: PrefillGraphs | None
     forward_pass_id: int
 
     def get_model(self) -> CausalLM:
@@ -106,8 +108,7 @@ class ForwardPasses:
         """Run one pass of the model.
 
         Args:
-            execution: PLAIN runs the fused pass, a decode pass from its CUDA graph where there is one; MODULES goes module
-                by module.
+            execution: PLAIN runs the fused pass, from its CUDA graphs where there are any; MODULES goes module by module.
 
         Raises:
             ValueError: an unknown forward mode.
@@ -134,19 +135,24 @@ class ForwardPasses:
         self, forward_batch: ForwardBatch, execution: Execution = Execution.PLAIN
     ) -> LogitsProcessorOutput:
         """New tokens behind cached ones, for each request."""
+        if execution is Execution.REPLAY or (execution is Execution.PLAIN and self.can_replay(forward_batch)):
+            return self.replay(forward_batch)
         return self.plan_and_call(forward_batch, execution)
 
     def can_replay(self, batch: ForwardBatch) -> bool:
         """Whether a CUDA graph serves the batch."""
-        cuts = batch.attention_cuts is not None
-        return self.graph_runner is not None and not cuts and self.graph_runner.can_run(batch)
+        graphs = self.prefill_graphs if batch.forward_mode.is_extend() else self.graph_runner
+        return graphs is not None and batch.attention_cuts is None and graphs.can_run(batch)
 
     def replay(self, batch: ForwardBatch, in_place: bool = False) -> LogitsProcessorOutput:
-        """Run a decode pass from its CUDA graph.
+        """Run a pass from its CUDA graphs.
 
         Args:
-            in_place: return the graph's own output, which the next replay overwrites.
+            in_place: return a decode graph's own output, which the next replay overwrites.
         """
+        if batch.forward_mode.is_extend():
+            assert self.prefill_graphs is not None
+            return self.prefill_graphs.replay(batch)
         assert self.graph_runner is not None
         return self.graph_runner.replay(batch, in_place)
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -105,6 +105,61 @@ def record(plan: Callable[[], None], run: Callable[[], T], pool: Any) -> tuple[A
     return graph, outputs[0]
 
 
+class Pieces(Generic[T]):
+    """A captured function, as the graphs between its calls of `between`.
+
+    Args:
+        graphs: one more than `calls`.
+        calls: the arguments of the calls, in order.
+        output: the captured return value: every replay writes its tensors anew.
+    """
+
+    def __init__(self, graphs: list[torch.cuda.CUDAGraph], calls: list[Any], output: T) -> None:
+        self.graphs, self.calls, self.output = graphs, calls, output
+
+    def replay(self, between: Callable[[Any], None]) -> T:
+        """Replay the graphs, with `between` called on each of the calls' arguments in its place."""
+        for graph, argument in zip(self.graphs, self.calls, strict=False):
+            graph.replay()
+            between(argument)
+        self.graphs[-1].replay()
+        return self.output
+
+
+def record_pieces(run: Callable[[Callable[[Any], None]], T], pool: Any) -> Pieces[T]:
+    """Warm ``run(between)`` up and capture it, without what `between` does: each call of it ends a graph and begins the next."""
+    current = torch.cuda.current_stream()
+    stream = _capture_stream(current.device_index)
+    stream.wait_stream(current)
+    graphs: list[torch.cuda.CUDAGraph] = []
+    calls: list[Any] = []
+
+    def begin() -> None:
+        graphs.append(torch.cuda.CUDAGraph())
+        graphs[-1].capture_begin(pool=pool, capture_error_mode="thread_local")
+
+    def between(argument: Any) -> None:
+        graphs[-1].capture_end()
+        calls.append(argument)
+        begin()
+
+    try:
+        with _captures, torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                run(lambda argument: None)
+            torch.cuda.synchronize()
+            begin()
+            try:
+                output = run(between)
+            finally:
+                graphs[-1].capture_end()
+    except BaseException:
+        _forget_capture(current, pool)
+        raise
+    current.wait_stream(stream)
+    return Pieces(graphs, calls, output)
+
+
 def capture(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
     """Capture the kernels that `run` launches, without running them, on the stream of captures."""
     current = torch.cuda.current_stream()
@@ -142,3 +197,9 @@ def capture_batch_sizes(max_bs: int) -> list[int]:
     """Batch sizes to capture: 1, 2, 4, 8, 12, then in steps of 8 to 256, of 16 to 512, of 32 beyond; `max_bs` is the last."""
     sizes = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 513, 16), *range(544, max_bs + 1, 32)]
     return sorted({size for size in sizes if size < max_bs} | {max_bs})
+
+
+def capture_token_counts(max_tokens: int) -> list[int]:
+    """Rows of prefill and mixed passes to capture: in steps of 16 to 128, of 32 to 256, of 64 beyond; `max_tokens` is the last."""
+    sizes = [*range(16, 129, 16), *range(160, 257, 32), *range(320, max_tokens + 1, 64)]
+    return sorted({size for size in sizes if size < max_tokens} | {max_tokens})

@@ -85,6 +85,8 @@ class HookedPasses:
         assert batch.positions is not None
         batch.input_ids, batch.positions = batch.input_ids.clone(), batch.positions.clone()
         batch.hook_query, options = self.interleaver, self.interleaver.pass_options
+        if batch.num_tokens > batch.num_request_tokens:
+            self.helper.pad_prompts_to(batch.num_tokens)
         if options.alone:
             batch.transformers_pass = TransformersPass(
                 batch,

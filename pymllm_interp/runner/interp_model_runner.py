@@ -226,6 +226,11 @@ class InterpModelRunner(ModelRunner):
             step.scheduled.sort(key=lambda e: e.request_id in attached and attached[e.request_id][1] in hooked)
             self.nnsight_request_helper.process_new_reqs(step.scheduled)
 
+    def _padded_size(self, step: SchedulerOutput) -> int | None:
+        """Passes with gradients, and as transformers runs them, are not padded: their values are served whole."""
+        as_it_is = self.interleaver.pass_options.alone or self.passes.with_gradients
+        return None if self.interleaver.traces and as_it_is else super()._padded_size(step)
+
     def make_forward_batch(self, input_batch: InputBatch) -> ForwardBatch:
         """The step's `ForwardBatch`, with its declared ops."""
         batch = super().make_forward_batch(input_batch)
@@ -248,10 +253,10 @@ class InterpModelRunner(ModelRunner):
     def dispatch(self, forward_batch: ForwardBatch) -> BatchExecutionDescriptor:
         """Decide how the batch runs, by the blocks that wait for a module of this pass."""
         hooked = self.nnsight_request_helper.count_requests(self.interleaver.hooked())
-        captured = self.graph_runner is not None and self.graph_runner.can_run(forward_batch)
-        can_replay = captured and (
-            self.segments is not None or not (hooked or forward_batch.attention_cuts is not None)
-        )
+        if forward_batch.forward_mode.is_extend() or self.segments is None:
+            can_replay = not hooked and self.can_replay(forward_batch)
+        else:
+            can_replay = self.graph_runner is not None and self.graph_runner.can_run(forward_batch)
         return self._decide(forward_batch, hooked, can_replay, self.interleaver.pass_options.modules_for)
 
     def _run(self, forward_batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
@@ -263,9 +268,9 @@ class InterpModelRunner(ModelRunner):
         return output
 
     def replay(self, batch: ForwardBatch, in_place: bool = False) -> LogitsProcessorOutput:
-        """Run a decode pass from its CUDA graph, which ends before the ops at the logits."""
+        """Run a pass from its CUDA graphs. That of a decode pass ends before the ops at the logits."""
         output = super().replay(batch, in_place)
-        if batch.site_ops is None:
+        if batch.site_ops is None or batch.forward_mode.is_extend():
             return output
         logits = apply_inner(output.next_token_logits.unsqueeze(0), batch.site_ops, 0, LOGITS)[0]
         return LogitsProcessorOutput(logits, output.hidden_states)

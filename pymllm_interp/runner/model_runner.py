@@ -42,9 +42,10 @@ from .async_output import AsyncOutput
 from .cuda_graph_runner import CudaGraphRunner
 from .device_memory import get_available_gpu_memory, memory_left
 from .forward_passes import ForwardPasses
-from .graph_capture import capture_batch_sizes
+from .graph_capture import capture_batch_sizes, capture_token_counts
 from .input_batch import ExecuteModelState, InputBatch, InputBuffers
 from .partition import BatchExecutionDescriptor, Execution, Partition
+from .prefill_graphs import PrefillGraphs
 from .request_state import RequestState
 from .step_inputs import StepInputs, dummy_attn
 
@@ -62,7 +63,7 @@ class ModelRunner(ForwardPasses):
         model, req_to_token_pool, token_to_kv_pool, token_to_kv_pool_allocator, attn_backend: None before `initialize` and
             after `shutdown`.
         weights: fingerprint and version of the model's weights; None while `model` is.
-        graph_runner: None where passes are not captured (a CPU, `disable_cuda_graph`).
+        graph_runner, prefill_graphs: None where passes are not captured (a CPU, `disable_cuda_graph`).
         gdn_pool: of hybrid recurrent models, which are not served: always None.
         max_total_num_tokens: KV slots that requests can have.
         forward_pass_id: passes so far, idle ones included.
@@ -87,6 +88,7 @@ class ModelRunner(ForwardPasses):
         self.gdn_pool = None
         self.attn_backend: AttentionBackend | None = None
         self.graph_runner: CudaGraphRunner | None = None
+        self.prefill_graphs: PrefillGraphs | None = None
         self.max_total_num_tokens = self.max_running_requests = self.max_num_tokens = 0
         self.num_hidden_layers = self.num_attention_heads = self.num_kv_heads = self.head_dim = 0
         self.hidden_size = self.vocab_size = self.context_len = 0
@@ -202,26 +204,35 @@ class ModelRunner(ForwardPasses):
         )
 
     def init_cuda_graphs(self) -> None:
-        """Capture decode passes. Skipped off CUDA, with `disable_cuda_graph`, and for models that do not generate."""
-        self.graph_runner = None
+        """Capture passes. Skipped off CUDA, with `disable_cuda_graph`, and for models that do not generate."""
+        self.graph_runner = self.prefill_graphs = None
         if self._why_no_graphs() is None:
             self.capture_model()
 
     def capture_model(self) -> int:
-        """Capture the decode graphs; returns the device memory that they take, in bytes: 0, with a warning, where skipped."""
+        """Capture decode passes and small prefills; returns the graphs' memory in bytes: 0, with a warning, where skipped."""
         why_not = self._why_no_graphs()
         if why_not is not None:
             logger.warning("no CUDA graphs are captured: %s", why_not)
             return 0
         self.graph_runner = CudaGraphRunner(self)
-        return self.graph_runner.memory_usage
+        taken = self.graph_runner.memory_usage
+        if sizes := self._prefill_sizes():
+            self.prefill_graphs = PrefillGraphs(self, sizes)
+            taken += self.prefill_graphs.memory_usage
+        return taken
+
+    def _prefill_sizes(self) -> list[int]:
+        limit = min(self.server_config.prefill_graph_tokens, self.max_num_tokens)
+        return capture_token_counts(limit) if limit else []
 
     def profile_cudagraph_memory(self) -> int:
         """Device memory to leave for the graphs when the KV pool is sized, in bytes: each keeps its outputs."""
         if self._why_no_graphs() is not None:
             return 0
         rows = sum(capture_batch_sizes(self.max_running_requests))
-        return rows * (self.vocab_size + self.hidden_size) * self.dtype.itemsize + device_memory.GRAPH_OVERHEAD_BYTES
+        outputs = rows * (self.vocab_size + self.hidden_size) + sum(self._prefill_sizes()) * self.hidden_size
+        return outputs * self.dtype.itemsize + device_memory.GRAPH_OVERHEAD_BYTES
 
     def _why_no_graphs(self) -> str | None:
         if not self.device.startswith("cuda"):
@@ -234,10 +245,11 @@ class ModelRunner(ForwardPasses):
 
     def shutdown(self) -> None:
         """Release the model and all memory. A second call does nothing."""
-        if self.graph_runner is not None:
-            self.graph_runner.shutdown()
+        for graphs in (self.prefill_graphs, self.graph_runner):
+            if graphs is not None:
+                graphs.shutdown()
         self.model = self.weights = None
-        self.attn_backend = self.graph_runner = self.execute_model_state = None
+        self.attn_backend = self.graph_runner = self.prefill_graphs = self.execute_model_state = None
         for pool in (self.req_to_token_pool, self.token_to_kv_pool):
             if pool is not None:
                 pool.close()  # the engine's scheduler holds it, too
@@ -366,7 +378,7 @@ class ModelRunner(ForwardPasses):
         self, batch: ForwardBatch, hooked: int, can_replay: bool, modules_for: str = ""
     ) -> BatchExecutionDescriptor:
         return self.partition.decide(
-            batch.forward_mode, batch.num_tokens, batch.batch_size, hooked, can_replay=can_replay, modules_for=modules_for,
+            batch.forward_mode, batch.num_request_tokens, batch.batch_size, hooked, can_replay=can_replay, modules_for=modules_for,
             cuts=batch.attention_cuts is not None,
         )  # fmt: skip
 
@@ -397,9 +409,15 @@ class ModelRunner(ForwardPasses):
 
     def prepare_inputs(self, scheduler_output: SchedulerOutput) -> InputBatch:
         """Lay the step's tokens out in batch rows: token ids, positions, KV slots, and the rows that the head runs on."""
-        graphs, count = self.graph_runner, len(scheduler_output.scheduled)
-        padded_size = None if graphs is None or count > graphs.max_bs else graphs.padded_size(count)
-        return self.step_inputs.prepare(scheduler_output, padded_size)
+        return self.step_inputs.prepare(scheduler_output, self._padded_size(scheduler_output))
+
+    def _padded_size(self, step: SchedulerOutput) -> int | None:
+        """Rows of the captured pass that serves the step; None where there is none."""
+        if not all(entry.decodes for entry in step.scheduled):
+            graphs = self.prefill_graphs
+            return None if graphs is None else graphs.padded_size(step.total_num_scheduled_tokens)
+        graphs, count = self.graph_runner, len(step.scheduled)
+        return None if graphs is None or count > graphs.max_bs else graphs.padded_size(count)
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows of the requests in `req_to_token`, [reqs]; KV slot of each token row, [tokens]), both int64."""

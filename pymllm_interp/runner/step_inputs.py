@@ -182,7 +182,7 @@ class StepInputs:
         """Lay the step's tokens out in batch rows: token ids, positions, KV slots, and the rows that the head runs on.
 
         Args:
-            padded_size: rows of a captured decode pass that serves so many requests; None where there is none.
+            padded_size: rows of the captured pass that serves the step; None where there is none.
         """
         entries, states = step.scheduled, self.states
         req_ids, table_rows, num_tokens, first, samples, decoding, logit_rows = zip(*entries, strict=True)
@@ -202,7 +202,7 @@ class StepInputs:
             logit_counts = np.array(logit_rows, dtype=np.int32)
             cu_num_logits = cumulated(logit_counts)
             logits_indices = np.repeat(loc[1:] - cu_num_logits[1:], logit_counts) + np.arange(cu_num_logits[-1])
-        padded = int(loc[-1]) if padded_size is None or not decodes else padded_size
+        padded = int(loc[-1]) if padded_size is None else padded_size
         self.buffers.lay_out(np.stack((token_ids, positions, rows)), states, self.table.req_to_token, padded)
         return InputBatch(
             req_ids=list(req_ids),
@@ -238,7 +238,6 @@ class StepInputs:
                 resources, batch.input_ids, rows, self.buffers.seq_lens[: len(sizes)], slots, positions=batch.positions,
                 seq_lens_cpu=lens,
             )  # fmt: skip
-            found.padded_size = batch.padded_size
         else:
             prefixes = lens.numpy() - sizes
             seq_lens, extend_lens, prefix_lens = upload(self.device, lens, sizes, prefixes)
@@ -248,7 +247,10 @@ class StepInputs:
             )  # fmt: skip
             if any(entry.decodes for entry in batch.entries):
                 found.forward_mode = ForwardMode.MIXED
-        found.positions = batch.positions
+            found.input_ids = self.buffers.input_ids[: batch.padded_size]
+            found.out_cache_loc = self.buffers.out_cache_loc[: batch.padded_size]
+        found.padded_size = batch.padded_size
+        found.positions = self.buffers.positions[: found.num_tokens]
         found.logits_indices = None
         if len(batch.logits_indices) != found.num_tokens:
             (found.logits_indices,) = upload(self.device, batch.logits_indices)

@@ -214,6 +214,11 @@ class NNsightRequestHelper:
             self._spans = [padded[span.start] for span in self._spans]
             self._give_rows(self._spans)
 
+    def pad_prompts_to(self, rows: int) -> None:
+        """Give the traces of a prefill or mixed step their rows in a pass with further padding rows."""
+        self._spans = [span.padded(rows) for span in self._spans]
+        self._give_rows(self._spans)
+
     def narrow_to_last(self, requests: int) -> None:
         """Give the traces of the decode step's last `requests` their rows in a pass over those requests alone."""
         first = len(self._spans) - requests

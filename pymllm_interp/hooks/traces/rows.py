@@ -33,6 +33,10 @@ class RowSpan:
         self.logit_start, self.logit_size, self.logit_total = logit_start, logit_size, logit_total
         self.alone = size == total and logit_size == logit_total
 
+    def padded(self, total: int) -> RowSpan:
+        """The same rows, in a pass with `total` token rows."""
+        return RowSpan(self.start, self.size, total, self.logit_start, self.logit_size, self.logit_total)
+
     def shared(self) -> RowSpan:
         """The same rows, in a pass whose values other blocks edit too."""
         if not self.alone:
