@@ -286,15 +286,14 @@ def test_only_steps_with_cut_edges_leave_the_graph(model_folder: Callable[[str],
                 now = lm.runner.partition.counts
                 return {key: n - before.get(key, 0) for key, n in now.items() if n > before.get(key, 0)}, out.token_ids
 
-            prompt_cut, cut, plain, replay = (
+            prompt_cut, cut, replay = (
                 ("plain", "edges of attention are cut"),
                 ("segments", "edges of attention are cut"),
-                ("plain", "nobody waits for a module"),
                 ("replay", "nobody waits for a module, and the pass was captured"),
             )
-            assert steps_of([])[0] == {plain: 1, replay: 5}
+            assert steps_of([])[0] == {replay: 6}
             assert steps_of([Knockout("*", from_=-1, to=5)])[0] == {prompt_cut: 1, replay: 5}
-            assert steps_of([Knockout("*", from_=Generated(1, 3), to=5)])[0] == {plain: 1, cut: 2, replay: 3}
+            assert steps_of([Knockout("*", from_=Generated(1, 3), to=5)])[0] == {cut: 2, replay: 4}
             with lm.generate(
                 PROMPT, max_new_tokens=6, interventions=[Knockout("*", from_=Generated(1, 3), to=5)]
             ) as tracer:
@@ -343,7 +342,7 @@ def test_segments_with_cut_edges_take_turns_with_a_trace_that_runs_alone(model_f
                 thread.join(60)
             assert [handle.result().token_ids for handle in handles] == [cut.token_ids] * 2
             assert len(found) == 2 and all(torch.equal(tokens, alone) for tokens in found)
-            assert cut.receipt.steps == {"plain": 1, "segments": 5}
+            assert cut.receipt.steps == {"replay": 1, "segments": 5}
 
 
 def test_split_steps_are_cut(lm_of: Callable[..., LM], oracle: Callable[[str], PreTrainedModel]) -> None:

@@ -129,8 +129,9 @@ def test_gradients_and_all_hidden_states_are_those_of_the_prompt_alone(device: s
         with lm.lm_head.output.sum().backward():
             gradient = h.grad.save()
     assert gradient.shape[1] == 19
-    states = lm.forward([prompt], output_hidden_states=True)
-    assert all(state.shape[1] == 19 for state in states.hidden_states)
+    with lm.trace(prompt, output_hidden_states=True):
+        states = lm.output.hidden_states.save()
+    assert all(state.shape[1] == 19 for state in states)
 
 
 @pytest.mark.parametrize("device", DEVICES)

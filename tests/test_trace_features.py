@@ -856,7 +856,9 @@ def test_what_many_save_in_a_pass_leaves_at_its_end(lm: LM, far: list[torch.Size
     assert far[0] == (40, 72) and ends == [1, 2, 3, 4], "one piece for all that is alike"
     # Later steps' travel as they lie in the batch, which captured passes pad.
     assert all(shape in ((40, 72), (48, 72)) for shape in far[1:4])
-    assert sizes in ([60, 40, 40, 40], [64, 40, 40, 40]), "the block goes on with the piece: before its end, with the batch"
+    assert sizes in ([60, 40, 40, 40], [64, 40, 40, 40]), (
+        "the block goes on with the piece: before its end, with the batch"
+    )
     assert sum(shape[0] for shape in far[4:] if len(shape) == 2) == 24, "what was edited since, and the means"
     monkeypatch.undo()
     kept, means, _ = saved_by_many(lm)
