@@ -221,7 +221,7 @@ class Engine:
     def _take_commands(self) -> bool:
         """Wait for work; False when the engine closes."""
         with self._wake:
-            if not (self._inbox or self._closing) and (seconds := self._seconds_left()):
+            while not (self._inbox or self._closing) and (seconds := self._seconds_left()):
                 self._wake.wait(seconds)
             while not (self._inbox or self._closing or self._has_work()):
                 if self._released and not self._subscribers:
@@ -238,8 +238,9 @@ class Engine:
 
     def _seconds_left(self) -> float:
         """Seconds to wait for requests before the next step: the device has enough to do. Blocks of traces need them."""
-        waits = self._async and self._in_flight is not None and not self.runner.nnsight_request_helper.attached
-        return self._pacing.seconds_left() if waits else 0.0
+        if not self._async or self._in_flight is None or self._in_flight[1].done:
+            return 0.0
+        return 0.0 if self.runner.nnsight_request_helper.attached else self._pacing.seconds_left()
 
     def _has_work(self) -> bool:
         return self._in_flight is not None or (self.scheduler.has_work() and not self._waits_for_room)

@@ -11,6 +11,7 @@ from ..core.step import SchedulerOutput
 
 SMOOTHING = 0.3
 """Weight of the latest step in a moving average."""
+POLL_S = 1e-3
 SLACK_S = 3e-4
 """For a thread to wake up."""
 MIN_CHUNK = 16
@@ -73,6 +74,7 @@ class _Launched:
     rows:          int
     prompt_tokens: int
     begun:         float | None  # when the device began it; None: when the step before it ended
+    counts:        bool = True   # in the averages
     # fmt: on
 
 
@@ -102,8 +104,9 @@ class StepPacing:
         prompt_tokens = step.total_num_scheduled_tokens - rows
         if not prompt_tokens:
             self._host += SMOOTHING * (self._clock() - started - self._host)
-        if idle and self._waited_for is not None:
+        if idle and self._waited_for is not None:  # too long: its end was seen late
             self.times.shorten(self._waited_for.rows, self._waited_for.prompt_tokens)
+            self._waited_for.counts = False
         self._waited_for = None
         self._launched.append(_Launched(rows, prompt_tokens, started if idle else None))
 
@@ -114,7 +117,7 @@ class StepPacing:
             return
         step = self._launched.popleft()
         begun = self._ended if step.begun is None else step.begun
-        if begun is not None:
+        if begun is not None and step.counts:
             self.times.record(step.rows, step.prompt_tokens, now - begun, at_most=step.begun is not None)
         self._ended = now
 
@@ -124,7 +127,7 @@ class StepPacing:
         self._ended = self._waited_for = None
 
     def seconds_left(self) -> float:
-        """Seconds until the next step should be launched; 0 where that is unknown."""
+        """Seconds to wait before the next step, 0 for none. Then the device is to be asked again: it may be faster than thought."""
         if len(self._launched) != 1:
             return 0.0
         step = self._launched[0]
@@ -138,7 +141,7 @@ class StepPacing:
         margin = 1.25 * self._host + SLACK_S + (0.15 if step.prompt_tokens else 0.05) * seconds
         left = begun + seconds - margin - self._clock()
         self._waited_for = step if left > 0 else self._waited_for
-        return max(0.0, left)
+        return min(max(0.0, left), POLL_S)
 
 
 def _row_key(rows: int) -> int:
