@@ -109,7 +109,7 @@ class ServerConfig:
     device: str = "auto"
     max_model_len: int | None = None
     """Maximum prompt and generated tokens of one request. None: the model's own limit."""
-    max_running_requests: int | None = 256
+    max_running_requests: int | None = 512
     """Maximum requests in one step. None: derived from the KV pool, 512 tokens a request (`device_memory.num_running_requests`)."""
     max_num_tokens: int | None = None
     """Maximum token rows in one step; chunked prefill fills steps up to it. None: 2048 on a CPU, 8192 on CUDA."""

@@ -48,12 +48,12 @@ class AttentionBackend(ABC):
 
         K and V of the pass are in the pool already.
         """
-        pool = forward_batch.token_to_kv_pool
+        backend, pool = self, forward_batch.token_to_kv_pool
         assert pool is not None, "prepare_forward_batch_* sets the pools"
 
         def attend(layer: RadixAttention) -> None:
             k, v = pool.get_kv(layer.layer_id)
-            out.copy_(self.forward(q, k, v, layer, forward_batch, save_kv_cache=False).view_as(out))
+            out.copy_(backend.forward(q, k, v, layer, forward_batch, save_kv_cache=False).view_as(out))
 
         return attend
 

@@ -65,8 +65,7 @@ class Engine:
         self._released = False
         config = runner.server_config
         self._async = self._waits_for_room = False
-        self._times = StepTimes()
-        self._pacing = StepPacing(self._times)
+        self._pacing = StepPacing(StepTimes())
         self._watchdog = Watchdog(config.trace_step_warning, config.trace_step_timeout)
         ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._start, args=(ready,), name="pymllm-interp-engine", daemon=True)
@@ -201,7 +200,7 @@ class Engine:
         kv = KVManager(runner.req_to_token_pool, runner.token_to_kv_pool_allocator, runner.token_to_kv_pool)
         ring = runner.capture_ring
         admission = None if ring is None else ring.admission
-        self.scheduler = Scheduler(runner.server_config, runner.max_num_tokens, kv, admission, self._times)
+        self.scheduler = Scheduler(runner.server_config, runner.max_num_tokens, kv, admission, self._pacing.times)
         if ring is not None:
             ring.notify_when_freed(self._wake_up)
 

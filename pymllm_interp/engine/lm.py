@@ -95,7 +95,7 @@ class LM(TraceCalls, ForwardCalls, TokenCalls):  # pyright: ignore[reportIncompa
         load_format: str = "auto",
         impl: str = "auto",
         max_model_len: int | None = None,
-        max_running_requests: int | None = 256,
+        max_running_requests: int | None = 512,
         max_num_tokens: int | None = None,
         kv_cache_tokens: int | None = None,
         seed: int = 0,
