@@ -108,7 +108,7 @@ def serving_records(
             del lm
             _free()
     if settings.engine != "ours":
-        for row in _on_vllm(str(source.folder), record["dtype"], load_format, settings):
+        for row in _on_vllm(str(source.folder or model), record["dtype"], load_format, settings):
             rows.append({"policy": None, **row})
             yield record
 
