@@ -130,13 +130,14 @@ def measure(engine: ServingEngine, workload: Workload) -> ServingResult:
     Raises:
         RuntimeError: a request failed, or generated another number of tokens than it was asked for.
     """
+    return run(engine, workload)[1]
+
+
+def run(engine: ServingEngine, workload: Workload) -> tuple[list[TokenStream], ServingResult]:
+    """`measure`, with the times of all tokens: (the requests, in their order; the result)."""
     before, started = Counter(engine.execution()), time.perf_counter()
-    streams = [
-        TokenStream(index, prompt, new_tokens, started + arrival)
-        for index, (prompt, new_tokens, arrival) in enumerate(
-            zip(workload.prompts, workload.new_tokens, workload.arrivals, strict=True)
-        )
-    ]
+    asked = zip(workload.prompts, workload.new_tokens, workload.arrivals, strict=True)
+    streams = [TokenStream(i, prompt, new, started + arrival) for i, (prompt, new, arrival) in enumerate(asked)]
     for due, group in groupby(streams, key=lambda stream: stream.due):
         engine.serve(due)
         together, now = list(group), time.perf_counter()
@@ -145,8 +146,7 @@ def measure(engine: ServingEngine, workload: Workload) -> ServingResult:
         engine.submit(together)
     engine.serve(None)
     for stream in streams:
-        if len(stream.times) != stream.new_tokens:
-            raise RuntimeError(
-                f"{engine.name}, {workload.name}: request {stream.index} has {len(stream.times)} tokens of {stream.new_tokens}"
-            )
-    return ServingResult.of(streams, started, dict(Counter(engine.execution()) - before))
+        if (count := len(stream.times)) != stream.new_tokens:
+            what = f"{engine.name}, {workload.name}: request {stream.index}"
+            raise RuntimeError(f"{what} has {count} tokens of {stream.new_tokens}")
+    return streams, ServingResult.of(streams, started, dict(Counter(engine.execution()) - before))

@@ -25,7 +25,7 @@ from .gpu import facts
 from .own_engine import OurEngine
 from .peers import VllmEngine, check_vllm
 from .serving import ServingEngine, ServingResult, measure
-from .workloads import LONG_NEW_TOKENS, Sizes, Workload, long, make_workload
+from .workloads import LONG_NEW_TOKENS, SHORTEST, Sizes, Workload, long, make_workload
 
 STEERED, TRACED = "steered", "traced"
 TRACED_EVERY = 10
@@ -66,8 +66,9 @@ class ServingSettings:
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise ValueError(f"engine {self.engine!r}: expected one of {', '.join(ENGINES)}")
+        sizes = Sizes(vocab_size=1, longest=self.longest or 2 * SHORTEST, scale=self.scale)
         for name in self.workloads:
-            make_workload(_split(name)[0], Sizes(vocab_size=1, longest=8, scale=1e-9))
+            make_workload(_split(name)[0], sizes)
 
     def sizes(self, engine: ServingEngine, run: int) -> Sizes:
         """Of the workloads for an engine."""
