@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import statistics
@@ -9,7 +10,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -24,6 +27,7 @@ from pymllm_interp.bench.tables import read_aims, render
 from pymllm_interp.bench.workloads import Sizes, Workload, long, make_workload, mix, poisson, shared_prefix
 from pymllm_interp.cli import main
 
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SIZES = Sizes(vocab_size=1000, longest=16384)
 NAMES = ("mix", "long", "poisson-10", "poisson-25", "shared-prefix")
 
@@ -218,6 +222,19 @@ def test_a_request_that_fails_is_told(lm_of: Callable[..., LM]) -> None:
     workload = Workload("bad", [[1, 2, 3]], [500], [0.0], 0)  # more than the context
     with pytest.raises(ValueError, match="max_model_len"):
         measure(OurEngine(lm), workload)
+
+
+def test_a_request_that_ends_early_is_told(lm_of: Callable[..., LM]) -> None:
+    lm = lm_of("llama")
+    engine = OurEngine(lm)
+    now = time.perf_counter()
+    streams = [TokenStream(0, [1, 2], 3, now), TokenStream(1, [3, 4], 100, now)]
+    engine.submit(streams)
+    while not streams[1].times:
+        time.sleep(0.001)
+    lm.engine.abort([request.request_id for request in lm.engine.call(lambda: lm.engine.scheduler.live)])
+    with pytest.raises(RuntimeError, match=r"request \d+ ended with 'abort'"):
+        engine.serve(None)
 
 
 class Late:
@@ -424,10 +441,60 @@ def test_the_table_has_aims_peers_and_ratios_beside_each_workload() -> None:
 
 
 def test_the_aims_of_the_8b_shape_are_those_of_the_peer_and_a_tenth_more_throughput() -> None:
-    serving = read_aims(Path(__file__).parent.parent / "benchmarks" / "configs" / "llama8b")["serving"]
+    serving = read_aims(BENCHMARKS / "configs" / "llama8b")["serving"]
     aim, peer = serving["aim"], serving["peer"]
     assert aim["mix"]["tokens_per_s"] == pytest.approx(1.1 * peer["mix"]["tokens_per_s"], abs=1)
     assert {name: values for name, values in aim.items() if name != "mix"} == {
         name: values for name, values in peer.items() if name != "mix"
     }
     assert aim.keys() <= set(DEFAULT)
+
+
+# -- the picture ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chart(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """benchmarks/serving_chart.py, which imports its neighbour."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("serving_chart")
+
+
+def test_the_picture_has_a_bar_for_each_engine_and_workload(chart: ModuleType) -> None:
+    rows = [
+        a_row("mixed", "mix"), a_row("mixed", "mix", "steered"), a_row("mixed", "long", step_ms=13.75),
+        a_row("mixed", "poisson-25"), a_row("prefill_first", "poisson-25"),
+    ]  # fmt: skip
+    record = {"model": "m", "dtype": "bfloat16", "machine": {"gpu": "GPU Z", "cpu": "C"}, "rows": rows}
+    aims = {
+        "peer": "Other 1.0",
+        "serving": {"peer": {"mix": {"tokens_per_s": 8530}, "poisson-25": {"ttft_ms": {"p50": 7.0}}}},
+    }
+    read = chart.read_chart(record, aims)
+    assert read.title == "m, bfloat16, GPU Z"
+    assert read.engines == ["pymllm-interp, mixed", "pymllm-interp, prefill_first", "Other 1.0"]
+    values = [
+        (panel.title.partition(",")[0], bars.workload, bars.values) for panel in read.panels for bars in panel.rows
+    ]
+    assert values == [
+        ("new tokens a second", "mix", [9400.4, None, 8530]),
+        ("ms a step", "long", [13.75, None, None]),
+        ("ms to the first token", "poisson-25", [5.0, 5.0, 7.0]),
+        ("ms to the first token", "poisson-25", [123.4, 123.4, None]),
+        ("ms between tokens", "poisson-25", [5.0, 5.0, None]),
+        ("ms between tokens", "poisson-25", [46.0, 46.0, None]),
+    ]
+    beside = chart.read_chart({**record, "rows": [*rows, a_row(None, "poisson-25", ttft_ms={"p50": 8.0})]}, aims)
+    assert beside.engines[-1] == "Other 2.0" and beside.panels[2].rows[0].values == [5.0, 5.0, 8.0]
+    assert beside.panels[0].rows[0].values == [9400.4, None, None], "the peer of the same run, or none"
+    drawn = ElementTree.fromstring(chart.draw([read]))
+    boxes = [float(box.get("width", "")) for box in drawn if box.tag.endswith("rect") and box.get("x")]
+    assert len(boxes) == 12 and max(boxes) == chart.WIDTH
+    assert boxes[1] == pytest.approx(chart.WIDTH * 8530 / 9400.4, abs=0.1)
+
+
+def test_the_picture_in_the_documentation_is_that_of_the_records(chart: ModuleType) -> None:
+    charts, picture = chart.read_charts(BENCHMARKS), BENCHMARKS.parent / "docs" / "images" / "serving.svg"
+    assert picture.exists() == bool(charts)
+    if charts:
+        assert chart.draw(charts) == picture.read_text(), "run `python benchmarks/serving_chart.py`"
