@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from pymllm_interp import LM, Steer
 from pymllm_interp.bench.own_engine import OurEngine
@@ -369,12 +370,23 @@ def test_vllm_where_there_is_none_is_told_before_anything_runs(
     assert "vLLM is not installed" in capsys.readouterr().err and not out.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
-def test_vllm_is_measured_as_we_are(model_folder: Callable[[str], Path]) -> None:
-    engine = VllmEngine(str(model_folder("llama")), "float32", "dummy")
+def test_vllm_is_measured_as_we_are(tmp_path: Path) -> None:
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+    }
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"], vocab_size=97, max_position_embeddings=128, num_hidden_layers=2, **sizes
+    )
+    config.save_pretrained(tmp_path)
+    engine = VllmEngine(str(tmp_path), "float32", "dummy")
     try:
-        sizes = Sizes(vocab_size=engine.vocab_size, longest=40, scale=0.025)
-        workload = poisson(sizes, 25)
+        workload = poisson(Sizes(vocab_size=engine.vocab_size, longest=40, scale=0.025), 25)
         streams, result = run(engine, workload)
         assert (engine.vocab_size, engine.max_model_len) == (97, 128)
         assert [len(stream.times) for stream in streams] == workload.new_tokens
