@@ -23,7 +23,7 @@ from pymllm_interp import LM, Steer
 from pymllm_interp.bench.own_engine import OurEngine
 from pymllm_interp.bench.peers import VllmEngine
 from pymllm_interp.bench.serving import Percentiles, TokenStream, measure, run
-from pymllm_interp.bench.serving_suite import DEFAULT, ServingSettings
+from pymllm_interp.bench.serving_suite import DEFAULT, ServingSettings, measure_workload
 from pymllm_interp.bench.tables import read_aims, render
 from pymllm_interp.bench.workloads import Sizes, Workload, long, make_workload, mix, poisson, shared_prefix
 from pymllm_interp.cli import main
@@ -131,7 +131,7 @@ def tiny(lm: LM, **sizes: Any) -> Workload:
 
 def test_each_request_gets_its_tokens_at_rising_times_and_the_counts_add_up(lm_of: Callable[..., LM]) -> None:
     lm = lm_of("llama")
-    workload, started = tiny(lm), time.perf_counter()
+    workload, before, started = tiny(lm), lm.engine.num_steps, time.perf_counter()
     streams, result = run(OurEngine(lm), workload)
     wall = time.perf_counter() - started
     assert [len(stream.times) for stream in streams] == workload.new_tokens
@@ -144,8 +144,7 @@ def test_each_request_gets_its_tokens_at_rising_times_and_the_counts_add_up(lm_o
     assert result.prompt_tokens == sum(map(len, workload.prompts))
     assert workload.arrivals[-1] < result.seconds <= wall
     assert result.tokens_per_s == pytest.approx(result.new_tokens / result.seconds)
-    steps = sum(result.execution.values())
-    assert max(workload.new_tokens) <= steps <= result.new_tokens
+    assert sum(result.execution.values()) == lm.engine.num_steps - before >= max(workload.new_tokens)
 
 
 def test_percentiles_are_those_of_all_requests_and_all_gaps(lm_of: Callable[..., LM]) -> None:
@@ -215,6 +214,8 @@ def test_traced_requests_run_beside_the_others_and_have_no_latencies(lm_of: Call
     assert result.ttft_ms == pytest.approx(
         [1e3 * np.percentile([s.times[0] - s.due for s in plain], p) for p in (50, 90, 99)]
     )
+    gaps = [gap for s in plain for gap in np.diff(s.times)]
+    assert result.itl_ms == pytest.approx([1e3 * np.percentile(gaps, p) for p in (50, 90, 99)])
     assert any(how.startswith(("modules", "segments", "split")) for how in result.execution), "blocks were served"
 
 
@@ -268,6 +269,30 @@ def test_requests_that_are_due_together_are_sent_together() -> None:
     assert result.tokens_per_s == pytest.approx(10 / 0.56)
     with pytest.raises(RuntimeError, match=r"late, x: request 1 has 4 tokens of 5"):
         measure(Late(lost=1), workload)
+
+
+def test_a_step_of_long_prompts_is_the_difference_of_two_runs() -> None:
+    settings = ServingSettings(repeats=2, scale=0.1)
+    row, result = measure_workload(lambda _: Late(), Late(), "long", settings, 0)
+    assert row["step_ms"] == pytest.approx(10) and row["step_ms_runs"] == pytest.approx([10, 10])
+    assert row["new_tokens"] == result.new_tokens == 3 * 50 and row["requests"] == 3
+
+
+@pytest.mark.parametrize("name", ["mix", "long", "shared-prefix"])
+def test_no_run_sends_the_prompts_of_another(name: str) -> None:
+    """Else the second would find them in a prefix cache."""
+    sent: list[tuple[int, ...]] = []
+
+    class Recording(Late):
+        vocab_size = 50_000
+
+        def submit(self, streams: Sequence[TokenStream]) -> None:
+            sent.extend(tuple(stream.prompt) for stream in streams)
+            super().submit(streams)
+
+    measure_workload(lambda _: Recording(), Recording(), name, ServingSettings(scale=0.1), 0)
+    runs = {"long": 7}.get(name, 2)
+    assert len(sent) > 8 and len({prompt[:3] for prompt in sent}) == (runs if name == "shared-prefix" else len(sent))
 
 
 # -- the suite -----------------------------------------------------------------------------------

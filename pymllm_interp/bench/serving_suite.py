@@ -138,7 +138,7 @@ def _on_ours(lm: LM, settings: ServingSettings) -> Iterator[dict[str, Any]]:
     plain: dict[str, ServingResult] = {}
     for run, name in enumerate(_with_plain(settings.workloads)):
         kind, variant = _split(name)
-        row, result = _measured(engines[variant], OurEngine(lm), kind, settings, 1000 * run)
+        row, result = measure_workload(engines[variant], OurEngine(lm), kind, settings, 1000 * run)
         if variant is None:
             plain[name] = result
         else:
@@ -162,7 +162,7 @@ def _on_vllm(model: str, dtype: str, load_format: str, settings: ServingSettings
         engine = VllmEngine(model, dtype, load_format, **{"enable_prefix_caching": cached, **settings.vllm_options})
         try:
             for run, name in enumerate(chosen):
-                row, _ = _measured(lambda _, engine=engine: engine, engine, name, settings, 1000 * run)
+                row, _ = measure_workload(lambda _, engine=engine: engine, engine, name, settings, 1000 * run)
                 yield row | {"workload": name, "variant": None}
         finally:
             engine.shutdown()
@@ -176,7 +176,7 @@ def _with_plain(names: tuple[str, ...]) -> list[str]:
     return list(found)
 
 
-def _measured(
+def measure_workload(
     engine_for: Callable[[Workload], ServingEngine],
     engine: ServingEngine,
     name: str,
