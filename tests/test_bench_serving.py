@@ -308,6 +308,7 @@ def test_one_command_measures_every_workload_on_each_policy(
     assert main([*command, *options, "--policies", "mixed", "prefill_first", "--out", str(out)]) == 0
     record = json.loads(out.read_text())
     assert record["settings"]["options"] == {"max_num_tokens": 48, "hook_execution": "eager"}
+    assert record["limits"]["max_num_tokens"] == 48
     assert record["machine"]["versions"]["torch"] and record["dtype"] == "float32"
     keys = [(row["policy"], "-".join(filter(None, (row["workload"], row["variant"])))) for row in record["rows"]]
     assert keys == [(policy, name) for policy in ("mixed", "prefill_first") for name in DEFAULT]

@@ -102,7 +102,7 @@ def serving_records(
             if policy is not None:
                 options["schedule_policy"] = policy
             with LM(model, dtype=dtype, device=device, load_format=load_format, **options) as lm:
-                record |= facts(lm)
+                record |= facts(lm) | {"limits": asdict(lm.limits)}
                 for row in _on_ours(lm, settings):
                     rows.append({"policy": lm.runner.server_config.schedule_policy, **row})
                     yield record
