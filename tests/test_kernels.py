@@ -27,10 +27,10 @@ from pymllm_interp.mem_cache import KVPool
 from pymllm_interp.runner.partition import Execution
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
-from pymllm_interp.layers import launch
+from pymllm_interp.core import launch
+from pymllm_interp.core.launch import Launcher
 from pymllm_interp.layers import triton_kernels as kernels
 from pymllm_interp.layers.edits import kernels as triton_edits
-from pymllm_interp.layers.launch import Launcher
 from pymllm_interp.runner import triton_inputs
 
 CUDA = torch.cuda.is_available()
