@@ -167,7 +167,10 @@ class Turn:
         # Where the block before was filed. Blocks that wait for the same `Pending` and have equal visit counts go there too.
         asked: Pending | None = None
         pass_index, target_visit, parked = -1, 0, []
-        answer, alike = self._answer, None
+        answer, alike = (
+            self._answer,
+            None,
+        )  # most blocks wait for one and the same `Pending`: its location is compared once
         for block in blocks:
             pending, trace = block.pending, block.trace
             # Blocks before it may have ended its request, or may have resumed it.
@@ -180,9 +183,9 @@ class Turn:
             visits = trace.visits
             if visits.skipping and visits.skips(location):
                 continue
-            block.served = True
+            block.served, occurrence = True, pending[2]
             pending = answer(block, pending, location, shared)
-            while pending is not None and pending is not asked and pending[1] == location and pending[2] == alike[2]:
+            while pending is not None and pending is not asked and pending[1] == location and pending[2] == occurrence:
                 pending = answer(block, pending, location, shared)
             block.pending = pending
             if pending is not None and pending is asked and visits.pass_index == pass_index:

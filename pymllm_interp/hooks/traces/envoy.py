@@ -79,12 +79,8 @@ class Read(eproperty):
         value = worker.parent.switch(pending)
         return value if self._unchanged else self._preprocess(obj, value)  # pyright: ignore[reportOptionalCall]
 
-    def _wait(self, obj: Any, block: Any, key: str) -> Pending:
-        """What `block` waits for when it reads here. Stored for the next block that does.
-
-        Args:
-            key: of `_waits`.
-        """
+    def _wait(self, obj: Any, block: Any, key: str | None) -> Pending:
+        """A read of what `block` asks for here. Stored in `_waits` under `key`, for the next block that asks."""
         location, iteration, interleaver = f"{obj.path}.{self.key}", block.iteration, block.interleaver
         now = _NO_WAIT[1:]
         if iteration is None:
@@ -106,11 +102,11 @@ class Read(eproperty):
         if self._postprocess is not None:
             value = self._postprocess(obj, value)
         pending, event_count, pass_index = obj._waits.get(self._assigned, _NO_WAIT)
-        if (
-            pass_index != block.trace.visits.pass_index
-            or event_count != block.interleaver.visits.event_count
-            or block.iteration is not None
-        ):
+        wanted = block.iteration
+        if wanted is None:
+            if pass_index != block.trace.visits.pass_index or event_count != block.interleaver.visits.event_count:
+                pending = self._wait(obj, block, self._assigned)
+        elif pending is None or pending[2] != wanted:
             pending = self._wait(obj, block, self._assigned)
         assert pending is not None
         worker.parent.switch(Pending(Event.SWAP, pending[1], pending[2], value))
