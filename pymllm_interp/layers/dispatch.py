@@ -1,4 +1,4 @@
-"""Selects between Triton kernels and plain torch."""
+"""Selects between Triton kernels, the CPU's kernels and plain torch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ from types import ModuleType
 
 import torch
 
+from ..core.cpu_dispatch import cpu_kernels_for
+
 _kernels: ModuleType | None = None
 
 
-def kernels_for(x: torch.Tensor) -> ModuleType | None:
+def kernels_for(x: torch.Tensor, *others: torch.Tensor) -> ModuleType | None:
     """`triton_kernels` for a tensor on the current CUDA device without gradients; else None: use plain torch.
 
     Triton is imported at first use: it is not needed on a CPU. It always launches on the current device.
+
+    On a CPU: `cpu_kernels_for` x and the other tensors.
     """
     global _kernels
-    if not x.is_cuda or torch.is_grad_enabled() or x.get_device() != torch.cuda.current_device():
+    if not x.is_cuda:
+        return cpu_kernels_for(x, *others)
+    if torch.is_grad_enabled() or x.get_device() != torch.cuda.current_device():
         return None
     if _kernels is None:  # an import statement takes as long as this whole function, even of a loaded module
         from ..layers import triton_kernels
