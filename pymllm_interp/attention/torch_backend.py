@@ -12,6 +12,7 @@ from .torch_plan import (
     AttnGroup,
     AttnMetadata,
     AttnPlan,
+    DecodeRows,
     StaticDecode,
     build_plan,
     build_static_plan,
@@ -104,12 +105,17 @@ class TorchAttnBackend(AttentionBackend):
         return metadata.plans[key]
 
 
+def decode_rows_of(forward_batch: ForwardBatch) -> DecodeRows | None:
+    """Where the KV of a planned pass is; None where this backend did not plan it, or a request has several queries."""
+    metadata = forward_batch.attn_metadata
+    return metadata.decode if isinstance(metadata, AttnMetadata) else None
+
+
 def _decode_on_cpu(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
 ) -> torch.Tensor | None:
     """Attention of a pass with one query for each request, over the pool's K and V; None where no kernel computes it."""
-    metadata = forward_batch.attn_metadata
-    rows = metadata.decode if isinstance(metadata, AttnMetadata) else None
+    rows = decode_rows_of(forward_batch)
     if rows is None or (kernels := cpu_kernels_for(q, k, v)) is None or layer.head_dim % kernels.ATTENTION_WIDTH:
         return None
     return kernels.decode_attention(q, k, v, *rows, layer.scaling, layer.sliding_window, layer.logit_cap)

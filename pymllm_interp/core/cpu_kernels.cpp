@@ -57,7 +57,10 @@ inline Vec load(const bf16* p) {
   return (Vec)(__builtin_convertvector(h, Bits) << 16);
 }
 
-inline Bits to_bf16(Vec v) {  // to the nearest, ties to even; every NaN is torch's
+inline Bits to_bf16(Vec v) {  // to the nearest, ties to even
+#if defined(__AVX512BF16__)
+  return (Bits)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v));
+#endif
   Bits u = (Bits)v, rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
   return v != v ? Bits{} + 0x7fc0 : rounded;
 }
@@ -228,12 +231,86 @@ void silu(const T* x, T* out, int64_t rows, int64_t size, int gated, int threads
   }
 }
 
+// -- argmax -------------------------------------------------------------------------------------
+
+// The first of the largest elements of each row; a NaN counts as largest.
+template <class T>
+void argmax(const T* x, int32_t* out, int64_t rows, int64_t size, int64_t stride, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows * size > 65536)
+  for (int64_t row = 0; row < rows; row++) {
+    const T* from = x + row * stride;
+    Vec peaks = Vec{} - INFINITY;
+    Ints nans = {};
+    for (int64_t i = 0; i + LANES <= size; i += LANES) {
+      Vec value = load(from + i);
+      peaks = value > peaks ? value : peaks;
+      nans |= value != value;
+    }
+    float peak = -INFINITY;
+    bool nan = false;
+    for (int i = 0; i < LANES; i++) peak = std::max(peak, peaks[i]), nan = nan || nans[i];
+    for (int64_t i = size / LANES * LANES; i < size; i++) {
+      float value = load_part(from + i, 1)[0];
+      peak = std::max(peak, value), nan = nan || value != value;
+    }
+    for (int64_t i = 0; i < size; i += LANES) {
+      Vec value = load_upto(from + i, size - i);
+      Ints found = nan ? value != value : value == peak;
+      int64_t lane = 0, lanes = std::min<int64_t>(LANES, size - i);
+      for (; lane < lanes && !found[lane]; lane++) {
+      }
+      if (lane < lanes) {
+        out[row] = (int32_t)(i + lane);
+        break;
+      }
+    }
+  }
+}
+
 // -- attention ----------------------------------------------------------------------------------
 
-// The values of `count` slots, weighted for HEADS heads; weights [HEADS, padded].
+constexpr int64_t AHEAD = 16;  // positions whose keys are on their way to the cache
+
+// Attention of HEADS queries of one KV head over `count` slots: out [HEADS, head_dim]. `weights` [HEADS, padded] is scratch.
 template <int HEADS, class T>
-inline void weighted_sum(const T* values, const int32_t* slots, const float* weights, T* out, int64_t count, int64_t padded,
-                         int64_t slot_stride, int64_t head_dim) {
+void attend(const T* queries, const T* keys, const T* values, const int32_t* slots, float* weights, T* out, int64_t count,
+            int64_t padded, int64_t slot_stride, int64_t head_dim, float scale, float cap) {
+  for (int64_t p = 0; p < count; p += 4) {  // up to three positions too many: the last one again
+    const T* at[4];
+    for (int64_t i = 0; i < 4; i++) {
+      int64_t now = slots[std::min(p + i, count - 1)] * slot_stride;
+      int64_t later = slots[std::min(p + i + AHEAD, count - 1)] * slot_stride;
+      at[i] = keys + now;
+      for (int64_t j = 0; j < head_dim; j += 64 / sizeof(T)) {
+        __builtin_prefetch(keys + later + j);
+        __builtin_prefetch(values + now + j);
+      }
+    }
+    Vec dots[HEADS][4] = {};
+    for (int64_t i = 0; i < head_dim; i += LANES) {
+      Vec key[4];
+      for (int j = 0; j < 4; j++) key[j] = load(at[j] + i);
+      for (int g = 0; g < HEADS; g++) {
+        Vec query = load(queries + g * head_dim + i);
+        for (int j = 0; j < 4; j++) dots[g][j] = fma(query, key[j], dots[g][j]);
+      }
+    }
+    for (int g = 0; g < HEADS; g++) sum4(dots[g], weights + g * padded + p);
+  }
+  for (int g = 0; g < HEADS; g++) {
+    float *row = weights + g * padded, peak = -INFINITY;
+    for (int64_t p = 0; p < count; p++) row[p] = cap > 0 ? cap * tanhf(row[p] * scale / cap) : row[p] * scale;
+    for (int64_t p = 0; p < count; p++) peak = std::max(peak, row[p]);
+    Vec total = {};
+    for (int64_t p = 0; p < padded; p += LANES) {
+      Vec weight = exp(load(row + p) - peak);
+      for (int64_t i = std::max<int64_t>(0, count - p); i < LANES; i++) weight[i] = 0;
+      total += weight;
+      store(row + p, weight);
+    }
+    Vec inverse = Vec{} + 1.0f / sum(total);
+    for (int64_t p = 0; p < padded; p += LANES) store(row + p, load(row + p) * inverse);
+  }
   for (int64_t i = 0; i < head_dim; i += LANES) {
     Vec sums[HEADS] = {};
     for (int64_t p = 0; p < count; p++) {
@@ -253,53 +330,22 @@ void decode_attention(const T* q, const T* k_cache, const T* v_cache, const int3
   for (int64_t r = 0; r < requests; r++) work += lens[r];
 #pragma omp parallel num_threads(threads) if (work * heads * head_dim > 32768)
   {
-    std::vector<float> scores;
+    std::vector<float> weights;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = 0; task < requests * kv_heads; task++) {
       int64_t request = task / kv_heads, head = task % kv_heads, len = lens[request];
       int64_t begin = window > 0 ? std::max<int64_t>(0, len - window) : 0, count = len - begin;
-      int64_t padded = (count + LANES - 1) / LANES * LANES;
+      int64_t padded = (count + LANES - 1) / LANES * LANES, stride = kv_heads * head_dim;
       const int32_t* slots = table + table_rows[request] * table_stride + begin;
-      const T* queries = q + (request * heads + head * group) * head_dim;
-      scores.resize(group * padded);
-      for (int64_t p = 0; p < count; p += 4) {  // up to three positions too many: the last one again
-        const T* keys[4];
-        for (int64_t i = 0; i < 4; i++) keys[i] = k_cache + ((int64_t)slots[std::min(p + i, count - 1)] * kv_heads + head) * head_dim;
-        for (int64_t g = 0; g < group; g++) {
-          Vec dots[4] = {};
-          for (int64_t i = 0; i < head_dim; i += LANES) {
-            Vec query = load(queries + g * head_dim + i);
-            for (int j = 0; j < 4; j++) dots[j] = fma(query, load(keys[j] + i), dots[j]);
-          }
-          sum4(dots, scores.data() + g * padded + p);
-        }
-      }
-      for (int64_t g = 0; g < group; g++) {
-        float *row = scores.data() + g * padded, peak = -INFINITY;
-        for (int64_t p = 0; p < count; p++) row[p] = cap > 0 ? cap * tanhf(row[p] * scale / cap) : row[p] * scale;
-        for (int64_t p = 0; p < count; p++) peak = std::max(peak, row[p]);
-        for (int64_t p = count; p < padded; p++) row[p] = -INFINITY;
-        Vec total = {};
-        for (int64_t p = 0; p < padded; p += LANES) {
-          Vec weights = exp(load(row + p) - peak);
-          for (int64_t i = std::max<int64_t>(0, count - p); i < LANES; i++) weights[i] = 0;
-          total += weights;
-          store(row + p, weights);
-        }
-        Vec inverse = Vec{} + 1.0f / sum(total);
-        for (int64_t p = 0; p < padded; p += LANES) store(row + p, load(row + p) * inverse);
-      }
-      const T* values = v_cache + head * head_dim;
-      T* to = out + (request * heads + head * group) * head_dim;
+      const T *keys = k_cache + head * head_dim, *values = v_cache + head * head_dim;
+      weights.resize(std::min<int64_t>(4, group) * padded);
       for (int64_t g = 0; g < group; g += 4) {
-        const float* row = scores.data() + g * padded;
-        T* at = to + g * head_dim;
-        switch (std::min<int64_t>(4, group - g)) {
-          case 1: weighted_sum<1>(values, slots, row, at, count, padded, kv_heads * head_dim, head_dim); break;
-          case 2: weighted_sum<2>(values, slots, row, at, count, padded, kv_heads * head_dim, head_dim); break;
-          case 3: weighted_sum<3>(values, slots, row, at, count, padded, kv_heads * head_dim, head_dim); break;
-          default: weighted_sum<4>(values, slots, row, at, count, padded, kv_heads * head_dim, head_dim);
-        }
+        int64_t first = (request * heads + head * group + g) * head_dim;
+        auto run = std::min<int64_t>(4, group - g) == 1   ? attend<1, T>
+                   : std::min<int64_t>(4, group - g) == 2 ? attend<2, T>
+                   : std::min<int64_t>(4, group - g) == 3 ? attend<3, T>
+                                                          : attend<4, T>;
+        run(q + first, keys, values, slots, weights.data(), out + first, count, padded, stride, head_dim, scale, cap);
       }
     }
   }
@@ -506,6 +552,48 @@ void gemm_amx(const bf16* x, const bf16* w, const bf16* bias, bf16* out, int64_t
 
 #endif
 
+void gemm(const float* x, const float* w, const float* bias, float* out, int64_t m, int64_t n, int64_t k, int threads) {
+  gemm_dot(x, w, bias, out, m, n, k, threads);
+}
+
+#if HAS_AMX
+void gemm(const bf16* x, const bf16* w, const bf16* bias, bf16* out, int64_t m, int64_t n, int64_t k, int threads) {
+  gemm_amx(x, w, bias, out, m, n, k, threads);
+}
+#endif
+
+// -- a layer ------------------------------------------------------------------------------------
+
+// total = h + delta, or h; out = what the MLP adds to the sum after attention, which is written to total.
+template <class T>
+void decode_layer(const T* h, const T* delta, T* total, T* out, const T* cos, const T* signed_sin, T* k_cache, T* v_cache,
+                  const int64_t* slots, const int32_t* table, const int64_t* table_rows, const int32_t* lens, const T* norm1,
+                  const T* q_norm, const T* k_norm, const T* norm2, const T* qkv_w, const T* qkv_b, const T* o_w, const T* o_b,
+                  const T* gate_up_w, const T* gate_up_b, const T* down_w, const T* down_b, int64_t requests, int64_t hidden,
+                  int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t width, int64_t turn_stride, int64_t table_stride,
+                  int64_t window, float eps, float scale, float cap, int threads) {
+  int64_t q_width = heads * head_dim, qkv_width = q_width + 2 * kv_heads * head_dim, t = threads;
+  static thread_local std::vector<T> scratch;
+  scratch.resize(requests * (hidden + qkv_width + 2 * q_width + 3 * width));
+  T *normed = scratch.data(), *qkv = normed + requests * hidden, *q = qkv + requests * qkv_width;
+  T *z = q + requests * q_width, *gate_up = z + requests * q_width, *act = gate_up + requests * 2 * width;
+  rms_norm(h, delta, norm1, total, normed, requests, hidden, 1, hidden, 0, eps, t);
+  gemm(normed, qkv_w, qkv_b, qkv, requests, qkv_width, hidden, t);
+  if (q_norm) {
+    T* keys = qkv + q_width;
+    rms_norm<T>(qkv, nullptr, q_norm, nullptr, qkv, requests * heads, head_dim, heads, qkv_width, head_dim, eps, t);
+    rms_norm<T>(keys, nullptr, k_norm, nullptr, keys, requests * kv_heads, head_dim, kv_heads, qkv_width, head_dim, eps, t);
+  }
+  rope(qkv, cos, signed_sin, q, k_cache, v_cache, slots, requests, heads, kv_heads, head_dim, qkv_width, head_dim, turn_stride, t);
+  decode_attention(q, k_cache, v_cache, table, table_rows, lens, z, requests, heads, kv_heads, head_dim, table_stride, window,
+                   scale, cap, t);
+  gemm(z, o_w, o_b, out, requests, hidden, q_width, t);
+  rms_norm(delta ? total : h, out, norm2, total, normed, requests, hidden, 1, hidden, 0, eps, t);
+  gemm(normed, gate_up_w, gate_up_b, gate_up, requests, 2 * width, hidden, t);
+  silu(gate_up, act, requests, width, 1, t);
+  gemm(act, down_w, down_b, out, requests, hidden, width, t);
+}
+
 }  // namespace
 
 // -- what Python calls: tensors by address, with strides in elements ------------------------------
@@ -521,6 +609,9 @@ void gemm_amx(const bf16* x, const bf16* w, const bf16* bias, bf16* out, int64_t
     rope(x, cos, signed_sin, out, k_cache, v_cache, slots, tokens, heads, kv_heads, head_dim, stride, head_stride,          \
          turn_stride, threads);                                                                                             \
   }                                                                                                                         \
+  void argmax_##SUFFIX(const T* x, int32_t* out, int64_t rows, int64_t size, int64_t stride, int threads) {                 \
+    argmax(x, out, rows, size, stride, threads);                                                                            \
+  }                                                                                                                         \
   void silu_##SUFFIX(const T* x, T* out, int64_t rows, int64_t size, int gated, int threads) {                              \
     silu(x, out, rows, size, gated, threads);                                                                               \
   }                                                                                                                         \
@@ -532,19 +623,29 @@ void gemm_amx(const bf16* x, const bf16* w, const bf16* bias, bf16* out, int64_t
                      window, scale, cap, threads);                                                                          \
   }
 
+#define EXPORT_GEMM(T, SUFFIX)                                                                                              \
+  void gemm_##SUFFIX(const T* x, const T* w, const T* bias, T* out, int64_t m, int64_t n, int64_t k, int threads) {         \
+    gemm(x, w, bias, out, m, n, k, threads);                                                                                \
+  }                                                                                                                         \
+  void decode_layer_##SUFFIX(const T* h, const T* delta, T* total, T* out, const T* cos, const T* signed_sin, T*            \
+      k_cache, T* v_cache, const int64_t* slots, const int32_t* table, const int64_t* table_rows, const int32_t* lens,      \
+      const T* norm1, const T* q_norm, const T* k_norm, const T* norm2, const T* qkv_w, const T* qkv_b, const T* o_w,       \
+      const T* o_b, const T* gate_up_w, const T* gate_up_b, const T* down_w, const T* down_b, int64_t requests,             \
+      int64_t hidden, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t width, int64_t turn_stride, int64_t        \
+      table_stride, int64_t window, float eps, float scale, float cap, int threads) {                                       \
+    decode_layer(h, delta, total, out, cos, signed_sin, k_cache, v_cache, slots, table, table_rows, lens, norm1,            \
+        q_norm, k_norm, norm2, qkv_w, qkv_b, o_w, o_b, gate_up_w, gate_up_b, down_w, down_b, requests, hidden,              \
+        heads, kv_heads, head_dim, width, turn_stride, table_stride, window, eps, scale, cap, threads);                     \
+  }
+
 extern "C" {
 
 EXPORT(float, f32)
 EXPORT(bf16, bf16)
 
-void gemm_f32(const float* x, const float* w, const float* bias, float* out, int64_t m, int64_t n, int64_t k, int threads) {
-  gemm_dot(x, w, bias, out, m, n, k, threads);
-}
-
+EXPORT_GEMM(float, f32)
 #if HAS_AMX
-void gemm_bf16(const bf16* x, const bf16* w, const bf16* bias, bf16* out, int64_t m, int64_t n, int64_t k, int threads) {
-  gemm_amx(x, w, bias, out, m, n, k, threads);
-}
+EXPORT_GEMM(bf16, bf16)
 #endif
 
 // Whether gemm_bf16 can be called: the process asks Linux for the tiles' registers once.

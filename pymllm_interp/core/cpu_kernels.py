@@ -9,6 +9,7 @@ Raises (at import):
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,12 @@ def _kernel(name: str, *types: Any, dtypes: dict[torch.dtype, str] = DTYPES) -> 
 
 _rms_norm = _kernel("rms_norm", *[POINTER] * 5, *[SIZE] * 5, FLOAT)
 _rope = _kernel("rope", *[POINTER] * 7, *[SIZE] * 7)
+_argmax = _kernel("argmax", *[POINTER] * 2, *[SIZE] * 3)
 _silu = _kernel("silu", *[POINTER] * 2, *[SIZE] * 2, FLAG)
 _attention = _kernel("decode_attention", *[POINTER] * 7, *[SIZE] * 6, FLOAT, FLOAT)
 _gemm_dtypes = DTYPES if _has_tiles else {torch.float32: "f32"}
 _gemm = _kernel("gemm", *[POINTER] * 4, *[SIZE] * 3, dtypes=_gemm_dtypes)
+_decode_layer = _kernel("decode_layer", *[POINTER] * 24, *[SIZE] * 9, *[FLOAT] * 3, dtypes=_gemm_dtypes)
 
 
 # -- norm ------------------------------------------------------------------------
@@ -148,6 +151,17 @@ def _launch_silu(x: torch.Tensor, size: int, gated: bool) -> torch.Tensor:
     return out
 
 
+# -- argmax ------------------------------------------------------------------------
+
+
+def argmax(x: torch.Tensor) -> torch.Tensor:
+    """x [rows, size], last dim contiguous -> [rows] int32: the largest, the first of equals; a NaN counts as largest."""
+    rows, size = x.shape
+    out = x.new_empty(rows, dtype=torch.int32)
+    _argmax[x.dtype](x.data_ptr(), out.data_ptr(), rows, size, x.stride(0), torch.get_num_threads())
+    return out
+
+
 # -- attention ---------------------------------------------------------------------
 
 
@@ -171,6 +185,60 @@ def decode_attention(
         torch.get_num_threads(),
     )  # fmt: skip
     return out
+
+
+# -- a layer -----------------------------------------------------------------------
+
+
+def decode_layer(
+    h: torch.Tensor,  # [1, requests, hidden]
+    delta: torch.Tensor | None,  # [1, requests, hidden]
+    cos: torch.Tensor,
+    signed_sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    table: torch.Tensor,
+    table_rows: torch.Tensor,
+    lens: torch.Tensor,
+    *,
+    norms: tuple[torch.Tensor, torch.Tensor],
+    head_norms: tuple[torch.Tensor, torch.Tensor] | None,
+    products: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    eps: float,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A decoder layer with one query for each request: the kernels above, one after the other.
+
+    Args:
+        h, delta: the hidden state is their sum.
+        cos, signed_sin: a `rotation` of layers/rope.py, two halves of one tensor.
+        slots, table, table_rows, lens: see `rope_and_write` and `decode_attention`.
+        norms: weights of the norms before attention and MLP.
+        head_norms: weights of the norms of each head of q and k.
+        products: weight and bias of q, k and v together, of o, of gate and up together, and of down.
+
+    Returns:
+        (h, delta) of the next layer, both fresh memory.
+    """
+    h, total, out = h.contiguous(), torch.empty_like(h), torch.empty_like(h)
+    (_, requests, hidden), (_, kv_heads, head_dim) = h.shape, k_cache.shape
+    addresses = [address for pair in products for address in (pair[0].data_ptr(), _address(pair[1]))]
+    q_norm, k_norm = head_norms or (None, None)
+    _decode_layer[h.dtype](
+        h.data_ptr(), _address(delta), total.data_ptr(), out.data_ptr(), cos.data_ptr(), signed_sin.data_ptr(),
+        k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr(), table.data_ptr(), table_rows.data_ptr(), lens.data_ptr(),
+        norms[0].data_ptr(), _address(q_norm), _address(k_norm), norms[1].data_ptr(), *addresses,
+        requests, hidden, products[1][0].shape[1] // head_dim, kv_heads, head_dim, products[3][0].shape[1], cos.stride(0),
+        table.stride(0), window or 0, eps, scale, cap or 0.0, torch.get_num_threads(),
+    )  # fmt: skip
+    return total, out
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 # -- products ----------------------------------------------------------------------

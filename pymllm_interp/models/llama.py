@@ -35,6 +35,7 @@ from ..layers.linear import Embedding, Linear, MergedLinear
 from ..layers.norm import RMSNorm
 from ..layers.rope import RotaryEmbedding, apply_rope, rope_and_write, rotation_of
 from .base import CausalLM, ResidualBranch, Rotation, run_layers
+from .cpu_layer import decode_layer
 from .transformers_pass import set_transformers_forward
 
 
@@ -101,6 +102,10 @@ class LlamaAttention(ResidualBranch):
     def normed_fused(self, qkv: torch.Tensor) -> torch.Tensor:
         """`normed` for the heads of q, k and v together: [tokens, heads + 2 * kv_heads, head_dim]."""
         return qkv
+
+    def head_norms(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The weights that normalise each head of q and of k, in families that have them."""
+        return None
 
     def inner_fused(self, *inputs: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """`inputs` are x [1, tokens, hidden], and the cosines and signed sines of a `rotation`."""
@@ -197,6 +202,8 @@ class LlamaDecoderLayer(nn.Module):
         self, h: torch.Tensor, delta: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `FusedLayer`. The next norm's kernel adds h and delta."""
+        if (out := decode_layer(self, h, delta, cos, sin, batch)) is not None:
+            return out
         h, normed = self.input_layernorm.after_add(h, delta, batch.site_ops, self._input_add)
         delta = self.self_attn.forward_fused(normed, cos, sin, batch=batch)
         h, normed = self.post_attention_layernorm.after_add(h, delta, batch.site_ops, self._attention_add)
