@@ -22,10 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..core.cpu_dispatch import cpu_kernels_for
 from ..core.current_pass import current_site_ops
 from ..core.forward_batch import SiteOps
 from ..core.model_spec import EMBED_SITE
-from .dispatch import kernels_for
+from .dispatch import triton_kernels_for
 from .edits.base import apply_at, apply_inner, capture_inner
 
 InnerSite = tuple[int, str]
@@ -53,13 +54,11 @@ class Gemm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out], in x's dtype."""
-        if x.is_cpu:
-            return self._on_cpu(x)
         one_row = x.numel() == self.weight.shape[1] and x.dtype in HALF and x.is_contiguous()
-        if one_row and (kernels := kernels_for(x)) is not None:
+        if one_row and (kernels := triton_kernels_for(x)) is not None:
             return kernels.gemv(x, self.weight, self.bias)
         if not x.is_cuda:
-            return F.linear(x, self.weight, self.bias)
+            return self._on_cpu(x)
         # The library call behind `F.linear`, without its dispatch, which takes 2 us on the host.
         rows = x.reshape(-1, x.shape[-1])
         out = torch.mm(rows, self._columns) if self.bias is None else torch.addmm(self.bias, rows, self._columns)
@@ -67,9 +66,9 @@ class Gemm:
 
     def _on_cpu(self, x: torch.Tensor) -> torch.Tensor:
         fits = x.shape[-1] == self.weight.shape[1]
-        if fits and (kernels := kernels_for(x, self.weight)) is not None and kernels.has_gemm(x.dtype):
+        if fits and (kernels := cpu_kernels_for(x, self.weight)) is not None and kernels.has_gemm(x.dtype):
             return kernels.gemm(x, self.weight, self.bias)
-        if x.dtype is torch.bfloat16 and not torch.is_grad_enabled():
+        if x.is_cpu and x.dtype is torch.bfloat16 and not torch.is_grad_enabled():
             return torch.ops.mkldnn._linear_pointwise(x, self._pack(), self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
 

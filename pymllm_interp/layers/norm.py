@@ -8,7 +8,7 @@ from torch import nn
 
 from ..core.current_pass import current_site_ops
 from ..core.forward_batch import SiteOps
-from .dispatch import kernels_for
+from .dispatch import kernels_for, triton_kernels_for
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -41,7 +41,7 @@ def norm_heads(
     On CUDA `qkv` is written in place and returned. Do not use it afterwards.
     """
     q, k, v = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-    if qkv.is_cuda and (kernels := kernels_for(qkv)) is not None:
+    if (kernels := triton_kernels_for(qkv)) is not None:
         kernels.rms_norm_(q, q_weight, eps)
         kernels.rms_norm_(k, k_weight, eps)
         return qkv

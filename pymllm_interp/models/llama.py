@@ -103,10 +103,6 @@ class LlamaAttention(ResidualBranch):
         """`normed` for the heads of q, k and v together: [tokens, heads + 2 * kv_heads, head_dim]."""
         return qkv
 
-    def head_norms(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The weights that normalise each head of q and of k, in families that have them."""
-        return None
-
     def inner_fused(self, *inputs: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """`inputs` are x [1, tokens, hidden], and the cosines and signed sines of a `rotation`."""
         x, cos, sin = inputs
@@ -135,7 +131,7 @@ class LlamaMLP(ResidualBranch):
         self._gate_up = MergedLinear(hidden, [intermediate] * 2, bias, dtype, device)
         self.gate_proj, self.up_proj = self._gate_up.projections
         self.down_proj = Linear(intermediate, hidden, bias, dtype, device, input_site=(layer_idx, "mlp_act"))
-        is_silu = config.hidden_act == "silu"
+        self.is_silu = is_silu = config.hidden_act == "silu"
         self.act_fn = SiLU() if is_silu else ACT2FN[config.hidden_act]
         # The fused pass has its own copy: hooks may wait at the module `act_fn`.
         self._act = [silu if is_silu else ACT2FN[config.hidden_act]]
@@ -202,7 +198,7 @@ class LlamaDecoderLayer(nn.Module):
         self, h: torch.Tensor, delta: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `FusedLayer`. The next norm's kernel adds h and delta."""
-        if (out := decode_layer(self, h, delta, cos, sin, batch)) is not None:
+        if h.is_cpu and (out := decode_layer(self, h, delta, cos, sin, batch)) is not None:
             return out
         h, normed = self.input_layernorm.after_add(h, delta, batch.site_ops, self._input_add)
         delta = self.self_attn.forward_fused(normed, cos, sin, batch=batch)

@@ -38,9 +38,6 @@ class Qwen3Attention(LlamaAttention):
         heads = projected.reshape(1, projected.shape[1], -1, self.head_dim)
         return getattr(self, norm)(heads)[0]
 
-    def head_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.q_norm.weight, self.k_norm.weight
-
     def normed_fused(self, qkv: torch.Tensor) -> torch.Tensor:
         q_norm, k_norm = self.q_norm, self.k_norm
         return norm_heads(qkv, q_norm.weight, k_norm.weight, self.num_kv_heads, q_norm.variance_epsilon)
