@@ -4,6 +4,8 @@ python benchmarks/compare_vllm_cpu.py FOLDER --ours PYTHON --vllm PYTHON [--dtyp
 
 FOLDER has a config.json and safetensors. Prompts are random token ids; generation is greedy and ignores the end-of-sequence
 token. Each process keeps its model loaded, and idles while the other generates.
+
+On a busy machine `--threads 1` is what can be compared: the CPU time of one thread, which does not count the time of others.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def generate_vllm(folder: str, dtype: str) -> Any:
 
 
 def serve(side: str, folder: str, dtype: str) -> None:
-    """Answer each line "batch new_tokens" on stdin with the seconds that it took."""
+    """Answer each line "batch new_tokens" on stdin with the seconds that it took, and the process's CPU seconds."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the engines print
     generate = {"ours": generate_ours, "vllm": generate_vllm}[side](folder, dtype)
@@ -64,25 +66,29 @@ def serve(side: str, folder: str, dtype: str) -> None:
         batch, new_tokens = map(int, line.split())
         rng = random.Random(batch)
         prompts = [[rng.randrange(1000, 40000) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
-        started = time.perf_counter()
+        started, used = time.perf_counter(), time.process_time()
         generate(prompts, new_tokens)
-        print(time.perf_counter() - started, file=answers, flush=True)
+        print(time.perf_counter() - started, time.process_time() - used, file=answers, flush=True)
     os._exit(0)
 
 
 class Side:
     """An engine in a process of its own."""
 
-    def __init__(self, name: str, python: str, folder: str, dtype: str) -> None:
+    def __init__(self, name: str, python: str, folder: str, dtype: str, threads: int | None) -> None:
         command = [python, __file__, folder, "--serve", name, "--dtype", dtype]
         env = os.environ | (VLLM_VARIABLES if name == "vllm" else {})
+        if threads is not None:
+            env |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self.version = self._answer()
 
-    def seconds(self, batch: int, new_tokens: int = NEW_TOKENS) -> float:
+    def seconds(self, batch: int, new_tokens: int = NEW_TOKENS) -> tuple[float, float]:
+        """Wall time, and CPU time."""
         assert self.process.stdin is not None
         print(batch, new_tokens, file=self.process.stdin, flush=True)
-        return float(self._answer())
+        wall, used = map(float, self._answer().split())
+        return wall, used
 
     def _answer(self) -> str:
         assert self.process.stdout is not None
@@ -98,18 +104,22 @@ class Side:
 
 
 def compare(sides: dict[str, Side], rounds: int) -> list[dict[str, Any]]:
-    """Tokens a second of each batch and side: the best and the median of the rounds."""
+    """Tokens a second, by wall time and by CPU time, of each batch and side: the best and the median of the rounds."""
     results = []
     for batch in BATCHES:
         for side in sides.values():
             side.seconds(batch, 8)  # warm
-        runs: dict[str, list[float]] = {name: [] for name in sides}
+        result: dict[str, Any] = {"batch": batch}
+        runs: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
         for _ in range(rounds):
             for name, side in sides.items():
-                runs[name].append(round(batch * NEW_TOKENS / side.seconds(batch), 1))
-        found = {name: {"best": max(values), "median": statistics.median(values)} for name, values in runs.items()}
-        ratios = {kind: round(found["ours"][kind] / found["vllm"][kind], 3) for kind in ("best", "median")}
-        results.append({"batch": batch, "tokens_per_s": found, "ours_to_vllm": ratios, "runs": runs})
+                runs[name].append(side.seconds(batch))
+        for i, clock in enumerate(("wall", "cpu")):
+            rates = {name: [round(batch * NEW_TOKENS / run[i], 1) for run in runs[name]] for name in sides}
+            found = {name: {"best": max(values), "median": statistics.median(values)} for name, values in rates.items()}
+            ratios = {kind: round(found["ours"][kind] / found["vllm"][kind], 3) for kind in ("best", "median")}
+            result[f"tokens_per_{clock}_s"] = {**found, "ours_to_vllm": ratios, "runs": rates}
+        results.append(result)
         print(results[-1], file=sys.stderr)
     return results
 
@@ -121,6 +131,7 @@ def main() -> None:
     parser.add_argument("--vllm")
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, help="of each engine; default: its own choice")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -130,11 +141,12 @@ def main() -> None:
         "prompt_tokens": PROMPT_TOKENS,
         "new_tokens": NEW_TOKENS,
         "cpus": os.cpu_count(),
+        "threads": args.threads,
         "load_average_before": os.getloadavg(),
         "dtypes": {},
     }
     for dtype in args.dtype:
-        sides = {name: Side(name, getattr(args, name), args.folder, dtype) for name in ("ours", "vllm")}
+        sides = {name: Side(name, getattr(args, name), args.folder, dtype, args.threads) for name in ("ours", "vllm")}
         record["engines"] = [side.version for side in sides.values()]
         record["dtypes"][dtype] = compare(sides, args.rounds)
         for side in sides.values():

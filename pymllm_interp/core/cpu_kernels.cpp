@@ -355,10 +355,12 @@ void decode_attention(const T* q, const T* k_cache, const T* v_cache, const int3
 
 // The rows [0, ROWS) of x times COLS rows of the weight. Every output is one sum over lanes, whatever the block.
 template <int ROWS, int COLS>
-inline void dot_block(const float* x, const float* w, const float* bias, float* out, int64_t n, int64_t k) {
+inline void dot_block(const float* x, const float* w, const float* bias, float* out, int64_t n, int64_t k, const float* ahead,
+                      int64_t lines) {
   Vec sums[ROWS][COLS] = {};
   int64_t i = 0;
   for (; i + LANES <= k; i += LANES) {
+    for (int64_t line = 0; line < lines; line++) __builtin_prefetch(ahead + i * lines + line * LANES, 0, 2);
     Vec ws[COLS];
     for (int c = 0; c < COLS; c++) ws[c] = load(w + c * k + i);
     for (int r = 0; r < ROWS; r++) {
@@ -379,37 +381,38 @@ inline void dot_block(const float* x, const float* w, const float* bias, float* 
   }
 }
 
+typedef void DotBlock(const float*, const float*, const float*, float*, int64_t, int64_t, const float*, int64_t);
+constexpr int MOST_ROWS = LANES == 16 ? 6 : 3;  // as many sums as there are registers for
+
 template <int COLS>
-void dot_rows(const float* x, const float* w, const float* bias, float* out, int64_t m, int64_t n, int64_t k) {
-  constexpr int MOST = LANES == 16 ? 6 : 3;
-  int64_t blocks = (m + MOST - 1) / MOST, row = 0;
-  for (int64_t b = 0; b < blocks; b++) {
-    int64_t rows = (m - row + blocks - b - 1) / (blocks - b);
-    const float* from = x + row * k;
-    float* to = out + row * n;
-    switch (rows) {
-      case 1: dot_block<1, COLS>(from, w, bias, to, n, k); break;
-      case 2: dot_block<2, COLS>(from, w, bias, to, n, k); break;
-      case 3: dot_block<3, COLS>(from, w, bias, to, n, k); break;
-      case 4: dot_block<4, COLS>(from, w, bias, to, n, k); break;
-      case 5: dot_block<5, COLS>(from, w, bias, to, n, k); break;
-      default: dot_block<6, COLS>(from, w, bias, to, n, k);
-    }
-    row += rows;
+DotBlock* dot_block_of(int64_t rows) {
+  switch (rows) {
+    case 1: return dot_block<1, COLS>;
+    case 2: return dot_block<2, COLS>;
+    case 3: return dot_block<3, COLS>;
+    case 4: return dot_block<4, COLS>;
+    case 5: return dot_block<5, COLS>;
+    default: return dot_block<6, COLS>;
   }
 }
 
 void gemm_dot(const float* x, const float* w, const float* bias, float* out, int64_t m, int64_t n, int64_t k, int threads) {
-  constexpr int COLS = 4;
-  int64_t blocks = (n + COLS - 1) / COLS;
+  constexpr int64_t COLS = 4, GROUP = 8;  // products with a group of the weight fetch the next one
+  int64_t groups = (n + GROUP - 1) / GROUP, blocks = (m + MOST_ROWS - 1) / MOST_ROWS;
 #pragma omp parallel for num_threads(threads) schedule(static) if (m * n * k > 65536)
-  for (int64_t b = 0; b < blocks; b++) {
-    int64_t c = b * COLS;
-    const float* at = bias ? bias + c : nullptr;
-    if (c + COLS <= n)
-      dot_rows<COLS>(x, w + c * k, at, out + c, m, n, k);
-    else
-      for (; c < n; c++, at += at ? 1 : 0) dot_rows<1>(x, w + c * k, at, out + c, m, n, k);
+  for (int64_t g = 0; g < groups; g++) {
+    int64_t end = std::min(n, (g + 1) * GROUP), row = 0;
+    for (int64_t b = 0; b < blocks; b++) {
+      int64_t rows = (m - row + blocks - b - 1) / (blocks - b), c = g * GROUP;
+      const float* from = x + row * k;
+      int64_t lines = m < 4 ? 0 : b >= COLS ? 0 : (COLS + blocks - 1) / blocks;  // a share of the next group's weights
+      for (; c + COLS <= end; c += COLS)
+        dot_block_of<COLS>(rows)(from, w + c * k, bias ? bias + c : nullptr, out + row * n + c, n, k,
+                                 w + (c + GROUP + b * lines) * k, lines);
+      for (; c < end; c++)
+        dot_block_of<1>(rows)(from, w + c * k, bias ? bias + c : nullptr, out + row * n + c, n, k, nullptr, 0);
+      row += rows;
+    }
   }
 }
 
