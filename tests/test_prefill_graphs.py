@@ -17,7 +17,7 @@ from helpers_runner import random_ids
 from test_faults import DEVICES, ways
 
 from pymllm_interp import LM, SamplingParams, Steer
-from pymllm_interp.runner import prefill_graphs
+from pymllm_interp.runner import graph_capture, prefill_graphs
 from pymllm_interp.runner.graph_capture import capture_token_counts
 
 Load = Callable[..., LM]
@@ -147,6 +147,27 @@ def test_ops_and_captures_act_on_padded_prefills(device: str, load: Load) -> Non
         assert a.receipt.interventions == b.receipt.interventions
         for site in b.activations:
             torch.testing.assert_close(a.activations[site], b.activations[site], rtol=1e-3, atol=1e-3)
+
+
+def test_a_capture_that_fails_is_an_error_that_says_what_helps(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not torch.cuda.is_available():
+        use_eager_graphs(monkeypatch)
+
+    def fails(run: Any, pool: Any) -> None:
+        raise torch.OutOfMemoryError("no memory for a graph")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(graph_capture, "record_pieces", fails)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        with pytest.raises(
+            RuntimeError, match=r"(?s)prefill of 64 rows failed: no memory.*prefill_graph_tokens \(now 64"
+        ):
+            LM(model_folder("llama"), device=device, dtype="float32", **SIZES)
+        with LM(model_folder("llama"), device=device, dtype="float32", **{**SIZES, "prefill_graph_tokens": 0}) as lm:
+            assert lm.runner.prefill_graphs is None
+            assert len(lm.generate([[1, 2, 3]], greedy(2))[0].token_ids) == 2
 
 
 @pytest.mark.gpu

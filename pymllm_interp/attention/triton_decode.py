@@ -20,20 +20,20 @@ MERGED_VALUES = 8192
 """Values of parts that are combined at once."""
 
 
-@triton.jit(do_not_specialize=["width", "scale", "cap", "q_stride"])
+@triton.jit(do_not_specialize=["width", "q_stride", "splits", "min_chunk", "scale", "cap"])
 def _kernel(
     q, k_cache, v_cache, rows, seq_lens, req_to_token, out, parts, counters,
-    width, q_stride, scale, cap,
+    width, q_stride, splits, min_chunk, scale, cap,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr, SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr, BLOCK: tl.constexpr, LOADS: tl.constexpr,
-    HEAD_TILE: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    CAPPED: tl.constexpr, BLOCK: tl.constexpr, LOADS: tl.constexpr, HEAD_TILE: tl.constexpr, PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
     request, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(seq_lens + request)
     first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
-    # Parts of whole blocks, as equal as can be, but not shorter than MIN_CHUNK.
-    chunk = tl.maximum(tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK, MIN_CHUNK)
+    # Parts of whole blocks, as equal as can be, but not shorter than min_chunk.
+    chunk = tl.maximum(tl.cdiv(tl.cdiv(length - first, splits), BLOCK) * BLOCK, min_chunk)
     num_parts = tl.cdiv(length - first, chunk)
     start = first + part * chunk
     stop = tl.minimum(start + chunk, length)
@@ -74,7 +74,7 @@ def _kernel(
         tl.store(where_out, (value / total[:, None]).to(out.dtype.element_ty), mask=inside[:, None])
         return
     # [requests, heads, splits, dim + 1]: normalised values, then the logarithm of their weight.
-    mine = parts + ((request.to(tl.int64) * HEADS + head) * SPLITS + part) * (DIM + 1)
+    mine = parts + ((request.to(tl.int64) * HEADS + head) * splits + part) * (DIM + 1)
     tl.store(mine[:, None] + dim[None, :], value / total[:, None], mask=inside[:, None])
     tl.store(mine + DIM, best + tl.log2(total), mask=inside)
     tl.debug_barrier()  # all threads have stored before one counts
@@ -86,7 +86,7 @@ def _kernel(
     some, few = tl.arange(0, PARTS), tl.arange(0, HEAD_TILE)
     head = kv_head * queries + few
     inside = few < queries
-    base = (request.to(tl.int64) * HEADS + head) * SPLITS
+    base = (request.to(tl.int64) * HEADS + head) * splits
     best = tl.full((HEAD_TILE,), float("-inf"), tl.float32)
     total = tl.zeros((HEAD_TILE,), tl.float32)
     value = tl.zeros((HEAD_TILE, DIM), tl.float32)
@@ -143,7 +143,7 @@ def decode_attention(
     kv_heads = k_cache.shape[1]
     splits = num_splits(requests, kv_heads, num_sms)
     head_tile = triton.next_power_of_2(heads // kv_heads)
-    merged = max(1, min(triton.next_power_of_2(splits), MERGED_VALUES // (head_tile * dim)))
+    merged = max(1, MERGED_VALUES // (head_tile * dim))
     # Few programs: short parts keep the device busy. Many: combining parts costs more than it gains.
     block = 128 if dim == 128 else 64
     min_chunk = 512 if requests * kv_heads >= num_sms else block
@@ -151,7 +151,7 @@ def decode_attention(
     _launch(
         (requests, kv_heads, splits),
         (q, k_cache, v_cache, rows, seq_lens, req_to_token, out, parts, counters),
-        (req_to_token.shape[1], q.stride(0), scale, cap),
-        (heads, kv_heads, dim, group, window, cap > 0, splits, min_chunk, block, STAGES, head_tile, merged),
+        (req_to_token.shape[1], q.stride(0), splits, min_chunk, scale, cap),
+        (heads, kv_heads, dim, group, window, cap > 0, block, STAGES, head_tile, merged),
         WARPS,
     )
