@@ -408,7 +408,7 @@ def test_memory_that_the_allocator_keeps_for_nobody_is_free_for_the_next_engine(
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda gpu: (3 << 30) + kept)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda gpu: 3 << 30)
     runner: Any = SimpleNamespace(
-        server_config=config, device="cuda:0", gpu_id=0, num_hidden_layers=32, num_kv_heads=8, head_dim=64, context_len=4096,
+        server_config=config, device="cuda:0", gpu_id=0, num_kv_layers=32, num_kv_heads=8, head_dim=64, context_len=4096,
         kv_cache_dtype=torch.float16,
     )  # fmt: skip
     assert device_memory.kv_bytes_per_token(runner) == 1 << 16

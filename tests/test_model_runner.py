@@ -21,6 +21,7 @@ from pymllm_interp.attention import AttentionBackend, TorchAttnBackend, attentio
 from pymllm_interp.attention.flashinfer_backend import WORKSPACE_BYTES
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.forward_batch import ForwardBatch, ForwardMode
+from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.core.step import LogitsProcessorOutput, ModelRunnerOutput
 from pymllm_interp.mem_cache import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
 from pymllm_interp.models.registry import UnsupportedModelError
@@ -284,7 +285,7 @@ def test_r10_metadata_of_a_nested_text_config():
         num_hidden_layers = hidden_size = 999
 
     runner = ModelRunner(ServerConfig(device="cpu"), dummy())
-    runner._init_metadata(Outer())
+    runner._init_metadata(ModelSpec.of(Outer(), torch.float32))
     assert tuple(getattr(runner, name) for name in NAMES) == METADATA["qwen3-explicit-head-dim"][1]
 
 
@@ -360,12 +361,17 @@ def test_r14_a_known_architecture_gets_its_native_class_and_its_weights(runner, 
     assert not runner.model.training and not any(p.requires_grad for p in runner.model.parameters())
 
 
-def test_r14_other_architectures_and_the_transformers_fallback_are_refused_by_name():
-    """R14: the fallback is another issue's."""
-    with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel.*LlamaForCausalLM"):
-        make_runner(GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=16, vocab_size=9))
-    with pytest.raises(UnsupportedModelError, match="impl='transformers'"):
-        ModelRunner(ServerConfig(device="cpu"), dummy(impl="transformers")).initialize()
+def test_r14_other_architectures_run_by_their_class_in_transformers():
+    """R14: tests/test_families.py compares them."""
+    config = GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=16, vocab_size=9)
+    with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel has no native.*transformers.*LlamaForCausalLM"):
+        ModelRunner(ServerConfig(device="cpu"), dummy(hf_config=config, impl="native")).initialize()
+    assert make_runner(config).get_model().transformer.h[0].attn is not None
+    llama = ModelRunner(
+        ServerConfig(device="cpu", kv_cache_tokens=64), dummy(hf_config=CONFIGS["llama"](), impl="transformers")
+    )
+    llama.initialize()
+    assert type(llama.get_model().model).__module__.startswith("transformers.")
 
 
 def test_r14_missing_paths_and_weights_raise(tmp_path, oracle):

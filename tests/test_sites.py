@@ -10,7 +10,7 @@ from conftest import CONFIGS, VOCAB
 
 from pymllm_interp.core.model_spec import FAMILIES, Family, ModelSpec
 from pymllm_interp.hooks.site import KINDS, NAMES, WITHOUT_LAYER, Site, canonical, expand
-from pymllm_interp.models.registry import build_model
+from pymllm_interp.models.registry import NATIVE, architecture_of
 
 LLAMA = FAMILIES["llama"]
 
@@ -224,7 +224,8 @@ def info_of(name: str) -> ModelSpec:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_native_and_transformers_models_have_the_modules_of_the_table(name, oracle):
     info = info_of(name)
-    native = build_model(CONFIGS[name](), "native", info, "meta", 64)
+    config = CONFIGS[name]()
+    native = NATIVE[architecture_of(config)](config, info, "meta", 64)
     for kind in KINDS:
         for site in expand(kind if kind in WITHOUT_LAYER else f"{kind}.*", info.num_hidden_layers, info.family):
             path = info.family.point(site).module

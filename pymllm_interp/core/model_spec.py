@@ -4,7 +4,7 @@
     spec.num_hidden_layers, spec.head_dim, spec.shape("q")
     spec.family.points["mlp_act"]        # SitePoint("model.layers.{}.mlp.down_proj", "input")
 
-A family of models is one row of `FAMILIES`.
+A family of models is one row of core/families.py.
 
 Site numbers. A forward pass adds to the residual stream at several places. Residual add 0 is the embedding, residual add
 ``2 * i + 1`` follows layer i's attention, and residual add ``2 * i + 2`` follows its MLP. Each has two sites, the delta that
@@ -19,13 +19,15 @@ Then come the inner sites (`INNER_SITES` of each layer), and last the logits. In
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any
 
 import torch
+
+from .families import FAMILIES, Family, SiteLike, SitePoint
+
+__all__ = ["FAMILIES", "Family", "ModelSpec", "SiteLike", "SitePoint"]
 
 INNER_SITES = ("q", "k", "v", "z", "mlp_act")
 """Kinds of inner sites that each layer has."""
@@ -89,16 +91,6 @@ def num_sites(num_layers: int) -> int:
     return inner_site(num_layers, 0, LOGITS)
 
 
-class SiteLike(Protocol):
-    """A kind of site, and its layer (None for kinds without layers)."""
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def layer(self) -> int | None: ...
-
-
 def site_index(site: SiteLike, num_layers: int) -> int:
     """The number of a site in a model with `num_layers` layers.
 
@@ -125,116 +117,6 @@ def site_index(site: SiteLike, num_layers: int) -> int:
             return final_norm_site(num_layers)
         case _:
             return inner_site(num_layers, layer, kind)
-
-
-# -- families ------------------------------------------------------------------------
-
-
-class SitePoint(NamedTuple):
-    """Where a site's value can be read: at one end of a module."""
-
-    module: str
-    """The module's path, with `{}` in place of the layer."""
-    end: Literal["input", "output"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """Models with equal module names. The defaults are Llama's.
-
-    Attributes:
-        name: `model_type` in the config.
-        embed, layers, final_norm, head: module paths; `layers` is the list of decoder layers.
-        attention_norm, attention, mlp_norm, mlp: children of a decoder layer.
-        q_proj, k_proj, v_proj, o_proj: children of the attention.
-        down_proj: the MLP's last projection.
-        missing: kinds of sites that the family does not have.
-        sliding_window: whether the config's `sliding_window` counts.
-    """
-
-    name: str
-    embed: str = "model.embed_tokens"
-    layers: str = "model.layers"
-    final_norm: str = "model.norm"
-    head: str = "lm_head"
-    attention_norm: str = "input_layernorm"
-    attention: str = "self_attn"
-    q_proj: str = "q_proj"
-    k_proj: str = "k_proj"
-    v_proj: str = "v_proj"
-    o_proj: str = "o_proj"
-    mlp_norm: str = "post_attention_layernorm"
-    mlp: str = "mlp"
-    down_proj: str = "down_proj"
-    missing: frozenset[str] = frozenset()
-    sliding_window: bool = True
-
-    @cached_property
-    def points(self) -> Mapping[str, SitePoint]:
-        """Kind of site -> where its value can be read, in the order of a forward pass.
-
-        Editing there is not always editing the site: the residual stream bypasses a norm, so replacing the norm's input does
-        not change `resid_mid`.
-        """
-        layer = self.layers + ".{}"
-        attention, mlp = f"{layer}.{self.attention}", f"{layer}.{self.mlp}"
-        points = {
-            "embed": SitePoint(self.embed, "output"),
-            "resid_pre": SitePoint(layer, "input"),
-            "attn_in": SitePoint(f"{layer}.{self.attention_norm}", "output"),
-            "q": SitePoint(f"{attention}.{self.q_proj}", "output"),
-            "k": SitePoint(f"{attention}.{self.k_proj}", "output"),
-            "v": SitePoint(f"{attention}.{self.v_proj}", "output"),
-            "z": SitePoint(f"{attention}.{self.o_proj}", "input"),
-            "attn_out": SitePoint(attention, "output"),
-            "resid_mid": SitePoint(f"{layer}.{self.mlp_norm}", "input"),
-            "mlp_in": SitePoint(f"{layer}.{self.mlp_norm}", "output"),
-            "mlp_act": SitePoint(f"{mlp}.{self.down_proj}", "input"),
-            "mlp_out": SitePoint(mlp, "output"),
-            "resid_post": SitePoint(layer, "output"),
-            "final_norm": SitePoint(self.final_norm, "output"),
-            "logits": SitePoint(self.head, "output"),
-        }
-        return {kind: point for kind, point in points.items() if kind not in self.missing}
-
-    @cached_property
-    def other_points(self) -> Mapping[str, str]:
-        """Further module paths with the same values -> kind of site."""
-        layer = self.layers + ".{}"
-        return {
-            f"{layer}.{self.attention_norm}.input": "resid_pre",
-            f"{layer}.{self.attention}.input": "attn_in",
-            f"{layer}.{self.attention}.{self.o_proj}": "attn_out",
-            f"{layer}.{self.mlp}.input": "mlp_in",
-            f"{layer}.{self.mlp}.{self.down_proj}": "mlp_out",
-        }
-
-    def check(self, kind: str) -> None:
-        """Raise ValueError for a kind of site that the family does not have."""
-        if kind not in self.points:
-            raise ValueError(f"{self.name} models have no site {kind!r}; they have {', '.join(self.points)}")
-
-    def point(self, site: SiteLike) -> SitePoint:
-        """The module path and end of a site.
-
-        Raises:
-            ValueError: the family does not have the site's kind.
-        """
-        self.check(site.kind)
-        module, end = self.points[site.kind]
-        return SitePoint(module.format(site.layer), end)
-
-
-FAMILIES = {
-    family.name: family
-    for family in (
-        Family(name="llama", sliding_window=False),
-        Family(name="mistral"),
-        Family(name="qwen2"),
-        Family(name="qwen3"),
-    )
-}
-"""By the config's `model_type`."""
 
 
 # -- the model -------------------------------------------------------------------------

@@ -39,6 +39,10 @@ class TransformersPass(Protocol):
         """Further arguments of a decoder layer, whose input is `hidden`."""
         ...
 
+    def collect_input(self, hidden: torch.Tensor) -> None:
+        """Take the input of a decoder layer, where transformers' own model runs."""
+        ...
+
     def attend(self, attention: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """transformers' forward of an attention: ([1, tokens, hidden], weights [1, heads, queries, keys])."""
         ...

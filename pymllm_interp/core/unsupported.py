@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+
+class UnsupportedModelError(ValueError):
+    """The model's architecture has no implementation."""
+
+
 SPECULATION = (
     "speculative decoding is not supported: each step samples one token a request; decode steps are replayed from CUDA graphs, "
     "and the next one is launched before the last one's tokens are read (async_scheduling)"

@@ -228,6 +228,12 @@ class Sealed(nn.Module):
 class SealedList(Sealed):
     """A sealed `nn.ModuleList`."""
 
+    def __getitem__(self, idx: Any) -> Any:
+        """A module; of a slice, an ordinary list of modules."""
+        if isinstance(idx, slice):
+            return nn.ModuleList(list(self._modules.values())[idx])  # pyright: ignore[reportArgumentType]
+        return nn.ModuleList.__getitem__(self, idx)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
     def insert(self, index: int, module: nn.Module) -> None:
         """Refused."""
         self._refuse_replacement(str(index))

@@ -1,19 +1,24 @@
-"""The class that implements each architecture.
+"""What implements each architecture: our own class, or its class in transformers over our KV pool.
 
-A new family needs its class here, and a row in `core.model_spec.FAMILIES`. `impl="transformers"` (any transformers decoder
-over our KV pool) is not implemented yet and raises an error.
+A new native family needs its class here, and a row in `core.families.FAMILIES`.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import torch
 from transformers import PretrainedConfig
 
 from ..core.model_spec import ModelSpec
-from ..core.unsupported import MULTIMODAL, POOLING
+from ..core.unsupported import MULTIMODAL, POOLING, UnsupportedModelError
 from .base import CausalLM
 from .llama import LlamaForCausalLM
 from .mistral import MistralForCausalLM
 from .qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
+from .structure import config_spec
+from .transformers_model import load_transformers_model
+from .weights import init_dummy_weights, iter_safetensors, load_weights
 
 NATIVE: dict[str, type[LlamaForCausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
@@ -21,10 +26,6 @@ NATIVE: dict[str, type[LlamaForCausalLM]] = {
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
 }
-
-
-class UnsupportedModelError(ValueError):
-    """The model's architecture has no implementation."""
 
 
 def architecture_of(config: PretrainedConfig) -> str:
@@ -66,38 +67,60 @@ def check_supported(config: PretrainedConfig) -> None:
     elif architecture.endswith(NOT_GENERATIVE):
         kind = f"not a generative model: {POOLING}"
     if kind is not None:
-        raise UnsupportedModelError(
-            f"{architecture} is {kind}. Decoder-only families serve: {', '.join(sorted(NATIVE))}"
-        )
+        raise UnsupportedModelError(f"{architecture} is {kind}. Decoder-only language models with attention are served")
 
 
-def model_class(config: PretrainedConfig, impl: str) -> type[LlamaForCausalLM]:
-    """The class that implements the config's architecture.
+def is_native(config: PretrainedConfig, impl: str) -> bool:
+    """Whether our own class runs the model; else transformers' class does.
 
     Raises:
-        UnsupportedModelError: the architecture has no native class, or `impl` is "transformers".
+        UnsupportedModelError: `impl` is "native", and there is none for the architecture.
     """
     architecture = architecture_of(config)
-    if impl == "transformers":
+    if impl == "native" and architecture not in NATIVE:
         raise UnsupportedModelError(
-            f"impl='transformers' ({architecture} through transformers' own class) is not supported yet; native "
+            f"{architecture} has no native implementation: impl='transformers' runs it by its class in transformers; native "
             f"families: {', '.join(sorted(NATIVE))}"
         )
-    if architecture not in NATIVE:
-        raise UnsupportedModelError(
-            f"{architecture} has no native implementation and impl='transformers' is not supported yet; native "
-            f"families: {', '.join(sorted(NATIVE))}"
-        )
-    return NATIVE[architecture]
+    return impl != "transformers" and architecture in NATIVE
 
 
-def build_model(config: PretrainedConfig, impl: str, spec: ModelSpec, device: str, max_positions: int) -> CausalLM:
-    """An instance of the architecture's class with uninitialised weights.
-
-    Args:
-        max_positions: positions of the longest sequence to serve.
+def spec_of(config: PretrainedConfig, impl: str, dtype: torch.dtype) -> ModelSpec:
+    """What the config says of the model. A loaded model's `spec` may say more.
 
     Raises:
-        UnsupportedModelError: see `model_class`.
+        UnsupportedModelError: see `is_native`.
     """
-    return model_class(config, impl)(config, spec, device, max_positions)
+    return ModelSpec.of(config, dtype) if is_native(config, impl) else config_spec(config, dtype)
+
+
+@torch.no_grad()
+def load_model(
+    config: PretrainedConfig,
+    impl: str,
+    spec: ModelSpec,
+    device: str,
+    max_positions: int,
+    folder: Path | None,
+    seed: int,
+) -> CausalLM:
+    """The model with its weights.
+
+    Args:
+        spec: `spec_of` the config.
+        max_positions: positions of the longest sequence to serve.
+        folder: with safetensors; None: random weights.
+        seed: of random weights.
+
+    Raises:
+        UnsupportedModelError: see `is_native`, or transformers' class cannot be served.
+        WeightsError: weights that are missing, unexpected, misshapen or unreadable.
+    """
+    if not is_native(config, impl):
+        return load_transformers_model(config, spec, device, folder, seed)
+    model = NATIVE[architecture_of(config)](config, spec, device, max_positions)
+    if folder is None:
+        init_dummy_weights(model, seed)
+    else:
+        load_weights(model, iter_safetensors(folder))
+    return model

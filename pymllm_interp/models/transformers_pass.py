@@ -84,8 +84,7 @@ class TransformersPass:
 
     def layer_inputs(self, layer: int, hidden: torch.Tensor) -> dict[str, Any]:
         """Further arguments of a decoder layer, as transformers' model passes them. Collects its input `hidden`."""
-        if self.hidden_states is not None:
-            self.hidden_states.append(hidden)
+        self.collect_input(hidden)
         if not self.eager:
             return {}
         window = self._spec.sliding_windows[layer]
@@ -97,6 +96,11 @@ class TransformersPass:
             if cut is not None:
                 mask = mask.masked_fill(cut[..., -mask.shape[-1] :], torch.finfo(mask.dtype).min)
         return {"attention_mask": mask, "past_key_values": self._cache}
+
+    def collect_input(self, hidden: torch.Tensor) -> None:
+        """Collect the input of a layer."""
+        if self.hidden_states is not None:
+            self.hidden_states.append(hidden)
 
     def attend(self, attention: nn.Module, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """transformers' forward of an attention: ([1, tokens, hidden], weights [1, heads, queries, keys])."""

@@ -38,7 +38,7 @@ class PoolOwner(Protocol):
     gpu_id: int
     dtype: torch.dtype
     kv_cache_dtype: torch.dtype
-    num_hidden_layers: int
+    num_kv_layers: int
     num_kv_heads: int
     head_dim: int
     context_len: int
@@ -108,7 +108,7 @@ def _unused_by_tensors(runner: PoolOwner) -> int:
 
 def kv_bytes_per_token(runner: PoolOwner) -> int:
     """K and V of one token in all layers."""
-    return runner.num_hidden_layers * 2 * runner.num_kv_heads * runner.head_dim * runner.kv_cache_dtype.itemsize
+    return runner.num_kv_layers * 2 * runner.num_kv_heads * runner.head_dim * runner.kv_cache_dtype.itemsize
 
 
 def num_running_requests(runner: PoolOwner) -> int:
@@ -163,7 +163,7 @@ def make_kv_pool(runner: PoolOwner) -> KVPool:
     tokens = runner.max_total_num_tokens
     return within_memory(
         lambda: KVPool(
-            num_layers=runner.num_hidden_layers,
+            num_layers=runner.num_kv_layers,
             size=tokens,
             num_kv_heads=runner.num_kv_heads,
             head_dim=runner.head_dim,

@@ -33,9 +33,9 @@ from ..mem_cache.kv_pool import KVPool
 from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 from ..models.base import CausalLM
 from ..models.fingerprint import ServedWeights
-from ..models.registry import build_model, check_supported, model_class
+from ..models.registry import check_supported, load_model, spec_of
 from ..models.source import ModelSource, resolve_model
-from ..models.weights import init_dummy_weights, iter_safetensors, load_weights
+from ..models.transformers_model import TransformersModel
 from ..sampling import Sampler, SamplerOutput, SamplingBatch
 from . import device_memory, dummy_run
 from .async_output import AsyncOutput
@@ -91,6 +91,7 @@ class ModelRunner(ForwardPasses):
         self.prefill_graphs: PrefillGraphs | None = None
         self.max_total_num_tokens = self.max_running_requests = self.max_num_tokens = 0
         self.num_hidden_layers = self.num_attention_heads = self.num_kv_heads = self.head_dim = 0
+        self.num_kv_layers = 0
         self.hidden_size = self.vocab_size = self.context_len = 0
         self.forward_pass_id = 0
         self.is_capturing = False
@@ -110,8 +111,7 @@ class ModelRunner(ForwardPasses):
             torch.cuda.set_device(self.gpu_id)
         self.source = resolve_model(self.model_config)
         check_supported(self.source.hf_config)
-        model_class(self.source.hf_config, self.model_config.impl)  # raises if the architecture is not supported
-        self._init_metadata(self.source.hf_config)
+        self._init_metadata(spec_of(self.source.hf_config, self.model_config.impl, self.dtype))
         self.load_model()
         self._init_kv_cache_dtype()
         self.init_memory_pool()
@@ -140,6 +140,8 @@ class ModelRunner(ForwardPasses):
             "memory (an LM that was not shut down, another process)",
         )
         self.model = model.eval().requires_grad_(False)
+        self._init_metadata(self.model.spec)  # of what is loaded
+        self.num_kv_layers = len(self.model.attention_layers())
         self.weights = ServedWeights(self.model, self.source.hf_config)
         self.model_memory_usage = free - get_available_gpu_memory(kind, self.gpu_id)
         logger.info(
@@ -149,15 +151,12 @@ class ModelRunner(ForwardPasses):
     @torch.no_grad()
     def _model(self, dummy: bool) -> CausalLM:
         assert self.source is not None
-        model = build_model(
-            self.source.hf_config, self.model_config.impl, self.model_spec, self.device, self.context_len
-        )
-        if dummy:
-            init_dummy_weights(model, self.model_config.seed)
-        else:
-            assert self.source.folder is not None
-            load_weights(model, iter_safetensors(self.source.folder))
-        return model
+        folder = None if dummy else self.source.folder
+        assert dummy or folder is not None
+        return load_model(
+            self.source.hf_config, self.model_config.impl, self.model_spec, self.device, self.context_len, folder,
+            self.model_config.seed,
+        )  # fmt: skip
 
     def init_memory_pool(self) -> None:
         """Size and create the pools: request rows, KV slots, and the slots' allocator.
@@ -241,6 +240,8 @@ class ModelRunner(ForwardPasses):
             return "disable_cuda_graph=True"
         if not self.is_generation:
             return "the model does not generate"
+        if isinstance(self.model, TransformersModel):
+            return "impl='transformers' runs eagerly as yet"
         return "its RoPE depends on the lengths in the batch" if self.model_spec.rope_depends_on_length else None
 
     def shutdown(self) -> None:
@@ -294,8 +295,8 @@ class ModelRunner(ForwardPasses):
             raise ValueError(f"max_model_len={max_model_len}: the tables hold 1 to {limit} tokens")
         self.context_len = self.req_states.max_model_len = max_model_len
 
-    def _init_metadata(self, config: Any) -> None:
-        self.model_spec = spec = ModelSpec.of(config, self.dtype)
+    def _init_metadata(self, spec: ModelSpec) -> None:
+        self.model_spec = spec
         self.num_hidden_layers, self.num_attention_heads = spec.num_hidden_layers, spec.num_attention_heads
         self.num_kv_heads, self.head_dim = spec.num_key_value_heads, spec.head_dim
         self.hidden_size, self.vocab_size = spec.hidden_size, spec.vocab_size

@@ -25,6 +25,7 @@ from ...core.model_spec import Family
 from .block_runner import BlockRunner
 from .errors import EditError
 from .handover import Handover
+from .module_state import serve_sites
 from .nan_check import NaNCheck
 from .nnsight_compat import Controller, Envoy, Interleaver, apply, install_controller
 from .pass_options import NONE, options_of
@@ -113,6 +114,8 @@ class EngineInterleaver(Interleaver):
     def instrument(self, envoy: Envoy) -> None:
         """Make the envoy's module hand its values to this interleaver."""
         state, own = install_controller(envoy), envoy._module.__dict__
+        if "site_ends" in own:
+            serve_sites(state)
         # A controller that accelerate's hook calls stays where it is.
         if isinstance(own["forward"], Controller) and "_hf_hook" not in own:
             own["forward"] = Handover(envoy._module, state, self)

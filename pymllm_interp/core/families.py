@@ -1,0 +1,199 @@
+"""Families of models: the paths of their modules, and where each kind of site can be read.
+
+A family is one row: of `FAMILIES` if it has a native implementation, else of `TRANSFORMERS_FAMILIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, Protocol
+
+
+class SiteLike(Protocol):
+    """A kind of site, and its layer (None for kinds without layers)."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def layer(self) -> int | None: ...
+
+
+class SitePoint(NamedTuple):
+    """Where a site's value can be read: at one end of a module."""
+
+    module: str
+    """The module's path, with `{}` in place of the layer."""
+    end: Literal["input", "output"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Models with equal module names. The defaults are Llama's.
+
+    Attributes:
+        name: `model_type` in the config.
+        embed, layers, final_norm, head: module paths; `layers` is the list of decoder layers.
+        attention_norm, attention, mlp_norm, mlp: children of a decoder layer.
+        q_proj, k_proj, v_proj, o_proj: children of the attention.
+        down_proj: the MLP's last projection.
+        attn_out, mlp_out: children of a decoder layer whose outputs are added to the residual stream; "": attention and MLP.
+        resid_mid: child of a decoder layer that reads the stream between the two; "": the MLP's norm.
+        missing: kinds of sites that the family does not have.
+        sliding_window: whether the config's `sliding_window` counts.
+    """
+
+    name: str
+    embed: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    attention_norm: str = "input_layernorm"
+    attention: str = "self_attn"
+    q_proj: str = "q_proj"
+    k_proj: str = "k_proj"
+    v_proj: str = "v_proj"
+    o_proj: str = "o_proj"
+    mlp_norm: str = "post_attention_layernorm"
+    mlp: str = "mlp"
+    down_proj: str = "down_proj"
+    attn_out: str = ""
+    mlp_out: str = ""
+    resid_mid: str = ""
+    missing: frozenset[str] = frozenset()
+    sliding_window: bool = True
+
+    @cached_property
+    def points(self) -> Mapping[str, SitePoint]:
+        """Kind of site -> where its value can be read, in the order of a forward pass.
+
+        Editing there is not always editing the site: the residual stream bypasses a norm, so replacing the norm's input does
+        not change `resid_mid`.
+        """
+        layer = self.layers + ".{}"
+        attention, mlp = f"{layer}.{self.attention}", f"{layer}.{self.mlp}"
+        points = {
+            "embed": SitePoint(self.embed, "output"),
+            "resid_pre": SitePoint(layer, "input"),
+            "attn_in": SitePoint(f"{layer}.{self.attention_norm}", "output"),
+            "q": SitePoint(f"{attention}.{self.q_proj}", "output"),
+            "k": SitePoint(f"{attention}.{self.k_proj}", "output"),
+            "v": SitePoint(f"{attention}.{self.v_proj}", "output"),
+            "z": SitePoint(f"{attention}.{self.o_proj}", "input"),
+            "attn_out": SitePoint(f"{layer}.{self.attn_out or self.attention}", "output"),
+            "resid_mid": SitePoint(f"{layer}.{self.resid_mid or self.mlp_norm}", "input"),
+            "mlp_in": SitePoint(f"{layer}.{self.mlp_norm}", "output"),
+            "mlp_act": SitePoint(f"{mlp}.{self.down_proj}", "input"),
+            "mlp_out": SitePoint(f"{layer}.{self.mlp_out or self.mlp}", "output"),
+            "resid_post": SitePoint(layer, "output"),
+            "final_norm": SitePoint(self.final_norm, "output"),
+            "logits": SitePoint(self.head, "output"),
+        }
+        return {kind: point for kind, point in points.items() if kind not in self.missing}
+
+    @cached_property
+    def other_points(self) -> Mapping[str, str]:
+        """Further module paths with the same values -> kind of site."""
+        layer = self.layers + ".{}"
+        return {
+            f"{layer}.{self.attention_norm}.input": "resid_pre",
+            f"{layer}.{self.attention}.input": "attn_in",
+            f"{layer}.{self.attention}.{self.o_proj}": "attn_out",
+            f"{layer}.{self.mlp}.input": "mlp_in",
+            f"{layer}.{self.mlp}.{self.down_proj}": "mlp_out",
+        }
+
+    def check(self, kind: str) -> None:
+        """Raise ValueError for a kind of site that the family does not have."""
+        if kind not in self.points:
+            raise ValueError(f"{self.name} models have no site {kind!r}; they have {', '.join(self.points)}")
+
+    def point(self, site: SiteLike) -> SitePoint:
+        """The module path and end of a site.
+
+        Raises:
+            ValueError: the family does not have the site's kind.
+        """
+        self.check(site.kind)
+        module, end = self.points[site.kind]
+        return SitePoint(module.format(site.layer), end)
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family(name="llama", sliding_window=False),
+        Family(name="mistral"),
+        Family(name="qwen2"),
+        Family(name="qwen3"),
+    )
+}
+"""Families with native implementations, by the config's `model_type`."""
+
+_PARALLEL = frozenset({"resid_mid"})
+"""Attention and MLP read the same stream: there is no stream between them."""
+_FUSED_QKV = frozenset({"q", "k", "v"})
+"""One projection makes q, k and v."""
+_SCALED = frozenset({"attn_out", "mlp_out"})
+"""The layer scales the outputs of attention and MLP before it adds them."""
+_LATENT = frozenset({"q", "k", "v", "z"})
+"""Multi-head latent attention: the heads of q, k and v differ in size."""
+
+_SANDWICH: dict[str, Any] = {
+    "attn_out": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out": "post_feedforward_layernorm",
+}
+_POST_NORM: dict[str, Any] = {
+    "attn_out": "post_attention_layernorm",
+    "mlp_out": "post_feedforward_layernorm",
+    "resid_mid": "mlp",
+    "missing": frozenset({"attn_in", "mlp_in"}),
+}
+_GPT2: dict[str, Any] = {
+    "embed": "transformer.wte",
+    "layers": "transformer.h",
+    "final_norm": "transformer.ln_f",
+    "attention_norm": "ln_1",
+    "attention": "attn",
+    "o_proj": "c_proj",
+    "mlp_norm": "ln_2",
+    "down_proj": "c_proj",
+    "missing": _FUSED_QKV,
+}
+
+TRANSFORMERS_FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        *(
+            Family(name=name)
+            for name in (
+                "arcee", "ernie4_5", "exaone4_5", "gemma", "glm", "helium", "ministral", "ministral3", "mixtral", "nemotron",
+                "olmo", "olmoe", "phimoe", "phi3", "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "gpt_oss",
+            )
+        ),
+        *(Family(name=name, missing=_LATENT) for name in ("deepseek_v2", "deepseek_v3")),
+        *(Family(name=name, missing=_SCALED) for name in ("granite", "granitemoe", "granitemoeshared")),
+        *(Family(name=name, missing=_PARALLEL | {"mlp_in"}) for name in ("cohere", "cohere2")),
+        *(Family(name=name, **_SANDWICH) for name in ("gemma2", "gemma3_text", "vaultgemma")),
+        *(Family(name=name, **_POST_NORM) for name in ("olmo2", "olmo3", "exaone4")),
+        *(Family(name=name, **_GPT2) for name in ("gpt2", "gpt_bigcode")),
+        Family(name="glm4", attn_out="post_self_attn_layernorm", mlp_out="post_mlp_layernorm"),
+        Family(name="starcoder2", down_proj="c_proj"),
+        Family(
+            name="phi", final_norm="model.final_layernorm", o_proj="dense", down_proj="fc2", missing=_PARALLEL | {"mlp_in"}
+        ),
+        Family(
+            name="gpt_neox", embed="gpt_neox.embed_in", layers="gpt_neox.layers", final_norm="gpt_neox.final_layer_norm",
+            attention="attention", o_proj="dense", down_proj="dense_4h_to_h", missing=_PARALLEL | _FUSED_QKV,
+        ),
+        Family(
+            name="opt", embed="model.decoder.embed_tokens", layers="model.decoder.layers",
+            final_norm="model.decoder.final_layer_norm", attention_norm="self_attn_layer_norm", o_proj="out_proj",
+            mlp_norm="final_layer_norm", mlp="fc2", missing=frozenset({"mlp_act"}),
+        ),
+    )
+}  # fmt: skip
+"""Families that run through transformers' own classes. Kinds whose modules a model lacks are left out when it is loaded."""

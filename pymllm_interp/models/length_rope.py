@@ -1,0 +1,51 @@
+"""RoPE scalings that depend on the length of the sequence, in batches of sequences of different lengths.
+
+transformers picks a call's frequencies from the largest position in the call. Served modules are called once for each length.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.current_pass import current_batch
+from ..core.model_spec import LENGTH_DEPENDENT_ROPE
+
+
+def serve_lengths(model: nn.Module) -> None:
+    """Make the model's length-dependent rotations see the lengths of the pass's requests (`ForwardBatch.rope_lens`)."""
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if kind in LENGTH_DEPENDENT_ROPE and hasattr(module, "inv_freq"):
+            module.forward = _ByLength(module)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _ByLength:
+    """The forward of a rotation."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = copy.deepcopy(module)  # which may write to its buffers
+        self._forward = self._module.forward
+
+    def __call__(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        batch = current_batch()
+        if batch is None or batch.rope_lens is None:
+            return self._forward(x, position_ids, *args, **kwargs)
+        lens, outs = batch.rope_lens[: position_ids.shape[1]], []
+        rows_of = [(length, (lens == length).nonzero()[:, 0]) for length in lens.unique().tolist()]
+        for length, rows in rows_of:
+            self._reset()
+            positions = torch.cat((position_ids[:, rows], position_ids.new_full((1, 1), max(length - 1, 0))), 1)
+            outs.append([part[:, :-1] for part in self._forward(x, positions, *args, **kwargs)])
+        order = torch.cat([rows for _, rows in rows_of]).argsort()
+        cos, sin = (torch.cat(parts, 1)[:, order] for parts in zip(*outs, strict=True))
+        return cos, sin
+
+    def _reset(self) -> None:
+        """Forget the longest call so far, which frequencies depend on, too."""
+        module = self._module
+        if hasattr(module, "original_max_seq_len"):
+            module.__dict__["max_seq_len_cached"] = module.original_max_seq_len

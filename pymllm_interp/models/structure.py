@@ -1,0 +1,137 @@
+"""The parts of a transformers model, by a row of core/families.py or by structure, and what it is: its `ModelSpec`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ..core.families import FAMILIES, TRANSFORMERS_FAMILIES, Family
+from ..core.model_spec import LENGTH_DEPENDENT_ROPE, ModelSpec
+from ..core.unsupported import UnsupportedModelError
+from .probe import Probe
+
+BY_STRUCTURE = frozenset({"embed", "resid_pre", "resid_post", "final_norm", "logits"})
+"""Kinds of sites that are found in a family without a row."""
+UNBOUNDED_CONTEXT = 32768
+"""Positions of the longest sequence where the config states none (ALiBi)."""
+
+
+def config_spec(config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
+    """What the config says of a model, before it is built. `model_spec` replaces it."""
+    text: Any = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", 1)
+    rope = getattr(text, "rope_parameters", None) or {}
+    scaling = rope.get("rope_type")
+    growth = rope.get("factor", 1.0) if scaling == "dynamic" else 1.0
+    limits = (getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len", "seq_length"))
+    context_len = next((limit for limit in limits if limit), UNBOUNDED_CONTEXT)
+    return ModelSpec(
+        family=_row(text) or Family(name=text.model_type),
+        num_hidden_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        vocab_size=text.vocab_size,
+        context_len=int(context_len * growth),
+        sliding_windows=(None,) * text.num_hidden_layers,
+        rope_depends_on_length=scaling in LENGTH_DEPENDENT_ROPE,
+        dtype=dtype,
+    )
+
+
+def _row(text: Any) -> Family | None:
+    return FAMILIES.get(text.model_type) or TRANSFORMERS_FAMILIES.get(text.model_type)
+
+
+def family_of(model: PreTrainedModel, spec: ModelSpec) -> Family:
+    """The model's row, or what its structure shows.
+
+    Raises:
+        UnsupportedModelError: it has no list of decoder layers, no embedding or no head.
+    """
+    row = _row(model.config.get_text_config())
+    paths = {module: path for path, module in model.named_modules()}
+    if row is not None and all(path in paths.values() for path in (row.layers, row.head)):
+        return row
+    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
+    layers = [
+        (path.count("."), path, module)
+        for module, path in paths.items()
+        if isinstance(module, nn.ModuleList) and len(module) == spec.num_hidden_layers
+    ]
+    if embed not in paths or head not in paths or not layers:
+        parts = {"an embedding": embed in paths, "a head": head in paths, "a list of decoder layers": bool(layers)}
+        lacking = ", ".join(part for part, found in parts.items() if not found)
+        raise UnsupportedModelError(f"{type(model).__name__} cannot be served: it has no {lacking.partition(' ')[2]}")
+    _, path, found = min(layers, key=lambda entry: entry[0])
+    parent = model.get_submodule(path.rpartition(".")[0])
+    norms = [name for name, child in parent.named_children() if "norm" in type(child).__name__.lower()]
+    attention = next((name for name, _ in found[0].named_children() if "att" in name.lower()), "self_attn")
+    known = Family(name=model.config.model_type)
+    return Family(
+        name=model.config.model_type,
+        embed=paths[embed],
+        layers=path,
+        final_norm=".".join([*path.split(".")[:-1], norms[-1] if norms else "norm"]),
+        head=paths[head],
+        attention=attention,
+        missing=frozenset(known.points) - BY_STRUCTURE,
+    )
+
+
+def model_spec(model: PreTrainedModel, family: Family, declared: ModelSpec, found: Probe) -> ModelSpec:
+    """What the model is, by its first pass. Kinds of sites are left out whose values are not where the family has them.
+
+    Args:
+        declared: of the config.
+
+    Raises:
+        UnsupportedModelError: its layers differ in their heads.
+    """
+    if len({(call.num_heads, call.num_kv_heads) for call in found.calls}) > 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be served: its attention layers differ in their numbers of heads"
+        )
+    num_layers = len(model.get_submodule(family.layers))  # pyright: ignore[reportArgumentType]
+    first, logits = found.calls[0], found.logits
+    resid = found.states[family.layers + ".0", "output"]
+    assert logits is not None
+    windows = [call.window for call in found.calls]
+    one_each = len(found.calls) == num_layers
+    spec = replace(
+        declared,
+        num_hidden_layers=num_layers,
+        hidden_size=resid.shape[-1],
+        num_attention_heads=first.num_heads,
+        num_key_value_heads=first.num_kv_heads,
+        head_dim=max(max(call.head_dims) for call in found.calls),
+        vocab_size=logits.shape[-1],
+        sliding_windows=tuple(windows) if one_each else (None,) * num_layers,
+    )
+    points = {point: found.states.get((point.module.format(0), point.end)) for point in family.points.values()}
+    neurons = points.get(family.points["mlp_act"]) if "mlp_act" in family.points else None
+    if neurons is not None:
+        spec = replace(spec, intermediate_size=neurons.shape[-1])
+    missing = {kind for kind, point in family.points.items() if not _is_there(kind, point, points[point], spec, model)}
+    if "embed" in family.points and "embed" not in missing:
+        embedded, stream = points[family.points["embed"]], points[family.points["resid_pre"]]
+        assert embedded is not None and stream is not None
+        if not torch.equal(embedded, stream):
+            missing.add("embed")
+    return replace(spec, family=replace(family, missing=family.missing | (missing - {"logits"})))
+
+
+def _is_there(kind: str, point: Any, state: torch.Tensor | None, spec: ModelSpec, model: nn.Module) -> bool:
+    """Whether a kind's value is at its point in each layer, with one row for each token."""
+    if state is None or state.ndim != 3 or state.shape[0] != 1 or state.shape[-1] != prod(spec.shape(kind)):
+        return False
+    modules = dict(model.named_modules())
+    layers = range(spec.num_hidden_layers) if "{}" in point.module else [0]
+    return all(point.module.format(i) in modules for i in layers)

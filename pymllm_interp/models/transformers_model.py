@@ -1,0 +1,201 @@
+"""Any decoder of transformers, by its own class: its attention runs over our KV pool, and all else as transformers has it.
+
+    model = load_transformers_model(hf_config, config_spec(hf_config, dtype), device, folder, seed=0)
+
+`TransformersModel` has the children of the family's class under their names, so traces see the family's own modules. Both
+passes of models/base.py call them.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from ..attention.attention_backend import RadixAttention
+from ..core.current_pass import current_batch, current_pass
+from ..core.forward_batch import ForwardBatch
+from ..core.model_spec import LOGITS, ModelSpec
+from ..core.unsupported import UnsupportedModelError
+from ..layers.edits.base import apply_inner
+from . import site_ends
+from .attention_interface import PAGED, PagedCalls
+from .base import CausalLM
+from .length_rope import serve_lengths
+from .probe import probe, set_paged_calls, use_attention
+from .structure import family_of, model_spec
+from .weights import WeightsError, init_dummy_weights
+
+
+class TransformersModel(CausalLM):
+    """A decoder of transformers with its head.
+
+    Args:
+        served: with its weights. Its children become this module's.
+        declared: what the config says of it.
+
+    Raises:
+        UnsupportedModelError: its attention cannot run over the KV pool.
+    """
+
+    def __init__(self, served: PreTrainedModel, declared: ModelSpec) -> None:
+        super().__init__()
+        self.config = served.config
+        family = family_of(served, declared)
+        found = probe(served, family, declared.context_len)
+        self.spec = model_spec(served, family, declared, found)
+        self._layers = set_paged_calls(found, self.spec.head_dim)
+        calls: list[Any] = [vars(module).get("paged_calls") for module in served.modules()]
+        self._calls: list[PagedCalls] = [each for each in calls if each is not None]
+        use_attention(served, PAGED)
+        _forget_padding(served)
+        serve_lengths(served)
+        site_ends.install(served, self.spec)
+        served.base_model.register_forward_hook(_keep_hidden_states)
+        self._served = [served]  # in a list: its children are this module's
+        self._takes = frozenset(inspect.signature(type(served).forward).parameters)
+        self._modules.update(served._modules)
+        self._parameters.update(served._parameters)
+        self._buffers.update(served._buffers)
+
+    def attention_layers(self) -> list[RadixAttention]:
+        return self._layers
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
+    ) -> CausalLMOutputWithPast:
+        logits = self._run(self._served[0], input_ids, position_ids, forward_batch)
+        transformers_pass = forward_batch.transformers_pass
+        collected: Any = {} if transformers_pass is None else transformers_pass.collected()
+        return CausalLMOutputWithPast(logits=logits, **collected)  # pyright: ignore[reportArgumentType]
+
+    def forward_fused(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """The logits of `forward`: the same modules."""
+        with current_pass(forward_batch):
+            return self._run(self._served[0], input_ids, position_ids, forward_batch)
+
+    def decoder_fused(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        self._start()
+        with current_pass(forward_batch):
+            outputs = self._served[0].base_model(
+                input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False
+            )
+        return outputs[0]
+
+    def head_fused(self, h: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
+        served: Any = _HeadOnly(self._served[0], h)
+        with current_pass(forward_batch):
+            return self._run(served, forward_batch.input_ids[None], None, forward_batch)
+
+    def _run(
+        self, served: Any, input_ids: torch.Tensor, position_ids: torch.Tensor | None, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Logits [1, logit rows, vocab], after their ops."""
+        self._start()
+        rows = batch.logits_indices
+        kwargs: dict[str, Any] = {"position_ids": position_ids, "logits_to_keep": 0 if rows is None else rows}
+        kwargs = {name: value for name, value in kwargs.items() if name in self._takes}
+        outputs = served(input_ids=input_ids, attention_mask=None, use_cache=False, **kwargs)
+        logits = outputs.logits
+        if rows is not None and "logits_to_keep" not in kwargs:
+            logits = logits[:, rows]
+        return apply_inner(logits, batch.site_ops, 0, LOGITS)
+
+    def _start(self) -> None:
+        for calls in self._calls:
+            calls.index = 0  # a pass that failed may have stopped between two calls
+
+
+def _keep_hidden_states(module: torch.nn.Module, args: tuple, output: Any) -> None:
+    batch = current_batch()
+    if batch is None:
+        return
+    h = output[0]
+    if batch.return_hidden_states:
+        batch.hidden_states = h[0, : batch.num_request_tokens]
+    if batch.transformers_pass is not None:
+        batch.transformers_pass.end_layers(h)
+
+
+class _HeadOnly:
+    """A model as its own forward sees it, whose decoder returns hidden states that are there already."""
+
+    def __init__(self, served: PreTrainedModel, h: torch.Tensor) -> None:
+        self._served, self._h = served, h
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._served.base_model_prefix:
+            return lambda *args, **kwargs: BaseModelOutputWithPast(last_hidden_state=self._h)  # pyright: ignore
+        return getattr(self._served, name)
+
+    def __call__(self, **kwargs: Any) -> Any:
+        forward: Any = type(self._served).forward
+        return forward(self, **kwargs)
+
+
+def _forget_padding(served: PreTrainedModel) -> None:
+    """Switch off the search for padding tokens, for which each pass would wait for the device."""
+    for module in served.modules():
+        if isinstance(module, PreTrainedModel):
+            module.warn_if_padding_and_no_attention_mask = _nothing  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of a method."""
+
+
+@torch.no_grad()
+def load_transformers_model(
+    config: PretrainedConfig, spec: ModelSpec, device: str, folder: Path | None, seed: int
+) -> TransformersModel:
+    """The model of a config, by its own class.
+
+    Args:
+        spec: `config_spec` of the config.
+        folder: with safetensors, which transformers reads and converts; None: random weights.
+        seed: of random weights.
+
+    Raises:
+        UnsupportedModelError: transformers has no causal language model for the config, or it cannot be served.
+        WeightsError: missing, unexpected or misshapen tensors.
+    """
+    config = copy.deepcopy(config)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModelError(f"transformers has no causal language model for {config.model_type!r} models")
+    config._attn_implementation = "eager"  # every class has it; the model never runs it
+    if folder is None:
+        with torch.device(device), no_init_weights():
+            served = AutoModelForCausalLM.from_config(config, dtype=spec.dtype)
+        served.tie_weights()
+        init_dummy_weights(served, seed)
+    else:
+        served = _from_folder(config, spec.dtype, folder).to(device)
+    return TransformersModel(served.eval().requires_grad_(False), spec)
+
+
+def _from_folder(config: PretrainedConfig, dtype: torch.dtype, folder: Path) -> PreTrainedModel:
+    load: Any = AutoModelForCausalLM.from_pretrained
+    served, report = load(
+        folder, config=config, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+    )
+    problems = {name: sorted(map(str, report[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    if any(problems.values()):
+        found = "; ".join(
+            f"{name.replace('_', ' ')}: {', '.join(keys[:10])}" for name, keys in problems.items() if keys
+        )
+        raise WeightsError(
+            f"these weights are not those of this {type(served).__name__}: {found}. Check that config.json and the weight "
+            "files belong together."
+        )
+    return served

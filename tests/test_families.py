@@ -1,0 +1,196 @@
+"""Families through their classes in transformers, over our KV pool: equal to transformers in float32.
+
+Every family serves one batch of requests of different lengths, in chunks, and is compared with the same weights in
+transformers, one request at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from family_configs import SETTINGS, VOCAB, tiny_config
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from pymllm_interp import LM, SamplingParams, Steer
+from pymllm_interp.core.model_spec import NUMBERED_SITES, SitePoint
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+LENGTHS = 5, 1, 37
+TOLERANCE: Any = {"rtol": 1e-4, "atol": 1e-4}
+
+
+class Served(NamedTuple):
+    """An LM, and the same weights in transformers."""
+
+    lm: LM
+    oracle: Any
+    prompts: list[list[int]]
+
+
+def load(family: str, **options: Any) -> Served:
+    config = tiny_config(family)
+    lm = LM(
+        hf_config=config, load_format="dummy", impl="transformers", device="cpu", dtype="float32", kv_cache_tokens=512,
+        page_size=4, max_num_tokens=16, max_running_requests=4, **options,
+    )  # fmt: skip
+    config = copy.deepcopy(config)
+    config._attn_implementation = "eager"
+    oracle: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    oracle.load_state_dict(lm.runner.get_model().state_dict())
+    generator = torch.Generator().manual_seed(len(family))
+    prompts = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
+    return Served(lm, oracle, prompts)
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    found = load(request.param)
+    yield found
+    found.lm.shutdown()
+
+
+def first(value: Any) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else value[0]
+
+
+def states(
+    model: nn.Module, points: dict[Any, SitePoint], ids: list[int], edits: dict[SitePoint, Any] | None = None
+) -> Any:
+    """(what the points hold in a pass of transformers, [tokens, width] each; its logits [tokens, vocab])."""
+    found: dict[Any, torch.Tensor] = {}
+    handles = []
+    for key, point in points.items():
+        module = model.get_submodule(point.module)
+
+        def record(
+            module: nn.Module, args: Any, kwargs: Any, output: Any, key: Any = key, end: str = point.end
+        ) -> None:
+            found[key] = first(output if end == "output" else (*args, *kwargs.values()))[0].clone()
+
+        handles.append(module.register_forward_hook(record, with_kwargs=True))
+    for point, edit in (edits or {}).items():
+
+        def replace(module: nn.Module, args: Any, output: Any, edit: Any = edit) -> Any:
+            return (edit(output[0]), *output[1:]) if isinstance(output, tuple) else edit(output)
+
+        handles.append(model.get_submodule(point.module).register_forward_hook(replace))
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    for handle in handles:
+        handle.remove()
+    return found, logits
+
+
+def sites(served: Served) -> dict[str, SitePoint]:
+    """Every site with a number, but for `resid_pre` behind the first layer, which is a `resid_post`."""
+    spec, found = served.lm.model_spec, {}
+    for kind, (module, end) in spec.family.points.items():
+        if kind in NUMBERED_SITES and kind != "logits":
+            layers = range(spec.num_hidden_layers) if "{}" in module else [None]
+            for layer in layers:
+                found[kind if layer is None else f"{kind}.{layer}"] = SitePoint(module.format(layer), end)
+    return found
+
+
+def generated(served: Served, ids: list[int]) -> list[int]:
+    out = served.oracle.generate(
+        torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=6,
+        pad_token_id=0,
+    )
+    return out[0, len(ids) :].tolist()
+
+
+def test_greedy_tokens_are_those_of_generate(served):
+    outs = served.lm.generate(served.prompts, GREEDY)
+    assert [out.token_ids for out in outs] == [generated(served, ids) for ids in served.prompts]
+
+
+def test_captured_sites_hold_what_transformers_modules_hold(served):
+    points = sites(served)
+    outs = served.lm.generate(served.prompts, GREEDY, capture=list(points))
+    for ids, out in zip(served.prompts, outs, strict=True):
+        expected, _ = states(served.oracle, points, ids + out.token_ids[:-1])
+        for site in points:
+            torch.testing.assert_close(
+                out.activations[site].flatten(1), expected[site], **TOLERANCE, msg=lambda m, s=site: f"{s}: {m}"
+            )
+
+
+def test_the_contributions_add_up_to_the_stream(served):
+    spec = served.lm.model_spec
+    (out,) = served.lm.generate([served.prompts[2]], SamplingParams(max_tokens=0), capture=[*sites(served)])
+    found, kinds = out.activations, spec.family.points
+    for layer in range(spec.num_hidden_layers):
+        before, after = found[f"resid_pre.{layer}"], found[f"resid_post.{layer}"]
+        if "attn_out" in kinds and "resid_mid" in kinds:
+            torch.testing.assert_close(before + found[f"attn_out.{layer}"], found[f"resid_mid.{layer}"], **TOLERANCE)
+        if "mlp_out" in kinds and "resid_mid" in kinds:
+            torch.testing.assert_close(found[f"resid_mid.{layer}"] + found[f"mlp_out.{layer}"], after, **TOLERANCE)
+        elif "attn_out" in kinds and "mlp_out" in kinds:
+            both = found[f"attn_out.{layer}"] + found[f"mlp_out.{layer}"]
+            torch.testing.assert_close(before + both, after, **TOLERANCE)
+
+
+def edited(served: Served, kind: str) -> Iterator[tuple[str, SitePoint, Callable[..., torch.Tensor], Steer]]:
+    """(site, where transformers has it, the edit there, the same declared) in each layer."""
+    spec, points = served.lm.model_spec, sites(served)
+    vector = torch.linspace(-1, 1, spec.width(kind))
+    for site, point in points.items():
+        if site.partition(".")[0] == kind:
+            yield site, point, lambda h: h + vector, Steer(site, vector)
+
+
+@pytest.mark.parametrize("kind", ["embed", "attn_out", "mlp_out", "resid_post", "final_norm"])
+def test_a_declared_steer_is_the_edit_in_transformers(served, kind):
+    if kind not in served.lm.model_spec.family.points:
+        pytest.skip("the family has no such site")
+    for _, point, edit, steer in edited(served, kind):
+        outs = served.lm.generate(served.prompts, GREEDY, interventions=[[steer], None, [steer]], capture=["logits"])
+        for ids, out, acts in zip(served.prompts, outs, (True, False, True), strict=True):
+            edits: Any = {point: edit} if acts else {}
+            _, expected = states(served.oracle, {}, ids + out.token_ids[:-1], edits)
+            torch.testing.assert_close(
+                out.activations["logits"], expected[-len(out.activations["logits"]) :], **TOLERANCE
+            )
+
+
+def test_a_steer_between_attention_and_mlp_changes_the_stream(served):
+    """At `resid_mid` it is the steer of the attention's contribution."""
+    kinds = served.lm.model_spec.family.points
+    if "resid_mid" not in kinds or "attn_out" not in kinds:
+        pytest.skip("the family has no such site")
+    vector = torch.linspace(-1, 1, served.lm.model_spec.hidden_size)
+    at_mid, at_attention = (
+        served.lm.generate(
+            [served.prompts[0]], GREEDY, interventions=[Steer(f"{kind}.0", vector)], capture=["logits", "resid_mid.0"]
+        )[0]
+        for kind in ("resid_mid", "attn_out")
+    )
+    assert at_mid.token_ids == at_attention.token_ids
+    for name in ("logits", "resid_mid.0"):
+        torch.testing.assert_close(at_mid.activations[name], at_attention.activations[name], **TOLERANCE)
+
+
+def test_a_trace_reads_and_edits_as_transformers_does(served):
+    lm, spec, ids = served.lm, served.lm.model_spec, served.prompts[0]
+    vector = torch.linspace(-1, 1, spec.hidden_size)
+    for layer in range(spec.num_hidden_layers):
+        path = f"{spec.family.layers}.{layer}"
+        with lm.trace(ids):
+            block = lm.get(path)
+            read = first(block.output).clone().save()  # pyright: ignore[reportAttributeAccessIssue]
+            first(block.output)[:] += vector
+            logits = lm.output.logits.save()
+        point = SitePoint(path, "output")
+        found, _ = states(served.oracle, {"read": point}, ids)
+        _, expected = states(served.oracle, {}, ids, {point: lambda h: h + vector})
+        torch.testing.assert_close(read[0], found["read"], **TOLERANCE)
+        torch.testing.assert_close(logits[0], expected, **TOLERANCE)
