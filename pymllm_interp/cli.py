@@ -52,7 +52,10 @@ def make_parser() -> argparse.ArgumentParser:
     _add_bench(bench)
     bench.set_defaults(run=_bench)
 
-    doctor = commands.add_parser("doctor", help="what is installed, and what is missing")
+    doctor = commands.add_parser("doctor", help="what is installed, what is missing, and how a model would run")
+    doctor.add_argument(
+        "model", nargs="?", help="a folder, a .gguf file or a hub id; its config is read, not its weights"
+    )
     doctor.set_defaults(run=_doctor)
     return parser
 
@@ -167,7 +170,7 @@ def _bench(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from .doctor import run_doctor
 
-    return run_doctor()
+    return run_doctor(args.model)
 
 
 if __name__ == "__main__":

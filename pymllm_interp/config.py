@@ -87,7 +87,7 @@ class ModelConfig:
     load_format: str = "auto"
     """ "auto" reads weights; "dummy" makes seeded random ones from config.json alone."""
     impl: str = "auto"
-    """ "native": our modules; "transformers": the family's own class."""
+    """ "native": our modules; "transformers": the family's own class; "auto": native where there is one."""
     seed: int = 0
     """Seed of dummy weights, and of requests without a seed."""
     hf_config: Any = None

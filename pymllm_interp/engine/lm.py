@@ -64,7 +64,8 @@ class LM(TraceCalls, ForwardCalls, TokenCalls):  # pyright: ignore[reportIncompa
         dtype: "auto" is float32 on a CPU and bfloat16 on CUDA.
         device: "auto" is CUDA where there is one.
         load_format: "dummy" makes seeded random weights; config.json is enough, and no tokenizer is needed.
-        impl: "native" or "auto", which are the same as yet: "transformers", the family's own class, is refused.
+        impl: "native", our implementation; "transformers", the family's own class over our KV pool; "auto": native where there is
+            one, else transformers (docs/models.md).
         max_model_len: tokens of one request, prompt and new ones.
         max_running_requests: requests in one step; None derives the number from the KV pool.
         max_num_tokens: token rows in one step; longer prompts run in chunks, traced ones must fit.

@@ -7,6 +7,7 @@ sliding window.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -61,13 +62,14 @@ class Probe:
         calls: of the attention function, in order.
         states: what modules at the ends of sites hold, by (path, end): tensors [1, tokens, width].
         logits: [1, tokens, vocab].
+        positions: [tokens], of the tokens.
     """
 
     context_len: int
     calls: list[AttentionCall] = field(default_factory=list)
     states: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
-    logits: torch.Tensor | None = None
-    _windows: dict[Any, int | None] = field(default_factory=dict)
+    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    positions: torch.Tensor | None = None
 
     def window_of(self, rule: Callable[..., Any], device: torch.device) -> int | None:
         """The sliding window of a mask rule, None for a causal one.
@@ -100,26 +102,59 @@ def probe(model: PreTrainedModel, family: Family, context_len: int) -> Probe:
     """
     found = Probe(context_len)
     use_attention(model, PROBE)
-    device = next(model.parameters()).device
-    text = model.config.get_text_config()
-    ids = torch.arange(PROBE_TOKENS, device=device)[None] + 3
-    _recording.probe = found
     try:
-        with torch.no_grad(), _recorded(model, family, found.states):
-            arguments: dict[str, Any] = {"position_ids": torch.arange(PROBE_TOKENS, device=device)[None]}
-            outputs = model(
-                input_ids=ids % text.vocab_size, attention_mask=torch.ones_like(ids), use_cache=False, **arguments
-            )
+        with torch.no_grad():
+            with _recorded(model, family, found.states):
+                found.logits = _run(model, found, list(range(PROBE_TOKENS)))
+            again = Probe(context_len)
+            backwards = _run(model, again, list(range(PROBE_TOKENS))[::-1])
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{type(model).__name__} cannot be served: {error}") from error
-    finally:
-        _recording.probe = None
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be served: a pass over a flat batch failed in its own code "
+            f"({type(error).__name__}: {error})"
+        ) from error
     if not found.calls:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be served: its attention does not go through transformers' attention interface"
         )
-    found.logits = outputs.logits
+    if _differ(found.logits, backwards.flip(1)):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be served: a token's state depends on other tokens outside of attention (recurrent "
+            "layers, convolutions), or on its place in the batch"
+        )
     return found
+
+
+def _run(model: PreTrainedModel, found: Probe, positions: list[int]) -> torch.Tensor:
+    """The logits [1, tokens, vocab] of tokens at these positions, each a function of its own token and position.
+
+    Attention is not computed in a probe: it returns each token's own values. So the order of the tokens must not matter.
+    """
+    device = next(model.parameters()).device
+    found.positions = torch.tensor(positions, device=device)
+    ids = (found.positions[None] + 3) % model.config.get_text_config().vocab_size
+    arguments = {"input_ids": ids, "position_ids": found.positions[None], "attention_mask": torch.ones_like(ids)}
+    takes = inspect.signature(type(model).forward).parameters
+    any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+    _recording.probe = found
+    try:
+        outputs: Any = model(**{k: v for k, v in arguments.items() if any_name or k in takes}, use_cache=False)
+    finally:
+        _recording.probe = None
+    return outputs.logits
+
+
+def _differ(logits: torch.Tensor, others: torch.Tensor) -> bool:
+    """Whether two results differ by more than rounding."""
+    tolerance = 1e-3 if logits.dtype is torch.float32 else 5e-2
+    return bool((logits - others).abs().max() > tolerance * logits.abs().max())
+
+
+def probed_positions() -> torch.Tensor | None:
+    """The positions [tokens] of the probe that runs on this thread; None outside of one."""
+    return None if _recording.probe is None else _recording.probe.positions
 
 
 def use_attention(model: PreTrainedModel, name: str) -> None:
@@ -201,7 +236,8 @@ def _probe_attention(
             softcap, window, kwargs.get("s_aux") is not None,
         )
     )  # fmt: skip
-    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]) + value.mean(), None
+    groups = query.shape[1] // value.shape[1]
+    return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous(), None
 
 
 @contextmanager

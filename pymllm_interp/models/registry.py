@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
+from ..core.families import FAMILIES, TRANSFORMERS_FAMILIES
 from ..core.model_spec import ModelSpec
 from ..core.unsupported import MULTIMODAL, POOLING, UnsupportedModelError
 from .base import CausalLM
@@ -17,7 +18,7 @@ from .llama import LlamaForCausalLM
 from .mistral import MistralForCausalLM
 from .qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 from .structure import config_spec
-from .transformers_model import load_transformers_model
+from .transformers_model import check_has_class, load_transformers_model
 from .weights import init_dummy_weights, iter_safetensors, load_weights
 
 NATIVE: dict[str, type[LlamaForCausalLM]] = {
@@ -62,6 +63,8 @@ def check_supported(config: PretrainedConfig) -> None:
         kind = "an encoder-decoder model: cross-attention is not supported"
     elif any(getattr(config, part, None) is not None for part in ("vision_config", "audio_config")):
         kind = f"a multimodal model: {MULTIMODAL}"
+    elif config.model_type == "whisper":
+        kind = "the decoder of a speech model: audio is not supported"
     elif config.model_type in RECURRENT:
         kind = "a model with recurrent layers: state-space models and linear attention are not supported"
     elif architecture.endswith(NOT_GENERATIVE):
@@ -76,13 +79,13 @@ def is_native(config: PretrainedConfig, impl: str) -> bool:
     Raises:
         UnsupportedModelError: `impl` is "native", and there is none for the architecture.
     """
-    architecture = architecture_of(config)
+    architecture, text_type = architecture_of(config), (getattr(config, "text_config", None) or config).model_type
     if impl == "native" and architecture not in NATIVE:
         raise UnsupportedModelError(
             f"{architecture} has no native implementation: impl='transformers' runs it by its class in transformers; native "
             f"families: {', '.join(sorted(NATIVE))}"
         )
-    return impl != "transformers" and architecture in NATIVE
+    return impl != "transformers" and architecture in NATIVE and (text_type in FAMILIES or impl == "native")
 
 
 def spec_of(config: PretrainedConfig, impl: str, dtype: torch.dtype) -> ModelSpec:
@@ -124,3 +127,23 @@ def load_model(
     else:
         load_weights(model, iter_safetensors(folder))
     return model
+
+
+def described(config: PretrainedConfig, impl: str = "auto") -> str:
+    """How a model with this config runs, and why.
+
+    Raises:
+        UnsupportedModelError: it is refused. Some models are refused by their first pass only, when they are loaded.
+    """
+    check_supported(config)
+    architecture, model_type = architecture_of(config), config.get_text_config().model_type
+    if is_native(config, impl):
+        return f"native: {architecture} has an implementation of ours, with fused kernels and CUDA graphs"
+    check_has_class(config)
+    sites = (
+        "sites by its row in core/families.py"
+        if model_type in TRANSFORMERS_FAMILIES
+        else "sites of the residual stream only"
+    )
+    why = "as asked for" if architecture in NATIVE else f"there is no native {architecture}"
+    return f"transformers: {why}; its own class runs eagerly over the KV pool, with {sites}; its attention is checked at load"

@@ -24,7 +24,11 @@ UNBOUNDED_CONTEXT = 32768
 def config_spec(config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
     """What the config says of a model, before it is built. `model_spec` replaces it."""
     text: Any = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", 1)
+    if getattr(text, "num_hidden_layers", None) is None:
+        raise UnsupportedModelError(
+            f"{text.model_type!r} models cannot be served: their config has no num_hidden_layers"
+        )
+    heads = _setting(text, "num_attention_heads") or 1
     rope = getattr(text, "rope_parameters", None) or {}
     scaling = rope.get("rope_type")
     growth = rope.get("factor", 1.0) if scaling == "dynamic" else 1.0
@@ -35,15 +39,23 @@ def config_spec(config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
         num_hidden_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         num_attention_heads=heads,
-        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        num_key_value_heads=_setting(text, "num_key_value_heads") or heads,
+        head_dim=_setting(text, "head_dim") or text.hidden_size // heads,
+        intermediate_size=_setting(text, "intermediate_size") or 4 * text.hidden_size,
         vocab_size=text.vocab_size,
         context_len=int(context_len * growth),
         sliding_windows=(None,) * text.num_hidden_layers,
         rope_depends_on_length=scaling in LENGTH_DEPENDENT_ROPE,
         dtype=dtype,
     )
+
+
+def _setting(text: Any, name: str) -> Any:
+    """A setting; None where there is none for all layers."""
+    try:
+        return getattr(text, name, None)
+    except RuntimeError:  # the layers differ in it
+        return None
 
 
 def _row(text: Any) -> Family | None:
@@ -102,7 +114,6 @@ def model_spec(model: PreTrainedModel, family: Family, declared: ModelSpec, foun
     num_layers = len(model.get_submodule(family.layers))  # pyright: ignore[reportArgumentType]
     first, logits = found.calls[0], found.logits
     resid = found.states[family.layers + ".0", "output"]
-    assert logits is not None
     windows = [call.window for call in found.calls]
     one_each = len(found.calls) == num_layers
     spec = replace(
@@ -120,6 +131,10 @@ def model_spec(model: PreTrainedModel, family: Family, declared: ModelSpec, foun
     if neurons is not None:
         spec = replace(spec, intermediate_size=neurons.shape[-1])
     missing = {kind for kind, point in family.points.items() if not _is_there(kind, point, points[point], spec, model)}
+    if missing & {"resid_pre", "resid_post"}:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be served: its decoder layers do not carry hidden states [1, tokens, hidden]"
+        )
     if "embed" in family.points and "embed" not in missing:
         embedded, stream = points[family.points["embed"]], points[family.points["resid_pre"]]
         assert embedded is not None and stream is not None

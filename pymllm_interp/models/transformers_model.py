@@ -28,7 +28,7 @@ from ..layers.edits.base import apply_inner
 from . import site_ends
 from .attention_interface import PAGED, PagedCalls
 from .base import CausalLM
-from .length_rope import serve_lengths
+from .positions import serve_lengths, serve_positions
 from .probe import probe, set_paged_calls, use_attention
 from .structure import family_of, model_spec
 from .weights import WeightsError, init_dummy_weights
@@ -49,6 +49,7 @@ class TransformersModel(CausalLM):
         super().__init__()
         self.config = served.config
         family = family_of(served, declared)
+        serve_positions(served)
         found = probe(served, family, declared.context_len)
         self.spec = model_spec(served, family, declared, found)
         self._layers = set_paged_calls(found, self.spec.head_dim)
@@ -155,6 +156,12 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """In place of a method."""
 
 
+def check_has_class(config: PretrainedConfig) -> None:
+    """Raise UnsupportedModelError where transformers has no causal language model for the config."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModelError(f"transformers has no causal language model for {config.model_type!r} models")
+
+
 @torch.no_grad()
 def load_transformers_model(
     config: PretrainedConfig, spec: ModelSpec, device: str, folder: Path | None, seed: int
@@ -171,8 +178,7 @@ def load_transformers_model(
         WeightsError: missing, unexpected or misshapen tensors.
     """
     config = copy.deepcopy(config)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModelError(f"transformers has no causal language model for {config.model_type!r} models")
+    check_has_class(config)
     config._attn_implementation = "eager"  # every class has it; the model never runs it
     if folder is None:
         with torch.device(device), no_init_weights():
@@ -180,7 +186,8 @@ def load_transformers_model(
         served.tie_weights()
         init_dummy_weights(served, seed)
     else:
-        served = _from_folder(config, spec.dtype, folder).to(device)
+        served = _from_folder(config, spec.dtype, folder)
+        served.to(device)  # pyright: ignore[reportArgumentType]
     return TransformersModel(served.eval().requires_grad_(False), spec)
 
 

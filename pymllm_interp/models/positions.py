@@ -1,11 +1,14 @@
-"""RoPE scalings that depend on the length of the sequence, in batches of sequences of different lengths.
+"""Positions of a flat batch for transformers' modules that find them by themselves.
 
-transformers picks a call's frequencies from the largest position in the call. Served modules are called once for each length.
+RoPE scalings that depend on the length of the sequence: transformers picks a call's frequencies from the largest position in
+the call. Here the module is called once for each length. Learned and sinusoidal positions: BART and its kin count from the
+length of the cache. Here they get the positions of the pass.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import torch
@@ -13,6 +16,37 @@ from torch import nn
 
 from ..core.current_pass import current_batch
 from ..core.model_spec import LENGTH_DEPENDENT_ROPE
+from .probe import probed_positions
+
+COUNTS_FROM_CACHE = {"past_key_values_length", "position_ids"}
+"""Parameters of modules that count positions from the length of the cache."""
+
+
+def serve_positions(model: nn.Module) -> None:
+    """Give the positions of the pass to the modules that count from the length of the cache."""
+    for module in model.modules():
+        parameters = inspect.signature(type(module).forward).parameters
+        if parameters.keys() >= COUNTS_FROM_CACHE:
+            offset = (
+                hasattr(module, "create_position_ids_from_input_ids")
+                and getattr(module, "padding_idx", None) is not None
+            )
+            module.register_forward_pre_hook(_behind_padding if offset else _with_positions, with_kwargs=True)
+
+
+def _behind_padding(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """RoBERTa and its kin count from the padding token's id, where they are not given positions."""
+    return args, {**kwargs, "position_ids": kwargs["position_ids"] + module.padding_idx + 1}
+
+
+def _with_positions(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    batch = current_batch()
+    positions = probed_positions() if batch is None else batch.positions
+    if positions is None:
+        return None
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return None if given.get("position_ids") is not None else ((), {**given, "position_ids": positions})
 
 
 def serve_lengths(model: nn.Module) -> None:

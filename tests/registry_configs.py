@@ -1,0 +1,78 @@
+"""A tiny config for every name in transformers' registry of causal language models, made by shrinking its defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from family_configs import SETTINGS, tiny_config
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+NAMES = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+SIZES: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 32, "d_model": 32, "n_embd": 32, "intermediate_size": 48, "ffn_dim": 48, "n_inner": 48,
+    "ffn_hidden_size": 48, "decoder_ffn_dim": 48, "encoder_ffn_dim": 48, "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2,
+    "num_layers": 2, "decoder_layers": 2, "encoder_layers": 1, "num_attention_heads": 4, "n_head": 4, "n_heads": 4,
+    "num_heads": 4, "decoder_attention_heads": 4, "encoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "kv_channels": 8, "max_position_embeddings": 128, "n_positions": 128, "n_ctx": 128, "sliding_window": 5,
+    "word_embed_proj_dim": 32, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
+    "num_experts_per_tok": 2, "moe_k": 2, "moe_topk": 2, "num_experts_per_token": 2, "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24, "expert_ffn_hidden_size": 24, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+    "dff": 48, "rotary_dim": 8, "embedding_size": 32, "num_dense_layers": 1, "embed_dim": 32,
+    "max_window_layers": 1, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "num_kv_shared_layers": 0,
+    "global_head_dim": 8, "n_shared_experts": 1, "moe_layer_start_index": 1, "shared_intermediate_size": 24,
+    "intermediate_size_mlp": 48, "index_topk": 128, "index_n_heads": 2, "index_head_dim": 16,
+}  # fmt: skip
+NO_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+ROBERTA = "camembert", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"
+EXTRA: dict[str, dict[str, Any]] = {
+    **{
+        name: {"is_decoder": True, "is_encoder_decoder": False}
+        for name in (
+            "bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "roberta", "roberta-prelayernorm",
+            "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod", "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small",
+            "marian", "mbart", "pegasus", "plbart", "whisper", "megatron-bert", "rembert", "big_bird",
+        )
+    },
+    **{name: {"is_decoder": True, "pad_token_id": 1} for name in ROBERTA},
+    "xmod": {"is_decoder": True, "pad_token_id": 1, "default_language": "en_XX"},
+    "data2vec-text": {"is_decoder": True, "pad_token_id": 1},
+    **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+}  # fmt: skip
+
+
+def registry_config(name: str) -> PretrainedConfig:
+    """A tiny config of a name of the registry."""
+    if name in SETTINGS:
+        return tiny_config(name)
+    default = AutoConfig.for_model(name).get_text_config(decoder=True)
+    sizes, extra = {key: size for key, size in SIZES.items() if _has(default, key)}, EXTRA.get(name, {})
+    if "kv_lora_rank" in sizes:
+        sizes["num_key_value_heads"] = 4
+    for key in ("layer_types", "mlp_layer_types"):
+        if _has(default, key):
+            types = list(dict.fromkeys(getattr(default, key)))
+            sizes[key] = (types * 2)[:2]
+    if _has(default, "mlp_only_layers"):
+        sizes["mlp_only_layers"] = []
+    tokens = [dict.fromkeys(NO_TOKENS), dict.fromkeys(NO_TOKENS, 0)]
+    last: Exception = ValueError(name)
+    for settings in (sizes | tokens[0], sizes | tokens[1], without_types(sizes | tokens[0])):
+        try:
+            return type(default)(**{**settings, **extra})
+        except Exception as error:
+            last = error
+    raise last
+
+
+def without_types(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings without those that some classes derive from others."""
+    return {key: value for key, value in settings.items() if key not in ("layer_types", "head_dim", "v_head_dim")}
+
+
+def _has(config: Any, key: str) -> bool:
+    try:
+        return getattr(config, key, None) is not None
+    except Exception:
+        return False

@@ -1,0 +1,100 @@
+"""Every name in transformers' registry of causal language models: right, or refused by name. docs/models.md is this table.
+
+`python tests/test_registry.py` writes docs/models.md, and the tests compare each row with what they find.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from registry_configs import NAMES, registry_config
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from pymllm_interp import LM, SamplingParams
+from pymllm_interp.core.model_spec import NUMBERED_SITES
+from pymllm_interp.core.unsupported import UnsupportedModelError
+from pymllm_interp.models.registry import is_native
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
+AT_LEAST = 98
+"""Names that are right."""
+LENGTHS = 5, 2, 37
+NEW = 4
+NO_CONFIG = "no tiny config"
+HEAD = """# Models
+
+Each name in transformers' registry of causal language models (`model_type` in config.json), tried at a tiny random config in
+float32. `python tests/test_registry.py` writes this page, and `tests/test_registry.py` compares each row.
+
+- *native*: an implementation of ours, with fused kernels and CUDA graphs; `impl="transformers"` runs its class in transformers.
+- *transformers*: its own class over the KV pool, eagerly. The greedy tokens of a batch, in chunks, are those of transformers.
+- *refused*: when it is loaded, with the reason.
+- *untried*: its defaults could not be shrunk to a tiny config; it may run.
+
+Sites are those of [concepts.md](concepts.md) that declared interventions and captures take. `attn_in` and `mlp_in` are for traces.
+
+| model type | runs as | sites, or the reason |
+|---|---|---|
+"""
+
+
+def row(name: str) -> str:
+    """The row of a name. A name whose tokens differ from transformers' is "wrong", which no row of the document may be."""
+    try:
+        config = registry_config(name)
+    except Exception:
+        return f"| {name} | untried | {NO_CONFIG} |"
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return f"| {name} | untried | {NO_CONFIG} |"
+    try:
+        lm = LM(
+            hf_config=config, load_format="dummy", impl="transformers", device="cpu", dtype="float32", kv_cache_tokens=256,
+            page_size=4, max_num_tokens=16, max_running_requests=4, max_model_len=64,
+        )  # fmt: skip
+    except UnsupportedModelError as error:
+        return f"| {name} | refused | {str(error).partition(': ')[2] or error} |".replace("\n", " ")
+    except Exception as error:
+        return f"| {name} | untried | {type(error).__name__} when it was built |"
+    try:
+        generator = torch.Generator().manual_seed(len(name))
+        prompts = [torch.randint(5, 97, (n,), generator=generator).tolist() for n in LENGTHS]
+        outs = lm.generate(prompts, SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True))
+        config = copy.deepcopy(config)
+        config._attn_implementation = "eager"
+        oracle = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        oracle.load_state_dict(lm.runner.get_model().state_dict())
+        for ids, out in zip(prompts, outs, strict=True):
+            with torch.no_grad():
+                logits = oracle(input_ids=torch.tensor([ids + out.token_ids[:-1]]), use_cache=False).logits[0]
+            if logits[len(ids) - 1 :].argmax(-1).tolist() != out.token_ids:
+                return f"| {name} | wrong | |"
+        sites = ", ".join(kind for kind in lm.model_spec.family.points if kind in NUMBERED_SITES)
+        how = "native" if is_native(config, "auto") else "transformers"
+        return f"| {name} | {how} | {sites} |"
+    finally:
+        lm.shutdown()
+
+
+def rows() -> dict[str, str]:
+    """Name -> row, of the document."""
+    lines = DOCUMENT.read_text().splitlines()
+    return {line.split(" | ")[0].removeprefix("| "): line for line in lines if line.startswith("| ") and " | " in line}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_of_the_registry_runs_as_its_row_says(name: str) -> None:
+    assert row(name) == rows()[name]
+
+
+def test_the_document_has_no_wrong_row_and_enough_right_ones() -> None:
+    how = [line.split(" | ")[1] for name, line in rows().items() if name in NAMES]
+    assert "wrong" not in how and how.count("native") + how.count("transformers") >= AT_LEAST
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(HEAD + "\n".join(row(name) for name in sys.argv[1:] or sorted(NAMES)) + "\n")
