@@ -138,7 +138,7 @@ class KVManager:
             if keep and first < known and self._may_insert(request):
                 self.sharing.complete(request, prefix.key)
                 own = own[known - first :] + self._tree.insert(prefix.node, prefix.key, first, own[: known - first])
-            self._tree.release(prefix.node)
+            own += self._tree.release(prefix.node)
             prefix.node = None
         self.allocator.free_pages(own)
         request.pages, request.num_shared_pages, request.num_pages_sent = [], 0, 0

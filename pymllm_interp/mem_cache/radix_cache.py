@@ -99,7 +99,7 @@ class Match(NamedTuple):
 
 
 class RadixCache:
-    """The tree. It owns the pages that it was given, until `evict`, `discard` or `reset` gives them back.
+    """The tree. It owns the pages that it was given, until `release`, `evict`, `discard` or `reset` gives them back.
 
     Args:
         page_size: tokens in a page.
@@ -177,16 +177,22 @@ class RadixCache:
             each.used = self._clock
         return node
 
-    def release(self, node: Node) -> None:
-        """End a `hold`."""
+    def release(self, node: Node) -> list[int]:
+        """End a `hold`. Returns the pages that the tree gives back: those of a tree that was `reset` since."""
         self._clock += 1
-        used = self._clock if self.is_current(node) else 0  # what no match can find is evicted first
         for each in node.path():
             each.holders -= 1
-            each.used = used
+            each.used = self._clock
             if not each.holders:
                 self.num_evictable += len(each.pages)
-        self._note_leaf(node)
+        if self.is_current(node):
+            self._note_leaf(node)
+            return []
+        freed: list[int] = []
+        while node.parent is not None and not node.holders and not node.children:
+            gone, node = node, node.parent
+            freed += self._cut(gone, 0)
+        return freed
 
     # -- writing ----------------------------------------------------------------------------
 
@@ -269,7 +275,7 @@ class RadixCache:
         return freed
 
     def reset(self) -> list[int]:
-        """Forget everything. Returns the pages that nobody holds; held ones come back by `evict`, after their `release`."""
+        """Forget everything. Returns the pages that nobody holds; the others come back by `release`."""
         evicted, freed = self.num_evicted, self.evict(self.num_evictable)
         self.num_evicted = evicted
         self._old_roots = [root for root in (*self._old_roots, self._root) if root.children]
