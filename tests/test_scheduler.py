@@ -28,6 +28,7 @@ from pymllm_interp.core.step import ModelRunnerOutput, SchedulerOutput
 from pymllm_interp.engine.kv_manager import KVManager
 from pymllm_interp.engine.prefix_sharing import PrefixSharing
 from pymllm_interp.engine.scheduler import Scheduler
+from pymllm_interp.engine.waiting_queue import MAX_OVERTAKEN
 from pymllm_interp.hooks.declared import Declared, DeclaredLimits
 from pymllm_interp.mem_cache.kv_pool import KVPool
 from pymllm_interp.mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
@@ -513,6 +514,85 @@ def test_rows_and_requests_in_a_step_stay_within_their_limits() -> None:
     sim.step()
     assert len(sim.scheduler.running) == 3 and sim.rows.available_size() == 0
     sim.run(50)
+
+
+def admitted(sim: Simulation) -> list[str]:
+    """Requests in the order in which they were admitted first."""
+    return list(dict.fromkeys(new.request_id for step in sim.steps for new in step.scheduled_new_reqs))
+
+
+def test_lower_priorities_run_first_and_give_way_last() -> None:
+    sim = Simulation(num_pages=60, page_size=2, max_num_tokens=64, max_running=1, eos_rate=0)
+    requests = [sim.add(3, 2, priority=priority)[0] for priority in (5, 0, 7, 0, -1)]
+    sim.run(100)
+    assert admitted(sim) == [requests[i].request_id for i in (4, 1, 3, 0, 2)]
+    sim = Simulation(num_pages=9, page_size=1, max_num_tokens=16, eos_rate=0)
+    requests = [sim.add(2, 6, priority=priority)[0] for priority in (1, 0, 0)]
+    sim.run(200)
+    gave_way = [request_id for step in sim.steps for request_id in sorted(step.preempted_req_ids)]
+    assert gave_way[0] == requests[0].request_id
+
+
+def test_the_longest_known_prefix_goes_first_where_that_is_the_policy() -> None:
+    orders = {}
+    for order in ("fcfs", "lpm"):
+        sim = Simulation(num_pages=60, page_size=4, max_num_tokens=64, max_running=1, eos_rate=0, order=order)
+        sim.add(24, 1, shared=24)
+        sim.step()
+        lengths = [0, 8, 20, 12]
+        waiting = [sim.add(24, 2, shared=shared)[0].request_id for shared in lengths]
+        sim.run(100)
+        orders[order] = [lengths[waiting.index(rid)] for rid in admitted(sim)[1:]]
+    assert orders == {"fcfs": [0, 8, 20, 12], "lpm": [20, 12, 8, 0]}
+
+
+def test_a_request_without_a_known_prefix_is_overtaken_so_many_times_and_no_more() -> None:
+    sim = Simulation(num_pages=60, page_size=4, max_num_tokens=64, max_running=1, eos_rate=0, order="lpm")
+    sim.add(24, 1, shared=24)
+    sim.step()
+    (cold,) = sim.add(20, 1)
+    for _ in range(MAX_OVERTAKEN + 40):
+        sim.add(24, 1, shared=20)
+        sim.add(24, 1, shared=20)
+        sim.step()
+        if cold.finished:
+            break
+    assert cold.finished and cold.num_overtaken == MAX_OVERTAKEN
+
+
+def test_what_was_preempted_is_computed_from_what_the_cache_kept_and_admission_does_not_thrash() -> None:
+    found = {}
+    for caching in (True, False):
+        sim = Simulation(num_pages=24, page_size=2, max_num_tokens=32, eos_rate=0, caching=caching)
+        for _ in range(4):
+            sim.add(6, 14)
+        sim.run(300)
+        found[caching] = sum(step.total_num_scheduled_tokens for step in sim.steps)
+        assert 0 < sim.scheduler.num_preempted <= 4
+    assert 4 * (6 + 14 - 1) <= found[True] < found[False]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_failed_step_leaves_no_page_that_was_not_written(seed: int) -> None:
+    """Its prompts start again, or have ended; the oracle would see pages that nothing was written to."""
+    sim = Simulation(num_pages=40, page_size=2, max_num_tokens=12, eos_rate=0, seed=seed)
+    rng = random.Random(seed)
+    for _ in range(12):
+        sim.add(rng.randrange(4, 30), 6, shared=rng.choice([0, 10, 30]), n=rng.choice([1, 2]))
+    for _ in range(60):
+        if rng.random() < 0.6:
+            sim.step()
+            continue
+        step = sim.scheduler.schedule()
+        sim.reported |= step.finished_req_ids
+        for entry in step.scheduled:
+            if rng.random() < 0.3:
+                sim.scheduler.finish(sim.by_id[entry.request_id], "error")
+        sim.scheduler.failed(step)
+        sim.reported -= step.finished_req_ids
+        sim.scheduler.check_integrity()
+    sim.run(sim.limit())
+    assert any(request.finish_reason == "length" for request in sim.requests)
 
 
 def lose_a_page(sim: Simulation, request: Request) -> None:
