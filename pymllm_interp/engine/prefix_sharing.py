@@ -31,14 +31,12 @@ class Prefix:
         key: its tokens and namespaces; None where it shares nothing.
         kind: of its namespaces.
         node: what it holds of the tree, while it has pages.
-        version: of the weights that computed its pages.
         reason: why the last `match` went no further; "" where the tree had no more.
     """
 
     key: RadixKey | None
     kind: str
     node: Node | None = None
-    version: int = 0
     reason: str = ""
 
 
@@ -121,7 +119,6 @@ class PrefixSharing:
     def admitted(self, request: Request, num_cached: int) -> None:
         """Count a request that starts with so many tokens of the tree."""
         prefix = self.prefix_of(request)
-        prefix.version = self._version
         if request.num_preemptions:
             self.num_recomputed += max(request.num_launched_tokens - num_cached, 0)
             return
@@ -145,7 +142,6 @@ class PrefixSharing:
         return (
             prefix is not None
             and prefix.key is not None
-            and prefix.version == self._version
             and prefix.node is not None
             and self.tree.is_current(prefix.node)
         )
