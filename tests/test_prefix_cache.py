@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CONFIGS, VOCAB, held
-from helpers_declared import vector
+from helpers_declared import WAYS, lms, vector
 
 from pymllm_interp import LM, Ablate, Capture, Gate, Knockout, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.core.output import RequestOutput
@@ -353,6 +353,35 @@ def test_a_pass_with_gradients_sees_the_whole_prompt(pair: Pair) -> None:
         grads.append(grad)
     assert grads[0].shape == (1, LENGTH, WIDTH)
     torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_edits_and_captures_after_reused_pages_in_every_way_that_hooks_run(way: str, model_folder: Any) -> None:
+    """Prompts in chunks, whose first pages are known, beside others; captures leave through the ring where there are tables."""
+    base = prompt_of(40, 3)
+    specs = [
+        [Steer("resid_post.0", STRONG, positions=slice(21, None))],
+        [Steer("resid_post.0", STRONG, positions=slice(21, None)), Scale("mlp_out.1", 0.5, positions="generated")],
+        [Patch("resid_post.1", torch.stack([STRONG, OTHER]), positions=[30, 37])],
+        [],
+    ]
+    captures = [
+        [Capture("resid_post.{0,2}", positions=slice(25, None, 2)), Capture("mlp_out.1", positions="generated")],
+        [Capture("resid_post.1", positions=slice(33, None), reduce="mean"), Capture("attn_out.0", positions=[-1])],
+        [Capture("resid_post.*", positions=slice(18, None), reduce="last")],
+        [Capture("resid_post.1", positions=[35, 39], dtype=torch.float16)],
+    ]
+    with lms(way, model_folder) as load:
+        server = {"page_size": PAGE, "max_num_tokens": 24}
+        pair = Pair(load("llama", **server), load("llama", enable_prefix_caching=False, **server))
+        pair.cached(base)
+        prompts = [[*base, seed] for seed in range(4)]
+        outs, others = (
+            lm.generate(prompts, GREEDY, interventions=specs, capture=captures) for lm in (pair.lm, pair.reference)
+        )
+        for out, other in zip(outs, others, strict=True):
+            assert_equal(out, other)
+        assert [out.num_cached_tokens for out in outs] == [20, 32, 16, 32], "equal edits share within one step, too"
 
 
 # -- what drops the cache ---------------------------------------------------------------------

@@ -225,6 +225,8 @@ class Engine:
                 if self._released and not self._subscribers:
                     self._closing = EngineClosedError("the engine ended with its LM, which was deleted or replaced")
                     break
+                if logger.isEnabledFor(logging.DEBUG):
+                    self.scheduler.check_integrity()
                 self._wake.wait()
             commands = list(self._inbox)
             self._inbox.clear()

@@ -309,7 +309,8 @@ class RadixCache:
             del parent.children[node.namespace, node.tokens[: self._page_bytes]]
             self._num_nodes -= 1
             self._note_leaf(parent)
-        node.tokens, node.pages = node.tokens[: kept * self._page_bytes], node.pages[:kept]
+        node.tokens = node.tokens[: kept * self._page_bytes]
+        del node.pages[kept:]
         self._note_leaf(node)
         return freed
 
