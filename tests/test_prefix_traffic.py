@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CONFIGS, VOCAB, held
-from helpers_declared import vector
+from helpers_declared import lms, vector
 from test_prefix_cache import assert_equal
 
 from pymllm_interp import LM, Capture, Gate, Generated, Knockout, Patch, SamplingParams, Scale, Steer
@@ -209,3 +209,18 @@ def traffic(lm_of: Callable[..., LM], seed: int, server: str, count: int) -> Non
     for kind in ("plain", "edited"):
         assert cache["cached_tokens"].get(kind, 0) > earlier["cached_tokens"].get(kind, 0)
     assert after["free_kv_tokens"] == lm.runner.max_total_num_tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["tables", "graphs"])
+def test_random_traffic_with_hooks_as_on_cuda(way: str, model_folder: Any) -> None:
+    """Ops from device tables, captures through the ring, replayed steps; launched ahead."""
+    with lms(way, model_folder) as load:
+        lm = load(
+            "llama", page_size=4, kv_cache_tokens=72, max_num_tokens=32, max_running_requests=6, async_scheduling=True
+        )
+        reference = load("llama", enable_prefix_caching=False)
+        drive(lm, reference, 7, 40)
+        stats = lm.engine.stats()
+        assert stats["preempted"] and stats["prefix_cache"]["evicted_tokens"]
+        assert stats["prefix_cache"]["cached_tokens"]["edited"]
