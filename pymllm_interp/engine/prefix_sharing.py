@@ -126,14 +126,15 @@ class PrefixSharing:
         self._cached[prefix.kind] += num_cached
         request.num_cached_tokens = num_cached
         if prefix.key is None:
-            self._reasons["a trace"] += self.enabled
+            if self.enabled:
+                self._reasons["a trace"] += 1
         elif prefix.reason:
             size = self.tree.page_size
             known = self.tree.match(prefix.key, (request.num_tokens - 1) // size)
             missed = len(known.pages) * size - num_cached
             self.num_recomputed += missed
-            self._reasons[prefix.reason] += missed > 0
             if missed:
+                self._reasons[prefix.reason] += 1
                 request.not_reused = f"{missed} tokens: {prefix.reason}"
 
     def may_insert(self, request: Request) -> bool:
@@ -148,15 +149,15 @@ class PrefixSharing:
 
     def stats(self) -> dict[str, Any]:
         """Counts in tokens: asked for and found by kind of namespace, recomputed, evicted; and reasons for no reuse in requests."""
-        size = self.tree.page_size
+        size, asked, cached = self.tree.page_size, dict(self._asked), dict(self._cached)
         return {
-            "hit_rate": {kind: self._cached[kind] / asked for kind, asked in sorted(self._asked.items())},
-            "asked_tokens": dict(sorted(self._asked.items())),
-            "cached_tokens": dict(sorted((+self._cached).items())),
+            "hit_rate": {kind: cached.get(kind, 0) / tokens for kind, tokens in asked.items()},
+            "asked_tokens": asked,
+            "cached_tokens": cached,
             "recomputed_tokens": self.num_recomputed,
             "evicted_tokens": self.tree.num_evicted * size,
             "kept_tokens": self.tree.num_pages * size,
-            "not_reused": dict(+self._reasons),
+            "not_reused": dict(self._reasons),
         }
 
 
