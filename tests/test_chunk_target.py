@@ -78,5 +78,5 @@ def test_an_engine_learns_its_times_and_chunks_by_them() -> None:
 
 @pytest.mark.parametrize("wrong", [0, -1.0])
 def test_a_target_that_is_no_time_is_refused(wrong: float) -> None:
-    with pytest.raises(ValueError, match="max_itl_ms=.*expected milliseconds above 0"):
+    with pytest.raises(ValueError, match=r"max_itl_ms=.*expected milliseconds above 0"):
         ServerConfig(max_itl_ms=wrong)
