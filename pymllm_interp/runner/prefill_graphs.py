@@ -123,7 +123,9 @@ class PrefillGraphs:
     def _capture(self) -> None:
         """Capture every size, largest first: smaller graphs reuse its memory."""
         started, free = time.perf_counter(), _free_memory(self.model_runner.device)
-        pool, size = graph_capture.get_global_graph_memory_pool(), self.sizes[-1]
+        on_cuda, size = self.model_runner.device.startswith("cuda"), self.sizes[-1]
+        # A pool of their own: tensors live from one graph of a pass to the next, between which another engine may replay its graphs.
+        pool = torch.cuda.graph_pool_handle() if on_cuda else None
         try:
             with graph_capture.freeze_gc(), model_capture_mode(self.model_runner):
                 for size in reversed(self.sizes):
@@ -131,7 +133,6 @@ class PrefillGraphs:
             self._warm_attention_up()
         except Exception as error:  # also errors of Triton's compiler, which are no RuntimeErrors
             self.shutdown()
-            graph_capture.set_global_graph_memory_pool(None)  # it may be broken; captured graphs keep it
             clear_frames(error.__traceback__)  # the frames hold the model, and the caller may keep the error
             if isinstance(error, RuntimeError):
                 raise RuntimeError(
