@@ -124,7 +124,7 @@ class PrefillGraphs:
         """Capture every size, largest first: smaller graphs reuse its memory."""
         started, free = time.perf_counter(), _free_memory(self.model_runner.device)
         on_cuda, size = self.model_runner.device.startswith("cuda"), self.sizes[-1]
-        # A pool of their own: tensors live from one graph of a pass to the next, between which another engine may replay its graphs.
+        # A pool of their own: tensors live from one graph to the next, and another engine may replay its graphs in between.
         pool = torch.cuda.graph_pool_handle() if on_cuda else None
         try:
             with graph_capture.freeze_gc(), model_capture_mode(self.model_runner):
