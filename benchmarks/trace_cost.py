@@ -1,5 +1,5 @@
-"""What a trace costs on a CPU: a read, an edit, an unused module, a step in which 256 blocks wait at one module, and a trace of 512
-invokes.
+"""What a trace costs on a CPU: a read, an edit, an unused module, steps in which 256 blocks wait at one
+module or at eight, and a trace of 512 invokes.
 
 Usage: python benchmarks/trace_cost.py [--out benchmarks/results/trace-cost-cpu.json] [--invokes 512] [--quick]
 
@@ -38,6 +38,7 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 PROMPT, EVERY, LAST = torch.tensor([[1]]), list(range(LAYERS)), [LAYERS - 1]
 MANY = [PROMPT] * 8
+PLACES = list(range(0, LAYERS, 4))
 
 
 def read_layers(model, layers: list[int]) -> None:
@@ -64,10 +65,11 @@ def read_in_many(model, layers: list[int]) -> None:
 
 
 class PassTimer:
-    """CPU microseconds of the latest call of ``owner.name``, on its own thread."""
+    """CPU microseconds of the latest call of ``owner.name``, on its own thread, and of all calls since `take`."""
 
     def __init__(self, owner: Any, name: str) -> None:
-        self.last, call = 0.0, getattr(owner, name)
+        self.last = self.total = 0.0
+        call = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             started = time.thread_time()
@@ -75,8 +77,14 @@ class PassTimer:
                 return call(*args, **kwargs)
             finally:
                 self.last = (time.thread_time() - started) * 1e6
+                self.total += self.last
 
         setattr(owner, name, timed)
+
+    def take(self) -> float:
+        """`total`, which starts again at 0."""
+        taken, self.total = self.total, 0.0
+        return taken
 
 
 def lower_quartiles(sides: dict[str, tuple[Callable[[], None], Callable[[], float]]], rounds: int) -> dict[str, float]:
@@ -203,8 +211,8 @@ def empty_trace(rounds: int = 15) -> dict[str, float]:
 
 
 def crowd(count: int = 256, steps: int = 24) -> dict[str, float]:
-    """Decode steps in which `count` requests wait at one layer: microseconds of the engine's thread for each request, including
-    all work of hooks; lower quartiles over the steps."""
+    """Decode steps in which `count` requests wait at one layer, or at `len(PLACES)`: microseconds of the engine's thread for each
+    visit, including all work of hooks; lower quartiles over the steps."""
     torch.set_num_threads(1)
     capacity: dict[str, Any] = {"max_running_requests": count, "kv_cache_tokens": count * 64}
     with LM("small", load_format="dummy", hf_config=CONFIG, device="cpu", dtype="float32", **capacity) as lm:
@@ -214,7 +222,7 @@ def crowd(count: int = 256, steps: int = 24) -> dict[str, float]:
 
         def ended() -> None:
             end_pass()
-            taken.append(sum(part.last for part in parts) / count)
+            taken.append(sum(part.take() for part in parts) / count)
 
         lm.interleaver.end_pass = ended
 
@@ -240,12 +248,27 @@ def crowd(count: int = 256, steps: int = 24) -> dict[str, float]:
                         for _ in tracer.iter[:]:
                             lm.model.layers[5].output *= 1.0
 
+        def save_at_places() -> None:
+            with lm.generate(max_new_tokens=steps, ignore_eos=True) as tracer:
+                for i in range(count):
+                    with tracer.invoke([i % 90]):
+                        seen = list().save()
+                        for _ in tracer.iter[:]:
+                            for layer in PLACES:
+                                seen.append(lm.model.layers[layer].output[0, -1])
+
         costs = {}
         for name, run in (("read", read), ("saved_read", save), ("edit", edit)):
             run()
             taken.clear()
             run()
             costs[f"{name}_beside_{count - 1}_others"] = statistics.quantiles(taken[2:-2], n=4)[0]
+        save_at_places()
+        taken.clear()
+        save_at_places()
+        step = statistics.quantiles(taken[2:-2], n=4)[0]
+        costs[f"saved_read_at_{len(PLACES)}_places_beside_{count - 1}_others"] = step / len(PLACES)
+        costs[f"step_of_{count * len(PLACES)}_saved_reads_ms"] = step * count / 1e3
     return costs
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,10 +60,10 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "--suite",
-        choices=["cpu", "decode", "hooks", "all", "interventions", "traces", "memory"],
+        choices=["cpu", "decode", "hooks", "all", "interventions", "traces", "memory", "serving"],
         help="cpu: beside transformers; decode: plain serving; hooks: a request that reads beside plain ones, each way; all: "
-        "decode and hooks; interventions, traces: what they cost a step; memory: what 10,000 requests leave behind (default: all "
-        "on a CUDA device, else cpu)",
+        "decode and hooks; interventions, traces: what they cost a step; memory: what 10,000 requests leave behind; serving: real "
+        "traffic (default: all on a CUDA device, else cpu)",
     )
     bench.add_argument("--device", default="auto", help="cpu, cuda or auto (default: %(default)s)")
     bench.add_argument("--config", metavar="FOLDER", help="folder with a config.json, in place of --model")
@@ -75,6 +77,26 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--commit", default=None, help="what to note in place of the checkout's own")
     bench.add_argument("--out", type=Path, default=None, metavar="FILE", help="where the JSON goes")
     bench.add_argument("--quick", action="store_true", help="a few tokens: shows that it runs, measures nothing")
+    serving = bench.add_argument_group("the suite serving")
+    serving.add_argument(
+        "--workloads", nargs="+", default=None, metavar="NAME",
+        help="mix, long, shared-prefix or poisson-RATE (requests a second); with -steered or -traced at the end, every request "
+        "steered, or each tenth one traced (default: all, with rates 10 and 25)",
+    )  # fmt: skip
+    serving.add_argument("--policies", nargs="+", default=None, metavar="POLICY", help="schedule_policy of each engine")
+    serving.add_argument("--engine", choices=["ours", "vllm", "both"], default=None, help="what serves (default: ours)")
+    serving.add_argument("--scale", type=float, default=None, help="fraction of the requests, or of the duration")
+    serving.add_argument("--repeats", type=_count, default=None, metavar="N", help="pairs of runs of long (default: 3)")
+    serving.add_argument("--longest", type=_count, default=None, metavar="N", help="tokens of a request at most")
+    for name, what in (("--option", "LM"), ("--vllm-option", "vllm.LLM")):
+        serving.add_argument(
+            name,
+            type=_option,
+            action="append",
+            default=None,
+            metavar="NAME=VALUE",
+            help=f"argument of {what}; repeatable",
+        )
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -89,6 +111,17 @@ def _count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value}: at least 1 is expected")
     return value
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """A name and its value, which is a Python literal or a string."""
+    name, equals, value = text.partition("=")
+    if not (equals and name.isidentifier()):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -124,6 +157,9 @@ def _bench(args: argparse.Namespace) -> int:
         args.suite, args.config or args.model, args.dtype, args.load_format or ("dummy" if args.config else "auto"),
         device=args.device, quick=args.quick, profile=args.profile, commit=args.commit, out=args.out,
         batches=tuple(args.batches) if args.batches else None, prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens,
+        workloads=tuple(args.workloads) if args.workloads else None, policies=tuple(args.policies) if args.policies else None,
+        engine=args.engine, scale=args.scale, repeats=args.repeats, longest=args.longest,
+        options=dict(args.option) if args.option else None, vllm_options=dict(args.vllm_option) if args.vllm_option else None,
     )  # fmt: skip
     return 0
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import __version__
-from .models.gguf import default_cache_dir
+from .core.cache_folder import default_cache_dir
 from .models.source import find_demo_gguf
 
 REQUIRED = ("torch", "transformers", "nnsight", "greenlet", "einops", "safetensors", "numpy", "rich")

@@ -1,8 +1,7 @@
-"""FlashInfer's two paged wrappers in plain torch, as their documentation has them: what is handed to them is tested without CUDA.
+"""FlashInfer's paged prefill wrapper in plain torch, as its documentation has it: what is handed to it is tested without CUDA.
 
-They keep the habits that matter: a plan is made from lengths on the host, for one batch size where graphs are on, whose partial
-results the workspace must hold, and kernels read the page tables from where the buffers are when they run. What `run` has
-checked, it hands to a function of the planned module, by place.
+It keeps the habits that matter: a plan is made from lengths on the host, and what `run` has checked, it hands to a function of
+the planned module, by place.
 """
 
 from __future__ import annotations
@@ -15,16 +14,10 @@ from pymllm_interp.attention import RadixAttention
 
 
 class _Paged:
-    def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, *, buffers=(), backend="auto"):
+    def __init__(self, float_workspace_buffer, kv_layout="NHD", *, backend="auto"):
         assert kv_layout == "NHD" and backend == "fa2"
         assert float_workspace_buffer.dtype is torch.uint8
-        self._workspace = float_workspace_buffer
-        self.graph, self.plans = use_cuda_graph, 0
-        self._buffers = list(buffers)
-
-    def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer):
-        assert int_workspace_buffer.dtype is torch.uint8
-        self._workspace = float_workspace_buffer
+        self._workspace, self.plans = float_workspace_buffer, 0
 
     def _plan(self, qo_indptr, indptr, indices, last, heads, kv_heads, head_dim, page_size, **options):
         for lens in (qo_indptr, indptr, last):
@@ -32,17 +25,7 @@ class _Paged:
         assert indices.dtype is torch.int32 and len(indices) == indptr[-1]
         assert len(last) == len(indptr) - 1 == len(qo_indptr) - 1
         assert (last >= 1).all() and (last <= page_size).all()
-        if self.graph:
-            assert len(last) == len(self._buffers[2])
-            queries = heads // kv_heads
-            tile = 16 if queries <= 16 else 64 if queries <= 64 or head_dim == 256 else 128
-            tiles = -(-len(last) * queries // tile) + len(last) - 1
-            if len(self._workspace) < 4 * heads * tiles * tile * (head_dim + 1):
-                raise RuntimeError("Buffer overflow when allocating memory for batch_prefill_tmp_v")
-            for buffer, values in zip(self._buffers, (indptr, indices, last), strict=True):
-                buffer[: len(values)].copy_(values)
-        else:
-            self._buffers = [indptr.clone(), indices, last.clone()]
+        self._buffers = [indptr.clone(), indices, last.clone()]
         assert options.pop("q_data_type") is options.pop("kv_data_type")
         window, cap = options.pop("window_left"), options.pop("logits_soft_cap")
         self._layer = RadixAttention(
@@ -95,18 +78,3 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
             qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim_qk,
             page_size, **options,
         )  # fmt: skip
-
-
-class BatchDecodeWithPagedKVCacheWrapper(_Paged):
-    def __init__(
-        self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False, backend="auto",
-        paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None, paged_kv_last_page_len_buffer=None,
-    ):  # fmt: skip
-        assert use_tensor_cores
-        buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
-        assert all(torch.is_tensor(buffer) == use_cuda_graph for buffer in buffers)
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers=buffers, backend=backend)
-
-    def plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, **options):
-        rows = torch.arange(len(last_page_len) + 1, dtype=torch.int32)
-        self._plan(rows, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, **options)

@@ -497,78 +497,48 @@ def test_planned_for_capture_a_replay_sees_the_new_lengths(
     decode_twice(case, layer, [1, 16, 32, 5], second)
 
 
-def test_a_plan_is_kept_while_the_numbers_of_pages_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = BACKENDS["flashinfer-in-torch"]
-    monkeypatch.setattr(flashinfer_backend, "import_flashinfer", lambda: helpers_flashinfer)
-    monkeypatch.setattr(flashinfer_backend, "WORKSPACE_BYTES", 16)
-    for second, plans in (([2, 15], 1), ([17, 15], 2)):
-        backend, _, _ = decode_twice(case, LAYERS["9-over-3"], [1, 16], second)
-        assert isinstance(backend, FlashInferAttnBackend)
-        (planned,) = backend._graphs[2].plans.values()
-        assert planned.wrapper.plans == plans
-
-
 @pytest.mark.parametrize("case", [BACKENDS["flashinfer-in-torch"]], indirect=True)
-def test_a_plan_that_fails_is_made_anew_for_the_same_pages(case: BackendCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_fails_is_made_anew_for_the_same_pass(case: BackendCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it had written is of no pass."""
-    sequences, backend = make_sequences(case, [1, 17], LAYERS["9-over-3"]), backend_of(case)
+    sequences, backend = make_sequences(case, [9, 17], LAYERS["9-over-3"]), backend_of(case)
     assert isinstance(backend, FlashInferAttnBackend)
-    backend.init_cuda_graph_state(8)
-    one_page, two_pages = ({0: (0, 1), 1: (n - 1, n)} for n in (16, 17))
-    static = sequences.batch(one_page)
-    backend.init_forward_metadata_capture_cuda_graph(static)
-    backend.forward(*sequences.rows(one_page), sequences.layer, static)
-    (planned,) = backend._graphs[2].plans.values()
+    ranges = {0: (0, 9), 1: (0, 17)}
+    batch, rows = sequences.batch(ranges), sequences.rows(ranges)
+    backend.init_forward_metadata(batch)
+    first = backend.forward(*rows, sequences.layer, batch)
+    (planned,) = backend._plans.values()
 
     def fails(*args: Any, **options: Any) -> None:
         raise RuntimeError("half a plan")
 
+    backend.init_forward_metadata(batch)
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=r"^half a plan$"):
         patch.setattr(planned.wrapper, "plan", fails)
-        backend.init_forward_metadata_replay_cuda_graph(sequences.batch(two_pages))
-    backend.init_forward_metadata_replay_cuda_graph(static)
-    assert planned.wrapper.plans == 2
+        backend.forward(*rows, sequences.layer, batch)
+    assert torch.equal(backend.forward(*rows, sequences.layer, batch), first) and planned.wrapper.plans == 2
 
 
 @pytest.mark.parametrize(
-    ("heads", "rows", "expected"),
-    [
-        ((32, 8, 128), 256, 84_277_248),
-        ((32, 8, 128), 1024, 337_901_568),
-        ((64, 8, 128), 512, 405_270_528),
-        ((32, 1, 128), 1, 278_986_752),
-        ((32, 8, 128), None, 69_746_688),
-    ],
+    ("heads", "expected"),
+    [((32, 8, 128), 69_746_688), ((32, 1, 128), 557_973_504), ((9, 3, 64), 26_357_760)],
 )
-def test_the_workspace_is_as_large_as_flashinfer_asks_for(
-    heads: tuple[int, int, int], rows: int | None, expected: int
-) -> None:
-    """By its scheduler.cuh, on a device of 132 multiprocessors: 256 MiB hold a captured pass of 800 rows of the 8B shape."""
+def test_the_workspace_is_as_large_as_flashinfer_asks_for(heads: tuple[int, int, int], expected: int) -> None:
+    """By its scheduler.cuh, on a device of 132 multiprocessors."""
     kind = flashinfer_plans.LayerKind.of(make_layer(*heads), 4096)
-    assert flashinfer_plans.partial_bytes(kind, 132, rows) == expected + 16
+    assert flashinfer_plans.partial_bytes(kind, 132) == expected + 16
 
 
 @pytest.mark.parametrize("case", [BACKENDS["flashinfer-in-torch"]], indirect=True)
-def test_a_workspace_that_is_too_small_for_a_captured_pass_grows_and_earlier_ones_keep_theirs(
-    case: BackendCase,
-) -> None:
-    layer = make_layer(34, 2, 64)  # more than 16 queries of a row: larger tiles
-    sequences, backend = make_sequences(case, [17] * 40, layer), backend_of(case)
+def test_a_workspace_that_is_too_small_grows_and_earlier_plans_keep_theirs(case: BackendCase) -> None:
+    backend, ranges = backend_of(case), {0: (0, 17)}
     assert isinstance(backend, FlashInferAttnBackend)
-    backend.init_cuda_graph_state(40)
-    passes = {}
-    for rows in (2, 40):
-        ranges = dict.fromkeys(range(rows), (16, 17))
-        batch = passes[rows] = sequences.batch(ranges)
-        sequences.fill(dict.fromkeys(ranges, 16))
-        backend.init_forward_metadata_capture_cuda_graph(batch)
-        backend.forward(*sequences.rows(ranges), sequences.layer, batch)
-    small, large = (next(iter(backend._graphs[rows].plans.values())).wrapper._workspace for rows in (2, 40))
+    backend._num_sms = 4
+    for layer in (make_layer(2, 2, 64), make_layer(34, 2, 64)):
+        sequences = make_sequences(case, [17], layer)
+        sequences.fill({0: 0})
+        check_against_reference(backend, sequences, ranges)
+    small, large = (planned.wrapper._workspace for planned in backend._plans.values())
     assert len(small) < len(large) and large is backend._workspace
-    for rows, batch in passes.items():
-        backend.init_forward_metadata_replay_cuda_graph(batch)
-        out = backend.forward(*sequences.rows(dict.fromkeys(range(rows), (16, 17))), sequences.layer, batch)
-        close(out, torch.cat([sequences.expected(i, 16, 17) for i in range(rows)]), out.dtype)
 
 
 def test_captured_torch_passes_refuse_lengths_past_what_they_gather(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -616,8 +586,8 @@ def test_layers_behind_the_first_of_a_plan_skip_its_wrapper_and_have_its_bits(
 ) -> None:
     backend, sequences, run = plan_for_two_layers(case, name)
     first = run(1)
-    plans = list(backend._eager.values())
-    assert len(plans) == 1 + (name == "mixed")
+    plans = list(backend._plans.values())
+    assert len(plans) == (name in ("prompts", "mixed"))
     for planned in plans:
         monkeypatch.setattr(planned.wrapper, "run", None)
     outs = {0: run(0), 1: run(1)}
@@ -625,11 +595,11 @@ def test_layers_behind_the_first_of_a_plan_skip_its_wrapper_and_have_its_bits(
     assert torch.equal(outs[1], first) and not torch.equal(outs[0], first)
     q = torch.cat([q[start:stop] for q, (start, stop) in zip(sequences.q, PASSES[name], strict=True)])
     for layer_id, out in outs.items():
-        expected = torch.empty_like(q)
         for planned in plans:
-            rows = slice(None) if len(plans) == 1 else planned.owner.rows
-            planned.wrapper.run(q[rows], sequences.pool.paged(layer_id), out=expected[rows])
-        assert torch.equal(out, expected.flatten(1))
+            rows = planned.owner.rows
+            expected = torch.empty_like(q[rows])
+            planned.wrapper.run(q[rows], sequences.pool.paged(layer_id), out=expected)
+            assert torch.equal(out[rows], expected.flatten(1))
 
 
 @flashinfer_alone

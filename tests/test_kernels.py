@@ -19,18 +19,21 @@ from torch.testing import assert_close
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from pymllm_interp import ModelRunner
+from pymllm_interp.attention import torch_backend
+from pymllm_interp.core.cpu_dispatch import cpu_kernels
 from pymllm_interp.core.forward_batch import ForwardMode, Waits
 from pymllm_interp.layers import activation, linear, norm, rope
-from pymllm_interp.layers.dispatch import kernels_for
+from pymllm_interp.layers.dispatch import kernels_for, triton_kernels_for
 from pymllm_interp.layers.linear import Linear
 from pymllm_interp.mem_cache import KVPool
+from pymllm_interp.models import cpu_layer
 from pymllm_interp.runner.partition import Execution
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
-from pymllm_interp.layers import launch
+from pymllm_interp.core import launch
+from pymllm_interp.core.launch import Launcher
 from pymllm_interp.layers import triton_kernels as kernels
 from pymllm_interp.layers.edits import kernels as triton_edits
-from pymllm_interp.layers.launch import Launcher
 from pymllm_interp.runner import triton_inputs
 
 CUDA = torch.cuda.is_available()
@@ -444,7 +447,8 @@ def test_the_kernels_numbers_are_none_that_triton_specialises_on():
 
 def test_kernels_are_for_cuda_and_for_passes_without_gradients():
     x = randn(1, 3)
-    assert kernels_for(x) is (kernels if CUDA else None)
+    assert kernels_for(x) is (kernels if CUDA else cpu_kernels())
+    assert triton_kernels_for(x) is (kernels if CUDA else None)
     with torch.enable_grad():
         assert kernels_for(x) is None
 
@@ -478,12 +482,16 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """The layers take the kernels on this device, also where it is a CPU."""
     noted = Launches()
 
-    def forced(x: torch.Tensor) -> Launches | None:
+    def forced(x: torch.Tensor, *others: torch.Tensor) -> Launches | None:
         return None if torch.is_grad_enabled() else noted
 
-    modules: list[ModuleType] = [norm, rope, activation, linear]
+    modules: list[ModuleType] = [norm, rope, activation]
     for module in modules:
         monkeypatch.setattr(module, "kernels_for", forced)
+    for module in (norm, linear):
+        monkeypatch.setattr(module, "triton_kernels_for", forced)
+    for module in (cpu_layer, linear, torch_backend):
+        monkeypatch.setattr(module, "cpu_kernels_for", lambda *tensors: None)
     return noted
 
 

@@ -154,7 +154,7 @@ def test_r09_capacity_defaults_and_zero_is_refused():
     runner = ModelRunner(ServerConfig(device="cpu"), dummy())
     assert runner.max_total_num_tokens == runner.max_running_requests == 0
     runner.initialize()
-    assert runner.max_total_num_tokens == 4096 and runner.max_running_requests == 256
+    assert runner.max_total_num_tokens == 4096 and runner.max_running_requests == 512
     assert runner.token_to_kv_pool.size == runner.token_to_kv_pool_allocator.available_size() == 4096
     chosen = make_runner(CONFIGS["llama"](), kv_cache_tokens=100, max_running_requests=7, page_size=16)
     assert chosen.max_total_num_tokens == 96, "whole pages"

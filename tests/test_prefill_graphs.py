@@ -17,7 +17,7 @@ from helpers_runner import random_ids
 from test_faults import DEVICES, ways
 
 from pymllm_interp import LM, SamplingParams, Steer
-from pymllm_interp.runner import prefill_graphs
+from pymllm_interp.runner import graph_capture, prefill_graphs
 from pymllm_interp.runner.graph_capture import capture_token_counts
 
 Load = Callable[..., LM]
@@ -149,6 +149,27 @@ def test_ops_and_captures_act_on_padded_prefills(device: str, load: Load) -> Non
             torch.testing.assert_close(a.activations[site], b.activations[site], rtol=1e-3, atol=1e-3)
 
 
+def test_a_capture_that_fails_is_an_error_that_says_what_helps(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not torch.cuda.is_available():
+        use_eager_graphs(monkeypatch)
+
+    def fails(run: Any, pool: Any) -> None:
+        raise torch.OutOfMemoryError("no memory for a graph")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(graph_capture, "record_pieces", fails)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        with pytest.raises(
+            RuntimeError, match=r"(?s)prefill of 64 rows failed: no memory.*prefill_graph_tokens \(now 64"
+        ):
+            LM(model_folder("llama"), device=device, dtype="float32", **SIZES)
+        with LM(model_folder("llama"), device=device, dtype="float32", **{**SIZES, "prefill_graph_tokens": 0}) as lm:
+            assert lm.runner.prefill_graphs is None
+            assert len(lm.generate([[1, 2, 3]], greedy(2))[0].token_ids) == 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("steered", [False, True])
 def test_replayed_prefills_have_the_bits_of_eager_ones(
@@ -169,6 +190,24 @@ def test_replayed_prefills_have_the_bits_of_eager_ones(
         assert eager.receipt.steps == {"plain": 1, "replay": 1}
         for site in eager.activations:
             assert torch.equal(replayed.activations[site], eager.activations[site]), (length, site)
+
+
+@pytest.mark.gpu
+def test_engines_of_one_process_prefill_at_once(model_folder: Callable[[str], Path]) -> None:
+    """Graphs of one engine are replayed between those of another's pass: no memory that lives so long may be shared."""
+    prompts = [random_ids(60, seed=i) for i in range(40)]
+    sizes = {**SIZES, "dtype": "bfloat16", "device": "cuda", "max_running_requests": 2}
+    with LM(model_folder("llama"), **sizes) as first, LM(model_folder("llama"), **sizes) as second:
+        expected = [lm.generate(prompts, greedy(3), capture=["resid_post.*"]) for lm in (first, second)]
+        for _ in range(3):
+            handles = [[lm.submit(p, greedy(3), capture=["resid_post.*"]) for p in prompts] for lm in (first, second)]
+            for lm_handles, outs in zip(handles, expected, strict=True):
+                for handle, out in zip(lm_handles, outs, strict=True):
+                    got = handle.result(60)
+                    assert got.token_ids == out.token_ids
+                    for site in out.activations:
+                        a, b = got.activations[site].float(), out.activations[site].float()
+                        assert torch.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.999
 
 
 @pytest.mark.gpu

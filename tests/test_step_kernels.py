@@ -12,6 +12,8 @@ from pymllm_interp.runner.input_batch import InputBuffers
 from pymllm_interp.runner.request_state import RequestState
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
+from pymllm_interp.attention import triton_decode
+from pymllm_interp.attention.decode_kernel import MAX_PROGRAMS, decode_attention_torch
 from pymllm_interp.attention.triton_pages import fill_kv_indices
 from pymllm_interp.runner.triton_inputs import lay_out
 from pymllm_interp.sampling.triton_argmax import argmax
@@ -73,3 +75,45 @@ def test_pages_are_listed_as_in_plain_torch(page_size: int) -> None:
     fill_kv_indices(found, indptr, rows, table, page_size)
     flashinfer_backend._fill_kv_indices(expected, indptr, rows, table, page_size)
     assert torch.equal(found[:-9], expected) and found[-9:].tolist() == [-1] * 9
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 64), (8, 2, 128), (34, 2, 64), (3, 1, 256)], ids=str
+)
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (33, 0.0), (0, 1.5), (5, 2.0)])
+@pytest.mark.parametrize("num_sms", [1, 20, 132])
+def test_decode_attention_is_that_of_plain_torch(
+    heads: int, kv_heads: int, dim: int, window: int, cap: float, num_sms: int
+) -> None:
+    """One token, a full page, a page plus one, a full block, a block plus one; few parts and many."""
+    lens = [1, 16, 17, 64, 65, 128, 129, 300] if DEVICE == "cuda" else [1, 17, 65, 200]
+    requests, width, generator = len(lens), 320, torch.Generator().manual_seed(heads + window)
+    slots = torch.randperm(requests * width + 9, generator=generator)[: (requests + 1) * width - width]
+    table = torch.zeros(requests + 3, width, dtype=torch.int32)
+    rows = torch.randperm(requests + 2, generator=generator)[:requests] + 1
+    table[rows] = slots.view(requests, width).int()
+    shape = requests * width + 9, kv_heads, dim
+    k, v = (torch.randn(shape, generator=generator).half().to(DEVICE) for _ in range(2))
+    unused = torch.ones(shape[0], dtype=torch.bool)
+    for row, length in zip(rows, lens, strict=True):
+        unused[table[row, :length].long()] = False
+    k[unused.to(DEVICE)] = v[unused.to(DEVICE)] = float("nan")
+    q = torch.randn(requests, heads, dim, generator=generator).half().to(DEVICE)
+    inputs = q, k, v, rows.to(DEVICE), torch.tensor(lens, dtype=torch.int32, device=DEVICE), table.to(DEVICE)
+    expected, found = torch.empty_like(q), torch.full_like(q, float("nan"))
+    decode_attention_torch(*inputs, expected, dim**-0.5, window, cap)
+    splits = triton_decode.num_splits(requests, kv_heads, num_sms)
+    parts = torch.full((requests * heads * splits * (dim + 1),), float("nan"), device=DEVICE)
+    counters = torch.zeros(requests * kv_heads, dtype=torch.int32, device=DEVICE)
+    for _ in range(2):
+        triton_decode.decode_attention(*inputs, found, parts, counters, num_sms, dim**-0.5, window, cap)
+        torch.testing.assert_close(found, expected, rtol=4e-3, atol=4e-3)
+        assert not counters.any(), "the next kernel counts from zero"
+
+
+def test_partial_results_fit_their_memory_for_any_batch() -> None:
+    for num_sms in (1, 20, 108, 132):
+        for kv_heads in (1, 2, 3, 8, 32):
+            for requests in range(1, 600):
+                splits = triton_decode.num_splits(requests, kv_heads, num_sms)
+                assert splits == 1 or requests * kv_heads * splits <= MAX_PROGRAMS * num_sms

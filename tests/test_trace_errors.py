@@ -192,7 +192,12 @@ def test_step_100_of_5_is_refused_where_it_is_named(lm: LM) -> None:
         (lambda lm: lm.trace([1, 97]), PromptError, "token id 97, but the vocabulary goes from 0 to 96"),
         (lambda lm: lm.trace([1.5]), PromptError, "expected text, or token ids"),
         (lambda lm: lm.trace([[1, 2], []]), PromptError, "prompt 1 of the list is empty"),
-        (lambda lm: lm.trace([[1]] * 300), PromptError, "300 prompts .* max_running_requests of at least 300"),
+        (lambda lm: lm.trace([[1]] * 600), PromptError, "600 prompts .* max_running_requests of at least 600"),
+        (
+            lambda lm: lm.trace([[1]] * 500),
+            PromptError,
+            "500 prompts .* kv_cache_tokens of at least 8000, and it is \\d+",
+        ),
         (lambda lm: lm.trace([1, 2], labels=[1, 2]), PromptError, "labels: compute the loss in the block"),
         (lambda lm: lm.trace({"input_ids": [1, 2], "pixel_values": 1}), PromptError, "'pixel_values'.*leave it out"),
         (lambda lm: lm.trace([1, 2, 3], attention_mask=[1, 0, 1]), PromptError, "has a hole at position 1"),

@@ -1241,6 +1241,44 @@ def test_edits_that_hold_nan_are_counted_for_their_own_request(lm: LM) -> None:
     assert [receipt.nan_edits for receipt in tracer.receipts] == [0, 3, 2, 0]
 
 
+def test_nan_is_counted_where_one_request_edits_and_where_several_do(lm: LM) -> None:
+    """The edits of one pass are looked at by request at one module, and as a whole at the other."""
+    with pytest.warns(UserWarning, match="edits? held NaN"), lm.generate(max_new_tokens=4, ignore_eos=True) as tracer:
+        for how in range(3):
+            with tracer.invoke([[1, 2, 3], [4], [5, 6]][how]):
+                for step in tracer.iter[:]:
+                    if how != 2:
+                        lm.model.layers[0].output *= float("nan") if how == 0 and step == 1 else 1.0
+                    else:
+                        lm.model.layers[1].output = lm.model.layers[1].output + (float("nan") if step > 1 else 0.0)
+    assert [receipt.nan_edits for receipt in tracer.receipts] == [2, 0, 2]
+    assert [receipt.edits for receipt in tracer.receipts] == [8, 8, 4]
+
+
+def test_assignments_in_a_loop_meet_their_own_steps_whichever_blocks_wait_beside_them(lm: LM) -> None:
+    """Blocks at one module ask for different steps of it, and in different ways: each gets what it gets alone."""
+
+    def run(which: list[int]) -> list[torch.Tensor]:
+        with lm.generate(max_new_tokens=6, ignore_eos=True) as tracer:
+            found = dict().save()  # pyright: ignore[reportAttributeAccessIssue]
+            for how in which:
+                with tracer.invoke([[1, 2, 3], [4], [5, 6], [7]][how]):
+                    layer, kept = lm.model.layers[1], []
+                    found[how] = kept
+                    for step in tracer.iter[how : 6 - how]:
+                        if how != 1:
+                            layer.output = layer.output * (1 + step + how)
+                        else:
+                            layer.output[:] = step + 0.5
+                        kept.append(layer.output.clone())
+                        kept.append(lm.logits.clone())
+        return [torch.cat([part.flatten() for part in found[how]]) for how in which]
+
+    together = run([0, 1, 2])
+    for how in range(3):
+        assert torch.allclose(together[how], run([how])[0], rtol=1e-3, atol=1e-4), how
+
+
 def test_an_edit_of_the_result_that_holds_nan_is_counted(lm: LM) -> None:
     with pytest.warns(UserWarning, match="2 edits held NaN"), lm.trace(A) as tracer:
         tracer.result.logits[:] = float("nan")

@@ -1,14 +1,13 @@
-"""Attention through FlashInfer's paged kernels, for half precision on CUDA.
+"""Attention for half precision on CUDA: FlashInfer's prefill kernels, and a decode kernel of our own.
 
-A pass is planned once for each kind of layer (heads, sliding window, soft cap), when the first layer of that kind runs. Later
-layers of the kind reuse the plan. Requests with one row run the decode kernel (tensor cores), the others the prefill kernel; a
-mixed pass runs both. They read `KVPool.paged` and the pages in the request table::
+The leading requests of a pass with one row each run `DecodeAttention`, which reads lengths and the request table on the device.
+A decode pass has no other rows, so that it is captured as it is. The other requests run FlashInfer's paged prefill, planned once
+for each kind of layer (heads, sliding window, soft cap), when the first layer of that kind runs. Later layers of the kind reuse
+the plan. It reads `KVPool.paged` and the pages in the request table::
 
     seq_lens 20, 3 with pages of 16 slots  ->  kv_indptr [0, 2, 3]   kv_indices [7, 3, 9]   last_page_len [4, 3]
 
-All lengths come from the host (`seq_lens_cpu`), so planning does not synchronise with the device. Decode passes in CUDA graphs
-have separate plans for each batch size. A plan is made outside of the graph, at a fixed address that the captured kernels
-read.
+All lengths come from the host (`seq_lens_cpu`), so planning does not synchronise with the device.
 """
 
 from __future__ import annotations
@@ -17,20 +16,27 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..core.forward_batch import ForwardBatch, PagedKV
 from .attention_backend import AttentionBackend, RadixAttention
-from .flashinfer_plans import EagerPass, GraphPass, LayerKind, PagedLens, PassPart, Planned, partial_bytes
+from .decode_kernel import DecodeAttention
+from .flashinfer_plans import (
+    FlashInferPass,
+    LayerKind,
+    Planned,
+    PrefillPart,
+    num_single_rows,
+    partial_bytes,
+    prefill_lens,
+)
 from .torch_backend import TorchAttnBackend
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
 WORKSPACE_BYTES = 256 << 20
 """Memory for partial results of requests with keys split over several blocks. All plans share it, because one kernel runs at a
-time. It grows for larger passes (`partial_bytes`)."""
-GRAPH_PLAN_BYTES = 1 << 20
+time. It grows for layers of more heads (`partial_bytes`)."""
 
 
 class FlashInferAttnBackend(AttentionBackend):
@@ -62,23 +68,22 @@ class FlashInferAttnBackend(AttentionBackend):
         if self.device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
-        self._eager: dict[tuple[LayerKind, bool], Planned] = {}
-        self._graphs: dict[int, GraphPass] = {}
-        self._graph_indices: torch.Tensor | None = None
-        self._max_graph_bs = 0
+        self._decode = DecodeAttention(self.device)
+        self._plans: dict[LayerKind, Planned] = {}
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         if forward_batch.fresh_kv_only:
             self._torch_backend.init_forward_metadata(forward_batch)
             return
-        if forward_batch.num_tokens == 0:
-            forward_batch.attn_metadata = None
-            return
-        lens = PagedLens.of(forward_batch, _pool_of(forward_batch).page_size)
-        indptr = lens.kv_indptr.to(self.device, non_blocking=True)
-        indices = torch.empty(lens.total_pages, dtype=torch.int32, device=self.device)
-        self._fill(indices, indptr, forward_batch)
-        forward_batch.attn_metadata = EagerPass.of(lens, indices, [size for _, size in forward_batch.batch_groups])
+        single, prefill = num_single_rows(forward_batch), None
+        if single < forward_batch.batch_size:
+            table, page_size = _table_of(forward_batch), _pool_of(forward_batch).page_size
+            qo_indptr, kv_indptr, last_page_len = prefill_lens(forward_batch, single, page_size)
+            indices = torch.empty(int(kv_indptr[-1]), dtype=torch.int32, device=self.device)
+            rows = forward_batch.req_pool_indices[single:]
+            self._fill_kv_indices(indices, kv_indptr.to(self.device, non_blocking=True), rows, table, page_size)
+            prefill = PrefillPart(single, qo_indptr, kv_indptr, last_page_len, indices)
+        forward_batch.attn_metadata = FlashInferPass(single, prefill)
 
     def forward(
         self,
@@ -96,118 +101,66 @@ class FlashInferAttnBackend(AttentionBackend):
             pool = _pool_of(forward_batch)
             if save_kv_cache:
                 pool.set_kv(layer.layer_id, forward_batch.out_cache_loc[: len(k)], k, v)
-            for rows, planned in self._planned(layer, forward_batch, pool):
-                planned.run(q[rows], pool.paged(layer.layer_id), out[rows])
+            self.attend_in_place(q, out, forward_batch)(layer)
         return out.flatten(1)
 
     def attend_in_place(
         self, q: torch.Tensor, out: torch.Tensor, forward_batch: ForwardBatch
     ) -> Callable[[RadixAttention], None]:
-        pool, parts = _pool_of(forward_batch), dict[LayerKind, list[tuple[Planned, torch.Tensor, torch.Tensor]]]()
-        metadata, context_len = forward_batch.attn_metadata, _table_of(forward_batch).shape[1]
-        assert isinstance(metadata, EagerPass), "init_forward_metadata plans the pass before its first layer"
+        metadata, pool = forward_batch.attn_metadata, _pool_of(forward_batch)
+        assert isinstance(metadata, FlashInferPass), "init_forward_metadata plans the pass before its first layer"
+        self._check_pool(pool)
+        single, prefill = metadata.num_single, metadata.prefill
+        single_q, single_out = q[:single], out[:single]
+        prefill_q, prefill_out = (q, out) if prefill is None else (q[prefill.rows], out[prefill.rows])
 
         def attend(layer: RadixAttention) -> None:
-            kind, kv = LayerKind.of(layer, context_len), pool.paged(layer.layer_id)
-            if kind not in parts:
-                parts[kind] = [
-                    (self._part_plan(kind, part, pool), q[part.rows], out[part.rows]) for part in metadata.parts
-                ]
-            for planned, part_q, part_out in parts[kind]:
-                planned.run(part_q, kv, part_out)
+            check_head_dim(layer.head_dim)
+            if single:
+                self._decode(single_q, pool.get_kv(layer.layer_id), layer, forward_batch, single_out)
+            if prefill is not None:
+                planned = self._planned(layer, prefill, forward_batch)
+                planned.run(prefill_q, pool.paged(layer.layer_id), prefill_out)
 
         return attend
 
     # -- CUDA graphs ---------------------------------------------------------------
 
     def init_cuda_graph_state(self, max_bs: int) -> None:
-        self._max_graph_bs = max_bs
-        self._graphs.clear()
-        self._graph_indices = None
+        """Does nothing: a decode pass has no plan."""
 
     def init_forward_metadata_capture_cuda_graph(self, forward_batch: ForwardBatch) -> None:
-        bs = forward_batch.batch_size
-        if bs not in self._graphs:
-            if bs > self._max_graph_bs:
-                raise ValueError(f"batch size {bs}: init_cuda_graph_state was called for at most {self._max_graph_bs}")
-            if self._graph_indices is None:
-                longest = -(-_table_of(forward_batch).shape[1] // _pool_of(forward_batch).page_size)
-                self._graph_indices = self._empty_ints(self._max_graph_bs * longest)
-            self._graphs[bs] = GraphPass(self._empty_ints(2 * bs + 1), self._graph_indices)
-        self._plan_graph(forward_batch)
+        forward_batch.attn_metadata = FlashInferPass(forward_batch.batch_size, None)
 
     def init_forward_metadata_replay_cuda_graph(self, forward_batch: ForwardBatch) -> None:
-        self._plan_graph(forward_batch)
-
-    def _plan_graph(self, forward_batch: ForwardBatch) -> None:
-        """Write the pass's pages to the buffers of its captured kernels, and update their plans.
-
-        A plan depends only on the numbers of pages. With pages of 16 slots most steps keep their plans.
-        """
-        graph = self._graphs[forward_batch.batch_size]
-        graph.lens = lens = PagedLens.of(forward_batch, _pool_of(forward_batch).page_size)
-        graph.packed.copy_(lens.packed, non_blocking=True)
-        self._fill(graph.kv_indices[: lens.total_pages], graph.kv_indptr, forward_batch)
-        for kind, planned in graph.plans.items():
-            if planned.pages is None or not np.array_equal(planned.pages, lens.pages):
-                self._plan(planned, kind, lens, graph.kv_indices[: lens.total_pages], None, _pool_of(forward_batch))
-        forward_batch.attn_metadata = graph
-
-    def _graph_plan(self, kind: LayerKind, graph: GraphPass, pool: PagedKV) -> Planned:
-        assert graph.lens is not None
-        if kind not in graph.plans:  # in a warm-up: a capture finds all kinds planned
-            check_head_dim(kind.head_dim)
-            workspace = self._workspace_for(kind, len(graph.last_page_len))
-            wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                workspace,
-                "NHD",
-                use_cuda_graph=True,
-                use_tensor_cores=True,
-                paged_kv_indptr_buffer=graph.kv_indptr,
-                paged_kv_indices_buffer=graph.kv_indices,
-                paged_kv_last_page_len_buffer=graph.last_page_len,
-                backend="fa2",
-            )
-            plan_memory = torch.empty(GRAPH_PLAN_BYTES, dtype=torch.uint8, device=self.device)
-            wrapper.reset_workspace_buffer(workspace, plan_memory)
-            graph.plans[kind] = Planned(wrapper, self.device)
-            lens = graph.lens
-            self._plan(graph.plans[kind], kind, lens, graph.kv_indices[: lens.total_pages], None, pool)
-        return graph.plans[kind]
+        """Does nothing: the captured kernels read the lengths on the device."""
 
     # -- plans ---------------------------------------------------------------------
 
-    def _planned(
-        self, layer: RadixAttention, forward_batch: ForwardBatch, pool: PagedKV
-    ) -> list[tuple[slice, Planned]]:
-        """The plans for this pass and this kind of layer, with the token rows of each."""
-        metadata = forward_batch.attn_metadata
+    def _planned(self, layer: RadixAttention, part: PrefillPart, forward_batch: ForwardBatch) -> Planned:
+        """The plan for this pass and this kind of layer."""
         kind = LayerKind.of(layer, _table_of(forward_batch).shape[1])
-        if isinstance(metadata, GraphPass):
-            return [(slice(None), self._graph_plan(kind, metadata, pool))]
-        assert isinstance(metadata, EagerPass), "init_forward_metadata plans the pass before its first layer"
-        return [(part.rows, self._part_plan(kind, part, pool)) for part in metadata.parts]
-
-    def _part_plan(self, kind: LayerKind, part: PassPart, pool: PagedKV) -> Planned:
-        check_head_dim(kind.head_dim)
-        decode = part.qo_indptr is None
-        if (kind, decode) not in self._eager:
-            module, workspace = self._flashinfer, self._workspace_for(kind)
-            wrapper = (
-                module.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True, backend="fa2")
-                if decode
-                else module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=self._prefill(kind))
+        if kind not in self._plans:
+            wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                self._workspace_for(kind), "NHD", backend=self._prefill(kind)
             )
-            self._eager[kind, decode] = Planned(wrapper, self.device)
-        planned = self._eager[kind, decode]
+            self._plans[kind] = Planned(wrapper, self.device)
+        planned = self._plans[kind]
         if planned.owner is not part:
-            self._plan(planned, kind, part.lens, part.kv_indices, part.qo_indptr, pool)
+            self._plan(planned, kind, part, _pool_of(forward_batch))
             planned.owner = part
         return planned
 
-    def _workspace_for(self, kind: LayerKind, rows: int | None = None) -> torch.Tensor:
-        """The workspace, enlarged if such passes need more. Captured passes keep the one they were captured with."""
-        size = partial_bytes(kind, self._num_sms, rows)
+    def _check_pool(self, pool: PagedKV) -> None:
+        if pool.dtype != self.dtype:
+            raise ValueError(
+                f"kv_cache_dtype={pool.dtype}: attention_backend='flashinfer' wants the model's dtype, {self.dtype}; use "
+                "kv_cache_dtype='auto', or attention_backend='torch'"
+            )
+
+    def _workspace_for(self, kind: LayerKind) -> torch.Tensor:
+        """The workspace, enlarged if such layers need more."""
+        size = partial_bytes(kind, self._num_sms)
         if size > len(self._workspace):
             self._workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
         return self._workspace
@@ -217,51 +170,27 @@ class FlashInferAttnBackend(AttentionBackend):
         common = kind.window_left < 0 and not kind.logit_cap and kind.head_dim in (64, 128)
         return "fa3" if self._hopper and common and self.dtype is torch.bfloat16 else "fa2"
 
-    def _plan(
-        self,
-        planned: Planned,
-        kind: LayerKind,
-        lens: PagedLens,
-        kv_indices: torch.Tensor,
-        qo_indptr: torch.Tensor | None,
-        pool: PagedKV,
-    ) -> None:
-        if pool.dtype != self.dtype:
-            raise ValueError(
-                f"kv_cache_dtype={pool.dtype}: attention_backend='flashinfer' wants the model's dtype, {self.dtype}; use "
-                "kv_cache_dtype='auto', or attention_backend='torch'"
-            )
-        paged = (lens.kv_indptr, kv_indices, lens.last_page_len)
-        heads = (kind.num_heads, kind.num_kv_heads, kind.head_dim, pool.page_size)
+    def _plan(self, planned: Planned, kind: LayerKind, part: PrefillPart, pool: PagedKV) -> None:
         options: dict[str, Any] = {
+            "causal": True,
             "sm_scale": kind.scaling,
             "window_left": kind.window_left,
             "logits_soft_cap": kind.logit_cap,
             "q_data_type": self.dtype,
             "kv_data_type": pool.dtype,
         }
-        never_planned, planned.pages = planned.pages is None, None  # a failed plan leaves none
+        paged = part.qo_indptr, part.kv_indptr, part.kv_indices, part.last_page_len
+        planned.owner = None  # a failed plan is nobody's
         try:
-            if qo_indptr is None:
-                planned.plan(*paged, *heads, **options)
-            else:
-                planned.plan(qo_indptr, *paged, *heads, causal=True, **options)
+            planned.plan(*paged, kind.num_heads, kind.num_kv_heads, kind.head_dim, pool.page_size, **options)
         except (RuntimeError, OSError) as error:  # FlashInfer compiles missing kernels with nvcc and ninja
-            if not never_planned or isinstance(error, torch.OutOfMemoryError):
+            if planned.ever_planned or isinstance(error, torch.OutOfMemoryError):
                 raise
             raise RuntimeError(
                 f"FlashInfer could not prepare its kernels for {kind.num_heads} heads over {kind.num_kv_heads} of size "
                 f"{kind.head_dim} in {self.dtype} ({error}): install its compiled kernels (flashinfer-jit-cache), or nvcc and "
                 "ninja; or use attention_backend='torch'"
             ) from error
-        planned.pages = lens.pages
-
-    def _fill(self, kv_indices: torch.Tensor, kv_indptr: torch.Tensor, forward_batch: ForwardBatch) -> None:
-        rows, table = forward_batch.req_pool_indices, _table_of(forward_batch)
-        self._fill_kv_indices(kv_indices, kv_indptr, rows, table, _pool_of(forward_batch).page_size)
-
-    def _empty_ints(self, size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.int32, device=self.device)
 
 
 def import_flashinfer() -> Any:

@@ -1,9 +1,9 @@
-"""What FlashInfer's wrappers are planned with: lengths on the host, the parts of a pass, and the plans themselves."""
+"""FlashInfer's prefill wrapper: the lengths on the host that it is planned with, and calls of its kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -34,20 +34,13 @@ class LayerKind(NamedTuple):
         )  # fmt: skip
 
 
-def partial_bytes(kind: LayerKind, num_sms: int, rows: int | None = None) -> int:
+def partial_bytes(kind: LayerKind, num_sms: int) -> int:
     """Upper bound of FlashInfer's partial results in bytes: float32, for each tile of queries.
 
-    FlashInfer splits keys when blocks would idle, and always in captured passes.
-
-    Args:
-        rows: batch size of a captured decode pass; None for other passes.
+    FlashInfer splits keys when blocks would idle.
     """
-    queries = kind.num_heads // kind.num_kv_heads  # per row of a tile: the query heads of a KV head
-    tile, tiles = 64 if kind.head_dim == 256 else 128, 2 * num_sms // kind.num_kv_heads
-    if rows is not None:
-        tile = 16 if queries <= 16 else min(64 if queries <= 64 else 128, tile)
-        tiles = max(tiles, -(-rows * queries // tile) + rows - 1)
-    return kind.num_heads * tiles * tile * (kind.head_dim + 1) * 4 + 16
+    tile = 64 if kind.head_dim == 256 else 128
+    return kind.num_heads * (2 * num_sms // kind.num_kv_heads) * tile * (kind.head_dim + 1) * 4 + 16
 
 
 class Planned:
@@ -59,7 +52,7 @@ class Planned:
     def __init__(self, wrapper: Any, device: torch.device) -> None:
         self.wrapper = wrapper
         self.owner: object = None
-        self.pages: np.ndarray | None = None
+        self.ever_planned = False
         self._read = torch.cuda.Event() if device.type == "cuda" else None
         self._call: KernelCall | None = None
 
@@ -68,6 +61,7 @@ class Planned:
             self._read.synchronize()
         self._call = None
         self.wrapper.plan(*args, **kwargs)
+        self.ever_planned = True
         if self._read is not None:
             self._read.record()
 
@@ -130,104 +124,56 @@ class KernelCall(NamedTuple):
 
 
 @dataclass
-class PagedLens:
-    """The number of pages of each request, on the host."""
+class PrefillPart:
+    """The requests of a pass with more than one token row, or behind one that has more; they are planned for the prefill kernel.
+
+    Over long contexts that kernel is slow at single rows, which is why the leading requests with one row are not among them.
+    """
 
     # fmt: off
-    pages:  np.ndarray    # [batch] int64
-    packed: torch.Tensor  # [2 * batch + 1] int32: kv_indptr and last_page_len; pinned, for an asynchronous copy
+    first_row:     int
+    qo_indptr:     torch.Tensor  # [requests + 1] int32 on the host, first row of each request, from 0
+    kv_indptr:     torch.Tensor  # [requests + 1] int32 on the host, first page of each request in kv_indices
+    last_page_len: torch.Tensor  # [requests] int32 on the host, slots in use of each request's last page
+    kv_indices:    torch.Tensor  # [pages] int32 on the device
     # fmt: on
 
-    @classmethod
-    def of(cls, forward_batch: ForwardBatch, page_size: int) -> PagedLens:
-        """The lengths of a batch's requests."""
-        seq_lens = forward_batch.seq_lens if forward_batch.seq_lens_cpu is None else forward_batch.seq_lens_cpu
-        lens = seq_lens.cpu().numpy().astype(np.int64)
-        pages = -(-lens // page_size)
-        return cls._of(pages, lens - (pages - 1) * page_size, pinned=forward_batch.input_ids.is_cuda)
-
-    @classmethod
-    def _of(cls, pages: np.ndarray, last_page_len: np.ndarray, pinned: bool) -> PagedLens:
-        packed = torch.zeros(2 * len(pages) + 1, dtype=torch.int32, pin_memory=pinned)
-        values = packed.numpy()
-        np.cumsum(pages, out=values[1 : len(pages) + 1])
-        values[len(pages) + 1 :] = last_page_len
-        return cls(pages, packed)
-
-    def requests(self, start: int, stop: int) -> PagedLens:
-        """The lengths of the requests `start` to `stop`, with pages counted from the first of them."""
-        return self._of(self.pages[start:stop], self.last_page_len[start:stop].numpy(), pinned=False)
-
     @property
-    def kv_indptr(self) -> torch.Tensor:
-        """[batch + 1] int32, first page of each request in kv_indices."""
-        return self.packed[: len(self.pages) + 1]
-
-    @property
-    def last_page_len(self) -> torch.Tensor:
-        """[batch] int32, slots in use of each request's last page."""
-        return self.packed[len(self.pages) + 1 :]
-
-    @property
-    def total_pages(self) -> int:
-        return int(self.pages.sum())
+    def rows(self) -> slice:
+        """Token rows of the flat batch."""
+        return slice(self.first_row, self.first_row + int(self.qo_indptr[-1]))
 
 
 @dataclass
-class PassPart:
-    """Consecutive requests of a pass that one kernel serves."""
+class FlashInferPass:
+    """A pass. The leading requests with one row each run the decode kernel, which needs no plan."""
 
     # fmt: off
-    rows:       slice                # token rows of the flat batch
-    lens:       PagedLens
-    kv_indices: torch.Tensor         # [pages] int32 on the device
-    qo_indptr:  torch.Tensor | None  # [requests + 1] int32 on the host, first row of each request; None: one row each
+    num_single: int
+    prefill:    PrefillPart | None
     # fmt: on
 
 
-@dataclass
-class EagerPass:
-    """A pass outside of CUDA graphs. Each kind of layer is planned when it first runs."""
-
-    parts: list[PassPart]
-
-    @classmethod
-    def of(cls, lens: PagedLens, kv_indices: torch.Tensor, sizes: list[int]) -> EagerPass:
-        """Divide a pass into its leading requests with one row, for the decode kernel, and the others, for the prefill kernel.
-
-        Over long contexts the prefill kernel is slow at single rows.
-
-        Args:
-            lens: of all requests.
-            kv_indices: [pages] int32 on the device, pages of all requests.
-            sizes: token rows of each request.
-        """
-        single = next((i for i, size in enumerate(sizes) if size != 1), len(sizes))
-        parts, pages = [], int(lens.pages[:single].sum())
-        if single:
-            parts.append(PassPart(slice(0, single), lens.requests(0, single), kv_indices[:pages], None))
-        if single < len(sizes):
-            indptr = torch.tensor(np.cumsum([0, *sizes[single:]]), dtype=torch.int32)
-            rows = slice(single, single + int(indptr[-1]))
-            parts.append(PassPart(rows, lens.requests(single, len(sizes)), kv_indices[pages:], indptr))
-        return cls(parts)
+def num_single_rows(forward_batch: ForwardBatch) -> int:
+    """Leading requests of the batch with one token row."""
+    if forward_batch.forward_mode.is_decode():
+        return forward_batch.batch_size
+    sizes = [size for _, size in forward_batch.batch_groups]
+    return next((i for i, size in enumerate(sizes) if size != 1), len(sizes))
 
 
-@dataclass
-class GraphPass:
-    """The decode pass of one batch size, with plans in memory that captured kernels read."""
+def prefill_lens(
+    forward_batch: ForwardBatch, first: int, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(`qo_indptr`, `kv_indptr`, `last_page_len`) of a `PrefillPart` from the request `first` on, on the host.
 
-    # fmt: off
-    packed:     torch.Tensor  # [2 * batch + 1] int32: kv_indptr and last_page_len
-    kv_indices: torch.Tensor  # [batch * pages per context] int32, shared by all batch sizes
-    # fmt: on
-    plans: dict[LayerKind, Planned] = field(default_factory=dict)
-    lens: PagedLens | None = None
-
-    @property
-    def kv_indptr(self) -> torch.Tensor:
-        return self.packed[: len(self.packed) // 2 + 1]
-
-    @property
-    def last_page_len(self) -> torch.Tensor:
-        return self.packed[len(self.packed) // 2 + 1 :]
+    `kv_indptr` is pinned where the batch is on CUDA, for an asynchronous copy.
+    """
+    seq_lens = forward_batch.seq_lens if forward_batch.seq_lens_cpu is None else forward_batch.seq_lens_cpu
+    lens = seq_lens.cpu().numpy().astype(np.int64)[first:]
+    pages = -(-lens // page_size)
+    sizes = [size for _, size in forward_batch.batch_groups[first:]]
+    kv_indptr = torch.zeros(len(lens) + 1, dtype=torch.int32, pin_memory=forward_batch.input_ids.is_cuda)
+    np.cumsum(pages, out=kv_indptr.numpy()[1:])
+    last_page_len = torch.from_numpy((lens - (pages - 1) * page_size).astype(np.int32))
+    return torch.tensor(np.cumsum([0, *sizes]), dtype=torch.int32), kv_indptr, last_page_len

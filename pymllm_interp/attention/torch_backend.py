@@ -5,15 +5,18 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from ..core.cpu_dispatch import cpu_kernels_for
 from ..core.forward_batch import ForwardBatch
 from .attention_backend import AttentionBackend, RadixAttention
 from .torch_plan import (
     AttnGroup,
     AttnMetadata,
     AttnPlan,
+    DecodeRows,
     StaticDecode,
     build_plan,
     build_static_plan,
+    decode_rows,
     effective_window,
     make_chunks,
 )
@@ -35,7 +38,9 @@ class TorchAttnBackend(AttentionBackend):
     """
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        forward_batch.attn_metadata = AttnMetadata(make_chunks(forward_batch))
+        chunks = make_chunks(forward_batch)
+        on_cpu = forward_batch.input_ids.is_cpu
+        forward_batch.attn_metadata = AttnMetadata(chunks, decode_rows(chunks, forward_batch) if on_cpu else None)
 
     def forward(
         self,
@@ -54,6 +59,8 @@ class TorchAttnBackend(AttentionBackend):
             if save_kv_cache:
                 pool.set_kv(layer.layer_id, forward_batch.out_cache_loc[: len(k)], k, v)
             k, v = pool.get_kv(layer.layer_id)
+        if (out := _decode_on_cpu(q, k, v, layer, forward_batch)) is not None:
+            return out
         plan = self._plan(layer, forward_batch, q.dtype)
         outs = [_attend_group(q, k, v, layer, group) for group in plan.groups]
         if not outs:
@@ -96,6 +103,22 @@ class TorchAttnBackend(AttentionBackend):
         if key not in metadata.plans:
             metadata.plans[key] = build_plan(metadata.chunks, layer, forward_batch, dtype)
         return metadata.plans[key]
+
+
+def decode_rows_of(forward_batch: ForwardBatch) -> DecodeRows | None:
+    """Where the KV of a planned pass is; None where this backend did not plan it, or a request has several queries."""
+    metadata = forward_batch.attn_metadata
+    return metadata.decode if isinstance(metadata, AttnMetadata) else None
+
+
+def _decode_on_cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+) -> torch.Tensor | None:
+    """Attention of a pass with one query for each request, over the pool's K and V; None where no kernel computes it."""
+    rows = decode_rows_of(forward_batch)
+    if rows is None or (kernels := cpu_kernels_for(q, k, v)) is None or layer.head_dim % kernels.ATTENTION_WIDTH:
+        return None
+    return kernels.decode_attention(q, k, v, *rows, layer.scaling, layer.sliding_window, layer.logit_cap)
 
 
 def _attend_group(

@@ -14,6 +14,7 @@ of another request, or of the dummy slot, would be NaN.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -70,11 +71,34 @@ class AttnPlan:
     inverse: torch.Tensor | None  # [tokens]
 
 
+class DecodeRows(NamedTuple):
+    """Where the KV of a pass with one query for each request is."""
+
+    # fmt: off
+    table: torch.Tensor  # [rows, positions] int32, slots
+    rows:  torch.Tensor  # [requests] int64, rows of `table`
+    lens:  torch.Tensor  # [requests] int32
+    # fmt: on
+
+
+def decode_rows(chunks: list[QueryChunk], forward_batch: ForwardBatch) -> DecodeRows | None:
+    """None where a request has several queries, or K and V are not in the pool."""
+    table = forward_batch.req_to_token_pool
+    if forward_batch.fresh_kv_only or table is None or any(chunk.num != 1 for chunk in chunks):
+        return None
+    if len(chunks) != forward_batch.batch_size:
+        return None
+    rows, lens = forward_batch.req_pool_indices.to(torch.int64), forward_batch.seq_lens.to(torch.int32)
+    return DecodeRows(table.req_to_token, rows.contiguous(), lens.contiguous())
+
+
 @dataclass
 class AttnMetadata:
     """A pass's query chunks, and their plans: one for each kind of layer (sliding window, soft cap)."""
 
     chunks: list[QueryChunk]
+    decode: DecodeRows | None = None
+    """For the CPU's kernel: set where each request has one query, over the KV pool."""
     plans: dict[tuple[int | None, bool], AttnPlan] = field(default_factory=dict)
 
 

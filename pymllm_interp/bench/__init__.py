@@ -1,4 +1,4 @@
-"""`pymllm-interp bench`: the CPU suite, which compares with transformers, and the GPU suites."""
+"""`pymllm-interp bench`: the CPU suite, which compares with transformers, the GPU suites, and real traffic."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from .cpu import CpuSettings, run_cpu
 from .gpu import GpuSettings, Model, records
 from .interventions import interventions_suite
 from .memory import memory_suite
+from .serving_suite import ServingSettings, serving_records
 from .tables import read_aims, render
 from .traces import traces_suite
 
 __all__ = ["describe_machine", "random_prompts", "run_bench"]
 
-SUITES = ("cpu", "decode", "hooks", "all", "interventions", "traces", "memory")
+SUITES = ("cpu", "decode", "hooks", "all", "interventions", "traces", "memory", "serving")
 ON_ONE_ENGINE = {"interventions": interventions_suite, "traces": traces_suite, "memory": memory_suite}
 """Suites with one engine and without profiles."""
 
@@ -58,26 +59,33 @@ def run_bench(
     if suite not in SUITES:
         raise ValueError(f"suite {suite!r}: expected one of {', '.join(SUITES)}")
     given = {name: value for name, value in sizes.items() if value is not None}
+    settings_type = {"cpu": CpuSettings, "serving": ServingSettings}.get(suite, GpuSettings)
+    if unknown := given.keys() - settings_type.__dataclass_fields__:
+        raise ValueError(f"the suite {suite!r} has no setting {', '.join(sorted(unknown))}")
     machine = describe_machine(commit)  # before the benchmark itself adds to the load average
     if suite == "cpu":
         if profile or device.startswith("cuda"):
             raise ValueError("the suite 'cpu' runs on a CPU and makes no profile: use decode, hooks or all")
         cpu = replace(CpuSettings.quick() if quick else CpuSettings(), **given)
         return run_cpu(model, dtype, load_format, cpu, machine, out)
-    if profile and suite in ON_ONE_ENGINE:
+    named = suite == "serving" or suite in ON_ONE_ENGINE
+    if profile and named:
         raise ValueError(f"the suite {suite!r} makes no profile: use decode, hooks or all")
-    settings = replace(GpuSettings.quick() if quick else GpuSettings(), **given)
-    measured = Model(model=model, dtype=dtype, device=device, load_format=load_format, settings=settings)
+    if suite == "serving":
+        serving = replace(ServingSettings.quick() if quick else ServingSettings(), **given)
+        growing = serving_records(model, dtype, device, load_format, serving, machine)
+    else:
+        settings = replace(GpuSettings.quick() if quick else GpuSettings(), **given)
+        measured = Model(model=model, dtype=dtype, device=device, load_format=load_format, settings=settings)
+        growing = _growing(suite, measured, machine, profile)
     path, record, console = out, {}, Console(stderr=True)
-    for record in _growing(suite, measured, machine, profile):
-        name = [
-            *(["gpu"] if on_cuda else ["cpu"]),
-            *([suite] if suite in ON_ONE_ENGINE else []),
-            Path(record["model"]).name,
-        ]
+    for record in growing:
+        name = [*(["gpu"] if on_cuda else ["cpu"]), *([suite] if named else []), Path(record["model"]).name]
         path = path or default_path(f"{'-'.join(name)}.json")
         write(record, path)
-        console.log("measured", *[str(row) for row in (record.get("rows") or record["hooks"])[-1:]], markup=False)
+        for row in (record.get("rows") or record["hooks"])[-1:]:
+            short = {name: value for name, value in row.items() if not isinstance(value, dict | list)}
+            console.log("measured", str(short), markup=False)
     assert path is not None
     console = Console()
     console.print(render(record, read_aims(Path(model))), markup=False, soft_wrap=True)

@@ -49,6 +49,11 @@ def generate(lm: LM, prompts: Prompts, new_tokens: int) -> None:
     assert all(len(output.token_ids) == new_tokens for output in outputs)
 
 
+def eighths(depth: int) -> list[int]:
+    """Eight layers of a model of `depth` layers, evenly spaced; fewer where it has fewer."""
+    return sorted({depth * i // 8 for i in range(8)})
+
+
 def timed(function: Callable[[], None]) -> float:
     """Seconds of a call."""
     started = time.perf_counter()

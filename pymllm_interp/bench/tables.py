@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .interventions import TABLES_PRESENT
+from .serving_tables import serving_lines
 
 WITHIN = 0.05
 """Aim: how much slower the default may be than the better of the ways that it picks from."""
@@ -35,6 +36,8 @@ def render(
     """
     if record["suite"] == "memory":
         lines = _memory(record, source)
+    elif record["suite"] == "serving":
+        lines = serving_lines(record, aims, f"{machine_line(record)} {source}".strip())
     elif record["suite"] in ("interventions", "traces"):
         lines = _against_plain(record, aims, source)
     else:
@@ -280,7 +283,7 @@ def _memory(record: dict[str, Any], source: str) -> list[str]:
     }
     shown = [name for name in columns if name in record["rows"][0]]
     return [
-        f"### {record['model']}: memory", "", f"{_machine(record)} {source}".strip(), "",
+        f"### {record['model']}: memory", "", f"{machine_line(record)} {source}".strip(), "",
         "| requests | " + " | ".join(columns[name] for name in shown) + " |",
         "|---" * (len(shown) + 1) + "|",
         *(
@@ -306,12 +309,11 @@ def _conditions(record: dict[str, Any]) -> str:
     settings, weights = record["settings"], "Random" if record["load_format"] == "dummy" else "Real"
     # A suite with shorter requests notes their lengths.
     prompt, new = (record.get(name, settings[name]) for name in ("prompt_tokens", "new_tokens"))
-    return (
-        f"{_machine(record)}\n{weights} weights, {record['dtype']}, prompts of {prompt} tokens, {new} new ones, greedy."
-    )
+    return f"{machine_line(record)}\n{weights} weights, {record['dtype']}, prompts of {prompt} tokens, {new} new ones, greedy."
 
 
-def _machine(record: dict[str, Any]) -> str:
+def machine_line(record: dict[str, Any]) -> str:
+    """Hardware, versions and commit of the measurement."""
     machine = record["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     return f"{machine.get('gpu') or machine['cpu']}; {versions}; commit {machine['commit'] or 'not noted'}."

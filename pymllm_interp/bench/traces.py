@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from .. import LM
-from .common import compare, generate, random_prompts, timed
+from .common import compare, eighths, generate, random_prompts, timed
 from .cpu import generate_traced
 from .gpu import GpuSettings, Model, facts
 
@@ -49,11 +49,11 @@ def traces_suite(model: Model) -> Iterator[dict[str, Any]]:
 def cases(depth: int) -> list[Case]:
     """The cases for a model of `depth` layers."""
     middle = depth // 2
-    eighths = sorted({depth * i // 8 for i in range(8)})
+    eight = eighths(depth)
     return [
         Case("one request reads one layer", [middle], everyone=False),
         Case("every request reads one layer", [middle]),
-        Case(f"every request reads {len(eighths)} layers", eighths),
+        Case(f"every request reads {len(eight)} layers", eight),
         Case("every request edits one layer", [middle], edits=True),
     ]
 

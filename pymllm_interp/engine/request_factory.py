@@ -362,11 +362,12 @@ class RequestFactory:
     def _form_gang(self, requests: list[Request]) -> None:
         """Bind requests whose blocks see or need each other: one step must hold them all."""
         limits, tokens = self.limits, sum(request.prompt_len for request in requests)
-        kv = sum(request.max_total_tokens for request in requests)
+        page = self.runner.server_config.page_size
+        kv = sum(-(-request.max_total_tokens // page) * page for request in requests)  # in whole pages
         for need, limit, setting in (
             (tokens, limits.max_num_tokens, "max_num_tokens"),
             (len(requests), limits.max_running, "max_running_requests"),
-            (kv, limits.kv_tokens - len(requests) * self.runner.server_config.page_size, "kv_cache_tokens"),
+            (kv, limits.kv_tokens, "kv_cache_tokens"),
         ):
             if need > limit:
                 raise PromptError(

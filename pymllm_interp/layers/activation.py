@@ -23,7 +23,7 @@ def silu(x: torch.Tensor) -> torch.Tensor:
 
 
 def gated(gate_up: torch.Tensor, act: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """gate_up [..., 2 * size] -> [..., size]: ``act(gate) * up``; one kernel on CUDA where `act` is `silu`."""
+    """gate_up [..., 2 * size] -> [..., size]: ``act(gate) * up``; one kernel where `act` is `silu`."""
     if act is silu and (kernels := kernels_for(gate_up)) is not None:
         return kernels.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""Selects between Triton kernels and plain torch."""
+"""Selects between Triton kernels, the CPU's kernels and plain torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ from types import ModuleType
 
 import torch
 
+from ..core.cpu_dispatch import cpu_kernels_for
+
 _kernels: ModuleType | None = None
 
 
-def kernels_for(x: torch.Tensor) -> ModuleType | None:
-    """`triton_kernels` for a tensor on the current CUDA device without gradients; else None: use plain torch.
+def kernels_for(x: torch.Tensor, *others: torch.Tensor) -> ModuleType | None:
+    """`triton_kernels_for` a CUDA tensor; on a CPU, `cpu_kernels_for` x and the others. None: use plain torch."""
+    return triton_kernels_for(x) if x.is_cuda else cpu_kernels_for(x, *others)
+
+
+def triton_kernels_for(x: torch.Tensor) -> ModuleType | None:
+    """`triton_kernels` for a tensor on the current CUDA device without gradients; else None.
 
     Triton is imported at first use: it is not needed on a CPU. It always launches on the current device.
     """

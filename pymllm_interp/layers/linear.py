@@ -22,10 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..core.cpu_dispatch import cpu_kernels_for
 from ..core.current_pass import current_site_ops
 from ..core.forward_batch import SiteOps
 from ..core.model_spec import EMBED_SITE
-from .dispatch import kernels_for
+from .dispatch import triton_kernels_for
 from .edits.base import apply_at, apply_inner, capture_inner
 
 InnerSite = tuple[int, str]
@@ -39,8 +40,8 @@ class Gemm:
     On CUDA one row in half precision runs as our matrix-vector kernel, which comes closer to the memory's bandwidth than
     cuBLAS.
 
-    On a CPU bfloat16 runs from a copy of the weight in oneDNN's blocked layout, about twice as fast in decode. The copy is
-    made at first use, and again after a write to the weight.
+    On a CPU our kernels read the weight as it lies in memory. On processors without AMX, bfloat16 runs from a copy of the weight
+    in oneDNN's blocked layout. The copy is made at first use, and again after a write to the weight.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -53,17 +54,23 @@ class Gemm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out], in x's dtype."""
-        if x.is_cpu and x.dtype is torch.bfloat16 and not torch.is_grad_enabled():
-            return torch.ops.mkldnn._linear_pointwise(x, self._pack(), self.bias, "none", [], "")
         one_row = x.numel() == self.weight.shape[1] and x.dtype in HALF and x.is_contiguous()
-        if one_row and (kernels := kernels_for(x)) is not None:
+        if one_row and (kernels := triton_kernels_for(x)) is not None:
             return kernels.gemv(x, self.weight, self.bias)
         if not x.is_cuda:
-            return F.linear(x, self.weight, self.bias)
+            return self._on_cpu(x)
         # The library call behind `F.linear`, without its dispatch, which takes 2 us on the host.
         rows = x.reshape(-1, x.shape[-1])
         out = torch.mm(rows, self._columns) if self.bias is None else torch.addmm(self.bias, rows, self._columns)
         return out.view(*x.shape[:-1], self.weight.shape[0])
+
+    def _on_cpu(self, x: torch.Tensor) -> torch.Tensor:
+        fits = x.shape[-1] == self.weight.shape[1]
+        if fits and (kernels := cpu_kernels_for(x, self.weight)) is not None and kernels.has_gemm(x.dtype):
+            return kernels.gemm(x, self.weight, self.bias)
+        if x.is_cpu and x.dtype is torch.bfloat16 and not torch.is_grad_enabled():
+            return torch.ops.mkldnn._linear_pointwise(x, self._pack(), self.bias, "none", [], "")
+        return F.linear(x, self.weight, self.bias)
 
     def _pack(self) -> torch.Tensor:
         versions = [weight._version for weight in self._watched]

@@ -8,12 +8,12 @@ from torch import nn
 
 from ..core.current_pass import current_site_ops
 from ..core.forward_batch import SiteOps
-from .dispatch import kernels_for
+from .dispatch import kernels_for, triton_kernels_for
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """``weight * x / rms(x)`` over the last dim, as in transformers: float32 inside, rounded to x's dtype before the weight."""
-    if (kernels := kernels_for(x)) is not None:
+    if (kernels := kernels_for(x, weight)) is not None:
         return kernels.rms_norm(x, weight, eps)
     return weight * F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
 
@@ -27,7 +27,7 @@ def add_rms_norm(
     """
     if delta is None:
         return h, rms_norm(h, weight, eps)
-    if (kernels := kernels_for(h)) is not None:
+    if (kernels := kernels_for(h, delta, weight)) is not None:
         return kernels.add_rms_norm(h, delta, weight, eps)
     h = h + delta
     return h, rms_norm(h, weight, eps)
@@ -41,7 +41,7 @@ def norm_heads(
     On CUDA `qkv` is written in place and returned. Do not use it afterwards.
     """
     q, k, v = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-    if (kernels := kernels_for(qkv)) is not None:
+    if (kernels := triton_kernels_for(qkv)) is not None:
         kernels.rms_norm_(q, q_weight, eps)
         kernels.rms_norm_(k, k_weight, eps)
         return qkv

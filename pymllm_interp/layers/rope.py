@@ -46,7 +46,7 @@ def rotation_of(batch: ForwardBatch, cos: torch.Tensor, sin: torch.Tensor) -> tu
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
     """Rotate x [tokens, heads, head_dim] by a `rotation`; fresh memory. Bit-equal to transformers' formula."""
-    if (kernels := kernels_for(x)) is not None:
+    if (kernels := kernels_for(x, cos, signed_sin)) is not None:
         return kernels.rope(x, cos, signed_sin)
     return x * cos + torch.roll(x, x.shape[-1] // 2, dims=-1) * signed_sin
 
@@ -60,13 +60,14 @@ def rope_and_write(
     slots: torch.Tensor,  # [tokens] int64
     out: torch.Tensor | None = None,  # [tokens, heads, head_dim]
 ) -> torch.Tensor:
-    """Rotate q and k by a `rotation`, and write k and v to the layer's `slots` of the pool. One kernel on CUDA.
+    """Rotate q and k by a `rotation`, and write k and v to the layer's `slots` of the pool, in one kernel.
 
     Returns:
         the rotated q [tokens, heads, head_dim], in `out` or in fresh memory.
     """
-    if (kernels := kernels_for(qkv)) is not None:
-        return kernels.rope_and_write(qkv, cos, signed_sin, *pool.get_kv(layer_id), slots, out)
+    caches = pool.get_kv(layer_id)
+    if (kernels := kernels_for(qkv, cos, signed_sin, *caches)) is not None:
+        return kernels.rope_and_write(qkv, cos, signed_sin, *caches, slots, out)
     kv_heads = pool.num_kv_heads
     q, k = apply_rope(qkv[:, :-kv_heads], cos, signed_sin).split([qkv.shape[1] - 2 * kv_heads, kv_heads], dim=1)
     pool.set_kv(layer_id, slots, k, qkv[:, -kv_heads:])

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launcher, grid_wait, launch_dependents
+from ..core.launch import Launcher, grid_wait, launch_dependents
 
 NORM_BLOCK = 2048
 """Elements per program of `rms_norm`: as many whole rows as fit, at least one."""

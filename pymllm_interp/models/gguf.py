@@ -32,13 +32,13 @@ from transformers import modeling_gguf_pytorch_utils as gguf_utils
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
+from ..core.cache_folder import CACHE_VARIABLE, default_cache_dir
 from .gguf_tokenizer import read_tokenizer
 from .weights import SINGLE_FILE, WeightsError, load_weights
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-CACHE_VARIABLE = "PYMLLM_INTERP_CACHE"
 CONVERTER_VERSION = 1
 """Part of the folder's name. Increase it when the conversion changes."""
 NOT_DECODERS = {"general", "tokenizer", "t5", "umt5"}
@@ -49,13 +49,6 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-
-
-def default_cache_dir() -> Path:
-    """The cache of converted models: `$PYMLLM_INTERP_CACHE`, `$XDG_CACHE_HOME/pymllm-interp`, or ~/.cache/pymllm-interp."""
-    if own := os.environ.get(CACHE_VARIABLE):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pymllm-interp"
 
 
 def convert_gguf(path: Path, cache_dir: Path | None = None) -> Path:

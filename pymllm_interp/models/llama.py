@@ -35,6 +35,7 @@ from ..layers.linear import Embedding, Linear, MergedLinear
 from ..layers.norm import RMSNorm
 from ..layers.rope import RotaryEmbedding, apply_rope, rope_and_write, rotation_of
 from .base import CausalLM, ResidualBranch, Rotation, run_layers
+from .cpu_layer import decode_layer
 from .transformers_pass import set_transformers_forward
 
 
@@ -130,7 +131,7 @@ class LlamaMLP(ResidualBranch):
         self._gate_up = MergedLinear(hidden, [intermediate] * 2, bias, dtype, device)
         self.gate_proj, self.up_proj = self._gate_up.projections
         self.down_proj = Linear(intermediate, hidden, bias, dtype, device, input_site=(layer_idx, "mlp_act"))
-        is_silu = config.hidden_act == "silu"
+        self.is_silu = is_silu = config.hidden_act == "silu"
         self.act_fn = SiLU() if is_silu else ACT2FN[config.hidden_act]
         # The fused pass has its own copy: hooks may wait at the module `act_fn`.
         self._act = [silu if is_silu else ACT2FN[config.hidden_act]]
@@ -197,6 +198,8 @@ class LlamaDecoderLayer(nn.Module):
         self, h: torch.Tensor, delta: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `FusedLayer`. The next norm's kernel adds h and delta."""
+        if h.is_cpu and (out := decode_layer(self, h, delta, cos, sin, batch)) is not None:
+            return out
         h, normed = self.input_layernorm.after_add(h, delta, batch.site_ops, self._input_add)
         delta = self.self_attn.forward_fused(normed, cos, sin, batch=batch)
         h, normed = self.post_attention_layernorm.after_add(h, delta, batch.site_ops, self._attention_add)

@@ -20,6 +20,8 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import replace
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -121,15 +123,55 @@ class PrefillGraphs:
     def _capture(self) -> None:
         """Capture every size, largest first: smaller graphs reuse its memory."""
         started, free = time.perf_counter(), _free_memory(self.model_runner.device)
-        pool = graph_capture.get_global_graph_memory_pool()
-        with graph_capture.freeze_gc(), model_capture_mode(self.model_runner):
-            for size in reversed(self.sizes):
-                self._pieces[size] = graph_capture.record_pieces(self._pass(size), pool)
+        on_cuda, size = self.model_runner.device.startswith("cuda"), self.sizes[-1]
+        # A pool of their own: tensors live from one graph to the next, and another engine may replay its graphs in between.
+        pool = torch.cuda.graph_pool_handle() if on_cuda else None
+        try:
+            with graph_capture.freeze_gc(), model_capture_mode(self.model_runner):
+                for size in reversed(self.sizes):
+                    self._pieces[size] = graph_capture.record_pieces(self._pass(size), pool)
+            self._warm_attention_up()
+        except Exception as error:  # also errors of Triton's compiler, which are no RuntimeErrors
+            self.shutdown()
+            clear_frames(error.__traceback__)  # the frames hold the model, and the caller may keep the error
+            if isinstance(error, RuntimeError):
+                raise RuntimeError(
+                    f"capturing the CUDA graphs of a prefill of {size} rows failed: {error}\n"
+                    "What helps: (1) memory: a lower gpu_memory_utilization, or fewer kv_cache_tokens; (2) fewer graphs: a lower "
+                    f"prefill_graph_tokens (now {self.sizes[-1]}; 0: none); (3) no graphs at all: disable_cuda_graph=True"
+                ) from error
+            raise
         self.memory_usage = max(0, free - _free_memory(self.model_runner.device))
         logger.info(
             "captured prefill graphs of %d sizes (up to %d rows) in %.1f s, %.0f MiB",
             len(self.sizes), self.sizes[-1], time.perf_counter() - started, self.memory_usage / 2**20,
         )  # fmt: skip
+
+    def _warm_attention_up(self) -> None:
+        """Compile and load the kernels that no graph holds, with a mixed pass over the dummy row, for each kind of layer."""
+        runner, sizes = self.model_runner, [1, 3]
+        device, backend = runner.device, runner.attn_backend
+        assert backend is not None
+        lens = torch.tensor(sizes, dtype=torch.int32, device=device)
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.MIXED,
+            batch_size=2,
+            input_ids=torch.zeros(4, dtype=torch.int64, device=device),
+            req_pool_indices=torch.zeros(2, dtype=torch.int64, device=device),
+            seq_lens=lens,
+            out_cache_loc=torch.zeros(4, dtype=torch.int64, device=device),
+            seq_lens_sum=4,
+            seq_lens_cpu=lens.cpu(),
+            extend_num_tokens=4,
+            extend_seq_lens_cpu=sizes,
+            req_to_token_pool=runner.req_to_token_pool,
+            token_to_kv_pool=runner.token_to_kv_pool,
+            attn_backend=backend,
+        )
+        backend.init_forward_metadata(batch)
+        attend = backend.attend_in_place(self._queries[:4], self._outputs[:4], batch)
+        for layer in {replace(layer, layer_id=0) for layer in runner.get_model().attention_layers()}:
+            attend(layer)
 
     def _pass(self, size: int) -> Callable[[Callable[[RadixAttention], None]], torch.Tensor]:
         """The fused pass of `size` rows up to its head, with the function that computes attention as argument."""

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..layers.launch import Launcher
+from ..core.launch import Launcher
 
 BLOCK, WARPS = 128, 4
 

@@ -141,18 +141,18 @@ class BatchCut:
 
     def rows_of(self, rows: Rows) -> torch.Tensor:
         """The request's rows, or what it has assigned to them."""
-        dim, pieces = self.dim, self._pieces
+        dim = self.dim
         if dim is None:
             return self.tensor
-        if isinstance(rows, BatchRows):
+        if type(rows) is BatchRows:
             return self._batch_of(rows)
         start, size = (rows.logit_start, rows.logit_size) if self.logits else (rows.start, rows.size)
-        if start in self._assigned:
+        if self._assigned and start in self._assigned:
             return self._assigned[start]
-        piece = None
-        if pieces is not None and size == 1:
-            piece, pieces[start] = pieces[start], None  # served once, since a block may reshape it in place
-        if piece is None:
+        pieces = self._pieces
+        if pieces is not None and size == 1 and (piece := pieces[start]) is not None:
+            pieces[start] = None  # served once, since a block may reshape it in place
+        else:
             piece = self.tensor.narrow(dim, start, size)
             if piece.requires_grad:
                 self._assigned[start] = piece  # the model goes on with it, so that gradients reach it

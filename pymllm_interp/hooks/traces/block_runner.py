@@ -6,9 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from greenlet import GreenletExit, getcurrent
-from torch import is_grad_enabled, is_inference_mode_enabled
+from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 
 from .errors import EditError, TraceTimeoutError
 from .nnsight_compat import Event, Interleaver, Mediator, Pending, save_scope
@@ -59,14 +58,10 @@ class BlockRunner:
 
     def kill(self, block: Block) -> None:
         """Unwind a block that is not served any more, so that its frame is freed."""
-        worker, trace = block.worker, block.trace
+        worker = block.worker
         assert worker is not None
-        trace.saves.changed = True
         with Turn(self) as turn:
-            try:
-                turn.run(block, worker.throw, GreenletExit())
-            except BaseException as raised:
-                trace.warn(f"the block raised {raised!r} while it was unwound")
+            turn.switch(block, worker.throw, GreenletExit(), _warn_of)
 
     def serve(self, blocks: list[Block], location: str, visit: int, shared: SharedValue) -> None:
         """Serve the blocks that wait for this visit of `location`, in order."""
@@ -106,27 +101,25 @@ class Turn:
         scope = self._scope
         scope["depth"], scope["saves"], self._runner.serving = self._depth, self._saves, self._serving
 
-    def switch(self, block: Block, resume: Callable[[Any], Any], argument: Any) -> Pending | None:
-        """`run`, where an error ends the block's request. Returns what the block waits for next, or None."""
-        block.trace.saves.changed = True
-        block.pending = None
-        try:
-            following = self.run(block, resume, argument)
-        except BaseException as raised:
-            self._failed(block, raised)
-            return None
-        trace = block.trace
-        if trace.gang or type(trace.rows) is BatchRows:
-            for own in trace.gang or (trace,):  # a block may edit what another one was served
-                if type(own.rows) is BatchRows:
-                    own.rows.write_edits()
-        return following
+    def switch(
+        self,
+        block: Block,
+        resume: Callable[[Any], Any],
+        argument: Any,
+        failed: Callable[[Block, BaseException], None] | None = None,
+    ) -> Pending | None:
+        """Call ``resume(argument)``, which runs the block, with its request's state in the thread and the watchdog on.
 
-    def run(self, block: Block, resume: Callable[[Any], Any], argument: Any) -> Any:
-        """Call ``resume(argument)``, which runs the block, with its request's state in the thread and the watchdog on."""
-        trace, watchdog, scope = block.trace, self._watchdog, self._scope
-        scope["depth"], scope["saves"], self._runner.serving = block.depth, trace.saves.ids, trace
-        worker = block.worker
+        Args:
+            failed: called with the error of the block; by default, the error ends the block's request.
+
+        Returns:
+            what the block waits for next, or None.
+        """
+        trace, worker, watchdog, scope = block.trace, block.worker, self._watchdog, self._scope
+        saves, depth, following, error = trace.saves, block.depth, None, None
+        saves.changed, block.pending = True, None
+        scope["depth"], scope["saves"], self._runner.serving = depth, saves.ids, trace
         if worker is not None:
             worker.parent = self._greenlet
         if block.modes.left is not None:
@@ -134,21 +127,30 @@ class Turn:
         if watchdog is not None:
             watchdog.running = [trace, None]
         try:
-            return resume(argument)
-        finally:
-            if scope["depth"] != block.depth:
-                block.depth = scope["depth"]
-            if watchdog is not None:
-                watchdog.running = self._outer_run  # a plain store, so that no timeout arrives in between
-                if watchdog.posted:
-                    watchdog.drain()
-            if (
-                is_grad_enabled() is not self._grad
-                or is_inference_mode_enabled() is not self._inference
-                or self._autocast is not NO_AUTOCAST
-                or is_any_autocast_enabled()
-            ):
-                block.modes.park(Modes(self._inference, self._grad, self._autocast))
+            following = resume(argument)
+        except BaseException as raised:
+            error = raised
+        if watchdog is not None:
+            watchdog.running = self._outer_run  # no call since the `try`, so that no timeout arrives in between
+            if watchdog.posted:
+                watchdog.drain()
+        if scope["depth"] != depth:
+            block.depth = scope["depth"]
+        if (
+            is_grad_enabled() is not self._grad
+            or is_inference_mode_enabled() is not self._inference
+            or self._autocast is not NO_AUTOCAST
+            or is_any_autocast_enabled()
+        ):
+            block.modes.park(Modes(self._inference, self._grad, self._autocast))
+        if error is not None:
+            (failed or self._failed)(block, error)
+            return None
+        if trace.gang or type(trace.rows) is BatchRows:
+            for own in trace.gang or (trace,):  # a block may edit what another one was served
+                if type(own.rows) is BatchRows:
+                    own.rows.write_edits()
+        return following
 
     def _failed(self, block: Block, raised: BaseException) -> None:
         watchdog = self._watchdog
@@ -165,17 +167,27 @@ class Turn:
         # Where the block before was filed. Blocks that wait for the same `Pending` and have equal visit counts go there too.
         asked: Pending | None = None
         pass_index, target_visit, parked = -1, 0, []
+        answer, alike = (
+            self._answer,
+            None,
+        )  # most blocks wait for one and the same `Pending`: its location is compared once
         for block in blocks:
             pending, trace = block.pending, block.trace
             # Blocks before it may have ended its request, or may have resumed it.
-            if pending is None or pending[1] != location or block.target_visit != visit or trace.ended:
+            if pending is None or block.target_visit != visit or trace.ended:
                 continue
+            if pending is not alike:
+                if pending[1] != location:
+                    continue
+                alike = pending
             visits = trace.visits
             if visits.skipping and visits.skips(location):
                 continue
             block.served, occurrence = True, pending[2]
-            while pending is not None and pending[1] == location and pending[2] == occurrence:
-                pending = block.pending = self._answer(block, pending, location, shared)
+            pending = answer(block, pending, location, shared)
+            while pending is not None and pending is not asked and pending[1] == location and pending[2] == occurrence:
+                pending = answer(block, pending, location, shared)
+            block.pending = pending
             if pending is not None and pending is asked and visits.pass_index == pass_index:
                 block.target_visit = target_visit
                 parked.append(block)
@@ -196,25 +208,29 @@ class Turn:
         if block.iteration:
             # As in nnsight: after the first hit of iter[n], the rest of that step follows in sequence.
             block.iteration = None
-        resume, served = worker.switch, None
-        if pending[0] is VALUE:
-            trace.receipt.reads += 1
-            served = shared.served_to(trace)
-        elif pending[0] is Event.SKIP:
-            self._skip(block, location, shared, pending[3])
-        else:
-            error = _swap(block, location, shared, pending[3])
-            if error is not None:
-                resume, served = worker.throw, error
-        is_tensor = isinstance(served, torch.Tensor)
-        parts = [] if is_tensor else leaves(served)
-        version = served._version if is_tensor else versions_of(parts)
         block.last_location = location
-        following = self.switch(block, resume, served)
-        if parts and not same_objects(leaves(served), parts):
+        if pending[0] is not VALUE:
+            error = None
+            if pending[0] is Event.SKIP:
+                self._skip(block, location, shared, pending[3])
+            else:
+                error = _swap(block, location, shared, pending[3])
+            return self.switch(block, worker.switch if error is None else worker.throw, error)
+        trace.receipt.reads += 1
+        served = shared.served_to(trace)
+        if type(served) is Tensor:
+            version = served._version
+            following = self.switch(block, worker.switch, served)
+            if served._version != version:
+                shared.count_edit(trace)  # in place
+            return following
+        parts = leaves(served)
+        version = versions_of(parts)
+        following = self.switch(block, worker.switch, served)
+        if not same_objects(leaves(served), parts):
             _put_back(block, location, shared, served)
-        elif (served._version if is_tensor else versions_of(parts)) != version:
-            shared.count_edit(trace)  # in place
+        elif versions_of(parts) != version:
+            shared.count_edit(trace)
         return following
 
     def _skip(self, block: Block, location: str, shared: SharedValue, replacement: Any) -> None:
@@ -233,11 +249,15 @@ class Turn:
             points.open(f"{path}.output").skips.append((block, replacement))
 
 
+def _warn_of(block: Block, raised: BaseException) -> None:
+    block.trace.warn(f"the block raised {raised!r} while it was unwound")
+
+
 def _swap(block: Block, location: str, shared: SharedValue, edited: Any) -> EditError | None:
     """Replace the request's rows. Returns the error of an edit that does not fit."""
     try:
         shared.replace(block.trace.rows, edited)
-        shared.containers = {} if isinstance(edited, torch.Tensor) else {block.trace: edited}
+        shared.containers = {} if isinstance(edited, Tensor) else {block.trace: edited}
     except EditError as error:
         return EditError(f"request {block.trace.request_id}: edit of `{location}`: {error}")
     shared.count_edit(block.trace)

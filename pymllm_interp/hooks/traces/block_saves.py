@@ -50,8 +50,8 @@ class BlockSaves:
         """The values that the block saved and still has a name for."""
         if self._block is None or not self.ids:
             return []
-        scope = self._block.lcls
-        return [scope[name] for name in scope.written if name in scope and id(scope[name]) in self.ids]
+        ids, value_of = self.ids, self._block.lcls.get
+        return [value for name in self._block.lcls.written if id(value := value_of(name)) in ids]
 
     # -- while the request runs ------------------------------------------------
 
@@ -63,7 +63,8 @@ class BlockSaves:
         """
         if self.changed:
             self.changed = False
-            self._find(found)
+            if self.ids:
+                self._find(found)
             for value in self.outer.values():
                 if id(value) not in searched:
                     searched.add(id(value))

@@ -55,32 +55,39 @@ class Read(eproperty):
         super().__init__(of.key, of.description)
         self(of._preprocess)
         self._postprocess = of._postprocess
+        self._unchanged = of._preprocess is Envoy.output._preprocess  # a call less
+        self._assigned = f"{of.key} assigned"  # reads have entries of their own, which the next block of a loop reuses
 
     def __get__(self, obj: Any, owner: Any = None) -> Any:
         worker: Any = getcurrent()
-        mediator = getattr(worker, "mediator", None)
-        block = mediator() if mediator is not None else None
-        if obj is None or block is None or block.transform is not None:
-            if obj is not None and mediator is None:
-                raise ValueError(OUTSIDE.format(obj.path, self.key))
+        try:
+            block = worker.mediator()
+            waits = obj._waits
+        except AttributeError:
+            if obj is not None and getattr(worker, "mediator", None) is None:
+                raise ValueError(OUTSIDE.format(obj.path, self.key)) from None
             return super().__get__(obj, owner)
-        pending, event_count, pass_index = obj._waits.get(self.key, _NO_WAIT)
+        if block is None or block.transform is not None:
+            return super().__get__(obj, owner)
+        pending, event_count, pass_index = waits.get(self.key, _NO_WAIT)
         wanted = block.iteration
         if wanted is None:
             if pass_index != block.trace.visits.pass_index or event_count != block.interleaver.visits.event_count:
-                pending = self._wait(obj, block)
+                pending = self._wait(obj, block, self.key)
         elif pending is None or pending[2] != wanted:
-            pending = self._wait(obj, block)
+            pending = self._wait(obj, block, self.key)
         value = worker.parent.switch(pending)
-        assert self._preprocess is not None
-        return self._preprocess(obj, value)
+        return value if self._unchanged else self._preprocess(obj, value)  # pyright: ignore[reportOptionalCall]
 
-    def _wait(self, obj: Any, block: Any) -> Pending:
-        """What `block` waits for when it reads here. Stored for the next block that does."""
-        location = f"{obj.path}.{self.key}"
-        pending = Pending(Event.VALUE, location, block.wanted(location))
-        key = block.interleaver.points.key(block.trace, location) if block.iteration is None else _NO_WAIT[1:]
-        obj._waits[self.key] = pending, *key
+    def _wait(self, obj: Any, block: Any, key: str | None) -> Pending:
+        """A read of what `block` asks for here. Stored in `_waits` under `key`, for the next block that asks."""
+        location, iteration, interleaver = f"{obj.path}.{self.key}", block.iteration, block.interleaver
+        now = _NO_WAIT[1:]
+        if iteration is None:
+            visits, point, current = block.trace.visits, interleaver.points.at(location), interleaver.visits
+            iteration, now = visits.occurrence(point, current), visits.key(point, current)
+        pending = Pending(Event.VALUE, location, iteration)
+        obj._waits[key] = pending, *now
         return pending
 
     def __set__(self, obj: Any, value: Any) -> None:
@@ -94,8 +101,15 @@ class Read(eproperty):
             return
         if self._postprocess is not None:
             value = self._postprocess(obj, value)
-        location = f"{obj.path}.{self.key}"
-        worker.parent.switch(Pending(Event.SWAP, location, block.wanted(location), value))
+        pending, event_count, pass_index = obj._waits.get(self._assigned, _NO_WAIT)
+        wanted = block.iteration
+        if wanted is None:
+            if pass_index != block.trace.visits.pass_index or event_count != block.interleaver.visits.event_count:
+                pending = self._wait(obj, block, self._assigned)
+        elif pending is None or pending[2] != wanted:
+            pending = self._wait(obj, block, self._assigned)
+        assert pending is not None
+        worker.parent.switch(Pending(Event.SWAP, pending[1], pending[2], value))
 
 
 class TracedEnvoy(Envoy):
@@ -107,8 +121,8 @@ class TracedEnvoy(Envoy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # For each property, what the last block that read here waits for, and its `VisitCounts.key`. Most often the next block
-        # has the same key, and waits for the same.
+        # For each property, what the last block that read or assigned here waits for, and its `VisitCounts.key`. Most often the
+        # next block has the same key, and waits for the same.
         self._waits: dict[str, tuple[Pending | None, int, int]] = {}
         # A serialised block refers to envoys by path. Without this it would contain the tree.
         self._persistent_id = f"Envoy:{self.path}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ _Editor = tuple[Receipt, int, int, int]
 """(receipt of the request that edited, its first row, its number of rows, its number of edits)"""
 
 _Found = tuple[torch.Tensor, list[_Editor]]
-"""(maximum of each row [rows], which is NaN if any element is; the requests that edited)"""
+"""(maximum of each row [rows], or of all rows [], which is NaN if any element is; the requests that edited)"""
 
 
 class _Sent:
@@ -23,15 +23,18 @@ class _Sent:
 
     def __init__(self, pass_number: int, found: list[_Found]) -> None:
         self.pass_number = pass_number
-        alike: dict[tuple[torch.dtype, torch.device], list[_Found]] = {}
+        alike: defaultdict[tuple[torch.dtype, torch.device, bool], list[_Found]] = defaultdict(list)
         for maxima, editors in found:
-            alike.setdefault((maxima.dtype, maxima.device), []).append((maxima, editors))
+            alike[maxima.dtype, maxima.device, maxima.dim() > 0].append((maxima, editors))
         self._parts = [
-            (torch.cat([g for g, _ in part]).isnan().to("cpu", non_blocking=True), [(len(g), e) for g, e in part])
-            for part in alike.values()
+            (
+                (torch.cat if by_row else torch.stack)([g for g, _ in part]).isnan().to("cpu", non_blocking=True),
+                [(len(g) if by_row else 1, e) for g, e in part],
+            )
+            for (_, _, by_row), part in alike.items()
         ]
         self._event: torch.cuda.Event | None = None
-        if any(device.type == "cuda" for _, device in alike):
+        if any(device.type == "cuda" for _, device, _ in alike):
             self._event = torch.cuda.Event()
             self._event.record()
 
@@ -75,14 +78,17 @@ class NaNCheck:
         """
         for trace in edits:
             trace.last_edit = self.pass_number
-        apply(value, lambda tensor: self._check(tensor, of_logits, edits), torch.Tensor)
+        if isinstance(value, torch.Tensor):
+            self._check(value, of_logits, edits)
+        else:
+            apply(value, lambda tensor: self._check(tensor, of_logits, edits), torch.Tensor)
 
     def _check(self, tensor: torch.Tensor, of_logits: bool, edits: dict[RequestTrace, int]) -> torch.Tensor:
         if not tensor.is_floating_point() or not tensor.numel():
             return tensor
         state = tensor.detach() if tensor.requires_grad else tensor
         rows = next(iter(edits)).rows
-        dim, logits = (None, False) if rows is None else rows.layout(tensor, of_logits)
+        dim, logits = (None, False) if rows is None or rows.alone else rows.layout(tensor, of_logits)
         if dim is not None:
             spans = [_span(trace, logits) for trace in edits]
             first, last = min(start for start, _ in spans), max(start + size for start, size in spans)
@@ -97,7 +103,7 @@ class NaNCheck:
                 ]
                 self._found.append((maxima, editors))
                 return tensor
-        self._found.append((state.max().reshape(1), [(trace.receipt, 0, 1, count) for trace, count in edits.items()]))
+        self._found.append((state.max(), [(trace.receipt, 0, 1, count) for trace, count in edits.items()]))
         return tensor
 
     def end_pass(self) -> None:

@@ -118,7 +118,8 @@ class SaveTransfer:
         Returns:
             tensors that lie in no adopted memory.
         """
-        if len(tensors) < self.MIN_TENSORS or self.device is None:
+        memories = [memory for memory in row_memory if not self._is_on_device(memory)]
+        if len(tensors) < self.MIN_TENSORS or not memories:
             return tensors
         try:
             at = dict(zip(map(torch.Tensor.data_ptr, tensors), tensors, strict=True))
@@ -127,7 +128,7 @@ class SaveTransfer:
         if len(at) < len(tensors) and len(at) < len(set(map(id, tensors))):
             return tensors  # two tensors at one address, which need separate copies
         alike: defaultdict[Any, list[_Adopted]] = defaultdict(list)
-        for memory in row_memory:
+        for memory in memories:
             adopted = self._adoptable(memory, at)
             if adopted is not None:
                 alike[_shape(adopted.saved[0]), memory.device].append(adopted)
@@ -144,7 +145,7 @@ class SaveTransfer:
             at: saves by address.
         """
         count, size = len(memory), memory.nbytes // len(memory)
-        if not 0 < size <= self.MAX_TENSOR or self._is_on_device(memory):
+        if not 0 < size <= self.MAX_TENSOR:
             return None
         addresses = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes, size)
         rows = [row for row, address in enumerate(addresses) if address in at]

@@ -7,7 +7,7 @@ While a request runs, its saves are views of the batch's values. At the end of e
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ def find_tensors(value: Any, found: list[torch.Tensor], seen: dict[int, int]) ->
             find_tensors(item, found, seen)
 
 
-def batch_views(tensors: Iterable[torch.Tensor], pieces: Container[int] = ()) -> list[torch.Tensor]:
+def batch_views(tensors: Iterable[torch.Tensor], pieces: Collection[int] = ()) -> list[torch.Tensor]:
     """The tensors that keep more storage alive than they need, such as views of the batch. Each is listed once.
 
     Args:
@@ -51,10 +51,11 @@ def batch_views(tensors: Iterable[torch.Tensor], pieces: Container[int] = ()) ->
     """
     found: dict[int, torch.Tensor] = {}
     for tensor in tensors:
-        if tensor.layout is torch.strided:
-            memory = tensor.untyped_storage()
-            if memory.nbytes() > tensor.nbytes or tensor._base is not None:
-                if not (tensor.requires_grad or memory._cdata in pieces or type(tensor) is torch.nn.Parameter):
+        if tensor.layout is torch.strided and (
+            tensor._base is not None or tensor.untyped_storage().nbytes() > tensor.nbytes
+        ):
+            if not (tensor.requires_grad or type(tensor) is torch.nn.Parameter):
+                if not pieces or tensor.untyped_storage()._cdata not in pieces:
                     found[id(tensor)] = tensor
     return list(found.values())
 

@@ -70,11 +70,14 @@ class SharedValue:
 
     def served_to(self, trace: RequestTrace) -> Any:
         """`rows_of` the trace, without the engine's batch. A tuple or dict is one object, however often it is read."""
+        rows, cut = trace.rows, self._whole
+        if cut is not None and rows is not None and not rows.alone:
+            return cut.rows_of(rows)
         if isinstance(self.value, torch.Tensor):
-            return self.rows_of(trace.rows)
+            return self.rows_of(rows)
         served = self.containers.get(trace)
         if served is None:
-            served = self.containers[trace] = without_batch(self.rows_of(trace.rows))
+            served = self.containers[trace] = without_batch(self.rows_of(rows))
         return served
 
     def replace(self, rows: Rows | None, edited: Any) -> None:

@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ...core.launch import Launcher, grid_wait, launch_dependents
 from ...core.model_spec import delta_site, final_norm_site
 from ..edits import codes
-from ..launch import Launcher, grid_wait, launch_dependents
 from ..triton_kernels import norm_launch
 from .codes import OpTables, TokenRows
 

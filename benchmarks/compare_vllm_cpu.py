@@ -1,0 +1,160 @@
+"""Plain decoding on a CPU: this engine and vLLM's CPU build in turns, each in a process and an environment of its own.
+
+python benchmarks/compare_vllm_cpu.py FOLDER --ours PYTHON --vllm PYTHON [--dtype bfloat16 float32] --out FILE
+
+FOLDER has a config.json and safetensors. Prompts are random token ids; generation is greedy and ignores the end-of-sequence
+token. Each process keeps its model loaded, and idles while the other generates.
+
+On a busy machine `--threads 1` is what can be compared: the CPU time of one thread, which does not count the time of others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+PROMPT_TOKENS, NEW_TOKENS = 16, 64
+BATCHES = (1, 8, 32)
+VLLM_VARIABLES = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+def generate_ours(folder: str, dtype: str) -> Any:
+    """A function (prompts, new tokens) of this engine."""
+    from pymllm_interp import LM, SamplingParams
+
+    lm = LM(folder, dtype=dtype, device="cpu")
+
+    def generate(prompts: list[list[int]], new_tokens: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+        handles = [lm.submit(prompt, params) for prompt in prompts]
+        assert all(len(handle.result().token_ids) == new_tokens for handle in handles)
+
+    return generate
+
+
+def generate_vllm(folder: str, dtype: str) -> Any:
+    """The same of vLLM."""
+    from vllm import LLM, SamplingParams  # pyright: ignore
+
+    llm = LLM(model=folder, dtype=dtype, max_model_len=1024, max_num_seqs=max(BATCHES), enable_prefix_caching=False)
+
+    def generate(prompts: list[list[int]], new_tokens: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        assert all(len(output.outputs[0].token_ids) == new_tokens for output in outputs)
+
+    return generate
+
+
+def serve(side: str, folder: str, dtype: str) -> None:
+    """Answer each line "batch new_tokens" on stdin with the seconds that it took, and the process's CPU seconds."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the engines print
+    generate = {"ours": generate_ours, "vllm": generate_vllm}[side](folder, dtype)
+    package = {"ours": "pymllm-interp", "vllm": "vllm-cpu"}[side]
+    print(package, importlib.metadata.version(package), file=answers, flush=True)
+    for line in sys.stdin:
+        batch, new_tokens = map(int, line.split())
+        rng = random.Random(batch)
+        prompts = [[rng.randrange(1000, 40000) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
+        started, used = time.perf_counter(), time.process_time()
+        generate(prompts, new_tokens)
+        print(time.perf_counter() - started, time.process_time() - used, file=answers, flush=True)
+    os._exit(0)
+
+
+class Side:
+    """An engine in a process of its own."""
+
+    def __init__(self, name: str, python: str, folder: str, dtype: str, threads: int | None) -> None:
+        command = [python, __file__, folder, "--serve", name, "--dtype", dtype]
+        env = os.environ | (VLLM_VARIABLES if name == "vllm" else {})
+        if threads is not None:
+            env |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        self.version = self._answer()
+
+    def seconds(self, batch: int, new_tokens: int = NEW_TOKENS) -> tuple[float, float]:
+        """Wall time, and CPU time."""
+        assert self.process.stdin is not None
+        print(batch, new_tokens, file=self.process.stdin, flush=True)
+        wall, used = map(float, self._answer().split())
+        return wall, used
+
+    def _answer(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"an engine ended: {self.process.args}")
+        return line.strip()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def compare(sides: dict[str, Side], rounds: int) -> list[dict[str, Any]]:
+    """Tokens a second, by wall time and by CPU time, of each batch and side: the best and the median of the rounds."""
+    results = []
+    for batch in BATCHES:
+        for side in sides.values():
+            side.seconds(batch, 8)  # warm
+        result: dict[str, Any] = {"batch": batch}
+        runs: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+        for _ in range(rounds):
+            for name, side in sides.items():
+                runs[name].append(side.seconds(batch))
+        for i, clock in enumerate(("wall", "cpu")):
+            rates = {name: [round(batch * NEW_TOKENS / run[i], 1) for run in runs[name]] for name in sides}
+            found = {name: {"best": max(values), "median": statistics.median(values)} for name, values in rates.items()}
+            ratios = {kind: round(found["ours"][kind] / found["vllm"][kind], 3) for kind in ("best", "median")}
+            result[f"tokens_per_{clock}_s"] = {**found, "ours_to_vllm": ratios, "runs": rates}
+        results.append(result)
+        print(results[-1], file=sys.stderr)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder")
+    parser.add_argument("--ours", default=sys.executable)
+    parser.add_argument("--vllm")
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, help="of each engine; default: its own choice")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.serve, args.folder, args.dtype[0])
+    record: dict[str, Any] = {
+        "prompt_tokens": PROMPT_TOKENS,
+        "new_tokens": NEW_TOKENS,
+        "cpus": os.cpu_count(),
+        "threads": args.threads,
+        "load_average_before": os.getloadavg(),
+        "dtypes": {},
+    }
+    for dtype in args.dtype:
+        sides = {name: Side(name, getattr(args, name), args.folder, dtype, args.threads) for name in ("ours", "vllm")}
+        record["engines"] = [side.version for side in sides.values()]
+        record["dtypes"][dtype] = compare(sides, args.rounds)
+        for side in sides.values():
+            side.close()
+    record["load_average_after"] = os.getloadavg()
+    text = json.dumps(record, indent=2) + "\n"
+    args.out.write_text(text) if args.out else print(text)
+
+
+if __name__ == "__main__":
+    main()
