@@ -31,7 +31,7 @@ from ..core.forward_batch import ForwardBatch, ForwardMode
 from ..core.step import LogitsProcessorOutput
 from ..layers.edits.table import TableOps
 from . import graph_capture
-from .cuda_graph_runner import GraphOwner
+from .cuda_graph_runner import GraphOwner, free_memory
 from .graph_capture import Pieces, model_capture_mode
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class PrefillGraphs:
     @torch.no_grad()
     def _capture(self) -> None:
         """Capture every size, largest first: smaller graphs reuse its memory."""
-        started, free = time.perf_counter(), _free_memory(self.model_runner.device)
+        started, free = time.perf_counter(), free_memory(self.model_runner.device)
         on_cuda, size = self.model_runner.device.startswith("cuda"), self.sizes[-1]
         # A pool of their own: tensors live from one graph to the next, and another engine may replay its graphs in between.
         pool = torch.cuda.graph_pool_handle() if on_cuda else None
@@ -141,7 +141,7 @@ class PrefillGraphs:
                     f"prefill_graph_tokens (now {self.sizes[-1]}; 0: none); (3) no graphs at all: disable_cuda_graph=True"
                 ) from error
             raise
-        self.memory_usage = max(0, free - _free_memory(self.model_runner.device))
+        self.memory_usage = max(0, free - free_memory(self.model_runner.device))
         logger.info(
             "captured prefill graphs of %d sizes (up to %d rows) in %.1f s, %.0f MiB",
             len(self.sizes), self.sizes[-1], time.perf_counter() - started, self.memory_usage / 2**20,
@@ -197,7 +197,3 @@ class PrefillGraphs:
             return runner.get_model().decoder_fused(input_ids, positions, batch)
 
         return run
-
-
-def _free_memory(device: str) -> int:
-    return torch.cuda.mem_get_info()[0] if device.startswith("cuda") else 0
