@@ -31,7 +31,7 @@ def generate_ours(folder: str, dtype: str) -> Any:
     """A function (prompts, new tokens) of this engine."""
     from pymllm_interp import LM, SamplingParams
 
-    lm = LM(folder, dtype=dtype, device="cpu")
+    lm = LM(folder, dtype=dtype, device="cpu", enable_prefix_caching=False)
 
     def generate(prompts: list[list[int]], new_tokens: int) -> None:
         params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)

@@ -275,7 +275,14 @@ def crowd(count: int = 256, steps: int = 24) -> dict[str, float]:
 def many_invokes(count: int, rounds: int = 3) -> dict[str, float]:
     """Seconds of one trace that reads a layer of `count` short prompts, against plain generation of the same prompts."""
     torch.set_num_threads(2)
-    with LM("demo", device="cpu", dtype="bfloat16", max_running_requests=256, kv_cache_tokens=16384) as lm:
+    with LM(
+        "demo",
+        device="cpu",
+        dtype="bfloat16",
+        max_running_requests=256,
+        kv_cache_tokens=16384,
+        enable_prefix_caching=False,
+    ) as lm:
         prompts = random_prompts(lm, count, 16)
 
         def plain() -> None:

@@ -119,6 +119,8 @@ class ServerConfig:
     """The KV pool's dtype; "auto" is the model's."""
     page_size: int = 16
     """Slots of one KV page."""
+    enable_prefix_caching: bool = True
+    """Keep the KV of requests, and start prompts after the pages that an earlier request computed (docs/concepts.md)."""
     async_scheduling: bool | None = None
     """Launch each step before the previous step's tokens are read. None: on CUDA only."""
     max_interventions_per_site: int = 4
@@ -145,6 +147,9 @@ class ServerConfig:
     """Maximum graph segments between blocks to keep; the least recently used one is evicted."""
     schedule_policy: str = "mixed"
     """ "mixed" puts decode and prefill into one step; "prefill_first" gives prefill steps of its own, at most every second one."""
+    scheduling_policy: str = "fcfs"
+    """The order of waiting requests with equal `priority`: "fcfs", first come, first served; "lpm", the longest prefix in the
+    prefix cache first."""
     max_itl_ms: float | None = None
     """Target for the time between a request's tokens, in milliseconds: beside decoding requests a step takes as many prompt tokens
     as that leaves time for, by the steps so far. Prompts of traces run in one pass all the same. None: `max_num_tokens` alone."""
@@ -180,6 +185,7 @@ class ServerConfig:
                 raise ValueError(f"inner_sites holds {kind!r}: expected some of {', '.join(INNER_SITES)}")
         _one_of(self, "capture_when_full", ("block", "fail"))
         _one_of(self, "schedule_policy", ("mixed", "prefill_first"))
+        _one_of(self, "scheduling_policy", ("fcfs", "lpm"))
         _one_of(self, "hook_execution", ("auto", "segments", "split", "eager"))
         _one_of(self, "logprobs_mode", ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"))
         _one_of(self, "attention_backend", ("auto", "torch", "flashinfer"))

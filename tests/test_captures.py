@@ -37,6 +37,7 @@ from pymllm_interp.hooks.captures.result_memory import FRESH, SMALL, FreshMemory
 from pymllm_interp.hooks.captures.ring import CaptureRing
 from pymllm_interp.hooks.captures.ring_allocator import RingAllocator
 from pymllm_interp.hooks.captures.spec import Project
+from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.hooks.declared_stage import DeclaredStage
 from pymllm_interp.hooks.site import Site, expand
 
@@ -1317,7 +1318,7 @@ class Capturing(Simulation):
                     Capture("resid_post.{1,2}", positions=positions, reduce=self.random.choice([None, "mean", "last"])),
                 ]
                 captures = captures_of(specs, prompt_len, prompt_len + max_tokens - 1)
-                request.declared, request.leader = SimpleNamespace(captures=captures), None
+                request.declared = Declared({}, captures, prompt_len)
                 self.ring.admission.check([(captures, prompt_len if traced else 0)], "a request")
                 self.capturing.append(request)
         return requests

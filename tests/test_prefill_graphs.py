@@ -193,6 +193,24 @@ def test_replayed_prefills_have_the_bits_of_eager_ones(
 
 
 @pytest.mark.gpu
+def test_engines_of_one_process_prefill_at_once(model_folder: Callable[[str], Path]) -> None:
+    """Graphs of one engine are replayed between those of another's pass: no memory that lives so long may be shared."""
+    prompts = [random_ids(60, seed=i) for i in range(40)]
+    sizes = {**SIZES, "dtype": "bfloat16", "device": "cuda", "max_running_requests": 2}
+    with LM(model_folder("llama"), **sizes) as first, LM(model_folder("llama"), **sizes) as second:
+        expected = [lm.generate(prompts, greedy(3), capture=["resid_post.*"]) for lm in (first, second)]
+        for _ in range(3):
+            handles = [[lm.submit(p, greedy(3), capture=["resid_post.*"]) for p in prompts] for lm in (first, second)]
+            for lm_handles, outs in zip(handles, expected, strict=True):
+                for handle, out in zip(lm_handles, outs, strict=True):
+                    got = handle.result(60)
+                    assert got.token_ids == out.token_ids
+                    for site in out.activations:
+                        a, b = got.activations[site].float(), out.activations[site].float()
+                        assert torch.cosine_similarity(a.flatten(), b.flatten(), dim=0) > 0.999
+
+
+@pytest.mark.gpu
 def test_prefill_graphs_are_released(model_folder: Callable[[str], Path]) -> None:
     torch.cuda.synchronize()
     lm = LM(model_folder("llama"), device="cuda", **SIZES)

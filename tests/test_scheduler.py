@@ -1,6 +1,7 @@
 """The scheduler over real pools, driven by random arrivals, ends, aborts and preemptions; a made-up model writes the KV.
 
-The oracle is `Simulation`: it keeps what each request's KV must hold, and checks after every step what must never happen.
+The oracle is `Simulation`: it keeps what each request's KV must hold, and checks after every step what must never happen. The KV of
+a position names all tokens and edits up to it, so KV of another prefix, or edited otherwise, would be noticed.
 """
 
 from __future__ import annotations
@@ -13,22 +14,43 @@ from typing import ClassVar
 
 import pytest
 import torch
+from conftest import CONFIGS
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from pymllm_interp import Capture, Steer
 from pymllm_interp.config import ServerConfig
+from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.core.request import Request, RequestStatus
 from pymllm_interp.core.sampling_params import SamplingParams
 from pymllm_interp.core.step import ModelRunnerOutput, SchedulerOutput
 from pymllm_interp.engine.kv_manager import KVManager
+from pymllm_interp.engine.prefix_sharing import PrefixSharing
 from pymllm_interp.engine.scheduler import Scheduler
+from pymllm_interp.engine.waiting_queue import MAX_OVERTAKEN
+from pymllm_interp.hooks.declared import Declared, DeclaredLimits
 from pymllm_interp.mem_cache.kv_pool import KVPool
 from pymllm_interp.mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
+from pymllm_interp.mem_cache.radix_cache import RadixCache
 
 CONTEXT = 64
 EOS = 0
 POLICIES = ("mixed", "prefill_first")
+MODEL = ModelSpec.of(CONFIGS["llama"](), torch.float32)
+LIMITS = DeclaredLimits(8, 64, 1 << 24)
+VECTORS = [torch.full((MODEL.hidden_size,), float(i + 1)) for i in range(2)]
+BASES = [[1 + (7 * i * i + 3 * i) % 990 for i in range(base, base + CONTEXT)] for base in (0, 500)]
+"""Prompts share their beginnings."""
+Edit = tuple[int, int | str | list[int]]
+"""(which of the vectors is added, positions)."""
+
+
+def touches(edit: Edit, position: int, prompt_len: int) -> bool:
+    positions = edit[1]
+    if isinstance(positions, str):
+        return positions == "all" or (position >= prompt_len) == (positions == "generated")
+    return position in ([positions] if isinstance(positions, int) else positions)
 
 
 class Simulation:
@@ -36,14 +58,20 @@ class Simulation:
 
     def __init__(
         self, *, num_pages: int, page_size: int = 4, max_num_tokens: int = 16, max_running: int = 8,
-        policy: str = "mixed", seed: int = 0, eos_rate: float = 0.1, ahead: bool = False,
+        policy: str = "mixed", seed: int = 0, eos_rate: float = 0.1, ahead: bool = False, order: str = "fcfs",
+        caching: bool = True,
     ) -> None:  # fmt: skip
         self.num_pages, self.page_size, self.max_num_tokens = num_pages, page_size, max_num_tokens
         self.rows = ReqToTokenPool(max_running, CONTEXT, "cpu")
         self.allocator = TokenToKVPoolAllocator(num_pages * page_size, page_size)
         self.kv_pool = KVPool(2, num_pages * page_size, 1, 3, torch.float32, "cpu", page_size)
-        config = ServerConfig(max_running_requests=max_running, page_size=page_size, schedule_policy=policy)
-        self.scheduler = Scheduler(config, max_num_tokens, KVManager(self.rows, self.allocator, self.kv_pool))
+        config = ServerConfig(
+            max_running_requests=max_running, page_size=page_size, schedule_policy=policy, scheduling_policy=order
+        )
+        self.weights_version = 0
+        self.sharing = PrefixSharing(RadixCache(page_size), lambda: self.weights_version, caching)
+        self.kv = KVManager(self.rows, self.allocator, self.kv_pool, self.sharing)
+        self.scheduler = Scheduler(config, max_num_tokens, self.kv)
         self.policy, self.eos_rate = policy, eos_rate
         self.random = random.Random(seed)
         self.ids = itertools.count()
@@ -56,6 +84,8 @@ class Simulation:
         self.ahead = ahead  # a step is scheduled before the tokens of the one before it are read
         self.in_flight: tuple[SchedulerOutput, ModelRunnerOutput] | None = None
         self.drawn: dict[str, list[int]] = defaultdict(list)  # what the model sampled, read or not
+        self.edits: dict[str, list[Edit]] = {}
+        self.captured: dict[str, set[int]] = {}  # positions that are asked for, and were not computed yet
 
     # -- arrivals ------------------------------------------------------------------
 
@@ -67,16 +97,35 @@ class Simulation:
         self.queue(requests)
         return requests
 
-    def make(self, prompt_len: int, max_tokens: int, *, n: int = 1, traced: bool = False, **kwargs) -> list[Request]:
+    def make(
+        self, prompt_len: int, max_tokens: int, *, n: int = 1, traced: bool = False, base: int = 0, shared: int = 0,
+        edits: list[Edit] | None = None, captured: list[int] | None = None, **kwargs,
+    ) -> list[Request]:  # fmt: skip
+        """Args:
+        shared: tokens at the prompt's beginning that are those of `BASES[base]`.
+        """
         number = next(self.ids)
-        prompt = [self.random.randrange(1, 1000) for _ in range(prompt_len)]
+        prompt = BASES[base][: min(shared, prompt_len)]
+        prompt += [self.random.randrange(1, 1000) for _ in range(prompt_len - len(prompt))]
+        edits = [
+            e
+            for e in edits or []
+            if isinstance(e[1], str) or max([e[1]] if isinstance(e[1], int) else e[1]) < prompt_len
+        ]
+        captured = sorted({position for position in captured or [] if position < prompt_len})
         requests: list[Request] = []
         for index in range(n):
             request = Request(
                 f"{number}-{index}", prompt, SamplingParams(max_tokens=max_tokens, n=n), max_tokens, seed=number,
-                sample_index=index, eos_token_ids=frozenset([EOS]), trace=object() if traced else None,
-                leader=requests[0] if requests else None, **kwargs,
+                sample_index=index, eos_token_ids=frozenset([EOS]), trace=object() if traced else None, **kwargs,
             )  # fmt: skip
+            if edits or captured:
+                specs = [Steer("resid_post.0", VECTORS[vector], positions=positions) for vector, positions in edits]
+                asked = [Capture("resid_post.1", positions=captured)] if captured else []
+                longest = prompt_len + max_tokens - 1
+                request.declared = Declared.of(specs, MODEL, prompt_len, LIMITS, asked, longest, prompt_len - 1)
+            self.edits[request.request_id] = edits
+            self.captured[request.request_id] = set(captured)
             requests.append(request)
         return requests
 
@@ -115,10 +164,12 @@ class Simulation:
         scheduler.check_integrity()
         self.check_step(step)
         self.check_sat_out(decoding, step)
-        for rid, _, num_tokens, start, *_ in step.scheduled:
-            request = self.by_id[rid]
-            self.check_kv(request, start)
-            self.write_kv(request, start, start + num_tokens)
+        parts = [(self.by_id[e.request_id], e.start, e.start + e.num_tokens) for e in step.scheduled]
+        for part in parts:  # as in a layer: the KV of all rows is written before the attention of any row reads it
+            self.write_kv(*part)
+        for request, start, stop in parts:
+            self.check_kv(request, stop)
+            self.captured[request.request_id] -= set(range(start, stop))
         tokens = [self.draw(self.by_id[entry.request_id]) if entry.samples else None for entry in step.scheduled]
         scheduler.launched(step)
         before, self.in_flight = self.in_flight, (step, ModelRunnerOutput(sampled_token_ids=tokens))
@@ -161,7 +212,10 @@ class Simulation:
             self.step()
         left = [(r.request_id, r.status, r.num_computed_tokens, r.num_tokens) for r in self.scheduler.live]
         assert not left, f"after {limit} steps there are {left}"
-        assert self.allocator.available_pages() == self.num_pages and self.rows.available_size() == self.rows.size
+        assert self.kv.num_available_pages == self.num_pages and self.rows.available_size() == self.rows.size
+        for request in self.requests:
+            missing = self.captured[request.request_id]
+            assert request.finish_reason == "abort" or not missing, f"{request.request_id} never computed {missing}"
 
     # -- what must hold -----------------------------------------------------------------
 
@@ -188,6 +242,7 @@ class Simulation:
             if request.trace is not None:
                 whole = num_tokens == request.num_tokens - start
                 assert whole, f"traced {request.request_id} got {num_tokens} of its tokens from {start}"
+            assert request.trace is None or not request.num_shared_pages, f"traced {rid} shares pages"
             assert not request.alone or len(requests) == 1, f"{request.request_id} does not have its step alone"
             if request.gang:
                 missing = [r.request_id for r in request.gang if not r.finished and r not in requests]
@@ -216,11 +271,14 @@ class Simulation:
             assert request.num_preemptions == 0 or now, "a traced prompt was given up"
 
     def kv_of(self, request: Request, start: int, stop: int) -> torch.Tensor:
-        """[layers, 2, tokens, 1, 3]: KV that names its layer, prompt, position and token."""
-        tokens = (request.prompt_token_ids + self.drawn[request.request_id])[start:stop]
-        number = float(request.request_id.split("-")[0])
-        rows = torch.tensor([[number, float(start + i), float(token)] for i, token in enumerate(tokens)])
-        return rows.view(1, 1, -1, 1, 3) + torch.arange(4).view(2, 2, 1, 1, 1) * 10_000.0
+        """[layers, 2, tokens, 1, 3]: KV that names its layer, its position, and the tokens and edits up to it."""
+        tokens = (request.prompt_token_ids + self.drawn[request.request_id])[:stop]
+        known, rows = hash((request.cache_salt, self.weights_version)), []
+        for position, token in enumerate(tokens):
+            acting = [e[0] for e in self.edits[request.request_id] if touches(e, position, request.prompt_len)]
+            known = hash((known, token, tuple(acting)))
+            rows.append([float(known % 10_007), float(known // 10_007 % 10_009), float(position)])
+        return torch.tensor(rows[start:]).view(1, 1, -1, 1, 3) + torch.arange(4).view(2, 2, 1, 1, 1) * 20_000.0
 
     def write_kv(self, request: Request, start: int, stop: int) -> None:
         slots = torch.tensor(self.allocator.slots_of(request.pages, start, stop))
@@ -245,9 +303,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     seen: ClassVar[Counter[str]] = Counter()
 
     @initialize(
-        num_pages=st.integers(3, 14), page_size=st.sampled_from([1, 2, 4]), max_num_tokens=st.integers(1, 20),
+        num_pages=st.sampled_from([3, 5, 8, 11, 14, 50]), page_size=st.sampled_from([1, 2, 4]), max_num_tokens=st.integers(1, 20),
         max_running=st.integers(1, 7), policy=st.sampled_from(POLICIES), seed=st.integers(0, 99),
-        eos_rate=st.sampled_from([0.0, 0.1, 0.4]), ahead=st.booleans(),
+        eos_rate=st.sampled_from([0.0, 0.1, 0.4]), ahead=st.booleans(), order=st.sampled_from(["fcfs", "lpm"]),
     )  # fmt: skip
     def begin(self, **kwargs) -> None:
         self.sim = Simulation(**kwargs)
@@ -256,9 +314,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     def plain(self, prompt_len: int, max_tokens: int) -> None:
         self.sim.add(prompt_len, max_tokens)
 
+    @rule(
+        prompt_len=st.sampled_from([9, 14, 25, 37]), max_tokens=st.integers(1, 16), shared=st.sampled_from([0, 8, 24, 40, 40]),
+        edits=st.sampled_from([
+            [], [(0, [2, 5, 8])], [(0, "all")], [(0, "all"), (1, 9)], [(1, 9)], [(0, "prompt")], [(1, "generated")]
+        ]),
+        captured=st.sampled_from([[], [], [], [0], [7, 8], [20]]), cache_salt=st.sampled_from([None, None, "a"]),
+        priority=st.sampled_from([0, 0, 0, 1]), n=st.sampled_from([1, 1, 2]),
+    )  # fmt: skip
+    def sharing(self, prompt_len: int, max_tokens: int, **kwargs) -> None:
+        self.sim.add(prompt_len, max_tokens, **kwargs)
+
     @rule(prompt_len=st.integers(1, 12), max_tokens=st.integers(1, 12), n=st.integers(2, 4))
     def family(self, prompt_len: int, max_tokens: int, n: int) -> None:
-        self.sim.add(prompt_len, max_tokens, n=n)
+        self.sim.add(prompt_len, max_tokens, n=n, base=1, shared=prompt_len - 1)
 
     @rule(prompt_len=st.integers(1, 20), max_tokens=st.integers(1, 16))
     def traced(self, prompt_len: int, max_tokens: int) -> None:
@@ -277,6 +346,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def gang(self, prompts: list[tuple[int, int]]) -> None:
         self.sim.add_gang(prompts)
 
+    @precondition(lambda self: not self.sim.scheduler.live)
+    @rule()
+    def edit_the_weights(self) -> None:
+        self.sim.weights_version += 1
+
     @precondition(lambda self: self.sim.scheduler.live)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -292,6 +366,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.sim.run(self.sim.limit())
             self.seen["preempted"] += self.sim.scheduler.num_preempted
             self.seen["swapped"] += self.sim.scheduler.num_swapped
+            stats = self.sim.sharing.stats()
+            self.seen["evicted"] += stats["evicted_tokens"]
+            for kind, tokens in stats["cached_tokens"].items():
+                self.seen[kind] += tokens
             assert all(request.finish_reason in ("stop", "length", "abort") for request in self.sim.requests)
 
 
@@ -310,7 +388,9 @@ def test_random_traffic_keeps_every_page_row_and_promise() -> None:
             database=None,
         ),
     )
-    assert min(SchedulerMachine.seen[kind] for kind in ("preempted", "swapped")) > 20, "the traffic was too light"
+    seen = SchedulerMachine.seen
+    assert min(seen[kind] for kind in ("preempted", "swapped")) > 20, f"the traffic was too light: {seen}"
+    assert min(seen[kind] for kind in ("evicted", "plain", "edited", "salted")) > 50, f"little was shared: {seen}"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -345,12 +425,12 @@ def test_plain_requests_give_way_before_traced_ones_and_the_latest_first() -> No
     assert first.num_preemptions <= last.num_preemptions
 
 
-def test_a_familys_prompt_is_computed_once() -> None:
+def test_a_familys_prompt_is_computed_once_but_for_its_last_page() -> None:
     sim = Simulation(num_pages=30, page_size=4, max_num_tokens=8, eos_rate=0)
     family = sim.add(19, 5, n=4)
     sim.run(100)
     tokens = {r.request_id: sum(s.num_scheduled_tokens.get(r.request_id, 0) for s in sim.steps) for r in family}
-    assert tokens == {r.request_id: (19 if r is family[0] else 1) + 5 - 1 for r in family}
+    assert tokens == {r.request_id: (19 if r is family[0] else 19 - 16) + 5 - 1 for r in family}
 
 
 @pytest.mark.parametrize("abort_leader_at", range(5))
@@ -434,6 +514,85 @@ def test_rows_and_requests_in_a_step_stay_within_their_limits() -> None:
     sim.step()
     assert len(sim.scheduler.running) == 3 and sim.rows.available_size() == 0
     sim.run(50)
+
+
+def admitted(sim: Simulation) -> list[str]:
+    """Requests in the order in which they were admitted first."""
+    return list(dict.fromkeys(new.request_id for step in sim.steps for new in step.scheduled_new_reqs))
+
+
+def test_lower_priorities_run_first_and_give_way_last() -> None:
+    sim = Simulation(num_pages=60, page_size=2, max_num_tokens=64, max_running=1, eos_rate=0)
+    requests = [sim.add(3, 2, priority=priority)[0] for priority in (5, 0, 7, 0, -1)]
+    sim.run(100)
+    assert admitted(sim) == [requests[i].request_id for i in (4, 1, 3, 0, 2)]
+    sim = Simulation(num_pages=9, page_size=1, max_num_tokens=16, eos_rate=0)
+    requests = [sim.add(2, 6, priority=priority)[0] for priority in (1, 0, 0)]
+    sim.run(200)
+    gave_way = [request_id for step in sim.steps for request_id in sorted(step.preempted_req_ids)]
+    assert gave_way[0] == requests[0].request_id
+
+
+def test_the_longest_known_prefix_goes_first_where_that_is_the_policy() -> None:
+    orders = {}
+    for order in ("fcfs", "lpm"):
+        sim = Simulation(num_pages=60, page_size=4, max_num_tokens=64, max_running=1, eos_rate=0, order=order)
+        sim.add(24, 1, shared=24)
+        sim.step()
+        lengths = [0, 8, 20, 12]
+        waiting = [sim.add(24, 2, shared=shared)[0].request_id for shared in lengths]
+        sim.run(100)
+        orders[order] = [lengths[waiting.index(rid)] for rid in admitted(sim)[1:]]
+    assert orders == {"fcfs": [0, 8, 20, 12], "lpm": [20, 12, 8, 0]}
+
+
+def test_a_request_without_a_known_prefix_is_overtaken_so_many_times_and_no_more() -> None:
+    sim = Simulation(num_pages=60, page_size=4, max_num_tokens=64, max_running=1, eos_rate=0, order="lpm")
+    sim.add(24, 1, shared=24)
+    sim.step()
+    (cold,) = sim.add(20, 1)
+    for _ in range(MAX_OVERTAKEN + 40):
+        sim.add(24, 1, shared=20)
+        sim.add(24, 1, shared=20)
+        sim.step()
+        if cold.finished:
+            break
+    assert cold.finished and cold.num_overtaken == MAX_OVERTAKEN
+
+
+def test_what_was_preempted_is_computed_from_what_the_cache_kept_and_admission_does_not_thrash() -> None:
+    found = {}
+    for caching in (True, False):
+        sim = Simulation(num_pages=24, page_size=2, max_num_tokens=32, eos_rate=0, caching=caching)
+        for _ in range(4):
+            sim.add(6, 14)
+        sim.run(300)
+        found[caching] = sum(step.total_num_scheduled_tokens for step in sim.steps)
+        assert 0 < sim.scheduler.num_preempted <= 4
+    assert 4 * (6 + 14 - 1) <= found[True] < found[False]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_failed_step_leaves_no_page_that_was_not_written(seed: int) -> None:
+    """Its prompts start again, or have ended; the oracle would see pages that nothing was written to."""
+    sim = Simulation(num_pages=40, page_size=2, max_num_tokens=12, eos_rate=0, seed=seed)
+    rng = random.Random(seed)
+    for _ in range(12):
+        sim.add(rng.randrange(4, 30), 6, shared=rng.choice([0, 10, 30]), n=rng.choice([1, 2]))
+    for _ in range(60):
+        if rng.random() < 0.6:
+            sim.step()
+            continue
+        step = sim.scheduler.schedule()
+        sim.reported |= step.finished_req_ids
+        for entry in step.scheduled:
+            if rng.random() < 0.3:
+                sim.scheduler.finish(sim.by_id[entry.request_id], "error")
+        sim.scheduler.failed(step)
+        sim.reported -= step.finished_req_ids
+        sim.scheduler.check_integrity()
+    sim.run(sim.limit())
+    assert any(request.finish_reason == "length" for request in sim.requests)
 
 
 def lose_a_page(sim: Simulation, request: Request) -> None:

@@ -264,7 +264,7 @@ def test_an_invoke_without_a_prompt_needs_another_with_one(lm: LM) -> None:
 def test_a_prompt_that_cannot_fit_one_pass_names_the_setting(lm_of) -> None:
     lm = lm_of("llama", max_num_tokens=8)
     with pytest.raises(
-        PromptError, match=r"9 tokens; a traced prompt runs in one pass, .* holds 8: raise max_num_tokens"
+        PromptError, match=r"9 tokens; a traced prompt runs in one pass, .* holds 8: raise max_num_tokens to at least 9"
     ):
         with lm.trace([1] * 9):
             lm.model.layers[0].output.save()

@@ -83,7 +83,7 @@ def run_cpu(
     console = Console()
     _warn_if_busy(console, machine["load_average_before"])
     console.print(f"Loading {model} ...")
-    lm = LM(model, dtype=dtype, device="cpu", load_format=load_format)
+    lm = LM(model, dtype=dtype, device="cpu", load_format=load_format, enable_prefix_caching=False)
     with lm:
         # On the engine's thread: OpenMP workers of a second thread would slow down both sides.
         reference = lm.engine.call(lambda: _transformers_model(lm))

@@ -89,7 +89,8 @@ class Model:
         settings = self.settings
         return LM(
             self.model, dtype=self.dtype, device=self.device, load_format=self.load_format, max_model_len=settings.longest,
-            max_running_requests=max(*settings.batches, PREFILL_PROMPTS), kv_cache_tokens=settings.kv_tokens, **options,
+            max_running_requests=max(*settings.batches, PREFILL_PROMPTS), kv_cache_tokens=settings.kv_tokens,
+            **{"enable_prefix_caching": False, **options},  # prompts are repeated
         )  # fmt: skip
 
 

@@ -35,6 +35,8 @@ class FinishedEvent:
     """What was captured (hooks.captures.activations.Activations), or None."""
     receipt: Any = None
     """What was applied (hooks.receipt.Receipt), or None."""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV was in the prefix cache."""
     error: BaseException | None = None
     warnings: list[str] = field(default_factory=list)
 

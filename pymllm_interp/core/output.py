@@ -57,6 +57,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finished: bool = True
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV was in the prefix cache; of the first completion."""
     warnings: list[str] = field(default_factory=list)
 
     @property

@@ -68,8 +68,10 @@ class Request:
     """Its pass runs with gradients, alone."""
     gang: list[Request] | None = None
     """Requests that are admitted, stepped and swapped together with this one, itself included."""
-    leader: Request | None = None
-    """The completion of the same prompt that computes the shared prefill, or None."""
+    priority: int = 0
+    """Requests with lower numbers are scheduled first."""
+    cache_salt: str | None = None
+    """Requests share KV with those of the same salt only."""
     stream: bool = False
     """Whether an event is emitted for each token."""
     stop_checker: StopChecker | None = None
@@ -88,12 +90,24 @@ class Request:
     """Row of the request table, while it runs."""
     pages: list[int] = field(default_factory=list)
     """KV pages, in order of position."""
+    num_shared_pages: int = 0
+    """The first of them belong to the prefix cache."""
     num_pages_sent: int = 0
     """Pages that the runner was told of in launched steps."""
     host_kv: Any = None
     """KV in host memory, while swapped out."""
     num_preemptions: int = 0
+    num_overtaken: int = 0
+    """Requests that were admitted before it, though they came later."""
     arrival: int = 0
+    prefix: Any = None
+    """What it shares (engine.prefix_sharing.Prefix), since it was first considered."""
+    num_launched_tokens: int = 0
+    """Positions that were computed at least once, in launched steps."""
+    num_cached_tokens: int = 0
+    """Positions whose KV was in the prefix cache when it was first admitted."""
+    not_reused: str = ""
+    """How much more the prefix cache had, and why it was computed again."""
 
     # Results, written by the engine.
     logprobs: list[dict[int, Logprob]] | None = None
@@ -139,6 +153,11 @@ class Request:
     def all_logits(self) -> bool:
         """Whether the logits of every position are asked for."""
         return self.forward_only or self.prompt_logits or self.params.prompt_logprobs is not None
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Positions that have KV, but for the last sampled token's, which may belong to a step that is dropped."""
+        return min(self.num_computed_tokens, self.prompt_len + max(len(self.output_token_ids) - 1, 0))
 
     @property
     def logits_from(self) -> int:

@@ -95,6 +95,8 @@ class SamplingParams:
     """Leave the stop string in the text."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    skip_reading_prefix_cache: bool = False
+    """Compute the whole prompt, whatever the prefix cache has of it."""
 
     def __post_init__(self) -> None:
         for spec in fields(self):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..core.closed import EngineClosedError
-from ..core.events import Event, FinishedEvent, Subscriber, TokenEvent
+from ..core.events import Event, Subscriber, TokenEvent
 from ..core.out_of_memory import is_out_of_memory
 from ..core.request import Request
 from ..core.step import ModelRunnerOutput, SchedulerOutput
@@ -29,7 +29,7 @@ from ..runner.async_output import AsyncOutput
 from ..runner.interp_model_runner import InterpModelRunner
 from .kv_manager import KVManager
 from .scheduler import Scheduler
-from .step_results import append_logprobs, out_of_memory_error, runner_counters
+from .step_results import append_logprobs, finished_event, out_of_memory_error, runner_counters
 from .step_times import StepPacing, StepTimes
 
 logger = logging.getLogger(__name__)
@@ -191,13 +191,12 @@ class Engine:
     def _initialize(self) -> None:
         runner = self.runner
         runner.initialize()
-        assert runner.req_to_token_pool and runner.token_to_kv_pool_allocator and runner.token_to_kv_pool
         runner.interleaver.watchdog = self._watchdog
         asked = runner.server_config.async_scheduling
         self._async = runner.device.startswith("cuda") if asked is None else asked
         if self._async:
             runner.interleaver.sync_previous_step = self._sync_previous_step
-        kv = KVManager(runner.req_to_token_pool, runner.token_to_kv_pool_allocator, runner.token_to_kv_pool)
+        kv = KVManager.of(runner)
         ring = runner.capture_ring
         admission = None if ring is None else ring.admission
         self.scheduler = Scheduler(runner.server_config, runner.max_num_tokens, kv, admission, self._pacing.times)
@@ -226,6 +225,8 @@ class Engine:
                 if self._released and not self._subscribers:
                     self._closing = EngineClosedError("the engine ended with its LM, which was deleted or replaced")
                     break
+                if logger.isEnabledFor(logging.DEBUG):
+                    self.scheduler.check_integrity()
                 self._wake.wait()
             commands = list(self._inbox)
             self._inbox.clear()
@@ -305,10 +306,10 @@ class Engine:
         """
         before, self._in_flight = self._in_flight, None
         if before is not None:
-            self._collect(*before, in_a_pass=True)
+            self._collect(*before)
             self.runner.drop_finished()
 
-    def _collect(self, step: SchedulerOutput, launched: AsyncOutput, in_a_pass: bool = False) -> None:
+    def _collect(self, step: SchedulerOutput, launched: AsyncOutput) -> None:
         """Read a step's tokens, append them, and end the requests that are complete."""
         requests = self.scheduler.requests
         try:
@@ -317,13 +318,14 @@ class Engine:
         except Exception as error:  # the device's: what the step computed is lost for all of its requests
             logger.warning("the tokens of a step could not be read: %r", error)
             self._pacing.forget()
+            self.scheduler.kv.reset_prefix_cache()
             self._fail([requests[e.request_id] for e in step.scheduled if e.request_id in requests], error)
             return
         if self._declared:
             self._count_step(step, output)
         if output.prompt_logprobs or any(output.logprobs):
             append_logprobs(requests, step, output)
-        ended = self.scheduler.update(step, output, in_a_pass)
+        ended = self.scheduler.update(step, output)
         if self._streaming:
             self._emit_tokens(step, output)
         for request in ended:
@@ -439,23 +441,7 @@ class Engine:
             request.error = request.error or error
         self._declared.discard(request.request_id)
         self._streaming.discard(request.request_id)
-        checker = request.stop_checker
-        self._emit(
-            request.request_id,
-            FinishedEvent(
-                request_id=request.request_id,
-                token_ids=request.output_token_ids,
-                finish_reason=request.finish_reason or "error",
-                stop_reason=request.stop_reason,
-                text_length=None if checker is None else checker.text_length,
-                logprobs=request.logprobs,
-                prompt_logprobs=request.prompt_logprobs,
-                activations=request.activations,
-                receipt=request.receipt,
-                error=request.error,
-                warnings=request.warnings,
-            ),
-        )
+        self._emit(request.request_id, finished_event(request))
         self._subscribers.pop(request.request_id, None)
 
     def _wake_up(self) -> None:

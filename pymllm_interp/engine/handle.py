@@ -179,6 +179,7 @@ class RequestHandle:
             if prompt_logprobs is None
             else [entry and decoded(entry, self._tokenizer) for entry in prompt_logprobs],
             finished=self.done,
+            num_cached_tokens=next((event.num_cached_tokens for event in ended), 0),
             warnings=list(dict.fromkeys(text for event in ended for text in event.warnings)),
         )
 

@@ -1,6 +1,11 @@
-"""KV pages and rows of live requests: the only owner of what is free and what is held.
+"""KV pages and rows of live requests: the only owner of what is free, what is held, and what the prefix cache keeps.
 
-Invariant (`check_integrity`): free pages and pages of live requests are all pages, disjoint, without page 0.
+A request's first `num_shared_pages` pages belong to the prefix cache, which it holds; the others are its own. A page is written
+by the request that it was given to, before it can be shared with a request of a later place in the same step or of a later
+step.
+
+Invariant (`check_integrity`): free pages, own pages of live requests and pages of the prefix cache are all pages, disjoint, without
+page 0.
 """
 
 from __future__ import annotations
@@ -13,21 +18,48 @@ from ..core.request import Request, RequestStatus
 from ..core.step import PageWrite
 from ..mem_cache.kv_pool import KVPool
 from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
+from ..mem_cache.radix_cache import Match, RadixCache
+from ..runner.interp_model_runner import InterpModelRunner
+from .prefix_sharing import PrefixSharing
 
 
 class KVManager:
-    """Gives pages and rows to requests, moves their KV to the host and back, and shares a prompt's KV.
+    """Gives pages and rows to requests, moves their KV to the host and back, and shares pages through the prefix cache.
 
     Args:
         rows: rows of the request table.
         allocator: pages of the pool.
         kv_pool: the K and V themselves.
+        sharing: what requests share; None: nothing.
+
+    Attributes:
+        sharing: the rules and counts of the prefix cache.
     """
 
-    def __init__(self, rows: ReqToTokenPool, allocator: TokenToKVPoolAllocator, kv_pool: KVPool) -> None:
+    def __init__(
+        self,
+        rows: ReqToTokenPool,
+        allocator: TokenToKVPoolAllocator,
+        kv_pool: KVPool,
+        sharing: PrefixSharing | None = None,
+    ) -> None:
         self.rows, self.allocator, self.kv_pool = rows, allocator, kv_pool
         self.page_size = allocator.page_size
+        self.sharing = sharing or PrefixSharing(RadixCache(self.page_size), enabled=False)
+        self._tree = self.sharing.tree
         self._changed: dict[str, Request] = {}
+        self._unwritten: set[int] = set()  # pages that entered the tree since the last launch
+        self._weights_are_known = False
+
+    @classmethod
+    def of(cls, runner: InterpModelRunner) -> KVManager:
+        """The pools of an initialised runner."""
+        rows, allocator, kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool_allocator, runner.token_to_kv_pool
+        assert rows is not None and allocator is not None and kv_pool is not None, "call initialize() first"
+        # With such RoPE the KV of a position depends on the length of its request.
+        enabled = runner.server_config.enable_prefix_caching and not runner.model_spec.rope_depends_on_length
+        version = lambda: 0 if runner.weights is None else runner.weights.version  # noqa: E731
+        return cls(rows, allocator, kv_pool, PrefixSharing(RadixCache(allocator.page_size), version, enabled))
 
     # -- pages -------------------------------------------------------------------------
 
@@ -35,16 +67,32 @@ class KVManager:
         """Pages that so many positions take."""
         return -(-num_tokens // self.page_size)
 
-    def fits(self, requests: list[Request]) -> bool:
-        """Whether pages are free for all tokens that the requests have so far."""
-        missing = sum([self.pages_for(r.num_tokens) - len(r.pages) for r in requests])
-        return missing <= self.allocator.available_pages()
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that are free, or can be evicted."""
+        return self.allocator.available_pages() + self._tree.num_evictable
+
+    def fits(self, requests: list[Request], spare: int = 0) -> bool:
+        """Whether there are pages for all tokens that the requests have so far, and `spare` more."""
+        missing = sum([self.pages_for(r.num_tokens) - len(r.pages) for r in requests]) + spare
+        if missing <= self.num_available_pages:
+            return True
+        matches = [match for r in requests if (match := self._match(r)) is not None]
+        missing -= sum([len(match.pages) - match.num_evictable for match in matches])
+        return missing <= self.num_available_pages
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """Positions of a waiting request whose KV is in the prefix cache and would be used."""
+        match = self._match(request)
+        return 0 if match is None else len(match.pages) * self.page_size
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Give the request pages for `num_tokens` positions in all. False, and nothing given: too few are free."""
+        """Give the request pages for `num_tokens` positions in all. False, and nothing given: too few are available."""
         missing = self.pages_for(num_tokens) - len(request.pages)
         if missing <= 0:
             return True
+        if (short := missing - self.allocator.available_pages()) > 0:
+            self.allocator.free_pages(self._tree.evict(short))
         pages = self.allocator.alloc_pages(missing)
         if pages is None:
             return False
@@ -53,24 +101,89 @@ class KVManager:
         return True
 
     def admit(self, request: Request) -> None:
-        """Give the request a row, and pages for the tokens that it has. `fits` must hold for it."""
+        """Give the request a row, and pages for the tokens that it has: known ones first. `fits` must hold for it."""
         row = self.rows.alloc()
         assert row is not None, "there are as many rows as running requests"
         request.req_pool_idx = row
+        match = self._match(request)
+        if match is not None:
+            request.prefix.node = self._tree.hold(match)
+            request.pages, request.num_shared_pages = list(match.pages), len(match.pages)
+            request.num_computed_tokens = len(match.pages) * self.page_size
         grown = self.grow(request, request.num_tokens)
         assert grown, "fits() counted the pages"
         self.resend(request)
 
-    def release(self, request: Request) -> None:
-        """Take back the request's row and pages. A second call does nothing."""
-        if request.pages:
-            self.allocator.free_pages(request.pages)
-            request.pages = []
-        request.num_pages_sent = 0
+    def _match(self, request: Request) -> Match | None:
+        if request.status is RequestStatus.SWAPPED:
+            return None
+        self._check_weights()
+        return self.sharing.match(request)
+
+    def withdraw(self, request: Request) -> None:
+        """Undo `admit`."""
+        self.release(request, keep=False)
+        request.num_computed_tokens = 0
+
+    def release(self, request: Request, keep: bool = True) -> None:
+        """Take back the request's row and pages. A second call does nothing.
+
+        Args:
+            keep: leave what it computed to the prefix cache.
+        """
+        first, prefix = request.num_shared_pages, request.prefix
+        own = request.pages[first:]
+        if prefix is not None and prefix.node is not None:
+            known = request.num_known_tokens // self.page_size
+            if keep and first < known and self._may_insert(request):
+                self.sharing.complete(request, prefix.key)
+                own = own[known - first :] + self._tree.insert(prefix.node, prefix.key, first, own[: known - first])
+            own += self._tree.release(prefix.node)
+            prefix.node = None
+        self.allocator.free_pages(own)
+        request.pages, request.num_shared_pages, request.num_pages_sent = [], 0, 0
         self._changed.pop(request.request_id, None)
         if request.req_pool_idx is not None:
             self.rows.free(request.req_pool_idx)
             request.req_pool_idx = None
+
+    # -- the prefix cache ------------------------------------------------------------------
+
+    def share(self, request: Request, stop: int) -> None:
+        """Give the full pages of the request's first `stop` positions to the prefix cache.
+
+        They are computed, or will be in the step that is being scheduled: requests that come after it may use them in that step,
+        because a layer writes the K and V of all rows before its attention reads any.
+        """
+        first, full = request.num_shared_pages, stop // self.page_size
+        if first < full and self._may_insert(request):
+            prefix, pages = request.prefix, request.pages[first:full]
+            prefix.node, taken = self._tree.extend(prefix.node, prefix.key, first, pages)
+            request.num_shared_pages += taken
+            self._unwritten.update(pages[:taken])
+
+    def _may_insert(self, request: Request) -> bool:
+        self._check_weights()
+        return self.sharing.may_insert(request)
+
+    def begin(self) -> None:
+        """Something is about to be scheduled, or read: the weights may have been edited since."""
+        self._weights_are_known = False
+
+    def _check_weights(self) -> None:
+        if not self._weights_are_known:
+            self._weights_are_known = True
+            if self.sharing.enabled and self.sharing.weights_changed():
+                self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all KV of requests that have ended. Those that run keep theirs."""
+        self.allocator.free_pages(self._tree.reset())
+
+    def discard_unwritten(self) -> None:
+        """The last scheduled step failed: what it was to write leaves the prefix cache. No request may hold it."""
+        self.allocator.free_pages(self._tree.discard(self._unwritten))
+        self._unwritten.clear()
 
     # -- what the runner is told -----------------------------------------------------------
 
@@ -88,6 +201,7 @@ class KVManager:
             if request.req_pool_idx is not None:
                 request.num_pages_sent = len(request.pages)
         self._changed = {rid: request for rid, request in self._changed.items() if request.req_pool_idx is None}
+        self._unwritten.clear()
 
     def resend(self, request: Request) -> None:
         """Tell the runner all pages of the request again."""
@@ -114,24 +228,6 @@ class KVManager:
         self.kv_pool.swap_in(self._slots(request, request.num_computed_tokens), request.host_kv)
         request.host_kv = None
 
-    def share_prefix(self, leader: Request, follower: Request) -> None:
-        """Copy the KV of the leader's prompt, without its last token, to a request with the same prompt.
-
-        Nothing is copied where the leader was preempted, where the follower has pages, or where no page is free.
-        """
-        shared = leader.prompt_len - 1 if leader.pages else 0
-        if shared and not follower.pages and self.grow(follower, shared):
-            self.kv_pool.copy(self._slots(leader, shared), self._slots(follower, shared))
-            follower.num_computed_tokens = shared
-
-    def drop_prefix(self, request: Request) -> bool:
-        """Take back the pages of a waiting request that shares a prefix. False: it has none."""
-        if not request.pages:
-            return False
-        self.release(request)
-        request.num_computed_tokens = 0
-        return True
-
     def _slots(self, request: Request, stop: int) -> np.ndarray:
         """[stop] int64."""
         return self.allocator.slots_of(request.pages, 0, stop)
@@ -139,15 +235,24 @@ class KVManager:
     # -- checks ------------------------------------------------------------------------------
 
     def check_integrity(self, running: Iterable[Request], idle: Iterable[Request]) -> None:
-        """Every page and row is free or held by one live request. Raises AssertionError otherwise."""
+        """Every page is free, in the prefix cache, or held by one live request. Raises AssertionError otherwise."""
         running, idle = list(running), list(idle)
-        live = [*running, *idle]
-        self.allocator.check_integrity([page for request in live for page in request.pages])
+        own = [page for request in running for page in request.pages[request.num_shared_pages :]]
+        kept = self._tree.pages()
+        self.allocator.check_integrity([*own, *kept])
+        self._tree.check_integrity(
+            [r.prefix.node for r in running if r.prefix is not None and r.prefix.node is not None]
+        )
         rows = [request.req_pool_idx for request in running]
         assert None not in rows and 0 not in rows and len(set(rows)) == len(rows), f"rows {rows}"
         assert self.rows.available_size() + len(rows) == self.rows.size, "rows leaked"
-        for request in live:
+        for request in running:
             held = len(request.pages) * self.page_size
-            assert request.num_computed_tokens <= held or request.status is RequestStatus.SWAPPED, request.request_id
-        wrong = [r.request_id for r in idle if r.req_pool_idx is not None]
-        assert not wrong, f"rows held by requests that do not run: {wrong}"
+            assert request.num_computed_tokens <= held, request.request_id
+            if request.num_shared_pages:
+                path = [page for node in reversed(list(request.prefix.node.path())) for page in node.pages]
+                assert path == request.pages[: request.num_shared_pages], f"{request.request_id} holds other pages"
+        wrong = [r.request_id for r in idle if r.req_pool_idx is not None or r.pages]
+        assert not wrong, f"rows or pages held by requests that do not run: {wrong}"
+        started = [r for r in idle if r.num_computed_tokens and r.status is not RequestStatus.SWAPPED]
+        assert not started, f"{[r.request_id for r in started]} wait, and have KV"

@@ -290,6 +290,10 @@ class LM(TraceCalls, ForwardCalls, TokenCalls):  # pyright: ignore[reportIncompa
         self._send([handle])
         return handle
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV that the prefix cache keeps. Edits of the weights do so by themselves."""
+        self.engine.call(lambda: self.engine.scheduler.kv.reset_prefix_cache())
+
     # -- life ----------------------------------------------------------------------------
 
     def shutdown(self) -> None:

@@ -35,7 +35,7 @@ from .pipe import GeneratedText
 from .prompt_batch import prompts_of, repeated
 from .prompts import params_for, rendered, warn_of_flat_list
 from .request_limits import max_tokens_of
-from .request_options import RequestOptions, check_trace_options
+from .request_options import RequestOptions, check_trace_options, checked_salt, priorities_of
 
 FORWARD = SamplingParams(temperature=0.0, max_tokens=1)
 """Sampling parameters of a trace's single pass, for blocks that read `lm.samples`."""
@@ -148,6 +148,7 @@ class RequestFactory:
             if any(spec.site == LOGITS for specs in captures for spec in specs):
                 raise PromptError("capture: the logits of all positions are captured in any case; leave them out")
             captures = [[*specs, PROMPT_LOGITS] for specs in captures]
+        priorities, salt = priorities_of(options.get("priority"), len(prompts)), checked_salt(options.get("cache_salt"))
         found: list[tuple[str | None, list[Request]]] = []
         for i, (prompt, param, what) in enumerate(zip(prompts, params, names, strict=True)):
             text, ids = self.tokens(prompt, what)
@@ -159,6 +160,7 @@ class RequestFactory:
             requests = self.requests(ids, param, what=what, timeout=options.get("timeout"), traced=traces is not None)
             for request in requests:
                 request.stream, request.prompt_logits = stream, prompt_logits
+                request.priority, request.cache_salt = priorities[i], salt
                 if traces is not None:
                     request.trace = traces()
                     request.alone = request.trace.options.alone
@@ -206,7 +208,6 @@ class RequestFactory:
                     deadline=None if timeout is None else time.monotonic() + timeout,
                     eos_token_ids=stops,
                     forward_only=forward_only,
-                    leader=requests[0] if requests else None,
                     logprobs=None if params.logprobs is None else [],
                     prompt_logprobs=None if params.prompt_logprobs is None or index else [None],
                     stop_checker=StopStrings(self.tokenizer, params) if params.stop_strings else None,
@@ -387,7 +388,8 @@ class RequestFactory:
         Args:
             sampling: what the keywords of the trace's other prompts came to, which are most often the same objects.
         """
-        timeout = kwargs.pop("timeout", None)
+        timeout, (priority,) = kwargs.pop("timeout", None), priorities_of(kwargs.pop("priority", None), 1)
+        checked_salt(kwargs.pop("cache_salt", None))  # a trace shares no KV
         _, ids = self.tokens(prompt, what)
         if mode == "trace":
             check_trace_options(kwargs.keys() - IGNORED)
@@ -407,6 +409,7 @@ class RequestFactory:
         if params.n > 1:
             raise PromptError(f"{what} asks for n={params.n}: a trace follows one generation; use one invoke for each")
         (request,) = self.requests(ids, params, what=what, timeout=timeout, traced=True, forward_only=mode == "trace")
+        request.priority = priority
         return request
 
 

@@ -48,7 +48,7 @@ def max_tokens_of(
     if (traced or forward_only) and length > limits.max_num_tokens:
         raise PromptError(
             f"{what} has {length} tokens; a traced prompt runs in one pass, and a pass holds "
-            f"{limits.max_num_tokens}: raise max_num_tokens when the LM is made"
+            f"{limits.max_num_tokens}: raise max_num_tokens to at least {length} when the LM is made"
         )
     if params.stop_strings and tokenizer is None:
         raise PromptError(f"{what}: stop strings need a tokenizer, and this model has none: use stop_token_ids")

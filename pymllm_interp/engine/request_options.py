@@ -7,8 +7,9 @@ from difflib import get_close_matches
 from typing import Any, TypedDict
 
 from ..core import unsupported
-from ..core.arguments import check_names
+from ..core.arguments import PromptError, check_names
 from ..core.sampling_params import ALIASES, ELSEWHERE, SamplingParams
+from ..hooks.positions import is_whole
 
 
 class RequestOptions(TypedDict, total=False):
@@ -16,6 +17,10 @@ class RequestOptions(TypedDict, total=False):
 
     timeout: float | None
     """Seconds, after which the request ends with finish_reason "timeout"."""
+    priority: int | list[int]
+    """Requests with lower numbers are scheduled first, and preempted last; 0 by default. A list has one for each prompt."""
+    cache_salt: str | None
+    """Requests share KV through the prefix cache only with requests of the same salt."""
     edits: list[str] | None
     """Names of the persistent edits that apply; None: all."""
     interventions: Any
@@ -52,6 +57,25 @@ def check_options(who: str, given: Iterable[str], elsewhere: Mapping[str, str] |
                 "keywords they belong to `with lm.generate(prompt, ...) as tracer:`"
             )
         check_names(who, [name], OPTIONS, hints)
+
+
+def priorities_of(given: Any, prompts: int) -> list[int]:
+    """One priority for each prompt.
+
+    Raises:
+        PromptError: no whole numbers, or not one for each prompt.
+    """
+    found = list(given) if isinstance(given, list | tuple) else [given or 0] * prompts
+    if len(found) != prompts or not all(is_whole(priority) for priority in found):
+        raise PromptError(f"priority={given!r}: a whole number is expected, or one for each of the {prompts} prompts")
+    return found
+
+
+def checked_salt(given: Any) -> str | None:
+    """The `cache_salt`. Raises PromptError, unless it is a string that is not empty, or None."""
+    if given is not None and not (isinstance(given, str) and given):
+        raise PromptError(f"cache_salt={given!r}: a string that is not empty is expected, or None")
+    return given
 
 
 def check_trace_options(given: Iterable[str]) -> None:

@@ -1,16 +1,17 @@
 """Which requests take part in the next step, and with how many tokens.
 
 Continuous batching over a paged KV pool. A step holds every decoding request and, with the rest of its token budget, prompts:
-in chunks, but for traced requests, whose prompt runs in one pass. When the pool is full, the latest request is preempted:
-a plain one is recomputed later, the KV of a traced one is swapped to host memory and back. A request whose captures find no
-room in the ring skips the step; no other request does.
+in chunks, but for traced requests, whose prompt runs in one pass. A prompt starts after the pages that the prefix cache has.
+When the pool is full, the latest request is preempted: a plain one goes on later from what the prefix cache kept, the KV of
+a traced one is swapped to host memory and back. A request whose captures find no room in the ring skips the step; no other
+request does.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -22,13 +23,14 @@ from ..hooks.captures.admission import RingAdmission
 from .alone import AloneTurns
 from .kv_manager import KVManager
 from .step_times import StepTimes
+from .waiting_queue import WaitingQueue
 
 
 class Scheduler:
     """Queues of live requests, and the step that each takes part in.
 
     Args:
-        config: `schedule_policy`, `max_running_requests` and `max_itl_ms` are read.
+        config: `schedule_policy`, `scheduling_policy`, `max_running_requests` and `max_itl_ms` are read.
         max_num_tokens: upper bound of a step's token rows.
         kv: pages and rows of the requests.
         ring_admission: reserves room for captured states in the ring; None where captures need none.
@@ -53,13 +55,12 @@ class Scheduler:
         self.kv = kv
         self.ring_admission, self._times = ring_admission, times
         self.requests: dict[str, Request] = {}
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue(config.scheduling_policy, kv.num_cached_tokens)
         self.running: list[Request] = []
         self.swapped: list[Request] = []
         self.lost: list[Request] = []
         self.num_preempted = self.num_swapped = 0
         self._alone = AloneTurns()
-        self._leaders: list[Request] = []
         self._arrivals = 0
         self._entering: dict[str, Request] = {}
         self._accepted: list[AcceptedToken] = []
@@ -75,7 +76,7 @@ class Scheduler:
         for request in requests:
             request.arrival = self._arrivals
             self._arrivals += 1
-            self.waiting.append(request)
+            self.waiting.add(request)
             self.requests[request.request_id] = request
             self._alone.add(request)
 
@@ -88,15 +89,16 @@ class Scheduler:
         """Whether any request is live."""
         return bool(self.running or self.swapped or self.waiting)
 
-    def counters(self) -> dict[str, int]:
-        """Requests in each state, free KV slots, and preemptions so far."""
+    def counters(self) -> dict[str, Any]:
+        """Requests in each state, available KV slots, preemptions so far, and the prefix cache's counts."""
         return {
             "running": len(self.running),
             "waiting": len(self.waiting),
             "swapped": len(self.swapped),
-            "free_kv_tokens": self.kv.allocator.available_size(),
+            "free_kv_tokens": self.kv.num_available_pages * self.kv.page_size,
             "preempted": self.num_preempted,
             "moved_to_host": self.num_swapped,
+            "prefix_cache": self.kv.sharing.stats(),
         }
 
     @property
@@ -110,7 +112,7 @@ class Scheduler:
             return
         queue = {RequestStatus.RUNNING: self.running, RequestStatus.SWAPPED: self.swapped}.get(request.status)
         (self.waiting if queue is None else queue).remove(request)
-        self._release(request)
+        self._release(request, keep=reason != "error")
         request.host_kv = None
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
@@ -125,10 +127,9 @@ class Scheduler:
 
         The step is empty where nothing can be done before tokens of launched steps have been read, or captured states have left.
         """
-        while self._leaders:
-            self._share_prefix(self._leaders.pop(0))
+        self.kv.begin()
         step = self._pick()
-        while not step.scheduled and (self._decodes_wait or (not self.waits_for_room and self._drop_prefixes())):
+        while not step.scheduled and self._decodes_wait:
             step = self._pick()
         step.scheduled_new_reqs = [request.entering() for request in self._entering.values()]
         step.page_writes = self.kv.page_writes()
@@ -196,11 +197,10 @@ class Scheduler:
 
     def _admissible_head(self) -> list[Request] | None:
         """The requests to admit next, if rows and pages suffice and no request is swapped out; else None."""
-        for request in () if self.swapped else self.waiting:
-            if not self._waits_for_leader(request):
-                unit = self._unit(request)
-                return unit if self._can_admit(unit) and self._ring_fits(unit) else None
-        return None
+        if self.swapped or not self.waiting:
+            return None
+        unit = self._unit(self.waiting.in_order()[0])
+        return unit if self._can_admit(unit) and self._ring_fits(unit) else None
 
     def _schedule_decodes(self, step: SchedulerOutput, budget: int, decoding: list[Request]) -> int:
         decoding = sorted(decoding, key=attrgetter("arrival"))
@@ -224,6 +224,9 @@ class Scheduler:
             if tokens and request.status is RequestStatus.RUNNING and self._ensure_pages(request, tokens, step):
                 step.scheduled.append(request.scheduled(tokens))
                 budget -= tokens
+        for entry in step.scheduled:  # now that no part of the step is taken back
+            if not entry.decodes:
+                self.kv.share(self.requests[entry.request_id], entry.start + entry.num_tokens)
         return budget
 
     def _schedule_swapped(self, step: SchedulerOutput, budget: int, swapped: list[Request]) -> int:
@@ -235,7 +238,8 @@ class Scheduler:
             if not self._reserve_ring([(member, 1) for member in unit]):
                 continue
             for member in unit:
-                self._admit(member)
+                self.kv.admit(member)
+                self._enter(member)
                 if not self._try_swap(member, self.kv.swap_in):
                     _drop(step, unit)
                     break
@@ -244,43 +248,52 @@ class Scheduler:
         return budget
 
     def _schedule_waiting(self, step: SchedulerOutput, budget: int) -> None:
-        for request in list(self.waiting):
+        for request in self.waiting.in_order():
             if budget <= 0 or self.swapped:
                 return
-            if request.status is not RequestStatus.WAITING or self._waits_for_leader(request):
+            if request.status is not RequestStatus.WAITING:
                 continue
             unit = self._unit(request)
-            needed = sum(r.num_tokens_left for r in unit)
             whole = request.trace is not None or len(unit) > 1
             if (
-                (whole and needed > budget + self._beyond_target)
+                (whole and sum(r.num_tokens_left for r in unit) > budget + self._beyond_target)
                 or not self._can_admit(unit)
                 or (request.alone and step.scheduled)
             ):
                 return  # first come, first served
-            room = self._reserve_ring([(r, min(r.num_tokens_left, budget)) for r in unit], whole)
-            if not room:
-                continue
             for member in unit:
+                self.kv.admit(member)
+            room = self._reserve_ring([(r, min(r.num_tokens_left, budget)) for r in unit], whole)
+            for member in unit:
+                if not room:
+                    self.kv.withdraw(member)
+                    continue
                 tokens = member.num_tokens_left if whole else room
-                self._admit(member)
+                self.kv.sharing.admitted(member, member.num_computed_tokens)
+                self._enter(member)
                 step.scheduled.append(member.scheduled(tokens))
+                self.kv.share(member, member.num_computed_tokens + tokens)
                 budget -= tokens
-            if request.alone:
+            if room and request.alone:
                 return
 
     def _can_admit(self, unit: list[Request]) -> bool:
         """Whether rows and pages are free for all tokens that the requests have so far, and the host knows the tokens.
 
-        A request that was preempted a step after it sampled waits until its token has been read.
+        A request that was preempted a step after it sampled waits until its token has been read. One that was preempted also
+        waits for a page for each running request, so that it is not preempted again at once.
         """
         if any(r.num_pending for r in unit):
             return False
-        return len(self.running) + len(unit) <= self.max_running and self.kv.fits(unit)
+        spare = len(self.running) if any(r.num_preemptions for r in unit) else 0
+        return len(self.running) + len(unit) <= self.max_running and self.kv.fits(unit, spare)
 
-    def _admit(self, request: Request) -> None:
-        self.kv.admit(request)
-        (self.swapped if request.status is RequestStatus.SWAPPED else self.waiting).remove(request)
+    def _enter(self, request: Request) -> None:
+        """An admitted request runs."""
+        if request.status is RequestStatus.SWAPPED:
+            self.swapped.remove(request)
+        else:
+            self.waiting.admit(request)
         request.status = RequestStatus.RUNNING
         self.running.append(request)
         self._entering[request.request_id] = request
@@ -326,37 +339,34 @@ class Scheduler:
         del self._accepted[: len(step.accepted)]
 
     def failed(self, step: SchedulerOutput) -> None:
-        """A step's pass failed: requests of it that still run enter the runner's table anew."""
+        """A step's pass failed: requests of it that still run enter the runner's table anew, and prompts wait again."""
         for entry in step.scheduled:
             request = self.requests.get(entry.request_id)
-            if request is not None and request.status is RequestStatus.RUNNING:
+            if request is None or request.status is not RequestStatus.RUNNING:
+                continue
+            if request.trace is not None or (entry.decodes and request.request_id not in self._entering):
                 self._entering[request.request_id] = request
                 self.kv.resend(request)
+            else:
+                self._put_back(request)
+        self.kv.discard_unwritten()
         # The pass may have failed before the runner read them. It ignores ids that it does not know.
         self._finished_ids |= step.finished_req_ids
         self._preempted_ids |= step.preempted_req_ids - self._entering.keys()
 
-    def update(self, step: SchedulerOutput, output: ModelRunnerOutput, in_a_pass: bool = False) -> list[Request]:
+    def update(self, step: SchedulerOutput, output: ModelRunnerOutput) -> list[Request]:
         """Append the tokens of a step that was `launched`. Returns the requests that ended with it.
 
         Steps are taken in the order in which they were launched. Rows of requests that ended since are dropped.
-
-        Args:
-            in_a_pass: the next step's pass is launched in part. It may yet write to pages that are released here, so they are
-                given to no request before the whole pass has been launched.
         """
+        self.kv.begin()
         ended = []
         for entry, token in zip(step.scheduled, output.sampled_token_ids, strict=True):
             request = self.requests.get(entry.request_id)
             if request is None:
                 continue
             request.num_pending -= entry.samples
-            leads = token is not None and not request.output_token_ids and request.params.n > 1
             reason = self._take(request, token, output)
-            if leads and in_a_pass:
-                self._leaders.append(request)
-            elif leads:
-                self._share_prefix(request)
             if reason is not None:
                 self.finish(request, reason)
                 ended.append(request)
@@ -386,19 +396,6 @@ class Scheduler:
             return "stop"
         return "length" if count >= request.max_tokens else None
 
-    def _share_prefix(self, leader: Request) -> None:
-        """Give the completions that wait for this prompt its KV: they start at its last token."""
-        for request in self.waiting:
-            if request.leader is leader:
-                request.leader = None
-                self.kv.share_prefix(leader, request)
-
-    @staticmethod
-    def _waits_for_leader(request: Request) -> bool:
-        if request.leader is not None and request.leader.finished:
-            request.leader = None
-        return request.leader is not None
-
     # -- preemption ---------------------------------------------------------------------------
 
     def _ensure_pages(self, request: Request, tokens: int, step: SchedulerOutput) -> bool:
@@ -410,35 +407,39 @@ class Scheduler:
         return True
 
     def _victim(self) -> Request:
-        """The request to preempt: a waiting one that holds pages, else the latest plain one, else the latest traced one."""
-        holding = [r for r in self.waiting if r.pages]
+        """The request to preempt: the latest of the lowest priority, of the plain ones if there are any."""
         plain = [r for r in self.running if r.trace is None]
-        candidates = holding or plain or self.running
-        return max(candidates, key=lambda r: r.arrival)
+        return max(plain or self.running, key=lambda r: (r.priority, r.arrival))
 
     def _preempt(self, request: Request, step: SchedulerOutput) -> None:
         """Preempt a request, with the other requests of its gang."""
         for member in self._unit(request):
-            if member.status is RequestStatus.WAITING:
-                self.kv.drop_prefix(member)
             if member.status is not RequestStatus.RUNNING:
                 continue
             _drop(step, [member])
             if member.trace is not None and not self._try_swap(member, self.kv.swap_out):
                 return  # it has ended, with its gang
-            self.running.remove(member)
-            self._release(member)
             member.num_preemptions += 1
-            self._preempted_ids.add(member.request_id)
             if member.trace is None:
-                member.num_computed_tokens = 0
-                member.status = RequestStatus.WAITING
-                self.waiting.appendleft(member)
+                self._put_back(member)
                 self.num_preempted += 1
             else:
+                self.running.remove(member)
+                self._release(member)
+                self._preempted_ids.add(member.request_id)
                 member.status = RequestStatus.SWAPPED
                 self.swapped.append(member)
                 self.num_swapped += 1
+
+    def _put_back(self, request: Request) -> None:
+        """Let a plain request wait for its admission again. The prefix cache keeps what it computed."""
+        self.running.remove(request)
+        self._release(request)
+        self._preempted_ids.add(request.request_id)
+        request.num_launched_tokens = max(request.num_launched_tokens, request.num_computed_tokens)
+        request.num_computed_tokens = 0
+        request.status = RequestStatus.WAITING
+        self.waiting.add(request)
 
     def _try_swap(self, request: Request, swap: Callable[[Request], None]) -> bool:
         """Swap the request's KV out or in. False: no memory for it, and the request ends, with its gang."""
@@ -460,15 +461,9 @@ class Scheduler:
             self.lost.append(member)
         return False
 
-    def _drop_prefixes(self) -> bool:
-        """Release the pages of a waiting request that shares a prefix. False: none has any, or pending tokens may end others."""
-        if any(request.num_pending for request in self.live):
-            return False
-        return any(map(self.kv.drop_prefix, reversed(self.waiting)))
-
-    def _release(self, request: Request) -> None:
+    def _release(self, request: Request, keep: bool = True) -> None:
         self._entering.pop(request.request_id, None)
-        self.kv.release(request)
+        self.kv.release(request, keep)
 
     @staticmethod
     def _unit(request: Request) -> list[Request]:

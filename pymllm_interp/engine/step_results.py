@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..core.events import FinishedEvent
 from ..core.output import Logprob
 from ..core.request import Request
 from ..core.step import ModelRunnerOutput, SampledLogprobs, SchedulerOutput
@@ -37,6 +38,25 @@ def append_logprobs(requests: Mapping[str, Request], step: SchedulerOutput, outp
             # A preempted request computes positions again; entries that it has are kept.
             known = len(request.prompt_logprobs) - 1
             request.prompt_logprobs.extend(logprobs_by_token(e) for e in found[max(0, known - entry.start) :])
+
+
+def finished_event(request: Request) -> FinishedEvent:
+    """The last event of a request that has ended."""
+    checker = request.stop_checker
+    return FinishedEvent(
+        request_id=request.request_id,
+        token_ids=request.output_token_ids,
+        finish_reason=request.finish_reason or "error",
+        stop_reason=request.stop_reason,
+        text_length=None if checker is None else checker.text_length,
+        logprobs=request.logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        activations=request.activations,
+        receipt=request.receipt,
+        num_cached_tokens=request.num_cached_tokens,
+        error=request.error,
+        warnings=request.warnings,
+    )
 
 
 def runner_counters(runner: InterpModelRunner) -> dict[str, Any]:

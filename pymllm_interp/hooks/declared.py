@@ -18,6 +18,7 @@ from .captures.captures import Captures
 from .captures.spec import Capture
 from .interventions.knockout import BoundKnockout, Intervention, Knockout, bind_knockouts
 from .interventions.op import Op
+from .kv_edits import KVEdits
 from .positions import Window
 from .receipt import Applied, Captured
 from .site import Site
@@ -157,6 +158,7 @@ class Declared:
         held: keys of these rows.
         fires: of gates.
         knockouts: edges of attention that are cut.
+        kv_edits: what of this changes the KV.
     """
 
     ops: dict[int, list[PlacedOp]]
@@ -167,6 +169,7 @@ class Declared:
     held: list[bytes] = field(default_factory=list)
     fires: Fires = field(default_factory=dict)
     knockouts: Sequence[BoundKnockout] = ()
+    kv_edits: KVEdits = field(default_factory=lambda: KVEdits({}, (), 1))
 
     @classmethod
     def of(
@@ -215,12 +218,25 @@ class Declared:
                     f"{limits.max_interventions_per_site} are held (max_interventions_per_site): raise it, or use fewer runs"
                 )
         captured = _captures(captures, model, prompt_len, limits, longest, logits_from)
-        return cls(ops, captured, prompt_len, logits_from, knockouts=knockouts)
+        edits = KVEdits(ops, knockouts, model.num_hidden_layers)
+        return cls(ops, captured, prompt_len, logits_from, knockouts=knockouts, kv_edits=edits)
 
     @property
     def edits_logits(self) -> bool:
         """Whether an op acts at the logits."""
         return any(found[0].site.kind == LOGITS for found in self.ops.values())
+
+    def first_observed(self, start: int) -> tuple[int | None, str]:
+        """The first position from `start` on that must be computed to be captured or counted, and why; (None, "") for none.
+
+        The receipt counts the rows on which a gate fired.
+        """
+        captured = None if self.captures is None else self.captures.first_position(start)
+        gated = [w.start + w.among(0, start) * w.step for op in self if op.spec.when is not None
+                 for w in op.windows if w.stop is None or w.stop > start]  # fmt: skip
+        if gated and (captured is None or min(gated) < captured):
+            return min(gated), "a gate is counted"
+        return captured, "" if captured is None else "captured"
 
     def activations(self, token_ids: list[int]) -> Activations | None:
         """The captured states of the positions of `token_ids`; None without captures."""

@@ -134,7 +134,6 @@ class DeclaredStage:
             specs, self.model, request.prompt_len, self.limits, captures, longest, request.logits_from
         )
         if declared.captures is not None:
-            request.leader = None  # its prompt is captured, so it is computed
             if request.trace is None or not request.trace.grad:
                 self.check_room([(request, declared)], "this request")
         return declared
@@ -197,8 +196,9 @@ class DeclaredStage:
         counted = request.prompt_len + len(request.output_token_ids) - 1  # even if preempted since
         if not request.output_token_ids:
             counted = min(request.num_computed_tokens, request.prompt_len)
-        request.receipt.interventions = declared.applied(counted)
-        request.receipt.preemptions = request.num_preemptions
+        receipt = request.receipt
+        receipt.interventions, receipt.preemptions = declared.applied(counted), request.num_preemptions
+        receipt.num_cached_tokens, receipt.not_reused = request.num_cached_tokens, request.not_reused
         token_ids = (request.prompt_token_ids + request.output_token_ids)[:counted]
         arrived: Future[Activations | None] = Future()
 

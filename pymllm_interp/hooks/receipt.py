@@ -76,6 +76,10 @@ class Receipt(_Brief):
     """Number of edits that held NaN."""
     preemptions: int = 0
     """Number of times that the request was preempted."""
+    num_cached_tokens: int = 0
+    """Number of prompt tokens whose KV was in the prefix cache."""
+    not_reused: str = ""
+    """How many tokens more the prefix cache had, and why they were computed again."""
 
     @property
     def warnings(self) -> list[str]:

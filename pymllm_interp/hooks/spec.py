@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 from numbers import Real
@@ -66,9 +66,17 @@ class Spec:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the content, vectors included: 64 hexadecimal digits."""
+        return self._digest()
+
+    @cached_property
+    def effect(self) -> str:
+        """`fingerprint` without the place: equal for specs that do the same to a state, whatever their sites and positions."""
+        return self._digest(without=("site", "positions", "missing"))
+
+    def _digest(self, without: Sequence[str] = ()) -> str:
         digest = hashlib.sha256(type(self).__name__.encode())
         for name, value in self._content():
-            if name in _LATER and value == _LATER[name]:
+            if name in without or (name in _LATER and value == _LATER[name]):
                 continue
             if isinstance(value, Tensor):
                 value = (tuple(value.shape), hashlib.sha256(value.numpy().tobytes()).hexdigest())

@@ -159,7 +159,7 @@ class CudaGraphRunner:
     @torch.no_grad()
     def capture(self) -> None:
         """Capture every size, largest first: smaller graphs reuse its memory."""
-        started, free = time.perf_counter(), _free_memory(self.device)
+        started, free = time.perf_counter(), free_memory(self.device)
         self.pool = get_global_graph_memory_pool()
         if self.device.startswith("cuda") and (self.pool is None or not _has_graphs(self.pool)):
             self.pool = torch.cuda.graph_pool_handle()
@@ -170,9 +170,9 @@ class CudaGraphRunner:
             self.attn_backend.init_cuda_graph_state(self.max_bs)
             with graph_capture.freeze_gc(), model_capture_mode(self.model_runner):
                 for bs in reversed(self.capture_bs):
-                    before = _free_memory(self.device)
+                    before = free_memory(self.device)
                     self._capture_one(bs)
-                    logger.debug("graph of %d rows: %.1f MiB", bs, (before - _free_memory(self.device)) / 2**20)
+                    logger.debug("graph of %d rows: %.1f MiB", bs, (before - free_memory(self.device)) / 2**20)
         except Exception as error:  # also errors of Triton's compiler, which are no RuntimeErrors
             self.shutdown()
             set_global_graph_memory_pool(None)  # it may be broken; captured graphs keep it
@@ -185,7 +185,7 @@ class CudaGraphRunner:
                     "disable_cuda_graph=True"
                 ) from error
             raise
-        self.memory_usage = max(0, free - _free_memory(self.device))
+        self.memory_usage = max(0, free - free_memory(self.device))
         logger.info(
             "captured %d decode graphs (up to %d rows) in %.1f s, %.0f MiB",
             len(self.graphs), self.max_bs, time.perf_counter() - started, self.memory_usage / 2**20,
@@ -294,6 +294,6 @@ def _has_graphs(pool: tuple | None) -> bool:
     return any(user.graphs and user.pool == pool for user in _pool_users)
 
 
-def _free_memory(device: str) -> int:
+def free_memory(device: str) -> int:
     """Free bytes of the device; 0 off CUDA."""
     return torch.cuda.mem_get_info()[0] if device.startswith("cuda") else 0

@@ -5,6 +5,7 @@
 | nothing | idle: no forward pass |
 | no block that waits for a module of this pass | plain: `forward_fused`, no module is called |
 | the same, in a decode pass that was captured | replay: `forward_fused`, as a CUDA graph |
+| the same, in a prefill or mixed pass that was captured | replay: `forward_fused`, as CUDA graphs between its attention layers |
 | a block that waits for a module of this pass | modules: `forward`, module by module |
 | the same, in a decode pass that was captured | segments: `forward`, with CUDA graphs between the blocks |
 | a request that asks for transformers' own attention, or for hidden states | modules |

@@ -31,7 +31,7 @@ from ..core.forward_batch import ForwardBatch, ForwardMode
 from ..core.step import LogitsProcessorOutput
 from ..layers.edits.table import TableOps
 from . import graph_capture
-from .cuda_graph_runner import GraphOwner
+from .cuda_graph_runner import GraphOwner, free_memory
 from .graph_capture import Pieces, model_capture_mode
 
 logger = logging.getLogger(__name__)
@@ -122,8 +122,10 @@ class PrefillGraphs:
     @torch.no_grad()
     def _capture(self) -> None:
         """Capture every size, largest first: smaller graphs reuse its memory."""
-        started, free = time.perf_counter(), _free_memory(self.model_runner.device)
-        pool, size = graph_capture.get_global_graph_memory_pool(), self.sizes[-1]
+        started, free = time.perf_counter(), free_memory(self.model_runner.device)
+        on_cuda, size = self.model_runner.device.startswith("cuda"), self.sizes[-1]
+        # A pool of their own: tensors live from one graph to the next, and another engine may replay its graphs in between.
+        pool = torch.cuda.graph_pool_handle() if on_cuda else None
         try:
             with graph_capture.freeze_gc(), model_capture_mode(self.model_runner):
                 for size in reversed(self.sizes):
@@ -131,7 +133,6 @@ class PrefillGraphs:
             self._warm_attention_up()
         except Exception as error:  # also errors of Triton's compiler, which are no RuntimeErrors
             self.shutdown()
-            graph_capture.set_global_graph_memory_pool(None)  # it may be broken; captured graphs keep it
             clear_frames(error.__traceback__)  # the frames hold the model, and the caller may keep the error
             if isinstance(error, RuntimeError):
                 raise RuntimeError(
@@ -140,7 +141,7 @@ class PrefillGraphs:
                     f"prefill_graph_tokens (now {self.sizes[-1]}; 0: none); (3) no graphs at all: disable_cuda_graph=True"
                 ) from error
             raise
-        self.memory_usage = max(0, free - _free_memory(self.model_runner.device))
+        self.memory_usage = max(0, free - free_memory(self.model_runner.device))
         logger.info(
             "captured prefill graphs of %d sizes (up to %d rows) in %.1f s, %.0f MiB",
             len(self.sizes), self.sizes[-1], time.perf_counter() - started, self.memory_usage / 2**20,
@@ -196,7 +197,3 @@ class PrefillGraphs:
             return runner.get_model().decoder_fused(input_ids, positions, batch)
 
         return run
-
-
-def _free_memory(device: str) -> int:
-    return torch.cuda.mem_get_info()[0] if device.startswith("cuda") else 0

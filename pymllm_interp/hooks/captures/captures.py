@@ -118,6 +118,11 @@ class Captures:
         by_site = sorted(self._names.items(), key=lambda entry: entry[1])
         return [(name, *of_group[id(self.by_site[site][0])], self._missing[name]) for name, site in by_site]
 
+    def first_position(self, start: int) -> int | None:
+        """The first captured position from `start` on; None for none, or where the captures are lost."""
+        found = [start + int(own.argmax()) for group in self.groups if (own := group.captured[start:]).any()]
+        return None if self.error is not None else min(found, default=None)
+
     @property
     def max_reserved_size(self) -> int:
         """Upper bound of the ring elements for one position."""

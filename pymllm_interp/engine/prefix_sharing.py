@@ -1,0 +1,170 @@
+"""`PrefixSharing`: what a request shares with others through the prefix cache, and what it must compute itself.
+
+| request | shares |
+|---|---|
+| plain | everything, with all |
+| with interventions | pages before its first edit with all; later ones with requests that make the same edits there |
+| with a `cache_salt` | everything, with requests of the same salt |
+| with captures, gates or `prompt_logprobs` | as above; computes from the first position that is asked for |
+| traced, alone, with gradients | nothing: what a block does to its KV is not known |
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.request import Request
+from ..mem_cache.radix_cache import Match, Node, RadixCache, RadixKey
+
+PLAIN, EDITED, SALTED, PRIVATE = "plain", "edited", "salted", "private"
+"""Kinds of namespaces, in `Engine.stats`."""
+
+
+@dataclass(eq=False)
+class Prefix:
+    """A request's part of the prefix cache.
+
+    Attributes:
+        key: its tokens and namespaces; None where it shares nothing.
+        kind: of its namespaces.
+        node: what it holds of the tree, while it has pages.
+        reason: why the last `match` went no further; "" where the tree had no more.
+    """
+
+    key: RadixKey | None
+    kind: str
+    node: Node | None = None
+    reason: str = ""
+
+
+class PrefixSharing:
+    """The rules of sharing, and their counts.
+
+    Args:
+        tree: of the pages.
+        weights_version: grows with every edit of the weights, which drops the tree.
+        enabled: False: nothing is shared.
+
+    Attributes:
+        num_recomputed: tokens that were computed though their KV was in the tree, or had been before a preemption.
+    """
+
+    def __init__(self, tree: RadixCache, weights_version: Callable[[], int] = int, enabled: bool = True) -> None:
+        self.tree, self.enabled = tree, enabled
+        self.num_recomputed = 0
+        self._weights_version = weights_version
+        self._version = weights_version()
+        self._asked: Counter[str] = Counter()
+        self._cached: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
+
+    def prefix_of(self, request: Request) -> Prefix:
+        """The request's part, made when it is first asked for."""
+        if request.prefix is None:
+            request.prefix = self._prefix_of(request)
+        return request.prefix
+
+    def _prefix_of(self, request: Request) -> Prefix:
+        if not self.enabled or request.trace is not None or request.alone or request.differentiable:
+            return Prefix(None, PRIVATE)
+        namespaces: list[tuple[int, Any]] = []
+        kind, size = PLAIN, self.tree.page_size
+        if request.declared is not None:
+            namespaces = request.declared.kv_edits.namespaces(size, request.max_total_tokens)
+            if namespaces and namespaces[0][0] * size < request.prompt_len:
+                kind = EDITED
+        if request.cache_salt is not None:
+            kind, namespaces = SALTED, _salted(namespaces, request.cache_salt)
+        return Prefix(RadixKey(request.prompt_token_ids, size, namespaces), kind)
+
+    def weights_changed(self) -> bool:
+        """Whether the weights were edited since the last call: what the tree has is of no use then."""
+        version, self._version = self._version, self._weights_version()
+        return version != self._version
+
+    def match(self, request: Request) -> Match | None:
+        """The pages that the request can start with; None where it shares nothing."""
+        prefix = self.prefix_of(request)
+        if prefix.key is None:
+            return None
+        self.complete(request, prefix.key)
+        limit, reason = self._reusable(request)
+        match = self.tree.match(prefix.key, limit // self.tree.page_size)
+        prefix.reason = reason if len(match.pages) == limit // self.tree.page_size else ""
+        return match
+
+    @staticmethod
+    def complete(request: Request, key: RadixKey) -> None:
+        """Add the tokens to the key that were generated since."""
+        if (missing := request.prompt_len + len(request.output_token_ids) - key.num_tokens) > 0:
+            key.append(request.output_token_ids[-missing:])
+
+    @staticmethod
+    def _reusable(request: Request) -> tuple[int, str]:
+        """(positions that need not be computed, why no more)."""
+        limit, seen = request.num_tokens - 1, request.num_launched_tokens
+        if request.all_logits and seen < request.prompt_len:
+            return min(limit, seen), "logits of the prompt"
+        if request.params.skip_reading_prefix_cache:
+            return 0, "skip_reading_prefix_cache"
+        if request.declared is not None:
+            first, why = request.declared.first_observed(seen)
+            if first is not None and first < limit:
+                return first, why
+        return limit, ""
+
+    def admitted(self, request: Request, num_cached: int) -> None:
+        """Count a request that starts with so many tokens of the tree."""
+        prefix = self.prefix_of(request)
+        if request.num_preemptions:
+            self.num_recomputed += max(request.num_launched_tokens - num_cached, 0)
+            return
+        self._asked[prefix.kind] += request.num_tokens
+        self._cached[prefix.kind] += num_cached
+        request.num_cached_tokens = num_cached
+        if prefix.key is None:
+            if self.enabled:
+                self._reasons["a trace"] += 1
+        elif prefix.reason:
+            size = self.tree.page_size
+            known = self.tree.match(prefix.key, (request.num_tokens - 1) // size)
+            missed = len(known.pages) * size - num_cached
+            self.num_recomputed += missed
+            if missed:
+                self._reasons[prefix.reason] += 1
+                request.not_reused = f"{missed} tokens: {prefix.reason}"
+
+    def may_insert(self, request: Request) -> bool:
+        """Whether the request's pages may enter the tree."""
+        prefix: Prefix | None = request.prefix
+        return (
+            prefix is not None
+            and prefix.key is not None
+            and prefix.node is not None
+            and self.tree.is_current(prefix.node)
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Counts in tokens: asked for and found by kind of namespace, recomputed, evicted; and reasons for no reuse in requests."""
+        size, asked, cached = self.tree.page_size, dict(self._asked), dict(self._cached)
+        return {
+            "hit_rate": {kind: cached.get(kind, 0) / tokens for kind, tokens in asked.items()},
+            "asked_tokens": asked,
+            "cached_tokens": cached,
+            "recomputed_tokens": self.num_recomputed,
+            "evicted_tokens": self.tree.num_evicted * size,
+            "kept_tokens": self.tree.num_pages * size,
+            "not_reused": dict(self._reasons),
+        }
+
+
+def _salted(namespaces: list[tuple[int, Any]], salt: str) -> list[tuple[int, Any]]:
+    """The same namespaces, with a salt in that of the first page: no other page of the tree follows it."""
+    first = namespaces[0][1] if namespaces and namespaces[0][0] == 0 else None
+    rest = [entry for entry in namespaces if entry[0] > 0]
+    if not rest or rest[0][0] > 1:
+        rest.insert(0, (1, first))
+    return [(0, ("salt", salt, first)), *rest]

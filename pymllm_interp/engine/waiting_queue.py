@@ -1,0 +1,63 @@
+"""`WaitingQueue`: requests that wait to be admitted, and the order in which they are tried."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterator
+
+from ..core.request import Request
+
+LOOKAHEAD = 64
+"""Requests at the head of the queue that "lpm" orders."""
+MAX_OVERTAKEN = 64
+"""Requests that may overtake one: after so many, it is tried first."""
+
+
+class WaitingQueue:
+    """Waiting requests by priority, then by arrival.
+
+    Args:
+        policy: "fcfs", or "lpm": of the first requests with equal priority, those with the longest prefix in the prefix cache
+            first. No request is overtaken more than `MAX_OVERTAKEN` times.
+        num_cached_tokens: of a request, in the prefix cache.
+    """
+
+    def __init__(self, policy: str, num_cached_tokens: Callable[[Request], int]) -> None:
+        self._policy, self._num_cached_tokens = policy, num_cached_tokens
+        self._requests: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def add(self, request: Request) -> None:
+        """Take in a request; one that was preempted gets its place back."""
+        insort(self._requests, request, key=_place)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request."""
+        self._requests.remove(request)
+
+    def admit(self, request: Request) -> None:
+        """Forget a request that is admitted, and count for each earlier one that it was overtaken."""
+        if self._policy == "lpm":
+            for earlier in self._requests:
+                if earlier is request:
+                    break
+                earlier.num_overtaken += 1
+        self._requests.remove(request)
+
+    def in_order(self) -> list[Request]:
+        """The requests in the order in which they are tried."""
+        found = list(self._requests)
+        if self._policy == "fcfs" or len(found) < 2:
+            return found
+        head = [request for request in found[:LOOKAHEAD] if request.priority == found[0].priority]
+        ranked = sorted(head, key=lambda r: (r.num_overtaken < MAX_OVERTAKEN, -self._num_cached_tokens(r)))
+        return ranked + found[len(head) :]
+
+
+def _place(request: Request) -> tuple[int, int]:
+    return request.priority, request.arrival

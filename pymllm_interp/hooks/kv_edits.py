@@ -1,0 +1,151 @@
+"""`KVEdits`: what a request's interventions change in its KV, page by page.
+
+An intervention changes the KV of a position where it acts before the last layer's keys and values. All later positions attend
+to it, so their KV changes too; the prefix cache knows that from the pages before (mem_cache/radix_cache.py). A page's namespace
+therefore names only what acts within that page. Interventions that give equal namespaces, such as equal vectors at equal
+positions, share KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from ..core.model_spec import INNER_SITES, final_norm_site, inner_site, input_add, residual_site
+from .interventions.knockout import BoundKnockout
+from .interventions.op import Op
+from .positions import Window
+
+KEYS_AND_VALUES = ("k", "v")
+
+
+class ActingOp(Protocol):
+    """An op, and the positions where it acts (`declared.PlacedOp`)."""
+
+    @property
+    def spec(self) -> Op: ...
+
+    @property
+    def windows(self) -> tuple[Window, ...]: ...
+
+
+class _Edit(NamedTuple):
+    """An op at a site, at the positions of one of its windows."""
+
+    what: Hashable
+    window: Window
+    ordinal: int | None
+    """Rank of the window's first position among the op's; None where the op does not depend on it."""
+
+    def within(self, start: int, stop: int) -> Hashable:
+        """What it does at the positions from `start` to `stop`; None for nothing."""
+        window = self.window
+        count = window.among(start, stop)
+        if not count:
+            return None
+        before = window.among(0, start)
+        first = window.start + before * window.step - start
+        ordinal = None if self.ordinal is None else self.ordinal + before
+        return self.what, first, count, window.step if count > 1 else 1, ordinal
+
+    def same_until(self, start: int, stop: int) -> int | None:
+        """The end of the positions that it treats as it does those from `start` to `stop`, all or none; None: there is no end."""
+        window = self.window
+        if window.start >= stop:
+            return window.start
+        if window.stop is not None and window.stop <= start:
+            return None
+        if window.start <= start and window.step == 1 and self.ordinal is None:
+            if window.stop is None or window.stop >= stop:
+                return window.stop
+        return stop
+
+
+class KVEdits:
+    """Interventions of one request that change its KV.
+
+    Args:
+        ops: site -> ops, in the order in which they act.
+        knockouts: cut edges of attention.
+        num_layers: of the model.
+
+    Attributes:
+        first_position: the first position whose KV differs from that of a request without interventions; None: no position's.
+    """
+
+    def __init__(
+        self, ops: Mapping[int, Iterable[ActingOp]], knockouts: Sequence[BoundKnockout], num_layers: int
+    ) -> None:
+        self._edits = [
+            edit
+            for site, acting in sorted(ops.items())
+            if changes_kv(site, num_layers)
+            for op in acting
+            for edit in _edits(site, op)
+        ]
+        self._knockouts = [k for k in knockouts if k.layers[0] < num_layers - 1 and k.keys]  # layers ascend
+        starts = [edit.window.start for edit in self._edits]
+        for knockout in self._knockouts:
+            starts += [first for q in knockout.queries if (first := _first_cut(knockout, q)) is not None]
+        self.first_position = min(starts, default=None)
+
+    def namespaces(self, page_size: int, num_positions: int) -> list[tuple[int, Hashable]]:
+        """(page, namespace from that page on) for a sequence of `num_positions`, ascending; see `RadixKey`."""
+        found: list[tuple[int, Hashable]] = []
+        if self.first_position is None:
+            return found
+        page, last = self.first_position // page_size, -(-num_positions // page_size)
+        while page < last:
+            start = page * page_size
+            namespace = self._namespace(start, start + page_size)
+            if not found or found[-1][1] != namespace:
+                found.append((page, namespace))
+            page = self._next_change(start, start + page_size, page_size, last)
+        return found
+
+    def _namespace(self, start: int, stop: int) -> Hashable:
+        edits = [what for edit in self._edits if (what := edit.within(start, stop)) is not None]
+        for knockout in self._knockouts:
+            queries = [_relative(q, start, stop) for q in knockout.queries if q.among(start, stop)]
+            keys = [(k.start, k.step, k.among(0, stop)) for k in knockout.keys if k.among(0, stop)]
+            if queries and keys:
+                heads = None if knockout.heads is None else tuple(sorted(knockout.heads))
+                edits.append(("knockout", knockout.layers, heads, tuple(queries), tuple(keys)))
+        return tuple(edits) or None
+
+    def _next_change(self, start: int, stop: int, page_size: int, last: int) -> int:
+        """The next page whose namespace may differ from that of the positions from `start` to `stop`."""
+        if self._knockouts:
+            return stop // page_size
+        ends = [end for edit in self._edits if (end := edit.same_until(start, stop)) is not None]
+        return max(min(ends) // page_size, stop // page_size) if ends else last
+
+
+def changes_kv(site: int, num_layers: int) -> bool:
+    """Whether the KV of some layer is computed from the state at a site."""
+    if site < final_norm_site(num_layers):
+        return site <= residual_site(input_add(num_layers - 1))
+    if site < inner_site(num_layers, 0, INNER_SITES[0]) or site >= inner_site(num_layers, num_layers, INNER_SITES[0]):
+        return False  # the final norm, or the logits
+    layer, kind = divmod(site - inner_site(num_layers, 0, INNER_SITES[0]), len(INNER_SITES))
+    return layer < num_layers - 1 or INNER_SITES[kind] in KEYS_AND_VALUES
+
+
+def _edits(site: int, op: ActingOp) -> Iterator[_Edit]:
+    words, ordinal = op.spec.words(), 0
+    ordered = words is None or words.row_per_position
+    for window in op.windows:
+        yield _Edit((site, op.spec.effect), window, ordinal if ordered else None)
+        ordinal += window.size or 0
+
+
+def _relative(window: Window, start: int, stop: int) -> Hashable:
+    """The window's positions from `start` to `stop`, counted from `start`."""
+    return _Edit(None, window, None).within(start, stop)
+
+
+def _first_cut(knockout: BoundKnockout, queries: Window) -> int | None:
+    """The first of these queries that has one of the knocked-out keys at or before it; None for none."""
+    first_key = min(window.start for window in knockout.keys)
+    first = queries.start + queries.among(0, first_key) * queries.step
+    return first if queries.among(first, first + 1) else None
