@@ -196,7 +196,7 @@ def test_replayed_prefills_have_the_bits_of_eager_ones(
 def test_engines_of_one_process_prefill_at_once(model_folder: Callable[[str], Path]) -> None:
     """Graphs of one engine are replayed between those of another's pass: no memory that lives so long may be shared."""
     prompts = [random_ids(60, seed=i) for i in range(40)]
-    sizes = {**SIZES, "dtype": "bfloat16", "device": "cuda", "max_running_requests": 2}
+    sizes = {**SIZES, "dtype": "float32", "device": "cuda", "max_running_requests": 2}
     with LM(model_folder("llama"), **sizes) as first, LM(model_folder("llama"), **sizes) as second:
         expected = [lm.generate(prompts, greedy(3), capture=["resid_post.*"]) for lm in (first, second)]
         for _ in range(3):
