@@ -177,7 +177,7 @@ def test_an_error_of_the_start_that_is_not_about_memory_stays_what_it_is(monkeyp
     def broken(*args: Any) -> None:
         raise RuntimeError("broken kernel")
 
-    monkeypatch.setattr("pymllm_interp.runner.model_runner.init_dummy_weights", broken)
+    monkeypatch.setattr("pymllm_interp.models.registry.init_dummy_weights", broken)
     with pytest.raises(RuntimeError, match=r"^broken kernel$") as caught:
         dummy(CONFIGS["llama"](), "cpu")
     assert "broken" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
