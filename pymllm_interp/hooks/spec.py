@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from numbers import Real
 from typing import Any, Self
 
@@ -73,13 +73,22 @@ class Spec:
         """`fingerprint` without the place: equal for specs that do the same to a state, whatever their sites and positions."""
         return self._digest(without=("site", "positions", "missing"))
 
+    @cached_property
+    def _hashes(self) -> dict[str, str]:
+        """Field -> SHA-256 of its tensor."""
+        return {
+            name: hashlib.sha256(value.numpy()).hexdigest()
+            for name, value in self._content()
+            if isinstance(value, Tensor)
+        }
+
     def _digest(self, without: Sequence[str] = ()) -> str:
         digest = hashlib.sha256(type(self).__name__.encode())
         for name, value in self._content():
             if name in without or (name in _LATER and value == _LATER[name]):
                 continue
             if isinstance(value, Tensor):
-                value = (tuple(value.shape), hashlib.sha256(value.numpy().tobytes()).hexdigest())
+                value = (tuple(value.shape), self._hashes[name])
             elif isinstance(value, Spec | LayerVectors):
                 value = value.fingerprint
             digest.update(f"|{name}={value!r}".encode())
@@ -93,8 +102,7 @@ class Spec:
 
     def _content(self) -> Iterator[tuple[str, Any]]:
         """(name, value) of each constructor argument."""
-        parts = fields(self)  # pyright: ignore[reportArgumentType]  # each subclass is a dataclass
-        return ((part.name, getattr(self, part.name)) for part in parts if part.init)
+        return ((name, getattr(self, name)) for name in _arguments(type(self)))
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -259,6 +267,12 @@ class PlacedSpec(Spec):
             self._set("named", (*self.named, name))
         else:
             self._set(name, tensor.flatten(-2) if tensor.ndim > most else tensor)
+
+
+@cache
+def _arguments(cls: type) -> tuple[str, ...]:
+    """Names of the constructor's arguments."""
+    return tuple(part.name for part in fields(cls) if part.init)
 
 
 _LATER = {"heads": None, "missing": "error"}
