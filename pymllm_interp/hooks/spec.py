@@ -77,7 +77,7 @@ class Spec:
     def _hashes(self) -> dict[str, str]:
         """Field -> SHA-256 of its tensor."""
         return {
-            name: hashlib.sha256(value.numpy()).hexdigest()
+            name: hashlib.sha256(value.numpy().tobytes()).hexdigest()
             for name, value in self._content()
             if isinstance(value, Tensor)
         }
