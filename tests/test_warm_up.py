@@ -49,7 +49,8 @@ for count in (1, 2, 5, 16, 33, 64, 150):
     prompts = [[rng.randrange(99) for _ in range(rng.choice([1, 3, 16, 40, 90]))] for _ in range(count)]
     lm.generate(prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
     lm.generate(prompts, SamplingParams(temperature=1.0, top_p=0.9, max_tokens=3, logprobs=2, ignore_eos=True))
-    lm.generate(prompts, interventions=[Steer("resid_post.0", vector)], capture=["resid_post.1"], max_tokens=3)
+    hooked = {"interventions": [Steer("resid_post.0", vector)], "capture": ["resid_post.1"]}
+    lm.generate(prompts, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), **hooked)
 print("COMPILED", sorted(set(compiled)))
 lm.shutdown()
 """

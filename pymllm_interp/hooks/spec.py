@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from functools import cache, cached_property
 from numbers import Real
@@ -66,12 +66,17 @@ class Spec:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the content, vectors included: 64 hexadecimal digits."""
-        return self._digest()
+        digest = hashlib.sha256(type(self).__name__.encode())
+        for name, value in self._hashed():
+            if name not in _LATER or value != _LATER[name]:
+                digest.update(f"|{name}={value!r}".encode())
+        return digest.hexdigest()
 
     @cached_property
     def effect(self) -> str:
         """`fingerprint` without the place: equal for specs that do the same to a state, whatever their sites and positions."""
-        return self._digest(without=("site", "positions", "missing"))
+        what = [entry for entry in self._hashed() if entry[0] not in ("site", "positions", "missing")]
+        return hashlib.sha256(repr((type(self).__name__, what)).encode()).hexdigest()
 
     @cached_property
     def _hashes(self) -> dict[str, str]:
@@ -82,17 +87,14 @@ class Spec:
             if isinstance(value, Tensor)
         }
 
-    def _digest(self, without: Sequence[str] = ()) -> str:
-        digest = hashlib.sha256(type(self).__name__.encode())
+    def _hashed(self) -> Iterator[tuple[str, Any]]:
+        """`_content` with hashes in place of tensors and nested specs."""
         for name, value in self._content():
-            if name in without or (name in _LATER and value == _LATER[name]):
-                continue
             if isinstance(value, Tensor):
                 value = (tuple(value.shape), self._hashes[name])
             elif isinstance(value, Spec | LayerVectors):
                 value = value.fingerprint
-            digest.update(f"|{name}={value!r}".encode())
-        return digest.hexdigest()
+            yield name, value
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and isinstance(other, Spec) and other.fingerprint == self.fingerprint

@@ -21,7 +21,6 @@ from bisect import bisect_left
 from collections.abc import Callable
 from traceback import clear_frames
 from typing import Any, Protocol
-from weakref import WeakSet
 
 import torch
 
@@ -34,29 +33,12 @@ from ..mem_cache.kv_pool import KVPool
 from ..mem_cache.memory_pool import ReqToTokenPool
 from ..models.base import CausalLM
 from . import graph_capture
-from .graph_capture import (
-    Capturing,
-    freeze_gc,
-    get_global_graph_memory_pool,
-    is_capture_mode,
-    model_capture_mode,
-    set_global_graph_memory_pool,
-)
+from .graph_capture import Capturing, freeze_gc, is_capture_mode, model_capture_mode
 from .input_batch import PAD_SEQ_LEN, InputBuffers
 
-__all__ = [
-    "CudaGraphRunner",
-    "freeze_gc",
-    "get_global_graph_memory_pool",
-    "is_capture_mode",
-    "model_capture_mode",
-    "set_global_graph_memory_pool",
-]
+__all__ = ["CudaGraphRunner", "freeze_gc", "is_capture_mode", "model_capture_mode"]
 
 logger = logging.getLogger(__name__)
-
-_pool_users: WeakSet[CudaGraphRunner] = WeakSet()
-"""Runners with graphs in the shared memory pool."""
 
 
 class GraphOwner(Capturing, Protocol):
@@ -160,11 +142,8 @@ class CudaGraphRunner:
     def capture(self) -> None:
         """Capture every size, largest first: smaller graphs reuse its memory."""
         started, free = time.perf_counter(), free_memory(self.device)
-        self.pool = get_global_graph_memory_pool()
-        if self.device.startswith("cuda") and (self.pool is None or not _has_graphs(self.pool)):
-            self.pool = torch.cuda.graph_pool_handle()
-            set_global_graph_memory_pool(self.pool)
-        _pool_users.add(self)
+        # No engine shares it with another one, whose graphs may be replayed before this one has read its logits.
+        self.pool = torch.cuda.graph_pool_handle() if self.device.startswith("cuda") else None
         bs = self.max_bs
         try:
             self.attn_backend.init_cuda_graph_state(self.max_bs)
@@ -175,7 +154,6 @@ class CudaGraphRunner:
                     logger.debug("graph of %d rows: %.1f MiB", bs, (before - free_memory(self.device)) / 2**20)
         except Exception as error:  # also errors of Triton's compiler, which are no RuntimeErrors
             self.shutdown()
-            set_global_graph_memory_pool(None)  # it may be broken; captured graphs keep it
             clear_frames(error.__traceback__)  # the frames hold the model, and the caller may keep the error
             if isinstance(error, RuntimeError):
                 raise RuntimeError(
@@ -280,18 +258,10 @@ class CudaGraphRunner:
         self.graphs.clear()
         self.output_buffers.clear()
         self._batches.clear()
-        _pool_users.discard(self)
-        if get_global_graph_memory_pool() == self.pool and not _has_graphs(self.pool):
-            set_global_graph_memory_pool(None)
         gc.collect()
         if self.device.startswith("cuda"):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-
-
-def _has_graphs(pool: tuple | None) -> bool:
-    """Whether a runner has graphs in the pool. torch frees a pool without graphs, and no capture may use it again."""
-    return any(user.graphs and user.pool == pool for user in _pool_users)
 
 
 def free_memory(device: str) -> int:
