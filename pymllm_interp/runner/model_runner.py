@@ -186,7 +186,9 @@ class ModelRunner(ForwardPasses):
     def _init_tables(self) -> None:
         self.req_to_token_pool = ReqToTokenPool(self.max_running_requests, self.context_len, self.device)
         self.req_states = RequestState(self.max_running_requests, self.context_len, self.device)
-        self.input_buffers = InputBuffers(max(self.max_num_tokens, self.max_running_requests), self.device)
+        # A traced prompt may be longer than all other steps.
+        rows = max(self.max_num_tokens, self.max_running_requests, self.context_len)
+        self.input_buffers = InputBuffers(rows, self.device)
 
     def init_attention_backend(self) -> None:
         """Create the attention backend that the configuration asks for.
