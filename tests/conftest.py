@@ -23,6 +23,8 @@ from helpers_graphs import use_eager_graphs
 from helpers_triton import quicken_the_interpreter
 from transformers import (
     AutoModelForCausalLM,
+    GPT2Config,
+    GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -143,6 +145,13 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3": lambda: Qwen3Config(
         **COMMON, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=24
     ),
+    "gpt2": lambda: GPT2Config(**{**COMMON, "n_inner": 56}, n_embd=48, n_layer=2, n_head=3),
+    # a rotation of 6 of 24 channels
+    "gpt_neox": lambda: GPTNeoXConfig(**COMMON, hidden_size=72, num_hidden_layers=3, num_attention_heads=3),
+    "gpt_neox-sequential": lambda: GPTNeoXConfig(
+        **COMMON, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, use_parallel_residual=False,
+        hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True,
+    ),
 }  # fmt: skip
 
 
@@ -167,7 +176,7 @@ def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.1)
-            elif "norm" in name:
+            elif parameter.dim() == 1:  # a norm's
                 parameter.normal_(1, 0.1)
     return model
 

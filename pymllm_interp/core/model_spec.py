@@ -177,7 +177,7 @@ class ModelSpec:
             num_attention_heads=heads,
             num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-            intermediate_size=text.intermediate_size,
+            intermediate_size=_intermediate_size(text),
             vocab_size=text.vocab_size,
             context_len=int(text.max_position_embeddings * growth),
             sliding_windows=_sliding_windows(text, family),
@@ -196,6 +196,11 @@ class ModelSpec:
     def settings(self, kind: str) -> tuple[str, ...]:
         """The config's settings that make the shape."""
         return _SHAPES.get(kind, ("hidden_size",))
+
+
+def _intermediate_size(text: Any) -> int:
+    size = text.n_inner if hasattr(text, "n_inner") else text.intermediate_size  # GPT-2 and its kin; all others
+    return size or 4 * text.hidden_size
 
 
 def _sliding_windows(text: Any, family: Family) -> tuple[int | None, ...]:

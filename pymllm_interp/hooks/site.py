@@ -59,6 +59,8 @@ def _names() -> dict[str, str]:
     for family in FAMILIES.values():
         names |= family.other_points
         for kind, (module, end) in family.points.items():
+            if family.is_slice(kind):
+                continue
             names[f"{module}.{end}"] = kind
             if end == "output":
                 names[module] = kind

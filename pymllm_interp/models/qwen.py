@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PretrainedConfig
 
+from ..core.forward_batch import SiteOps
 from ..core.model_spec import ModelSpec
 from ..layers.norm import RMSNorm, norm_heads
 from .llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
@@ -25,7 +26,7 @@ class Qwen2Model(LlamaModel):
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
-    model_cls = Qwen2Model
+    decoder_cls = Qwen2Model
 
 
 class Qwen3Attention(LlamaAttention):
@@ -38,9 +39,9 @@ class Qwen3Attention(LlamaAttention):
         heads = projected.reshape(1, projected.shape[1], -1, self.head_dim)
         return getattr(self, norm)(heads)[0]
 
-    def normed_fused(self, qkv: torch.Tensor) -> torch.Tensor:
-        q_norm, k_norm = self.q_norm, self.k_norm
-        return norm_heads(qkv, q_norm.weight, k_norm.weight, self.num_kv_heads, q_norm.variance_epsilon)
+    def projected_fused(self, x: torch.Tensor, site_ops: SiteOps | None) -> torch.Tensor:
+        q_norm, k_norm, qkv = self.q_norm, self.k_norm, super().projected_fused(x, site_ops)
+        return norm_heads(qkv, q_norm.weight, k_norm.weight, self.num_kv_heads, q_norm.eps)
 
 
 class Qwen3DecoderLayer(LlamaDecoderLayer):
@@ -52,4 +53,4 @@ class Qwen3Model(LlamaModel):
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
-    model_cls = Qwen3Model
+    decoder_cls = Qwen3Model

@@ -14,6 +14,9 @@ from ..core.families import FAMILIES, TRANSFORMERS_FAMILIES
 from ..core.model_spec import ModelSpec
 from ..core.unsupported import MULTIMODAL, POOLING, UnsupportedModelError
 from .base import CausalLM
+from .decoder import DecoderForCausalLM
+from .gpt2 import GPT2LMHeadModel
+from .gpt_neox import GPTNeoXForCausalLM
 from .llama import LlamaForCausalLM
 from .mistral import MistralForCausalLM
 from .qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
@@ -21,7 +24,9 @@ from .structure import config_spec
 from .transformers_model import check_has_class, load_transformers_model
 from .weights import init_dummy_weights, iter_safetensors, load_weights
 
-NATIVE: dict[str, type[LlamaForCausalLM]] = {
+NATIVE: dict[str, type[DecoderForCausalLM]] = {
+    "GPT2LMHeadModel": GPT2LMHeadModel,
+    "GPTNeoXForCausalLM": GPTNeoXForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
@@ -125,7 +130,7 @@ def load_model(
     if folder is None:
         init_dummy_weights(model, seed)
     else:
-        load_weights(model, iter_safetensors(folder))
+        load_weights(model, ((model.parameter_name(name), tensor) for name, tensor in iter_safetensors(folder)))
     return model
 
 
