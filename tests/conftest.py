@@ -23,6 +23,9 @@ from helpers_graphs import use_eager_graphs
 from helpers_triton import quicken_the_interpreter
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
@@ -146,6 +149,23 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         **COMMON, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=24
     ),
     "gpt2": lambda: GPT2Config(**{**COMMON, "n_inner": 56}, n_embd=48, n_layer=2, n_head=3),
+    "gemma": lambda: GemmaConfig(
+        **COMMON, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, head_dim=24
+    ),
+    # soft-caps that are felt, a scale of its own, windows by turns
+    "gemma2": lambda: Gemma2Config(
+        **COMMON, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=24,
+        query_pre_attn_scalar=16, attn_logit_softcapping=2.0, final_logit_softcapping=3.0, sliding_window=5,
+    ),
+    # two rotations, one of them scaled
+    "gemma3_text": lambda: Gemma3TextConfig(
+        **COMMON, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        query_pre_attn_scalar=24, sliding_window=4, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        },
+    ),
     # a rotation of 6 of 24 channels
     "gpt_neox": lambda: GPTNeoXConfig(**COMMON, hidden_size=72, num_hidden_layers=3, num_attention_heads=3),
     "gpt_neox-sequential": lambda: GPTNeoXConfig(
@@ -176,8 +196,8 @@ def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.1)
-            elif parameter.dim() == 1:  # a norm's
-                parameter.normal_(1, 0.1)
+            elif parameter.dim() == 1:  # a norm's; Gemma's is stored less 1
+                parameter.normal_(0 if "gemma" in config.model_type else 1, 0.1)
     return model
 
 

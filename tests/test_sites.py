@@ -10,7 +10,7 @@ from conftest import CONFIGS, VOCAB
 from helpers_runner import part_of
 
 from pymllm_interp.core.model_spec import FAMILIES, Family, ModelSpec
-from pymllm_interp.hooks.site import KINDS, NAMES, WITHOUT_LAYER, Site, canonical, expand
+from pymllm_interp.hooks.site import KINDS, WITHOUT_LAYER, Site, canonical, expand, path_names
 from pymllm_interp.models.registry import NATIVE, architecture_of
 
 LLAMA = FAMILIES["llama"]
@@ -183,6 +183,25 @@ def test_a_pattern_selects_layers_in_any_style_of_name(pattern, layers):
     assert expand(canonical(pattern), 6, LLAMA) == expand(pattern, 6, LLAMA)
 
 
+@pytest.mark.parametrize(
+    "path", ["model.layers.1.mlp", "model.layers[1].self_attn.output", "model.layers.1.post_attention_layernorm",
+             "model.layers.{0..1}.mlp.down_proj", "model.layers.1.self_attn.o_proj"],
+)  # fmt: skip
+def test_a_path_that_is_another_state_in_a_family_is_refused_there(path):
+    for pattern in (path, canonical(path), pickle.loads(pickle.dumps(canonical(canonical(path))))):
+        assert expand(pattern, 6, LLAMA)
+        with pytest.raises(ValueError, match=r"is another state in gemma2 models than elsewhere: name the site"):
+            expand(pattern, 6, FAMILIES["gemma2"])
+        assert expand(str(Site.parse("mlp_out.1")), 6, FAMILIES["gemma2"]) == [Site("mlp_out", 1)]
+
+
+def test_a_path_of_a_norm_behind_a_branch_is_its_contribution():
+    path = "model.layers.1.post_feedforward_layernorm"
+    assert expand(path, 6, FAMILIES["gemma2"]) == [Site("mlp_out", 1)]
+    with pytest.raises(ValueError, match="another state in llama models"):
+        expand(path, 6, LLAMA)
+
+
 def test_a_site_without_layer_is_one_site():
     assert expand("final_norm", 6, LLAMA) == [Site("final_norm")]
 
@@ -214,7 +233,7 @@ def test_every_point_of_a_family_is_a_name_of_its_kind():
     for family in FAMILIES.values():
         assert set(family.points) == set(KINDS) - family.missing
         for kind, (module, end) in family.points.items():
-            assert family.is_slice(kind) or NAMES[f"{module}.{end}"] == kind
+            assert family.is_slice(kind) or path_names(family)[f"{module}.{end}"] == kind
             assert ("{}" in module) == (kind not in WITHOUT_LAYER)
 
 

@@ -101,13 +101,16 @@ class Family:
     def other_points(self) -> Mapping[str, str]:
         """Further module paths with the same values -> kind of site."""
         layer = self.layers + ".{}"
-        return {
+        points = {
             f"{layer}.{self.attention_norm}.input": "resid_pre",
             f"{layer}.{self.attention}.input": "attn_in",
-            f"{layer}.{self.attention}.{self.o_proj}": "attn_out",
             f"{layer}.{self.mlp}.input": "mlp_in",
-            f"{layer}.{self.mlp}.{self.down_proj}": "mlp_out",
         }
+        if not self.attn_out:
+            points[f"{layer}.{self.attention}.{self.o_proj}"] = "attn_out"
+        if not self.mlp_out:
+            points[f"{layer}.{self.mlp}.{self.down_proj}"] = "mlp_out"
+        return points
 
     def is_slice(self, kind: str) -> bool:
         """Whether a kind's value is a part of what is at its point."""
@@ -173,6 +176,9 @@ FAMILIES = {
             attention="attention", qkv="query_key_value", by_head=True, o_proj="dense", down_proj="dense_4h_to_h",
             missing=_PARALLEL, sliding_window=False,
         ),
+        Family(name="gemma", sliding_window=False),
+        Family(name="gemma2", **_SANDWICH),
+        Family(name="gemma3_text", **_SANDWICH),
     )
 }  # fmt: skip
 """Families with native implementations, by the config's `model_type`. GPT-2's stream begins behind the positions' embedding."""
@@ -183,14 +189,14 @@ TRANSFORMERS_FAMILIES: dict[str, Family] = {
         *(
             Family(name=name)
             for name in (
-                "arcee", "ernie4_5", "exaone4_5", "gemma", "glm", "helium", "ministral", "ministral3", "mixtral", "nemotron",
+                "arcee", "ernie4_5", "exaone4_5", "glm", "helium", "ministral", "ministral3", "mixtral", "nemotron",
                 "olmo", "olmoe", "phimoe", "phi3", "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "gpt_oss",
             )
         ),
         *(Family(name=name, missing=_LATENT) for name in ("deepseek_v2", "deepseek_v3")),
         *(Family(name=name, missing=_SCALED) for name in ("granite", "granitemoe", "granitemoeshared")),
         *(Family(name=name, missing=_PARALLEL | {"mlp_in"}) for name in ("cohere", "cohere2")),
-        *(Family(name=name, **_SANDWICH) for name in ("gemma2", "gemma3_text", "vaultgemma")),
+        Family(name="vaultgemma", **_SANDWICH),
         *(Family(name=name, **_POST_NORM) for name in ("olmo2", "olmo3", "exaone4")),
         Family(name="gpt_bigcode", **_GPT2, missing=_FUSED_QKV),
         Family(name="glm4", attn_out="post_self_attn_layernorm", mlp_out="post_mlp_layernorm"),

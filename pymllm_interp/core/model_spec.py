@@ -168,8 +168,10 @@ class ModelSpec:
             )
         family, heads = FAMILIES[text.model_type], text.num_attention_heads
         rope = getattr(text, "rope_parameters", None) or {}
-        scaling = rope.get("rope_type")
-        growth = rope.get("factor", 1.0) if scaling == "dynamic" else 1.0
+        ropes = (
+            [rope] if "rope_type" in rope else [r for r in rope.values() if r]
+        )  # one, or one for each type of layers
+        growth = max([r.get("factor", 1.0) for r in ropes if r.get("rope_type") == "dynamic"], default=1.0)
         return cls(
             family=family,
             num_hidden_layers=text.num_hidden_layers,
@@ -181,7 +183,7 @@ class ModelSpec:
             vocab_size=text.vocab_size,
             context_len=int(text.max_position_embeddings * growth),
             sliding_windows=_sliding_windows(text, family),
-            rope_depends_on_length=scaling in LENGTH_DEPENDENT_ROPE,
+            rope_depends_on_length=any(r.get("rope_type") in LENGTH_DEPENDENT_ROPE for r in ropes),
             dtype=dtype,
         )
 

@@ -56,6 +56,13 @@ def gated(gate_up: torch.Tensor, act: Activation) -> torch.Tensor:
     return act(gate.contiguous()) * up
 
 
+def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """``cap * tanh(x / cap)``; fresh memory."""
+    if (kernels := triton_kernels_for(x)) is not None:
+        return kernels.softcap(x, cap)
+    return torch.tanh(x / cap) * cap
+
+
 class SiLU(nn.Module):
     """`silu` as a module."""
 

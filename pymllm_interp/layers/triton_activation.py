@@ -46,6 +46,28 @@ def _launch_act(x: torch.Tensor, size: int, gated: bool, kind: int) -> torch.Ten
     return out
 
 
+@triton.jit(do_not_specialize=["size"])
+def _softcap(x, out, size, cap, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    launch_dependents(PDL)
+    grid_wait(PDL)
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + place, mask=place < size, other=0.0).to(tl.float32)
+    capped = cap * (2.0 / (1.0 + tl.exp(-2.0 * value / cap)) - 1.0)  # the hyperbolic tangent, by an exponential
+    tl.store(out + place, capped.to(x.dtype.element_ty), mask=place < size)
+
+
+_softcap_launch = Launcher(_softcap, pdl=True, enable_fp_fusion=False)
+
+
+def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """``cap * tanh(x / cap)``, in fresh memory."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if x.numel():
+        _softcap_launch((-(-x.numel() // ACT_BLOCK), 1, 1), (x, out), (x.numel(), cap), (ACT_BLOCK,), ACT_WARPS)
+    return out
+
+
 def silu(x: torch.Tensor) -> torch.Tensor:
     """x [..., size] -> the same shape."""
     return _launch_act(x, x.shape[-1], False, 0)

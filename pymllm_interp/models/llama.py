@@ -13,13 +13,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from ..core.current_pass import current_batch
 from ..core.forward_batch import ForwardBatch, SiteOps
 from ..core.model_spec import EMBED_SITE, ModelSpec, delta_site, final_norm_site, mlp_add
-from ..layers.activation import activation, activation_module, gated, silu
+from ..layers.activation import activation, activation_module, gated
 from ..layers.edits.base import apply_and_capture, apply_at, apply_inner, capture_at, capture_inner
 from ..layers.linear import Embedding, Linear, MergedLinear
 from ..layers.norm import RMSNorm
 from ..layers.rope import RotaryEmbedding
 from .attention import Attention
-from .base import ResidualBranch, Rotation
+from .base import ResidualBranch, Rotation, Rotations
 from .cpu_layer import decode_layer
 from .decoder import Decoder, DecoderForCausalLM, DecoderLayer, causal_output, logit_rows
 
@@ -88,7 +88,6 @@ class LlamaMLP(ResidualBranch):
         self.act_fn = activation_module(self.activation_of(config))
         # The fused pass has its own copy: hooks may wait at the module `act_fn`.
         self._act = [activation(self.activation_of(config))]
-        self.is_silu = self._act[0] is silu
 
     @staticmethod
     def activation_of(config: PretrainedConfig) -> str:
@@ -127,6 +126,7 @@ class LlamaDecoderLayer(DecoderLayer):
         self.mlp = self.mlp_cls(config, spec, layer_idx, device)
         self.input_layernorm = self.norm_cls(spec.hidden_size, config.rms_norm_eps, spec.dtype, device)
         self.post_attention_layernorm = self.norm_cls(spec.hidden_size, config.rms_norm_eps, spec.dtype, device)
+        self.in_one_call = self.mlp.activation_of(config) == "silu" and self.norm_cls is RMSNorm
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Rotation, forward_batch: ForwardBatch, **kwargs: Any
@@ -169,19 +169,25 @@ class LlamaModel(Decoder):
     """The decoder without its head."""
 
     layer_cls: type[LlamaDecoderLayer] = LlamaDecoderLayer
+    embedding_cls: type[Embedding] = Embedding
 
     def __init__(self, config: PretrainedConfig, spec: ModelSpec, device: str, max_positions: int) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, spec.dtype, device)
+        self.embed_tokens = self.embedding_cls(spec.vocab_size, spec.hidden_size, spec.dtype, device)
         self.layers = nn.ModuleList([self.layer_cls(config, spec, i, device) for i in range(spec.num_hidden_layers)])
-        self.norm = RMSNorm(
+        self.norm = self.layer_cls.norm_cls(
             spec.hidden_size,
             config.rms_norm_eps,
             spec.dtype,
             device,
             output_site=final_norm_site(spec.num_hidden_layers),
         )
-        self.rotary_emb = RotaryEmbedding(config, spec.head_dim, max_positions, spec.dtype, device)
+        self.rotary_emb: Any = self.rotary_of(config, spec, device, max_positions)
+
+    @staticmethod
+    def rotary_of(config: PretrainedConfig, spec: ModelSpec, device: str, max_positions: int) -> nn.Module:
+        """The module that makes the position embeddings."""
+        return RotaryEmbedding(config, spec.head_dim, max_positions, spec.dtype, device)
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
@@ -189,11 +195,15 @@ class LlamaModel(Decoder):
         """input_ids and position_ids [1, tokens] -> hidden states [1, tokens, hidden] after the final norm."""
         h = self.embed_tokens(input_ids)
         capture_at(h, forward_batch.site_ops, EMBED_SITE)
-        lens = {"rope_lens": forward_batch.rope_lens} if self.rotary_emb.length_dependent else {}
-        rotary = self.rotary_emb(h, position_ids=position_ids, **lens)
-        h = self.through_layers(h, {"": rotary}, position_ids, forward_batch)
+        rotary = self.position_embeddings(h, position_ids, forward_batch)
+        h = self.through_layers(h, rotary, position_ids, forward_batch)
         h = self.norm(h)
         return self.output_of(h, forward_batch)
+
+    def position_embeddings(self, h: torch.Tensor, position_ids: torch.Tensor, batch: ForwardBatch) -> Rotations:
+        """Those of each `rotary` of the layers, from the module."""
+        lens = {"rope_lens": batch.rope_lens} if self.rotary_emb.length_dependent else {}
+        return {"": self.rotary_emb(h, position_ids=position_ids, **lens)}
 
     def embed_fused(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         return self.embed_tokens.embed(input_ids)

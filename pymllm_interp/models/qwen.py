@@ -30,10 +30,12 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
 
 
 class Qwen3Attention(LlamaAttention):
+    norm_cls = RMSNorm
+
     def __init__(self, config: PretrainedConfig, spec: ModelSpec, layer_idx: int, device: str) -> None:
         super().__init__(config, spec, layer_idx, device)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, spec.dtype, device)
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, spec.dtype, device)
+        self.q_norm = self.norm_cls(self.head_dim, config.rms_norm_eps, spec.dtype, device)
+        self.k_norm = self.norm_cls(self.head_dim, config.rms_norm_eps, spec.dtype, device)
 
     def normed(self, projected: torch.Tensor, norm: str) -> torch.Tensor:
         heads = projected.reshape(1, projected.shape[1], -1, self.head_dim)
@@ -41,7 +43,7 @@ class Qwen3Attention(LlamaAttention):
 
     def projected_fused(self, x: torch.Tensor, site_ops: SiteOps | None) -> torch.Tensor:
         q_norm, k_norm, qkv = self.q_norm, self.k_norm, super().projected_fused(x, site_ops)
-        return norm_heads(qkv, q_norm.weight, k_norm.weight, self.num_kv_heads, q_norm.eps)
+        return norm_heads(qkv, q_norm.weight, k_norm.weight, self.num_kv_heads, q_norm.eps, q_norm.kind)
 
 
 class Qwen3DecoderLayer(LlamaDecoderLayer):
