@@ -148,14 +148,14 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3": lambda: Qwen3Config(
         **COMMON, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=24
     ),
-    "gpt2": lambda: GPT2Config(**{**COMMON, "n_inner": 56}, n_embd=48, n_layer=2, n_head=3),
+    "gpt2": lambda: GPT2Config(**{**COMMON, "n_inner": 56}, n_embd=64, n_layer=2, n_head=4),
     "gemma": lambda: GemmaConfig(
         **COMMON, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, head_dim=24
     ),
     # soft-caps that are felt, a scale of its own, windows by turns
     "gemma2": lambda: Gemma2Config(
         **COMMON, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=24,
-        query_pre_attn_scalar=16, attn_logit_softcapping=2.0, final_logit_softcapping=3.0, sliding_window=5,
+        query_pre_attn_scalar=16, attn_logit_softcapping=10.0, final_logit_softcapping=3.0, sliding_window=5,
     ),
     # two rotations, one of them scaled
     "gemma3_text": lambda: Gemma3TextConfig(
@@ -167,7 +167,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         },
     ),
     # a rotation of 6 of 24 channels
-    "gpt_neox": lambda: GPTNeoXConfig(**COMMON, hidden_size=72, num_hidden_layers=3, num_attention_heads=3),
+    "gpt_neox": lambda: GPTNeoXConfig(**COMMON, hidden_size=96, num_hidden_layers=3, num_attention_heads=4),
     "gpt_neox-sequential": lambda: GPTNeoXConfig(
         **COMMON, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, use_parallel_residual=False,
         hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True,

@@ -46,14 +46,14 @@ def _launch_act(x: torch.Tensor, size: int, gated: bool, kind: int) -> torch.Ten
     return out
 
 
-@triton.jit(do_not_specialize=["size"])
-def _softcap(x, out, size, cap, BLOCK: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(do_not_specialize=["count"])
+def _softcap(x, out, count, cap, BLOCK: tl.constexpr, PDL: tl.constexpr):
     launch_dependents(PDL)
     grid_wait(PDL)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + place, mask=place < size, other=0.0).to(tl.float32)
+    value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
     capped = cap * (2.0 / (1.0 + tl.exp(-2.0 * value / cap)) - 1.0)  # the hyperbolic tangent, by an exponential
-    tl.store(out + place, capped.to(x.dtype.element_ty), mask=place < size)
+    tl.store(out + place, capped.to(x.dtype.element_ty), mask=place < count)
 
 
 _softcap_launch = Launcher(_softcap, pdl=True, enable_fp_fusion=False)
