@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -177,6 +177,14 @@ class Gemma3Attention(Qwen3Attention):
     @staticmethod
     def scale_of(config: PretrainedConfig, spec: ModelSpec) -> float:
         return config.query_pre_attn_scalar**-0.5
+
+    def projected(self, x: torch.Tensor, batch: ForwardBatch) -> Sequence[torch.Tensor]:
+        q, k, v = super().projected(x, batch)
+        return self.q_norm(q.unsqueeze(0))[0], self.k_norm(k.unsqueeze(0))[0], v
+
+    def normed(self, projected: torch.Tensor, norm: str) -> torch.Tensor:
+        """Without the norm: transformers calls the norms of this family behind all projections."""
+        return LlamaAttention.normed(self, projected, norm)
 
 
 class Gemma3DecoderLayer(Gemma2DecoderLayer):
