@@ -76,7 +76,7 @@ def check_supported(config: PretrainedConfig) -> None:
         kind = "the decoder of a speech model: audio is not supported"
     elif config.model_type in RECURRENT:
         kind = "a model with recurrent layers: state-space models and linear attention are not supported"
-    elif getattr(config, "use_bidirectional_attention", False):
+    elif getattr(config, "use_bidirectional_attention", None) is True:
         kind = "an encoder: bidirectional attention is not supported"
     elif architecture.endswith(NOT_GENERATIVE):
         kind = f"not a generative model: {POOLING}"
