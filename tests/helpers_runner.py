@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from pymllm_interp import ModelRunner
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.forward_batch import ForwardBatch, ForwardMode
+from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.core.request import Request
 from pymllm_interp.core.sampling_params import SamplingParams
 from pymllm_interp.core.step import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
@@ -122,6 +123,14 @@ class Steps:
             steps.append(self.step())
         steps.append(self.step())
         return steps
+
+
+def part_of(spec: ModelSpec, kind: str, state: torch.Tensor) -> torch.Tensor:
+    """A kind's value in what is at its point, [tokens, ...] -> [tokens, width]: of one projection for q, k and v a slice."""
+    if not spec.family.is_slice(kind):
+        return state
+    heads = state.unflatten(-1, (-1, 3, spec.head_dim) if spec.family.by_head else (3, -1, spec.head_dim))
+    return heads.select(-2 if spec.family.by_head else -3, "qkv".index(kind)).flatten(-2)
 
 
 def random_ids(count: int, vocab: int = 97, seed: int = 0) -> list[int]:

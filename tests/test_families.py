@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from family_configs import SETTINGS, VOCAB, tiny_config
+from helpers_runner import part_of
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from pymllm_interp import LM, SamplingParams, Steer
+from pymllm_interp.core.model_spec import FAMILIES as NATIVE_FAMILIES
 from pymllm_interp.core.model_spec import NUMBERED_SITES, SitePoint
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -32,12 +34,13 @@ class Served(NamedTuple):
     prompts: list[list[int]]
 
 
-def load(family: str, **options: Any) -> Served:
+NATIVE_HERE = [family for family in SETTINGS if family in NATIVE_FAMILIES]
+
+
+def load(family: str, impl: str = "transformers", **options: Any) -> Served:
     config = tiny_config(family)
-    lm = LM(
-        hf_config=config, load_format="dummy", impl="transformers", device="cpu", dtype="float32", kv_cache_tokens=512,
-        page_size=4, max_num_tokens=16, max_running_requests=4, **options,
-    )  # fmt: skip
+    settings = {"kv_cache_tokens": 512, "max_num_tokens": 16, "max_running_requests": 4, "page_size": 4, **options}
+    lm = LM(hf_config=config, load_format="dummy", impl=impl, device="cpu", dtype="float32", **settings)
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"
     oracle: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -47,9 +50,12 @@ def load(family: str, **options: Any) -> Served:
     return Served(lm, oracle, prompts)
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+@pytest.fixture(
+    scope="module", params=[*SETTINGS, *((family, "native") for family in NATIVE_HERE)],
+    ids=[*SETTINGS, *(f"{family}-native" for family in NATIVE_HERE)],
+)  # fmt: skip
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    found = load(request.param)
+    found = load(request.param) if isinstance(request.param, str) else load(*request.param)
     yield found
     found.lm.shutdown()
 
@@ -120,8 +126,9 @@ def test_captured_sites_hold_what_transformers_modules_hold(served):
         expected, _ = states(served.oracle, points, ids + out.token_ids[:-1])
         for site in points:
             torch.testing.assert_close(
-                out.activations[site].flatten(1), expected[site], **TOLERANCE, msg=lambda m, s=site: f"{s}: {m}"
-            )
+                out.activations[site].flatten(1), part_of(served.lm.model_spec, site.partition(".")[0], expected[site]),
+                **TOLERANCE, msg=lambda m, s=site: f"{s}: {m}",
+            )  # fmt: skip
 
 
 def test_the_contributions_add_up_to_the_stream(served):

@@ -32,11 +32,12 @@ Each name in transformers' registry of causal language models (`model_type` in c
 float32. `python tests/test_registry.py` writes this page, and `tests/test_registry.py` compares each row.
 
 - *native*: an implementation of ours, with fused kernels and CUDA graphs; `impl="transformers"` runs its class in transformers.
-- *transformers*: its own class over the KV pool, eagerly. The greedy tokens of a batch, in chunks, are those of transformers.
+- *transformers*: its own class over the KV pool, eagerly.
 - *refused*: when it is loaded, with the reason.
 - *untried*: its defaults could not be shrunk to a tiny config; it may run.
 
-Sites are those of [concepts.md](concepts.md) that declared interventions and captures take. `attn_in` and `mlp_in` are for traces.
+The greedy tokens of a batch, in chunks, are those of transformers. Sites are those of [concepts.md](concepts.md) that declared
+interventions and captures take. `attn_in` and `mlp_in` are for traces.
 
 | model type | runs as | sites, or the reason |
 |---|---|---|
@@ -53,7 +54,7 @@ def row(name: str) -> str:
         return f"| {name} | untried | {NO_CONFIG} |"
     try:
         lm = LM(
-            hf_config=config, load_format="dummy", impl="transformers", device="cpu", dtype="float32", kv_cache_tokens=256,
+            hf_config=config, load_format="dummy", impl="auto", device="cpu", dtype="float32", kv_cache_tokens=256,
             page_size=4, max_num_tokens=16, max_running_requests=4, max_model_len=64,
         )  # fmt: skip
     except UnsupportedModelError as error:

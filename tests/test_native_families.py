@@ -1,0 +1,180 @@
+"""Native families other than Llama's kin: segments, replayed steps, traces, transformers' outputs, prefixes and preemption.
+
+What does not depend on a family's module names runs over all families in the other files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import held
+from helpers_graphs import use_eager_graphs
+from helpers_runner import random_ids
+from test_faults import DEVICES, ways
+from torch import nn
+from transformers import PreTrainedModel
+
+from pymllm_interp import LM, SamplingParams, Steer
+
+FAMILIES = ["gpt2", "gpt_neox", "gemma2", "gemma3_text"]
+PROMPT, OTHERS = random_ids(9, seed=1), [random_ids(4, seed=2), random_ids(17, seed=3)]
+CLOSE: Any = {"rtol": 1e-4, "atol": 1e-4}
+WAIT = 60.0
+
+Load = Callable[..., LM]
+
+
+@pytest.fixture(scope="module")
+def load(model_folder: Callable[[str], Path]) -> Iterator[Load]:
+    """(device, family, **options) -> an LM in float32 whose decode passes are captured; made once for equal arguments."""
+    made: dict[tuple, LM] = {}
+
+    def lm_of(device: str, family: str, **options: Any) -> LM:
+        key = (device, family, *sorted(options.items()))
+        if key not in made:
+            size = {"kv_cache_tokens": 2048, "max_running_requests": 8, "hook_execution": "segments", **options}
+            made[key] = LM(model_folder(family), dtype="float32", device=device, **size)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if not torch.cuda.is_available():
+            use_eager_graphs(monkeypatch)
+        yield lm_of
+        for lm in made.values():
+            lm.shutdown()
+
+
+def first(value: Any) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else value[0]
+
+
+def read(lm: LM, paths: list[str], prompts: list[list[int]], steps: int = 6) -> list[list[torch.Tensor]]:
+    """What the requests' blocks read of these modules in their decode steps, and the logits, request by request."""
+    found: list[Any] = []
+    with lm.generate(max_new_tokens=steps) as tracer:
+        for prompt in prompts:
+            with tracer.invoke(prompt):
+                seen = list().save()  # pyright: ignore[reportAttributeAccessIssue]
+                for step in tracer.iter[:]:
+                    for path in paths if step else []:
+                        seen.append(first(lm.get(path).output).clone())
+                    seen.append(lm.logits)
+                found.append(seen)
+    return found
+
+
+@torch.no_grad()
+def modules_of(model: PreTrainedModel, layer: str) -> list[str]:
+    """The modules of a layer, itself included, in the order of their outputs in transformers."""
+    order, handles = [], []
+    for path, module in model.named_modules():
+        if f"{path}.".startswith(f"{layer}.") and not isinstance(module, nn.Dropout):
+            handles.append(module.register_forward_hook(lambda *_, path=path: order.append(path)))
+    model(torch.tensor([PROMPT]))
+    for handle in handles:
+        handle.remove()
+    return order
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_read_of_any_module_in_segments_is_what_the_eager_pass_gives(
+    family: str, device: str, load: Load, oracle: Callable[[str], PreTrainedModel]
+) -> None:
+    """Each module of a layer by itself, then all of them; a read changes no bit of the logits."""
+    segments, eager = load(device, family), load(device, family, hook_execution="eager")
+    modules = modules_of(oracle(family), f"{segments.model_spec.family.layers}.1")
+    assert len(modules) >= 10
+    (plain,) = read(segments, [], [PROMPT])
+    for paths in (*([path] for path in modules), modules):
+        before = ways(segments)
+        (ours,) = read(segments, paths, [PROMPT])
+        ran = ways(segments) - before
+        assert ran["segments"] == 5, (paths, ran, ours[0].shape)
+        (theirs,) = read(eager, paths, [PROMPT])
+        assert len(ours) == 6 + 5 * len(paths)
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, **CLOSE, msg=lambda text, paths=paths: f"{paths}: {text}")
+        assert all(map(torch.equal, [ours[0], *ours[1 + len(paths) :: len(paths) + 1]], plain)), paths
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_traces_edit_of_a_contribution_is_transformers_beside_requests_that_keep_their_tokens(
+    family: str, device: str, load: Load, oracle: Callable[[str], PreTrainedModel]
+) -> None:
+    """In the midst of replayed steps, at each place where the residual stream is added to."""
+    lm, model = load(device, family), oracle(family)
+    row, params = lm.model_spec.family, SamplingParams(temperature=0, max_tokens=8)
+    expected = [out.token_ids for out in lm.generate(OTHERS, params)]
+    for kind in ("attn_out", "mlp_out", "resid_post"):
+        path = row.points[kind].module.format(0)
+        with held(lm) as arrived:
+            handles = [lm.submit(prompt, params) for prompt in OTHERS]
+            arrived(2)
+        with lm.generate(PROMPT, max_new_tokens=6) as tracer:
+            seen = list().save()  # pyright: ignore[reportAttributeAccessIssue]
+            for _ in tracer.iter[:]:
+                first(lm.get(path).output)[:] *= -0.5
+                seen.append(lm.logits)
+            ids = tracer.result.save()
+
+        def edit(module: nn.Module, args: Any, out: Any) -> Any:
+            return (-0.5 * out[0], *out[1:]) if isinstance(out, tuple) else -0.5 * out
+
+        handle = model.get_submodule(path).register_forward_hook(edit)
+        with torch.no_grad():
+            logits = model(ids[:, :-1].cpu()).logits[0, len(PROMPT) - 1 :]
+        handle.remove()
+        torch.testing.assert_close(torch.cat(seen).cpu(), logits, **CLOSE)
+        assert [h.result(WAIT).token_ids for h in handles] == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attentions_and_hidden_states_are_those_of_transformers(
+    family: str, device: str, load: Load, oracle: Callable[[str], PreTrainedModel]
+) -> None:
+    """In a trace's prefill and its steps, with declared ops beside."""
+    lm, model = load(device, family), oracle(family)
+    with lm.generate(PROMPT, max_new_tokens=3, output_attentions=True, output_hidden_states=True) as tracer:
+        found = list().save()  # pyright: ignore[reportAttributeAccessIssue]
+        for _ in tracer.iter[:]:
+            found.append((lm.output.attentions, lm.output.hidden_states))
+        ids = tracer.result.save()
+    with torch.no_grad():
+        out = model(ids[:, :-1].cpu(), output_attentions=True, output_hidden_states=True)
+    for step, (attentions, states) in enumerate(found):
+        rows = slice(0, len(PROMPT)) if step == 0 else slice(len(PROMPT) + step - 1, len(PROMPT) + step)
+        assert len(states) == len(attentions) + 1 == lm.model_spec.num_hidden_layers + 1
+        for ours, theirs in zip(states, out.hidden_states, strict=True):
+            torch.testing.assert_close(ours.cpu(), theirs[:, rows], **CLOSE)
+        for ours, theirs in zip(attentions, out.attentions, strict=True):
+            keys = theirs[:, :, rows, : rows.stop]
+            torch.testing.assert_close(ours.cpu(), keys[..., -ours.shape[-1] :], **CLOSE)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_generate_in_chunks_after_preemption_and_from_a_shared_prefix(
+    family: str, device: str, load: Load, oracle: Callable[[str], PreTrainedModel]
+) -> None:
+    options = {"kv_cache_tokens": 96, "page_size": 4, "max_num_tokens": 16, "enable_prefix_caching": True}
+    lm, shared = load(device, family, **options), random_ids(18, seed=7)
+    prompts = [shared + random_ids(n, seed=n) for n in (3, 1, 9, 5, 2)]
+    steer = Steer("attn_out.0", torch.linspace(-1, 1, lm.model_spec.hidden_size), positions="generated")
+    before = lm.engine.stats()
+    outs = lm.generate(prompts, SamplingParams(temperature=0, max_tokens=12), interventions=[[], [], [steer], [], []])
+    after = lm.engine.stats()
+    assert after["preempted"] > before["preempted"]
+    again = lm.generate(prompts[:1], SamplingParams(temperature=0, max_tokens=12))[0]
+    assert again.token_ids == outs[0].token_ids and again.num_cached_tokens >= 16
+    for i, (prompt, out) in enumerate(zip(prompts, outs, strict=True)):
+        if i != 2:
+            with torch.no_grad():
+                logits = oracle(family)(torch.tensor([prompt + out.token_ids[:-1]])).logits[0, len(prompt) - 1 :]
+            assert logits.argmax(-1).tolist() == out.token_ids
