@@ -152,16 +152,30 @@ _POST_NORM: dict[str, Any] = {
     "resid_mid": "mlp",
     "missing": frozenset({"attn_in", "mlp_in"}),
 }
-_GPT2: dict[str, Any] = {
+_TRANSFORMER: dict[str, Any] = {
     "embed": "transformer.wte",
     "layers": "transformer.h",
     "final_norm": "transformer.ln_f",
     "attention_norm": "ln_1",
     "attention": "attn",
-    "o_proj": "c_proj",
     "mlp_norm": "ln_2",
-    "down_proj": "c_proj",
-    "missing": _FUSED_QKV,
+}
+_GPT2: dict[str, Any] = {**_TRANSFORMER, "o_proj": "c_proj", "down_proj": "c_proj", "missing": _FUSED_QKV}
+_GPTJ: dict[str, Any] = {**_TRANSFORMER, "o_proj": "out_proj", "down_proj": "fc_out"}
+_BLOOM: dict[str, Any] = {
+    "embed": "transformer.word_embeddings",
+    "layers": "transformer.h",
+    "final_norm": "transformer.ln_f",
+    "attention": "self_attention",
+    "o_proj": "dense",
+    "down_proj": "dense_4h_to_h",
+}
+_OPT: dict[str, Any] = {
+    "attention_norm": "self_attn_layer_norm",
+    "o_proj": "out_proj",
+    "mlp_norm": "final_layer_norm",
+    "mlp": "fc2",
+    "missing": frozenset({"mlp_act"}),
 }
 
 TRANSFORMERS_FAMILIES: dict[str, Family] = {
@@ -191,8 +205,24 @@ TRANSFORMERS_FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="opt", embed="model.decoder.embed_tokens", layers="model.decoder.layers",
-            final_norm="model.decoder.final_layer_norm", attention_norm="self_attn_layer_norm", o_proj="out_proj",
-            mlp_norm="final_layer_norm", mlp="fc2", missing=frozenset({"mlp_act"}),
+            final_norm="model.decoder.final_layer_norm", **_OPT,
+        ),
+        Family(name="xglm", final_norm="model.layer_norm", **_OPT),
+        Family(name="gptj", missing=_PARALLEL | {"mlp_in"}, **_GPTJ),
+        Family(name="codegen", missing=_PARALLEL | _FUSED_QKV | {"mlp_in"}, **_GPTJ),
+        Family(
+            name="gpt_neo",
+            **{**_TRANSFORMER, "attention": "attn.attention", "o_proj": "out_proj", "down_proj": "c_proj"},
+        ),
+        # Attention and MLP add the stream to what they return.
+        Family(
+            name="bloom", attn_out="self_attention.dense", mlp_out="mlp.dense_4h_to_h", missing=_FUSED_QKV, **_BLOOM,
+        ),
+        Family(name="falcon", missing=_PARALLEL | _FUSED_QKV | {"mlp_in"}, **_BLOOM),
+        Family(
+            name="mpt", embed="transformer.wte", layers="transformer.blocks", final_norm="transformer.norm_f",
+            attention_norm="norm_1", attention="attn", o_proj="out_proj", mlp_norm="norm_2", mlp="ffn",
+            mlp_out="ffn.down_proj", missing=_FUSED_QKV,
         ),
     )
 }  # fmt: skip

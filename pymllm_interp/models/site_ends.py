@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..core.current_pass import current_batch, current_site_ops
-from ..core.forward_batch import SiteOps
+from ..core.forward_batch import ForwardBatch, SiteOps
 from ..core.model_spec import (
     EMBED_SITE,
     INNER_SITES,
@@ -42,6 +42,8 @@ class SiteEnds:
     def __init__(self, num_layers: int) -> None:
         self.input: int | None = None
         self.output: int | None = None
+        self.has_weights = False
+        """Whether the second output holds the attention weights of all requests of a pass, also without being asked for."""
         self._first_inner = final_norm_site(num_layers) + 1
         self._num_layers = num_layers
 
@@ -62,7 +64,9 @@ class SiteEnds:
             ops.capture(self.input, _first(args, kwargs))
 
     def after_forward(self, output: Any) -> Any:
-        """The module's output after the ops."""
+        """The module's output after the ops, without attention weights of a whole batch."""
+        if self.has_weights and isinstance(output, tuple) and not _is_eager(current_batch()):
+            output = (output[0], None, *output[2:])
         ops = self.acts(self.output, current_site_ops())
         if ops is None:
             return output
@@ -109,8 +113,16 @@ class StreamEnd:
         ops.capture(self.site, value)
 
 
-def install(model: nn.Module, spec: ModelSpec) -> None:
-    """Put the sites of `spec` on the model's modules. The logits' site is the model's own."""
+def _is_eager(batch: ForwardBatch | None) -> bool:
+    return batch is None or (batch.transformers_pass is not None and batch.transformers_pass.eager)
+
+
+def install(model: nn.Module, spec: ModelSpec, cached: bool = False) -> None:
+    """Put the sites of `spec` on the model's modules. The logits' site is the model's own.
+
+    Args:
+        cached: attention modules compute attention themselves (models/cache_route.py).
+    """
     num_layers, points = spec.num_hidden_layers, spec.family.points
     ends: dict[nn.Module, SiteEnds] = {}
     modules = dict(model.named_modules())
@@ -137,8 +149,10 @@ def install(model: nn.Module, spec: ModelSpec) -> None:
     for layer in range(num_layers):
         block = modules[f"{spec.family.layers}.{layer}"]
         block.register_forward_pre_hook(_LayerInput(layer).pre_hook, with_kwargs=True)
-    for module in model.modules():
+    for path, module in modules.items():
         if hasattr(module, "paged_calls"):
+            if cached:
+                at(path).has_weights = True
             module.register_forward_hook(_attention_hook)
 
 

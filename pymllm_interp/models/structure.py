@@ -105,14 +105,14 @@ def model_spec(model: PreTrainedModel, family: Family, declared: ModelSpec, foun
         declared: of the config.
 
     Raises:
-        UnsupportedModelError: its layers differ in their heads.
+        UnsupportedModelError: its layers differ in their heads, and the pool cannot hold them all.
     """
-    if len({(call.num_heads, call.num_kv_heads) for call in found.calls}) > 1:
+    num_kv_heads = max(call.num_kv_heads for call in found.calls)
+    if any(num_kv_heads % call.num_kv_heads or call.num_heads % num_kv_heads for call in found.calls):
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be served: its attention layers differ in their numbers of heads"
+            f"{type(model).__name__} cannot be served: the heads of its attention layers are no multiples of each other"
         )
     num_layers = len(model.get_submodule(family.layers))  # pyright: ignore[reportArgumentType]
-    first, logits = found.calls[0], found.logits
     resid = found.states[family.layers + ".0", "output"]
     windows = [call.window for call in found.calls]
     one_each = len(found.calls) == num_layers
@@ -120,11 +120,12 @@ def model_spec(model: PreTrainedModel, family: Family, declared: ModelSpec, foun
         declared,
         num_hidden_layers=num_layers,
         hidden_size=resid.shape[-1],
-        num_attention_heads=first.num_heads,
-        num_key_value_heads=first.num_kv_heads,
+        num_attention_heads=max(call.num_heads for call in found.calls),
+        num_key_value_heads=num_kv_heads,
         head_dim=max(max(call.head_dims) for call in found.calls),
-        vocab_size=logits.shape[-1],
+        vocab_size=found.logits.shape[-1],
         sliding_windows=tuple(windows) if one_each else (None,) * num_layers,
+        cuts_edges=one_each and not found.cached,
     )
     points = {point: found.states.get((point.module.format(0), point.end)) for point in family.points.values()}
     neurons = points.get(family.points["mlp_act"]) if "mlp_act" in family.points else None

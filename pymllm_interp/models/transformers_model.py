@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,9 @@ from ..core.unsupported import UnsupportedModelError
 from ..layers.edits.base import apply_inner
 from . import site_ends
 from .attention_interface import PAGED, PagedCalls
+from .attention_method import serve_methods
 from .base import CausalLM
+from .cache_route import CACHED, PoolCache, serve_biases
 from .positions import serve_lengths, serve_positions
 from .probe import probe, set_paged_calls, use_attention
 from .structure import family_of, model_spec
@@ -49,16 +54,21 @@ class TransformersModel(CausalLM):
         super().__init__()
         self.config = served.config
         family = family_of(served, declared)
-        serve_positions(served)
-        found = probe(served, family, declared.context_len)
+        declared = replace(declared, context_len=declared.context_len - serve_positions(served))
+        serve_methods(served)
+        serve_biases(served)
+        found = probe(served, family, declared)
         self.spec = model_spec(served, family, declared, found)
-        self._layers = set_paged_calls(found, self.spec.head_dim)
+        self._layers = set_paged_calls(found, self.spec)
+        self._cached = {
+            call.layer_idx: layer for call, layer in zip(found.calls, self._layers, strict=True) if found.cached
+        }
         calls: list[Any] = [vars(module).get("paged_calls") for module in served.modules()]
         self._calls: list[PagedCalls] = [each for each in calls if each is not None]
-        use_attention(served, PAGED)
+        use_attention(served, CACHED if found.cached else PAGED)
         _forget_padding(served)
         serve_lengths(served)
-        site_ends.install(served, self.spec)
+        site_ends.install(served, self.spec, found.cached)
         served.base_model.register_forward_hook(_keep_hidden_states)
         self._served = [served]  # in a list: its children are this module's
         self._takes = frozenset(inspect.signature(type(served).forward).parameters)
@@ -89,10 +99,9 @@ class TransformersModel(CausalLM):
     ) -> torch.Tensor:
         self._start()
         with current_pass(forward_batch):
-            outputs = self._served[0].base_model(
+            return self._served[0].base_model(
                 input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False
-            )
-        return outputs[0]
+            )[0]
 
     def head_fused(self, h: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         served: Any = _HeadOnly(self._served[0], h)
@@ -107,11 +116,21 @@ class TransformersModel(CausalLM):
         rows = batch.logits_indices
         kwargs: dict[str, Any] = {"position_ids": position_ids, "logits_to_keep": 0 if rows is None else rows}
         kwargs = {name: value for name, value in kwargs.items() if name in self._takes}
-        outputs = served(input_ids=input_ids, attention_mask=None, use_cache=False, **kwargs)
-        logits = outputs.logits
+        with self._attention(batch) as attention:
+            logits = served(input_ids=input_ids, use_cache=False, **kwargs, **attention).logits
         if rows is not None and "logits_to_keep" not in kwargs:
             logits = logits[:, rows]
         return apply_inner(logits, batch.site_ops, 0, LOGITS)
+
+    @contextmanager
+    def _attention(self, batch: ForwardBatch) -> Iterator[dict[str, Any]]:
+        """What the model's forward is called with, so that it attends to the pages of the pass."""
+        if not self._cached:
+            yield {"attention_mask": None}
+            return
+        cache = PoolCache(batch, self._cached)
+        with cache.serve():
+            yield {"attention_mask": cache.padding_mask(), "past_key_values": cache}
 
     def _start(self) -> None:
         for calls in self._calls:
