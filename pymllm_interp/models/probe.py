@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from threading import local
 from typing import Any
 
@@ -24,11 +23,11 @@ from ..core.unsupported import UnsupportedModelError
 from .attention_interface import PagedCall, PagedCalls
 from .cache_probe import ProbeCache, differ, mixed_requests_differ, recording_modules, run_flat
 from .cache_route import CACHED
+from .graph_check import WaitsForDevice
+from .probed import AttentionCall, Probe
 
 PROBE = "pymllm_interp_probe"
 PROBE_TOKENS = 4
-MAX_PROBED_POSITIONS = 1 << 17
-"""Sliding windows beyond this many positions count as none."""
 NOT_SERVED = ("position_bias", "indices")
 """Arguments of attention functions that change which keys a query sees, or their scores, by the token."""
 
@@ -38,69 +37,6 @@ class _Recording(local):
 
 
 _recording = _Recording()
-
-
-@dataclass
-class AttentionCall:
-    """One call of the attention function in the probe."""
-
-    # fmt: off
-    module:       nn.Module
-    num_heads:    int
-    num_kv_heads: int
-    head_dims:    tuple[int, int]  # of queries and keys, of values
-    scaling:      float
-    softcap:      float | None
-    window:       int | None
-    eager:        bool
-    chunk:        int | None = None  # a query sees the keys of its chunk of positions
-    layer_idx:    int = 0            # of the cache, where there is no attention function
-    # fmt: on
-
-
-@dataclass
-class Probe:
-    """A model's first pass.
-
-    Attributes:
-        calls: of the attention function, in order.
-        states: what modules at the ends of sites hold, by (path, end): tensors [1, tokens, width].
-        logits: [1, tokens, vocab].
-        cached: the family computes attention itself, over what its cache returns.
-    """
-
-    context_len: int
-    cached: bool = False
-    calls: list[AttentionCall] = field(default_factory=list)
-    states: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
-    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-
-    def pattern_of(self, rule: Callable[..., Any], device: torch.device) -> tuple[int | None, int | None]:
-        """(sliding window, chunk) of a mask rule, None for neither.
-
-        Raises:
-            UnsupportedModelError: it is neither causal, nor has a sliding window, nor is chunked.
-        """
-        n = min(self.context_len, MAX_PROBED_POSITIONS)
-        zero, keys = torch.zeros((), dtype=torch.int64, device=device), torch.arange(n, device=device)
-        counts: list[tuple[int, int]] = []
-        for query in sorted({n - 1, max(n - 2, 0), n // 2, n // 3}):
-            allowed = rule(zero, zero, torch.tensor(query, device=device), keys)
-            seen = torch.as_tensor(allowed, device=device).expand(n).nonzero()[:, 0].tolist()
-            if not seen or seen[-1] != query or len(seen) != query - seen[0] + 1:
-                raise UnsupportedModelError("its attention is not causal over consecutive positions")
-            counts.append((query, len(seen)))
-        if all(count == query + 1 for query, count in counts):
-            return None, None
-        window = max(count for _, count in counts)
-        if all(count == min(query + 1, window) for query, count in counts):
-            return window, None
-        chunk = int(
-            torch.as_tensor(rule(zero, zero, keys, zero), device=device).expand(n).sum()
-        )  # that see the first key
-        if any(count != query % chunk + 1 for query, count in counts):
-            raise UnsupportedModelError("its attention is neither causal, nor has a sliding window, nor is chunked")
-        return None, chunk
 
 
 def probe(model: PreTrainedModel, family: Family, spec: ModelSpec) -> Probe:
@@ -145,7 +81,11 @@ def _both_ways(model: PreTrainedModel, family: Family, found: Probe, num_heads: 
     positions = list(range(PROBE_TOKENS))
     with _recorded(model, family, found.states):
         found.logits = _run(model, found, positions, num_heads)
-    return _run(model, Probe(found.context_len, found.cached), positions[::-1], num_heads)
+    again = Probe(found.context_len, found.cached, reads_rules=False)
+    with WaitsForDevice() as waits:
+        logits = _run(model, again, positions[::-1], num_heads)
+    found.waits = list(waits.found)
+    return logits
 
 
 def _run(model: PreTrainedModel, found: Probe, positions: list[int], num_heads: int) -> torch.Tensor:

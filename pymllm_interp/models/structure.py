@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ..core.families import FAMILIES, TRANSFORMERS_FAMILIES, Family
 from ..core.model_spec import LENGTH_DEPENDENT_ROPE, ModelSpec
 from ..core.unsupported import UnsupportedModelError
-from .probe import Probe
+from .probed import Probe
 
 BY_STRUCTURE = frozenset({"embed", "resid_pre", "resid_post", "final_norm", "logits"})
 """Kinds of sites that are found in a family without a row."""

@@ -33,6 +33,7 @@ from .attention_interface import PAGED, PagedCalls
 from .attention_method import serve_methods
 from .base import CausalLM
 from .cache_route import CACHED, PoolCache, serve_biases
+from .fused_parts import fuse_parts
 from .positions import serve_lengths, serve_positions
 from .probe import probe, set_paged_calls, use_attention
 from .structure import family_of, model_spec
@@ -50,6 +51,8 @@ class TransformersModel(CausalLM):
         UnsupportedModelError: its attention cannot run over the KV pool.
     """
 
+    fuses_ops = False
+
     def __init__(self, served: PreTrainedModel, declared: ModelSpec) -> None:
         super().__init__()
         self.config = served.config
@@ -59,6 +62,8 @@ class TransformersModel(CausalLM):
         serve_biases(served)
         found = probe(served, family, declared)
         self.spec = model_spec(served, family, declared, found)
+        self.why_no_graphs = found.why_no_graphs
+        fuse_parts(served)
         self._layers = set_paged_calls(found, self.spec)
         self._cached = {
             call.layer_idx: layer for call, layer in zip(found.calls, self._layers, strict=True) if found.cached
@@ -121,6 +126,10 @@ class TransformersModel(CausalLM):
         if rows is not None and "logits_to_keep" not in kwargs:
             logits = logits[:, rows]
         return apply_inner(logits, batch.site_ops, 0, LOGITS)
+
+    def logits_of(self, h: torch.Tensor) -> torch.Tensor:
+        head: Any = self.get_submodule(self.spec.family.head)
+        return head(h)
 
     @contextmanager
     def _attention(self, batch: ForwardBatch) -> Iterator[dict[str, Any]]:
