@@ -76,17 +76,18 @@ def paged_attention(
         size = query.shape[2]
         return _eager(module, query, key, value, causal_mask(size, size, None, query), **kwargs)
     call, width = module.paged_calls.next(), value.shape[-1]
-    q, k, v = (_rows(x, call.layer.head_dim) for x in (query, key, value))
+    q, k, v = (pool_rows(x, call.layer.head_dim) for x in (query, key, value))
     if call.copies > 1:
         k, v = (x.repeat_interleave(call.copies, 1) for x in (k, v))
     wants_weights = batch.transformers_pass is not None and batch.transformers_pass.eager
     if call.eager or wants_weights:
-        return _by_request(module, call, q, k, v, (query.shape[-1], width), batch, kwargs)
+        out, weights = _by_request(module, call, q, k, v, (query.shape[-1], width), batch, kwargs)
+        return out, weights if wants_weights else None
     out = call.layer(q, k, v, batch).view(1, q.shape[0], -1, call.layer.head_dim)
     return out[..., :width], None
 
 
-def _rows(x: torch.Tensor, head_dim: int) -> torch.Tensor:
+def pool_rows(x: torch.Tensor, head_dim: int) -> torch.Tensor:
     """[1, heads, tokens, size] -> [tokens, heads, head_dim], padded with zeros, which change no score."""
     x = x[0].transpose(0, 1)
     return (x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))).contiguous()

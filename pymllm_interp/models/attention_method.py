@@ -36,7 +36,11 @@ class AttentionMethod:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """([1, heads, tokens, head_dim], weights or None) of query, key and value [1, heads, tokens, head_dim]."""
-        attend: Any = ALL_ATTENTION_FUNCTIONS[self._config._attn_implementation_internal]
+        name = self._config._attn_implementation_internal
+        if name == "eager":
+            own: Any = type(self._module)._attn
+            return own(self._module, query, key, value, attention_mask)
+        attend: Any = ALL_ATTENTION_FUNCTIONS[name]
         query, key = query.to(value.dtype), key.to(value.dtype)
         # Without the model's mask, which does not have the window.
         out, weights = attend(self._module, query, key, value, None, scaling=self._scaling, sliding_window=self._window)

@@ -48,6 +48,27 @@ class ProbeCache(RequestsCache):
         return torch.ones_like(self.keys.positions)[None]
 
 
+def updates_of(model: PreTrainedModel, use_attention: Callable[[PreTrainedModel, str], None]) -> list[tuple[int, ...]]:
+    """(layer index, kv heads, head sizes of keys and of values) of each update of the cache in a pass with eager attention.
+
+    Empty where such a pass fails.
+    """
+    found: list[tuple[int, ...]] = []
+
+    def record(key: torch.Tensor, value: torch.Tensor, layer_idx: int, rule: Any) -> None:
+        found.append((layer_idx, key.shape[1], key.shape[-1], value.shape[-1]))
+
+    device = next(model.parameters()).device
+    positions = torch.arange(CHECKED[0], device=device)
+    use_attention(model, "eager")
+    try:
+        with torch.no_grad():
+            run_flat(model, positions[None], positions, ProbeCache(positions, record))
+    except Exception:  # of the family's own code: its attention runs request by request then
+        return []
+    return found
+
+
 @contextmanager
 def recording_modules(model: nn.Module) -> Iterator[list[nn.Module]]:
     """Within the block, the list holds the modules whose forward runs, the innermost last."""

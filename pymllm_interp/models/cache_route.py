@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionMaskInterface
+from transformers import AttentionMaskInterface, DynamicCache, PretrainedConfig
 from transformers.cache_utils import Cache
 from transformers.masking_utils import eager_mask
 
 from ..attention.attention_backend import RadixAttention
 from ..core.forward_batch import ForwardBatch
+from .attention_interface import pool_rows
 
 CACHED = "pymllm_interp_cached"
 """The attention implementation that makes models ask `request_mask` for their masks. There is no such attention function."""
@@ -100,9 +101,13 @@ class PoolCache(RequestsCache):
 
     Args:
         layers: of the pool, by the layer index that modules update the cache with.
+        windows: sliding windows by layer index, for a batch of one request. After the prompt, transformers' cache of such a
+            layer ends there.
     """
 
-    def __init__(self, batch: ForwardBatch, layers: dict[int, RadixAttention]) -> None:
+    def __init__(
+        self, batch: ForwardBatch, layers: dict[int, RadixAttention], windows: dict[int, int] | None = None
+    ) -> None:
         device, groups = batch.input_ids.device, batch.batch_groups
         lens = (batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu).tolist()
         sizes = [size for _, size in groups]
@@ -111,26 +116,47 @@ class PoolCache(RequestsCache):
         self._fresh = batch.fresh_kv_only or batch.token_to_kv_pool is None
         keys = queries if self._fresh else RequestRows.of(lens[: len(groups)], [0] * len(groups), device)
         super().__init__(queries, keys)
-        self._batch, self._layers = batch, layers
+        self._batch, self._layers, self._windows = batch, layers, windows or {}
         if not self._fresh:
             assert batch.req_to_token_pool is not None, "prepare_forward_batch_* sets the pools"
             table = batch.req_to_token_pool.req_to_token
             self._slots = table[batch.req_pool_indices[keys.requests], keys.positions].to(torch.int64)
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [index in self._windows for index in range(max(self._layers) + 1)]
+
+    def _first(self, layer_idx: int) -> int:
+        """The first key of a layer."""
+        return max(0, self.get_seq_length() - self._windows[layer_idx] + 1) if layer_idx in self._windows else 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        first = self._first(layer_idx)
+        return len(self.keys.positions) - first, first
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
         if self._fresh:
             return key_states, value_states
-        batch, pool, layer = self._batch, self._batch.token_to_kv_pool, self._layers[layer_idx].layer_id
+        batch, pool, layer = self._batch, self._batch.token_to_kv_pool, self._layers[layer_idx]
         assert pool is not None, "prepare_forward_batch_* sets the pools"
-        pool.set_kv(
-            layer, batch.out_cache_loc, *(x[0].transpose(0, 1).contiguous() for x in (key_states, value_states))
-        )
+        copies, states = layer.num_kv_heads // key_states.shape[1], (key_states, value_states)
+        rows = (pool_rows(x, layer.head_dim).repeat_interleave(copies, 1) for x in states)
+        pool.set_kv(layer.layer_id, batch.out_cache_loc, *rows)
+        slots = self._slots[self._first(layer_idx) :]
+        kept = (of_slots.index_select(0, slots)[:, ::copies] for of_slots in pool.get_kv(layer.layer_id))
         key, value = (
-            x.index_select(0, self._slots).to(key_states.dtype).transpose(0, 1).unsqueeze(0) for x in pool.get_kv(layer)
+            rows[..., : x.shape[-1]].to(x.dtype).transpose(0, 1).unsqueeze(0)
+            for rows, x in zip(kept, states, strict=True)
         )
         return key, value
+
+
+def cache_windows(config: PretrainedConfig) -> dict[int, int]:
+    """The sliding windows of transformers' cache by layer index, of the layers that have one."""
+    layers: Any = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    return {i: layer.sliding_window for i, layer in enumerate(layers) if layer.is_sliding}
 
 
 def request_mask(*, mask_function: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> torch.Tensor | None:

@@ -121,16 +121,19 @@ def _record_update(
     )
 
 
+def attention_configs(model: PreTrainedModel) -> list[Any]:
+    """The configs that the model's modules look up their attention implementation in, each once."""
+    found = [getattr(module, "config", None) for module in model.modules()]
+    found += [model.config, model.config.get_text_config()]
+    return list({id(config): config for config in found if hasattr(config, "_attn_implementation_internal")}.values())
+
+
 def use_attention(model: PreTrainedModel, name: str) -> None:
     """Make every module of the model use the attention function `name`.
 
     The attribute behind the setter: some classes refuse the setter, and obey the attribute.
     """
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "_attn_implementation_internal"):
-            config._attn_implementation_internal = name
-    for config in (model.config, model.config.get_text_config()):
+    for config in attention_configs(model):
         config._attn_implementation_internal = name
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,12 @@ from . import site_ends
 from .attention_interface import PAGED, PagedCalls
 from .attention_method import serve_methods
 from .base import CausalLM
-from .cache_route import CACHED, PoolCache, serve_biases
+from .cache_probe import updates_of
+from .cache_route import CACHED, PoolCache, cache_windows, serve_biases
 from .fused_parts import fuse_parts
 from .positions import serve_lengths, serve_positions
-from .probe import probe, set_paged_calls, use_attention
+from .probe import attention_configs, probe, set_paged_calls, use_attention
+from .probed import Probe
 from .structure import family_of, model_spec
 from .weights import WeightsError, init_dummy_weights
 
@@ -65,12 +67,12 @@ class TransformersModel(CausalLM):
         self.why_no_graphs = found.why_no_graphs
         fuse_parts(served)
         self._layers = set_paged_calls(found, self.spec)
-        self._cached = {
-            call.layer_idx: layer for call, layer in zip(found.calls, self._layers, strict=True) if found.cached
-        }
+        self._by_cache = _layers_by_index(served, found, self._layers)
+        self._is_cached = found.cached
         calls: list[Any] = [vars(module).get("paged_calls") for module in served.modules()]
         self._calls: list[PagedCalls] = [each for each in calls if each is not None]
         use_attention(served, CACHED if found.cached else PAGED)
+        self._configs = attention_configs(served)
         _forget_padding(served)
         serve_lengths(served)
         site_ends.install(served, self.spec, found.cached)
@@ -134,16 +136,41 @@ class TransformersModel(CausalLM):
     @contextmanager
     def _attention(self, batch: ForwardBatch) -> Iterator[dict[str, Any]]:
         """What the model's forward is called with, so that it attends to the pages of the pass."""
-        if not self._cached:
+        transformers_pass = batch.transformers_pass
+        is_eager = transformers_pass is not None and transformers_pass.eager and batch.attention_cuts is None
+        if not self._is_cached and not (is_eager and self._by_cache):
             yield {"attention_mask": None}
             return
-        cache = PoolCache(batch, self._cached)
-        with cache.serve():
-            yield {"attention_mask": cache.padding_mask(), "past_key_values": cache}
+        cache = PoolCache(batch, self._by_cache, None if self._is_cached else cache_windows(self.config))
+        mask = cache.padding_mask() if self._is_cached else None
+        with cache.serve(), nullcontext() if self._is_cached else self._own_attention():
+            yield {"attention_mask": mask, "past_key_values": cache}
+
+    @contextmanager
+    def _own_attention(self) -> Iterator[None]:
+        """Within the block, the family's own eager attention and masks."""
+        for config in self._configs:
+            config._attn_implementation_internal = "eager"
+        try:
+            yield
+        finally:
+            for config in self._configs:
+                config._attn_implementation_internal = PAGED
 
     def _start(self) -> None:
         for calls in self._calls:
             calls.index = 0  # a pass that failed may have stopped between two calls
+
+
+def _layers_by_index(served: PreTrainedModel, found: Probe, layers: list[RadixAttention]) -> dict[int, RadixAttention]:
+    """The pool's layers by the index that modules update a cache with; empty where they do not update it once a call."""
+    if found.cached:
+        return {call.layer_idx: layer for call, layer in zip(found.calls, layers, strict=True)}
+    updates = updates_of(served, use_attention)
+    shapes = [(call.num_kv_heads, *call.head_dims) for call in found.calls]
+    if [update[1:] for update in updates] != shapes or len({update[0] for update in updates}) != len(layers):
+        return {}
+    return {update[0]: layer for update, layer in zip(updates, layers, strict=True)}
 
 
 def _keep_hidden_states(module: torch.nn.Module, args: tuple, output: Any) -> None:
