@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from family_configs import SETTINGS, VOCAB, tiny_config
+from helpers_runner import part_of
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from pymllm_interp import LM, SamplingParams, Steer
+from pymllm_interp.core.model_spec import FAMILIES as NATIVE_FAMILIES
 from pymllm_interp.core.model_spec import NUMBERED_SITES, SitePoint
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -32,12 +34,13 @@ class Served(NamedTuple):
     prompts: list[list[int]]
 
 
-def load(family: str, **options: Any) -> Served:
+NATIVE_HERE = [family for family in SETTINGS if family in NATIVE_FAMILIES]
+
+
+def load(family: str, impl: str = "transformers", **options: Any) -> Served:
     config = tiny_config(family)
-    lm = LM(
-        hf_config=config, load_format="dummy", impl="transformers", device="cpu", dtype="float32", kv_cache_tokens=512,
-        page_size=4, max_num_tokens=16, max_running_requests=4, **options,
-    )  # fmt: skip
+    settings = {"kv_cache_tokens": 512, "max_num_tokens": 16, "max_running_requests": 4, "page_size": 4, **options}
+    lm = LM(hf_config=config, load_format="dummy", impl=impl, device="cpu", dtype="float32", **settings)
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"
     oracle: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -47,9 +50,12 @@ def load(family: str, **options: Any) -> Served:
     return Served(lm, oracle, prompts)
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+@pytest.fixture(
+    scope="module", params=[*SETTINGS, *((family, "native") for family in NATIVE_HERE)],
+    ids=[*SETTINGS, *(f"{family}-native" for family in NATIVE_HERE)],
+)  # fmt: skip
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    found = load(request.param)
+    found = load(request.param) if isinstance(request.param, str) else load(*request.param)
     yield found
     found.lm.shutdown()
 
@@ -120,8 +126,9 @@ def test_captured_sites_hold_what_transformers_modules_hold(served):
         expected, _ = states(served.oracle, points, ids + out.token_ids[:-1])
         for site in points:
             torch.testing.assert_close(
-                out.activations[site].flatten(1), expected[site], **TOLERANCE, msg=lambda m, s=site: f"{s}: {m}"
-            )
+                out.activations[site].flatten(1), part_of(served.lm.model_spec, site.partition(".")[0], expected[site]),
+                **TOLERANCE, msg=lambda m, s=site: f"{s}: {m}",
+            )  # fmt: skip
 
 
 def test_the_contributions_add_up_to_the_stream(served):
@@ -160,6 +167,28 @@ def test_a_declared_steer_is_the_edit_in_transformers(served, kind):
             torch.testing.assert_close(
                 out.activations["logits"], expected[-len(out.activations["logits"]) :], **TOLERANCE
             )
+
+
+@pytest.mark.parametrize("kind", ["q", "k", "v"])
+def test_a_steer_of_a_part_of_a_projection_is_the_edit_in_transformers(served, kind):
+    spec = served.lm.model_spec
+    if kind not in spec.family.points or not spec.family.is_slice(kind):
+        pytest.skip("the site is a whole output")
+    width = torch.linspace(-1, 1, spec.width(kind))
+    for site, point in sites(served).items():
+        if site.partition(".")[0] != kind:
+            continue
+
+        def edit(output: torch.Tensor) -> torch.Tensor:
+            whole = torch.zeros_like(output[0])
+            index = part_of(spec, kind, torch.arange(output.shape[-1]).expand(1, -1))[0]
+            whole[:, index] = width
+            return output + whole
+
+        ids = served.prompts[2]
+        (out,) = served.lm.generate([ids], GREEDY, interventions=Steer(site, width), capture=["logits"])
+        _, expected = states(served.oracle, {}, ids + out.token_ids[:-1], {point: edit})
+        torch.testing.assert_close(out.activations["logits"], expected[-len(out.activations["logits"]) :], **TOLERANCE)
 
 
 def test_a_steer_between_attention_and_mlp_changes_the_stream(served):

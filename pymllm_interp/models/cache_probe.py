@@ -18,6 +18,19 @@ CHECKED: tuple[int, ...] = (3, 2)
 """Tokens of the requests that are run together and alone."""
 
 
+FAILURES = (
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a family's own code raises over a flat batch that it does not expect."""
+
+
 class _Flat(local):
     positions: torch.Tensor | None = None
 
@@ -64,7 +77,7 @@ def updates_of(model: PreTrainedModel, use_attention: Callable[[PreTrainedModel,
     try:
         with torch.no_grad():
             run_flat(model, positions[None], positions, ProbeCache(positions, record))
-    except Exception:  # of the family's own code: its attention runs request by request then
+    except FAILURES:  # its attention runs request by request then
         return []
     return found
 

@@ -21,7 +21,7 @@ from ..core.families import Family
 from ..core.model_spec import ModelSpec
 from ..core.unsupported import UnsupportedModelError
 from .attention_interface import PagedCall, PagedCalls
-from .cache_probe import ProbeCache, differ, mixed_requests_differ, recording_modules, run_flat
+from .cache_probe import FAILURES, ProbeCache, differ, mixed_requests_differ, recording_modules, run_flat
 from .cache_route import CACHED
 from .graph_check import WaitsForDevice
 from .probed import AttentionCall, Probe
@@ -67,7 +67,7 @@ def probe(model: PreTrainedModel, family: Family, spec: ModelSpec) -> Probe:
         except UnsupportedModelError as error:
             problem = str(error)
             break
-        except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        except FAILURES as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             problem = f"a pass over a flat batch failed in its own code ({type(error).__name__}: {error})"

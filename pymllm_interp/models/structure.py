@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import torch
@@ -146,7 +145,8 @@ def model_spec(model: PreTrainedModel, family: Family, declared: ModelSpec, foun
 
 def _is_there(kind: str, point: Any, state: torch.Tensor | None, spec: ModelSpec, model: nn.Module) -> bool:
     """Whether a kind's value is at its point in each layer, with one row for each token."""
-    if state is None or state.ndim != 3 or state.shape[0] != 1 or state.shape[-1] != prod(spec.shape(kind)):
+    width = sum(map(spec.width, "qkv")) if spec.family.is_slice(kind) else spec.width(kind)
+    if state is None or state.ndim != 3 or state.shape[0] != 1 or state.shape[-1] != width:
         return False
     modules = dict(model.named_modules())
     layers = range(spec.num_hidden_layers) if "{}" in point.module else [0]
