@@ -66,6 +66,7 @@ class CudaGraphRunner:
     Args:
         model_runner: initialised: model, pools and attention backend are there.
         sizes: batch sizes to capture; None is `capture_batch_sizes` up to `max_running_requests`.
+        declares: capture the declared ops, too.
 
     Attributes:
         graphs, output_buffers: by batch size; a buffer holds logits and hidden states of the last replay.
@@ -79,14 +80,14 @@ class CudaGraphRunner:
         RuntimeError: the runner is not initialised, or a capture failed (with what to change).
     """
 
-    def __init__(self, model_runner: GraphOwner, sizes: list[int] | None = None) -> None:
+    def __init__(self, model_runner: GraphOwner, sizes: list[int] | None = None, *, declares: bool = True) -> None:
         parts = ("model", "req_to_token_pool", "token_to_kv_pool", "attn_backend")
         missing = [name for name in parts if getattr(model_runner, name) is None]
         if missing:
             raise RuntimeError(
                 f"CudaGraphRunner needs an initialised ModelRunner, but {', '.join(missing)} is None: call initialize() first"
             )
-        self.model_runner = model_runner
+        self.model_runner, self._declares = model_runner, declares
         self.device = model_runner.device
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.output_buffers: dict[int, LogitsProcessorOutput] = {}
@@ -204,7 +205,7 @@ class CudaGraphRunner:
             req_to_token_pool=runner.req_to_token_pool,
             token_to_kv_pool=runner.token_to_kv_pool,
             attn_backend=runner.attn_backend,
-            site_ops=runner.captured_site_ops(bs),
+            site_ops=runner.captured_site_ops(bs) if self._declares else None,
         )
 
     def _forward(self, bs: int) -> Callable[..., torch.Tensor]:
@@ -238,7 +239,7 @@ class CudaGraphRunner:
             in_place: return the graph's own logits, which the next replay overwrites.
 
         Returns:
-            the logits [batch, vocab] and, with `return_hidden_states`, the hidden states [batch, hidden], in fresh memory.
+            logits [batch, vocab] and, with `return_hidden_states`, hidden states [batch, hidden], in fresh memory.
         """
         n = forward_batch.batch_size
         if n == 0:
