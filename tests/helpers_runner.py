@@ -129,8 +129,15 @@ def part_of(spec: ModelSpec, kind: str, state: torch.Tensor) -> torch.Tensor:
     """A kind's value in what is at its point, [tokens, ...] -> [tokens, width]: of one projection for q, k and v a slice."""
     if not spec.family.is_slice(kind):
         return state
-    heads = state.unflatten(-1, (-1, 3, spec.head_dim) if spec.family.by_head else (3, -1, spec.head_dim))
-    return heads.select(-2 if spec.family.by_head else -3, "qkv".index(kind)).flatten(-2)
+    heads, kv_heads, dim = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+    if not spec.family.by_head:
+        return dict(zip("qkv", state.split([heads * dim, kv_heads * dim, kv_heads * dim], -1), strict=True))[kind]
+    groups = state.unflatten(-1, (kv_heads, heads // kv_heads + 2, dim))
+    return {
+        "q": groups[..., :-2, :].flatten(-3),
+        "k": groups[..., -2, :].flatten(-2),
+        "v": groups[..., -1, :].flatten(-2),
+    }[kind]
 
 
 def random_ids(count: int, vocab: int = 97, seed: int = 0) -> list[int]:

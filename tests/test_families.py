@@ -169,6 +169,28 @@ def test_a_declared_steer_is_the_edit_in_transformers(served, kind):
             )
 
 
+@pytest.mark.parametrize("kind", ["q", "k", "v"])
+def test_a_steer_of_a_part_of_a_projection_is_the_edit_in_transformers(served, kind):
+    spec = served.lm.model_spec
+    if kind not in spec.family.points or not spec.family.is_slice(kind):
+        pytest.skip("the site is a whole output")
+    width = torch.linspace(-1, 1, spec.width(kind))
+    for site, point in sites(served).items():
+        if site.partition(".")[0] != kind:
+            continue
+
+        def edit(output: torch.Tensor) -> torch.Tensor:
+            whole = torch.zeros_like(output[0])
+            index = part_of(spec, kind, torch.arange(output.shape[-1]).expand(1, -1))[0]
+            whole[:, index] = width
+            return output + whole
+
+        ids = served.prompts[2]
+        (out,) = served.lm.generate([ids], GREEDY, interventions=Steer(site, width), capture=["logits"])
+        _, expected = states(served.oracle, {}, ids + out.token_ids[:-1], {point: edit})
+        torch.testing.assert_close(out.activations["logits"], expected[-len(out.activations["logits"]) :], **TOLERANCE)
+
+
 def test_a_steer_between_attention_and_mlp_changes_the_stream(served):
     """At `resid_mid` it is the steer of the attention's contribution."""
     kinds = served.lm.model_spec.family.points

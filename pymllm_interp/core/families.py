@@ -39,7 +39,7 @@ class Family:
         attention_norm, attention, mlp_norm, mlp: children of a decoder layer.
         q_proj, k_proj, v_proj, o_proj: children of the attention.
         qkv: child of the attention whose output has q, k and v; "": they have a projection each.
-        by_head: whether that output has q, k and v of each head next to each other; else all of q, all of k, all of v.
+        by_head: whether that output has, for each head of keys, its queries, its key and its value; else all q, all k, all v.
         down_proj: the MLP's last projection.
         attn_out, mlp_out: children of a decoder layer whose outputs are added to the residual stream; "": attention and MLP.
         resid_mid: child of a decoder layer that reads the stream between the two; "": the MLP's norm.
@@ -152,15 +152,32 @@ _POST_NORM: dict[str, Any] = {
     "resid_mid": "mlp",
     "missing": frozenset({"attn_in", "mlp_in"}),
 }
-_GPT2: dict[str, Any] = {
+_TRANSFORMER: dict[str, Any] = {
     "embed": "transformer.wte",
     "layers": "transformer.h",
     "final_norm": "transformer.ln_f",
     "attention_norm": "ln_1",
     "attention": "attn",
-    "o_proj": "c_proj",
     "mlp_norm": "ln_2",
-    "down_proj": "c_proj",
+}
+_GPT2: dict[str, Any] = {**_TRANSFORMER, "o_proj": "c_proj", "down_proj": "c_proj"}
+_GPTJ: dict[str, Any] = {**_TRANSFORMER, "o_proj": "out_proj", "down_proj": "fc_out"}
+_BLOOM: dict[str, Any] = {
+    "embed": "transformer.word_embeddings",
+    "layers": "transformer.h",
+    "final_norm": "transformer.ln_f",
+    "attention": "self_attention",
+    "qkv": "query_key_value",
+    "by_head": True,
+    "o_proj": "dense",
+    "down_proj": "dense_4h_to_h",
+}
+_OPT: dict[str, Any] = {
+    "attention_norm": "self_attn_layer_norm",
+    "o_proj": "out_proj",
+    "mlp_norm": "final_layer_norm",
+    "mlp": "fc2",
+    "missing": frozenset({"mlp_act"}),
 }
 
 FAMILIES = {
@@ -190,7 +207,7 @@ TRANSFORMERS_FAMILIES: dict[str, Family] = {
             Family(name=name)
             for name in (
                 "arcee", "ernie4_5", "exaone4_5", "glm", "helium", "ministral", "ministral3", "mixtral", "nemotron",
-                "olmo", "olmoe", "phimoe", "phi3", "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "gpt_oss",
+                "olmo", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "gpt_oss",
             )
         ),
         *(Family(name=name, missing=_LATENT) for name in ("deepseek_v2", "deepseek_v3")),
@@ -200,14 +217,29 @@ TRANSFORMERS_FAMILIES: dict[str, Family] = {
         *(Family(name=name, **_POST_NORM) for name in ("olmo2", "olmo3", "exaone4")),
         Family(name="gpt_bigcode", **_GPT2, missing=_FUSED_QKV),
         Family(name="glm4", attn_out="post_self_attn_layernorm", mlp_out="post_mlp_layernorm"),
+        Family(name="phi3", qkv="qkv_proj"),
         Family(name="starcoder2", down_proj="c_proj"),
         Family(
             name="phi", final_norm="model.final_layernorm", o_proj="dense", down_proj="fc2", missing=_PARALLEL | {"mlp_in"}
         ),
         Family(
             name="opt", embed="model.decoder.embed_tokens", layers="model.decoder.layers",
-            final_norm="model.decoder.final_layer_norm", attention_norm="self_attn_layer_norm", o_proj="out_proj",
-            mlp_norm="final_layer_norm", mlp="fc2", missing=frozenset({"mlp_act"}),
+            final_norm="model.decoder.final_layer_norm", **_OPT,
+        ),
+        Family(name="xglm", final_norm="model.layer_norm", **_OPT),
+        Family(name="gptj", missing=_PARALLEL | {"mlp_in"}, **_GPTJ),
+        Family(name="codegen", missing=_PARALLEL | _FUSED_QKV | {"mlp_in"}, **_GPTJ),
+        Family(
+            name="gpt_neo",
+            **{**_TRANSFORMER, "attention": "attn.attention", "o_proj": "out_proj", "down_proj": "c_proj"},
+        ),
+        # Attention and MLP add the stream to what they return.
+        Family(name="bloom", attn_out="self_attention.dense", mlp_out="mlp.dense_4h_to_h", **_BLOOM),
+        Family(name="falcon", missing=_PARALLEL | {"mlp_in"}, **_BLOOM),
+        Family(
+            name="mpt", embed="transformer.wte", layers="transformer.blocks", final_norm="transformer.norm_f",
+            attention_norm="norm_1", attention="attn", o_proj="out_proj", mlp_norm="norm_2", mlp="ffn",
+            mlp_out="ffn.down_proj", qkv="Wqkv",
         ),
     )
 }  # fmt: skip

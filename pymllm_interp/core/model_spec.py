@@ -153,6 +153,8 @@ class ModelSpec:
     """Whether a position's rotation depends on the length of its sequence."""
     dtype: torch.dtype
     """dtype of weights and hidden states."""
+    cuts_edges: bool = True
+    """Whether edges of attention can be cut (`Knockout`)."""
 
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype) -> ModelSpec:

@@ -215,21 +215,24 @@ def expand(pattern: str | Site, num_layers: int, family: Family) -> list[Site]:
             f"{written!r} is another state in {family.name} models than elsewhere: name the site, {kind}, which is at "
             f"{family.points[kind].module}, or the one that is meant"
         )
-    if selector is None:
-        return [Site(kind)]
+    return [Site(kind)] if selector is None else list(_at_layers(kind, selector, str(pattern), num_layers))
+
+
+@lru_cache(maxsize=1 << 14)  # each layer's name is looked up for every request
+def _at_layers(kind: str, selector: str, pattern: str, num_layers: int) -> tuple[Site, ...]:
     layers: set[int] = set()
-    for ends in _ranges(selector, str(pattern)):
+    for ends in _ranges(selector, pattern):
         first, last = (end + num_layers if end < 0 else end for end in ends)
         for end, resolved in zip(ends, (first, last), strict=True):
             if not 0 <= resolved < num_layers:
                 raise ValueError(
-                    f"{str(pattern)!r}: there is no layer {end}; the model has {num_layers} (num_hidden_layers), "
+                    f"{pattern!r}: there is no layer {end}; the model has {num_layers} (num_hidden_layers), "
                     f"0 to {num_layers - 1}, or -{num_layers} to -1 from the end"
                 )
         if first > last:
-            raise ValueError(f"{str(pattern)!r}: the range {ends[0]}..{ends[1]} runs backwards, from {first} to {last}")
+            raise ValueError(f"{pattern!r}: the range {ends[0]}..{ends[1]} runs backwards, from {first} to {last}")
         layers.update(range(first, last + 1))
-    return [Site(kind, layer) for layer in sorted(layers)]
+    return tuple(Site(kind, layer) for layer in sorted(layers))
 
 
 def _written(pattern: str | Site) -> str:
@@ -244,7 +247,7 @@ def _path(text: str) -> str:
     return name if name in NAMES else name.removeprefix("model.")
 
 
-@lru_cache(maxsize=1 << 14)  # each layer's name is looked up for every request
+@lru_cache(maxsize=1 << 14)
 def _look_up(text: str) -> tuple[str, str | None]:
     """(kind, layer selector or None)."""
     name, layers = _split(text)

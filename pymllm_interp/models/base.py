@@ -38,11 +38,15 @@ class CausalLM(nn.Module, ABC):
         config: the model's transformers config.
         spec: the model's facts.
         lm_head: [..., hidden] -> [..., vocab].
+        fuses_ops: the fused pass calls no module, and declared ops are part of its kernels.
+        why_no_graphs: why passes cannot be captured in CUDA graphs; None where they can.
     """
 
     config: PretrainedConfig
     spec: ModelSpec
     lm_head: Linear
+    fuses_ops = True
+    why_no_graphs: str | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
         """Run `forward` as the thread's current pass. `forward_batch` is a keyword; hooks see all arguments in their order.
@@ -82,6 +86,10 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def head_fused(self, h: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         """The logits [1, logit rows, vocab] of the hidden states of `decoder_fused`."""
+
+    def logits_of(self, h: torch.Tensor) -> torch.Tensor:
+        """The head alone: [..., hidden] -> [..., vocab]."""
+        return self.lm_head(h)
 
     def attention_layers(self) -> list[RadixAttention]:
         """The attention of each layer, in order."""

@@ -49,11 +49,13 @@ def architecture_of(config: PretrainedConfig) -> str:
 
 RECURRENT = frozenset(
     {
-        "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba", "mamba2", "nemotron_h",
+        "bamba", "falcon_h1", "falcon_mamba", "jamba", "lfm2", "lfm2_moe", "mamba", "mamba2", "nemotron_h",
         "qwen3_next", "recurrent_gemma", "rwkv", "zamba", "zamba2",
     }
 )  # fmt: skip
 """Model types with recurrent layers (state-space models, linear attention)."""
+RECURRENT_LAYERS = frozenset({"conv", "hybrid", "linear_attention", "mamba", "recurrent"})
+"""Entries of a config's `layer_types`."""
 NOT_GENERATIVE = (
     "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM", "EmbeddingModel",
     "BertModel", "RobertaModel",
@@ -70,11 +72,11 @@ def check_supported(config: PretrainedConfig) -> None:
     architecture, kind = architecture_of(config), None
     if getattr(config, "is_encoder_decoder", False):
         kind = "an encoder-decoder model: cross-attention is not supported"
-    elif any(getattr(config, part, None) is not None for part in ("vision_config", "audio_config")):
+    elif any(getattr(config, part, None) is not None for part in ("vision_config", "vq_config", "audio_config")):
         kind = f"a multimodal model: {MULTIMODAL}"
     elif config.model_type == "whisper":
         kind = "the decoder of a speech model: audio is not supported"
-    elif config.model_type in RECURRENT:
+    elif config.model_type in RECURRENT or RECURRENT_LAYERS & set(_layer_types(config)):
         kind = "a model with recurrent layers: state-space models and linear attention are not supported"
     elif getattr(config, "use_bidirectional_attention", None) is True:
         kind = "an encoder: bidirectional attention is not supported"
@@ -82,6 +84,10 @@ def check_supported(config: PretrainedConfig) -> None:
         kind = f"not a generative model: {POOLING}"
     if kind is not None:
         raise UnsupportedModelError(f"{architecture} is {kind}. Decoder-only language models with attention are served")
+
+
+def _layer_types(config: PretrainedConfig) -> list[str]:
+    return getattr(config.get_text_config(), "layer_types", None) or []
 
 
 def is_native(config: PretrainedConfig, impl: str) -> bool:
