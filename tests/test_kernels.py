@@ -689,15 +689,29 @@ def near_torch(fused: torch.Tensor, runner: ModelRunner, batch: Any) -> None:
     torch.testing.assert_close(fused, expected, rtol=0, atol=tolerance * scale)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "odd"] if CUDA else ["llama"])
-def test_a_layer_of_one_row_is_four_products_four_kernels_and_attention(family, runner_of, launches):
+HEADS = ["rms_norm_", "rms_norm_"]
+LAYERS: dict[str, list[str]] = {
+    "llama": ["gemv", "rope_and_write", "gemv", "add_rms_norm", "gemv", "silu_mul", "gemv"],
+    "qwen3": ["gemv", *HEADS, "rope_and_write", "gemv", "add_rms_norm", "gemv", "silu_mul", "gemv"],
+    "odd": ["gemv", "rope_and_write", "gemv", "add_rms_norm", "gemv", "gelu_mul", "gemv"],
+    "gpt2": ["gemv", "rope_and_write", "gemv", "add_layer_norm", "gemv", "gelu", "gemv"],
+    "gpt_neox": ["gemv", "rope_and_write", "gemv", "layer_norm", "gemv", "gelu", "gemv"],
+    "gemma2": ["gemv", "rope_and_write", "gemv", "rms_norm", "add_rms_norm", "gemv", "gelu_mul", "gemv", "rms_norm"],
+    "gemma3_text": [
+        "gemv", *HEADS, "rope_and_write", "gemv", "rms_norm", "add_rms_norm", "gemv", "gelu_mul", "gemv", "rms_norm",
+    ],
+}  # fmt: skip
+"""What a layer of one row launches behind its first norm, but for attention."""
+
+
+@pytest.mark.parametrize("family", CONFIGS if CUDA else ["llama"])
+def test_a_layer_of_one_row_is_four_products_their_kernels_and_attention(family, runner_of, launches):
     runner = runner_of(family, HALF)
     batch = ByHand(runner).batch({0: [1]}, ForwardMode.DECODE)
     fused = runner.forward(batch).next_token_logits
-    heads = ["rms_norm_", "rms_norm_"] if family == "qwen3" else []
-    act = ["silu_mul"] if family != "odd" else ["gelu_mul"]
-    layer = ["gemv", *heads, "rope_and_write", "gemv", "add_rms_norm", "gemv", *act, "gemv"]
-    assert launches.since() == ["rms_norm", *layer, "add_rms_norm", *layer, "add_rms_norm", "gemv"]
+    layer, norm = LAYERS[family], "layer_norm" if family.startswith("gpt") else "rms_norm"
+    cap = ["softcap"] if family == "gemma2" else []
+    assert launches.since() == [norm, *layer, f"add_{norm}", *layer, f"add_{norm}", "gemv", *cap]
     assert torch.equal(fused, runner.forward(batch, Execution.MODULES).next_token_logits)
     assert launches.since().count("gemv") == 9
 

@@ -5,6 +5,7 @@ What does not depend on a family's module names runs over all families in the ot
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ import torch
 from conftest import held
 from helpers_graphs import use_eager_graphs
 from helpers_runner import random_ids
+from safetensors.torch import load_file, save_file
 from test_faults import DEVICES, ways
 from torch import nn
 from transformers import PreTrainedModel
 
-from pymllm_interp import LM, SamplingParams, Steer
+from pymllm_interp import LM, SamplingParams, Scale, Steer
+from pymllm_interp.core.model_spec import NUMBERED_SITES
+from pymllm_interp.hooks.site import WITHOUT_LAYER
 
 FAMILIES = ["gpt2", "gpt_neox", "gemma2", "gemma3_text"]
 PROMPT, OTHERS = random_ids(9, seed=1), [random_ids(4, seed=2), random_ids(17, seed=3)]
@@ -136,6 +140,27 @@ def test_a_traces_edit_of_a_contribution_is_transformers_beside_requests_that_ke
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_function_at_each_site_does_what_the_declared_op_does(family: str, device: str, load: Load) -> None:
+    """Also at q, k and v, which are slices of one projection's output in some families, and at logits behind a soft-cap."""
+    lm = load(device, family)
+    (plain,) = lm.forward(PROMPT)
+    for kind in lm.model_spec.family.points:
+        if kind not in NUMBERED_SITES:
+            continue
+        site, shape = f"{kind}.1" if kind not in WITHOUT_LAYER else kind, lm.model_spec.shape(kind)
+
+        def scaled(value: torch.Tensor, hook: Any, site: str = site, shape: tuple[int, ...] = shape) -> torch.Tensor:
+            assert str(hook.site) == site and value.shape == (1, len(PROMPT), *shape)
+            return -1.5 * value
+
+        logits = lm.run_with_hooks(PROMPT, [(site, scaled)])
+        (declared,) = lm.forward(PROMPT, interventions=[Scale(site, -1.5)])
+        torch.testing.assert_close(logits[0], declared.logits, **CLOSE, msg=lambda text, site=site: f"{site}: {text}")
+        assert not torch.allclose(logits[0], plain.logits, rtol=1e-3, atol=1e-3), site
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_attentions_and_hidden_states_are_those_of_transformers(
     family: str, device: str, load: Load, oracle: Callable[[str], PreTrainedModel]
 ) -> None:
@@ -178,3 +203,27 @@ def test_greedy_tokens_are_those_of_generate_in_chunks_after_preemption_and_from
             with torch.no_grad():
                 logits = oracle(family)(torch.tensor([prompt + out.token_ids[:-1]])).logits[0, len(prompt) - 1 :]
             assert logits.argmax(-1).tolist() == out.token_ids
+
+
+@pytest.mark.parametrize(("family", "renamed", "buffers"), [
+    ("gpt2", ("transformer.", ""), ["h.0.attn.bias", "h.1.attn.masked_bias"]),
+    ("gpt_neox", ("lm_head.", "embed_out."), [f"gpt_neox.layers.0.attention.{name}" for name in ("bias", "rotary_emb.inv_freq")]),
+])  # fmt: skip
+def test_checkpoints_with_the_names_of_the_hub_are_read(
+    family: str,
+    renamed: tuple[str, str],
+    buffers: list[str],
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    load: Load,
+) -> None:
+    """Of the decoder alone, of a head under its old name, and with masks that follow from the config."""
+    source = model_folder(family)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, tmp_path)
+    tensors = {name.replace(*renamed, 1): tensor for name, tensor in load_file(source / "model.safetensors").items()}
+    assert any(name.startswith(renamed[1] or "wte") for name in tensors)
+    save_file({**tensors, **{name: torch.ones(2) for name in buffers}}, tmp_path / "model.safetensors")
+    (wanted,) = load("cpu", family).forward(PROMPT)
+    with LM(tmp_path, dtype="float32", device="cpu") as lm:
+        assert torch.equal(lm.forward(PROMPT)[0].logits, wanted.logits)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..core.model_spec import ModelSpec
+from ..core.model_spec import LOGITS, ModelSpec
 from ..hooks.site import Site
 from ..hooks.traces.envoy import TracedModel
 from ..layers.rope import heads_of
@@ -57,7 +57,10 @@ class PlacedHooks:
 
     def run(self, model: TracedModel) -> None:
         """Wait for the value, and let the functions see and replace it. Called within a block."""
-        found = getattr(model.get(self.module), self.end)
+        if self.point.site.kind == LOGITS:
+            found = model.output.logits  # a soft-cap is behind the head
+        else:
+            found = getattr(model.get(self.module), self.end)
         value: torch.Tensor = found[0] if isinstance(found, tuple) else found
         value = self._state_in(value)  # a view: writing to it edits the state
         for function in self.functions:
@@ -100,13 +103,8 @@ def placed_hooks(fwd_hooks: Iterable[tuple[NamesFilter, HookFunction]], model: M
     return placed
 
 
-def run_hooks(model: TracedModel, hooks: list[PlacedHooks], head: str) -> torch.Tensor:
-    """The body of a block: the hooks in their order, then the logits [1, tokens, vocab].
-
-    Args:
-        head: path of the LM head.
-    """
+def run_hooks(model: TracedModel, hooks: list[PlacedHooks]) -> torch.Tensor:
+    """The body of a block: the hooks in their order, then the logits [1, tokens, vocab]."""
     for hook in hooks:
         hook.run(model)
-    module: Any = model.get(head)
-    return module.output
+    return model.output.logits
