@@ -212,7 +212,8 @@ def _recorded(model: nn.Module, family: Family, states: dict[tuple[str, str], to
     def hook(path: str) -> Callable[..., None]:
         def record(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             if path in ran:
-                states.pop((path, "input"), None), states.pop((path, "output"), None)
+                for end in ("input", "output"):
+                    states.pop((path, end), None)
                 return
             ran.add(path)
             states[path, "input"] = first_tensor((*args, *kwargs.values())).clone()
