@@ -89,6 +89,16 @@ def test_experts_in_half_precision_are_as_close_as_transformers(family):
     lm.shutdown()
 
 
+def test_steps_over_the_keys_of_all_requests_are_bounded():
+    lm = load(tiny_config("bloom"), max_running_requests=100, max_num_tokens=4096, kv_cache_tokens=4096)
+    assert (lm.runner.max_running_requests, lm.runner.max_num_tokens) == (32, 512)
+    prompts = [random_prompt(n % 9 + 1, n) for n in range(40)]
+    outs = lm.generate(prompts, GREEDY)
+    oracle = oracle_of(lm, tiny_config("bloom"))
+    assert [outs[i].token_ids for i in (0, 39)] == [greedily(oracle, prompts[i], 8) for i in (0, 39)]
+    lm.shutdown()
+
+
 # -- knockouts -------------------------------------------------------------------------------------
 
 
