@@ -155,7 +155,7 @@ def test_graphs_of_the_device_are_the_eager_passes(family):
         "load_format": "dummy",
         "impl": "transformers",
         "device": "cuda",
-        "dtype": "bfloat16",
+        "dtype": "float32",  # the torch backend sums over other shapes in a graph
         **SIZES,
     }
     captured = LM(hf_config=config, attention_backend="torch", **options)
@@ -169,6 +169,7 @@ def test_graphs_of_the_device_are_the_eager_passes(family):
         outs = [lm.generate(prompts, GREEDY, interventions=ops, capture=["logits"]) for lm in (captured, eager)]
         for ours, expected in zip(*outs, strict=True):
             assert ours.token_ids == expected.token_ids
-            assert torch.equal(ours.activations["logits"], expected.activations["logits"])
+            own, other = (out.activations["logits"] for out in (ours, expected))
+            torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
     captured.shutdown()
     eager.shutdown()

@@ -40,6 +40,7 @@ class CausalLM(nn.Module, ABC):
         lm_head: [..., hidden] -> [..., vocab].
         fuses_ops: the fused pass calls no module, and declared ops are part of its kernels.
         why_no_graphs: why passes cannot be captured in CUDA graphs; None where they can.
+        largest_step: requests and token rows of a step at most; None: as configured.
     """
 
     config: PretrainedConfig
@@ -47,6 +48,7 @@ class CausalLM(nn.Module, ABC):
     lm_head: Linear
     fuses_ops = True
     why_no_graphs: str | None = None
+    largest_step: tuple[int, int] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
         """Run `forward` as the thread's current pass. `forward_batch` is a keyword; hooks see all arguments in their order.

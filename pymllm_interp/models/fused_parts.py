@@ -1,8 +1,8 @@
-"""transformers' standard RMSNorm and rotation in our kernels.
+"""transformers' linear layers, standard RMSNorm and rotation in our kernels.
 
-A module keeps its class and its place. A norm whose class has the code of `LlamaRMSNorm.forward` runs `layers.norm.rms_norm`. An
-attention whose file has Llama's `apply_rotary_pos_emb` runs its own code with that name bound to `layers.rope.apply_rope`. Both
-kernels round as transformers' formulas do.
+A module keeps its class and its place. An `nn.Linear` runs `layers.linear.Gemm`. A norm whose class has the code of
+`LlamaRMSNorm.forward` runs `layers.norm.rms_norm`. An attention whose file has Llama's `apply_rotary_pos_emb` runs its code with
+that name bound to `layers.rope.apply_rope`. The last two round as transformers' formulas do.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.models.llama import modeling_llama
 
 from ..core.current_pass import current_batch
+from ..layers.linear import Gemm
 from ..layers.norm import rms_norm
 from ..layers.rope import apply_rope, rotation_of
 
@@ -28,10 +30,29 @@ def fuse_parts(model: nn.Module) -> None:
         forward: Any = type(module).forward
         if not isinstance(forward, FunctionType) or "forward" in vars(module):
             continue
-        if _same_code(forward, modeling_llama.LlamaRMSNorm.forward):
+        if type(module) is nn.Linear:
+            module.forward = _Linear(module)  # pyright: ignore[reportAttributeAccessIssue]
+        elif _same_code(forward, modeling_llama.LlamaRMSNorm.forward):
             module.forward = _Norm(module)  # pyright: ignore[reportAttributeAccessIssue]
         elif _has_standard_rotation(forward):
             module.forward = MethodType(_with_kernel(forward), module)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Linear:
+    """The forward of a linear layer."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        self._module = module
+        self._gemm: Gemm | None = None
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        module, gemm = self._module, self._gemm
+        weight, bias = module.weight, module.bias
+        if current_batch() is None or torch.is_grad_enabled() or weight.dtype != input.dtype:
+            return F.linear(input, weight, bias)
+        if gemm is None or gemm.weight is not weight or gemm.bias is not bias:
+            gemm = self._gemm = Gemm([weight], weight, bias)
+        return gemm(input)
 
 
 class _Norm:

@@ -206,11 +206,16 @@ def _probe_attention(
 
 @contextmanager
 def _recorded(model: nn.Module, family: Family, states: dict[tuple[str, str], torch.Tensor]) -> Iterator[None]:
-    """Record the ends of the first layer's sites, and of those without layers."""
-    modules, handles = dict(model.named_modules()), []
+    """Record the ends of the first layer's sites, and of those without layers. A module that runs twice has no site."""
+    modules, handles, ran = dict(model.named_modules()), [], set[str]()
 
     def hook(path: str) -> Callable[..., None]:
         def record(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+            if path in ran:
+                for end in ("input", "output"):
+                    states.pop((path, end), None)
+                return
+            ran.add(path)
             states[path, "input"] = first_tensor((*args, *kwargs.values())).clone()
             states[path, "output"] = first_tensor(output).clone()
 

@@ -165,4 +165,7 @@ def described(config: PretrainedConfig, impl: str = "auto") -> str:
         else "sites of the residual stream only"
     )
     why = "as asked for" if architecture in NATIVE else f"there is no native {architecture}"
-    return f"transformers: {why}; its own class runs eagerly over the KV pool, with {sites}; its attention is checked at load"
+    return (
+        f"transformers: {why}; its own class runs over the KV pool, with {sites}; loading it shows whether its attention can be "
+        "served, and decode passes captured in CUDA graphs"
+    )

@@ -72,11 +72,15 @@ def family_of(model: PreTrainedModel, spec: ModelSpec) -> Family:
     if row is not None and all(path in paths.values() for path in (row.layers, row.head)):
         return row
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
-    layers = [
+    lists = [
         (path.count("."), path, module)
         for module, path in paths.items()
-        if isinstance(module, nn.ModuleList) and len(module) == spec.num_hidden_layers
+        if isinstance(module, nn.ModuleList) and not any(part.isdigit() for part in path.split("."))
     ]
+    # A config may count a decoder layer of two attentions twice.
+    lengths = {len(module) for _, _, module in lists}
+    length = spec.num_hidden_layers if spec.num_hidden_layers in lengths else max(lengths, default=0)
+    layers = [found for found in lists if len(found[2]) == length]
     if embed not in paths or head not in paths or not layers:
         parts = {"an embedding": embed in paths, "a head": head in paths, "a list of decoder layers": bool(layers)}
         lacking = ", ".join(part for part, found in parts.items() if not found)
@@ -104,7 +108,7 @@ def model_spec(model: PreTrainedModel, family: Family, declared: ModelSpec, foun
         declared: of the config.
 
     Raises:
-        UnsupportedModelError: its layers differ in their heads, and the pool cannot hold them all.
+        UnsupportedModelError: the pool cannot hold the heads of all its layers, or they run more than once.
     """
     num_kv_heads = max(call.num_kv_heads for call in found.calls)
     if any(num_kv_heads % call.num_kv_heads or call.num_heads % num_kv_heads for call in found.calls):
@@ -112,7 +116,11 @@ def model_spec(model: PreTrainedModel, family: Family, declared: ModelSpec, foun
             f"{type(model).__name__} cannot be served: the heads of its attention layers are no multiples of each other"
         )
     num_layers = len(model.get_submodule(family.layers))  # pyright: ignore[reportArgumentType]
-    resid = found.states[family.layers + ".0", "output"]
+    resid = found.states.get((family.layers + ".0", "output"))
+    if resid is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be served: its decoder layers run more than once a pass"
+        )
     windows = [call.window for call in found.calls]
     one_each = len(found.calls) == num_layers
     spec = replace(

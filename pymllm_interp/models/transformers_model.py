@@ -41,6 +41,9 @@ from .probed import Probe
 from .structure import family_of, model_spec
 from .weights import WeightsError, init_dummy_weights
 
+LARGEST_CACHED_STEP = 32, 512
+"""Requests and token rows of a step whose scores are those of all rows and all keys (models/cache_route.py)."""
+
 
 class TransformersModel(CausalLM):
     """A decoder of transformers with its head.
@@ -69,6 +72,7 @@ class TransformersModel(CausalLM):
         self._layers = set_paged_calls(found, self.spec)
         self._by_cache = _layers_by_index(served, found, self._layers)
         self._is_cached = found.cached
+        self.largest_step = LARGEST_CACHED_STEP if found.cached else None
         calls: list[Any] = [vars(module).get("paged_calls") for module in served.modules()]
         self._calls: list[PagedCalls] = [each for each in calls if each is not None]
         use_attention(served, CACHED if found.cached else PAGED)

@@ -167,6 +167,8 @@ class ModelRunner(ForwardPasses):
             torch.OutOfMemoryError: the tables, the largest step or the KV pool do not fit.
         """
         self.max_running_requests = device_memory.num_running_requests(self)
+        if (largest := self.get_model().largest_step) is not None:
+            self.max_running_requests = min(self.max_running_requests, largest[0])
         # The tables first: the KV pool gets what they leave.
         within_memory(
             self._init_tables,
@@ -327,6 +329,8 @@ class ModelRunner(ForwardPasses):
         self.context_len = asked or spec.context_len
         device_default = device_memory.DEFAULT_NUM_TOKENS[self.device.partition(":")[0]]
         self.max_num_tokens = self.server_config.max_num_tokens or device_default
+        if self.model is not None and self.model.largest_step is not None:
+            self.max_num_tokens = min(self.max_num_tokens, self.model.largest_step[1])
 
     def _init_kv_cache_dtype(self) -> None:
         name = self.server_config.kv_cache_dtype
