@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -20,6 +21,7 @@ if not torch.cuda.is_available():
 
 from gpu_workers import share_of
 from helpers_graphs import use_eager_graphs
+from helpers_server import CHAT_TEMPLATE, Server, serving
 from helpers_triton import quicken_the_interpreter
 from transformers import (
     AutoModelForCausalLM,
@@ -253,3 +255,22 @@ def held(lm: LM) -> Iterator[Callable[[int], None]]:
     finally:
         goes_on.set()
         holder.join()
+
+
+@pytest.fixture(scope="session")
+def served_folder(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The llama folder, with a chat template."""
+    folder = tmp_path_factory.mktemp("served")
+    shutil.copytree(model_folder("llama"), folder, dirs_exist_ok=True)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(served_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of the llama folder, with the keys of helpers_server.py."""
+    options = ["--allow-code-from", "code", "--inline-bytes", "20000", "--option", "trace_step_timeout=3"]
+    with serving(served_folder, *options, folder=tmp_path_factory.mktemp("keys")) as found:
+        yield found

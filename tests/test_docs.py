@@ -13,7 +13,7 @@ from helpers_report import report
 from pymllm_interp.cli import make_parser
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ("demo", "generate", "bench", "doctor")
+COMMANDS = ("demo", "generate", "serve", "bench", "doctor")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITH_CHANGES = [*PAGES, ROOT / "CHANGELOG.md"]
 
