@@ -159,12 +159,8 @@ def save_layer_vectors(path: str | Path, vectors: Mapping[int, Source], model_hi
         raise ValueError(f"{path}: vectors are saved as .safetensors or .gguf")
 
 
-def read_vector_file(path: Path) -> Named:
-    """The file's vectors by layer if its names are layers, else its only vector.
-
-    Raises:
-        FileNotFoundError, ImportError, ValueError: as `load_vector`.
-    """
+def _of_file(path: Path) -> Named:
+    """The file's vectors by layer if its names are layers, else its only vector."""
     by_layer = all(_LAYER_NAME.fullmatch(name) for name in _read(path))
     return load_layer_vectors(path) if by_layer else load_vector(path)
 

@@ -27,8 +27,8 @@ from .vector_files import (
     Named,
     Source,
     _nearest,
+    _of_file,
     checked_vector,
-    read_vector_file,
 )
 
 
@@ -63,7 +63,7 @@ class VectorRegistry(MutableMapping[str, Named]):
             raise ValueError(f"a vector's name is a string that is not empty, not {name!r}")
         who = f"vector {name!r}"
         if isinstance(source, str | Path):
-            source = read_vector_file(Path(source))
+            source = _of_file(Path(source))
         if not isinstance(source, Mapping):
             self._vectors[name] = self._fitting(source, who)
             return

@@ -218,9 +218,9 @@ class EngineClient:
         if self._calls.pop(call.number, None) is not None and abort:
             self._send(m.Abort(call.number))
 
-    def abort(self, call: Call, requests: list[int]) -> None:
-        """End some of a call's requests."""
-        self._send(m.Abort(call.number, requests))
+    def abort(self, call: int, requests: list[int] | None) -> None:
+        """End a call, or some of its requests. Its last messages still come."""
+        self._send(m.Abort(call, requests))
 
     async def ask(self, make: Callable[[int], m.ToEngine]) -> Any:
         """The answer to a call that has one.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -20,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from safetensors import SafetensorError
+from safetensors.torch import load
 
 from ..config import ModelConfig, ServerConfig
 from ..core.arguments import PromptError
 from ..core.sampling_params import SamplingParams
 from ..hooks.traces.trace import RequestTrace
-from ..hooks.vector_files import read_vector_file
 from . import messages as m
 from .failures import failure_of
 from .outbox import CallEvents, Outbox
@@ -120,14 +122,17 @@ class EngineServer:
         self.traces.abort(message.call)
 
     def _put_vector(self, message: m.PutVector) -> m.Answer:
-        vectors = self.model.factory(message.owner).vectors
-        with tempfile.NamedTemporaryFile(suffix=f".{message.format}") as file:
-            file.write(message.body)
-            file.flush()
+        vectors, what = self.model.factory(message.owner).vectors, f"vector {message.name!r}"
+        with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
             try:
-                vectors[message.name] = read_vector_file(Path(file.name))
+                if message.format == "gguf":
+                    file.write(message.body)
+                    file.flush()
+                    vectors[message.name] = file.name
+                else:
+                    vectors[message.name] = _vectors_of(message.body, what)
             except (ValueError, OSError) as error:
-                raise PromptError(str(error).replace(file.name, f"vector {message.name!r}")) from error
+                raise PromptError(str(error).replace(file.name, what)) from error
         found = vectors[message.name]
         shape = (
             {str(layer): list(v.shape) for layer, v in found.items()} if isinstance(found, dict) else list(found.shape)
@@ -141,6 +146,22 @@ class EngineServer:
     def _reset_prefix_cache(self, message: m.ResetPrefixCache) -> m.Answer:
         self.model.engine.call(lambda: self.model.engine.scheduler.kv.reset_prefix_cache())
         return m.Answer(message.call)
+
+
+def _vectors_of(body: bytes, what: str) -> Any:
+    """The one tensor of a safetensors file, or {layer: tensor}."""
+    try:
+        tensors = load(body)
+    except SafetensorError as error:
+        raise PromptError(f"{what}: the body is no safetensors file and no GGUF file ({error})") from error
+    layers = [re.fullmatch(r"(?:layer|direction)\.(\d+)", name) for name in tensors]
+    if tensors and all(layers):
+        return {int(match[1]): tensor for match, tensor in zip(layers, tensors.values(), strict=True) if match}
+    if len(tensors) != 1:
+        raise PromptError(
+            f"{what}: one tensor is expected, or one for each layer (layer.0, ...), not {sorted(tensors)[:8]}"
+        )
+    return next(iter(tensors.values()))
 
 
 def _params(given: dict[str, Any]) -> SamplingParams:

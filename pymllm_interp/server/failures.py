@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import linecache
 import traceback
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.arguments import PromptError
@@ -13,7 +14,21 @@ from ..hooks.captures.activations import CaptureError
 from ..hooks.traces.caller_frames import block_traceback
 from ..hooks.traces.errors import EditError, GangError, TraceError, TraceTimeoutError
 from ..hooks.traces.nnsight_compat import OutOfOrderError
-from .messages import Failure
+
+
+@dataclass
+class Failure:
+    """An exception as data."""
+
+    type: str
+    """Name of the class."""
+    message: str
+    notes: list[str] = field(default_factory=list)
+    traceback: str = ""
+    """Lines of the block that raised; "" elsewhere."""
+    bases: list[str] = field(default_factory=list)
+    """Names of the builtin base classes, nearest first."""
+
 
 OURS: dict[str, type[BaseException]] = {
     cls.__name__: cls

@@ -13,6 +13,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError
+from .gate_words import TRACE_PATH, TRACE_TYPE
 from .settings import is_loopback
 from .state import ServerState, denied
 from .trust import Client, Trust
@@ -20,9 +21,6 @@ from .trust import Client, Trust
 access_log = logging.getLogger("pymllm_interp.access")
 BODY_SECONDS = 60.0
 """How long a client may take for the next part of a body."""
-TRACE_PATH = "/v1/interp/trace"
-TRACE_TYPE = "application/x-pymllm-trace"
-"""Content type of traces. Web pages of other origins cannot send it without asking."""
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 _GROUPS = re.compile(r"(/v1/interp/(?:vectors|activations))/.*")
 

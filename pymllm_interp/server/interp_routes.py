@@ -22,8 +22,8 @@ from . import messages as m
 from .engine_client import Call, settings_of_limits
 from .errors import ApiError, api_error
 from .failures import failure_of
-from .gate import TRACE_PATH
-from .protocol import TokenRequest
+from .gate_words import TRACE_PATH
+from .protocol import AbortRequest, TokenRequest
 from .schema import plain
 from .state import ServerState, client_of, require
 from .trust import Client, Trust
@@ -192,6 +192,13 @@ def _stream_routes(router: APIRouter, state: ServerState) -> None:
         state.metrics.totals["hooked_requests"] += _trust_of(body) > Trust.PLAIN
         return _streamed(_generated(state, client, make, count))
 
+    @router.post("/v1/interp/abort")
+    async def abort(body: AbortRequest, request: Request) -> dict[str, Any]:
+        """End a call of this key, or some of its requests. One that has ended is left as it is."""
+        if state.callers.get(body.call) == client_of(request).name:
+            state.engine.abort(body.call, body.requests)
+        return {}
+
     @router.post(TRACE_PATH)
     async def trace(request: Request) -> Response:
         """Run a trace: arbitrary code, for keys that may send it. The answer is a stream of frames."""
@@ -214,6 +221,7 @@ async def _generated(state: ServerState, client: Client, make: Any, count: int) 
     try:
         with state.admitted(client, count):
             call = state.engine.open(make)
+            yield _opened(state, client, call)
             while left:
                 message = await call.next()
                 if isinstance(message, m.Finished):
@@ -236,6 +244,7 @@ async def _traced(state: ServerState, client: Client, payload: bytes) -> AsyncIt
             call = state.engine.open(
                 lambda number: m.RunTrace(number, client.name, payload, state.limits.trace_timeout)
             )
+            yield _opened(state, client, call)
             while not over:
                 message = await call.next()
                 over = isinstance(message, m.Answer)
@@ -251,8 +260,15 @@ async def _traced(state: ServerState, client: Client, payload: bytes) -> AsyncIt
         _close(state, call, not over)
 
 
+def _opened(state: ServerState, client: Client, call: Call) -> bytes:
+    """The first frame of a stream: the call's number, for `/v1/interp/abort`."""
+    state.callers[call.number] = client.name
+    return framed(json.dumps({"type": "call", "call": call.number}).encode(), b"")
+
+
 def _close(state: ServerState, call: Call | None, abort: bool) -> None:
     if call is not None:
+        state.callers.pop(call.number, None)
         state.metrics.totals["disconnects"] += abort
         state.engine.close(call, abort)
 
@@ -262,7 +278,7 @@ def _frame(message: Any, body: bytes = b"") -> bytes:
 
 
 def _header(message: Any) -> bytes:
-    found = {"type": type(message).__name__.lower(), **msgspec.to_builtins(message, str_keys=True)}
+    found = msgspec.to_builtins(message, str_keys=True) | {"type": type(message).__name__.lower()}
     return msgspec.json.encode(found)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from .failures import Failure
+
 Logprobs = dict[int, tuple[float, int]]
 """Token id -> (log probability, rank), as core.output.Logprob without its text."""
 
@@ -91,19 +93,6 @@ class Stop(Message):
 
 
 # -- from the engine process ----------------------------------------------------------------
-
-
-class Failure(msgspec.Struct, omit_defaults=True):
-    """An exception as data."""
-
-    type: str
-    """Name of the class."""
-    message: str
-    notes: list[str] = []
-    traceback: str = ""
-    """Lines of the block that raised; "" elsewhere."""
-    bases: list[str] = []
-    """Names of the builtin base classes, nearest first."""
 
 
 class Ready(Message):

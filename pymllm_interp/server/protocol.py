@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, StrictInt, model_validator
 
@@ -225,3 +225,10 @@ class TokenRequest(Strict):
                     f"{name}: one for each of the {len(self.prompts)} prompts is expected, got {len(value)}"
                 )
         return self
+
+
+class AbortRequest(Strict):
+    """`POST /v1/interp/abort`."""
+
+    call: StrictInt = Field(description="the number in the first frame of the stream")
+    requests: list[Annotated[StrictInt, Field(ge=0)]] | None = Field(None, description="by number; null: all of them")

@@ -135,5 +135,6 @@ class ServedModel(TraceCalls, TokenCalls):  # pyright: ignore[reportIncompatible
             "eos_token_ids": sorted(factory.defaults.eos_token_ids),
             "seed": runner.model_config.seed,
             "hf_config": self.hf_config.to_dict(),
+            "tokenizer": self.tokenizer is not None,
             "chat": bool(getattr(self.tokenizer, "chat_template", None)),
         }

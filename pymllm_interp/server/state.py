@@ -31,6 +31,7 @@ class ServerState:
         settings: of the server.
 
     Attributes:
+        callers: number of a call that clients may abort -> name of its client.
         draining: the server is ending, and takes no more requests.
     """
 
@@ -43,6 +44,7 @@ class ServerState:
         self.draining = False
         self.exiting = asyncio.Event()
         self.started = time.time()
+        self.callers: dict[int, str] = {}
         self._running: Counter[tuple[str, str]] = Counter()
         self._tokens: deque[tuple[float, int]] = deque()
 

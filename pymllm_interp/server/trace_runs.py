@@ -148,9 +148,14 @@ class TraceRuns:
 
     def _execute(self, run: Run, message: m.RunTrace) -> None:
         named = _Named(self._model, message.owner, run)
-        content = load(message.payload, named.find)
-        for number, edits in content["models"].items():
-            named.model(number)._edits = [self._edit(edit) for edit in edits]
+        parts = load(message.payload, named.find)
+        content = load(parts["main"], named.find)
+        for number, edits in enumerate(parts["models"]):
+            named.model(number)._edits = [self._edit(edit) for edit in load(edits, named.find)["edits"]]
+        if content["kind"] == "run":
+            found = named.model(content["model"])._run(content["mode"], content["args"], content["kwargs"])
+            self._send_result(run.call, None, {"result": found})
+            return
         code, node = self._sources.compiled(content["block"])
         frame, names = frame_for(content["block"], code)
         tracer = named.tracer(content["kind"])
@@ -171,7 +176,7 @@ class TraceRuns:
 
     def _send_result(self, call: int, tracer: Any, bound: Mapping[str, Any]) -> None:
         """What the block saved, also before it failed."""
-        tree, header = Tree(), {"type": "result", "receipts": [], "warnings": []}
+        tree, header = Tree(), {"type": "result", "receipts": [], "captures": [], "warnings": []}
         header["names"] = {name: tree.of(value, name) for name, value in bound.items()}
         if isinstance(tracer, ServedTracer):
             header["receipts"] = [receipt_to_json(receipt) for receipt in tracer.receipts]
