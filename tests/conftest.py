@@ -8,7 +8,8 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from transformers import (
 )
 
 from pymllm_interp import LM
+from pymllm_interp.config import ModelConfig, ServerConfig
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 quicken_the_interpreter()
@@ -46,12 +48,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how the engines of the tests run hooked decode steps; off CUDA, segments run as functions in place of graphs",
     )  # fmt: skip
     parser.addoption(
+        "--remote",
+        action="store_true",
+        help="`lm_of` gives LM.connect(...) to servers; tests marked `local` are skipped",
+    )
+    parser.addoption(
         "--ahead", action="store_true", help="engines launch each step before they read the last one's tokens"
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need a CUDA device are skipped where there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that need a CUDA device are skipped where there is none; with --remote, those of local engines."""
+    if config.getoption("--remote"):
+        for item in items:
+            if item.get_closest_marker("local") is not None:
+                item.add_marker(pytest.mark.skip(reason="looks into an engine of this process"))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu") is not None:
@@ -208,6 +219,10 @@ def oracle(model_folder: Callable[[str], Path]) -> Callable[[str], PreTrainedMod
 def lm_of(model_folder: Callable[[str], Path], request: pytest.FixtureRequest) -> Iterator[Callable[..., LM]]:
     """(family, **arguments) -> an LM over the folder's weights, float32; made once for equal arguments, shut down at the end."""
     made: dict[tuple, LM] = {}
+    if request.config.getoption("--remote"):
+        with ExitStack() as servers:
+            yield partial(_connected, servers, made, model_folder)
+        return
     defaults = {
         "dtype": "float32", "device": "cpu", "hook_execution": request.config.getoption("--hook-execution"),
         "async_scheduling": request.config.getoption("--ahead") or None,
@@ -231,6 +246,22 @@ def lm_of(model_folder: Callable[[str], Path], request: pytest.FixtureRequest) -
         yield load
         for lm in made.values():
             lm.shutdown()
+
+
+def _connected(
+    servers: ExitStack, made: dict[tuple, LM], model_folder: Callable[[str], Path], family: str, **kwargs: Any
+) -> LM:
+    """An LM of a server with these arguments, which lives as long as `servers`."""
+    key = (family, *sorted(kwargs.items()))
+    if key not in made:
+        if kwargs.keys() - {*ModelConfig.__dataclass_fields__, *ServerConfig.__dataclass_fields__}:
+            pytest.skip(f"{', '.join(kwargs)}: of a local LM alone")
+        options = [part for name, value in kwargs.items() for part in ("--option", f"{name}={value!r}")]
+        server = servers.enter_context(
+            serving(model_folder(family), "--allow-code-from", "anybody", *options, keys=None)
+        )
+        made[key] = servers.enter_context(LM.connect(server.url))
+    return made[key]
 
 
 @contextmanager

@@ -38,7 +38,7 @@ class Server:
 
     def client(self, key: str | None = "code", **kwargs) -> httpx.Client:
         headers = {} if key is None else {"Authorization": f"Bearer {KEYS.get(key, key)}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=60, **kwargs)
+        return httpx.Client(base_url=self.url, timeout=60, headers=headers | kwargs.pop("headers", {}), **kwargs)
 
     def engine_pid(self) -> int:
         """The server's one child."""

@@ -271,7 +271,7 @@ def test_no_module_is_called_through_forward():
 
 
 def test_no_except_exception_around_computation():
-    """engine/, hooks/, harvest/ and server/ stand between users' code and the engine; elsewhere a broad handler must raise again."""
+    """engine/, hooks/, harvest/ and server/ deal with users' code; elsewhere a broad handler must raise again."""
     wrong = []
     for module in FILES:
         for node in ast.walk(tree_of(module)):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import builtins
-import linecache
+import re
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
 from ..core.arguments import PromptError
@@ -24,8 +26,8 @@ class Failure:
     """Name of the class."""
     message: str
     notes: list[str] = field(default_factory=list)
-    traceback: str = ""
-    """Lines of the block that raised; "" elsewhere."""
+    frames: list[tuple[str, int, str]] = field(default_factory=list)
+    """(file, line, function) of the user's code that raised, outermost first; none of the server's."""
     bases: list[str] = field(default_factory=list)
     """Names of the builtin base classes, nearest first."""
 
@@ -35,8 +37,12 @@ OURS: dict[str, type[BaseException]] = {
     for cls in (
         PromptError, EngineClosedError, CaptureError, EditError, GangError, TraceError, TraceTimeoutError, OutOfOrderError,
     )
-}  # fmt: skip
+} | {"EngineDiedError": EngineClosedError}  # fmt: skip
 """Exceptions that a client gets back as what they are, beside Python's own."""
+
+
+_ORIGIN = re.compile(r" \[[0-9a-f]{16}\]$|^\[[^\]]*:\d+\] ")
+"""What the server (`Sources`) and nnsight (for functions) add to the names of files."""
 
 
 class RemoteError(RuntimeError):
@@ -44,15 +50,13 @@ class RemoteError(RuntimeError):
 
 
 def failure_of(error: BaseException) -> Failure:
-    """An exception as data. The traceback has the lines of the user's block, and nothing of the server's."""
-    lines = ""
-    if (found := block_traceback(error)) is not None:
-        for entry in traceback.extract_tb(found):
-            linecache.checkcache(entry.filename)
-        lines = "".join(traceback.format_tb(found))
+    """An exception as data."""
+    found = block_traceback(error)
+    entries = traceback.extract_tb(found) if found is not None else ()
+    frames = [(_ORIGIN.sub("", entry.filename), entry.lineno or 1, entry.name) for entry in entries]
     bases = [cls.__name__ for cls in type(error).__mro__[1:] if cls.__module__ == "builtins"]
     message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    return Failure(type(error).__name__, message, list(getattr(error, "__notes__", ())), lines, bases)
+    return Failure(type(error).__name__, message, list(getattr(error, "__notes__", ())), frames, bases)
 
 
 def exception_of(failure: Failure) -> BaseException:
@@ -65,9 +69,22 @@ def exception_of(failure: Failure) -> BaseException:
     error = _made(cls, message)
     for note in failure.notes:
         error.add_note(note)
-    if failure.traceback:
-        error.add_note("On the server, in the block:\n" + failure.traceback.rstrip())
+    error.__intervention_tb__ = error.__traceback__ = _traceback_of(failure.frames)  # pyright: ignore[reportAttributeAccessIssue]
     return error
+
+
+def _traceback_of(frames: Sequence[tuple[str, int, str]]) -> TracebackType | None:
+    """A traceback with these lines, which are most often those of the client's own files."""
+    found = None
+    for filename, line, name in reversed(frames):
+        code = compile("\n" * (line - 1) + "raise RuntimeError", filename, "exec").replace(co_name=name)
+        try:
+            exec(code, {"__name__": "block"})
+        except RuntimeError as raised:
+            inner = raised.__traceback__.tb_next if raised.__traceback__ else None
+            if inner is not None:
+                found = TracebackType(found, inner.tb_frame, inner.tb_lasti, line)
+    return found
 
 
 def _class(name: str) -> Any:

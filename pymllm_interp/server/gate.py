@@ -48,6 +48,9 @@ class Gate:
             if passage.status:  # too late: the response has begun
                 raise
             await error.response()(scope, receive, passage.send)
+        except BodyError as error:
+            if not passage.status:
+                await error.error.response()(scope, receive, passage.send)
         finally:
             passage.log(scope)
 
@@ -82,6 +85,18 @@ class Gate:
             raise ApiError(403, f"without keys, traces are taken under this machine's own names, not {host!r}")
 
 
+class BodyError(BaseException):
+    """A body that is not received to its end. Not an Exception: the framework would make a 400 of it.
+
+    Attributes:
+        error: the answer.
+    """
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
 class _Body:
     """Receives a body, up to a limit, and not for ever."""
 
@@ -95,12 +110,12 @@ class _Body:
         try:
             message = await asyncio.wait_for(self._receive(), BODY_SECONDS)
         except TimeoutError:
-            raise ApiError(408, f"no part of the body came for {BODY_SECONDS:g} s") from None
+            raise BodyError(ApiError(408, f"no part of the body came for {BODY_SECONDS:g} s")) from None
         if message["type"] == "http.request":
             self._size += len(message.get("body", b""))
             self._more = message.get("more_body", False)
             if self._size > self._limit:
-                raise _too_large(self._limit, self._name)
+                raise BodyError(_too_large(self._limit, self._name))
         return message
 
 

@@ -131,6 +131,8 @@ class RemoteLM(LM):
         self.engine.check_open()
         if names is None:
             names = [f"prompt {i}" for i in range(len(prompts))] if len(prompts) > 1 else ["the prompt"]
+        if not prompts:
+            return []
         given = params_for(prompts, params)
         warn_of_flat_list(options.get("interventions"), len(prompts))
         ops = for_each_prompt(options.get("interventions"), len(prompts))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..hooks.traces.caller_frames import warn_at_caller
 from ..hooks.traces.envoy import TracedModel
-from ..hooks.traces.nnsight_compat import Mediator, mark, push_result
+from ..hooks.traces.nnsight_compat import EditingTracer, Mediator, mark, push_result
 from ..hooks.traces.session import SessionTracer
 from ..hooks.traces.tracer import EngineTracer
 from .gate_words import TRACE_PATH, TRACE_TYPE
@@ -32,6 +32,8 @@ class _Names:
         """The persistent id of an object, or None."""
         if obj is self._tracer and obj is not None:
             return "tracer", "session" if isinstance(obj, SessionTracer) else "trace"
+        if isinstance(obj, EditingTracer):
+            return "tracer", "edit"
         if isinstance(obj, EngineTracer | SessionTracer):
             raise TypeError(
                 "the block reads the tracer of another trace, whose results are its saved values: read those"

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import uvicorn
 
@@ -53,6 +56,18 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
         super().__init__(config)
         self._state = state
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """End at SIGTERM and Ctrl-C, in order. uvicorn's own would send itself the signal again at the end."""
+        loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         state, deadline = self._state, time.monotonic() + self._state.settings.drain_seconds

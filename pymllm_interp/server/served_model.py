@@ -11,6 +11,7 @@ from ..config import ModelConfig, ServerConfig
 from ..core.model_spec import NUMBERED_SITES, ModelSpec
 from ..engine import open_engines
 from ..engine.engine import Engine
+from ..engine.forward_calls import ForwardCalls
 from ..engine.generation_defaults import GenerationDefaults
 from ..engine.handle import RequestHandle
 from ..engine.request_factory import RequestFactory
@@ -26,7 +27,7 @@ SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 """Sampling parameters that a model's generation_config.json may set."""
 
 
-class ServedModel(TraceCalls, TokenCalls):  # pyright: ignore[reportIncompatibleMethodOverride]
+class ServedModel(TraceCalls, ForwardCalls, TokenCalls):  # pyright: ignore[reportIncompatibleMethodOverride]
     """What `LM` is to one Python program: the same engine, with a request factory for each owner of named vectors.
 
     Args:
@@ -85,11 +86,7 @@ class ServedModel(TraceCalls, TokenCalls):  # pyright: ignore[reportIncompatible
 
     def _send(self, handles: list[RequestHandle]) -> None:
         self.sent(handles)
-        try:
-            self.engine.submit_all([(handle.requests, handle) for handle in handles])
-        except BaseException:
-            self._factory.release([request for handle in handles for request in handle.requests])
-            raise
+        super()._send(handles)
 
     def describe(self) -> dict[str, Any]:
         """What clients may know of the model and its engine, as JSON."""

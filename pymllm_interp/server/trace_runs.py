@@ -14,7 +14,7 @@ from typing import Any
 
 from ..engine.handle import RequestHandle
 from ..hooks.traces.errors import TraceTimeoutError
-from ..hooks.traces.nnsight_compat import Mediator, Tracer, dec, inc
+from ..hooks.traces.nnsight_compat import EditingTracer, Mediator, Tracer, dec, inc
 from ..hooks.traces.session import SessionTracer
 from ..hooks.traces.tracer import EngineTracer
 from . import messages as m
@@ -28,8 +28,8 @@ from .values import Tree, pack
 logger = logging.getLogger(__name__)
 
 
-class ClientGoneError(BaseException):
-    """Raised into the thread of a trace whose client is gone."""
+class RunEndedError(BaseException):
+    """Raised into the thread of a trace that is ended before its time. No class of errors that a block would handle."""
 
 
 class Run:
@@ -44,7 +44,7 @@ class Run:
         self.call, self._abort = call, abort
         self._lock, self._requests = threading.Lock(), list[str]()
         self._thread: int | None = None
-        self._over = self._posted = False
+        self._over = self._posted = self.late = False
 
     def enter(self) -> None:
         """The thread that calls this is the trace's."""
@@ -54,13 +54,17 @@ class Run:
         """Requests were submitted."""
         self._requests += [request.request_id for handle in handles for request in handle.requests]
 
-    def end(self, error: type[BaseException]) -> None:
-        """Abort the requests, and raise `error` in the thread: between two of its bytecodes, once it does not wait any more."""
+    def end(self, late: bool = False) -> None:
+        """Abort the requests, and raise RunEndedError in the thread: between two of its bytecodes, once it does not wait any more.
+
+        Args:
+            late: the limit of seconds is the reason; else the client is gone.
+        """
         with self._lock:
             if self._over or self._posted or self._thread is None:
                 return
-            self._posted = True
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(error))
+            self._posted, self.late = True, late
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(RunEndedError))
         self._abort(list(self._requests))
 
     def leave(self) -> None:
@@ -70,7 +74,7 @@ class Run:
         try:
             for _ in range(1000 if self._posted else 0):
                 pass
-        except (TraceTimeoutError, ClientGoneError):
+        except RunEndedError:
             pass
 
 
@@ -102,7 +106,7 @@ class TraceRuns:
     def abort(self, call: int) -> None:
         """End a trace whose client is gone."""
         if (run := self._runs.get(call)) is not None:
-            run.end(ClientGoneError)
+            run.end()
 
     def close(self) -> None:
         """End them all."""
@@ -129,15 +133,17 @@ class TraceRuns:
         try:
             run.enter()
             if message.timeout is not None:
-                timer = threading.Timer(message.timeout, run.end, (TraceTimeoutError,))
+                timer = threading.Timer(message.timeout, run.end, (True,))
                 timer.daemon = True
                 timer.start()
             self._execute(run, message)
-        except ClientGoneError:
-            pass
+        except RunEndedError:
+            if run.late:
+                late = TraceTimeoutError(
+                    f"the trace took longer than {message.timeout:g} s, the server's limit (trace_timeout)"
+                )
+                answer = m.Failed(message.call, failure_of(late))
         except BaseException as error:
-            if isinstance(error, TraceTimeoutError) and not error.args:
-                error.args = (f"the trace took longer than {message.timeout:g} s, the server's limit (trace_timeout)",)
             answer = m.Failed(message.call, failure_of(error))
         finally:
             if timer is not None:
@@ -231,7 +237,7 @@ class _Named:
 
     def tracer(self, kind: str) -> Any:
         """The tracer, which a block may refer to before it is initialised."""
-        cls = SessionTracer if kind == "session" else ServedTracer
+        cls: Any = {"session": SessionTracer, "edit": EditingTracer}.get(kind, ServedTracer)
         return self._tracers.setdefault(kind, cls.__new__(cls))
 
     def find(self, pid: Any) -> Any:
