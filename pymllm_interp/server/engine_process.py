@@ -58,6 +58,7 @@ class EngineServer:
             m.PutVector: self._put_vector,
             m.DropVector: self._drop_vector,
             m.RunTrace: self.traces.run,
+            m.AskLens: self.traces.lens,
             m.AskStats: lambda message: m.Answer(message.call, self.stats()),
             m.ResetPrefixCache: self._reset_prefix_cache,
         }

@@ -32,12 +32,11 @@ class Failure:
     """Names of the builtin base classes, nearest first."""
 
 
-OURS: dict[str, type[BaseException]] = {
-    cls.__name__: cls
-    for cls in (
-        PromptError, EngineClosedError, CaptureError, EditError, GangError, TraceError, TraceTimeoutError, OutOfOrderError,
-    )
-} | {"EngineDiedError": EngineClosedError}  # fmt: skip
+_CLASSES: tuple[type[BaseException], ...] = (
+    PromptError, EngineClosedError, CaptureError, EditError, GangError, TraceError, TraceTimeoutError, OutOfOrderError,
+)  # fmt: skip
+OURS: dict[str, type[BaseException]] = {cls.__name__: cls for cls in _CLASSES}
+OURS["EngineDiedError"] = EngineClosedError
 """Exceptions that a client gets back as what they are, beside Python's own."""
 
 

@@ -18,12 +18,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 
 from .. import __version__
+from ..engine.prompts import rendered
 from . import messages as m
 from .engine_client import Call, settings_of_limits
 from .errors import ApiError, api_error
 from .failures import failure_of
 from .gate_words import TRACE_PATH
-from .protocol import AbortRequest, TokenRequest
+from .protocol import AbortRequest, LensRequest, TokenRequest
 from .schema import plain
 from .state import ServerState, client_of, require
 from .trust import Client, Trust
@@ -73,6 +74,26 @@ def interp_routes(state: ServerState) -> APIRouter:
         require(request, Trust.DECLARED)
         await state.engine.ask(m.ResetPrefixCache)
         return {}
+
+    @router.post("/v1/interp/lens")
+    async def lens(body: LensRequest, request: Request) -> dict[str, Any]:
+        """The logit lens of a prompt: the next token that each layer predicts, at each position."""
+        client = require(request, Trust.DECLARED)
+        read = await asyncio.to_thread(rendered, state.tokenizer, body.prompt, "the prompt")
+        ids = read.token_ids
+        with state.admitted(client, 1):
+            try:
+                layers = await state.engine.ask(lambda number: m.AskLens(number, client.name, ids, body.top))
+            except Exception as error:
+                raise api_error(error, refused=True) from error
+
+        def word(token: int) -> str:
+            return str(token) if state.tokenizer is None else state.tokenizer.decode([token])
+
+        return {
+            "tokens": [word(token) for token in ids],
+            "layers": [[[{"token": word(t), "prob": p} for t, p in top] for top in row] for row in layers],
+        }
 
     _vector_routes(router, state)
     _activation_routes(router, state)

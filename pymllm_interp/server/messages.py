@@ -80,6 +80,14 @@ class RunTrace(Message):
     """Seconds for the whole trace."""
 
 
+class AskLens(Message):
+    """Answered by `Answer` with what each layer would say next (`lens.logit_lens`)."""
+
+    owner: str
+    token_ids: list[int]
+    top: int
+
+
 class AskStats(Message):
     """Answered by `Answer` with the engine's counters."""
 
@@ -164,7 +172,7 @@ class Failed(Message):
     failure: Failure
 
 
-ToEngine = Submit | Abort | PutVector | DropVector | RunTrace | AskStats | ResetPrefixCache | Stop
+ToEngine = Submit | Abort | PutVector | DropVector | RunTrace | AskLens | AskStats | ResetPrefixCache | Stop
 FromEngine = Ready | Accepted | Token | Finished | Frame | Answer | Failed
 
 encoder = msgspec.msgpack.Encoder()

@@ -227,6 +227,13 @@ class TokenRequest(Strict):
         return self
 
 
+class LensRequest(Strict):
+    """`POST /v1/interp/lens`."""
+
+    prompt: str | list[StrictInt]
+    top: StrictInt = Field(3, ge=1, le=20, description="tokens of each layer and position")
+
+
 class AbortRequest(Strict):
     """`POST /v1/interp/abort`."""
 

@@ -19,6 +19,7 @@ from ..hooks.traces.session import SessionTracer
 from ..hooks.traces.tracer import EngineTracer
 from . import messages as m
 from .failures import failure_of
+from .lens import logit_lens
 from .outbox import Outbox
 from .receipts import receipt_to_json
 from .served_model import ServedModel
@@ -102,6 +103,19 @@ class TraceRuns:
         threading.Thread(
             target=self._serve, args=(run, message), name=f"pymllm-interp-trace-{message.call}", daemon=True
         ).start()
+
+    def lens(self, message: m.AskLens) -> None:
+        """Start a logit lens. Its block is the server's own."""
+
+        def serve() -> None:
+            try:
+                model = self._model.of(message.owner, [])
+                answer: Any = m.Answer(message.call, logit_lens(model, message.token_ids, message.top))
+            except Exception as error:
+                answer = m.Failed(message.call, failure_of(error))
+            self._outbox.put(answer)
+
+        threading.Thread(target=serve, name=f"pymllm-interp-lens-{message.call}", daemon=True).start()
 
     def abort(self, call: int) -> None:
         """End a trace whose client is gone."""
