@@ -42,6 +42,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 quicken_the_interpreter()
 
 
+LOCAL_SCRIPTS = {"call_plain_outside", "result_is_the_output", "gradients_afterwards", "a_saved_loss"}
+"""Scripts of tests that keep weights, graphs or one object under two names: these stay on a server."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--hook-execution", default="auto", choices=["auto", "segments", "split", "eager"],
@@ -61,7 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Tests that need a CUDA device are skipped where there is none; with --remote, those of local engines."""
     if config.getoption("--remote"):
         for item in items:
-            if item.get_closest_marker("local") is not None:
+            name = getattr(item, "callspec", None) and item.callspec.id.rpartition("-")[2]  # pyright: ignore
+            if item.get_closest_marker("local") is not None or name in LOCAL_SCRIPTS:
                 item.add_marker(pytest.mark.skip(reason="looks into an engine of this process"))
     if not torch.cuda.is_available():
         for item in items:
@@ -270,6 +275,8 @@ def held(lm: LM) -> Iterator[Callable[[int], None]]:
 
     Yields a function that waits until so many submissions have come, whatever the machine's pace.
     """
+    if getattr(lm, "is_remote", False):
+        pytest.skip("looks into an engine of this process")
     stands, goes_on = threading.Event(), threading.Event()
 
     def arrived(count: int) -> None:
