@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers_server import KEYS
 
-from pymllm_interp import LM, Ablate, Capture, Generated, SamplingParams, Steer
+from pymllm_interp import LM, Ablate, Capture, Generated, SamplingParams, SavedSteps, Steer
 from pymllm_interp.core.arguments import PromptError
 
 PROMPT = "w3 w14 w15 w9"
@@ -174,6 +174,24 @@ def test_an_error_has_the_blocks_line_and_class(lm):
         and "[" not in shown.partition("test_remote.py")[2][:12]
     )
     assert kept.shape == (1, 4, 72)
+
+
+def test_saved_steps_are_read_while_the_trace_runs(lm, local):
+    async def followed(model) -> list[tuple[int, torch.Size]]:
+        steps = SavedSteps()
+
+        async def run() -> None:
+            async with model.generate(PROMPT, max_new_tokens=3, ignore_eos=True, on_step=steps) as tracer:
+                for _ in tracer.iter[:]:
+                    h = model.model.layers[0].output.save()  # noqa: F841
+
+        task = asyncio.create_task(run())
+        found = [(step, saved["h"].shape) async for step, saved in steps]
+        await task
+        return found
+
+    for model in (lm, local):
+        assert asyncio.run(followed(model)) == [(0, (1, 4, 72)), (1, (1, 1, 72)), (2, (1, 1, 72))]
 
 
 class OwnError(LookupError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import re
@@ -234,6 +235,19 @@ def test_unknown_models_and_paths_are_404(api, server):
         api.completions.create(model="gpt-9", prompt="w1")
     with server.client() as client:
         assert client.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
+
+
+def test_the_asynchronous_client_works_in_a_process_that_has_this_package(server, lm):
+    async def ask(name: str) -> str:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEYS["plain"]) as client:
+            stream = await client.completions.create(
+                model=name, prompt=PROMPT, max_tokens=5, temperature=0, stream=True
+            )
+            return "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])
+
+    with server.client() as client:
+        name = client.get("/v1/models").json()["data"][0]["id"]
+    assert asyncio.run(ask(name)) == lm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=5))[0].text
 
 
 def test_request_ids_are_kept_and_logged(server):

@@ -33,13 +33,17 @@ def test_the_page_generates_plain_and_steered_text_and_shows_a_lens(server: Serv
         assert steered.startswith("w3 w14 w15 w9") and steered != plain
         page.run("document.getElementById('lens').click()")
         page.wait_for("document.querySelectorAll('#heatmap td').length === 12")  # 3 layers of 4 tokens
-        words = page.run("[...document.querySelectorAll('#heatmap tbody tr:first-child td')].map((cell) => cell.textContent)")
+        words = page.run(
+            "[...document.querySelectorAll('#heatmap tbody tr:first-child td')].map((cell) => cell.textContent)"
+        )
         with LM.connect(server.url, api_key=KEYS["code"]) as lm:
             with lm.trace("w3 w14 w15 w9"):
                 tops = lm.lm_head.output[0].argmax(-1).save()
             assert words == [lm.tokenizer.decode([token]) for token in tops.tolist()]
         assert page.run("document.getElementById('error').textContent") == ""
-        assert page.run("document.getElementById('chart').getContext('2d').getImageData(0, 0, 360, 56).data.some((v) => v > 0)")
+        assert page.run(
+            "document.getElementById('chart').getContext('2d').getImageData(0, 0, 360, 56).data.some((v) => v > 0)"
+        )
         # Until the key is there, the page is told that it is needed: the browser notes these answers.
         assert not [problem for problem in page.problems if "401" not in problem], page.problems
 

@@ -63,6 +63,7 @@ class Gate:
                     401, "a key is needed: Authorization: Bearer KEY" if "authorization" not in headers else "the key is not known",
                     code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
                 )  # fmt: skip
+            client = self._of_this_machine(client, headers)
             scope["state"]["client"], passage.client = client, client.name
             if path == TRACE_PATH:
                 self._check_trace(client, headers)
@@ -75,14 +76,19 @@ class Gate:
             raise _too_large(limit, name)
         return _Body(receive, limit, name)
 
+    def _of_this_machine(self, client: Client, headers: dict[str, str]) -> Client:
+        """Without keys, code is taken under this machine's own names alone: a web page could give itself another name of it."""
+        host = headers.get("host", "")
+        name = host if host.endswith("]") else host.rpartition(":")[0] or host
+        if self._state.settings.keys.anybody and client.trust is Trust.CODE and not is_loopback(name.strip("[]")):
+            return Client(client.name, Trust.DECLARED)
+        return client
+
     def _check_trace(self, client: Client, headers: dict[str, str]) -> None:
         if client.trust < Trust.CODE:
             raise denied(client, Trust.CODE)
         if headers.get("content-type") != TRACE_TYPE:
             raise ApiError(415, f"a trace has the content type {TRACE_TYPE}")
-        host = headers.get("host", "").rpartition(":")[0] or headers.get("host", "")
-        if self._state.settings.keys.anybody and not is_loopback(host.strip("[]")):
-            raise ApiError(403, f"without keys, traces are taken under this machine's own names, not {host!r}")
 
 
 class BodyError(BaseException):
