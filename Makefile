@@ -34,11 +34,14 @@ demo: $(STAMP)
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 TRACE_TESTS := $(addprefix tests/test_,stress.py trace_parity.py trace_features.py trace_errors.py interp_runner.py)
 
-# The traces twice: as a CPU runs them, and as a GPU does, in segments and with steps launched ahead.
+REMOTE_TESTS := $(addprefix tests/test_,nnsight_calls.py trace_parity.py)
+
+# The traces three times: as a CPU runs them; as a GPU does, in segments and with steps launched ahead; and by LM.connect.
 test: $(STAMP)
 	$(PYTEST) $(TESTS)
 ifeq ($(TESTS),tests)
 	$(PYTEST) --hook-execution segments --ahead $(TRACE_TESTS)
+	$(PYTEST) --remote $(REMOTE_TESTS) -k "not qwen3"
 endif
 
 # As many workers as fit on the device, each with its share of the memory (tests/gpu_workers.py); then, one by one, the tests that

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .hooks.interventions.specs import Patch, Scale, Steer
     from .hooks.positions import Generated
     from .hooks.site import Site
+    from .hooks.traces.async_trace import SavedSteps
     from .runner.interp_model_runner import InterpModelRunner
     from .runner.model_runner import ModelRunner
 
@@ -45,6 +46,7 @@ _HOMES = {
     "Project": "hooks.captures.spec",
     "RequestOutput": "core.output",
     "SamplingParams": "core.sampling_params",
+    "SavedSteps": "hooks.traces.async_trace",
     "Scale": "hooks.interventions.specs",
     "Site": "hooks.site",
     "Steer": "hooks.interventions.specs",
@@ -53,8 +55,8 @@ _HOMES = {
 
 __all__ = [
     "LM", "Ablate", "Activations", "Capture", "CaptureError", "Clamp", "Gate", "Generated", "Harvest", "HarvestError",
-    "InterpModelRunner", "Knockout", "ModelRunner", "Patch", "Project", "RequestOutput", "SamplingParams", "Scale", "Site", "Steer",
-    "open_harvest",
+    "InterpModelRunner", "Knockout", "ModelRunner", "Patch", "Project", "RequestOutput", "SamplingParams", "SavedSteps",
+    "Scale", "Site", "Steer", "open_harvest",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The command line: `pymllm-interp demo | generate | bench | doctor`. Each command imports what it needs."""
+"""The command line: `pymllm-interp demo | generate | serve | bench | doctor`. Each command imports what it needs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+SERVE_LIMITS: dict[str, tuple[type, float]] = {
+    "max_body_bytes": (int, 64 << 20), "max_trace_bytes": (int, 64 << 20), "max_concurrent": (int, 256), "max_traces": (int, 32),
+    "max_prompts": (int, 1024), "max_vectors": (int, 256), "max_vector_bytes": (int, 64 << 20), "inline_bytes": (int, 256 << 10),
+    "max_store_bytes": (int, 4 << 30), "store_seconds": (float, 300.0), "trace_timeout": (float, 600.0),
+    "max_queued_bytes": (int, 256 << 20),
+}  # fmt: skip
+"""Limits of a server -> type and default; those of server/settings.py, which are not imported for --help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,6 +55,10 @@ def make_parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, default=None, help="of the sampling noise")
     generate.set_defaults(run=_generate)
 
+    serve = commands.add_parser("serve", help="serve a model over HTTP: OpenAI's API, interventions, captures, traces")
+    _add_serve(serve)
+    serve.set_defaults(run=_serve)
+
     bench = commands.add_parser("bench", help="speed of plain decoding, and what reading layers costs")
     _add_model(bench)
     _add_bench(bench)
@@ -58,6 +70,42 @@ def make_parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=_doctor)
     return parser
+
+
+def _add_serve(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument(
+        "model", nargs="?", default="demo", help="demo, a folder, a .gguf file or a hub id (default: demo)"
+    )
+    serve.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (default: %(default)s)")
+    serve.add_argument("--device", default="auto", help="cpu, cuda or auto (default: %(default)s)")
+    serve.add_argument("--served-model-name", default=None, metavar="NAME", help="the model's name for clients")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine)")
+    serve.add_argument("--port", type=int, default=8000, help="0 takes any free port (default: %(default)s)")
+    serve.add_argument("--keys", type=Path, metavar="FILE", help="API keys: lines 'name key [plain | declared]'")
+    serve.add_argument(
+        "--allow-code-from", action="append", metavar="NAME",
+        help="the key of this name may send traces, which are arbitrary code; repeatable. Without --keys: 'anybody', if the "
+        "server listens on this machine alone (docs/security.md)",
+    )  # fmt: skip
+    serve.add_argument("--store", type=Path, metavar="FOLDER", help="for captured states that wait to be fetched")
+    serve.add_argument(
+        "--on-engine-exit", choices=["restart", "exit"], default="restart", help="(default: %(default)s)"
+    )
+    serve.add_argument(
+        "--drain-seconds", type=float, default=30.0, help="for running requests after SIGTERM (default: %(default)s)"
+    )
+    serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
+    serve.add_argument(
+        "--option",
+        type=_option,
+        action="append",
+        metavar="NAME=VALUE",
+        help="argument of LM, such as max_model_len; repeatable",
+    )
+    limits = serve.add_argument_group("limits, each answered with a 4xx (docs/serving.md)")
+    for name, (kind, default) in SERVE_LIMITS.items():
+        option = f"--{name.replace('_', '-')}"
+        limits.add_argument(option, dest=name, type=kind, default=default, metavar="N", help=f"(default: {default})")
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:
@@ -151,6 +199,15 @@ def _generate(args: argparse.Namespace) -> int:
         for text, output in zip(args.prompts, lm.generate(prompts, params), strict=True):
             print(f">>> {text}\n{output.text}\n")
     return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    try:
+        from .server.command import settings_of
+        from .server.serve import run
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{error}; the server needs more packages: pip install 'pymllm-interp[serve]'") from error
+    return run(settings_of(args))
 
 
 def _bench(args: argparse.Namespace) -> int:

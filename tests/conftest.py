@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ if not torch.cuda.is_available():
 
 from gpu_workers import share_of
 from helpers_graphs import use_eager_graphs
+from helpers_server import CHAT_TEMPLATE, Server, serving
 from helpers_triton import quicken_the_interpreter
 from transformers import (
     AutoModelForCausalLM,
@@ -38,9 +41,14 @@ from transformers import (
 )
 
 from pymllm_interp import LM
+from pymllm_interp.config import ModelConfig, ServerConfig
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 quicken_the_interpreter()
+
+
+LOCAL_SCRIPTS = {"call_plain_outside", "result_is_the_output", "gradients_afterwards", "a_saved_loss"}
+"""Scripts of tests that keep weights, graphs or one object under two names: these stay on a server."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,12 +57,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how the engines of the tests run hooked decode steps; off CUDA, segments run as functions in place of graphs",
     )  # fmt: skip
     parser.addoption(
+        "--remote",
+        action="store_true",
+        help="`lm_of` gives LM.connect(...) to servers; tests marked `local` are skipped",
+    )
+    parser.addoption(
         "--ahead", action="store_true", help="engines launch each step before they read the last one's tokens"
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need a CUDA device are skipped where there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that need a CUDA device are skipped where there is none; with --remote, those of local engines."""
+    if config.getoption("--remote"):
+        for item in items:
+            name = getattr(item, "callspec", None) and item.callspec.id.rpartition("-")[2]  # pyright: ignore
+            if item.get_closest_marker("local") is not None or name in LOCAL_SCRIPTS:
+                item.add_marker(pytest.mark.skip(reason="looks into an engine of this process"))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu") is not None:
@@ -235,6 +253,10 @@ def oracle(model_folder: Callable[[str], Path]) -> Callable[[str], PreTrainedMod
 def lm_of(model_folder: Callable[[str], Path], request: pytest.FixtureRequest) -> Iterator[Callable[..., LM]]:
     """(family, **arguments) -> an LM over the folder's weights, float32; made once for equal arguments, shut down at the end."""
     made: dict[tuple, LM] = {}
+    if request.config.getoption("--remote"):
+        with ExitStack() as servers:
+            yield partial(_connected, servers, made, model_folder)
+        return
     defaults = {
         "dtype": "float32", "device": "cpu", "hook_execution": request.config.getoption("--hook-execution"),
         "async_scheduling": request.config.getoption("--ahead") or None,
@@ -260,12 +282,30 @@ def lm_of(model_folder: Callable[[str], Path], request: pytest.FixtureRequest) -
             lm.shutdown()
 
 
+def _connected(
+    servers: ExitStack, made: dict[tuple, LM], model_folder: Callable[[str], Path], family: str, **kwargs: Any
+) -> LM:
+    """An LM of a server with these arguments, which lives as long as `servers`."""
+    key = (family, *sorted(kwargs.items()))
+    if key not in made:
+        if kwargs.keys() - {*ModelConfig.__dataclass_fields__, *ServerConfig.__dataclass_fields__}:
+            pytest.skip(f"{', '.join(kwargs)}: of a local LM alone")
+        options = [part for name, value in kwargs.items() for part in ("--option", f"{name}={value!r}")]
+        server = servers.enter_context(
+            serving(model_folder(family), "--allow-code-from", "anybody", *options, keys=None)
+        )
+        made[key] = servers.enter_context(LM.connect(server.url))
+    return made[key]
+
+
 @contextmanager
 def held(lm: LM) -> Iterator[Callable[[int], None]]:
     """The engine stands between two steps while the body submits, so that all of it starts together.
 
     Yields a function that waits until so many submissions have come, whatever the machine's pace.
     """
+    if getattr(lm, "is_remote", False):
+        pytest.skip("looks into an engine of this process")
     stands, goes_on = threading.Event(), threading.Event()
 
     def arrived(count: int) -> None:
@@ -282,3 +322,22 @@ def held(lm: LM) -> Iterator[Callable[[int], None]]:
     finally:
         goes_on.set()
         holder.join()
+
+
+@pytest.fixture(scope="session")
+def served_folder(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The llama folder, with a chat template."""
+    folder = tmp_path_factory.mktemp("served")
+    shutil.copytree(model_folder("llama"), folder, dirs_exist_ok=True)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(served_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of the llama folder, with the keys of helpers_server.py."""
+    options = ["--allow-code-from", "code", "--inline-bytes", "20000", "--option", "trace_step_timeout=3"]
+    with serving(served_folder, *options, folder=tmp_path_factory.mktemp("keys")) as found:
+        yield found

@@ -80,6 +80,7 @@ def test_a_handles_result_raises_and_has_its_output(one_fails: LM) -> None:
 # -- which prompt ----------------------------------------------------------------------------
 
 
+@pytest.mark.local
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -188,6 +189,7 @@ def test_none_stands_for_no_interventions_and_no_captures(lm: LM) -> None:
     )
 
 
+@pytest.mark.local
 def test_a_sweep_is_one_request_a_run_in_one_batch(lm: LM) -> None:
     runs = [None, steer(0.7), [steer(-0.7), Scale("mlp_out.0", 0.5)], ()]
     alone = [
@@ -203,6 +205,7 @@ def test_a_sweep_is_one_request_a_run_in_one_batch(lm: LM) -> None:
         assert torch.equal(out.activations["embed"], expected.activations["embed"])
 
 
+@pytest.mark.local
 def test_a_sweep_of_text_names_the_run_that_is_wrong(lm: LM) -> None:
     (out,) = lm.sweep("w1 w2", [None], GREEDY)
     assert out.prompt == "w1 w2" and out.prompt_token_ids == [1, 2]
@@ -243,6 +246,7 @@ def test_chat_is_generate_of_the_rendered_conversation(chatty: LM) -> None:
     assert other.prompt_token_ids == [5, 6]
 
 
+@pytest.mark.local
 def test_messages_are_a_prompt_wherever_a_prompt_is(chatty: LM) -> None:
     assert chatty.token_ids(MESSAGES) == TOKENS
     (out,) = chatty.generate(MESSAGES, GREEDY)
@@ -300,6 +304,7 @@ def test_agenerate_and_awaited_handles_give_what_generate_gives(lm: LM) -> None:
     assert tokens(again) == [expected[1]] * 2
 
 
+@pytest.mark.local
 def test_many_coroutines_share_steps(lm: LM) -> None:
     async def run() -> list[RequestOutput]:
         return await asyncio.gather(*(lm.submit(prompt, GREEDY) for prompt in PROMPTS * 10))
@@ -315,6 +320,7 @@ def test_many_coroutines_share_steps(lm: LM) -> None:
     assert tokens(found[0]) == tokens(lm.generate(PROMPTS, GREEDY)) * 10
 
 
+@pytest.mark.local
 @pytest.mark.parametrize("call", [lambda lm: lm.submit([1, 2], LONG), lambda lm: lm.agenerate([[1, 2], [3]], LONG)])
 def test_cancelling_the_task_that_waits_ends_the_requests(lm: LM, call: Any) -> None:
     async def wait_for(awaitable: Any) -> None:
@@ -381,6 +387,7 @@ def test_dir_of_the_package_is_its_public_names() -> None:
 # -- endless inputs -----------------------------------------------------------------------------------
 
 
+@pytest.mark.local
 def test_imap_yields_in_order_and_reads_no_further_than_its_bound(lm: LM) -> None:
     expected = tokens(lm.generate(PROMPTS, GREEDY))
     read: list[int] = []
@@ -399,6 +406,7 @@ def test_imap_yields_in_order_and_reads_no_further_than_its_bound(lm: LM) -> Non
     wait_until_idle(lm)
 
 
+@pytest.mark.local
 def test_leaving_imap_early_ends_what_is_in_flight(lm: LM) -> None:
     outs = lm.imap(([1, 2] for _ in itertools.count()), LONG, max_in_flight=3, capture=["embed"])
     assert next(outs).activations["embed"].shape == (2 + 100 - 1, 72)
@@ -406,6 +414,7 @@ def test_leaving_imap_early_ends_what_is_in_flight(lm: LM) -> None:
     wait_until_idle(lm)
 
 
+@pytest.mark.local
 def test_imap_raises_a_prompts_error_after_the_outputs_before_it(one_fails: LM) -> None:
     seen: list[RequestOutput] = []
     with pytest.raises(RequestError, match="prompt 4 failed: AssertionError: four tokens"):

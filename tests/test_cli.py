@@ -87,7 +87,7 @@ def test_what_cannot_be_done_is_said_in_one_line(
     assert message in error and error.startswith(f"pymllm-interp {arguments[0]}: ") and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [[], ["serve"], ["generate"], ["generate", "w1", "--max-tokens", "0"]])
+@pytest.mark.parametrize("arguments", [[], ["sing"], ["generate"], ["generate", "w1", "--max-tokens", "0"]])
 def test_wrong_usage_is_refused_by_the_parser(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_status:
         main(arguments)

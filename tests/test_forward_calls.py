@@ -168,6 +168,7 @@ def test_prompts_of_equal_length_make_a_batch_and_others_are_refused(lm: LM, hf:
 # -- run_with_hooks ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.local
 def test_hooks_are_called_in_the_order_of_the_pass_and_see_what_the_cache_has(lm: LM) -> None:
     names = [
         "final_norm", "resid_post.*", "mlp_out.*", "mlp_act.*", "resid_mid.*", "attn_out.*", "z.*", "v.*", "k.*", "q.*",
@@ -229,6 +230,7 @@ def test_hooks_at_one_site_see_each_others_values_and_a_head_is_one_index(lm: LM
         handle.remove()
 
 
+@pytest.mark.local
 def test_hooks_of_several_prompts_and_filters(lm: LM) -> None:
     calls: list[tuple[str, tuple[int, ...]]] = []
 
@@ -280,6 +282,7 @@ def test_persistent_edits_apply_to_forward_passes(lm: LM) -> None:
         lm.clear_edits("zero")
 
 
+@pytest.mark.local
 def test_a_failed_forward_raises(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
     def boom(*_: Any, **__: Any) -> None:
         raise RuntimeError("boom")

@@ -246,6 +246,7 @@ def test_async_with_leaves_the_event_loop_free(lm_of: Callable[..., LM]) -> None
         torch.testing.assert_close(states, torch.stack(alone), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.local
 def test_cancelling_the_task_of_an_async_trace_ends_its_request(lm_of: Callable[..., LM]) -> None:
     lm = lm_of("llama")
     reached, threads = threading.Event(), threading.active_count()

@@ -453,6 +453,7 @@ def test_python_in_a_block_runs_as_in_nnsight(pair: Pair, script: Callable[..., 
     same(pair, script, PROMPT)
 
 
+@pytest.mark.local
 def test_a_block_reaches_the_callers_names(pair: Pair) -> None:
     torch.manual_seed(0)
     delta = torch.randn(pair[0].hf_config.hidden_size)
@@ -512,6 +513,7 @@ def needs_one_shape(lm: LM) -> None:
         )
 
 
+@pytest.mark.local
 @pytest.mark.parametrize(
     "third",
     [third_traced, third_edits_inputs, third_touches_everything],
@@ -525,6 +527,7 @@ def test_a_trace_changes_nothing_for_plain_requests_bit_for_bit(pair: Pair, thir
     assert found == expected
 
 
+@pytest.mark.local
 def test_a_skip_changes_nothing_for_plain_requests_bit_for_bit(pair: Pair) -> None:
     lm, _ = pair
     needs_one_shape(lm)
@@ -534,6 +537,7 @@ def test_a_skip_changes_nothing_for_plain_requests_bit_for_bit(pair: Pair) -> No
     assert found == expected
 
 
+@pytest.mark.local
 def test_a_forward_pass_of_all_positions_changes_nothing_for_plain_requests_bit_for_bit(pair: Pair) -> None:
     lm, _ = pair
     expected, _ = plain_beside(lm, lambda: lm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=1)))
@@ -541,6 +545,7 @@ def test_a_forward_pass_of_all_positions_changes_nothing_for_plain_requests_bit_
     assert found == expected
 
 
+@pytest.mark.local
 def test_edits_that_change_nothing_are_bit_equal(pair: Pair) -> None:
     lm, _ = pair
     needs_one_shape(lm)
@@ -568,6 +573,7 @@ def fails_at_step_two(lm: LM, how: str) -> Any:
     return None
 
 
+@pytest.mark.local
 @pytest.mark.parametrize("how", ["raise", "shape", "module"])
 def test_an_error_in_a_trace_leaves_the_rest_bit_equal(pair: Pair, how: str) -> None:
     lm, _ = pair

@@ -14,6 +14,8 @@ class TokenEvent:
 
     request_id: str
     token_id: int
+    logprobs: dict[int, Logprob] | None = None
+    """Of this token, where the request asks for them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -346,7 +346,8 @@ class Engine:
         for entry, token in zip(step.scheduled, output.sampled_token_ids, strict=True):
             request = self.scheduler.requests.get(entry.request_id)
             if request is not None and request.stream and token is not None:
-                self._emit(request.request_id, TokenEvent(request.request_id, token))
+                logprobs = request.logprobs[-1] if request.logprobs else None
+                self._emit(request.request_id, TokenEvent(request.request_id, token, logprobs))
 
     def _emit(self, request_id: str, event: Event) -> None:
         """Queue an event; `_send_events` sends it."""

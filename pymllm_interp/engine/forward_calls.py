@@ -11,7 +11,6 @@ import torch
 from ..core.arguments import PromptError
 from ..hooks.captures.activations import Activations
 from ..hooks.captures.spec import Capture
-from ..hooks.traces.tracer import EngineTracer
 from ..runner.interp_model_runner import InterpModelRunner
 from .activation_cache import ActivationCache, NamesFilter, select_sites
 from .prompts import as_prompts
@@ -134,7 +133,7 @@ class ForwardCalls(RequestCalls):
         if "capture" in options:
             raise TypeError("lm.run_with_hooks() got capture: a hook keeps what it reads, for example in a list")
         hooks, tokens = placed_hooks(fwd_hooks, self.runner.model_spec), self._of_equal_length(prompts)
-        with EngineTracer(self, "trace", **options) as tracer:
+        with self.tracer_class(self, "trace", **options) as tracer:
             logits = list().save()  # pyright: ignore[reportAttributeAccessIssue]
             for ids in tokens:
                 with tracer.invoke(ids):

@@ -10,6 +10,7 @@ with lm.trace("The Eiffel Tower is in") as tracer:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from traceback import clear_frames
@@ -293,6 +294,25 @@ class LM(TraceCalls, ForwardCalls, TokenCalls):  # pyright: ignore[reportIncompa
     def reset_prefix_cache(self) -> None:
         """Forget the KV that the prefix cache keeps. Edits of the weights do so by themselves."""
         self.engine.call(lambda: self.engine.scheduler.kv.reset_prefix_cache())
+
+    @classmethod
+    def connect(cls, url: str, *, api_key: str | None = None, timeout: float | None = None) -> LM:
+        """The model that a server (`pymllm-interp serve`) runs, with the calls of a local `LM`.
+
+        Outputs are equal to those of a local `LM`. Traces are sent to the server as source code, with the values that they read,
+        and need a key with the right `code`; what they save comes back as tensors. `lm.lm_head(h)` works inside blocks alone.
+
+        Args:
+            url: such as "http://127.0.0.1:8000".
+            api_key: where the server asks for one.
+            timeout: seconds to wait for the next part of an answer; None: as long as it takes.
+
+        Raises:
+            ConnectionError: no server answers there, or it serves another version.
+            PermissionError: the key is missing or not known.
+        """
+        remote = import_module("pymllm_interp.server.remote_lm")  # above this package, which it builds on
+        return remote.RemoteLM(url, api_key, timeout)
 
     # -- life ----------------------------------------------------------------------------
 

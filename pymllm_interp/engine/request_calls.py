@@ -35,6 +35,7 @@ class RequestCalls(TracedModel):
 
     engine: Engine
     tokenizer: Any
+    tracer_class: type[EngineTracer] = EngineTracer
     _factory: RequestFactory
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +56,7 @@ class RequestCalls(TracedModel):
             RuntimeError: the engine was shut down.
         """
         if opens_with(sys._getframe(1)):
-            return EngineTracer(self, "generate", *args, **kwargs)
+            return self.tracer_class(self, "generate", *args, **kwargs)
         return self._generate(*args, **kwargs)
 
     def _generate(

@@ -34,6 +34,7 @@ class TraceCalls(TracedModel):
     """
 
     engine: Engine
+    tracer_class: type[EngineTracer] = EngineTracer
     _factory: RequestFactory
 
     def trace(self, *inputs: Any, trace: bool = True, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -48,7 +49,7 @@ class TraceCalls(TracedModel):
         """
         if not trace:
             return self._run("trace", inputs, kwargs)
-        return EngineTracer(self, "trace", *inputs, **kwargs)
+        return self.tracer_class(self, "trace", *inputs, **kwargs)
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's output for a prompt: a `CausalLMOutputWithPast` with logits [prompts, tokens, vocab] on the CPU."""
@@ -60,7 +61,7 @@ class TraceCalls(TracedModel):
 
     def scan(self, *inputs: Any, **kwargs: Any) -> EngineTracer:
         """`trace`, under nnsight's name for reading shapes. The values are real: the weights are loaded, and the pass runs."""
-        return EngineTracer(self, "trace", *inputs, **kwargs)
+        return self.tracer_class(self, "trace", *inputs, **kwargs)
 
     def pipe(self, *inputs: Any, **kwargs: Any) -> Any:
         """transformers' text-generation pipeline, which samples: ``with lm.pipe(prompt) as tracer:``, or a call.
@@ -68,7 +69,7 @@ class TraceCalls(TracedModel):
         ``tracer.result``, or what the call returns, is ``[{"generated_text": ...}]``; for a list of prompts, a list of these.
         """
         if opens_with(sys._getframe(1)):
-            return EngineTracer(self, "pipe", *inputs, **(PIPELINE | kwargs))
+            return self.tracer_class(self, "pipe", *inputs, **(PIPELINE | kwargs))
         return self._run("pipe", inputs, PIPELINE | kwargs)
 
     def session(self, device: Any = "cpu", **kwargs: Any) -> SessionTracer:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load, save, save_file
 
 from ..site import Site
 
@@ -139,11 +139,19 @@ class Activations(BySite):
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file: a tensor for each site, and its `positions`, `token_ids` and `indexes`."""
+        tensors, metadata = self._content()
+        save_file(tensors, path, metadata)
+
+    def to_bytes(self) -> bytes:
+        """The content of a file of `save`."""
+        return save(*self._content())
+
+    def _content(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Tensors and metadata of a file."""
         tensors = {site: self[site] for site in self}
         for prefix in INDEXES:
             tensors |= {f"{prefix}.{site}": values.clone() for site, values in getattr(self, prefix).items()}
-        metadata = {"format": FORMAT, "sites": json.dumps(list(self)), "num_layers": str(self._num_layers)}
-        save_file(tensors, path, metadata)
+        return tensors, {"format": FORMAT, "sites": json.dumps(list(self)), "num_layers": str(self._num_layers)}
 
     @classmethod
     def load(cls, path: str | Path) -> Activations:
@@ -155,19 +163,32 @@ class Activations(BySite):
         """
         try:
             with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != FORMAT:
-                    raise ValueError(
-                        f"{path} was not written by Activations.save: its format is {metadata.get('format')!r}"
-                    )
-                found = cls(int(metadata["num_layers"]))
-                names = set(file.keys())
-                for site in json.loads(metadata["sites"]):
-                    positions, tokens = (file.get_tensor(f"{prefix}.{site}") for prefix in INDEXES[:2])
-                    indexes = file.get_tensor(f"indexes.{site}") if f"indexes.{site}" in names else None
-                    found.add(site, file.get_tensor(site), positions, tokens, indexes)
+                return cls._of(file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}, str(path))
         except SafetensorError as error:
             raise ValueError(f"{path} is not a safetensors file, or it is damaged ({error})") from error
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Activations:
+        """Read what `to_bytes` made.
+
+        Raises:
+            ValueError: other bytes, or damaged ones.
+        """
+        try:
+            tensors = load(data)
+        except SafetensorError as error:
+            raise ValueError(f"these bytes are not of a safetensors file, or they are damaged ({error})") from error
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        return cls._of(header.get("__metadata__", {}), tensors, "this file")
+
+    @classmethod
+    def _of(cls, metadata: Mapping[str, str], tensors: Mapping[str, torch.Tensor], what: str) -> Activations:
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"{what} was not written by Activations.save: its format is {metadata.get('format')!r}")
+        found = cls(int(metadata["num_layers"]))
+        for site in json.loads(metadata["sites"]):
+            positions, tokens = (tensors[f"{prefix}.{site}"] for prefix in INDEXES[:2])
+            found.add(site, tensors[site], positions, tokens, tensors.get(f"indexes.{site}"))
         return found
 
     def __getstate__(self) -> dict[str, Any]:

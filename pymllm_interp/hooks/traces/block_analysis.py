@@ -60,7 +60,7 @@ def helpers_want_gradients(code: CodeType, scope: Mapping[str, Any], depth: int 
     """
     for name in {name for part in (code, *_functions(code)) for name in part.co_names}:
         helper = scope.get(name)
-        if isinstance(helper, FunctionType) and not helper.__module__.startswith(LIBRARIES):
+        if isinstance(helper, FunctionType) and not (helper.__module__ or "").startswith(LIBRARIES):
             inner = helper.__code__
             if wants_gradients(inner) or (depth > 1 and helpers_want_gradients(inner, helper.__globals__, depth - 1)):
                 return True

@@ -106,6 +106,12 @@ def with_loop_ends(node: ast.With | ast.AsyncWith, code: CodeType) -> CodeType:
     return _REWRITTEN[key]
 
 
+def forget_rewritten(filename: str) -> None:
+    """Forget the blocks of a file that no longer exists."""
+    for key in [key for key in _REWRITTEN if key[0] == filename]:
+        del _REWRITTEN[key]
+
+
 def _rewrite(node: ast.With | ast.AsyncWith, code: CodeType) -> CodeType:
     module = ast.Module(body=copy.deepcopy(node.body), type_ignores=[])
     _Handlers().visit(module)

@@ -7,6 +7,7 @@ changes.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib.metadata import version
 
 SUPPORTED = ("0.8.1",)
@@ -17,10 +18,24 @@ if version("nnsight") not in SUPPORTED:
         f'pip install "nnsight=={SUPPORTED[-1]}"'
     )
 
+# nnsight gives every object a `save`, and anyio refuses classes that are defined after that. Web servers and clients import these
+# modules late, in the same process.
+with suppress(ImportError):
+    import anyio._backends._asyncio
+    import anyio.abc
+    import anyio.from_thread
+    import anyio.streams.buffered
+    import anyio.streams.file
+    import anyio.streams.memory
+    import anyio.streams.stapled
+    import anyio.streams.text
+    import anyio.streams.tls  # noqa: F401
+
 # Documented.
 from nnsight import NNsightDeprecationWarning  # noqa: E402
 from nnsight.intervention.barrier import Barrier  # noqa: E402
-from nnsight.intervention.cache import CacheView  # noqa: E402
+from nnsight.intervention.cache import Cache, CacheView  # noqa: E402
+from nnsight.intervention.cache import Entry as CacheEntry  # noqa: E402
 from nnsight.intervention.editing import EditingTracer  # noqa: E402
 from nnsight.intervention.envoy import Envoy  # noqa: E402
 from nnsight.intervention.eproperty import eproperty  # noqa: E402
@@ -36,6 +51,11 @@ from nnsight.intervention.interleaver import (  # noqa: E402
     dangling_unwind,
 )
 from nnsight.intervention.iterator import Iterations  # noqa: E402
+from nnsight.intervention.serialization import (  # noqa: E402
+    CustomCloudPickler,
+    CustomCloudUnpickler,
+    code_reduce,
+)
 from nnsight.intervention.source import (  # noqa: E402
     NO_SKIP,
     Controller,
@@ -51,19 +71,37 @@ from nnsight.intervention.source import (  # noqa: E402
 from nnsight.intervention.tracer import InterleavingTracer, Invoker  # noqa: E402
 from nnsight.intervention.util import clear_shared_locals, shared_locals  # noqa: E402
 from nnsight.modeling.transformers import Generator  # noqa: E402
-from nnsight.tracing.tracer import ExitTracingException, Tracer, mark, push_result, skip_context, skippable  # noqa: E402
+
+# Private: sources and parsed blocks, by file, which a server with many clients must forget again.
+from nnsight.tracing.globals import BLOCKS, SOURCES  # noqa: E402
+from nnsight.tracing.tracer import (  # noqa: E402
+    ExitTracingException,
+    Tracer,
+    dec,
+    inc,
+    mark,
+    push_result,
+    skip_context,
+    skippable,
+)
 
 # Private: the saved ids and the nesting depth of a thread, which here belong to a request.
 from nnsight.tracing.tracer import _local as save_scope  # noqa: E402
 from nnsight.tracing.tracer import _saves as thread_saves  # noqa: E402
-from nnsight.tracing.util import Scope  # noqa: E402
+from nnsight.tracing.util import Scope, SerializedFrame  # noqa: E402
 from nnsight.util import apply  # noqa: E402
 
 __all__ = [
+    "BLOCKS",
     "NO_SKIP",
+    "SOURCES",
     "Barrier",
+    "Cache",
+    "CacheEntry",
     "CacheView",
     "Controller",
+    "CustomCloudPickler",
+    "CustomCloudUnpickler",
     "EarlyStopException",
     "EditingTracer",
     "Envoy",
@@ -79,15 +117,19 @@ __all__ = [
     "OutOfOrderError",
     "Pending",
     "Scope",
+    "SerializedFrame",
     "Source",
     "SourceEnvoy",
     "State",
     "Tracer",
     "apply",
     "clear_shared_locals",
+    "code_reduce",
     "compiled",
     "dangling_unwind",
+    "dec",
     "eproperty",
+    "inc",
     "install_controller",
     "install_source",
     "instrument",

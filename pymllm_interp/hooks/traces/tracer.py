@@ -99,6 +99,10 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
         """Steps of the generation: ``for step in tracer.iter[:]``, ``tracer.iter[2:5]``, ``tracer.iter[3]``."""
         return StepIterations()
 
+    def warn(self, texts: list[str]) -> None:
+        """Tell the caller what happened to the block."""
+        warn_at_caller(texts)
+
     def barrier(self, n: int) -> EngineBarrier:  # pyright: ignore[reportIncompatibleMethodOverride]
         """A barrier for `n` blocks of this trace. Its requests then share each step."""
         self.barriers += 1
@@ -163,11 +167,11 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
             transfer.close()
         push_result(frame, names)
         if transfer.device is not None and all(trace.unsaved_names() and trace.error is None for trace in traces):
-            warn_at_caller([NOTHING_SAVED.format(", ".join(traces[0].unsaved_names()))])
+            self.warn([NOTHING_SAVED.format(", ".join(traces[0].unsaved_names()))])
         self.served = []
         for trace in traces:
             trace.release_blocks()
-            warn_at_caller(trace.warnings)
+            self.warn(trace.warnings)
         errors = [(i, trace.error) for i, trace in enumerate(traces) if trace.error is not None]
         for i, error in sorted(errors, key=lambda entry: isinstance(entry[1], GangError)):  # the cause first
             if len(traces) > 1:

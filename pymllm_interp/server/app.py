@@ -1,0 +1,112 @@
+"""The HTTP application: routes, the page at `/`, health and metrics, and errors in one shape."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib import resources
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+
+from .. import __version__
+from ..core.closed import EngineClosedError
+from .errors import ApiError, api_error, validation_error
+from .gate import Gate
+from .interp_routes import interp_routes
+from .openai_routes import openai_routes
+from .state import ServerState
+
+DESCRIPTION = (
+    "OpenAI's API, with vLLM's further fields. `interventions` and `capture` of a request edit and read its hidden states; "
+    "docs/serving.md of the repository has examples."
+)
+SCRIPTS = {"app.js": "text/javascript", "style.css": "text/css"}
+"""Files of the page -> their types."""
+CONTENT_POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'"
+
+
+def create_app(state: ServerState) -> FastAPI:
+    """The application over a server's state."""
+    app = FastAPI(title="pymllm-interp", version=__version__, description=DESCRIPTION)
+    app.include_router(openai_routes(state))
+    app.include_router(interp_routes(state))
+    _add_pages(app, state)
+    _add_errors(app)
+    app.add_middleware(Gate, state=state)
+    return app
+
+
+def _add_pages(app: FastAPI, state: ServerState) -> None:
+    @app.get("/health", tags=["Operation"])
+    async def health() -> Response:
+        """200 while the engine serves; 503 while it starts, or the server ends."""
+        word = "ending" if state.draining else "ok" if state.engine.ready else "starting"
+        return JSONResponse({"status": word, "engine_restarts": state.engine.restarts}, 200 if word == "ok" else 503)
+
+    @app.get("/metrics", tags=["Operation"])
+    async def metrics() -> Response:
+        """Counters, for Prometheus."""
+        gauges = {
+            "store_bytes": state.store.num_bytes, "store_files": state.store.num_files,
+            "tokens_per_second": state.tokens_per_second, "calls": state.engine.num_calls,
+            "engine_restarts": state.engine.restarts, "engine_ready": float(state.engine.ready),
+        }  # fmt: skip
+        return PlainTextResponse(
+            state.metrics.text(await state.stats(), gauges), media_type="text/plain; version=0.0.4"
+        )
+
+    @app.get("/status", tags=["Operation"])
+    async def status() -> dict[str, Any]:
+        """Which model runs, and how busy it is: what the page at `/` draws."""
+        stats = await state.stats() or {}
+        hooked = sum(n for how, n in stats.get("execution", {}).items() if how.split(":")[0] not in ("plain", "replay"))
+        return {
+            "model": state.settings.name, "ready": state.engine.ready, "keys": not state.settings.keys.anybody,
+            "running": stats.get("running", 0), "waiting": stats.get("waiting", 0), "kv_tokens": stats.get("kv_tokens", 0),
+            "free_kv_tokens": stats.get("free_kv_tokens", 0), "tokens_per_second": round(state.tokens_per_second, 1),
+            "steps": stats.get("steps", 0), "hooked_steps": hooked, "traces": stats.get("traces", 0),
+        }  # fmt: skip
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        return HTMLResponse(_file("index.html"), headers={"Content-Security-Policy": CONTENT_POLICY})
+
+    @app.get("/static/{name}", include_in_schema=False)
+    async def script(name: str) -> Response:
+        if name not in SCRIPTS:
+            raise ApiError(404, f"there is no /static/{name[:80]}")
+        return Response(_file(name), media_type=SCRIPTS[name])
+
+
+def _file(name: str) -> str:
+    return resources.files("pymllm_interp.server").joinpath("static", name).read_text()
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def ours(request: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return validation_error(error.errors()).response()
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+
+    async def refused(request: Request, error: Exception) -> Response:
+        return api_error(error, refused=True).response()
+
+    for kind in (ValueError, TypeError, EngineClosedError):
+        app.add_exception_handler(kind, refused)
+
+
+async def sweep(state: ServerState, seconds: float = 5.0) -> None:
+    """Delete captured states that are too old, for ever."""
+    while True:
+        await asyncio.sleep(min(seconds, state.limits.store_seconds))
+        state.store.sweep()

@@ -1,0 +1,283 @@
+"""`EngineClient`: the engine process, as the HTTP process sees it. Used on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from ..core.closed import EngineClosedError
+from . import messages as m
+from .failures import exception_of
+from .settings import ServeSettings
+
+logger = logging.getLogger(__name__)
+
+
+class EngineDiedError(EngineClosedError):
+    """The engine process ended."""
+
+
+class SlowReaderError(RuntimeError):
+    """Results wait for a client that does not read them."""
+
+
+class Call:
+    """The messages that answer one call, in order.
+
+    Args:
+        number: of the call.
+        limit: bytes that may wait here.
+    """
+
+    def __init__(self, number: int, limit: int) -> None:
+        self.number, self._limit = number, limit
+        self._messages: asyncio.Queue[m.FromEngine | BaseException] = asyncio.Queue()
+        self._waiting = 0
+        self.overrun = False
+
+    def put(self, message: m.FromEngine | BaseException) -> None:
+        """Take the next message."""
+        if self.overrun:
+            return
+        self._waiting += _size(message)
+        if self._waiting > self._limit:
+            self.overrun = True
+            message = SlowReaderError(f"more than {self._limit} bytes wait for a client that does not read them")
+        self._messages.put_nowait(message)
+
+    async def next(self) -> m.FromEngine:
+        """The next message.
+
+        Raises:
+            Exception: what the engine process answered with, or how it ended.
+        """
+        message = await self._messages.get()
+        if isinstance(message, BaseException):
+            raise message
+        self._waiting -= _size(message)
+        if isinstance(message, m.Failed):
+            raise exception_of(message.failure)
+        return message
+
+
+def _size(message: Any) -> int:
+    if isinstance(message, m.Frame):
+        return len(message.header) + len(message.body)
+    captured = message.captured if isinstance(message, m.Finished) else None
+    return 0 if captured is None or captured.data is None else len(captured.data)
+
+
+class EngineClient:
+    """Starts the engine process, sends it messages, and starts it again when it ends.
+
+    Args:
+        settings: of the server.
+        on_exit: called when the engine process ended by itself, before it is started again.
+
+    Attributes:
+        info: what the engine process said of itself (`ServedModel.describe`); None until it is ready.
+        folder: for sockets and files, readable by this user alone.
+        restarts: how often the engine process was started again.
+    """
+
+    def __init__(self, settings: ServeSettings, on_exit: Callable[[], Any]) -> None:
+        self.settings, self._on_exit = settings, on_exit
+        self.info: dict[str, Any] | None = None
+        self.folder = Path(tempfile.mkdtemp(prefix="pymllm-interp-"))
+        self.store = settings.store or self.folder / "store"
+        self.tokenizer_folder = self.folder / "tokenizer"
+        self.restarts = 0
+        self.process: asyncio.subprocess.Process | None = None
+        self._context = zmq.asyncio.Context()
+        self._calls: dict[int, Call] = {}
+        self._numbers = count(1)
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._closing = False
+        self._vectors: dict[tuple[str, str], m.PutVector] = {}
+
+    async def start(self) -> None:
+        """Start the engine process, and wait until it is ready.
+
+        Raises:
+            Exception: what its model or engine raised; EngineDiedError where it just ended.
+        """
+        self.store.mkdir(parents=True, exist_ok=True)
+        await self._start()
+        self._tasks.append(asyncio.create_task(self._watch()))
+
+    async def _start(self) -> None:
+        number = next(self._numbers)
+        ends = {name: f"ipc://{self.folder}/{name}-{number}" for name in ("requests", "events")}
+        self._out, incoming = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
+        for socket in (self._out, incoming):
+            socket.set_hwm(0)
+            socket.setsockopt(zmq.LINGER, 0)
+        self._out.bind(ends["requests"])
+        incoming.bind(ends["events"])
+        settings = {
+            **ends, "model": self.settings.model, "server": self.settings.server, "store": str(self.store),
+            "tokenizer": str(self.tokenizer_folder), "inline_bytes": self.settings.limits.inline_bytes,
+            "log_level": self.settings.log_level,
+        }  # fmt: skip
+        self.process = process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "pymllm_interp.server.engine_process", stdin=asyncio.subprocess.PIPE
+        )
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(settings).encode() + b"\n")
+        await process.stdin.drain()
+        ready = self._calls[0] = Call(0, 1 << 40)
+        self._tasks.append(asyncio.create_task(self._receive(incoming)))
+        ended, answered = asyncio.create_task(process.wait()), asyncio.create_task(ready.next())
+        await asyncio.wait((ended, answered), return_when=asyncio.FIRST_COMPLETED)
+        if not answered.done():
+            await asyncio.wait((answered,), timeout=1)  # what it said last
+        ended.cancel()
+        if not answered.done():
+            answered.cancel()
+            raise EngineDiedError(f"the engine process ended with status {process.returncode} before it was ready")
+        message = answered.result()
+        assert isinstance(message, m.Ready)
+        for vector in self._vectors.values():
+            self._send(vector)
+        self.info = message.info
+
+    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            for message in m.from_engine.decode(await socket.recv()):
+                call = self._calls.get(message.call)
+                if call is not None:
+                    call.put(message)
+                elif isinstance(message, m.Finished) and message.captured and message.captured.file:
+                    (self.store / message.captured.file).unlink(missing_ok=True)  # its client is gone
+
+    async def _watch(self) -> None:
+        """Tell all calls when the engine process ends; start it again, where the operator wants that."""
+        while not self._closing:
+            assert self.process is not None
+            status = await self.process.wait()
+            if self._closing:
+                return
+            self.info = None
+            error = EngineDiedError(f"the engine process ended with status {status}; the request is lost")
+            logger.error("the engine process ended with status %s", status, extra={"event": "engine_exit"})
+            calls, self._calls = self._calls, {}
+            for call in calls.values():
+                call.put(error)
+            self._on_exit()
+            if self.settings.on_engine_exit == "exit":
+                return
+            self.restarts += 1
+            try:
+                await self._start()
+            except Exception:
+                logger.exception("the engine process could not be started again")
+                await asyncio.sleep(5)
+
+    @property
+    def ready(self) -> bool:
+        """Whether calls can be made."""
+        return self.info is not None
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that have not ended."""
+        return len(self._calls)
+
+    def open(self, make: Callable[[int], m.ToEngine]) -> Call:
+        """Start a call with the message that `make` makes of its number. `close` it at the end.
+
+        Raises:
+            EngineDiedError: the engine process is not ready.
+        """
+        if not self.ready:
+            raise EngineDiedError("the engine is starting; try again in some seconds")
+        call = Call(next(self._numbers), self.settings.limits.max_queued_bytes)
+        message = make(call.number)
+        self._send(message)
+        self._calls[call.number] = call
+        return call
+
+    def close(self, call: Call, abort: bool) -> None:
+        """End a call.
+
+        Args:
+            abort: it may still run, and is ended.
+        """
+        if self._calls.pop(call.number, None) is not None and abort:
+            self._send(m.Abort(call.number))
+
+    def abort(self, call: int, requests: list[int] | None) -> None:
+        """End a call, or some of its requests. Its last messages still come."""
+        self._send(m.Abort(call, requests))
+
+    async def ask(self, make: Callable[[int], m.ToEngine]) -> Any:
+        """The answer to a call that has one.
+
+        Raises:
+            Exception: what the engine process answered with.
+        """
+        call = self.open(make)
+        try:
+            message = await call.next()
+            assert isinstance(message, m.Answer)
+            return message.value
+        finally:
+            self.close(call, abort=False)
+
+    async def put_vector(self, owner: str, name: str, body: bytes, kind: str) -> Any:
+        """Store a vector, also for the engine processes that follow this one."""
+        found = await self.ask(lambda number: m.PutVector(number, owner, name, body, kind))
+        self._vectors[owner, name] = m.PutVector(0, owner, name, body, kind)
+        return found
+
+    async def drop_vector(self, owner: str, name: str) -> None:
+        """Forget a vector."""
+        self._vectors.pop((owner, name), None)
+        await self.ask(lambda number: m.DropVector(number, owner, name))
+
+    def vectors(self, owner: str) -> dict[str, m.PutVector]:
+        """An owner's vectors by name, as they were uploaded."""
+        return {name: message for (whose, name), message in self._vectors.items() if whose == owner}
+
+    def _send(self, message: m.ToEngine) -> None:
+        # The socket has no bound, so this does not wait; `send` of an asyncio socket keeps the order.
+        self._out.send(m.encoder.encode(message))
+
+    async def shutdown(self) -> None:
+        """End the engine process, and remove its files."""
+        self._closing = True
+        if self.process is not None and self.process.returncode is None:
+            self._send(m.Stop(0))
+            try:
+                await asyncio.wait_for(self.process.wait(), 10)
+            except TimeoutError:
+                self.process.kill()
+                await self.process.wait()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._context.destroy(linger=0)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+async def messages_of(call: Call) -> AsyncIterator[m.FromEngine]:
+    """A call's messages, without end."""
+    while True:
+        yield await call.next()
+
+
+def settings_of_limits(settings: ServeSettings) -> dict[str, Any]:
+    """The server's limits, as clients see them."""
+    return asdict(settings.limits)

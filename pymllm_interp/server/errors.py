@@ -1,0 +1,82 @@
+"""Errors over HTTP, in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from ..core.closed import EngineClosedError
+
+TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    408: "timeout_error", 413: "request_too_large", 415: "invalid_request_error", 429: "rate_limit_error",
+    503: "service_unavailable_error", 507: "insufficient_storage_error",
+}  # fmt: skip
+"""Status -> OpenAI's type."""
+
+
+class ApiError(Exception):
+    """An answer that says what was wrong.
+
+    Args:
+        status: of HTTP.
+        param: the field that was wrong.
+        code: a word for programs.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+
+    def body(self) -> dict[str, Any]:
+        """The error as JSON."""
+        kind = TYPES.get(self.status, "api_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The error as a response."""
+        return JSONResponse(self.body(), self.status, headers=self.headers)
+
+
+def api_error(error: BaseException, refused: bool) -> ApiError:
+    """What a client is told of an exception.
+
+    Args:
+        refused: the request was refused, and nothing ran: wrong values are the client's then.
+    """
+    message = f"{error}" if str(error) else type(error).__name__
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineClosedError):
+        return ApiError(503, message, code="engine_unavailable", headers={"Retry-After": "5"})
+    if isinstance(error, KeyError):
+        message = str(error.args[0]) if error.args else message
+    if refused and isinstance(error, ValueError | TypeError | KeyError):
+        return ApiError(400, message, code="refused")
+    if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+        return ApiError(507, message, code="store_failed")
+    return ApiError(500, f"{type(error).__name__}: {message}", code=type(error).__name__)
+
+
+def validation_error(errors: Sequence[Any]) -> ApiError:
+    """What a client is told of a request that does not fit the schema: the first thing that is wrong, and where."""
+    chosen = max(errors, key=lambda error: len(error["loc"]), default=None)
+    if chosen is None:
+        return ApiError(400, "the request does not fit the schema")
+    place = ".".join(str(part) for part in chosen["loc"] if part != "body")
+    text = str(chosen["msg"]).removeprefix("Value error, ")
+    if chosen["type"] == "extra_forbidden":
+        text = "there is no such field; /docs lists those that there are"
+    given = chosen.get("input")
+    if isinstance(given, str | int | float | bool | None) and chosen["type"] not in (
+        "missing",
+        "value_error",
+        "json_invalid",
+    ):
+        shown = repr(given)
+        text += f" (got {shown[:100]})"
+    return ApiError(400, f"{place}: {text}" if place else text, param=place or None, code="invalid_request")

@@ -1,0 +1,7 @@
+"""Words of the protocol that both ends use."""
+
+from __future__ import annotations
+
+TRACE_PATH = "/v1/interp/trace"
+TRACE_TYPE = "application/x-pymllm-trace"
+"""Content type of traces. Web pages of other origins cannot send it without asking."""

@@ -1,0 +1,180 @@
+"""What the HTTP process and the engine process tell each other: plain data, as msgpack.
+
+No message is a pickle. The one opaque part is `RunTrace.payload`, which only the engine process reads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from .failures import Failure
+
+Logprobs = dict[int, tuple[float, int]]
+"""Token id -> (log probability, rank), as core.output.Logprob without its text."""
+
+
+class Message(msgspec.Struct, tag=True, omit_defaults=True):
+    """Base class. `call` is the number that the HTTP process gave to the call that a message belongs to."""
+
+    call: int
+
+
+# -- to the engine process -----------------------------------------------------------------
+
+
+class Submit(Message):
+    """Start requests, all or none. Answered by `Accepted`, or by `Failed`; then come `Token` and `Finished`."""
+
+    owner: str
+    """Whose named vectors are meant."""
+    prompts: list[list[int]]
+    """Token ids."""
+    params: list[dict[str, Any] | None]
+    """Fields of SamplingParams for each prompt; None: the model's defaults."""
+    interventions: list[list[dict[str, Any]]] = []
+    """For each prompt, as `specs.to_json` writes them; empty: none."""
+    captures: list[list[Any]] = []
+    options: dict[str, Any] = {}
+    """`timeout`, `priority` (one for each prompt) and `cache_salt`."""
+    names: list[str] | None = None
+    """Of the prompts, for messages."""
+    stream: bool = False
+    """Whether each token is a message."""
+    prompt_logits: bool = False
+    edits: bytes = b""
+    """Persistent edits: arbitrary code, as `RunTrace.payload`; empty: none."""
+
+
+class Abort(Message):
+    """End what the call runs. Its last messages still come."""
+
+    requests: list[int] | None = None
+    """Numbers of requests; None: all."""
+
+
+class PutVector(Message):
+    """Store a vector under a name. Answered by `Answer` or `Failed`."""
+
+    owner: str
+    name: str
+    body: bytes
+    format: str
+    """safetensors or gguf."""
+
+
+class DropVector(Message):
+    """Forget a vector."""
+
+    owner: str
+    name: str
+
+
+class RunTrace(Message):
+    """Run a trace's block: arbitrary code. Answered by `Frame`s, then `Answer` or `Failed`."""
+
+    owner: str
+    payload: bytes
+    timeout: float | None = None
+    """Seconds for the whole trace."""
+
+
+class AskLens(Message):
+    """Answered by `Answer` with what each layer would say next (`lens.logit_lens`)."""
+
+    owner: str
+    token_ids: list[int]
+    top: int
+
+
+class AskStats(Message):
+    """Answered by `Answer` with the engine's counters."""
+
+
+class ResetPrefixCache(Message):
+    """Forget the KV that the prefix cache keeps. Answered by `Answer`."""
+
+
+class Stop(Message):
+    """End the process, and what runs."""
+
+
+# -- from the engine process ----------------------------------------------------------------
+
+
+class Ready(Message):
+    """The engine runs. `info` is what clients may know of it (`engine_process.describe`)."""
+
+    info: dict[str, Any]
+
+
+class Accepted(Message):
+    """The call's requests run. `max_tokens` and `params` are those of each prompt, with defaults and limits applied."""
+
+    params: list[dict[str, Any]]
+    max_tokens: list[int]
+
+
+class Token(Message):
+    """A request of a call has a new token. Requests are numbered over prompts, and their `n`."""
+
+    request: int
+    token_id: int
+    logprobs: Logprobs | None = None
+
+
+class Captured(msgspec.Struct, omit_defaults=True):
+    """Captured states, as safetensors."""
+
+    size: int
+    """In bytes."""
+    sites: dict[str, list[int]]
+    """Site -> shape."""
+    data: bytes | None = None
+    file: str | None = None
+    """Name of a file in the store, where they are too large for `data`."""
+
+
+class Finished(Message):
+    """A request has ended (core.events.FinishedEvent)."""
+
+    request: int
+    token_ids: list[int]
+    finish_reason: str
+    stop_reason: int | str | None = None
+    text_length: int | None = None
+    logprobs: list[Logprobs] | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None
+    captured: Captured | None = None
+    receipt: dict[str, Any] | None = None
+    num_cached_tokens: int = 0
+    failure: Failure | None = None
+    warnings: list[str] = []
+
+
+class Frame(Message):
+    """A part of a trace's results: a JSON header, and safetensors."""
+
+    header: bytes
+    body: bytes = b""
+
+
+class Answer(Message):
+    """A call has ended well."""
+
+    value: Any = None
+
+
+class Failed(Message):
+    """A call has ended with an error."""
+
+    failure: Failure
+
+
+ToEngine = Submit | Abort | PutVector | DropVector | RunTrace | AskLens | AskStats | ResetPrefixCache | Stop
+FromEngine = Ready | Accepted | Token | Finished | Frame | Answer | Failed
+
+encoder = msgspec.msgpack.Encoder()
+to_engine = msgspec.msgpack.Decoder(ToEngine)
+from_engine = msgspec.msgpack.Decoder(list[FromEngine])

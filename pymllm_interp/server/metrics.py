@@ -1,0 +1,102 @@
+"""Counters of the HTTP process and the engine's, in Prometheus' text format."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+PREFIX = "pymllm_interp_"
+BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Upper bounds of the histograms' buckets, in seconds."""
+
+
+class Histogram:
+    """Counts of times, by bucket."""
+
+    def __init__(self) -> None:
+        self.counts, self.total, self.sum = [0] * len(BUCKETS), 0, 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count a time."""
+        self.total, self.sum = self.total + 1, self.sum + seconds
+        for i, bound in enumerate(BUCKETS):
+            self.counts[i] += seconds <= bound
+
+    def lines(self, name: str) -> Iterator[str]:
+        """The histogram's lines."""
+        for bound, count in zip(BUCKETS, self.counts, strict=True):
+            yield f'{PREFIX}{name}_bucket{{le="{bound:g}"}} {count}'
+        yield f'{PREFIX}{name}_bucket{{le="+Inf"}} {self.total}'
+        yield f"{PREFIX}{name}_sum {self.sum:.6f}"
+        yield f"{PREFIX}{name}_count {self.total}"
+
+
+class Metrics:
+    """What the HTTP process counts.
+
+    Attributes:
+        answers: (path, status) -> requests.
+        totals: other counts, by name.
+        latency: of requests, in seconds.
+        first_token: of streams, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.answers: Counter[tuple[str, int]] = Counter()
+        self.totals: Counter[str] = Counter(
+            dict.fromkeys(
+                ("prompt_tokens", "generated_tokens", "captured_bytes", "hooked_requests", "traces", "disconnects"), 0
+            )
+        )
+        self.latency, self.first_token = Histogram(), Histogram()
+
+    def text(self, engine: Mapping[str, Any] | None, gauges: Mapping[str, float]) -> str:
+        """All of it.
+
+        Args:
+            engine: the engine's counters (`Engine.stats`); None while it is not ready.
+            gauges: further values, by name.
+        """
+        return "\n".join([*self._own(gauges), *(() if engine is None else _of_engine(engine))]) + "\n"
+
+    def _own(self, gauges: Mapping[str, float]) -> Iterator[str]:
+        yield from _head("http_requests_total", "counter", "Requests by path and status.")
+        for (path, status), count in sorted(self.answers.items()):
+            yield f'{PREFIX}http_requests_total{{path="{path}",status="{status}"}} {count}'
+        for name, count in sorted(self.totals.items()):
+            yield from _one(f"{name}_total", "counter", count)
+        for name, value in gauges.items():
+            yield from _one(name, "gauge", value)
+        for name, found in (("request_seconds", self.latency), ("first_token_seconds", self.first_token)):
+            yield from _head(name, "histogram", "Seconds.")
+            yield from found.lines(name)
+
+
+def _of_engine(stats: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("running", "waiting", "swapped", "traces"):
+        yield from _one(f"requests_{name}", "gauge", stats[name])
+    yield from _one("kv_tokens", "gauge", stats["kv_tokens"])
+    yield from _one("kv_tokens_free", "gauge", stats["free_kv_tokens"])
+    for name in ("steps", "overlapped_steps", "preempted", "moved_to_host"):
+        yield from _one(f"{name}_total", "counter", stats[name])
+    yield from _head("steps_by_execution_total", "counter", "Steps by how they ran, and why.")
+    for how, count in sorted(stats["execution"].items()):
+        mode, _, why = how.partition(": ")
+        yield f'{PREFIX}steps_by_execution_total{{execution="{mode}",reason="{why}"}} {count}'
+    cache = stats.get("prefix_cache") or {}
+    for name in ("asked_tokens", "cached_tokens"):
+        found = cache.get(name) or {}
+        yield from _head(f"prefix_cache_{name}_total", "counter", "Prompt tokens, by what the request edits.")
+        for kind, count in sorted(found.items()):
+            yield f'{PREFIX}prefix_cache_{name}_total{{kind="{kind}"}} {count}'
+
+
+def _head(name: str, kind: str, text: str) -> Iterator[str]:
+    yield f"# HELP {PREFIX}{name} {text}"
+    yield f"# TYPE {PREFIX}{name} {kind}"
+
+
+def _one(name: str, kind: str, value: float) -> Iterator[str]:
+    yield f"# TYPE {PREFIX}{name} {kind}"
+    yield f"{PREFIX}{name} {value}"

@@ -1,0 +1,133 @@
+"""The JSON schema of interventions and captures, made of the Python objects' own fields (specs.py reads the same JSON)."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from functools import reduce
+from inspect import getdoc
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, create_model
+
+from ..config import DTYPES
+from ..hooks.captures.spec import Capture, Project
+from ..hooks.interventions.op import Gate
+from ..hooks.interventions.specs import NORMS
+from ..hooks.spec import MISSING as MISSING_POSITIONS
+from .specs import OPS, WIRE_DTYPES
+
+
+class Strict(BaseModel):
+    """An object without further fields."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class InlineVector(Strict):
+    """A tensor's values in the request."""
+
+    dtype: Literal[tuple(WIRE_DTYPES)]  # pyright: ignore[reportInvalidTypeForm]
+    shape: list[Annotated[StrictInt, Field(ge=0, le=1 << 32)]]
+    data: str = Field(description="base64 of the values, little-endian, in row order")
+
+
+Values = list[float] | list[list[float]] | list[list[list[float]]]
+
+
+class LayersVector(Strict):
+    """A vector for each layer that the site selects."""
+
+    layers: dict[str, InlineVector | Values] = Field(min_length=1)
+
+
+class GeneratedRange(Strict):
+    """Positions after the prompt, counted from its end; see `Generated`."""
+
+    start: StrictInt = 0
+    stop: StrictInt | None = None
+    step: StrictInt = 1
+
+
+class GeneratedPositions(Strict):
+    """Some of the positions after the prompt."""
+
+    generated: GeneratedRange
+
+
+class SlicePositions(Strict):
+    """Positions of the prompt, as Python slices a list: [start, stop, step]."""
+
+    slice: Annotated[list[StrictInt | None], Field(min_length=1, max_length=3)]
+
+
+class RangePositions(Strict):
+    """Positions of the prompt: [start, stop, step]."""
+
+    range: Annotated[list[StrictInt], Field(min_length=1, max_length=3)]
+
+
+Vector = Annotated[
+    str | InlineVector | LayersVector | Values,
+    Field(description="the name of a stored vector, or values: inline as base64, by layer, or as lists of numbers"),
+]
+PositionsField = Annotated[
+    Literal["all", "prompt", "generated"]
+    | StrictInt
+    | list[StrictInt]
+    | list[StrictBool]
+    | GeneratedPositions
+    | SlicePositions
+    | RangePositions,
+    Field(
+        description="positions of input tokens; numbers address the prompt, negative ones from its end; booleans are a mask"
+    ),
+]
+
+
+def _model(cls: type[Any], known: dict[str, Any], op: str | None = None) -> Any:
+    """A pydantic model with the fields of a dataclass."""
+    parts: dict[str, Any] = {} if op is None else {"op": (Literal[op], ...)}  # pyright: ignore[reportInvalidTypeForm]
+    for field in fields(cls):
+        if field.init:
+            default = ... if field.default is MISSING else field.default
+            parts[field.name] = known[field.name], default
+    doc = (getdoc(cls) or "").partition("\n\nRaises")[0]
+    return create_model(cls.__name__, __base__=Strict, __doc__=doc, **parts)
+
+
+_HEADS = StrictInt | list[StrictInt] | None
+_KNOWN: dict[str, Any] = {
+    "site": Annotated[
+        str, Field(description="resid_post.12, resid_post.*, resid_post.{0,4}, blocks.12.hook_resid_post, ...")
+    ],
+    **dict.fromkeys(("vector", "directions", "direction", "values", "probe"), Vector),
+    **dict.fromkeys(("positions", "from_", "to"), PositionsField),
+    **dict.fromkeys(("scale", "factor", "threshold"), float),
+    **dict.fromkeys(("low", "high"), float | None),
+    "norm": Literal[tuple(NORMS)],  # pyright: ignore[reportInvalidTypeForm]
+    "missing": Literal[MISSING_POSITIONS],  # pyright: ignore[reportInvalidTypeForm]
+    "heads": _HEADS,
+    "layer": StrictInt | list[StrictInt] | Literal["*"],
+    "top_k": StrictInt | None,  # pyright: ignore[reportOperatorIssue]
+    "dtype": Literal[tuple(DTYPES)] | None,  # pyright: ignore
+}
+"""Types of the fields, by name. A field that is not here fails at import: a new one must be given its type."""
+
+GateModel: Any = _model(Gate, _KNOWN)
+ProjectModel: Any = _model(Project, _KNOWN)
+_KNOWN |= {"when": GateModel | None, "reduce": Literal["mean", "last"] | ProjectModel | None}
+OP_MODELS: dict[str, Any] = {name: _model(cls, _KNOWN, name) for name, cls in OPS.items()}
+CaptureModel: Any = _model(Capture, _KNOWN)
+
+if TYPE_CHECKING:
+    InterventionField = BaseModel
+    CaptureField = str | BaseModel
+else:
+    InterventionField = Annotated[reduce(or_, OP_MODELS.values()), Field(discriminator="op")]
+    CaptureField = str | CaptureModel
+
+
+def plain(models: list[Any]) -> list[Any]:
+    """Validated models as JSON again, with the fields that were given."""
+    return [model.model_dump(exclude_unset=True) if isinstance(model, BaseModel) else model for model in models]

@@ -1,0 +1,135 @@
+"""`pymllm-interp serve`: starts the engine, listens, and ends in order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from .app import create_app, sweep
+from .settings import ServeSettings
+from .state import ServerState
+
+logger = logging.getLogger("pymllm_interp.server")
+
+
+class JsonLines(logging.Formatter):
+    """Log records as one JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        entry = {"time": round(record.created, 3), "level": record.levelname.lower(), "logger": record.name}
+        entry |= getattr(record, "fields", None) or {"message": record.getMessage()}
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Bound before the model is loaded, so that a port in use is told at once.
+
+    Raises:
+        OSError: the address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(
+        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
+    )  # named, or asyncio leaves Nagle's algorithm on
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, port))
+    except OSError as error:
+        found.close()
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}; --port 0 takes any free port") from error
+    return found
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which waits for running requests before it closes their connections."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
+        super().__init__(config)
+        self._state = state
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """End at SIGTERM and Ctrl-C, in order. uvicorn's own would send itself the signal again at the end."""
+        loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
+        for number in numbers:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        state, deadline = self._state, time.monotonic() + self._state.settings.drain_seconds
+        state.draining = True
+        if state.num_running:
+            logger.info("ending; %d requests run, and have %g s", state.num_running, state.settings.drain_seconds)
+        while state.num_running and time.monotonic() < deadline and not self.force_exit:
+            await asyncio.sleep(0.05)
+        await super().shutdown(sockets)
+
+
+async def _serve(settings: ServeSettings, bound: socket.socket) -> int:
+    state = ServerState(settings)
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        await state.start()
+        config = uvicorn.Config(
+            create_app(state), log_config=None, access_log=False, timeout_graceful_shutdown=5, timeout_keep_alive=30,
+            server_header=False, ws="none",
+        )  # fmt: skip
+        server = _Server(config, state)
+        tasks.append(asyncio.create_task(sweep(state)))
+        tasks.append(asyncio.create_task(_exit_with_engine(state, server)))
+        host, port = bound.getsockname()[:2]
+        print(banner(settings, host, port), flush=True)
+        await server.serve(sockets=[bound])
+        return 3 if state.exiting.is_set() else 0
+    finally:
+        for task in tasks:
+            task.cancel()
+        await state.engine.shutdown()
+
+
+async def _exit_with_engine(state: ServerState, server: uvicorn.Server) -> None:
+    await state.exiting.wait()
+    logger.error("the engine process ended, and on_engine_exit is 'exit'")
+    server.should_exit = True
+
+
+def banner(settings: ServeSettings, host: str, port: int) -> str:
+    """What the operator reads first: the address, and how to use it."""
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    url = f"http://{shown}:{port}"
+    key = "" if settings.keys.anybody else " -H 'Authorization: Bearer KEY'"
+    python = "" if settings.keys.anybody else ', api_key="KEY"'
+    return (
+        f"{settings.name} is served at {url}    (docs: {url}/docs)\n"
+        f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' "
+        """-d '{"prompt": "Once upon a time", "max_tokens": 20}'\n"""
+        f'  python -c \'from pymllm_interp import LM; print(LM.connect("{url}"{python}).generate("Once upon a time")[0].text)\''
+    )
+
+
+def run(settings: ServeSettings) -> int:
+    """Serve until SIGTERM or Ctrl-C. Returns the exit status: 0, or 3 where the engine ended and was not to be started again."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
+    bound = listen(settings.host, settings.port)
+    try:
+        return asyncio.run(_serve(settings, bound))
+    finally:
+        bound.close()

@@ -1,0 +1,86 @@
+"""`ServeSettings`: what the operator of a server decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .trust import Keys, Trust
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeLimits:
+    """Upper bounds, each answered with a 4xx that names it. Bytes, seconds, or counts."""
+
+    max_body_bytes: int = 64 * MIB
+    """Of a request's body."""
+    max_trace_bytes: int = 64 * MIB
+    """Of a trace's payload."""
+    max_concurrent: int = 256
+    """Requests of one key at a time; each prompt, and each of its `n`, counts."""
+    max_traces: int = 32
+    """Traces of one key at a time."""
+    max_prompts: int = 1024
+    """Prompts of one call, times `n`."""
+    max_vectors: int = 256
+    """Named vectors of one key."""
+    max_vector_bytes: int = 64 * MIB
+    """Of one key's named vectors, as uploaded."""
+    inline_bytes: int = 256 * 1024
+    """Captured states of a completion up to this size are in the response, as base64."""
+    max_store_bytes: int = 4096 * MIB
+    """Of captured states that wait to be fetched."""
+    store_seconds: float = 300.0
+    """How long captured states wait to be fetched."""
+    trace_timeout: float = 600.0
+    """Seconds of a whole trace. `trace_step_timeout` of the engine bounds each visit of a block."""
+    max_queued_bytes: int = 256 * MIB
+    """Results that wait for one slow client; beyond it, its call ends."""
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)}: expected a number above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """All settings of a server."""
+
+    model: dict[str, Any]
+    """Fields of ModelConfig."""
+    server: dict[str, Any]
+    """Fields of ServerConfig."""
+    name: str
+    """The model's name for clients."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any free port."""
+    keys: Keys = field(default_factory=lambda: Keys([]))
+    limits: ServeLimits = field(default_factory=ServeLimits)
+    store: Path | None = None
+    """Folder of captured states that wait to be fetched; None: a temporary one."""
+    on_engine_exit: str = "restart"
+    """What the server does when its engine process ends: "restart" it, or "exit"."""
+    drain_seconds: float = 30.0
+    """After SIGTERM, how long running requests may take to end."""
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        if self.on_engine_exit not in ("restart", "exit"):
+            raise ValueError(f"on_engine_exit={self.on_engine_exit!r}: expected 'restart' or 'exit'")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port={self.port}: expected 0 (any free one) to 65535")
+        if self.keys.anybody and self.keys.keyless is Trust.CODE and not is_loopback(self.host):
+            raise ValueError(
+                f"host={self.host!r} is reachable from other machines, and there are no keys: code would run for anybody. "
+                "Give keys (--keys FILE) and name those that may send code, or listen on 127.0.0.1"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that listens on `host`."""
+    return host in ("localhost", "::1") or host.startswith("127.")

@@ -1,0 +1,154 @@
+"""`ServerState`: what the routes of the HTTP process share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from starlette.requests import Request
+from transformers import AutoTokenizer
+
+from .engine_client import EngineClient, EngineDiedError
+from .errors import ApiError
+from .messages import AskStats
+from .metrics import Metrics
+from .settings import ServeSettings
+from .store import ActivationStore
+from .trust import Client, Trust
+
+RATE_SECONDS = 5.0
+"""Span that the tokens per second are measured over."""
+
+
+class ServerState:
+    """The engine, the tokenizer, and what is counted.
+
+    Args:
+        settings: of the server.
+
+    Attributes:
+        callers: number of a call that clients may abort -> name of its client.
+        draining: the server is ending, and takes no more requests.
+    """
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self.settings, self.limits = settings, settings.limits
+        self.metrics = Metrics()
+        self.engine = EngineClient(settings, self._engine_exited)
+        self.store = ActivationStore(self.engine.store, settings.limits)
+        self.tokenizer: Any = None
+        self.draining = False
+        self.exiting = asyncio.Event()
+        self.started = time.time()
+        self.callers: dict[int, str] = {}
+        self._running: Counter[tuple[str, str]] = Counter()
+        self._tokens: deque[tuple[float, int]] = deque()
+
+    async def start(self) -> None:
+        """Start the engine, and load its tokenizer."""
+        await self.engine.start()
+        folder = self.engine.tokenizer_folder
+        if folder.exists():
+            self.tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, folder, local_files_only=True)
+
+    def _engine_exited(self) -> None:
+        if self.settings.on_engine_exit == "exit":
+            self.exiting.set()
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What the engine said of itself.
+
+        Raises:
+            EngineDiedError: it is not ready.
+        """
+        if self.engine.info is None:
+            raise EngineDiedError("the engine is starting; try again in some seconds")
+        return self.engine.info
+
+    async def stats(self) -> dict[str, Any] | None:
+        """The engine's counters; None while it is not ready."""
+        if not self.engine.ready:
+            return None
+        try:
+            return await asyncio.wait_for(self.engine.ask(AskStats), 5)
+        except (TimeoutError, EngineDiedError):
+            return None
+
+    # -- limits -------------------------------------------------------------------------
+
+    @contextmanager
+    def admitted(self, client: Client, count: int, what: str = "requests") -> Iterator[None]:
+        """Count requests, or traces, while they run.
+
+        Raises:
+            ApiError: the client has as many as it may.
+        """
+        most = self.limits.max_traces if what == "traces" else self.limits.max_concurrent
+        name = "max_traces" if what == "traces" else "max_concurrent"
+        key = client.name, what
+        if self._running[key] + count > most:
+            raise ApiError(
+                429,
+                f"{self._running[key]} {what} of {client.name!r} run, and {count} more were asked for; at most {most} may run at a "
+                f"time ({name})",
+                code="too_many_requests",
+                headers={"Retry-After": "1"},
+            )
+        self._running[key] += count
+        try:
+            yield
+        finally:
+            self._running[key] -= count
+
+    @property
+    def num_running(self) -> int:
+        """Requests and traces of all clients."""
+        return sum(self._running.values())
+
+    def generated(self, tokens: int) -> None:
+        """Count new tokens."""
+        self.metrics.totals["generated_tokens"] += tokens
+        now = time.monotonic()
+        self._tokens.append((now, tokens))
+        while self._tokens and self._tokens[0][0] < now - RATE_SECONDS:
+            self._tokens.popleft()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens a second, over the last seconds."""
+        since = time.monotonic() - RATE_SECONDS
+        return sum(count for at, count in self._tokens if at >= since) / RATE_SECONDS
+
+
+def client_of(request: Request) -> Client:
+    """Who sent a request, as the gate found."""
+    return request.state.client
+
+
+def require(request: Request, trust: Trust) -> Client:
+    """The client, if it may do this.
+
+    Raises:
+        ApiError: its key has not the right.
+    """
+    client = client_of(request)
+    if client.trust < trust:
+        raise denied(client, trust)
+    return client
+
+
+def denied(client: Client, trust: Trust) -> ApiError:
+    """The answer to a client whose key has not the right."""
+    asked, has = trust.name.lower(), client.trust.name.lower()
+    how = {
+        Trust.DECLARED: "the operator's key file grants it (a line 'name key declared')",
+        Trust.CODE: f"the operator grants it with --allow-code-from {client.name}",
+    }.get(trust, "")
+    return ApiError(
+        403, f"this needs a key with the right {asked!r}, and {client.name!r} has {has!r}; {how}", code="not_allowed"
+    )

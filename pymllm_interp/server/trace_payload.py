@@ -1,0 +1,211 @@
+"""Traces on their way to a server: a block's source and the names that it reads, pickled with nnsight's serialiser.
+
+Reading a payload runs code of whoever wrote it. The HTTP process never does; the engine process does, for keys with `code`.
+
+A model in the block is not pickled: it is named, with the persistent edits that it has.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import io
+import linecache
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Mapping
+from types import CodeType
+from typing import Any
+
+import cloudpickle
+
+from ..hooks.traces.loops import AST_LOCK, forget_rewritten
+from ..hooks.traces.nnsight_compat import (
+    BLOCKS,
+    SOURCES,
+    CustomCloudPickler,
+    CustomCloudUnpickler,
+    Envoy,
+    Mediator,
+    SerializedFrame,
+    Tracer,
+    code_reduce,
+)
+
+KEPT_SOURCES = 256
+"""Sources of traces that the server keeps, for tracebacks and for the blocks inside of them."""
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+# -- the client's side ---------------------------------------------------------------------
+
+
+def source_of_block(node: ast.With | ast.AsyncWith, filename: str) -> str:
+    """The block's own lines, at their own line numbers, under an ``if True:`` that lets them be indented."""
+    first = min(getattr(part, "lineno", node.body[0].lineno) for part in ast.walk(node.body[0]))
+    lines = Tracer.source(filename).splitlines()[first - 1 : node.end_lineno]
+    return "\n" * (first - 2) + "if True:\n" + "\n".join(lines) + "\n"
+
+
+def block_to_data(
+    node: Any, filename: str, name: str, glbls: Mapping[str, Any], lcls: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A block with the names that it reads from around it."""
+    with AST_LOCK:
+        source, used_globals, used_locals = code_reduce(source_of_block(node, filename), dict_of(glbls), dict(lcls))
+    return {"source": source, "filename": filename, "name": name, "globals": used_globals, "locals": used_locals}
+
+
+def dict_of(names: Mapping[str, Any]) -> Any:
+    """Globals as `code_reduce` looks names up: a frame's are a dict already."""
+    return names if isinstance(names, dict) else dict(names)
+
+
+def edit_to_data(edit: Mediator) -> dict[str, Any]:
+    """A persistent edit."""
+    data = block_to_data(edit.node, edit.code.co_filename, edit.code.co_name, edit.glbls, edit.lcls)
+    return data | {"edit": getattr(edit, "name", None)}
+
+
+class _Pickler(CustomCloudPickler):
+    """Names models and tracers in place of pickling them. Functions of the caller's own files travel as source."""
+
+    def __init__(self, file: io.BytesIO, names: Callable[[Any], Any]) -> None:
+        super().__init__(file, protocol=4)
+        self._names = names
+
+    def persistent_id(self, obj: Any) -> Any:
+        found = self._names(obj)
+        return super().persistent_id(obj) if found is None else found
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type | types.FunctionType):
+            _by_value(obj)
+        return super().reducer_override(obj)
+
+
+def _by_value(obj: Any) -> None:
+    """Have a function or class of the caller's own files pickled by value: the server does not have these files."""
+    module = sys.modules.get(getattr(obj, "__module__", None) or "")
+    path = getattr(module, "__file__", None)
+    if module is None or path is None or module.__name__.partition(".")[0] in ("pymllm_interp", "nnsight"):
+        return
+    if not path.startswith(_LIBRARIES) and module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+        cloudpickle.register_pickle_by_value(module)
+
+
+def dump(content: dict[str, Any], names: Callable[[Any], Any]) -> bytes:
+    """The payload of a trace.
+
+    Args:
+        names: the persistent id of an object that is not pickled, or None.
+
+    Raises:
+        TypeError, pickle.PicklingError: the block reads something that cannot travel.
+    """
+    file = io.BytesIO()
+    _Pickler(file, names).dump(content)
+    return file.getvalue()
+
+
+# -- the server's side ---------------------------------------------------------------------
+
+
+class _Unpickler(CustomCloudUnpickler):
+    def __init__(self, file: io.BytesIO, find: Callable[[Any], Any]) -> None:
+        super().__init__(file, {})
+        self._find = find
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._find(pid)
+
+
+def load(payload: bytes, find: Callable[[Any], Any]) -> dict[str, Any]:
+    """Read a payload. Runs code of whoever wrote it.
+
+    Args:
+        find: the object of a persistent id.
+    """
+    return _Unpickler(io.BytesIO(payload), find).load()
+
+
+class Sources:
+    """Compiles blocks, and keeps their sources for tracebacks and for nnsight, which reads the blocks inside of a block there.
+
+    Equal line numbers of equal file names are no equal blocks, where many clients have files of one name. So a block's file is
+    named with the hash of its source.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[CodeType, ast.With]] = {}
+
+    def compiled(self, block: Mapping[str, Any]) -> tuple[CodeType, ast.With]:
+        """A block's code, and its syntax tree."""
+        source = block["source"]
+        digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+        filename = f"{block['filename']} [{digest}]"
+        if filename in self._kept:
+            self._kept[filename] = self._kept.pop(filename)  # the newest is the last
+        else:
+            with AST_LOCK:
+                tree = ast.parse(source, filename)
+                code = compile(tree, filename, "exec").replace(co_name=block["name"])
+            (branch,) = tree.body
+            assert isinstance(branch, ast.If)
+            node = ast.copy_location(ast.With(items=[], body=branch.body, type_comment=None), branch)
+            linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+            self._kept[filename] = code, node
+            while len(self._kept) > KEPT_SOURCES:
+                self._forget(next(iter(self._kept)))
+        return self._kept[filename]
+
+    def _forget(self, filename: str) -> None:
+        del self._kept[filename]
+        linecache.cache.pop(filename, None)
+        SOURCES.pop(filename, None)
+        for key in [key for key in BLOCKS if key[0] == filename]:
+            del BLOCKS[key]
+        forget_rewritten(filename)
+
+
+class RecordedNames(dict[str, Any]):
+    """Local variables of a frame that stands in for the client's. Records what a trace binds there."""
+
+    def __init__(self, names: Mapping[str, Any]) -> None:
+        super().__init__(names)
+        self.bound: dict[str, Any] = {}
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Bind names."""
+        self.bound |= dict(*args, **kwargs)
+        super().update(*args, **kwargs)
+
+
+def frame_for(block: Mapping[str, Any], code: CodeType) -> tuple[Any, RecordedNames]:
+    """A frame that stands in for the client's, and its local variables."""
+    frame: Any = SerializedFrame(code.co_filename, 1, code.co_name)
+    frame.f_globals = dict(block["globals"])
+    frame.f_locals = names = RecordedNames(block["locals"])
+    return frame, names
+
+
+def is_envoy_id(pid: Any) -> bool:
+    """Whether a persistent id names an envoy, as `TracedEnvoy` does."""
+    return isinstance(pid, str) and pid.startswith("Envoy:")
+
+
+def envoy_at(root: Envoy, pid: str) -> Envoy:
+    """The envoy that a persistent id names.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = pid.removeprefix("Envoy:")
+    found: Any = root
+    for part in path.split(".")[1:]:
+        children = dict(found._named_children())
+        if part not in children:
+            raise ValueError(f"the server's model has no module {path!r}")
+        found = children[part]
+    return found

@@ -1,0 +1,136 @@
+"""API keys, and what their holders may do."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+ANYBODY = "anybody"
+"""The name of clients without a key, where there are no keys."""
+
+
+class Trust(IntEnum):
+    """What a key's holder may do; each level includes those before it."""
+
+    PLAIN = 0
+    """Generate."""
+    DECLARED = 1
+    """Also declare interventions and captures, and store vectors: data, which the engine executes."""
+    CODE = 2
+    """Also send traces: arbitrary Python, with all permissions of the engine process."""
+
+    @classmethod
+    def of(cls, name: str) -> Trust:
+        """The level of a name.
+
+        Raises:
+            ValueError: no level has this name.
+        """
+        try:
+            return cls[name.upper()]
+        except KeyError:
+            raise ValueError(
+                f"trust {name!r}: expected one of {', '.join(level.name.lower() for level in cls)}"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Client:
+    """Who sent a request. Clients of one name share their vectors and limits."""
+
+    name: str
+    trust: Trust
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key by its hash: the key itself is not kept."""
+
+    name: str
+    digest: bytes
+    trust: Trust
+
+    @classmethod
+    def of(cls, name: str, secret: str, trust: Trust = Trust.DECLARED) -> Key:
+        """A key of these words."""
+        return cls(name, _digest(secret), trust)
+
+
+class Keys:
+    """The keys of a server.
+
+    Args:
+        keys: none: clients need no key.
+        keyless: what clients may do where no keys are.
+    """
+
+    def __init__(self, keys: Sequence[Key], keyless: Trust = Trust.DECLARED) -> None:
+        self._keys, self.keyless = tuple(keys), keyless
+
+    @property
+    def anybody(self) -> bool:
+        """Whether clients need no key."""
+        return not self._keys
+
+    def client(self, authorization: str | None) -> Client | None:
+        """The sender of a request with this Authorization header; None: no key, or a wrong one.
+
+        All keys are compared, each in constant time: how long it takes says nothing of them.
+        """
+        if self.anybody:
+            return Client(ANYBODY, self.keyless)
+        scheme, _, secret = (authorization or "").partition(" ")
+        digest, found = _digest(secret.strip() if scheme.lower() == "bearer" else ""), None
+        for key in self._keys:
+            if hmac.compare_digest(key.digest, digest):
+                found = Client(key.name, key.trust)
+        return found
+
+    def names(self) -> list[str]:
+        """Names of the keys' holders."""
+        return [key.name for key in self._keys]
+
+
+def read_keys(file: Path | None, allow_code_from: Iterable[str]) -> Keys:
+    """The keys of a file with lines ``name key [plain | declared]``; ``#`` begins a comment.
+
+    Args:
+        allow_code_from: names of keys that may send code. "anybody": all clients of a server without keys, which must then listen
+            on this machine alone.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a line that is none, a name or key given twice, or a name without a key.
+    """
+    allowed, keys = set(allow_code_from), list[Key]()
+    for number, line in enumerate(file.read_text().splitlines() if file else (), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"{file}:{number}"
+        if len(words) not in (2, 3):
+            raise ValueError(f"{where}: expected 'name key [plain | declared]', got {len(words)} words")
+        trust = Trust.of(words[2]) if len(words) == 3 else Trust.DECLARED
+        if trust is Trust.CODE:
+            raise ValueError(f"{where}: code is allowed by --allow-code-from {words[0]}, not in this file")
+        key = Key.of(words[0], words[1], Trust.CODE if words[0] in allowed else trust)
+        if len(words[1]) < 8:
+            raise ValueError(f"{where}: the key of {key.name} has fewer than 8 characters")
+        if any(key.name == other.name or key.digest == other.digest for other in keys):
+            raise ValueError(f"{where}: the name or the key is there already")
+        keys.append(key)
+    if file is not None and not keys:
+        raise ValueError(f"{file} has no keys")
+    unknown = allowed - {key.name for key in keys} - ({ANYBODY} if not keys else set())
+    if unknown:
+        known = ", ".join(key.name for key in keys) or f"{ANYBODY} (no keys were given)"
+        raise ValueError(f"--allow-code-from {', '.join(sorted(unknown))}: no such key; there is {known}")
+    return Keys(keys, Trust.CODE if ANYBODY in allowed else Trust.DECLARED)
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode()).digest()

@@ -1,0 +1,202 @@
+"""Saved values as JSON and safetensors, and back. No pickle: a client need not trust its server.
+
+A value becomes a tree. Its tensors are named by their place in it, and travel beside it::
+
+    {"h": tensor, "tokens": [1, 2]}   ->   {"dict": [[{"v": "h"}, {"t": 0}], [{"v": "tokens"}, {"list": [...]}]]}, {"0": tensor}
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load, save
+from transformers import modeling_outputs
+from transformers.utils import ModelOutput
+
+from ..hooks.captures.activations import Activations
+from ..hooks.receipt import Receipt
+from ..hooks.traces.nnsight_compat import Cache, CacheEntry, CacheView
+from .receipts import receipt_of, receipt_to_json
+
+PLAIN = (bool, int, float, str, type(None))
+MAX_DEPTH = 64
+
+
+class Tree:
+    """Turns values into trees, and collects their tensors. One tensor is sent once, whatever its names."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._known: dict[int, tuple[Any, dict[str, Any]]] = {}
+
+    def of(self, value: Any, what: str, depth: int = 0) -> Any:
+        """The tree of a value.
+
+        Raises:
+            TypeError: a value that cannot be sent; the message names it and its place.
+        """
+        if depth > MAX_DEPTH:
+            raise TypeError(f"{what} is nested more than {MAX_DEPTH} deep, or holds itself: it cannot be sent")
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, what)
+        if isinstance(value, torch.dtype | torch.device):
+            return {type(value).__name__: str(value).removeprefix("torch.")}
+        if isinstance(value, np.ndarray | np.generic):
+            return {
+                "numpy": self._tensor(torch.as_tensor(np.asarray(value)), what),
+                "scalar": isinstance(value, np.generic),
+            }
+        if isinstance(value, PLAIN):
+            return {"v": value.item() if isinstance(value, np.generic) else value}
+        if isinstance(value, bytes):
+            return {"bytes": base64.b64encode(value).decode()}
+        if isinstance(value, Receipt):
+            return {"receipt": receipt_to_json(value)}
+        if isinstance(value, Activations):
+            sites = {site: self._activations(value, site, what) for site in value}
+            return {"activations": value._num_layers, "sites": sites}
+        if isinstance(value, CacheView):
+            cache: Any = value._cache
+            entries = {
+                path: [(entry.output, entry.inputs) for entry in visits] for path, visits in cache.entries.items()
+            }
+            return {"cache": self.of(entries, what, depth + 1), "path": CacheView._node_path(value)}
+        if isinstance(value, ModelOutput):
+            return {"output": type(value).__name__, "items": self._items(value, what, depth)}
+        if isinstance(value, Mapping):
+            return {"dict": self._items(value, what, depth)}
+        for kind in (torch.Size, tuple, list, set, frozenset):
+            if isinstance(value, kind):
+                items = [self.of(item, f"{what}[{i}]", depth + 1) for i, item in enumerate(value)]
+                return {kind.__name__: items}
+        raise TypeError(
+            f"{what} is a {type(value).__name__}, which cannot be sent to the client: save tensors, numbers, strings, and lists, "
+            "tuples, sets and dicts of them"
+        )
+
+    def _activations(self, found: Activations, site: str, what: str) -> list[Any]:
+        parts = [found[site], found.positions[site], found.token_ids[site], found.indexes.get(site)]
+        return [None if part is None else self._tensor(part, what) for part in parts]
+
+    def _items(self, value: Mapping[Any, Any], what: str, depth: int) -> list[Any]:
+        return [
+            [self.of(k, f"a key of {what}", depth + 1), self.of(v, f"{what}[{k!r}]", depth + 1)]
+            for k, v in value.items()
+        ]
+
+    def _tensor(self, tensor: torch.Tensor, what: str) -> dict[str, Any]:
+        if id(tensor) not in self._known:
+            if tensor.layout is not torch.strided or tensor.is_meta:
+                raise TypeError(
+                    f"{what} is a tensor with the layout {tensor.layout} on {tensor.device}: save a dense one"
+                )
+            found, number = tensor.detach().to("cpu"), str(len(self.tensors))
+            tree: dict[str, Any] = {"t": number}
+            if found.is_complex():
+                found, tree["complex"] = torch.view_as_real(found.resolve_conj()), True
+            self.tensors[number] = found.clone(memory_format=torch.contiguous_format)
+            self._known[id(tensor)] = tensor, tree  # held, so that its id is not reused
+        return self._known[id(tensor)][1]
+
+
+class Values:
+    """Turns trees into values again.
+
+    Args:
+        tensors: by number.
+        device: where tensors go; None: the CPU.
+        model: the tree that caches are read by.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], device: Any = None, model: Any = None) -> None:
+        self._model = model
+        self._tensors = {name: tensor if device is None else tensor.to(device) for name, tensor in tensors.items()}
+
+    def of(self, tree: Any) -> Any:
+        """The value of a tree.
+
+        Raises:
+            ValueError: the tree has a part that is not known.
+        """
+        match tree:
+            case {"t": number}:
+                found = self._tensors[number]
+                return torch.view_as_complex(found) if tree.get("complex") else found
+            case {"v": value}:
+                return value
+            case {"list": items}:
+                return [self.of(item) for item in items]
+            case {"tuple": items}:
+                return tuple(self.of(item) for item in items)
+            case {"Size": items}:
+                return torch.Size(self.of(item) for item in items)
+            case {"set": items} | {"frozenset": items}:
+                return ({*()} if "set" in tree else frozenset()).union(self.of(item) for item in items)
+            case {"dict": items}:
+                return {self.of(k): self.of(v) for k, v in items}
+            case {"output": name, "items": items}:
+                return _output(name, {self.of(k): self.of(v) for k, v in items})
+            case {"numpy": tensor, "scalar": scalar}:
+                array = self.of(tensor).numpy()
+                return array[()] if scalar else array
+            case {"dtype": name}:
+                return getattr(torch, name)
+            case {"device": name}:
+                return torch.device(name)
+            case {"bytes": data}:
+                return base64.b64decode(data)
+            case {"receipt": receipt}:
+                return receipt_of(receipt)
+            case {"activations": num_layers, "sites": sites}:
+                found = Activations(num_layers)
+                for site, (rows, positions, tokens, indexes) in sites.items():
+                    kept = None if indexes is None else self.of(indexes)
+                    found.add(site, self.of(rows), self.of(positions), self.of(tokens), kept)
+                return found
+            case {"cache": content, "path": path}:
+                cache = Cache(self._model, modules=[])
+                for name, visits in self.of(content).items():
+                    cache.entries[name] = [CacheEntry(output=output, inputs=inputs) for output, inputs in visits]
+                return CacheView(cache, None, path)
+        raise ValueError(f"the server sent a value that this version does not know: {sorted(tree)}")
+
+
+def _output(name: str, fields: dict[str, Any]) -> Any:
+    """A transformers output class by name, filled; a dict where there is none of this name."""
+    cls = getattr(modeling_outputs, name, None)
+    return cls(**fields) if isinstance(cls, type) and issubclass(cls, ModelOutput) else fields
+
+
+def pack(header: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, bytes]:
+    """A frame's two parts: the header as JSON, and the tensors as safetensors."""
+    return json.dumps(header, separators=(",", ":")).encode(), save(dict(tensors)) if tensors else b""
+
+
+def framed(header: bytes, body: bytes) -> bytes:
+    """A frame as it travels over HTTP: both lengths (little-endian, 4 and 8 bytes), the header, the body."""
+    return frame_start(header, len(body)) + body
+
+
+def frame_start(header: bytes, size: int) -> bytes:
+    """A frame without its body of `size` bytes."""
+    return struct.pack("<IQ", len(header), size) + header
+
+
+FRAME_PREFIX = 12
+"""Bytes of a frame before its header."""
+
+
+def frame_sizes(prefix: bytes) -> tuple[int, int]:
+    """Lengths of a frame's header and body."""
+    return struct.unpack("<IQ", prefix)
+
+
+def tensors_of(body: bytes) -> dict[str, torch.Tensor]:
+    """The tensors of a frame."""
+    return load(body) if body else {}
