@@ -161,6 +161,34 @@ def test_a_function_at_each_site_does_what_the_declared_op_does(family: str, dev
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_transformers(
+    family: str, device: str, load: Load, oracle: Callable[[str], PreTrainedModel]
+) -> None:
+    lm, model = load(device, family), oracle(family)
+    path = f"{lm.model_spec.family.layers}.0"
+    with lm.trace(PROMPT):
+        h = first(lm.get(path).output)
+        loss = lm.output.logits[0, -1].square().sum()
+        with loss.backward():
+            found = h.grad.save()
+    kept: list[torch.Tensor] = []
+
+    def keep(module: nn.Module, args: Any, out: Any) -> Any:
+        kept.append(first(out).detach().requires_grad_())
+        return (kept[0], *out[1:]) if isinstance(out, tuple) else kept[0]
+
+    handle = model.get_submodule(path).register_forward_hook(keep)
+    with torch.enable_grad():
+        model(torch.tensor([PROMPT])).logits[0, -1].square().sum().backward()
+    handle.remove()
+    model.zero_grad()
+    wanted = kept[0].grad
+    assert wanted is not None and wanted.abs().max() > 1e-3
+    torch.testing.assert_close(found.cpu(), wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_attentions_and_hidden_states_are_those_of_transformers(
     family: str, device: str, load: Load, oracle: Callable[[str], PreTrainedModel]
 ) -> None:
