@@ -175,8 +175,6 @@ def install(model: nn.Module, spec: ModelSpec, cached: bool = False) -> None:
         module = modules[path]
         if module not in ends:
             ends[module] = module.site_ends = SiteEnds(num_layers)  # pyright: ignore[reportArgumentType]
-            module.register_forward_pre_hook(ends[module].pre_hook, with_kwargs=True)
-            module.register_forward_hook(ends[module].hook)
         return ends[module]
 
     for kind, (path, end) in points.items():
@@ -193,6 +191,11 @@ def install(model: nn.Module, spec: ModelSpec, cached: bool = False) -> None:
                 setattr(at(path.format(layer)), end, site)
     if "embed" not in points:
         at(points["resid_pre"].module.format(0)).input = EMBED_SITE
+    for module, found in ends.items():
+        if found.input is not None:
+            module.register_forward_pre_hook(found.pre_hook, with_kwargs=True)
+        if found.output is not None or found.slices:
+            module.register_forward_hook(found.hook)
     for layer in range(num_layers):
         block = modules[f"{spec.family.layers}.{layer}"]
         block.register_forward_pre_hook(_LayerInput(layer).pre_hook, with_kwargs=True)
