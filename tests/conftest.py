@@ -173,7 +173,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     # soft-caps that are felt, a scale of its own, windows by turns
     "gemma2": lambda: Gemma2Config(
         **COMMON, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=24,
-        query_pre_attn_scalar=16, attn_logit_softcapping=10.0, final_logit_softcapping=3.0, sliding_window=5,
+        query_pre_attn_scalar=16, attn_logit_softcapping=4.0, final_logit_softcapping=12.0, sliding_window=5,
     ),
     # two rotations, one of them scaled
     "gemma3_text": lambda: Gemma3TextConfig(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import CONFIGS, held
 from helpers_declared import INNER, SITES, hooked, ops_at, place_of, prompt_of, random_specs, vector
+from helpers_runner import random_ids
 
 from pymllm_interp import LM, Ablate, Capture, Gate, SamplingParams, Scale, Steer
 from pymllm_interp.engine.handle import RequestHandle
@@ -48,7 +49,7 @@ def logits_of(lm: LM, prompt: list[int], specs: list[Op], new_tokens: int) -> tu
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("site", SITES + INNER)
 def test_each_op_at_each_site_equals_a_hook_on_transformers(family: str, site: str, lm_of: Any, oracle: Any) -> None:
-    lm, model, prompt = lm_of(family), oracle(family), prompt_of(9, 3)
+    lm, model, prompt = lm_of(family), oracle(family), random_ids(9, seed=3)
     place = place_of(site, lm.model_spec.family)
     if place is None:
         pytest.skip(f"{family} has no such site")
