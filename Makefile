@@ -41,7 +41,7 @@ test: $(STAMP)
 	$(PYTEST) $(TESTS)
 ifeq ($(TESTS),tests)
 	$(PYTEST) --hook-execution segments --ahead $(TRACE_TESTS)
-	$(PYTEST) --remote $(REMOTE_TESTS) -k "not qwen3"
+	$(PYTEST) --remote $(REMOTE_TESTS) -k "not qwen3 and not bit"
 endif
 
 # As many workers as fit on the device, each with its share of the memory (tests/gpu_workers.py); then, one by one, the tests that
