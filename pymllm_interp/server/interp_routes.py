@@ -126,7 +126,9 @@ def _vector_routes(router: APIRouter, state: ServerState) -> None:
         """Store a vector under a name, for this key's requests: the body is a safetensors or a GGUF file."""
         client = require(request, Trust.DECLARED)
         if not _NAME.fullmatch(name):
-            raise ApiError(400, f"{name[:80]!r} is no name for a vector: letters, digits, spaces, and ._/- inside", "name")
+            raise ApiError(
+                400, f"{name[:80]!r} is no name for a vector: letters, digits, spaces, and ._/- inside", "name"
+            )
         body = await request.body()
         others = {other: v for other, v in state.engine.vectors(client.name).items() if other != name}
         size = sum(len(vector.body) for vector in others.values())
