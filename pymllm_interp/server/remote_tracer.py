@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..hooks.traces.caller_frames import warn_at_caller
 from ..hooks.traces.envoy import TracedModel
@@ -16,9 +16,6 @@ from .receipts import receipt_of
 from .remote_engine import Frames, RemoteEngine
 from .trace_payload import block_to_data, dump, edit_to_data
 from .values import Values, tensors_of
-
-if TYPE_CHECKING:
-    from .remote_lm import RemoteLM
 
 
 class _Names:
@@ -60,7 +57,7 @@ def payload_of(content: dict[str, Any], names: _Names) -> bytes:
     return dump({"main": main, "models": models}, names.of)
 
 
-def edits_payload(model: RemoteLM, edits: Sequence[Mediator]) -> bytes:
+def edits_payload(model: TracedModel, edits: Sequence[Mediator]) -> bytes:
     """The payload of persistent edits alone, for requests without a block."""
     names = _Names()
     names.number(model)
