@@ -26,6 +26,11 @@ from helpers_server import CHAT_TEMPLATE, Server, serving
 from helpers_triton import quicken_the_interpreter
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -161,6 +166,30 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3": lambda: Qwen3Config(
         **COMMON, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=24
     ),
+    "gpt2": lambda: GPT2Config(**{**COMMON, "n_inner": 56}, n_embd=64, n_layer=2, n_head=4),
+    "gemma": lambda: GemmaConfig(
+        **COMMON, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, head_dim=24
+    ),
+    # soft-caps that are felt, a scale of its own, windows by turns
+    "gemma2": lambda: Gemma2Config(
+        **COMMON, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=24,
+        query_pre_attn_scalar=16, attn_logit_softcapping=4.0, final_logit_softcapping=12.0, sliding_window=5,
+    ),
+    # two rotations, one of them scaled
+    "gemma3_text": lambda: Gemma3TextConfig(
+        **COMMON, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        query_pre_attn_scalar=24, sliding_window=4, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        },
+    ),
+    # a rotation of 6 of 24 channels
+    "gpt_neox": lambda: GPTNeoXConfig(**COMMON, hidden_size=96, num_hidden_layers=3, num_attention_heads=4),
+    "gpt_neox-sequential": lambda: GPTNeoXConfig(
+        **COMMON, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, use_parallel_residual=False,
+        hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True,
+    ),
 }  # fmt: skip
 
 
@@ -185,8 +214,8 @@ def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.1)
-            elif "norm" in name:
-                parameter.normal_(1, 0.1)
+            elif parameter.dim() == 1:  # a norm's; Gemma's is stored less 1
+                parameter.normal_(0 if "gemma" in config.model_type else 1, 0.1)
     return model
 
 

@@ -70,6 +70,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "olmoe": EXPERTS,
     "ernie4_5": {},
     "seed_oss": {},
+    "gptj": {"rotary_dim": 4},
+    "codegen": {"rotary_dim": 4},
+    "gpt_neo": {
+        **MHA,
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 5,
+    },
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "falcon": {"parallel_attn": True, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon-alibi": {"alibi": True, "multi_query": True, "new_decoder_architecture": False},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128, "expansion_ratio": 2},
+    "xglm": {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4},
+    "llama4_text": {"attention_chunk_size": 8, "head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 48},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "residual_multiplier": 0.5},
 }
 """Family -> settings beside `SMALL`."""
@@ -77,6 +92,5 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def tiny_config(family: str) -> PretrainedConfig:
     """A config of two layers and 97 tokens."""
-    if family in ("gpt2", "gpt_bigcode"):
-        return AutoConfig.for_model(family, **{**GPT2, **SETTINGS[family]})
-    return AutoConfig.for_model(family, **{**SMALL, **SETTINGS[family]})
+    common = GPT2 if family in ("gpt2", "gpt_bigcode", "gptj", "codegen") else SMALL
+    return AutoConfig.for_model(family.partition("-")[0], **{**common, **SETTINGS[family]})

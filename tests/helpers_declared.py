@@ -12,15 +12,16 @@ import pytest
 import torch
 from conftest import VOCAB
 from helpers_graphs import use_eager_graphs
+from helpers_runner import part_of
 
 from pymllm_interp import LM, Ablate, Clamp, Gate, Generated, Patch, Scale, Steer
-from pymllm_interp.core.model_spec import ModelSpec
+from pymllm_interp.core.model_spec import Family, ModelSpec
 from pymllm_interp.hooks.binding import bind
 from pymllm_interp.hooks.declared_stage import DeclaredStage
 from pymllm_interp.hooks.interventions.op import Op
 from pymllm_interp.hooks.interventions.reference import apply
 from pymllm_interp.hooks.positions import ordinals_of
-from pymllm_interp.hooks.site import Site
+from pymllm_interp.hooks.site import WITHOUT_LAYER, Site, expand
 
 SITES = [
     "embed",
@@ -88,20 +89,33 @@ def ops_at(site: str, config: Any) -> list[Op]:
     ]
 
 
+def place_of(site: str, family: Family) -> str | None:
+    """The site, or `resid_pre.0` where the family's stream begins behind `embed`; None where the family has no such site."""
+    kind = site.partition(".")[0]
+    if kind == "embed" and kind in family.missing:
+        return "resid_pre.0"
+    return None if kind in family.missing else site
+
+
 @contextmanager
 def hooked(model: Any, specs: list[Op], prompt_len: int, positions: Callable[[], torch.Tensor]) -> Iterator[None]:
     """transformers' model with hooks at the modules that the sites are, each applying its specs in order."""
     info, handles = ModelSpec.of(model.config, torch.float32), []
-    layers = model.model.layers
+    family = info.family
     # What `resid_mid` remembers of a layer's input is what its other hooks have left.
     for spec in sorted(specs, key=lambda spec: str(spec.site).startswith("resid_mid")):
         for bound in bind(spec, info, prompt_len):
-            kind, i = bound.site.kind, bound.site.layer or 0
+            kind = bound.site.kind
 
-            def edit(state: torch.Tensor, bound: Any = bound) -> torch.Tensor:
-                return apply(bound.spec, state[0], ordinals_of(bound.windows, positions()))[None]
+            def edit(state: torch.Tensor, bound: Any = bound, kind: str = kind) -> torch.Tensor:
+                part = part_of(info, kind, state[0])
+                edited = apply(bound.spec, part, ordinals_of(bound.windows, positions()))[None]
+                return with_part(info, kind, state, edited) if family.is_slice(kind) else edited
 
             def output(module: Any, args: Any, out: Any, edit: Any = edit) -> Any:
+                if hasattr(out, "logits"):
+                    out.logits = edit(out.logits)
+                    return out
                 return (edit(out[0]), *out[1:]) if isinstance(out, tuple) else edit(out)
 
             def first(module: Any, args: Any, kwargs: Any, edit: Any = edit) -> Any:
@@ -109,18 +123,13 @@ def hooked(model: Any, specs: list[Op], prompt_len: int, positions: Callable[[],
                     return (edit(args[0]), *args[1:]), kwargs
                 return args, kwargs | {"hidden_states": edit(kwargs["hidden_states"])}
 
-            attn, mlp = layers[i].self_attn, layers[i].mlp
-            module = {
-                "embed": model.model.embed_tokens, "attn_out": attn, "mlp_out": mlp, "resid_post": layers[i],
-                "final_norm": model.model.norm, "q": attn.q_proj, "k": attn.k_proj, "v": attn.v_proj, "logits": model.lm_head,
-            }.get(kind)  # fmt: skip
-            reader = {"resid_pre": layers[i], "z": attn.o_proj, "mlp_act": mlp.down_proj}.get(kind)
-            if reader is not None:
-                handles.append(reader.register_forward_pre_hook(first, with_kwargs=True))
-            elif kind == "resid_mid":
-                handles += resid_mid(layers[i], edit)
+            path, end = family.point(bound.site)
+            module = model if kind == "logits" else model.get_submodule(path)  # a soft-cap is behind the head
+            if kind == "resid_mid":
+                handles += resid_mid(model, family, bound.site.layer or 0, edit)
+            elif end == "input":
+                handles.append(module.register_forward_pre_hook(first, with_kwargs=True))
             else:
-                assert module is not None
                 handles.append(module.register_forward_hook(output))
     try:
         yield
@@ -129,7 +138,16 @@ def hooked(model: Any, specs: list[Op], prompt_len: int, positions: Callable[[],
             handle.remove()
 
 
-def resid_mid(layer: Any, edit: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+def with_part(info: ModelSpec, kind: str, state: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """`state` with `part` in the place of what `part_of` takes from it."""
+    state = state.clone()
+    heads = state[0].unflatten(-1, (-1, 3, info.head_dim) if info.family.by_head else (3, -1, info.head_dim))
+    place = heads.select(-2 if info.family.by_head else -3, "qkv".index(kind))
+    place.copy_(part[0].view(place.shape))
+    return state
+
+
+def resid_mid(model: Any, family: Family, layer: int, edit: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
     """The sum after the attention is no module's output: what the attention adds is changed so that the sum is the edited one."""
     before: list[torch.Tensor] = []
 
@@ -137,11 +155,14 @@ def resid_mid(layer: Any, edit: Callable[[torch.Tensor], torch.Tensor]) -> list[
         before[:] = [args[0] if args else kwargs["hidden_states"]]
 
     def shift(module: Any, args: Any, out: Any) -> Any:
-        return (edit(before[0] + out[0]) - before[0], *out[1:])
+        added, *others = out if isinstance(out, tuple) else (out,)
+        added = edit(before[0] + added) - before[0]
+        return (added, *others) if isinstance(out, tuple) else added
 
+    attn_out = family.point(Site("attn_out", layer)).module
     return [
-        layer.register_forward_pre_hook(remember, with_kwargs=True),
-        layer.self_attn.register_forward_hook(shift),
+        model.get_submodule(f"{family.layers}.{layer}").register_forward_pre_hook(remember, with_kwargs=True),
+        model.get_submodule(attn_out).register_forward_hook(shift),
     ]
 
 
@@ -159,12 +180,14 @@ def random_specs(rng: random.Random, config: Any, sites: list[str] = SITES) -> l
 def states_of(model: Any, ids: list[int], specs: list[Op], prompt_len: int) -> dict[str, torch.Tensor]:
     """Every site's state at each of `ids`, from one pass under hooks: what goes on, after the specs."""
     at, found, handles = torch.arange(len(ids)), {}, []
+    info = ModelSpec.of(model.config, torch.float32)
+    family, num_layers = info.family, info.num_hidden_layers
     with hooked(model, specs, prompt_len, lambda: at):
-        layers = model.model.layers
 
         def keep(name: str) -> Callable[..., None]:
             def hook(module: Any, args: Any, out: Any) -> None:
-                found[name] = (out[0] if isinstance(out, tuple) else out)[0]
+                state = (out.logits if hasattr(out, "logits") else out[0] if isinstance(out, tuple) else out)[0]
+                found[name] = part_of(info, name.partition(".")[0], state)
 
             return hook
 
@@ -175,23 +198,21 @@ def states_of(model: Any, ids: list[int], specs: list[Op], prompt_len: int) -> d
             return hook
 
         # What goes on from a layer is what the next one reads: `resid_pre` ops act at the same place.
-        for i, layer in enumerate(layers):
-            handles.append(
-                layer.register_forward_pre_hook(
-                    keep_input("embed" if i == 0 else f"resid_post.{i - 1}"), with_kwargs=True
-                )
-            )
-        handles.append(model.model.norm.register_forward_hook(keep("final_norm")))
-        for i, layer in enumerate(layers):
-            attn, mlp = layer.self_attn, layer.mlp
-            for kind in "qkv":
-                handles.append(getattr(attn, f"{kind}_proj").register_forward_hook(keep(f"{kind}.{i}")))
-            handles.append(attn.o_proj.register_forward_pre_hook(keep_input(f"z.{i}"), with_kwargs=True))
-            handles.append(mlp.down_proj.register_forward_pre_hook(keep_input(f"mlp_act.{i}"), with_kwargs=True))
-            handles.append(layer.self_attn.register_forward_hook(keep(f"attn_out.{i}")))
-            handles.append(layer.mlp.register_forward_hook(keep(f"mlp_out.{i}")))
-        handles.append(layers[-1].register_forward_hook(keep(f"resid_post.{len(layers) - 1}")))
-        handles.append(model.lm_head.register_forward_hook(keep("logits")))
+        for i in range(num_layers):
+            name = f"resid_post.{i - 1}" if i else "resid_pre.0" if "embed" in family.missing else "embed"
+            layer = model.get_submodule(f"{family.layers}.{i}")
+            handles.append(layer.register_forward_pre_hook(keep_input(name), with_kwargs=True))
+        for kind in ("final_norm", "q", "k", "v", "z", "mlp_act", "attn_out", "mlp_out"):
+            for site in expand(kind if kind in WITHOUT_LAYER else f"{kind}.*", num_layers, family):
+                path, end = family.point(site)
+                module = model.get_submodule(path)
+                if end == "input":
+                    handles.append(module.register_forward_pre_hook(keep_input(str(site)), with_kwargs=True))
+                else:
+                    handles.append(module.register_forward_hook(keep(str(site))))
+        last = model.get_submodule(f"{family.layers}.{num_layers - 1}")
+        handles.append(last.register_forward_hook(keep(f"resid_post.{num_layers - 1}")))
+        handles.append(model.register_forward_hook(keep("logits")))
         model(torch.tensor([ids]))
     for handle in handles:
         handle.remove()

@@ -14,7 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pymllm_interp.layers import triton_kernels
+from pymllm_interp.core.norm_kind import LAYER, RMS
+from pymllm_interp.layers import triton_norm
 from pymllm_interp.layers.edits import kernels as triton_edits
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -40,13 +41,16 @@ def layouts(kernel: Any, dtype: str, constants: dict[str, Any], **options: Any) 
 
 def main() -> None:
     found = {}
-    for size, dtype in ((72, "fp32"), (4096, "fp32"), (4096, "bf16")):
-        rows, block, warps = triton_kernels.norm_launch(size)
+    kinds, sizes = [(LAYER, True), (RMS, False), (RMS, False)], [(72, "fp32"), (4096, "fp32"), (4096, "bf16")]
+    for (size, dtype), (kind, parallel) in zip(sizes, kinds, strict=True):
+        rows, block, warps = triton_norm.norm_launch(size)
         shape = {"SIZE": size, "ROWS": rows, "BLOCK": block, "PDL": True}
+        shape |= {"PARALLEL": parallel, "KIND": kind}
         norm = {"INNER": 1, "OUTER_STRIDE": size, "INNER_STRIDE": 0, "IN_PLACE": False, **shape}
         tables = {"SITES": 130, "DEPTH": 4, "WIDTH": size, "NORM": True, "ALIGNED": True, "HEAD_DIM": 0, **shape}
         alone = [
-            layouts(triton_kernels._rms_norm, dtype, {"ADD": add, **norm}, num_warps=warps) for add in (True, False)
+            layouts(triton_norm._norm, dtype, {**norm, "ADD": add, "PARALLEL": parallel and add}, num_warps=warps)
+            for add in (True, False)
         ]
         edits = {"num_warps": warps, "maxnreg": triton_edits.MAX_REGISTERS}
         with_tables = [

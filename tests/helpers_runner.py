@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from pymllm_interp import ModelRunner
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.forward_batch import ForwardBatch, ForwardMode
+from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.core.request import Request
 from pymllm_interp.core.sampling_params import SamplingParams
 from pymllm_interp.core.step import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
@@ -122,6 +123,21 @@ class Steps:
             steps.append(self.step())
         steps.append(self.step())
         return steps
+
+
+def part_of(spec: ModelSpec, kind: str, state: torch.Tensor) -> torch.Tensor:
+    """A kind's value in what is at its point, [tokens, ...] -> [tokens, width]: of one projection for q, k and v a slice."""
+    if not spec.family.is_slice(kind):
+        return state
+    heads, kv_heads, dim = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+    if not spec.family.by_head:
+        return dict(zip("qkv", state.split([heads * dim, kv_heads * dim, kv_heads * dim], -1), strict=True))[kind]
+    groups = state.unflatten(-1, (kv_heads, heads // kv_heads + 2, dim))
+    return {
+        "q": groups[..., :-2, :].flatten(-3),
+        "k": groups[..., -2, :].flatten(-2),
+        "v": groups[..., -1, :].flatten(-2),
+    }[kind]
 
 
 def random_ids(count: int, vocab: int = 97, seed: int = 0) -> list[int]:

@@ -6,7 +6,10 @@ from typing import Any
 
 from family_configs import SETTINGS, tiny_config
 from transformers import AutoConfig, PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from pymllm_interp.core.unsupported import UnsupportedModelError
+from pymllm_interp.models.registry import check_supported
 
 NAMES = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 SIZES: dict[str, Any] = {
@@ -26,18 +29,43 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 NO_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 ROBERTA = "camembert", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"
+COMPASS_ROPE = {
+    kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    for kind in ("full_attention", "sliding_attention")
+}
 EXTRA: dict[str, dict[str, Any]] = {
     **{
         name: {"is_decoder": True, "is_encoder_decoder": False}
         for name in (
             "bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "roberta", "roberta-prelayernorm",
             "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod", "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small",
-            "marian", "mbart", "pegasus", "plbart", "whisper", "megatron-bert", "rembert", "big_bird",
+            "marian", "mbart", "pegasus", "plbart", "whisper", "megatron-bert", "rembert", "big_bird", "trocr", "mvp", "reformer",
+            "roformer",
         )
     },
     **{name: {"is_decoder": True, "pad_token_id": 1} for name in ROBERTA},
     "xmod": {"is_decoder": True, "pad_token_id": 1, "default_language": "en_XX"},
     "data2vec-text": {"is_decoder": True, "pad_token_id": 1},
+    "cohere_compass_text": {"layer_types": ["full_attention", "sliding_attention"], "rope_parameters": COMPASS_ROPE},
+    "dbrx": {
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 48, "hidden_size": 32},
+    },
+    "dots1": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 5},
+    "granitemoehybrid": {
+        "layer_types": ["attention", "attention"], "shared_intermediate_size": 24, "mamba_n_heads": 8, "mamba_d_head": 8,
+    },
+    "xlnet": {"d_head": 8, "d_inner": 48},
+    "reformer": {
+        "is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 16], "attn_layers": ["local", "lsh"],
+        "feed_forward_size": 48, "attention_head_size": 8,
+    },
+    "llama4_text": {"attention_chunk_size": 8},
+    "mimo_v2_flash": {"layer_types": ["full_attention", "sliding_attention"]},
     **{name: {"head_dim": 8} for name in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
 }  # fmt: skip
 
@@ -46,7 +74,8 @@ def registry_config(name: str) -> PretrainedConfig:
     """A tiny config of a name of the registry."""
     if name in SETTINGS:
         return tiny_config(name)
-    default = AutoConfig.for_model(name).get_text_config(decoder=True)
+    whole = AutoConfig.for_model(name)
+    default = whole.get_text_config(decoder=True)
     sizes, extra = {key: size for key, size in SIZES.items() if _has(default, key)}, EXTRA.get(name, {})
     if "kv_lora_rank" in sizes:
         sizes["num_key_value_heads"] = 4
@@ -60,15 +89,32 @@ def registry_config(name: str) -> PretrainedConfig:
     last: Exception = ValueError(name)
     for settings in (sizes | tokens[0], sizes | tokens[1], without_types(sizes | tokens[0])):
         try:
-            return type(default)(**{**settings, **extra})
+            config = type(default)(**{**settings, **extra})
         except Exception as error:
             last = error
+        else:
+            if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+                return config
+    if is_refused(whole):
+        return whole
     raise last
+
+
+def is_refused(config: PretrainedConfig) -> bool:
+    """Whether a model is refused before it is built."""
+    try:
+        check_supported(config)
+    except UnsupportedModelError:
+        return True
+    return False
+
+
+DERIVED = "layer_types", "head_dim", "v_head_dim", "max_position_embeddings"
 
 
 def without_types(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings without those that some classes derive from others."""
-    return {key: value for key, value in settings.items() if key not in ("layer_types", "head_dim", "v_head_dim")}
+    return {key: value for key, value in settings.items() if key not in DERIVED}
 
 
 def _has(config: Any, key: str) -> bool:

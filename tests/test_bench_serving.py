@@ -8,6 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -25,12 +26,22 @@ from pymllm_interp.bench.peers import VllmEngine
 from pymllm_interp.bench.serving import Percentiles, TokenStream, measure, run
 from pymllm_interp.bench.serving_suite import DEFAULT, ServingSettings, measure_workload
 from pymllm_interp.bench.tables import read_aims, render
-from pymllm_interp.bench.workloads import Sizes, Workload, long, make_workload, mix, poisson, shared_prefix
+from pymllm_interp.bench.workloads import (
+    Sizes,
+    Workload,
+    interference,
+    long,
+    make_workload,
+    mix,
+    multi_turn,
+    poisson,
+    shared_prefix,
+)
 from pymllm_interp.cli import main
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SIZES = Sizes(vocab_size=1000, longest=16384)
-NAMES = ("mix", "long", "poisson-10", "poisson-25", "shared-prefix")
+NAMES = ("mix", "long", "poisson-10", "poisson-25", "shared-prefix", "multi-turn", "interference")
 
 
 # -- workloads -----------------------------------------------------------------------------------
@@ -46,7 +57,7 @@ def test_a_workload_is_made_of_its_seed_alone_and_each_run_has_its_own_tokens(na
     assert [len(prompt) for prompt in again.prompts] == [len(prompt) for prompt in workload.prompts]
     assert all(own[0] != other[0] for own, other in zip(workload.prompts[:1], again.prompts, strict=False))
     assert sum(a == b for a, b in zip(workload.prompts, again.prompts, strict=True)) == 0
-    if name != "long":
+    if name not in ("long", "interference"):
         other = make_workload(name, Sizes(vocab_size=50_000, longest=4096, scale=0.1, seed=4))
         assert (other.arrivals, [*map(len, other.prompts)]) != (workload.arrivals, [*map(len, workload.prompts)])
 
@@ -96,13 +107,36 @@ def test_prompts_share_the_prefix_and_nothing_else() -> None:
     assert set(workload.new_tokens) == {64}
 
 
+def test_four_fifths_of_the_tokens_of_chats_were_sent_before() -> None:
+    workload = multi_turn(SIZES)
+    assert len(workload.prompts) == 64 * 8 and max(map(len, workload.prompts)) > 1000
+    sent: set[tuple[int, ...]] = set()
+    again = 0
+    for prompt in workload.prompts:
+        known = [n for n in range(0, len(prompt) + 1, 4) if tuple(prompt[:n]) in sent]
+        again += max(known, default=0)
+        sent |= {tuple(prompt[:n]) for n in range(0, len(prompt) + 1, 4)}
+    # A reply of 64 tokens within a prompt is not sent before: it was generated.
+    replies = 64 * 7 * 64
+    assert (again + replies) / sum(map(len, workload.prompts)) == pytest.approx(0.88, abs=0.04)
+    assert again / sum(map(len, workload.prompts)) == pytest.approx(0.8, abs=0.04)
+
+
+def test_long_prompts_interfere_in_the_background() -> None:
+    workload = interference(SIZES)
+    assert [len(prompt) for prompt in workload.prompts] == [128] * 32 + [8000] * 8 and workload.background == 8
+    assert workload.arrivals == [0.0] * 32 + [0.5 * i for i in range(1, 9)]
+    alone = interference(SIZES, prompts=False)
+    assert alone.prompts == workload.prompts[:32] and alone.background == 0
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("longest", [8, 24, 127, 700])
 def test_requests_fit_the_context_and_workloads_the_scale(name: str, longest: int) -> None:
     workload = make_workload(name, Sizes(vocab_size=5, longest=longest, scale=0.05))
     sums = [len(prompt) + new for prompt, new in zip(workload.prompts, workload.new_tokens, strict=True)]
     assert max(sums) <= longest and all(workload.prompts) and min(workload.new_tokens) >= 1
-    expected = {"mix": 26, "long": 2, "shared-prefix": 13}
+    expected = {"mix": 26, "long": 2, "shared-prefix": 13, "interference": 2 + 2}
     assert len(workload.prompts) == expected.get(name, len(workload.prompts)) < 60
     assert max(workload.arrivals) < 1 and list(workload.arrivals) == sorted(workload.arrivals)
 
@@ -115,7 +149,7 @@ def test_the_head_of_a_workload_begins_at_once_and_is_short() -> None:
 
 @pytest.mark.parametrize("name", ["", "mixed", "poisson", "poisson-x", "poisson-0", "poisson--1", "poisson-inf"])
 def test_an_unknown_workload_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"expected one of mix, long, shared-prefix, or poisson-RATE"):
+    with pytest.raises(ValueError, match=r"expected one of mix, .*, interference, or poisson-RATE"):
         make_workload(name, SIZES)
     with pytest.raises(ValueError, match="workload"):
         ServingSettings(workloads=("mix", f"{name}-steered"))
@@ -127,6 +161,16 @@ def test_an_unknown_workload_is_refused(name: str) -> None:
 def tiny(lm: LM, **sizes: Any) -> Workload:
     """11 or so requests over half a second."""
     return poisson(Sizes(vocab_size=lm.limits.vocab_size, longest=40, scale=0.025, **sizes), 25)
+
+
+def test_latencies_are_not_those_of_requests_in_the_background(lm_of: Callable[..., LM]) -> None:
+    lm = lm_of("llama")
+    workload = replace(tiny(lm), background=3)
+    streams, result = run(OurEngine(lm), workload)
+    counted = streams[:-3]
+    assert result.requests == len(streams) and result.new_tokens == sum(workload.new_tokens)
+    assert result.ttft_ms == Percentiles.of(stream.times[0] - stream.due for stream in counted)
+    assert result.e2e_ms == Percentiles.of(stream.times[-1] - stream.due for stream in counted)
 
 
 def test_each_request_gets_its_tokens_at_rising_times_and_the_counts_add_up(lm_of: Callable[..., LM]) -> None:
@@ -319,6 +363,7 @@ def test_one_command_measures_every_workload_on_each_policy(
             row["workload"] == "long"
         )
         assert (row["traced"] > 0) == (row["variant"] == "traced")
+        assert ("against_alone" in row) == (row["workload"] == "interference")
     by_key = dict(zip(keys, record["rows"], strict=True))
     plain, steered = by_key["mixed", "poisson-25"], by_key["mixed", "poisson-25-steered"]
     assert plain["new_tokens"] == steered["new_tokens"] and plain["prompt_tokens"] == steered["prompt_tokens"]
@@ -444,6 +489,7 @@ def test_the_table_has_aims_peers_and_ratios_beside_each_workload() -> None:
         "rows": [
             a_row("mixed", "mix"), a_row("mixed", "mix", "steered", against_plain=ratios), a_row("mixed", "long", step_ms=13.75),
             a_row("mixed", "poisson-25"), a_row("prefill_first", "poisson-25"), a_row(None, "mix"), a_row(None, "poisson-25"),
+            a_row("mixed", "interference", against_alone={"tokens_per_s": 0.5, "itl_ms": {"p50": 1.25, "p90": 2.0, "p99": 2.5}}),
         ],
     }  # fmt: skip
     numbers = {"ttft_ms": {"p50": 5, "p99": 120}, "itl_ms": {"p50": 4.99, "p99": 46}}
@@ -474,6 +520,8 @@ def test_the_table_has_aims_peers_and_ratios_beside_each_workload() -> None:
         f"| poisson-25, prefill_first | 9,400 | - | {times}",
         "| ... aim | - | - | 5 met / - / 120 **missed** | 4.99 **missed** / - / 46 met | - |",
         f"| poisson-25, Other 2.0 | 9,400 | - | {times}",
+        f"| interference, mixed | 9,400 | - | {times}",
+        "| ... against no long prompts | x 0.50 | - | - | x 1.25 / x 2.00 / x 2.50 | - |",
     ]
     assert len({line.count("|") for line in lines}) == 1, "every row has all cells"
     assert "aim" not in render(record, {}) and "Other 1.0" not in render(record, {})

@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import CONFIGS, VOCAB, held
-from helpers_declared import INNER, SITES, WAYS, lms, ops_at, prompt_of, random_specs, states_of, vector
+from helpers_declared import INNER, SITES, WAYS, lms, ops_at, place_of, prompt_of, random_specs, states_of, vector
+from helpers_runner import random_ids
 from test_scheduler import POLICIES, Simulation
 
 from pymllm_interp import LM, Ablate, Capture, Clamp, Generated, Patch, SamplingParams, Scale, Steer
@@ -138,16 +139,17 @@ def some_ops(lm: LM, site: str, number: int) -> list[Any]:
     return ops if CUDA or lm.runner.device_tables is None else [ops[number % len(ops)]]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "gemma2"])
 def test_each_op_at_each_site_leaves_transformers_states_at_every_site(family: str, lm_of: Any, oracle: Any) -> None:
     """Beside requests with other ops, in chunks: the prompt's positions and generated ones, to 1e-5 of a site's largest number."""
-    model, prompt = oracle(family), prompt_of(9, 3)
+    model, prompt = oracle(family), random_ids(9, seed=3)
     lm = lm_of(family, max_num_tokens=24, inner_sites=INNER_SITES)
-    layers, sites = model.config.num_hidden_layers, SITES + INNER
+    family_row, layers = lm.model_spec.family, model.config.num_hidden_layers
+    sites = [place for site in SITES + INNER if (place := place_of(site, family_row))]
     specs = [op for number, site in enumerate(sites) for op in some_ops(lm, site, number)]
     random.Random(1).shuffle(specs)  # a pass has ops of all kinds at all sites
     kinds = ["attn_out", "mlp_out", "resid_post", "q", "k", "v", "z", "mlp_act"]
-    everywhere = ["embed", *(f"{kind}.*" for kind in kinds), "final_norm", "logits"]
+    everywhere = [place_of("embed", family_row), *(f"{kind}.*" for kind in kinds), "final_norm", "logits"]
     params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0)
     outs = lm.generate([prompt] * len(specs), params, interventions=[[op] for op in specs], capture=everywhere)
     for op, out in zip(specs, outs, strict=True):

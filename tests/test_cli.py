@@ -142,7 +142,7 @@ def test_doctor_names_the_command_for_missing_weights(
 def test_doctor_says_how_a_model_would_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for model_type, status, said in [
         ("llama", 0, "native:"),
-        ("gpt2", 0, "transformers:"),
+        ("opt", 0, "transformers:"),
         ("mamba", 1, "recurrent"),
     ]:
         folder = tmp_path / model_type

@@ -18,10 +18,12 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from pymllm_interp.core import cpu_dispatch
 from pymllm_interp.core.forward_batch import ForwardMode
+from pymllm_interp.core.norm_kind import RMS_OFFSET
 from pymllm_interp.layers.activation import SiLU, gated, silu
 from pymllm_interp.layers.norm import add_rms_norm, rms_norm
-from pymllm_interp.layers.rope import apply_rope
+from pymllm_interp.layers.rope import apply_rope, rope_and_write
 from pymllm_interp.layers.seal import seal
+from pymllm_interp.mem_cache import KVPool
 from pymllm_interp.models import cpu_layer
 from pymllm_interp.runner.partition import Execution
 
@@ -68,6 +70,29 @@ def test_norms_equal_torch_and_each_other(rows, size, dtype):
     assert torch.equal(normed, rms_norm(total, weight, EPS))
     near(normed, reference(rms_norm, total, weight, EPS))
     near(rms_norm(h, weight, EPS), reference(rms_norm, h, weight, EPS))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows, size", [(1, 1), (3, 7), (5, 24), (2, 1000)])
+def test_norms_with_an_offset_equal_torch_and_each_other(rows, size, dtype):
+    h, delta = (randn(1, rows, size, dtype=dtype, seed=seed) for seed in range(2))
+    weight = 0.1 * randn(size, dtype=dtype, seed=2)
+    total, normed = add_rms_norm(h, delta, weight, EPS, RMS_OFFSET)
+    assert torch.equal(total, h + delta) and torch.equal(normed, rms_norm(total, weight, EPS, RMS_OFFSET))
+    near(normed, reference(rms_norm, total, weight, EPS, RMS_OFFSET))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("heads, head_dim, turned", [(3, 24, 6), (2, 16, 0), (5, 80, 20)])
+def test_a_rotation_of_some_channels_or_of_none_has_torchs_bits(heads, head_dim, turned, by_head, dtype):
+    tokens, slots = 3, torch.tensor([7, 2, 31])
+    qkv = randn(tokens, 3 * heads, head_dim, dtype=dtype)
+    turn = randn(tokens, 1, 2 * turned, dtype=dtype, seed=1).chunk(2, dim=-1) if turned else (None, None)
+    pools = [KVPool(1, 32, heads, head_dim, dtype, "cpu", 4) for _ in range(2)]
+    q = rope_and_write(qkv, *turn, pools[0], 0, slots, None, by_head)
+    assert torch.equal(q, reference(rope_and_write, qkv, *turn, pools[1], 0, slots, None, by_head))
+    assert torch.equal(pools[0]._kv[..., slots, :, :], pools[1]._kv[..., slots, :, :])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

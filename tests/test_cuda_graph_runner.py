@@ -30,10 +30,8 @@ from pymllm_interp.runner import graph_capture
 from pymllm_interp.runner.cuda_graph_runner import (
     CudaGraphRunner,
     freeze_gc,
-    get_global_graph_memory_pool,
     is_capture_mode,
     model_capture_mode,
-    set_global_graph_memory_pool,
 )
 from pymllm_interp.runner.input_batch import InputBuffers
 from pymllm_interp.runner.partition import Execution, Partition
@@ -104,14 +102,6 @@ def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float, what: 
 
 
 # -- module functions (G1, G2, G3, G6) -----------------------------------------------------
-
-
-def test_g01_the_shared_memory_pool_is_none_until_it_is_set(monkeypatch):
-    """G1."""
-    monkeypatch.setattr(graph_capture, "_memory_pool", None)
-    assert get_global_graph_memory_pool() is None
-    set_global_graph_memory_pool((0, 7))
-    assert get_global_graph_memory_pool() == (0, 7)
 
 
 def test_g02_capture_mode_holds_within_the_block_however_it_ends():
@@ -245,27 +235,6 @@ def test_g10_captures_write_to_the_dummy_slot_alone(recorded):
     CudaGraphRunner(runner)
     for buffer, was in zip(runner.token_to_kv_pool.k_buffer, before, strict=True):
         assert torch.equal(buffer[1:], was[1:])
-
-
-def test_g01_the_pool_is_forgotten_with_the_last_runner_that_uses_it(recorded):
-    """G1: torch refuses captures into a pool whose graphs are all gone."""
-    first, second = (CudaGraphRunner(make_runner(CONFIGS["llama"](), max_running_requests=2)) for _ in range(2))
-    first.pool = second.pool = (0, 7)
-    set_global_graph_memory_pool((0, 7))
-    first.shutdown()
-    assert get_global_graph_memory_pool() == (0, 7)
-    second.shutdown()
-    assert get_global_graph_memory_pool() is None
-
-
-def test_g01_a_pool_is_forgotten_though_a_runner_lives_on_with_graphs_in_another(recorded):
-    """G1: as after a capture that failed, which leaves its pool to the graphs that are there."""
-    first, second = (CudaGraphRunner(make_runner(CONFIGS["llama"](), max_running_requests=2)) for _ in range(2))
-    first.pool, second.pool = (0, 7), (0, 8)
-    set_global_graph_memory_pool((0, 8))
-    second.shutdown()
-    assert first.graphs and get_global_graph_memory_pool() is None
-    first.shutdown()
 
 
 def test_g12_shutdown_lets_go_of_everything_and_may_come_twice(runner):
@@ -668,12 +637,12 @@ def test_gpu_no_stream_that_torch_deals_out_is_the_one_of_captures():
 @pytest.mark.gpu
 @pytest.mark.gpu_exclusive
 def test_g12_gpu_memory_is_counted_and_comes_back():
-    """G1, G6, G12, R26: graphs share one pool, their memory is known, and a shutdown returns it."""
+    """G1, G6, G12, R26: graphs of an engine share one pool, their memory is known, and a shutdown returns it."""
     left = []
     for _ in range(2):  # the first round leaves the libraries' workspaces behind
         runner = make_runner(TINY, dtype="bfloat16", **ON_CUDA)
         graphs = graphs_of(runner)
-        assert get_global_graph_memory_pool() is not None
+        assert graphs.pool is not None
         assert 0 < graphs.memory_usage < 4 << 30, f"{graphs.memory_usage / 2**20:.0f} MiB"
         runner.shutdown()
         del graphs, runner

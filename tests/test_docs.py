@@ -36,7 +36,9 @@ SERVED = "serving"
 """The page whose Python needs a server (test_serving_page.py)."""
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if script_of(page).strip() and page.stem != SERVED], ids=name_of)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if script_of(page).strip() and page.stem != SERVED], ids=name_of
+)
 def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
     script = tmp_path / f"{page.stem}.py"
     script.write_text(script_of(page))

@@ -31,7 +31,7 @@ from pymllm_interp.hooks.interventions.vector_pool import VectorPool
 from pymllm_interp.hooks.positions import Generated, ordinals_of
 from pymllm_interp.hooks.site import Site
 from pymllm_interp.layers.edits.table import TableOps
-from pymllm_interp.layers.norm import add_rms_norm
+from pymllm_interp.layers.norm import RMSNorm, add_rms_norm
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
 
@@ -144,7 +144,7 @@ def test_each_rows_ops_are_its_own_requests_at_its_own_position(seed: int, dtype
         normed = add_rms_norm(summed, None, weight, 1e-5)[1]
         if place == 2 * LAYERS:
             normed = reference(final_norm_site(LAYERS), normed)
-        found = edits.add_rms_norm(place, h, delta, weight, 1e-5)
+        found = edits.add_norm(place, h, delta, norm_of(weight))
         torch.testing.assert_close(found[0], summed, **tolerance)
         torch.testing.assert_close(found[1], normed, **tolerance)
 
@@ -162,7 +162,7 @@ def test_rows_without_ops_and_ops_that_change_nothing_keep_their_bits() -> None:
         x, d, w = (tensor.to(DEVICE, dtype) for tensor in (h, delta, weight))
         plain = plain_add_norm(x, d, w)
         for place in range(2 * LAYERS + 1):
-            for found, wanted in zip(edits.add_rms_norm(place, x, d, w, 1e-5), plain, strict=True):
+            for found, wanted in zip(edits.add_norm(place, x, d, norm_of(w)), plain, strict=True):
                 assert torch.equal(found, wanted), (place, dtype)
 
 
@@ -204,7 +204,7 @@ def test_a_row_that_captures_has_the_states_that_go_on_in_its_block_and_nobody_e
         h, delta = tensors[2 * place + 1], tensors[2 * place]
         if fused:
             went_on[2 * place] = edits.at(2 * place, delta)
-            went_on[2 * place + 1], normed = edits.add_rms_norm(place, h, delta, weight, 1e-5)
+            went_on[2 * place + 1], normed = edits.add_norm(place, h, delta, norm_of(weight))
         else:
             for site, value in ((2 * place, delta), (2 * place + 1, h)):
                 went_on[site] = value
@@ -278,7 +278,7 @@ def test_a_row_leaves_as_dot_products_as_its_conversion_or_whole(fused: bool, dt
     for place in range(2 * LAYERS + 1 if fused else 0):
         delta, h = tensors[2 * place : 2 * place + 2]
         went_on[2 * place] = edits.at(2 * place, delta)
-        went_on[2 * place + 1], went_on[-1] = edits.add_rms_norm(place, h, delta, weight, 1e-5)
+        went_on[2 * place + 1], went_on[-1] = edits.add_norm(place, h, delta, norm_of(weight))
     for site in range(0 if fused else sites):
         edits.capture(site, tensors[site])
     ring = edits.tables.ring.cpu()
@@ -333,6 +333,12 @@ def assert_left(
             # Triton's interpreter cuts bfloat16s off where a device rounds them.
             tolerance = 8e-3 if value.dtype is torch.bfloat16 and not CUDA else 1e-5
             torch.testing.assert_close(found[site], value, rtol=tolerance, atol=1e-5, msg=site)
+
+
+def norm_of(weight: torch.Tensor) -> RMSNorm:
+    norm = RMSNorm(len(weight), 1e-5, weight.dtype, str(weight.device))
+    norm.weight.copy_(weight)
+    return norm
 
 
 def plain_add_norm(h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

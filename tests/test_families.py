@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from family_configs import SETTINGS, VOCAB, tiny_config
-from torch import nn
+from helpers_families import first, points_of, states_of
+from helpers_runner import part_of
 from transformers import AutoModelForCausalLM
 
 from pymllm_interp import LM, SamplingParams, Steer
-from pymllm_interp.core.model_spec import NUMBERED_SITES, SitePoint
+from pymllm_interp.core.model_spec import FAMILIES as NATIVE_FAMILIES
+from pymllm_interp.core.model_spec import SitePoint
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 LENGTHS = 5, 1, 37
@@ -32,12 +34,13 @@ class Served(NamedTuple):
     prompts: list[list[int]]
 
 
-def load(family: str, **options: Any) -> Served:
+NATIVE_HERE = [family for family in SETTINGS if family in NATIVE_FAMILIES]
+
+
+def load(family: str, impl: str = "transformers", **options: Any) -> Served:
     config = tiny_config(family)
-    lm = LM(
-        hf_config=config, load_format="dummy", impl="transformers", device="cpu", dtype="float32", kv_cache_tokens=512,
-        page_size=4, max_num_tokens=16, max_running_requests=4, **options,
-    )  # fmt: skip
+    settings = {"kv_cache_tokens": 512, "max_num_tokens": 16, "max_running_requests": 4, "page_size": 4, **options}
+    lm = LM(hf_config=config, load_format="dummy", impl=impl, device="cpu", dtype="float32", **settings)
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"
     oracle: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -47,54 +50,14 @@ def load(family: str, **options: Any) -> Served:
     return Served(lm, oracle, prompts)
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+@pytest.fixture(
+    scope="module", params=[*SETTINGS, *((family, "native") for family in NATIVE_HERE)],
+    ids=[*SETTINGS, *(f"{family}-native" for family in NATIVE_HERE)],
+)  # fmt: skip
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    found = load(request.param)
+    found = load(request.param) if isinstance(request.param, str) else load(*request.param)
     yield found
     found.lm.shutdown()
-
-
-def first(value: Any) -> torch.Tensor:
-    return value if isinstance(value, torch.Tensor) else value[0]
-
-
-def states(
-    model: nn.Module, points: dict[Any, SitePoint], ids: list[int], edits: dict[SitePoint, Any] | None = None
-) -> Any:
-    """(what the points hold in a pass of transformers, [tokens, width] each; its logits [tokens, vocab])."""
-    found: dict[Any, torch.Tensor] = {}
-    handles = []
-    for key, point in points.items():
-        module = model.get_submodule(point.module)
-
-        def record(
-            module: nn.Module, args: Any, kwargs: Any, output: Any, key: Any = key, end: str = point.end
-        ) -> None:
-            found[key] = first(output if end == "output" else (*args, *kwargs.values()))[0].clone()
-
-        handles.append(module.register_forward_hook(record, with_kwargs=True))
-    for point, edit in (edits or {}).items():
-
-        def replace(module: nn.Module, args: Any, output: Any, edit: Any = edit) -> Any:
-            return (edit(output[0]), *output[1:]) if isinstance(output, tuple) else edit(output)
-
-        handles.append(model.get_submodule(point.module).register_forward_hook(replace))
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-    for handle in handles:
-        handle.remove()
-    return found, logits
-
-
-def sites(served: Served) -> dict[str, SitePoint]:
-    """Every site with a number, but for `resid_pre` behind the first layer, which is a `resid_post`."""
-    spec, found = served.lm.model_spec, {}
-    for kind, (module, end) in spec.family.points.items():
-        if kind in NUMBERED_SITES and kind != "logits":
-            layers = range(spec.num_hidden_layers) if "{}" in module else [None]
-            for layer in layers:
-                found[kind if layer is None else f"{kind}.{layer}"] = SitePoint(module.format(layer), end)
-    return found
 
 
 def generated(served: Served, ids: list[int]) -> list[int]:
@@ -114,19 +77,22 @@ def test_greedy_tokens_are_those_of_generate(served):
 
 
 def test_captured_sites_hold_what_transformers_modules_hold(served):
-    points = sites(served)
+    points = points_of(served.lm.model_spec)
     outs = served.lm.generate(served.prompts, GREEDY, capture=list(points))
     for ids, out in zip(served.prompts, outs, strict=True):
-        expected, _ = states(served.oracle, points, ids + out.token_ids[:-1])
+        expected, _ = states_of(served.oracle, points, ids + out.token_ids[:-1])
         for site in points:
             torch.testing.assert_close(
-                out.activations[site].flatten(1), expected[site], **TOLERANCE, msg=lambda m, s=site: f"{s}: {m}"
-            )
+                out.activations[site].flatten(1), part_of(served.lm.model_spec, site.partition(".")[0], expected[site]),
+                **TOLERANCE, msg=lambda m, s=site: f"{s}: {m}",
+            )  # fmt: skip
 
 
 def test_the_contributions_add_up_to_the_stream(served):
     spec = served.lm.model_spec
-    (out,) = served.lm.generate([served.prompts[2]], SamplingParams(max_tokens=0), capture=[*sites(served)])
+    (out,) = served.lm.generate(
+        [served.prompts[2]], SamplingParams(max_tokens=0), capture=[*points_of(served.lm.model_spec)]
+    )
     found, kinds = out.activations, spec.family.points
     for layer in range(spec.num_hidden_layers):
         before, after = found[f"resid_pre.{layer}"], found[f"resid_post.{layer}"]
@@ -141,7 +107,7 @@ def test_the_contributions_add_up_to_the_stream(served):
 
 def edited(served: Served, kind: str) -> Iterator[tuple[str, SitePoint, Callable[..., torch.Tensor], Steer]]:
     """(site, where transformers has it, the edit there, the same declared) in each layer."""
-    spec, points = served.lm.model_spec, sites(served)
+    spec, points = served.lm.model_spec, points_of(served.lm.model_spec)
     vector = torch.linspace(-1, 1, spec.width(kind))
     for site, point in points.items():
         if site.partition(".")[0] == kind:
@@ -156,10 +122,32 @@ def test_a_declared_steer_is_the_edit_in_transformers(served, kind):
         outs = served.lm.generate(served.prompts, GREEDY, interventions=[[steer], None, [steer]], capture=["logits"])
         for ids, out, acts in zip(served.prompts, outs, (True, False, True), strict=True):
             edits: Any = {point: edit} if acts else {}
-            _, expected = states(served.oracle, {}, ids + out.token_ids[:-1], edits)
+            _, expected = states_of(served.oracle, {}, ids + out.token_ids[:-1], edits)
             torch.testing.assert_close(
                 out.activations["logits"], expected[-len(out.activations["logits"]) :], **TOLERANCE
             )
+
+
+@pytest.mark.parametrize("kind", ["q", "k", "v"])
+def test_a_steer_of_a_part_of_a_projection_is_the_edit_in_transformers(served, kind):
+    spec = served.lm.model_spec
+    if kind not in spec.family.points or not spec.family.is_slice(kind):
+        pytest.skip("the site is a whole output")
+    width = torch.linspace(-1, 1, spec.width(kind))
+    for site, point in points_of(served.lm.model_spec).items():
+        if site.partition(".")[0] != kind:
+            continue
+
+        def edit(output: torch.Tensor) -> torch.Tensor:
+            whole = torch.zeros_like(output[0])
+            index = part_of(spec, kind, torch.arange(output.shape[-1]).expand(1, -1))[0]
+            whole[:, index] = width
+            return output + whole
+
+        ids = served.prompts[2]
+        (out,) = served.lm.generate([ids], GREEDY, interventions=Steer(site, width), capture=["logits"])
+        _, expected = states_of(served.oracle, {}, ids + out.token_ids[:-1], {point: edit})
+        torch.testing.assert_close(out.activations["logits"], expected[-len(out.activations["logits"]) :], **TOLERANCE)
 
 
 def test_a_steer_between_attention_and_mlp_changes_the_stream(served):
@@ -190,7 +178,7 @@ def test_a_trace_reads_and_edits_as_transformers_does(served):
             first(block.output)[:] += vector
             logits = lm.output.logits.save()
         point = SitePoint(path, "output")
-        found, _ = states(served.oracle, {"read": point}, ids)
-        _, expected = states(served.oracle, {}, ids, {point: lambda h: h + vector})
+        found, _ = states_of(served.oracle, {"read": point}, ids)
+        _, expected = states_of(served.oracle, {}, ids, {point: lambda h: h + vector})
         torch.testing.assert_close(read[0], found["read"], **TOLERANCE)
         torch.testing.assert_close(logits[0], expected, **TOLERANCE)

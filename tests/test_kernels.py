@@ -16,12 +16,21 @@ import torch.nn.functional as F
 from conftest import COMMON
 from helpers_runner import ByHand, make_runner, random_ids
 from torch.testing import assert_close
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
 
 from pymllm_interp import ModelRunner
 from pymllm_interp.attention import torch_backend
 from pymllm_interp.core.cpu_dispatch import cpu_kernels
 from pymllm_interp.core.forward_batch import ForwardMode, Waits
+from pymllm_interp.core.norm_kind import RMS_OFFSET
 from pymllm_interp.layers import activation, linear, norm, rope
 from pymllm_interp.layers.dispatch import kernels_for, triton_kernels_for
 from pymllm_interp.layers.linear import Linear
@@ -32,6 +41,7 @@ from pymllm_interp.runner.partition import Execution
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
 from pymllm_interp.core import launch
 from pymllm_interp.core.launch import Launcher
+from pymllm_interp.layers import triton_activation, triton_norm
 from pymllm_interp.layers import triton_kernels as kernels
 from pymllm_interp.layers.edits import kernels as triton_edits
 from pymllm_interp.runner import triton_inputs
@@ -150,6 +160,30 @@ def test_add_and_norm_have_the_bits_of_the_sum_and_of_its_norm(rows, size, dtype
     assert torch.equal(h, kept[0]) and torch.equal(delta, kept[1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(1, 576), (17, 72), (2, 2304)])
+def test_a_norm_with_an_offset_and_a_layer_norm_equal_torch(rows, size, dtype):
+    x, weight = 3 * randn(1, rows, size, dtype=dtype) + 1, 0.1 * randn(size, dtype=dtype, seed=1)
+    near(kernels.rms_norm(x, weight, EPS, RMS_OFFSET), reference(norm.rms_norm, x, weight, EPS, RMS_OFFSET))
+    both = torch.stack((1 + weight, randn(size, dtype=dtype, seed=2)))
+    near(kernels.layer_norm(x, both, EPS), F.layer_norm(x, (size,), *both, EPS), last_bits=4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(1, 576), (3, 72)])
+def test_a_layer_norm_adds_one_delta_or_the_sum_of_two(rows, size, dtype):
+    h, mlp, attention = (randn(1, rows, size, dtype=dtype, seed=seed) for seed in range(3))
+    both, kept = randn(2, size, dtype=dtype, seed=3), [h.clone(), mlp.clone()]
+    total, normed = kernels.add_layer_norm(h, mlp, both, EPS, None)
+    equal(total, h + mlp)
+    assert torch.equal(normed, kernels.layer_norm(total, both, EPS))
+    expected = h + (mlp + attention)
+    total, normed = kernels.add_layer_norm(h, mlp, both, EPS, attention)
+    equal(total, expected)
+    assert total is attention and torch.equal(normed, kernels.layer_norm(total, both, EPS))
+    assert torch.equal(h, kept[0]) and torch.equal(mlp, kept[1])
+
+
 def test_a_rows_norm_does_not_depend_on_the_rows_beside_it():
     x, weight = randn(33, 72), randn(72, seed=1)
     together = kernels.rms_norm(x, weight, EPS)
@@ -196,6 +230,29 @@ def test_a_rotation_that_writes_equals_one_of_q_and_k_and_a_write(tokens, heads,
     assert torch.equal(v_cache[slots], qkv[:, heads + kv_heads :])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "turned"), [(3, 24, 6), (12, 64, 0), (8, 80, 20), (2, 256, 64), (20, 64, 64)]
+)
+def test_a_rotation_of_some_channels_or_of_none_copies_the_others(heads, head_dim, turned, by_head, dtype):
+    tokens, slots = 3, torch.tensor([7, 2, 31], device=DEVICE)
+    qkv = randn(tokens, 3 * heads, head_dim, dtype=dtype)
+    turn_ = turn(tokens, turned, dtype) if turned else (None, None)
+    q, k, v = rope.heads_of(qkv, heads, by_head)
+    pools = [KVPool(1, 32, heads, head_dim, dtype, DEVICE, 4) for _ in range(2)]
+    for pool in pools:
+        pool._kv.copy_(randn(*pool._kv.shape, seed=4))
+    out = kernels.rope_and_write(qkv, *turn_, *pools[0].get_kv(0), slots, None, by_head)
+    equal(out, reference(rope.rope_and_write, qkv, *turn_, pools[1], 0, slots, None, by_head))
+    equal(pools[0]._kv, pools[1]._kv)
+    assert torch.equal(out[..., turned:], q[..., turned:]) and torch.equal(pools[0].get_kv(0)[1][slots], v)
+    if turned:
+        assert torch.equal(out, kernels.rope(q, *turn_)) and torch.equal(
+            pools[0].get_kv(0)[0][slots], kernels.rope(k, *turn_)
+        )
+
+
 def test_a_cache_of_another_dtype_gets_what_was_rounded_to_the_models():
     qkv, turned = randn(3, 6, 24), turn(3, 24, torch.float32)
     pool, expected = (KVPool(1, 16, 2, 24, torch.float16, DEVICE, 4) for _ in range(2))
@@ -216,6 +273,23 @@ def test_silu_equals_torch_and_its_product_has_the_bits_of_both(rows, size, dtyp
     alone = kernels.silu(gate)
     near(alone, F.silu(gate))
     equal(kernels.silu_mul(gate_up), alone * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tanh", [False, True])
+@pytest.mark.parametrize(("rows", "size"), [(1, 56), (2, 1025)])
+def test_gelu_equals_torch_and_its_product_has_the_bits_of_both(rows, size, tanh, dtype):
+    gate_up = 4 * randn(1, rows, 2 * size, dtype=dtype)
+    gate, up = gate_up.chunk(2, dim=-1)
+    alone = kernels.gelu(gate, tanh)
+    near(alone, F.gelu(gate, approximate="tanh" if tanh else "none"))
+    equal(kernels.gelu_mul(gate_up, tanh), alone * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_soft_cap_equals_torch(dtype):
+    x = 40 * randn(1, 3, 977, dtype=dtype)
+    near(kernels.softcap(x, 30.0), (torch.tanh(x.float() / 30) * 30).to(dtype))
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
@@ -248,7 +322,12 @@ def test_a_row_times_a_matrix_equals_torch(out, width, bias, dtype):
 # -- launches --------------------------------------------------------------------------------------
 
 
-LAUNCHERS = [launcher for launcher in vars(kernels).values() if isinstance(launcher, Launcher)]
+LAUNCHERS = [
+    launcher
+    for module in (kernels, triton_norm, triton_activation)
+    for launcher in vars(module).values()
+    if isinstance(launcher, Launcher)
+]
 
 
 def results(rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -267,6 +346,9 @@ def results(rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [
         kernels.rms_norm(x, weight, EPS),
         *kernels.add_rms_norm(x, delta, weight, EPS),
+        *kernels.add_layer_norm(x, delta, torch.stack((weight, weight)), EPS, delta.clone()),
+        kernels.gelu(x, True),
+        kernels.softcap(x, 2.0),
         kernels.rms_norm(qkv[:, 9:12], weight[:64], EPS),
         normed,
         kernels.rope(qkv, cos, signed_sin),
@@ -459,7 +541,26 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3": lambda: Qwen3Config(**SIZES, num_attention_heads=2, num_key_value_heads=1, head_dim=128),
     # 9 heads of 8 over 3, and no silu
     "odd": lambda: LlamaConfig(**SIZES, num_attention_heads=9, num_key_value_heads=3, hidden_act="gelu"),
+    "gpt2": lambda: GPT2Config(**{**SIZES, "hidden_size": 128}, n_head=2),
+    "gpt_neox": lambda: GPTNeoXConfig(**{**SIZES, "hidden_size": 128}, num_attention_heads=2),
+    "gemma2": lambda: Gemma2Config(
+        **SIZES, num_attention_heads=2, num_key_value_heads=1, head_dim=256, query_pre_attn_scalar=100, sliding_window=3
+    ),
+    "gemma3_text": lambda: Gemma3TextConfig(
+        **SIZES, num_attention_heads=2, num_key_value_heads=1, head_dim=64, sliding_window=3,
+        layer_types=["full_attention", "sliding_attention"],
+    ),
+}  # fmt: skip
+KERNELS: dict[str, list[str]] = {
+    "llama": ["rms_norm", "add_rms_norm", "rope", "silu", "silu_mul"],
+    "qwen3": ["rms_norm", "rms_norm_", "add_rms_norm", "rope", "silu", "silu_mul"],
+    "odd": ["rms_norm", "add_rms_norm", "rope", "gelu", "gelu_mul"],
+    "gpt2": ["layer_norm", "add_layer_norm", "gelu"],
+    "gpt_neox": ["layer_norm", "add_layer_norm", "rope", "gelu"],
+    "gemma2": ["rms_norm", "add_rms_norm", "rope", "gelu", "gelu_mul", "softcap"],
+    "gemma3_text": ["rms_norm", "rms_norm_", "add_rms_norm", "rope", "gelu", "gelu_mul"],
 }
+"""What a family launches in its two passes, beside `rope_and_write`."""
 
 
 class Launches:
@@ -488,7 +589,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     modules: list[ModuleType] = [norm, rope, activation]
     for module in modules:
         monkeypatch.setattr(module, "kernels_for", forced)
-    for module in (norm, linear):
+    for module in (norm, linear, activation):
         monkeypatch.setattr(module, "triton_kernels_for", forced)
     for module in (cpu_layer, linear, torch_backend):
         monkeypatch.setattr(module, "cpu_kernels_for", lambda *tensors: None)
@@ -531,7 +632,8 @@ class Watch:
         return "at output" if layer in self.output else "within"
 
     def try_fuse(self, layer: int, module: str = "", but: str = "") -> bool:
-        return (layer, module, but) in self.inside
+        role = module if module in ("", "mlp") else "attention"  # its name is the family's
+        return (layer, role, f"{role}.last" if but else "") in self.inside
 
     def is_own_call(self) -> bool:
         return False
@@ -551,8 +653,8 @@ WATCHES = [
     Watch(at={1}, inside={(0, "", "")}),
     Watch(output={0, 1}),
     Watch(at={0}, output={1}),
-    Watch(inside={(0, "self_attn", ""), (1, "mlp", "")}),
-    Watch(inside={(1, "self_attn", "self_attn.o_proj"), (0, "mlp", "mlp.down_proj")}),
+    Watch(inside={(0, "attention", ""), (1, "mlp", "")}),
+    Watch(inside={(1, "attention", "attention.last"), (0, "mlp", "mlp.last")}),
 ]
 HALF = "bfloat16" if CUDA else "float16"
 
@@ -573,10 +675,7 @@ def test_both_passes_over_the_kernels_are_bit_equal_however_their_layers_are_mix
             modules = runner.forward(batch, Execution.MODULES).next_token_logits
             assert torch.equal(fused, modules), f"{mode.name}: {(fused - modules).abs().max()}"
             assert torch.equal(kv[:, :, slots], written)
-    own = {"rms_norm", "add_rms_norm", "rope", "rope_and_write"}
-    own |= {"rms_norm_"} if family == "qwen3" else set()
-    own |= {"silu", "silu_mul"} if family != "odd" else set()
-    assert set(launches.since()) == own
+    assert set(launches.since()) == {*KERNELS[family], "rope_and_write"}
 
 
 def near_torch(fused: torch.Tensor, runner: ModelRunner, batch: Any) -> None:
@@ -590,15 +689,29 @@ def near_torch(fused: torch.Tensor, runner: ModelRunner, batch: Any) -> None:
     torch.testing.assert_close(fused, expected, rtol=0, atol=tolerance * scale)
 
 
+HEADS = ["rms_norm_", "rms_norm_"]
+LAYERS: dict[str, list[str]] = {
+    "llama": ["gemv", "rope_and_write", "gemv", "add_rms_norm", "gemv", "silu_mul", "gemv"],
+    "qwen3": ["gemv", *HEADS, "rope_and_write", "gemv", "add_rms_norm", "gemv", "silu_mul", "gemv"],
+    "odd": ["gemv", "rope_and_write", "gemv", "add_rms_norm", "gemv", "gelu_mul", "gemv"],
+    "gpt2": ["gemv", "rope_and_write", "gemv", "add_layer_norm", "gemv", "gelu", "gemv"],
+    "gpt_neox": ["gemv", "rope_and_write", "gemv", "layer_norm", "gemv", "gelu", "gemv"],
+    "gemma2": ["gemv", "rope_and_write", "gemv", "rms_norm", "add_rms_norm", "gemv", "gelu_mul", "gemv", "rms_norm"],
+    "gemma3_text": [
+        "gemv", *HEADS, "rope_and_write", "gemv", "rms_norm", "add_rms_norm", "gemv", "gelu_mul", "gemv", "rms_norm",
+    ],
+}  # fmt: skip
+"""What a layer of one row launches behind its first norm, but for attention."""
+
+
 @pytest.mark.parametrize("family", CONFIGS if CUDA else ["llama"])
-def test_a_layer_of_one_row_is_four_products_four_kernels_and_attention(family, runner_of, launches):
+def test_a_layer_of_one_row_is_four_products_their_kernels_and_attention(family, runner_of, launches):
     runner = runner_of(family, HALF)
     batch = ByHand(runner).batch({0: [1]}, ForwardMode.DECODE)
     fused = runner.forward(batch).next_token_logits
-    heads = ["rms_norm_", "rms_norm_"] if family == "qwen3" else []
-    act = ["silu_mul"] if family != "odd" else []
-    layer = ["gemv", *heads, "rope_and_write", "gemv", "add_rms_norm", "gemv", *act, "gemv"]
-    assert launches.since() == ["rms_norm", *layer, "add_rms_norm", *layer, "add_rms_norm", "gemv"]
+    layer, norm = LAYERS[family], "layer_norm" if family.startswith("gpt") else "rms_norm"
+    cap = ["softcap"] if family == "gemma2" else []
+    assert launches.since() == [norm, *layer, f"add_{norm}", *layer, f"add_{norm}", "gemv", *cap]
     assert torch.equal(fused, runner.forward(batch, Execution.MODULES).next_token_logits)
     assert launches.since().count("gemv") == 9
 

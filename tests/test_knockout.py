@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 
 from pymllm_interp import LM, Ablate, Generated, Knockout, SamplingParams, Steer, open_harvest
 from pymllm_interp.attention import cut_edges
+from pymllm_interp.core.model_spec import FAMILIES as FAMILY_ROWS
 from pymllm_interp.hooks.positions import ordinals_of, windows_of
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "gemma2", "gemma3_text")
 PROMPT = [5, 17, 3, 80, 44, 9, 61]
 OTHER = [7, 2, 93]
 LONG = [(7 * i) % 90 for i in range(1, 31)]
@@ -43,7 +44,8 @@ def hidden_edges(spec: Knockout, prompt_len: int, length: int) -> torch.Tensor:
 @contextmanager
 def knocked_out(model: PreTrainedModel, specs: list[Knockout], prompt_len: int) -> Iterator[None]:
     """transformers' model, whose attention masks hide the edges."""
-    layers: Any = model.model.layers
+    family = FAMILY_ROWS[model.config.model_type]
+    layers: Any = model.get_submodule(family.layers)
     count, heads = len(layers), model.config.num_attention_heads
 
     def hide(layer: int) -> Callable[..., Any]:
@@ -58,7 +60,10 @@ def knocked_out(model: PreTrainedModel, specs: list[Knockout], prompt_len: int) 
 
         return hook
 
-    handles = [layer.self_attn.register_forward_pre_hook(hide(i), with_kwargs=True) for i, layer in enumerate(layers)]
+    handles = [
+        layer.get_submodule(family.attention).register_forward_pre_hook(hide(i), with_kwargs=True)
+        for i, layer in enumerate(layers)
+    ]
     try:
         yield
     finally:
@@ -207,10 +212,11 @@ def test_a_trace_sees_the_cut_attention(
     family: str, lm_of: Callable[..., LM], oracle: Callable[[str], PreTrainedModel]
 ) -> None:
     lm, specs = lm_of(family), CASES["several"]
+    heads = lm.model_spec.family.points["z"].module.format(1)
     with lm.generate(PROMPT, max_new_tokens=6, interventions=specs, capture=["z.1"]) as tracer:
         z = list().save()
         for _ in tracer.iter[0:6]:
-            z.append(lm.model.layers[1].self_attn.o_proj.input[0])
+            z.append(lm.get(heads).input[0])
         tokens = tracer.result.save()
     assert tokens[0, len(PROMPT) :].tolist() == expected(oracle(family), PROMPT, specs, 6)[0]
     torch.testing.assert_close(torch.cat(list(z)), tracer.activations["z.1"].flatten(1))

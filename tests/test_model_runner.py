@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import COMMON, CONFIGS
 from helpers_runner import ByHand, Steps, make_runner, random_ids
-from transformers import GPT2Config, LlamaConfig, Qwen3Config
+from transformers import GPTJConfig, LlamaConfig, Qwen3Config
 
 from pymllm_interp import ModelRunner
 from pymllm_interp.attention import AttentionBackend, TorchAttnBackend, attention_workspace_bytes
@@ -363,8 +363,8 @@ def test_r14_a_known_architecture_gets_its_native_class_and_its_weights(runner, 
 
 def test_r14_other_architectures_run_by_their_class_in_transformers():
     """R14: tests/test_families.py compares them."""
-    config = GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=16, vocab_size=9)
-    with pytest.raises(UnsupportedModelError, match=r"GPT2LMHeadModel has no native.*transformers.*LlamaForCausalLM"):
+    config = GPTJConfig(n_layer=1, n_embd=8, n_head=2, n_positions=16, vocab_size=9, rotary_dim=2)
+    with pytest.raises(UnsupportedModelError, match=r"GPTJForCausalLM has no native.*transformers.*LlamaForCausalLM"):
         ModelRunner(ServerConfig(device="cpu"), dummy(hf_config=config, impl="native")).initialize()
     assert make_runner(config).get_model().transformer.h[0].attn is not None
     llama = ModelRunner(

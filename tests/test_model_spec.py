@@ -50,7 +50,9 @@ def test_a_nested_text_config_is_read():
 def test_sliding_windows_are_those_of_the_family():
     windows = {name: spec_of(config()).sliding_windows for name, config in CONFIGS.items()}
     assert windows == {
-        "llama": (None,) * 3, "llama-rope": (None,) * 2, "mistral": (5, 5), "qwen2": (None, 4, 4), "qwen3": (None, None)
+        "llama": (None,) * 3, "llama-rope": (None,) * 2, "mistral": (5, 5), "qwen2": (None, 4, 4), "qwen3": (None, None),
+        "gemma": (None, None), "gemma2": (5, None), "gemma3_text": (4, None, 4), "gpt2": (None, None),
+        "gpt_neox": (None,) * 3, "gpt_neox-sequential": (None, None),
     }  # fmt: skip
     config = CONFIGS["llama"]()
     config.sliding_window = 4

@@ -84,8 +84,12 @@ def test_r03_every_modules_output_equals_transformers(family, runner_of, oracle)
             hf(input_ids=torch.tensor([ids]), use_cache=False)
         assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
         for name, expected in theirs.items():
+            if (family, name) == ("gemma3_text", "model.rotary_emb"):
+                continue  # called for each type of layers, in the order of a set
             assert len(ours[name]) == len(expected), name
             for mine, his in zip(ours[name], expected, strict=True):
+                if family == "gemma3_text" and his.dim() == 4:  # norms of heads; ours have tokens first, as Qwen3's
+                    his = his.transpose(1, 2)
                 rows = mine[0, start : start + len(ids)] if mine.shape[0] == 1 else mine[start : start + len(ids)]
                 assert_near(rows, his[0], f"{family} {name or 'model'}, prompt of {len(ids)}")
         start += len(ids)
@@ -173,11 +177,11 @@ def test_r04_hidden_states_are_the_normed_last_ones_and_only_when_asked_for(fami
 
 
 def test_r27_sliding_windows_reach_the_layers_that_have_them(runner_of):
-    windows = {f: [layer.self_attn.attn.sliding_window for layer in runner_of(f).model.model.layers] for f in FAMILIES}
+    windows = {f: [layer.sliding_window for layer in runner_of(f).model.attention_layers()] for f in FAMILIES}
     assert windows["mistral"] == [5, 5] and windows["qwen2"] == [None, 4, 4]
     assert windows["llama"] == [None] * 3 and windows["qwen3"] == [None] * 2
     sizes = {f: runner_of(f).sliding_window_size for f in FAMILIES}
-    assert sizes == {"llama": None, "llama-rope": None, "mistral": 5, "qwen2": None, "qwen3": None}
+    assert sizes == {**dict.fromkeys(FAMILIES), "mistral": 5}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -7,9 +7,10 @@ import pickle
 import pytest
 import torch
 from conftest import CONFIGS, VOCAB
+from helpers_runner import part_of
 
 from pymllm_interp.core.model_spec import FAMILIES, Family, ModelSpec
-from pymllm_interp.hooks.site import KINDS, NAMES, WITHOUT_LAYER, Site, canonical, expand
+from pymllm_interp.hooks.site import KINDS, WITHOUT_LAYER, Site, canonical, expand, path_names
 from pymllm_interp.models.registry import NATIVE, architecture_of
 
 LLAMA = FAMILIES["llama"]
@@ -182,6 +183,25 @@ def test_a_pattern_selects_layers_in_any_style_of_name(pattern, layers):
     assert expand(canonical(pattern), 6, LLAMA) == expand(pattern, 6, LLAMA)
 
 
+@pytest.mark.parametrize(
+    "path", ["model.layers.1.mlp", "model.layers[1].self_attn.output", "model.layers.1.post_attention_layernorm",
+             "model.layers.{0..1}.mlp.down_proj", "model.layers.1.self_attn.o_proj"],
+)  # fmt: skip
+def test_a_path_that_is_another_state_in_a_family_is_refused_there(path):
+    for pattern in (path, canonical(path), pickle.loads(pickle.dumps(canonical(canonical(path))))):
+        assert expand(pattern, 6, LLAMA)
+        with pytest.raises(ValueError, match=r"is another state in gemma2 models than elsewhere: name the site"):
+            expand(pattern, 6, FAMILIES["gemma2"])
+        assert expand(str(Site.parse("mlp_out.1")), 6, FAMILIES["gemma2"]) == [Site("mlp_out", 1)]
+
+
+def test_a_path_of_a_norm_behind_a_branch_is_its_contribution():
+    path = "model.layers.1.post_feedforward_layernorm"
+    assert expand(path, 6, FAMILIES["gemma2"]) == [Site("mlp_out", 1)]
+    with pytest.raises(ValueError, match="another state in llama models"):
+        expand(path, 6, LLAMA)
+
+
 def test_a_site_without_layer_is_one_site():
     assert expand("final_norm", 6, LLAMA) == [Site("final_norm")]
 
@@ -211,9 +231,9 @@ def test_a_kind_that_the_family_lacks_is_refused_by_name():
 
 def test_every_point_of_a_family_is_a_name_of_its_kind():
     for family in FAMILIES.values():
-        assert set(family.points) == set(KINDS)
+        assert set(family.points) == set(KINDS) - family.missing
         for kind, (module, end) in family.points.items():
-            assert NAMES[f"{module}.{end}"] == kind
+            assert family.is_slice(kind) or path_names(family)[f"{module}.{end}"] == kind
             assert ("{}" in module) == (kind not in WITHOUT_LAYER)
 
 
@@ -226,7 +246,7 @@ def test_native_and_transformers_models_have_the_modules_of_the_table(name, orac
     info = info_of(name)
     config = CONFIGS[name]()
     native = NATIVE[architecture_of(config)](config, info, "meta", 64)
-    for kind in KINDS:
+    for kind in info.family.points:
         for site in expand(kind if kind in WITHOUT_LAYER else f"{kind}.*", info.num_hidden_layers, info.family):
             path = info.family.point(site).module
             assert isinstance(native.get_submodule(path), torch.nn.Module)
@@ -238,10 +258,11 @@ def states_of(model: torch.nn.Module, info: ModelSpec, tokens: torch.Tensor) -> 
     states: dict[str, torch.Tensor] = {}
 
     def keep(name: str, value):
-        states[name] = (value[0] if isinstance(value, tuple) else value)[0].clone()
+        state = (value[0] if isinstance(value, tuple) else value)[0]
+        states[name] = part_of(info, name.partition(".")[0], state).clone()
 
     handles = []
-    for kind in KINDS:
+    for kind in info.family.points:
         for site in expand(kind if kind in WITHOUT_LAYER else f"{kind}.*", info.num_hidden_layers, info.family):
             path, end = info.family.point(site)
             module = model.get_submodule(path)
@@ -260,23 +281,34 @@ def states_of(model: torch.nn.Module, info: ModelSpec, tokens: torch.Tensor) -> 
 def test_the_tables_points_hold_what_the_kinds_say(name, oracle):
     """Widths are the config's; the stream is the sum of what is added to it; q and k are before their norm and RoPE."""
     info, model = info_of(name), oracle(name)
+    family = info.family
     states = states_of(model, info, torch.arange(7)[None] * 5 % VOCAB)
     for text, state in states.items():
         assert state.shape == (7, info.width(Site.parse(text).kind)), text
-    torch.testing.assert_close(states["resid_pre.0"], states["embed"], rtol=0, atol=0)
+    if "embed" in states:
+        torch.testing.assert_close(states["resid_pre.0"], states["embed"], rtol=0, atol=0)
     for i in range(info.num_hidden_layers):
-        of = {kind: states[f"{kind}.{i}"] for kind in KINDS if kind not in WITHOUT_LAYER}
-        layer = model.get_submodule(f"model.layers.{i}")
-        torch.testing.assert_close(of["resid_pre"] + of["attn_out"], of["resid_mid"])
-        torch.testing.assert_close(of["resid_mid"] + of["mlp_out"], of["resid_post"])
-        torch.testing.assert_close(layer.input_layernorm(of["resid_pre"]), of["attn_in"])
-        torch.testing.assert_close(layer.post_attention_layernorm(of["resid_mid"]), of["mlp_in"])
-        torch.testing.assert_close(layer.self_attn.o_proj(of["z"]), of["attn_out"])
-        torch.testing.assert_close(layer.mlp.down_proj(of["mlp_act"]), of["mlp_out"])
+        of = {kind: states[f"{kind}.{i}"] for kind in family.points if kind not in WITHOUT_LAYER}
+        layer = model.get_submodule(f"{family.layers}.{i}")
+        attention, mlp = layer.get_submodule(family.attention), layer.get_submodule(family.mlp)
+        attn_end, mlp_end = (family.attn_out, family.mlp_out)
+        parallel = getattr(model.config, "use_parallel_residual", False)
+        middle = of["resid_pre"] if parallel else of["resid_pre"] + of["attn_out"]
+        torch.testing.assert_close(of.get("resid_mid", middle), middle)
+        torch.testing.assert_close(of["resid_pre"] + of["attn_out"] + of["mlp_out"], of["resid_post"])
+        torch.testing.assert_close(layer.get_submodule(family.attention_norm)(of["resid_pre"]), of["attn_in"])
+        torch.testing.assert_close(layer.get_submodule(family.mlp_norm)(middle), of["mlp_in"])
+        out, neurons_out = (
+            attention.get_submodule(family.o_proj)(of["z"]),
+            mlp.get_submodule(family.down_proj)(of["mlp_act"]),
+        )
+        torch.testing.assert_close(layer.get_submodule(attn_end)(out) if attn_end else out, of["attn_out"])
+        torch.testing.assert_close(layer.get_submodule(mlp_end)(neurons_out) if mlp_end else neurons_out, of["mlp_out"])
         for kind in "qkv":
-            torch.testing.assert_close(layer.self_attn.get_submodule(f"{kind}_proj")(of["attn_in"]), of[kind])
+            projection = attention.get_submodule(family.qkv or f"{kind}_proj")
+            torch.testing.assert_close(part_of(info, kind, projection(of["attn_in"])), of[kind])
     last = states[f"resid_post.{info.num_hidden_layers - 1}"]
-    torch.testing.assert_close(model.get_submodule("model.norm")(last), states["final_norm"])
+    torch.testing.assert_close(model.get_submodule(family.final_norm)(last), states["final_norm"])
     torch.testing.assert_close(model.get_submodule("lm_head")(states["final_norm"]), states["logits"])
 
 

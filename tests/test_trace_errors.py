@@ -261,16 +261,6 @@ def test_an_invoke_without_a_prompt_needs_another_with_one(lm: LM) -> None:
             lm.model.layers[0].output.save()
 
 
-def test_a_prompt_that_cannot_fit_one_pass_names_the_setting(lm_of) -> None:
-    lm = lm_of("llama", max_num_tokens=8)
-    with pytest.raises(
-        PromptError, match=r"9 tokens; a traced prompt runs in one pass, .* holds 8: raise max_num_tokens to at least 9"
-    ):
-        with lm.trace([1] * 9):
-            lm.model.layers[0].output.save()
-    assert lm.generate([[1] * 9], SamplingParams(max_tokens=2))[0].finish_reason == "length"
-
-
 def test_a_trace_inside_of_a_block_is_refused_and_the_engine_lives(lm: LM) -> None:
     with pytest.raises(RuntimeError, match="cannot be opened inside the block of another"), lm.trace(PROMPT):
         h = lm.model.layers[0].output

@@ -167,15 +167,17 @@ def test_a_loop_in_a_function_ends_its_block_with_a_warning_and_nobody_else(lm: 
 
 
 def test_a_gang_that_cannot_fit_one_step_is_refused_with_the_setting(lm_of: Any) -> None:
-    lm = lm_of("llama", max_num_tokens=8)
-    with pytest.raises(PromptError, match=r"2 prompts .* same steps .* max_num_tokens of at least 10, and it is 8"):
+    lm = lm_of("llama", max_running_requests=1)
+    with pytest.raises(
+        PromptError, match=r"2 prompts .* same steps .* max_running_requests of at least 2, and it is 1"
+    ):
         with lm.trace() as tracer:
             barrier = tracer.barrier(2)
             with tracer.invoke(A):
                 barrier()
             with tracer.invoke(B):
                 barrier()
-    with lm.trace() as tracer:  # without the barrier they are independent, and take two steps
+    with lm.trace() as tracer:  # without the barrier they are independent, and need not run together
         with tracer.invoke(A):
             x = lm.model.layers[0].output.save()
         with tracer.invoke(B):

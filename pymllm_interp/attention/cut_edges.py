@@ -141,7 +141,7 @@ class PassCuts:
         return out
 
     def hidden(self, layer: int, num_heads: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """The hidden edges of rows with cuts, in a pass of one request: [1, heads, queries, keys] bool; None without cuts."""
+        """The hidden edges of rows with cuts, of one request: [1, heads, queries, keys] bool; None without cuts."""
         (request,) = self.requests
         found = request.at(layer, num_heads, window, device)
         if not found:
@@ -151,6 +151,10 @@ class PassCuts:
         for cut in found:
             hidden[cut.heads.unsqueeze(1), cut.rows - request.first_row] = cut.hidden
         return hidden.unsqueeze(0)
+
+    def of_request(self, index: int) -> PassCuts | None:
+        """The cuts of one request."""
+        return pass_cuts(request for request in self.requests if request.index == index)
 
     def rows_from(self, start: int, stop: int) -> PassCuts | None:
         """The cuts of a decode batch's requests `start` to `stop`, as a batch of their own."""

@@ -12,7 +12,8 @@ SPLITS = 4
 """Programs per request: a long context has thousands of pages."""
 
 
-@triton.jit
+# One compiled kernel: where prompt rows follow an odd number of decode rows, addresses are no multiples of 16 bytes.
+@triton.jit(do_not_specialize_on_alignment=["out", "kv_indptr", "rows"])
 def _kernel(out, kv_indptr, rows, req_to_token, width, page_size, splits: tl.constexpr, block: tl.constexpr):
     request = tl.program_id(0)
     first = tl.load(kv_indptr + request)

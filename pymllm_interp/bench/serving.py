@@ -75,7 +75,7 @@ class Percentiles(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ServingResult:
-    """A workload on an engine. Latencies are those of the requests that are not traced."""
+    """A workload on an engine. Latencies are those of the requests that are neither traced nor in the background."""
 
     requests: int
     traced: int
@@ -98,14 +98,16 @@ class ServingResult:
     """Steps of this run, by how they ran."""
 
     @classmethod
-    def of(cls, streams: Sequence[TokenStream], started: float, execution: Mapping[str, int]) -> ServingResult:
-        """The result of a run that began at `started`."""
-        plain = [stream for stream in streams if not stream.traced]
+    def of(
+        cls, streams: Sequence[TokenStream], started: float, execution: Mapping[str, int], background: int = 0
+    ) -> ServingResult:
+        """The result of a run that began at `started`, with the last `background` streams in the background."""
+        plain = [stream for stream in streams[: len(streams) - background] if not stream.traced]
         seconds = max(stream.times[-1] for stream in streams) - started
         new_tokens = sum(len(stream.times) for stream in streams)
         return cls(
             requests=len(streams),
-            traced=len(streams) - len(plain),
+            traced=sum(stream.traced for stream in streams),
             prompt_tokens=sum(len(stream.prompt) for stream in streams),
             new_tokens=new_tokens,
             seconds=seconds,
@@ -149,4 +151,5 @@ def run(engine: ServingEngine, workload: Workload) -> tuple[list[TokenStream], S
         if (count := len(stream.times)) != stream.new_tokens:
             what = f"{engine.name}, {workload.name}: request {stream.index}"
             raise RuntimeError(f"{what} has {count} tokens of {stream.new_tokens}")
-    return streams, ServingResult.of(streams, started, dict(Counter(engine.execution()) - before))
+    execution = dict(Counter(engine.execution()) - before)
+    return streams, ServingResult.of(streams, started, execution, workload.background)

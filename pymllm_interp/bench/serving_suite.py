@@ -25,7 +25,7 @@ from .gpu import facts
 from .own_engine import OurEngine
 from .peers import VllmEngine, check_vllm
 from .serving import ServingEngine, ServingResult, measure
-from .workloads import LONG_NEW_TOKENS, SHORTEST, Sizes, Workload, long, make_workload
+from .workloads import LONG_NEW_TOKENS, SHORTEST, Sizes, Workload, interference, long, make_workload
 
 STEERED, TRACED = "steered", "traced"
 TRACED_EVERY = 10
@@ -33,8 +33,10 @@ TRACED_EVERY = 10
 WARM_REQUESTS, WARM_TOKENS = 8, 16
 DEFAULT = (
     "mix", "mix-steered", "long", "poisson-10", "poisson-10-steered", "poisson-10-traced", "poisson-25", "poisson-25-steered",
-    "poisson-25-traced", "shared-prefix",
+    "poisson-25-traced", "shared-prefix", "multi-turn", "interference",
 )  # fmt: skip
+SHARING = ("shared-prefix", "multi-turn")
+"""Workloads that peers run with their prefix cache on."""
 ENGINES = ("ours", "vllm", "both")
 
 
@@ -156,7 +158,7 @@ def _on_vllm(model: str, dtype: str, load_format: str, settings: ServingSettings
     """The plain workloads. Those with a shared prefix run on an engine with prefix cache."""
     names = [name for name in settings.workloads if _split(name)[1] is None]
     for cached in (False, True):
-        chosen = [name for name in names if (name == "shared-prefix") == cached]
+        chosen = [name for name in names if (name in SHARING) == cached]
         if not chosen:
             continue
         engine = VllmEngine(model, dtype, load_format, **{"enable_prefix_caching": cached, **settings.vllm_options})
@@ -183,7 +185,9 @@ def measure_workload(
     settings: ServingSettings,
     run: int,
 ) -> tuple[dict[str, Any], ServingResult]:
-    """Warm up, and run a workload: (its row, its result). "long" runs in pairs of many and of few new tokens.
+    """Warm up, and run a workload: (its row, its result).
+
+    "long" runs in pairs of many and of few new tokens; "interference" once more without its long prompts.
 
     Args:
         engine_for: the engine for the workload, as it is made for each.
@@ -194,7 +198,11 @@ def measure_workload(
     if name != "long":
         workload = make_workload(name, settings.sizes(engine, run + 1))
         result = measure(engine_for(workload), workload)
-        return {"engine": engine.name, **result.record()}, result
+        row = {"engine": engine.name, **result.record()}
+        if name == "interference":
+            alone = interference(settings.sizes(engine, run + 2), prompts=False)
+            row["against_alone"] = _ratios(result, measure(engine_for(alone), alone))
+        return row, result
     pairs: list[list[ServingResult]] = []
     for pair in range(settings.repeats):
         sizes = settings.sizes(engine, run + 1 + pair)

@@ -41,7 +41,11 @@ def serving_lines(record: dict[str, Any], aims: dict[str, Any], conditions: str)
         lines.append(_line(", ".join(filter(None, (workload, variant, server))), row, _number))
         if variant is not None:
             lines.append(_line("... against plain", row["against_plain"], lambda _, value, __: f"x {value:.2f}"))
-        elif row["policy"] is not None:
+        if "against_alone" in row:
+            lines.append(
+                _line("... against no long prompts", row["against_alone"], lambda _, value, __: f"x {value:.2f}")
+            )
+        if variant is None and row["policy"] is not None:
             if workload in asked.get("aim", {}):
                 lines.append(_line("... aim", asked["aim"][workload], _met(row)))
             if workload in asked.get("peer", {}):

@@ -19,6 +19,10 @@ DURATION = 20.0
 LONG_PROMPT, LONG_NEW_TOKENS = 8192, (66, 2)
 """Prompt tokens of `long`, and new tokens of its two runs: the difference is that of 64 decode steps."""
 PREFIX, SHARED_NEW_TOKENS = 1024, 64
+CHATS, TURNS, TURN_SECONDS, SYSTEM_PROMPT = 64, 8, 1.25, 256
+INTERFERING_PROMPTS, INTERFERING_EVERY = 8, 0.5
+INTERFERING_PROMPT = 8000
+DECODING_REQUESTS, DECODING_PROMPT, DECODING_NEW_TOKENS = 32, 128, 1024
 
 
 @dataclass(frozen=True)
@@ -33,12 +37,14 @@ class Workload:
     arrivals: Sequence[float]
     """Seconds after the start, in ascending order."""
     seed: int
+    background: int = 0
+    """So many requests, the last ones, only disturb the others: their latencies do not count."""
 
     def head(self, requests: int, new_tokens: int) -> Workload:
         """The first `requests`, at once, with at most `new_tokens` each: a warm-up."""
         prompts = self.prompts[:requests]
         lengths = [min(length, new_tokens) for length in self.new_tokens[:requests]]
-        return replace(self, prompts=prompts, new_tokens=lengths, arrivals=[0.0] * len(prompts))
+        return replace(self, prompts=prompts, new_tokens=lengths, arrivals=[0.0] * len(prompts), background=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +115,54 @@ def shared_prefix(sizes: Sizes) -> Workload:
     return replace(made, prompts=[common + prompt[prefix:] for prompt in made.prompts])
 
 
-WORKLOADS: dict[str, Callable[[Sizes], Workload]] = {"mix": mix, "long": long, "shared-prefix": shared_prefix}
+def multi_turn(sizes: Sizes) -> Workload:
+    """Chats whose prompts hold a common system prompt and all turns so far; about 80 % of the tokens were sent before.
+
+    A chat sends its next turn at its time, whatever has ended by then. The replies within its prompts are random tokens, not those
+    that were generated.
+    """
+    rng, chats = np.random.default_rng(sizes.seed), sizes.count(CHATS)
+    reply = min(SHARED_NEW_TOKENS, sizes.longest // 4)
+    system = min(SYSTEM_PROMPT, sizes.longest // 4)
+    texts = np.random.default_rng([sizes.seed, sizes.run])
+    common = texts.integers(sizes.vocab_size, size=system).tolist()
+    turns: list[tuple[float, list[int]]] = []
+    pause = TURN_SECONDS * sizes.scale
+    for first in rng.uniform(0, pause, chats):
+        history = common
+        for turn, length in enumerate(_log_normal(rng, TURNS, median=60, sigma=0.8, most=300)):
+            length = min(length, sizes.longest - reply - len(history))
+            if length < SHORTEST:
+                break
+            prompt = history + texts.integers(sizes.vocab_size, size=length).tolist()
+            turns.append((first + turn * pause, prompt))
+            history = prompt + texts.integers(sizes.vocab_size, size=reply).tolist()
+    turns.sort(key=lambda turn: turn[0])
+    arrivals, prompts = [at for at, _ in turns], [prompt for _, prompt in turns]
+    return Workload("multi-turn", prompts, [reply] * len(turns), arrivals, sizes.seed)
+
+
+def interference(sizes: Sizes, prompts: bool = True) -> Workload:
+    """Requests that decode, and long prompts that arrive beside them.
+
+    Args:
+        prompts: False: without the long prompts.
+    """
+    count, disturbing = sizes.count(DECODING_REQUESTS), sizes.count(INTERFERING_PROMPTS) if prompts else 0
+    long_prompt = min(INTERFERING_PROMPT, sizes.longest - SHORTEST)
+    return replace(
+        _with_prompts(
+            "interference", sizes, [DECODING_PROMPT] * count + [long_prompt] * disturbing,
+            [DECODING_NEW_TOKENS] * count + [SHORTEST] * disturbing,
+            [0.0] * count + [INTERFERING_EVERY * sizes.scale * (i + 1) for i in range(disturbing)],
+        ),
+        background=disturbing,
+    )  # fmt: skip
+
+
+WORKLOADS: dict[str, Callable[[Sizes], Workload]] = {
+    "mix": mix, "long": long, "shared-prefix": shared_prefix, "multi-turn": multi_turn, "interference": interference,
+}  # fmt: skip
 
 
 def make_workload(name: str, sizes: Sizes) -> Workload:

@@ -155,9 +155,10 @@ inline Vec exp(Vec x) {  // within 1 ulp; Cephes' polynomial
 // -- norm ---------------------------------------------------------------------------------------
 
 // Row r of x, delta and total is at r / inner * outer_stride + r % inner * inner_stride; of out, too, if it is x.
+// `offset`: the weight is stored less 1, and the result is rounded once.
 template <class T>
 void rms_norm(const T* x, const T* delta, const T* weight, T* total, T* out, int64_t rows, int64_t size, int64_t inner,
-              int64_t outer_stride, int64_t inner_stride, float eps, int threads) {
+              int64_t outer_stride, int64_t inner_stride, float eps, int offset, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows * size > 16384)
   for (int64_t row = 0; row < rows; row++) {
     int64_t at = row / inner * outer_stride + row % inner * inner_stride;
@@ -176,8 +177,8 @@ void rms_norm(const T* x, const T* delta, const T* weight, T* total, T* out, int
     if (delta) from = total + at;
     T* to = out == x ? out + at : out + row * size;
     for (int64_t i = 0; i < size; i += LANES) {
-      Vec normed = round_to<T>(load_upto(from + i, size - i) * scale);
-      store_upto(to + i, load_upto(weight + i, size - i) * normed, size - i);
+      Vec normed = load_upto(from + i, size - i) * scale, factor = load_upto(weight + i, size - i);
+      store_upto(to + i, offset ? normed * (factor + 1.0f) : factor * round_to<T>(normed), size - i);
     }
   }
 }
@@ -185,8 +186,8 @@ void rms_norm(const T* x, const T* delta, const T* weight, T* total, T* out, int
 // -- rope ---------------------------------------------------------------------------------------
 
 template <class T>
-inline void turn(const T* x, const T* cos, const T* signed_sin, T* out, int64_t head_dim) {
-  int64_t half = head_dim / 2;
+inline void turn(const T* x, const T* cos, const T* signed_sin, T* out, int64_t turned, int64_t head_dim) {
+  int64_t half = turned / 2;
   for (int64_t i = 0; i < half; i += LANES) {
     int64_t n = half - i;
     Vec first = load_upto(x + i, n), second = load_upto(x + half + i, n);
@@ -195,21 +196,25 @@ inline void turn(const T* x, const T* cos, const T* signed_sin, T* out, int64_t 
     store_upto(out + i, round_to<T>(first * cos1) + round_to<T>(second * sin1), n);
     store_upto(out + half + i, round_to<T>(second * cos2) + round_to<T>(first * sin2), n);
   }
+  if (turned < head_dim) memcpy(out + turned, x + turned, (head_dim - turned) * sizeof(T));
 }
 
 // Rotates `heads` heads into out and, if kv_heads > 0, the next kv_heads into k_cache; copies the last kv_heads to v_cache.
+// Of each head the first `turned` channels are rotated. by_head: q, k and v of each head follow each other.
 template <class T>
 void rope(const T* x, const T* cos, const T* signed_sin, T* out, T* k_cache, T* v_cache, const int64_t* slots, int64_t tokens,
-          int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t stride, int64_t head_stride, int64_t turn_stride,
-          int threads) {
+          int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t turned, int64_t stride, int64_t head_stride,
+          int64_t turn_stride, int by_head, int threads) {
+  int64_t step = head_stride * (by_head ? 3 : 1);
+  int64_t keys = by_head ? head_stride : heads * head_stride, values = by_head ? 2 * keys : keys + kv_heads * head_stride;
 #pragma omp parallel for num_threads(threads) if (tokens * heads * head_dim > 16384)
   for (int64_t t = 0; t < tokens; t++) {
     const T *row = x + t * stride, *c = cos + t * turn_stride, *s = signed_sin + t * turn_stride;
-    for (int64_t h = 0; h < heads; h++) turn(row + h * head_stride, c, s, out + (t * heads + h) * head_dim, head_dim);
+    for (int64_t h = 0; h < heads; h++) turn(row + h * step, c, s, out + (t * heads + h) * head_dim, turned, head_dim);
     for (int64_t h = 0; h < kv_heads; h++) {
       int64_t at = (slots[t] * kv_heads + h) * head_dim;
-      turn(row + (heads + h) * head_stride, c, s, k_cache + at, head_dim);
-      memcpy(v_cache + at, row + (heads + kv_heads + h) * head_stride, head_dim * sizeof(T));
+      turn(row + keys + h * step, c, s, k_cache + at, turned, head_dim);
+      memcpy(v_cache + at, row + values + h * step, head_dim * sizeof(T));
     }
   }
 }
@@ -580,18 +585,19 @@ void decode_layer(const T* h, const T* delta, T* total, T* out, const T* cos, co
   scratch.resize(requests * (hidden + qkv_width + 2 * q_width + 3 * width));
   T *normed = scratch.data(), *qkv = normed + requests * hidden, *q = qkv + requests * qkv_width;
   T *z = q + requests * q_width, *gate_up = z + requests * q_width, *act = gate_up + requests * 2 * width;
-  rms_norm(h, delta, norm1, total, normed, requests, hidden, 1, hidden, 0, eps, t);
+  rms_norm(h, delta, norm1, total, normed, requests, hidden, 1, hidden, 0, eps, 0, t);
   gemm(normed, qkv_w, qkv_b, qkv, requests, qkv_width, hidden, t);
   if (q_norm) {
     T* keys = qkv + q_width;
-    rms_norm<T>(qkv, nullptr, q_norm, nullptr, qkv, requests * heads, head_dim, heads, qkv_width, head_dim, eps, t);
-    rms_norm<T>(keys, nullptr, k_norm, nullptr, keys, requests * kv_heads, head_dim, kv_heads, qkv_width, head_dim, eps, t);
+    rms_norm<T>(qkv, nullptr, q_norm, nullptr, qkv, requests * heads, head_dim, heads, qkv_width, head_dim, eps, 0, t);
+    rms_norm<T>(keys, nullptr, k_norm, nullptr, keys, requests * kv_heads, head_dim, kv_heads, qkv_width, head_dim, eps, 0, t);
   }
-  rope(qkv, cos, signed_sin, q, k_cache, v_cache, slots, requests, heads, kv_heads, head_dim, qkv_width, head_dim, turn_stride, t);
+  rope(qkv, cos, signed_sin, q, k_cache, v_cache, slots, requests, heads, kv_heads, head_dim, head_dim, qkv_width, head_dim,
+       turn_stride, 0, t);
   decode_attention(q, k_cache, v_cache, table, table_rows, lens, z, requests, heads, kv_heads, head_dim, table_stride, window,
                    scale, cap, t);
   gemm(z, o_w, o_b, out, requests, hidden, q_width, t);
-  rms_norm(delta ? total : h, out, norm2, total, normed, requests, hidden, 1, hidden, 0, eps, t);
+  rms_norm(delta ? total : h, out, norm2, total, normed, requests, hidden, 1, hidden, 0, eps, 0, t);
   gemm(normed, gate_up_w, gate_up_b, gate_up, requests, 2 * width, hidden, t);
   silu(gate_up, act, requests, width, 1, t);
   gemm(act, down_w, down_b, out, requests, hidden, width, t);
@@ -603,14 +609,14 @@ void decode_layer(const T* h, const T* delta, T* total, T* out, const T* cos, co
 
 #define EXPORT(T, SUFFIX)                                                                                                   \
   void rms_norm_##SUFFIX(const T* x, const T* delta, const T* weight, T* total, T* out, int64_t rows, int64_t size,         \
-                         int64_t inner, int64_t outer_stride, int64_t inner_stride, float eps, int threads) {               \
-    rms_norm(x, delta, weight, total, out, rows, size, inner, outer_stride, inner_stride, eps, threads);                    \
+                         int64_t inner, int64_t outer_stride, int64_t inner_stride, float eps, int offset, int threads) {   \
+    rms_norm(x, delta, weight, total, out, rows, size, inner, outer_stride, inner_stride, eps, offset, threads);            \
   }                                                                                                                         \
   void rope_##SUFFIX(const T* x, const T* cos, const T* signed_sin, T* out, T* k_cache, T* v_cache, const int64_t* slots,   \
-                     int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t stride,                     \
-                     int64_t head_stride, int64_t turn_stride, int threads) {                                               \
-    rope(x, cos, signed_sin, out, k_cache, v_cache, slots, tokens, heads, kv_heads, head_dim, stride, head_stride,          \
-         turn_stride, threads);                                                                                             \
+                     int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t turned, int64_t stride,     \
+                     int64_t head_stride, int64_t turn_stride, int by_head, int threads) {                                  \
+    rope(x, cos, signed_sin, out, k_cache, v_cache, slots, tokens, heads, kv_heads, head_dim, turned, stride, head_stride,  \
+         turn_stride, by_head, threads);                                                                                    \
   }                                                                                                                         \
   void argmax_##SUFFIX(const T* x, int32_t* out, int64_t rows, int64_t size, int64_t stride, int threads) {                 \
     argmax(x, out, rows, size, stride, threads);                                                                            \

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .cpu_build import load_library
+from .norm_kind import RMS
 
 POINTER, SIZE, FLOAT, FLAG = c_void_p, c_int64, c_float, c_int
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -35,8 +36,8 @@ def _kernel(name: str, *types: Any, dtypes: dict[torch.dtype, str] = DTYPES) -> 
     return found
 
 
-_rms_norm = _kernel("rms_norm", *[POINTER] * 5, *[SIZE] * 5, FLOAT)
-_rope = _kernel("rope", *[POINTER] * 7, *[SIZE] * 7)
+_rms_norm = _kernel("rms_norm", *[POINTER] * 5, *[SIZE] * 5, FLOAT, FLAG)
+_rope = _kernel("rope", *[POINTER] * 7, *[SIZE] * 8, FLAG)
 _argmax = _kernel("argmax", *[POINTER] * 2, *[SIZE] * 3)
 _silu = _kernel("silu", *[POINTER] * 2, *[SIZE] * 2, FLAG)
 _attention = _kernel("decode_attention", *[POINTER] * 7, *[SIZE] * 6, FLOAT, FLOAT)
@@ -48,8 +49,8 @@ _decode_layer = _kernel("decode_layer", *[POINTER] * 24, *[SIZE] * 9, *[FLOAT] *
 # -- norm ------------------------------------------------------------------------
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., size] -> the same shape in fresh memory."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kind: int = RMS) -> torch.Tensor:
+    """x [..., size] -> the same shape in fresh memory. `kind` is RMS or RMS_OFFSET."""
     size = x.shape[-1]
     if weight.shape[0] != size:
         raise RuntimeError(f"the norm's weight has {weight.shape[0]} elements, and what is normalised has {size}")
@@ -63,20 +64,20 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     address = x.data_ptr()
     _rms_norm[x.dtype](
         address, None, weight.data_ptr(), None, out.data_ptr(), x.numel() // size, size, inner, outer_stride, inner_stride,
-        eps, torch.get_num_threads(),
+        eps, kind, torch.get_num_threads(),
     )  # fmt: skip
     return out
 
 
 def add_rms_norm(
-    h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float, kind: int = RMS
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(h + delta, its norm), both fresh memory; h and delta [..., size]."""
     h, delta, size = h.contiguous(), delta.contiguous(), h.shape[-1]
     total, out = torch.empty_like(h), torch.empty_like(h)
     _rms_norm[h.dtype](
         h.data_ptr(), delta.data_ptr(), weight.data_ptr(), total.data_ptr(), out.data_ptr(), h.numel() // size, size, 1, size,
-        0, eps, torch.get_num_threads(),
+        0, eps, kind, torch.get_num_threads(),
     )  # fmt: skip
     return total, out
 
@@ -91,43 +92,49 @@ def rope(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.
 
 def rope_and_write(
     qkv: torch.Tensor,
-    cos: torch.Tensor,
-    signed_sin: torch.Tensor,
+    cos: torch.Tensor | None,
+    signed_sin: torch.Tensor | None,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slots: torch.Tensor,
     out: torch.Tensor | None = None,
+    by_head: bool = False,
 ) -> torch.Tensor:
     """Rotate q and k, and write k and v to `slots` of the caches. Returns q in `out`, contiguous, or in fresh memory.
 
-    qkv is [tokens, heads + 2 * kv_heads, head_dim]; the caches are [slots, kv_heads, head_dim], in its dtype.
+    qkv is [tokens, heads + 2 * kv_heads, head_dim]; the caches are [slots, kv_heads, head_dim], in its dtype. Without cos and
+    signed_sin nothing is rotated. `by_head`: q, k and v of each head follow each other.
     """
-    return _launch_rope(qkv, cos, signed_sin, k_cache, v_cache, slots, k_cache.shape[1], out)
+    return _launch_rope(qkv, cos, signed_sin, k_cache, v_cache, slots, k_cache.shape[1], out, by_head)
 
 
 def _launch_rope(
     x: torch.Tensor,
-    cos: torch.Tensor,
-    signed_sin: torch.Tensor,
+    cos: torch.Tensor | None,
+    signed_sin: torch.Tensor | None,
     k_cache: torch.Tensor | None,
     v_cache: torch.Tensor | None,
     slots: torch.Tensor | None,
     kv_heads: int,
     out: torch.Tensor | None = None,
+    by_head: bool = False,
 ) -> torch.Tensor:
     tokens, heads, head_dim = x.shape
-    if cos.shape != (tokens, 1, head_dim):
+    if cos is None or signed_sin is None:
+        cos = signed_sin = x.new_empty(tokens, 1, 0)
+    turned = cos.shape[2]
+    if cos.shape[:2] != (tokens, 1) or turned > head_dim:
         raise RuntimeError(f"the rotation has shape {list(cos.shape)}, and what is rotated has {list(x.shape)}")
     if x.stride(2) != 1:
         x = x.contiguous()
     turn_stride = cos.stride(0)
     if signed_sin.stride(0) != turn_stride or cos.stride(2) != 1 or signed_sin.stride(2) != 1:
-        cos, signed_sin, turn_stride = cos.contiguous(), signed_sin.contiguous(), head_dim
+        cos, signed_sin, turn_stride = cos.contiguous(), signed_sin.contiguous(), turned
     out = x.new_empty(tokens, heads - 2 * kv_heads, head_dim) if out is None else out
     caches = [None if tensor is None else tensor.data_ptr() for tensor in (k_cache, v_cache, slots)]
     _rope[x.dtype](
         x.data_ptr(), cos.data_ptr(), signed_sin.data_ptr(), out.data_ptr(), *caches, tokens, heads - 2 * kv_heads, kv_heads,
-        head_dim, x.stride(0), x.stride(1), turn_stride, torch.get_num_threads(),
+        head_dim, turned, x.stride(0), x.stride(1), turn_stride, by_head, torch.get_num_threads(),
     )  # fmt: skip
     return out
 

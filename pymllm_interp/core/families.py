@@ -38,6 +38,8 @@ class Family:
         embed, layers, final_norm, head: module paths; `layers` is the list of decoder layers.
         attention_norm, attention, mlp_norm, mlp: children of a decoder layer.
         q_proj, k_proj, v_proj, o_proj: children of the attention.
+        qkv: child of the attention whose output has q, k and v; "": they have a projection each.
+        by_head: whether that output has, for each head of keys, its queries, its key and its value; else all q, all k, all v.
         down_proj: the MLP's last projection.
         attn_out, mlp_out: children of a decoder layer whose outputs are added to the residual stream; "": attention and MLP.
         resid_mid: child of a decoder layer that reads the stream between the two; "": the MLP's norm.
@@ -56,6 +58,8 @@ class Family:
     k_proj: str = "k_proj"
     v_proj: str = "v_proj"
     o_proj: str = "o_proj"
+    qkv: str = ""
+    by_head: bool = False
     mlp_norm: str = "post_attention_layernorm"
     mlp: str = "mlp"
     down_proj: str = "down_proj"
@@ -78,9 +82,9 @@ class Family:
             "embed": SitePoint(self.embed, "output"),
             "resid_pre": SitePoint(layer, "input"),
             "attn_in": SitePoint(f"{layer}.{self.attention_norm}", "output"),
-            "q": SitePoint(f"{attention}.{self.q_proj}", "output"),
-            "k": SitePoint(f"{attention}.{self.k_proj}", "output"),
-            "v": SitePoint(f"{attention}.{self.v_proj}", "output"),
+            "q": SitePoint(f"{attention}.{self.qkv or self.q_proj}", "output"),
+            "k": SitePoint(f"{attention}.{self.qkv or self.k_proj}", "output"),
+            "v": SitePoint(f"{attention}.{self.qkv or self.v_proj}", "output"),
             "z": SitePoint(f"{attention}.{self.o_proj}", "input"),
             "attn_out": SitePoint(f"{layer}.{self.attn_out or self.attention}", "output"),
             "resid_mid": SitePoint(f"{layer}.{self.resid_mid or self.mlp_norm}", "input"),
@@ -97,13 +101,20 @@ class Family:
     def other_points(self) -> Mapping[str, str]:
         """Further module paths with the same values -> kind of site."""
         layer = self.layers + ".{}"
-        return {
+        points = {
             f"{layer}.{self.attention_norm}.input": "resid_pre",
             f"{layer}.{self.attention}.input": "attn_in",
-            f"{layer}.{self.attention}.{self.o_proj}": "attn_out",
             f"{layer}.{self.mlp}.input": "mlp_in",
-            f"{layer}.{self.mlp}.{self.down_proj}": "mlp_out",
         }
+        if not self.attn_out:
+            points[f"{layer}.{self.attention}.{self.o_proj}"] = "attn_out"
+        if not self.mlp_out:
+            points[f"{layer}.{self.mlp}.{self.down_proj}"] = "mlp_out"
+        return points
+
+    def is_slice(self, kind: str) -> bool:
+        """Whether a kind's value is a part of what is at its point."""
+        return bool(self.qkv) and kind in ("q", "k", "v")
 
     def check(self, kind: str) -> None:
         """Raise ValueError for a kind of site that the family does not have."""
@@ -120,17 +131,6 @@ class Family:
         module, end = self.points[site.kind]
         return SitePoint(module.format(site.layer), end)
 
-
-FAMILIES = {
-    family.name: family
-    for family in (
-        Family(name="llama", sliding_window=False),
-        Family(name="mistral"),
-        Family(name="qwen2"),
-        Family(name="qwen3"),
-    )
-}
-"""Families with native implementations, by the config's `model_type`."""
 
 _PARALLEL = frozenset({"resid_mid"})
 """Attention and MLP read the same stream: there is no stream between them."""
@@ -152,17 +152,53 @@ _POST_NORM: dict[str, Any] = {
     "resid_mid": "mlp",
     "missing": frozenset({"attn_in", "mlp_in"}),
 }
-_GPT2: dict[str, Any] = {
+_TRANSFORMER: dict[str, Any] = {
     "embed": "transformer.wte",
     "layers": "transformer.h",
     "final_norm": "transformer.ln_f",
     "attention_norm": "ln_1",
     "attention": "attn",
-    "o_proj": "c_proj",
     "mlp_norm": "ln_2",
-    "down_proj": "c_proj",
-    "missing": _FUSED_QKV,
 }
+_GPT2: dict[str, Any] = {**_TRANSFORMER, "o_proj": "c_proj", "down_proj": "c_proj"}
+_GPTJ: dict[str, Any] = {**_TRANSFORMER, "o_proj": "out_proj", "down_proj": "fc_out"}
+_BLOOM: dict[str, Any] = {
+    "embed": "transformer.word_embeddings",
+    "layers": "transformer.h",
+    "final_norm": "transformer.ln_f",
+    "attention": "self_attention",
+    "qkv": "query_key_value",
+    "by_head": True,
+    "o_proj": "dense",
+    "down_proj": "dense_4h_to_h",
+}
+_OPT: dict[str, Any] = {
+    "attention_norm": "self_attn_layer_norm",
+    "o_proj": "out_proj",
+    "mlp_norm": "final_layer_norm",
+    "mlp": "fc2",
+    "missing": frozenset({"mlp_act"}),
+}
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family(name="llama", sliding_window=False),
+        Family(name="mistral"),
+        Family(name="qwen2"),
+        Family(name="qwen3"),
+        Family(name="gpt2", **_GPT2, qkv="c_attn", missing=frozenset({"embed"}), sliding_window=False),
+        Family(
+            name="gpt_neox", embed="gpt_neox.embed_in", layers="gpt_neox.layers", final_norm="gpt_neox.final_layer_norm",
+            attention="attention", qkv="query_key_value", by_head=True, o_proj="dense", down_proj="dense_4h_to_h",
+            missing=_PARALLEL, sliding_window=False,
+        ),
+        Family(name="gemma", sliding_window=False),
+        Family(name="gemma2", **_SANDWICH),
+        Family(name="gemma3_text", **_SANDWICH),
+    )
+}  # fmt: skip
+"""Families with native implementations, by the config's `model_type`. GPT-2's stream begins behind the positions' embedding."""
 
 TRANSFORMERS_FAMILIES: dict[str, Family] = {
     family.name: family
@@ -170,29 +206,40 @@ TRANSFORMERS_FAMILIES: dict[str, Family] = {
         *(
             Family(name=name)
             for name in (
-                "arcee", "ernie4_5", "exaone4_5", "gemma", "glm", "helium", "ministral", "ministral3", "mixtral", "nemotron",
-                "olmo", "olmoe", "phimoe", "phi3", "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "gpt_oss",
+                "arcee", "ernie4_5", "exaone4_5", "glm", "helium", "ministral", "ministral3", "mixtral", "nemotron",
+                "olmo", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "gpt_oss",
             )
         ),
         *(Family(name=name, missing=_LATENT) for name in ("deepseek_v2", "deepseek_v3")),
         *(Family(name=name, missing=_SCALED) for name in ("granite", "granitemoe", "granitemoeshared")),
         *(Family(name=name, missing=_PARALLEL | {"mlp_in"}) for name in ("cohere", "cohere2")),
-        *(Family(name=name, **_SANDWICH) for name in ("gemma2", "gemma3_text", "vaultgemma")),
+        Family(name="vaultgemma", **_SANDWICH),
         *(Family(name=name, **_POST_NORM) for name in ("olmo2", "olmo3", "exaone4")),
-        *(Family(name=name, **_GPT2) for name in ("gpt2", "gpt_bigcode")),
+        Family(name="gpt_bigcode", **_GPT2, missing=_FUSED_QKV),
         Family(name="glm4", attn_out="post_self_attn_layernorm", mlp_out="post_mlp_layernorm"),
+        Family(name="phi3", qkv="qkv_proj"),
         Family(name="starcoder2", down_proj="c_proj"),
         Family(
             name="phi", final_norm="model.final_layernorm", o_proj="dense", down_proj="fc2", missing=_PARALLEL | {"mlp_in"}
         ),
         Family(
-            name="gpt_neox", embed="gpt_neox.embed_in", layers="gpt_neox.layers", final_norm="gpt_neox.final_layer_norm",
-            attention="attention", o_proj="dense", down_proj="dense_4h_to_h", missing=_PARALLEL | _FUSED_QKV,
-        ),
-        Family(
             name="opt", embed="model.decoder.embed_tokens", layers="model.decoder.layers",
-            final_norm="model.decoder.final_layer_norm", attention_norm="self_attn_layer_norm", o_proj="out_proj",
-            mlp_norm="final_layer_norm", mlp="fc2", missing=frozenset({"mlp_act"}),
+            final_norm="model.decoder.final_layer_norm", **_OPT,
+        ),
+        Family(name="xglm", final_norm="model.layer_norm", **_OPT),
+        Family(name="gptj", missing=_PARALLEL | {"mlp_in"}, **_GPTJ),
+        Family(name="codegen", missing=_PARALLEL | _FUSED_QKV | {"mlp_in"}, **_GPTJ),
+        Family(
+            name="gpt_neo",
+            **{**_TRANSFORMER, "attention": "attn.attention", "o_proj": "out_proj", "down_proj": "c_proj"},
+        ),
+        # Attention and MLP add the stream to what they return.
+        Family(name="bloom", attn_out="self_attention.dense", mlp_out="mlp.dense_4h_to_h", **_BLOOM),
+        Family(name="falcon", missing=_PARALLEL | {"mlp_in"}, **_BLOOM),
+        Family(
+            name="mpt", embed="transformer.wte", layers="transformer.blocks", final_norm="transformer.norm_f",
+            attention_norm="norm_1", attention="attn", o_proj="out_proj", mlp_norm="norm_2", mlp="ffn",
+            mlp_out="ffn.down_proj", qkv="Wqkv",
         ),
     )
 }  # fmt: skip

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
+from .norm_kind import Norm
 from .pass_parts import AttentionCuts, TransformersPass
 
 
@@ -92,6 +93,19 @@ class GraphSegments(Protocol):
         ...
 
 
+class ParallelDelta(NamedTuple):
+    """What a layer adds to the stream whose attention and MLP read the same state: ``mlp + attention``."""
+
+    # fmt: off
+    attention: torch.Tensor  # [1, tokens, hidden]
+    mlp:       torch.Tensor  # [1, tokens, hidden]
+    # fmt: on
+
+
+Delta = torch.Tensor | ParallelDelta
+"""What is added to the stream at a residual add."""
+
+
 class SiteOps(Protocol):
     """The declared interventions and captures of a pass, by site number (core/model_spec.py)."""
 
@@ -109,10 +123,10 @@ class SiteOps(Protocol):
         """Capture `value` [1, tokens, width] for the requests that capture `site`."""
         ...
 
-    def add_rms_norm(
-        self, residual_add: int, h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    def add_norm(
+        self, residual_add: int, h: torch.Tensor, delta: Delta, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`norm.add_rms_norm` with the ops and captures of the residual add's two sites.
+        """(h + delta, its norm) with the ops and captures of the residual add's sites.
 
         The last residual add includes the final norm's site.
         """
@@ -230,7 +244,7 @@ class ForwardBatch:
     attention_cuts:  AttentionCuts | None = field(default=None, repr=False)  # edges that requests cut; None: none
     transformers_pass: TransformersPass | None = None  # None: as the engine's own passes run
     segments:        GraphSegments | None = None  # runs graph segments; None: kernel by kernel
-    rotation:        CachedRotation | None = field(default=None, repr=False)
+    rotations:       dict[int, CachedRotation] = field(default_factory=dict, init=False, repr=False)  # by the id of the cosines
     attn_metadata:   object = field(default=None, repr=False)  # the backend's plan
     # fmt: on
 

@@ -11,7 +11,7 @@ class EngineLimits:
 
     Attributes:
         max_model_len: tokens of a request, prompt and new ones.
-        max_num_tokens: tokens of a step, which a traced prompt must fit.
+        max_num_tokens: tokens of a step. A longer traced prompt has a step for itself.
         kv_tokens: slots of the KV pool.
         max_running: requests of a step.
     """

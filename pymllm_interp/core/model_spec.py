@@ -153,6 +153,8 @@ class ModelSpec:
     """Whether a position's rotation depends on the length of its sequence."""
     dtype: torch.dtype
     """dtype of weights and hidden states."""
+    cuts_edges: bool = True
+    """Whether edges of attention can be cut (`Knockout`)."""
 
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype) -> ModelSpec:
@@ -168,8 +170,10 @@ class ModelSpec:
             )
         family, heads = FAMILIES[text.model_type], text.num_attention_heads
         rope = getattr(text, "rope_parameters", None) or {}
-        scaling = rope.get("rope_type")
-        growth = rope.get("factor", 1.0) if scaling == "dynamic" else 1.0
+        ropes = (
+            [rope] if "rope_type" in rope else [r for r in rope.values() if r]
+        )  # one, or one for each type of layers
+        growth = max([r.get("factor", 1.0) for r in ropes if r.get("rope_type") == "dynamic"], default=1.0)
         return cls(
             family=family,
             num_hidden_layers=text.num_hidden_layers,
@@ -177,11 +181,11 @@ class ModelSpec:
             num_attention_heads=heads,
             num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-            intermediate_size=text.intermediate_size,
+            intermediate_size=_intermediate_size(text),
             vocab_size=text.vocab_size,
             context_len=int(text.max_position_embeddings * growth),
             sliding_windows=_sliding_windows(text, family),
-            rope_depends_on_length=scaling in LENGTH_DEPENDENT_ROPE,
+            rope_depends_on_length=any(r.get("rope_type") in LENGTH_DEPENDENT_ROPE for r in ropes),
             dtype=dtype,
         )
 
@@ -196,6 +200,11 @@ class ModelSpec:
     def settings(self, kind: str) -> tuple[str, ...]:
         """The config's settings that make the shape."""
         return _SHAPES.get(kind, ("hidden_size",))
+
+
+def _intermediate_size(text: Any) -> int:
+    size = text.n_inner if hasattr(text, "n_inner") else text.intermediate_size  # GPT-2 and its kin; all others
+    return size or 4 * text.hidden_size
 
 
 def _sliding_windows(text: Any, family: Family) -> tuple[int | None, ...]:

@@ -21,7 +21,11 @@ class AttentionCuts(Protocol):
         ...
 
     def hidden(self, layer: int, num_heads: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """The hidden edges of rows with cuts, in a pass of one request: [1, heads, queries, keys] bool; None without cuts."""
+        """The hidden edges of rows with cuts, of one request: [1, heads, queries, keys] bool; None without cuts."""
+        ...
+
+    def of_request(self, index: int) -> AttentionCuts | None:
+        """The cuts of one request."""
         ...
 
     def rows_from(self, start: int, stop: int) -> AttentionCuts | None:

@@ -31,6 +31,7 @@ from .kv_manager import KVManager
 from .scheduler import Scheduler
 from .step_results import append_logprobs, finished_event, out_of_memory_error, runner_counters
 from .step_times import StepPacing, StepTimes
+from .warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -191,6 +192,8 @@ class Engine:
     def _initialize(self) -> None:
         runner = self.runner
         runner.initialize()
+        if runner.device.startswith("cuda"):
+            warm_up(runner)
         runner.interleaver.watchdog = self._watchdog
         asked = runner.server_config.async_scheduling
         self._async = runner.device.startswith("cuda") if asked is None else asked

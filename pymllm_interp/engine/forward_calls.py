@@ -133,12 +133,11 @@ class ForwardCalls(RequestCalls):
         if "capture" in options:
             raise TypeError("lm.run_with_hooks() got capture: a hook keeps what it reads, for example in a list")
         hooks, tokens = placed_hooks(fwd_hooks, self.runner.model_spec), self._of_equal_length(prompts)
-        head = self.runner.model_spec.family.head
         with self.tracer_class(self, "trace", **options) as tracer:
             logits = list().save()  # pyright: ignore[reportAttributeAccessIssue]
             for ids in tokens:
                 with tracer.invoke(ids):
-                    logits.append(run_hooks(self, hooks, head))
+                    logits.append(run_hooks(self, hooks))
         return torch.cat(logits)
 
     def _of_equal_length(self, prompts: Any) -> list[list[int]]:

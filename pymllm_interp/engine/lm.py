@@ -69,7 +69,7 @@ class LM(TraceCalls, ForwardCalls, TokenCalls):  # pyright: ignore[reportIncompa
             one, else transformers (docs/models.md).
         max_model_len: tokens of one request, prompt and new ones.
         max_running_requests: requests in one step; None derives the number from the KV pool.
-        max_num_tokens: token rows in one step; longer prompts run in chunks, traced ones must fit.
+        max_num_tokens: token rows in one step; longer prompts run in chunks, traced ones in a step of their own.
         kv_cache_tokens: slots of the KV pool.
         seed: of dummy weights, and of requests without a seed.
         rename: aliases for modules, as in nnsight.

@@ -26,6 +26,7 @@ from ..hooks.receipt import Receipt
 from ..hooks.traces.trace import RequestTrace
 from ..hooks.vectors import VectorRegistry
 from ..models.fingerprint import ServedWeights
+from ..runner.device_memory import free_bytes, long_pass_bytes
 from ..runner.interp_model_runner import InterpModelRunner
 from .alone import check_gang
 from .chat import RenderedPrompt
@@ -157,7 +158,7 @@ class RequestFactory:
                 raise PromptError(
                     f"{what} asks for n={param.n}, but this model has edits, which follow one generation each"
                 )
-            requests = self.requests(ids, param, what=what, timeout=options.get("timeout"), traced=traces is not None)
+            requests = self.requests(ids, param, what=what, timeout=options.get("timeout"))
             for request in requests:
                 request.stream, request.prompt_logits = stream, prompt_logits
                 request.priority, request.cache_salt = priorities[i], salt
@@ -165,6 +166,7 @@ class RequestFactory:
                     request.trace = traces()
                     request.alone = request.trace.options.alone
                     request.receipt = request.trace.receipt
+                    self._check_pass([request], what)
                 if any(spec.site == LOGITS for spec in captures[i]):
                     request.params = param  # the prompt's logits of each completion, where they are asked for
                 self.declare(request, declared[i], captures[i], what)
@@ -179,7 +181,6 @@ class RequestFactory:
         *,
         what: str = "prompt",
         timeout: float | None = None,
-        traced: bool = False,
         forward_only: bool = False,
     ) -> list[Request]:
         """The `params.n` requests of a prompt. Without new tokens, it may fill the context.
@@ -187,7 +188,7 @@ class RequestFactory:
         Raises:
             PromptError: the request can never be served; the message names the limit and its setting.
         """
-        max_tokens = max_tokens_of(self.limits, self.tokenizer, prompt_token_ids, params, what, traced, forward_only)
+        max_tokens = max_tokens_of(self.limits, self.tokenizer, prompt_token_ids, params, what, forward_only)
         if timeout is not None and not timeout > 0:
             raise PromptError(f"timeout={timeout}: expected seconds above 0, or None")
         number, ordinal = next(_ids), next(self._ordinals)
@@ -356,16 +357,43 @@ class RequestFactory:
                     f"{this}: gradients need a single forward pass: use `with lm.trace(...)` (the block names "
                     "backward, grad, requires_grad_, retain_grad or autograd, or grad=True was given)"
                 )
+            self._check_pass([request], this)
             requests.append(request)
         return requests
 
+    def _check_pass(self, requests: Sequence[Request], what: str) -> None:
+        """Check that the prompts of traced requests can run in one pass. One above `max_num_tokens` needs the memory now.
+
+        Raises:
+            PromptError: they cannot.
+        """
+        tokens, most = sum(request.prompt_len for request in requests), self.limits.max_num_tokens
+        if tokens <= most:
+            return
+        rule = (
+            f"{what}: {tokens} tokens; traced prompts that run together run in one pass, and max_num_tokens is {most}. "
+        )
+        fix = f"raise max_num_tokens to at least {tokens} when the LM is made"
+        if any(request.differentiable for request in requests):
+            raise PromptError(f"{rule}A longer pass has no gradients: {fix}")
+        if tokens > (longest := len(self.runner.input_buffers.input_ids)):
+            raise PromptError(
+                f"{rule}A longer pass holds {longest} at most (max_model_len): trace fewer prompts together"
+            )
+        eager = any(request.trace.options.modules_for != "" for request in requests)
+        needed, free = long_pass_bytes(self.runner, tokens, eager), free_bytes(self.runner)
+        if needed > free:
+            raise PromptError(
+                f"{rule}A longer pass runs where memory allows: this one needs about {needed / 2**30:.1f} GiB, and "
+                f"{free / 2**30:.1f} are free: shorten the prompt, or leave more memory to passes (a lower kv_cache_tokens)"
+            )
+
     def _form_gang(self, requests: list[Request]) -> None:
         """Bind requests whose blocks see or need each other: one step must hold them all."""
-        limits, tokens = self.limits, sum(request.prompt_len for request in requests)
+        limits = self.limits
         page = self.runner.server_config.page_size
         kv = sum(-(-request.max_total_tokens // page) * page for request in requests)  # in whole pages
         for need, limit, setting in (
-            (tokens, limits.max_num_tokens, "max_num_tokens"),
             (len(requests), limits.max_running, "max_running_requests"),
             (kv, limits.kv_tokens, "kv_cache_tokens"),
         ):
@@ -374,6 +402,7 @@ class RequestFactory:
                     f"the {len(requests)} prompts of this trace run in the same steps (they are one list, or a barrier, a name, or "
                     f"an invoke without a prompt joins their blocks); that takes {setting} of at least {need}, and it is {limit}"
                 )
+        self._check_pass(requests, f"the {len(requests)} prompts of this trace")
         self.runner.declared.check_room([(request, request.declared) for request in requests], "prompts of one trace")
         gang = list(requests)  # which the engine empties at the end
         alone = any(request.alone for request in gang)
@@ -408,7 +437,7 @@ class RequestFactory:
             raise PromptError(f"{what}: max_tokens=0 generates nothing: use `with lm.trace(prompt):`")
         if params.n > 1:
             raise PromptError(f"{what} asks for n={params.n}: a trace follows one generation; use one invoke for each")
-        (request,) = self.requests(ids, params, what=what, timeout=timeout, traced=True, forward_only=mode == "trace")
+        (request,) = self.requests(ids, params, what=what, timeout=timeout, forward_only=mode == "trace")
         request.priority = priority
         return request
 

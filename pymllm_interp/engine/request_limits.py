@@ -15,7 +15,6 @@ def max_tokens_of(
     ids: list[int],
     params: SamplingParams,
     what: str,
-    traced: bool,
     forward_only: bool,
 ) -> int:
     """Upper bound of a request's new tokens; 1 where the only one is dropped.
@@ -23,7 +22,6 @@ def max_tokens_of(
     Args:
         ids: of the prompt.
         what: names the prompt in messages.
-        traced: the prompt runs in one pass.
         forward_only: a trace of one pass.
 
     Raises:
@@ -44,11 +42,6 @@ def max_tokens_of(
         raise PromptError(
             f"{what} may come to need KV for {length + max_tokens - 1} tokens, but the pool holds "
             f"{limits.kv_tokens}: raise kv_cache_tokens, or lower max_tokens"
-        )
-    if (traced or forward_only) and length > limits.max_num_tokens:
-        raise PromptError(
-            f"{what} has {length} tokens; a traced prompt runs in one pass, and a pass holds "
-            f"{limits.max_num_tokens}: raise max_num_tokens to at least {length} when the LM is made"
         )
     if params.stop_strings and tokenizer is None:
         raise PromptError(f"{what}: stop strings need a tokenizer, and this model has none: use stop_token_ids")

@@ -255,15 +255,20 @@ class Scheduler:
                 continue
             unit = self._unit(request)
             whole = request.trace is not None or len(unit) > 1
+            tokens = sum(r.num_tokens_left for r in unit) if whole else 0
+            # Longer than any step may be: it has one for itself.
+            beyond = self.max_num_tokens < tokens and not step.scheduled
             if (
-                (whole and sum(r.num_tokens_left for r in unit) > budget + self._beyond_target)
+                (tokens > budget + self._beyond_target and not beyond)
                 or not self._can_admit(unit)
                 or (request.alone and step.scheduled)
             ):
                 return  # first come, first served
             for member in unit:
                 self.kv.admit(member)
-            room = self._reserve_ring([(r, min(r.num_tokens_left, budget)) for r in unit], whole)
+            room = self._reserve_ring(
+                [(r, r.num_tokens_left if whole else min(r.num_tokens_left, budget)) for r in unit], whole
+            )
             for member in unit:
                 if not room:
                     self.kv.withdraw(member)

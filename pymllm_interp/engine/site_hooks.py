@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from ..core.model_spec import ModelSpec
+from ..core.model_spec import LOGITS, ModelSpec
 from ..hooks.site import Site
 from ..hooks.traces.envoy import TracedModel
+from ..layers.rope import heads_of
 from .activation_cache import NamesFilter, lens_name, select_sites
 
 HookFunction = Callable[..., torch.Tensor | None]
@@ -51,15 +52,17 @@ class PlacedHooks:
     """Path of the module."""
     end: str
     """ "input" or "output"."""
-    shape: tuple[int, ...]
-    """Of one position's state."""
+    model: ModelSpec
     functions: list[HookFunction] = field(default_factory=list)
 
     def run(self, model: TracedModel) -> None:
         """Wait for the value, and let the functions see and replace it. Called within a block."""
-        found = getattr(model.get(self.module), self.end)
+        if self.point.site.kind == LOGITS:
+            found = model.output.logits  # a soft-cap is behind the head
+        else:
+            found = getattr(model.get(self.module), self.end)
         value: torch.Tensor = found[0] if isinstance(found, tuple) else found
-        value = value.unflatten(-1, self.shape)  # a view: writing to it edits the state
+        value = self._state_in(value)  # a view: writing to it edits the state
         for function in self.functions:
             new = function(value, hook=self.point)
             if new is None:
@@ -69,6 +72,14 @@ class PlacedHooks:
                 raise ValueError(f"the hook at {self.point.name} returned {got}; expected {list(value.shape)}, or None")
             if new is not value:
                 value.copy_(new)
+
+    def _state_in(self, value: torch.Tensor) -> torch.Tensor:
+        """The site's state [1, tokens, ...] in what is at the module's end."""
+        kind, family = self.point.site.kind, self.model.family
+        if not family.is_slice(kind):
+            return value.unflatten(-1, self.model.shape(kind))
+        heads = value[0].unflatten(-1, (-1, self.model.head_dim))
+        return heads_of(heads, self.model.num_key_value_heads, family.by_head)["qkv".index(kind)].unsqueeze(0)
 
 
 def placed_hooks(fwd_hooks: Iterable[tuple[NamesFilter, HookFunction]], model: ModelSpec) -> list[PlacedHooks]:
@@ -88,21 +99,12 @@ def placed_hooks(fwd_hooks: Iterable[tuple[NamesFilter, HookFunction]], model: M
     placed = []
     for site in select_sites(list(by_site), model):
         point = model.family.point(site)
-        placed.append(
-            PlacedHooks(
-                HookPoint(lens_name(site), site), point.module, point.end, model.shape(site.kind), by_site[site]
-            )
-        )
+        placed.append(PlacedHooks(HookPoint(lens_name(site), site), point.module, point.end, model, by_site[site]))
     return placed
 
 
-def run_hooks(model: TracedModel, hooks: list[PlacedHooks], head: str) -> torch.Tensor:
-    """The body of a block: the hooks in their order, then the logits [1, tokens, vocab].
-
-    Args:
-        head: path of the LM head.
-    """
+def run_hooks(model: TracedModel, hooks: list[PlacedHooks]) -> torch.Tensor:
+    """The body of a block: the hooks in their order, then the logits [1, tokens, vocab]."""
     for hook in hooks:
         hook.run(model)
-    module: Any = model.get(head)
-    return module.output
+    return model.output.logits

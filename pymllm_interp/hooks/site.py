@@ -57,15 +57,32 @@ def _names() -> dict[str, str]:
     names = {kind if kind in WITHOUT_LAYER else kind + ".{}": kind for kind in KINDS}
     names |= TRANSFORMER_LENS | _NNTERP
     for family in FAMILIES.values():
-        names |= family.other_points
-        for kind, (module, end) in family.points.items():
-            names[f"{module}.{end}"] = kind
-            if end == "output":
-                names[module] = kind
+        names = path_names(family) | names  # the first family's meaning of a name
+    return names
+
+
+def path_names(family: Family) -> dict[str, str]:
+    """Module path -> kind, of a family's modules."""
+    names = dict(family.other_points)
+    for kind, (module, end) in family.points.items():
+        if family.is_slice(kind):
+            continue
+        names[f"{module}.{end}"] = kind
+        if end == "output":
+            names[module] = kind
     return names
 
 
 NAMES = _names()
+BY_FAMILY = frozenset(
+    name
+    for family in FAMILIES.values()
+    for other in FAMILIES.values()
+    if family.layers == other.layers
+    for name in path_names(other)
+    if path_names(family).get(name) != path_names(other)[name]
+)
+"""Module paths that are sites of some families, and another state in others."""
 _NORMALIZED = (
     "TransformerLens reads it before the norm's weight multiplies; {} is after it, as in transformers. Divide that by the weight, "
     "{}.weight"
@@ -151,6 +168,16 @@ class Site:
         return cls(kind, None if layers is None else int(layers))
 
 
+class Pattern(str):
+    """A canonical pattern that was written as a path of `BY_FAMILY`.
+
+    Attributes:
+        written: the path.
+    """
+
+    written: str
+
+
 def canonical(pattern: str | Site) -> str:
     """The pattern as `kind`, `kind.layer`, `kind.*` or `kind.{...}`.
 
@@ -162,7 +189,11 @@ def canonical(pattern: str | Site) -> str:
         return kind
     _ranges(layers, str(pattern))
     layers = re.sub(r"\d+", lambda number: str(int(number[0])), layers.replace(" ", ""))  # 01 is 1
-    return f"{kind}.{layers}"
+    found, written = Pattern(f"{kind}.{layers}"), _written(pattern)
+    if _path(written) not in BY_FAMILY:
+        return str(found)
+    found.written = written
+    return found
 
 
 def expand(pattern: str | Site, num_layers: int, family: Family) -> list[Site]:
@@ -178,24 +209,45 @@ def expand(pattern: str | Site, num_layers: int, family: Family) -> list[Site]:
     """
     kind, selector = _look_up(str(pattern))
     family.check(kind)
-    if selector is None:
-        return [Site(kind)]
+    written = _written(pattern)
+    if (path := _path(written)) in BY_FAMILY and path_names(family).get(path) != kind:
+        raise ValueError(
+            f"{written!r} is another state in {family.name} models than elsewhere: name the site, {kind}, which is at "
+            f"{family.points[kind].module}, or the one that is meant"
+        )
+    return [Site(kind)] if selector is None else list(_at_layers(kind, selector, str(pattern), num_layers))
+
+
+@lru_cache(maxsize=1 << 14)  # each layer's name is looked up for every request
+def _at_layers(kind: str, selector: str, pattern: str, num_layers: int) -> tuple[Site, ...]:
     layers: set[int] = set()
-    for ends in _ranges(selector, str(pattern)):
+    for ends in _ranges(selector, pattern):
         first, last = (end + num_layers if end < 0 else end for end in ends)
         for end, resolved in zip(ends, (first, last), strict=True):
             if not 0 <= resolved < num_layers:
                 raise ValueError(
-                    f"{str(pattern)!r}: there is no layer {end}; the model has {num_layers} (num_hidden_layers), "
+                    f"{pattern!r}: there is no layer {end}; the model has {num_layers} (num_hidden_layers), "
                     f"0 to {num_layers - 1}, or -{num_layers} to -1 from the end"
                 )
         if first > last:
-            raise ValueError(f"{str(pattern)!r}: the range {ends[0]}..{ends[1]} runs backwards, from {first} to {last}")
+            raise ValueError(f"{pattern!r}: the range {ends[0]}..{ends[1]} runs backwards, from {first} to {last}")
         layers.update(range(first, last + 1))
-    return [Site(kind, layer) for layer in sorted(layers)]
+    return tuple(Site(kind, layer) for layer in sorted(layers))
 
 
-@lru_cache(maxsize=1 << 14)  # each layer's name is looked up for every request
+def _written(pattern: str | Site) -> str:
+    """The pattern as it was given first."""
+    return pattern.written if isinstance(pattern, Pattern) else str(pattern)
+
+
+@lru_cache(maxsize=1 << 14)
+def _path(text: str) -> str:
+    """The text without layers, and without the variable `model` in front."""
+    name = _split(text)[0]
+    return name if name in NAMES else name.removeprefix("model.")
+
+
+@lru_cache(maxsize=1 << 14)
 def _look_up(text: str) -> tuple[str, str | None]:
     """(kind, layer selector or None)."""
     name, layers = _split(text)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from numbers import Real
 from typing import Any, Self
 
@@ -66,24 +66,35 @@ class Spec:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the content, vectors included: 64 hexadecimal digits."""
-        return self._digest()
+        digest = hashlib.sha256(type(self).__name__.encode())
+        for name, value in self._hashed():
+            if name not in _LATER or value != _LATER[name]:
+                digest.update(f"|{name}={value!r}".encode())
+        return digest.hexdigest()
 
     @cached_property
     def effect(self) -> str:
         """`fingerprint` without the place: equal for specs that do the same to a state, whatever their sites and positions."""
-        return self._digest(without=("site", "positions", "missing"))
+        what = [entry for entry in self._hashed() if entry[0] not in ("site", "positions", "missing")]
+        return hashlib.sha256(repr((type(self).__name__, what)).encode()).hexdigest()
 
-    def _digest(self, without: Sequence[str] = ()) -> str:
-        digest = hashlib.sha256(type(self).__name__.encode())
+    @cached_property
+    def _hashes(self) -> dict[str, str]:
+        """Field -> SHA-256 of its tensor."""
+        return {
+            name: hashlib.sha256(value.numpy().tobytes()).hexdigest()
+            for name, value in self._content()
+            if isinstance(value, Tensor)
+        }
+
+    def _hashed(self) -> Iterator[tuple[str, Any]]:
+        """`_content` with hashes in place of tensors and nested specs."""
         for name, value in self._content():
-            if name in without or (name in _LATER and value == _LATER[name]):
-                continue
             if isinstance(value, Tensor):
-                value = (tuple(value.shape), hashlib.sha256(value.numpy().tobytes()).hexdigest())
+                value = (tuple(value.shape), self._hashes[name])
             elif isinstance(value, Spec | LayerVectors):
                 value = value.fingerprint
-            digest.update(f"|{name}={value!r}".encode())
-        return digest.hexdigest()
+            yield name, value
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and isinstance(other, Spec) and other.fingerprint == self.fingerprint
@@ -93,8 +104,7 @@ class Spec:
 
     def _content(self) -> Iterator[tuple[str, Any]]:
         """(name, value) of each constructor argument."""
-        parts = fields(self)  # pyright: ignore[reportArgumentType]  # each subclass is a dataclass
-        return ((part.name, getattr(self, part.name)) for part in parts if part.init)
+        return ((name, getattr(self, name)) for name in _arguments(type(self)))
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -259,6 +269,12 @@ class PlacedSpec(Spec):
             self._set("named", (*self.named, name))
         else:
             self._set(name, tensor.flatten(-2) if tensor.ndim > most else tensor)
+
+
+@cache
+def _arguments(cls: type) -> tuple[str, ...]:
+    """Names of the constructor's arguments."""
+    return tuple(part.name for part in fields(cls) if part.init)
 
 
 _LATER = {"heads": None, "missing": "error"}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.activations import ACT2FN
 
-from .dispatch import kernels_for
+from .dispatch import kernels_for, triton_kernels_for
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
@@ -22,13 +26,41 @@ def silu(x: torch.Tensor) -> torch.Tensor:
     return F.silu(x)
 
 
-def gated(gate_up: torch.Tensor, act: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """gate_up [..., 2 * size] -> [..., size]: ``act(gate) * up``; one kernel where `act` is `silu`."""
+def gelu(x: torch.Tensor, tanh: bool = False) -> torch.Tensor:
+    """GELU (Hendrycks and Gimpel, 2016), computed in float32; `tanh`: by its approximation. On CUDA as `silu`."""
+    if (kernels := triton_kernels_for(x)) is not None:
+        return kernels.gelu(x, tanh)
+    return F.gelu(x, approximate="tanh" if tanh else "none")
+
+
+gelu_tanh = partial(gelu, tanh=True)
+FUNCTIONS: dict[str, Activation] = {
+    "silu": silu, "gelu": gelu, "gelu_new": gelu_tanh, "gelu_pytorch_tanh": gelu_tanh,
+}  # fmt: skip
+"""Names in configs -> functions with kernels."""
+
+
+def activation(name: str) -> Activation:
+    """The function of a config's name: ours, or else transformers'."""
+    return FUNCTIONS.get(name) or ACT2FN[name]
+
+
+def gated(gate_up: torch.Tensor, act: Activation) -> torch.Tensor:
+    """gate_up [..., 2 * size] -> [..., size]: ``act(gate) * up``; one kernel where there is one for `act`."""
     if act is silu and (kernels := kernels_for(gate_up)) is not None:
         return kernels.silu_mul(gate_up)
+    if (act is gelu or act is gelu_tanh) and (kernels := triton_kernels_for(gate_up)) is not None:
+        return kernels.gelu_mul(gate_up, act is gelu_tanh)
     gate, up = gate_up.chunk(2, dim=-1)
     # Contiguous, as the output of `gate_proj`: the last bit of exp depends on the alignment of the CPU's vectors.
     return act(gate.contiguous()) * up
+
+
+def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """``cap * tanh(x / cap)``; fresh memory."""
+    if (kernels := triton_kernels_for(x)) is not None:
+        return kernels.softcap(x, cap)
+    return torch.tanh(x / cap) * cap
 
 
 class SiLU(nn.Module):
@@ -36,3 +68,22 @@ class SiLU(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return silu(input)
+
+
+class GELU(nn.Module):
+    """`gelu` as a module."""
+
+    def __init__(self, tanh: bool = False) -> None:
+        super().__init__()
+        self.tanh = tanh
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return gelu(input, self.tanh)
+
+
+def activation_module(name: str) -> nn.Module:
+    """`activation` as a module."""
+    function = FUNCTIONS.get(name)
+    if function is None:
+        return ACT2FN[name]
+    return SiLU() if function is silu else GELU(function is gelu_tanh)

@@ -89,7 +89,35 @@ def plain_copy(module: nn.Linear, memo: dict[int, Any]) -> nn.Linear:
     return copied.train(module.training)
 
 
-class Linear(nn.Linear):
+class Product(nn.Module):
+    """A matrix product with a bias: the part of a projection that does not depend on how its module keeps the weight.
+
+    Attributes:
+        gemm: computes it.
+        input_site, output_site: the inner site of its input, or of its output, if any.
+    """
+
+    gemm: Gemm
+    input_site: InnerSite | None = None
+    output_site: InnerSite | None = None
+
+    def project(self, x: torch.Tensor, site_ops: SiteOps | None = None) -> torch.Tensor:
+        """The projection of x. Captures x at `input_site`, and applies the ops at `output_site`.
+
+        The ops at `input_site` come earlier: they belong to the module that computes x.
+        """
+        if site_ops is None:
+            return self.gemm(x)
+        if self.input_site is not None:
+            capture_inner(x, site_ops, *self.input_site)
+        out = self.gemm(x)
+        return out if self.output_site is None else apply_inner(out, site_ops, *self.output_site)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.project(input, current_site_ops())
+
+
+class Linear(Product, nn.Linear):
     """A projection: x [..., in] -> [..., out].
 
     Args:
@@ -118,21 +146,6 @@ class Linear(nn.Linear):
     def bind(self) -> None:
         """Rebuild the product after `weight` was replaced by another tensor (tied embeddings)."""
         self.gemm = Gemm([self.weight], self.weight.detach(), None if self.bias is None else self.bias.detach())
-
-    def project(self, x: torch.Tensor, site_ops: SiteOps | None = None) -> torch.Tensor:
-        """The projection of x. Captures x at `input_site`, and applies the ops at `output_site`.
-
-        The ops at `input_site` come earlier: they belong to the module that computes x.
-        """
-        if site_ops is None:
-            return self.gemm(x)
-        if self.input_site is not None:
-            capture_inner(x, site_ops, *self.input_site)
-        out = self.gemm(x)
-        return out if self.output_site is None else apply_inner(out, site_ops, *self.output_site)
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.project(input, current_site_ops())
 
     __deepcopy__ = plain_copy
 
@@ -247,18 +260,28 @@ class MergedLinear:
 
 
 class Embedding(nn.Embedding):
-    """Token ids [...] -> [..., hidden], after the ops at the `embed` site."""
+    """Token ids [...] -> [..., hidden], after the ops at the `embed` site.
+
+    Args:
+        has_site: whether its output is the stream, with its site.
+    """
 
     padding_idx = max_norm = None
     norm_type, scale_grad_by_freq, sparse = 2.0, False, False
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, dtype: torch.dtype, device: str, has_site: bool = True
+    ) -> None:
         nn.Module.__init__(self)  # torch's own would draw random weights
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.num_embeddings, self.embedding_dim, self.has_site = num_embeddings, embedding_dim, has_site
         self.weight = nn.Parameter(torch.empty(num_embeddings, embedding_dim, dtype=dtype, device=device), False)
 
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """The embeddings without ops."""
+        return F.embedding(ids, self.weight)
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        out = F.embedding(input, self.weight)
+        out = self.embed(input)
         # Weights require no gradients, so the autograd graph begins here.
         out = out.requires_grad_() if torch.is_grad_enabled() else out
-        return apply_at(out, current_site_ops(), EMBED_SITE)
+        return apply_at(out, current_site_ops(), EMBED_SITE) if self.has_site else out

@@ -1,40 +1,51 @@
-"""RMSNorm (Zhang and Sennrich, 2019)."""
+"""RMSNorm (Zhang and Sennrich, 2019) and LayerNorm (Ba et al., 2016)."""
 
 from __future__ import annotations
+
+from abc import abstractmethod
+from copy import deepcopy
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ..core.current_pass import current_site_ops
-from ..core.forward_batch import SiteOps
+from ..core.forward_batch import Delta, ParallelDelta, SiteOps
+from ..core.norm_kind import LAYER, RMS, RMS_OFFSET
 from .dispatch import kernels_for, triton_kernels_for
+from .edits.base import apply_at
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """``weight * x / rms(x)`` over the last dim, as in transformers: float32 inside, rounded to x's dtype before the weight."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, kind: int = RMS) -> torch.Tensor:
+    """The norm of x over the last dim, as in transformers: float32 inside.
+
+    Args:
+        kind: `RMS` or `RMS_OFFSET` (core/norm_kind.py).
+    """
     if (kernels := kernels_for(x, weight)) is not None:
-        return kernels.rms_norm(x, weight, eps)
-    return weight * F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
+        return kernels.rms_norm(x, weight, eps, kind)
+    normed = F.rms_norm(x.float(), x.shape[-1:], None, eps)
+    return weight * normed.to(x.dtype) if kind == RMS else (normed * (1.0 + weight.float())).to(x.dtype)
 
 
 def add_rms_norm(
-    h: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+    h: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, kind: int = RMS
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(h', `rms_norm` of h') with ``h' = h + delta`` in h's dtype. Without a delta, h' is h itself.
 
     h and delta are [..., size]; neither is written to.
     """
     if delta is None:
-        return h, rms_norm(h, weight, eps)
+        return h, rms_norm(h, weight, eps, kind)
     if (kernels := kernels_for(h, delta, weight)) is not None:
-        return kernels.add_rms_norm(h, delta, weight, eps)
+        return kernels.add_rms_norm(h, delta, weight, eps, kind)
     h = h + delta
-    return h, rms_norm(h, weight, eps)
+    return h, rms_norm(h, weight, eps, kind)
 
 
 def norm_heads(
-    qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, kv_heads: int, eps: float
+    qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, kv_heads: int, eps: float, kind: int = RMS
 ) -> torch.Tensor:
     """qkv [tokens, heads + 2 * kv_heads, head_dim] with each head of q and k normalised; the heads of v are unchanged.
 
@@ -42,37 +53,115 @@ def norm_heads(
     """
     q, k, v = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     if (kernels := triton_kernels_for(qkv)) is not None:
-        kernels.rms_norm_(q, q_weight, eps)
-        kernels.rms_norm_(k, k_weight, eps)
+        kernels.rms_norm_(q, q_weight, eps, kind)
+        kernels.rms_norm_(k, k_weight, eps, kind)
         return qkv
-    return torch.cat((rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), v), dim=1)
+    return torch.cat((rms_norm(q, q_weight, eps, kind), rms_norm(k, k_weight, eps, kind), v), dim=1)
 
 
-class RMSNorm(nn.Module):
+class Norm(nn.Module):
     """x [..., size] -> [..., size].
 
-    Args:
-        final: it is the model's final norm, with a site at its output.
+    Attributes:
+        kind: see core/norm_kind.py.
+        output_site: the site of its output, whose ops it applies; None for none.
     """
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: str, *, final: bool = False) -> None:
-        super().__init__()
-        self.final = final
-        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), False)
-        self.variance_epsilon = eps
+    kind: int
+    eps: float
+    output_site: int | None
+    weight: nn.Parameter
+
+    @property
+    def kernel_weight(self) -> torch.Tensor:
+        """See core/norm_kind.py."""
+        return self.weight
+
+    @abstractmethod
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm of x, without ops."""
+
+    @abstractmethod
+    def add_normalize(self, h: torch.Tensor, delta: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """(h + delta, its norm); without a delta (h, its norm). h is not written to."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        normed = rms_norm(hidden_states, self.weight, self.variance_epsilon)
-        site_ops = current_site_ops() if self.final else None
-        return normed if site_ops is None else site_ops.at(site_ops.final_site, normed)
+        normed = self.normalize(hidden_states)
+        return normed if self.output_site is None else apply_at(normed, current_site_ops(), self.output_site)
 
     def after_add(
-        self, h: torch.Tensor, delta: torch.Tensor | None, site_ops: SiteOps | None = None, residual_add: int = 0
+        self, h: torch.Tensor, delta: Delta | None, site_ops: SiteOps | None = None, residual_add: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`add_rms_norm` in a fused pass, with the ops and captures of the residual add (core/model_spec.py)."""
+        """`add_normalize` in a fused pass, with the ops and captures of the residual add (core/model_spec.py)."""
         if site_ops is None or delta is None:
-            return add_rms_norm(h, delta, self.weight, self.variance_epsilon)
-        return site_ops.add_rms_norm(residual_add, h, delta, self.weight, self.variance_epsilon)
+            return self.add_normalize(h, delta)
+        return site_ops.add_norm(residual_add, h, delta, self)
+
+
+class RMSNorm(Norm):
+    """Llama's norm."""
+
+    kind = RMS
+
+    def __init__(
+        self, size: int, eps: float, dtype: torch.dtype, device: str, *, output_site: int | None = None
+    ) -> None:
+        super().__init__()
+        self.output_site = output_site
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), False)
+        self.variance_epsilon = self.eps = eps
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps, self.kind)
+
+    def add_normalize(self, h: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        return add_rms_norm(h, delta, self.weight, self.eps, self.kind)
 
     def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+class OffsetRMSNorm(RMSNorm):
+    """Gemma's norm, whose weight is stored less 1."""
+
+    kind = RMS_OFFSET
+
+
+class LayerNorm(Norm, nn.LayerNorm):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """LayerNorm with a bias. Weight and bias are views of one tensor, which kernels read."""
+
+    kind = LAYER
+
+    def __init__(
+        self, size: int, eps: float, dtype: torch.dtype, device: str, *, output_site: int | None = None
+    ) -> None:
+        nn.Module.__init__(self)
+        self.normalized_shape, self.eps, self.elementwise_affine = (size,), eps, True
+        self.output_site = output_site
+        self._both = torch.empty(2, size, dtype=dtype, device=device)
+        self.weight, self.bias = (nn.Parameter(row, False) for row in self._both)
+
+    @property
+    def kernel_weight(self) -> torch.Tensor:
+        return self._both
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        if (kernels := triton_kernels_for(x)) is not None:
+            return kernels.layer_norm(x, self._both, self.eps)
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+    def add_normalize(self, h: torch.Tensor, delta: Delta | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if delta is None:
+            return h, self.normalize(h)
+        mlp, attention = (delta.mlp, delta.attention) if isinstance(delta, ParallelDelta) else (delta, None)
+        if (kernels := triton_kernels_for(h)) is not None:
+            return kernels.add_layer_norm(h, mlp, self._both, self.eps, attention)
+        h = h + (mlp if attention is None else mlp + attention)
+        return h, self.normalize(h)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.LayerNorm:
+        """An `nn.LayerNorm` with its own weights."""
+        copied = nn.LayerNorm(list(self.normalized_shape), self.eps, device="meta")
+        copied.weight, copied.bias = deepcopy(self.weight, memo), deepcopy(self.bias, memo)
+        memo[id(self)] = copied
+        return copied.train(self.training)

@@ -35,43 +35,68 @@ def rotation(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.
     return _halves(torch.cat((cos[0], signed(sin[0])), dim=-1))
 
 
-def rotation_of(batch: ForwardBatch, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rotation`, cached for the pass. Made again if a hook replaced `cos` or `sin`, or wrote to them."""
-    cached = batch.rotation
-    versions = (cos._version, sin._version)
+def rotation_of(batch: ForwardBatch, *embeddings: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`rotation` of cosines and sines, cached for the pass; () without any.
+
+    Made again if a hook replaced the cosines or sines, or wrote to them.
+    """
+    if not embeddings:
+        return ()
+    cos, sin = embeddings
+    cached, versions = batch.rotations.get(id(cos)), (cos._version, sin._version)
     if cached is None or cached.cos is not cos or cached.sin is not sin or cached.versions != versions:
-        batch.rotation = cached = CachedRotation(cos, sin, versions, rotation(cos, sin))
+        batch.rotations[id(cos)] = cached = CachedRotation(cos, sin, versions, rotation(cos, sin))
     return cached.rotation
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [tokens, heads, head_dim] by a `rotation`; fresh memory. Bit-equal to transformers' formula."""
+    """Rotate x [tokens, heads, head_dim] by a `rotation`; fresh memory. Bit-equal to transformers' formula.
+
+    A `rotation` that is narrower than a head rotates the first channels.
+    """
     if (kernels := kernels_for(x, cos, signed_sin)) is not None:
         return kernels.rope(x, cos, signed_sin)
-    return x * cos + torch.roll(x, x.shape[-1] // 2, dims=-1) * signed_sin
+    width = cos.shape[-1]
+    x, rest = x.split([width, x.shape[-1] - width], dim=-1) if width < x.shape[-1] else (x, None)
+    turned = x * cos + torch.roll(x, width // 2, dims=-1) * signed_sin
+    return turned if rest is None else torch.cat((turned, rest), dim=-1)
+
+
+def heads_of(qkv: torch.Tensor, kv_heads: int, by_head: bool) -> list[torch.Tensor]:
+    """q, k and v, views of qkv [tokens, heads + 2 * kv_heads, head_dim]; `by_head`: those of each head follow each other."""
+    if by_head:
+        return [qkv[:, i::3] for i in range(3)]
+    return list(qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1))
 
 
 def rope_and_write(
     qkv: torch.Tensor,  # [tokens, heads + 2 * kv_heads, head_dim]
-    cos: torch.Tensor,
-    signed_sin: torch.Tensor,
+    cos: torch.Tensor | None,
+    signed_sin: torch.Tensor | None,
     pool: PagedKV,
     layer_id: int,
     slots: torch.Tensor,  # [tokens] int64
     out: torch.Tensor | None = None,  # [tokens, heads, head_dim]
+    by_head: bool = False,
 ) -> torch.Tensor:
     """Rotate q and k by a `rotation`, and write k and v to the layer's `slots` of the pool, in one kernel.
+
+    Args:
+        cos, signed_sin: None for no rotation.
+        by_head: see `heads_of`.
 
     Returns:
         the rotated q [tokens, heads, head_dim], in `out` or in fresh memory.
     """
     caches = pool.get_kv(layer_id)
-    if (kernels := kernels_for(qkv, cos, signed_sin, *caches)) is not None:
-        return kernels.rope_and_write(qkv, cos, signed_sin, *caches, slots, out)
-    kv_heads = pool.num_kv_heads
-    q, k = apply_rope(qkv[:, :-kv_heads], cos, signed_sin).split([qkv.shape[1] - 2 * kv_heads, kv_heads], dim=1)
-    pool.set_kv(layer_id, slots, k, qkv[:, -kv_heads:])
-    return q if out is None else out.copy_(q)
+    turn = () if cos is None or signed_sin is None else (cos, signed_sin)
+    if (kernels := kernels_for(qkv, *turn, *caches)) is not None:
+        return kernels.rope_and_write(qkv, cos, signed_sin, *caches, slots, out, by_head)
+    q, k, v = heads_of(qkv, pool.num_kv_heads, by_head)
+    if turn:
+        q, k = apply_rope(q, *turn), apply_rope(k, *turn)
+    pool.set_kv(layer_id, slots, k, v)
+    return q.contiguous() if out is None else out.copy_(q)
 
 
 class RotaryEmbedding(nn.Module):

@@ -22,102 +22,20 @@ import triton
 import triton.language as tl
 
 from ..core.launch import Launcher, grid_wait, launch_dependents
+from .triton_activation import gelu, gelu_mul, silu, silu_mul, softcap
+from .triton_norm import add_layer_norm, add_rms_norm, layer_norm, norm_launch, rms_norm, rms_norm_
 
-NORM_BLOCK = 2048
-"""Elements per program of `rms_norm`: as many whole rows as fit, at least one."""
-NORM_WARP = 512
-"""Elements per warp of `rms_norm`."""
+__all__ = [
+    "add_layer_norm", "add_rms_norm", "gelu", "gelu_mul", "gemv", "layer_norm", "norm_launch", "rms_norm", "rms_norm_", "rope",
+    "rope_and_write", "silu", "silu_mul", "softcap",
+]  # fmt: skip
+
 ROPE_HEADS, ROPE_WARPS = 16, 4
 """Heads and warps per program of `rope`."""
-SILU_BLOCK, SILU_WARPS = 1024, 4
 GEMV_BLOCKS = 4096, 2048
 """Elements of a weight's row that a program loads at a time: the first that divides the row, else the last."""
 GEMV_WARP = 512
 """Elements per warp of `gemv`."""
-
-
-# -- norm ------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _rms_norm(
-    x, delta, weight, total, out, rows, eps, SIZE: tl.constexpr, INNER: tl.constexpr, OUTER_STRIDE: tl.constexpr,
-    INNER_STRIDE: tl.constexpr, ADD: tl.constexpr, IN_PLACE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    launch_dependents(PDL)
-    dtype: tl.constexpr = x.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    mask = (row < rows) & (column < SIZE)
-    source = row // INNER * OUTER_STRIDE + row % INNER * INNER_STRIDE + column
-    # Keep the norm's weights in the L2 cache: the large weights pass through it once a step.
-    weights = tl.load(weight + column, mask=column < SIZE, other=0.0, eviction_policy="evict_last")
-    grid_wait(PDL)
-    value = tl.load(x + source, mask=mask, other=0.0).to(tl.float32)
-    if ADD:
-        summed = (value + tl.load(delta + source, mask=mask, other=0.0).to(tl.float32)).to(dtype)
-        tl.store(total + source, summed, mask=mask)
-        value = summed.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / SIZE + eps)
-    normed = (value * scale).to(dtype).to(tl.float32)
-    target = source if IN_PLACE else row * SIZE + column
-    tl.store(out + target, (weights.to(tl.float32) * normed).to(dtype), mask=mask)
-
-
-_rms_norm_launch = Launcher(_rms_norm, pdl=True, enable_fp_fusion=False)
-
-
-def _launch_norm(
-    x: torch.Tensor,
-    delta: torch.Tensor,
-    weight: torch.Tensor,
-    total: torch.Tensor,
-    out: torch.Tensor,
-    eps: float,
-    add: bool,
-) -> None:
-    size = x.shape[-1]
-    rows = x.numel() // size
-    if rows == 0:
-        return
-    inner, outer_stride, inner_stride = 1, size, 0
-    if not x.is_contiguous():  # [tokens, heads, head_dim], a slice of a merged product
-        inner, (outer_stride, inner_stride, _) = x.shape[1], x.stride()
-    per_program, block, warps = norm_launch(size)
-    constants = (size, inner, outer_stride, inner_stride, add, out is x, per_program, block)
-    _rms_norm_launch((-(-rows // per_program), 1, 1), (x, delta, weight, total, out), (rows, eps), constants, warps)
-
-
-def norm_launch(size: int) -> tuple[int, int, int]:
-    """(rows per program, elements per row, warps) for kernels that sum over rows of `size`: all sums have the same order."""
-    block = 1 << (size - 1).bit_length()
-    rows = max(1, NORM_BLOCK // block)
-    return rows, block, min(16, max(1, block * rows // NORM_WARP))
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., size] -> the same shape in fresh memory. x is contiguous, or [tokens, heads, size] with a contiguous last dim."""
-    if not x.is_contiguous() and (x.dim() != 3 or x.stride(2) != 1):
-        x = x.contiguous()
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _launch_norm(x, x, weight, x, out, eps, False)
-    return out
-
-
-def rms_norm_(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
-    """`rms_norm` in place: x [tokens, heads, size], last dim contiguous."""
-    _launch_norm(x, x, weight, x, x, eps, False)
-
-
-def add_rms_norm(
-    h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(h + delta, its norm), both fresh memory; h and delta [..., size]."""
-    h, delta = h.contiguous(), delta.contiguous()
-    total, out = torch.empty_like(h), torch.empty_like(h)
-    _launch_norm(h, delta, weight, total, out, eps, True)
-    return total, out
 
 
 # -- rope ------------------------------------------------------------------------
@@ -133,19 +51,41 @@ def _turn(x, other, cos, signed_sin, dtype: tl.constexpr):
 @triton.jit
 def _rope(
     x, cos, signed_sin, out, k_cache, v_cache, slots, X_STRIDE: tl.constexpr, X_HEAD_STRIDE: tl.constexpr,
-    TURN_STRIDE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    TURN_STRIDE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TURNED: tl.constexpr,
+    BY_HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rotate HEADS heads into `out` and the next KV_HEADS heads into `k_cache`; copy the last KV_HEADS heads to `v_cache`."""
+    """Rotate HEADS heads into `out` and the next KV_HEADS heads into `k_cache`; copy the last KV_HEADS heads to `v_cache`.
+
+    The first TURNED channels of a head are rotated, and the others copied. With BY_HEAD q, k and v of each head follow each
+    other.
+    """
     launch_dependents(PDL)
     grid_wait(PDL)
     dtype: tl.constexpr = x.dtype.element_ty
-    half: tl.constexpr = HEAD_DIM // 2
+    half: tl.constexpr = TURNED // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)[:, None]
+    place = head
+    if BY_HEAD:
+        place = head % HEADS * 3 + head // HEADS
+    if TURNED < HEAD_DIM:
+        rest = TURNED + tl.arange(0, REST_BLOCK)[None, :]
+        there = (head < HEADS + 2 * KV_HEADS) & (rest < HEAD_DIM)
+        kept = tl.load(x + token * X_STRIDE + place * X_HEAD_STRIDE + rest, mask=there)
+        tl.store(out + (token * HEADS + head) * HEAD_DIM + rest, kept, mask=there & (head < HEADS))
+        if KV_HEADS > 0:
+            first_head = tl.load(slots + token).to(tl.int64) * KV_HEADS
+            is_key = there & (head >= HEADS) & (head < HEADS + KV_HEADS)
+            is_value = there & (head >= HEADS + KV_HEADS)
+            key = k_cache + (first_head + head - HEADS) * HEAD_DIM + rest
+            value = v_cache + (first_head + head - HEADS - KV_HEADS) * HEAD_DIM + rest
+            tl.store(key, kept.to(k_cache.dtype.element_ty), mask=is_key)
+            tl.store(value, kept.to(v_cache.dtype.element_ty), mask=is_value)
+    if TURNED == 0:
+        return
     column = tl.arange(0, HALF_BLOCK)[None, :]
     mask = (head < HEADS + 2 * KV_HEADS) & (column < half)
-    source = x + token * X_STRIDE + head * X_HEAD_STRIDE + column
+    source = x + token * X_STRIDE + place * X_HEAD_STRIDE + column
     first, second = tl.load(source, mask=mask), tl.load(source + half, mask=mask)
     angle = token * TURN_STRIDE + column
     cos_first = tl.load(cos + angle, mask=column < half).to(tl.float32)
@@ -181,77 +121,50 @@ def _launch_rope(
     slots: torch.Tensor,
     kv_heads: int,
     out: torch.Tensor | None = None,
+    turned: int | None = None,
+    by_head: bool = False,
 ) -> torch.Tensor:
     tokens, heads, head_dim = x.shape
     out = x.new_empty(tokens, heads - 2 * kv_heads, head_dim) if out is None else out
     if tokens:
-        head_block, half_block = min(ROPE_HEADS, 1 << (heads - 1).bit_length()), 1 << (head_dim // 2 - 1).bit_length()
+        turned = head_dim if turned is None else turned
+        head_block, half_block = (
+            min(ROPE_HEADS, 1 << (heads - 1).bit_length()),
+            1 << max(turned // 2 - 1, 0).bit_length(),
+        )
+        rest_block = 1 << max(head_dim - turned - 1, 0).bit_length()
         strides = (x.stride(0), x.stride(1), cos.stride(0))
-        constants = (*strides, heads - 2 * kv_heads, kv_heads, head_dim, head_block, half_block)
+        shape = (heads - 2 * kv_heads, kv_heads, head_dim, turned, by_head)
         tensors = (x, cos, signed_sin, out, k_cache, v_cache, slots)
+        constants = (*strides, *shape, head_block, half_block, rest_block)
         _rope_launch((tokens, -(-heads // head_block), 1), tensors, (), constants, ROPE_WARPS)
     return out
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
     """x [tokens, heads, head_dim], last dim contiguous, rotated by a `rotation` of layers/rope.py; fresh memory."""
-    return _launch_rope(x, cos, signed_sin, x, x, x, 0)
+    return _launch_rope(x, cos, signed_sin, x, x, x, 0, turned=cos.shape[-1])
 
 
 def rope_and_write(
     qkv: torch.Tensor,
-    cos: torch.Tensor,
-    signed_sin: torch.Tensor,
+    cos: torch.Tensor | None,
+    signed_sin: torch.Tensor | None,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slots: torch.Tensor,
     out: torch.Tensor | None = None,
+    by_head: bool = False,
 ) -> torch.Tensor:
     """Rotate q and k, and write k and v to `slots` of the caches. Returns q in `out`, contiguous, or in fresh memory.
 
-    qkv is [tokens, heads + 2 * kv_heads, head_dim] with a contiguous last dim; the caches are [slots, kv_heads, head_dim].
+    qkv is [tokens, heads + 2 * kv_heads, head_dim] with a contiguous last dim; the caches are [slots, kv_heads, head_dim]. Without
+    cos and signed_sin nothing is rotated. `by_head`: q, k and v of each head follow each other.
     """
-    return _launch_rope(qkv, cos, signed_sin, k_cache, v_cache, slots, k_cache.shape[1], out)
-
-
-# -- activation --------------------------------------------------------------------
-
-
-@triton.jit
-def _silu(x, out, SIZE: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    launch_dependents(PDL)
-    grid_wait(PDL)
-    dtype: tl.constexpr = x.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < SIZE
-    source = x + row * (2 * SIZE if GATED else SIZE) + column
-    gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    value = (gate / (1.0 + tl.exp(-gate))).to(dtype)
-    if GATED:
-        value = (value.to(tl.float32) * tl.load(source + SIZE, mask=mask, other=0.0).to(tl.float32)).to(dtype)
-    tl.store(out + row * SIZE + column, value, mask=mask)
-
-
-_silu_launch = Launcher(_silu, pdl=True, enable_fp_fusion=False)
-
-
-def _launch_silu(x: torch.Tensor, size: int, gated: bool) -> torch.Tensor:
-    x = x.contiguous()
-    out = x.new_empty(*x.shape[:-1], size)
-    if rows := out.numel() // size:
-        _silu_launch((rows, -(-size // SILU_BLOCK), 1), (x, out), (), (size, gated, SILU_BLOCK), SILU_WARPS)
-    return out
-
-
-def silu(x: torch.Tensor) -> torch.Tensor:
-    """x [..., size] -> the same shape."""
-    return _launch_silu(x, x.shape[-1], False)
-
-
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [..., 2 * size] -> [..., size]: ``silu(gate) * up``, with silu rounded before the product."""
-    return _launch_silu(gate_up, gate_up.shape[-1] // 2, True)
+    kv_heads = k_cache.shape[1]
+    if cos is None or signed_sin is None:
+        return _launch_rope(qkv, qkv, qkv, k_cache, v_cache, slots, kv_heads, out, 0, by_head)
+    return _launch_rope(qkv, cos, signed_sin, k_cache, v_cache, slots, kv_heads, out, cos.shape[-1], by_head)
 
 
 # -- matrix times vector -----------------------------------------------------------

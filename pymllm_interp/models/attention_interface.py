@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 from ..attention.attention_backend import RadixAttention
 from ..core.current_pass import current_batch
 from ..core.forward_batch import ForwardBatch
+from .attention_method import eager_method_of
 
 PAGED = "pymllm_interp_paged"
 """The name of `paged_attention` in transformers. It has no mask function, so that models make no masks."""
@@ -31,6 +32,10 @@ class PagedCall(NamedTuple):
     layer: RadixAttention
     eager: bool
     """Whether the family's own eager attention computes it, request by request."""
+    chunk: int | None = None
+    """A query sees the keys of its chunk of positions; None: the layer's sliding window, or all."""
+    copies: int = 1
+    """The pool has each of the call's key and value heads so many times."""
 
 
 @dataclass
@@ -71,15 +76,18 @@ def paged_attention(
         size = query.shape[2]
         return _eager(module, query, key, value, causal_mask(size, size, None, query), **kwargs)
     call, width = module.paged_calls.next(), value.shape[-1]
-    q, k, v = (_rows(x, call.layer.head_dim) for x in (query, key, value))
+    q, k, v = (pool_rows(x, call.layer.head_dim) for x in (query, key, value))
+    if call.copies > 1:
+        k, v = (x.repeat_interleave(call.copies, 1) for x in (k, v))
     wants_weights = batch.transformers_pass is not None and batch.transformers_pass.eager
     if call.eager or wants_weights:
-        return _by_request(module, call.layer, q, k, v, (query.shape[-1], width), batch, kwargs)
+        out, weights = _by_request(module, call, q, k, v, (query.shape[-1], width), batch, kwargs)
+        return out, weights if wants_weights else None
     out = call.layer(q, k, v, batch).view(1, q.shape[0], -1, call.layer.head_dim)
     return out[..., :width], None
 
 
-def _rows(x: torch.Tensor, head_dim: int) -> torch.Tensor:
+def pool_rows(x: torch.Tensor, head_dim: int) -> torch.Tensor:
     """[1, heads, tokens, size] -> [tokens, heads, head_dim], padded with zeros, which change no score."""
     x = x[0].transpose(0, 1)
     return (x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))).contiguous()
@@ -87,7 +95,7 @@ def _rows(x: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 def _by_request(
     module: Any,
-    layer: RadixAttention,
+    call: PagedCall,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -101,7 +109,7 @@ def _by_request(
         q, k, v: [tokens, heads, head_dim], padded to the head size of the pool.
         sizes: the head sizes of q and k, and of v.
     """
-    pool, table = batch.token_to_kv_pool, batch.req_to_token_pool
+    layer, pool, table = call.layer, batch.token_to_kv_pool, batch.req_to_token_pool
     if not batch.fresh_kv_only:
         assert pool is not None, "prepare_forward_batch_* sets the pools"
         pool.set_kv(layer.layer_id, batch.out_cache_loc[: len(k)], k, v)
@@ -114,9 +122,11 @@ def _by_request(
             slots = table.req_to_token[batch.req_pool_indices[i], : lens[i]].to(torch.int64)
             keys, values = (x.index_select(0, slots).to(q.dtype) for x in pool.get_kv(layer.layer_id))
         queries = q[start : start + size]
-        mask = causal_mask(size, len(keys), layer.sliding_window, q)
-        if batch.attention_cuts is not None and batch.batch_size == 1:
-            cut = batch.attention_cuts.hidden(layer.layer_id, layer.num_heads, layer.sliding_window, q.device)
+        keys, values = keys[:, :: call.copies], values[:, :: call.copies]
+        mask = causal_mask(size, len(keys), layer.sliding_window, q, call.chunk)
+        cuts = None if batch.attention_cuts is None else batch.attention_cuts.of_request(i)
+        if cuts is not None:
+            cut = cuts.hidden(layer.layer_id, layer.num_heads, layer.sliding_window, q.device)
             if cut is not None:
                 mask = mask.masked_fill(cut[..., -mask.shape[-1] :], torch.finfo(mask.dtype).min)
         parts = (_heads(x, width) for x, width in zip((queries, keys, values), (sizes[0], *sizes), strict=True))
@@ -133,17 +143,24 @@ def _heads(x: torch.Tensor, size: int) -> torch.Tensor:
     return x[..., :size].transpose(0, 1).unsqueeze(0)
 
 
-def causal_mask(queries: int, keys: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
+def causal_mask(
+    queries: int, keys: int, window: int | None, like: torch.Tensor, chunk: int | None = None
+) -> torch.Tensor:
     """Added to scores [1, 1, queries, keys]: 0, or the lowest number of the dtype. The queries are the last positions."""
-    back = torch.arange(keys - queries, keys, device=like.device)[:, None] - torch.arange(keys, device=like.device)
-    hidden = back < 0 if window is None else (back < 0) | (back >= window)
+    query, key = torch.arange(keys - queries, keys, device=like.device)[:, None], torch.arange(keys, device=like.device)
+    hidden = query < key
+    if window is not None:
+        hidden |= query - key >= window
+    if chunk is not None:
+        hidden |= query // chunk != key // chunk
     mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
     return mask.masked_fill_(hidden, torch.finfo(like.dtype).min)[None, None]
 
 
 def eager_attention_of(module: nn.Module) -> Callable[..., Any] | None:
-    """`eager_attention_forward` of the file that defines the module's class."""
-    return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    """`eager_attention_forward` of the file that defines the module's class, or the class's method."""
+    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return own or eager_method_of(module)
 
 
 def _eager(module: nn.Module, *tensors: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,8 @@ hook waits, `forward` runs fused code too, as graph segments (`ForwardBatch.run_
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain, islice
 from typing import Any, Protocol
 
 import torch
@@ -20,12 +21,14 @@ from ..attention.attention_backend import RadixAttention
 from ..core.current_pass import current_pass
 from ..core.forward_batch import ForwardBatch, Registers
 from ..core.model_spec import ModelSpec, input_add
-from ..layers.edits.base import residual_sum
-from ..layers.linear import Linear
+from ..layers.edits.base import apply_at, residual_sum
+from ..layers.linear import Linear, Product
 from ..layers.rope import rotation_of
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines, each [1, tokens, head_dim]."""
+"""Cosines and sines, each [1, tokens, channels that are rotated]."""
+Rotations = Mapping[str, Rotation | tuple[()]]
+"""By the `rotary` of layers; empty tuples in families without rotations."""
 
 
 class CausalLM(nn.Module, ABC):
@@ -35,11 +38,17 @@ class CausalLM(nn.Module, ABC):
         config: the model's transformers config.
         spec: the model's facts.
         lm_head: [..., hidden] -> [..., vocab].
+        fuses_ops: the fused pass calls no module, and declared ops are part of its kernels.
+        why_no_graphs: why passes cannot be captured in CUDA graphs; None where they can.
+        largest_step: requests and token rows of a step at most; None: as configured.
     """
 
     config: PretrainedConfig
     spec: ModelSpec
     lm_head: Linear
+    fuses_ops = True
+    why_no_graphs: str | None = None
+    largest_step: tuple[int, int] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
         """Run `forward` as the thread's current pass. `forward_batch` is a keyword; hooks see all arguments in their order.
@@ -80,6 +89,10 @@ class CausalLM(nn.Module, ABC):
     def head_fused(self, h: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         """The logits [1, logit rows, vocab] of the hidden states of `decoder_fused`."""
 
+    def logits_of(self, h: torch.Tensor) -> torch.Tensor:
+        """The head alone: [..., hidden] -> [..., vocab]."""
+        return self.lm_head(h)
+
     def attention_layers(self) -> list[RadixAttention]:
         """The attention of each layer, in order."""
         found = [getattr(module, "attn", None) for module in self.modules()]
@@ -93,11 +106,13 @@ class ResidualBranch(nn.Module, ABC):
         name: attribute of the decoder layer.
         last_projection: attribute of the branch.
         inner_kind: kind of the inner site between the two parts of the branch, the input of `last_projection`.
+        output_site: the site of its output; None where a norm follows, whose output is what is added.
     """
 
     name: str
     last_projection: str
     inner_kind: str
+    output_site: int | None = None
 
     def __init__(self, layer_idx: int) -> None:
         super().__init__()
@@ -111,7 +126,7 @@ class ResidualBranch(nn.Module, ABC):
     def forward_fused(self, *inputs: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """`forward` without a call to a module, and without the ops at its output: [1, tokens, hidden]."""
         inner = self.inner_fused(*inputs, batch=batch)
-        last: Linear = getattr(self, self.last_projection)
+        last: Product = getattr(self, self.last_projection)
         return last.project(inner, batch.site_ops)
 
     def run_segments(self, batch: ForwardBatch, **inputs: torch.Tensor) -> torch.Tensor | None:
@@ -142,14 +157,29 @@ class ResidualBranch(nn.Module, ABC):
             hook_query.runs_eagerly(layer, self.name, but=self._last_path)
         return None
 
+    def after_ops(self, out: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor:
+        """The branch's output after the ops at its site, if it has one."""
+        return out if batch is None or self.output_site is None else apply_at(out, batch.site_ops, self.output_site)
+
 
 class FusedLayer(Protocol):
-    """A decoder layer, as the fused pass calls it."""
+    """A decoder layer, as the fused pass calls it.
+
+    Attributes:
+        rotary: names the rotation that its attention takes, in families that have several.
+    """
+
+    rotary: str
 
     def forward_fused(
-        self, h: torch.Tensor, delta: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(h, delta) -> (h, delta): the hidden state is the `residual_sum` of both. cos and sin are a `rotation`."""
+        self, h: torch.Tensor, delta: Any, rotation: tuple[torch.Tensor, ...], batch: ForwardBatch
+    ) -> tuple[torch.Tensor, Any]:
+        """(h, delta) -> (h, delta): the hidden state is the `residual_sum` of both.
+
+        Args:
+            delta: a `Delta`; None for the first layer.
+            rotation: cosines and signed sines (`layers.rope.rotation`); empty in families without a rotation.
+        """
         ...
 
 
@@ -157,7 +187,7 @@ def run_layers(
     layers: Sequence[FusedLayer],
     first: int,
     h: torch.Tensor,
-    position_embeddings: Rotation,
+    position_embeddings: Rotations,
     batch: ForwardBatch,
     served: bool,
 ) -> torch.Tensor:
@@ -167,18 +197,24 @@ def run_layers(
         layers: consecutive layers.
         first: index of the first one.
         h: [1, tokens, hidden].
+        position_embeddings: those of the layers' `rotary`.
         served: a hook waits at the output of the last one.
 
     Returns:
         the hidden state [1, tokens, hidden] after the last layer.
     """
     stop = first + len(layers)
+    rotations = {kind: rotation_of(batch, *found) for kind, found in position_embeddings.items()}
+    names = [
+        f"{name}{kind}" for kind, found in rotations.items() for name, _ in zip(("cos", "sin"), found, strict=False)
+    ]
+    inputs = dict(zip(names, chain(*rotations.values()), strict=True))
 
-    def run(h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Registers:
-        delta = None
+    def run(h: torch.Tensor, **inputs: torch.Tensor) -> Registers:
+        parts, delta = iter(inputs.values()), None
+        turns = {kind: tuple(islice(parts, len(found))) for kind, found in rotations.items()}
         for layer in layers:
-            h, delta = layer.forward_fused(h, delta, cos, sin, batch)
+            h, delta = layer.forward_fused(h, delta, turns[layer.rotary], batch)
         return {"h": residual_sum(h, delta, batch.site_ops, input_add(stop), served)}
 
-    cos, sin = rotation_of(batch, *position_embeddings)
-    return batch.run_segment(("layers", first, stop, served), run, h=h, cos=cos, sin=sin)["h"]
+    return batch.run_segment(("layers", first, stop, served), run, h=h, **inputs)["h"]

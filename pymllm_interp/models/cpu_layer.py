@@ -14,6 +14,8 @@ from ..core.forward_batch import ForwardBatch
 class GatedLayer(Protocol):
     """`LlamaDecoderLayer`, or a layer of the same parts."""
 
+    in_one_call: bool
+    """Whether its activation and norms are those of the compiled layer."""
     self_attn: Any
     mlp: Any
     input_layernorm: Any
@@ -39,7 +41,7 @@ def decode_layer(
         or pool is None
         or batch.site_ops is not None
         or batch.attention_cuts is not None
-        or not mlp.is_silu
+        or not layer.in_one_call
     ):
         return None
     caches, norms = (

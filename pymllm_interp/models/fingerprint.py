@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -34,14 +33,11 @@ def model_fingerprint(model: nn.Module, config: PretrainedConfig) -> str:
     return ServedWeights(model, config).fingerprint()
 
 
-def _digest(config: PretrainedConfig, named: Iterable[tuple[str, Tensor, int]]) -> str:
+def _settings(config: PretrainedConfig) -> bytes:
     settings = {
         key: value for key, value in config.to_diff_dict().items() if key not in NOT_THE_MODEL and key[0] != "_"
     }
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    for name, tensor, value in named:
-        digest.update(f"|{name} {tensor.dtype} {list(tensor.shape)} {value}".encode())
-    return digest.hexdigest()
+    return json.dumps(settings, sort_keys=True, default=str).encode()
 
 
 class ServedWeights:
@@ -49,13 +45,14 @@ class ServedWeights:
 
     Args:
         model: its parameters are edited in place, never replaced.
-        config: its transformers config.
+        config: its transformers config, as the model was built from it. Later edits of it do not count.
     """
 
     def __init__(self, model: nn.Module, config: PretrainedConfig) -> None:
-        self._config = config
+        self._settings = _settings(config)
         self._named = sorted(model.named_parameters())
         self._checksums: dict[str, tuple[int, int]] = {}  # name -> (version, checksum)
+        self._last: tuple[int, str] | None = None  # (version, fingerprint)
 
     @property
     def version(self) -> int:
@@ -64,7 +61,14 @@ class ServedWeights:
 
     def fingerprint(self) -> str:
         """`model_fingerprint` of the weights as they are now. An edit that is undone restores the earlier value."""
-        return _digest(self._config, ((name, tensor, self._checksum(name, tensor)) for name, tensor in self._named))
+        version = self.version  # before the sums: an edit meanwhile leads to another sum
+        if self._last is None or self._last[0] != version:
+            digest = hashlib.sha256(self._settings)
+            for name, tensor in self._named:
+                value = self._checksum(name, tensor)
+                digest.update(f"|{name} {tensor.dtype} {list(tensor.shape)} {value}".encode())
+            self._last = version, digest.hexdigest()
+        return self._last[1]
 
     def _checksum(self, name: str, tensor: Tensor) -> int:
         version = tensor._version  # before the sum: an edit meanwhile leads to another sum

@@ -24,4 +24,4 @@ class MistralModel(LlamaModel):
 
 
 class MistralForCausalLM(LlamaForCausalLM):
-    model_cls = MistralModel
+    decoder_cls = MistralModel

@@ -16,22 +16,29 @@ from torch import nn
 
 from ..core.current_pass import current_batch
 from ..core.model_spec import LENGTH_DEPENDENT_ROPE
-from .probe import probed_positions
+from .cache_probe import probed_positions
 
 COUNTS_FROM_CACHE = {"past_key_values_length", "position_ids"}
 """Parameters of modules that count positions from the length of the cache."""
 
 
-def serve_positions(model: nn.Module) -> None:
-    """Give the positions of the pass to the modules that count from the length of the cache."""
+def serve_positions(model: nn.Module) -> int:
+    """Give the positions of the pass to the modules that count from the length of the cache.
+
+    Returns:
+        how many rows of a table of positions no token has: RoBERTa and its kin count from behind the padding token's id.
+    """
+    unused = 0
     for module in model.modules():
         parameters = inspect.signature(type(module).forward).parameters
         if parameters.keys() >= COUNTS_FROM_CACHE:
-            offset = (
-                hasattr(module, "create_position_ids_from_input_ids")
-                and getattr(module, "padding_idx", None) is not None
-            )
-            module.register_forward_pre_hook(_behind_padding if offset else _with_positions, with_kwargs=True)
+            padding = getattr(module, "padding_idx", None)
+            if padding is not None and hasattr(module, "create_position_ids_from_input_ids"):
+                module.register_forward_pre_hook(_behind_padding, with_kwargs=True)
+                unused = padding + 1
+            else:
+                module.register_forward_pre_hook(_with_positions, with_kwargs=True)
+    return unused
 
 
 def _behind_padding(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -46,7 +53,8 @@ def _with_positions(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> t
         return None
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return None if given.get("position_ids") is not None else ((), {**given, "position_ids": positions})
+    counted = given.get("position_ids")
+    return (), {**given, "position_ids": positions if counted is None else positions.view_as(counted)}
 
 
 def serve_lengths(model: nn.Module) -> None:

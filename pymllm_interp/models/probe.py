@@ -2,15 +2,13 @@
 
 The pass runs with an attention function and a mask function that record their arguments. A mask function in transformers gets
 the rule that says which keys a query sees; the rule is evaluated at a few queries, and must be causal, with or without a
-sliding window.
+sliding window, or chunked. A family without an attention function is probed through its cache (models/cache_probe.py).
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from threading import local
 from typing import Any
 
@@ -20,13 +18,16 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from ..attention.attention_backend import RadixAttention
 from ..core.families import Family
+from ..core.model_spec import ModelSpec
 from ..core.unsupported import UnsupportedModelError
 from .attention_interface import PagedCall, PagedCalls
+from .cache_probe import FAILURES, ProbeCache, differ, mixed_requests_differ, recording_modules, run_flat
+from .cache_route import CACHED
+from .graph_check import WaitsForDevice
+from .probed import AttentionCall, Probe
 
 PROBE = "pymllm_interp_probe"
 PROBE_TOKENS = 4
-MAX_PROBED_POSITIONS = 1 << 17
-"""Sliding windows beyond this many positions count as none."""
 NOT_SERVED = ("position_bias", "indices")
 """Arguments of attention functions that change which keys a query sees, or their scores, by the token."""
 
@@ -38,123 +39,93 @@ class _Recording(local):
 _recording = _Recording()
 
 
-@dataclass
-class AttentionCall:
-    """One call of the attention function in the probe."""
+def probe(model: PreTrainedModel, family: Family, spec: ModelSpec) -> Probe:
+    """Run `model` over a few tokens, on its own device: with an attention function, or else with a cache.
 
-    # fmt: off
-    module:       nn.Module
-    num_heads:    int
-    num_kv_heads: int
-    head_dims:    tuple[int, int]  # of queries and keys, of values
-    scaling:      float
-    softcap:      float | None
-    window:       int | None
-    eager:        bool
-    # fmt: on
-
-
-@dataclass
-class Probe:
-    """A model's first pass.
-
-    Attributes:
-        calls: of the attention function, in order.
-        states: what modules at the ends of sites hold, by (path, end): tensors [1, tokens, width].
-        logits: [1, tokens, vocab].
-        positions: [tokens], of the tokens.
-    """
-
-    context_len: int
-    calls: list[AttentionCall] = field(default_factory=list)
-    states: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
-    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    positions: torch.Tensor | None = None
-
-    def window_of(self, rule: Callable[..., Any], device: torch.device) -> int | None:
-        """The sliding window of a mask rule, None for a causal one.
-
-        Raises:
-            UnsupportedModelError: it is neither.
-        """
-        n = min(self.context_len, MAX_PROBED_POSITIONS)
-        zero, keys = torch.zeros((), dtype=torch.int64, device=device), torch.arange(n, device=device)
-        counts: list[tuple[int, int]] = []
-        for query in sorted({n - 1, max(n - 2, 0), n // 2, n // 3}):
-            allowed = rule(zero, zero, torch.tensor(query, device=device), keys)
-            seen = torch.as_tensor(allowed, device=device).expand(n).nonzero()[:, 0].tolist()
-            if not seen or seen[-1] != query or len(seen) != query - seen[0] + 1:
-                raise UnsupportedModelError("its attention is not causal over consecutive positions")
-            counts.append((query, len(seen)))
-        if all(count == query + 1 for query, count in counts):
-            return None
-        window = max(count for _, count in counts)
-        if any(count != min(query + 1, window) for query, count in counts):
-            raise UnsupportedModelError("its attention is chunked, neither causal nor with a sliding window")
-        return window
-
-
-def probe(model: PreTrainedModel, family: Family, context_len: int) -> Probe:
-    """Run `model` over a few tokens, on its own device.
+    Args:
+        spec: what the config says.
 
     Raises:
-        UnsupportedModelError: its attention does not go through transformers' attention interface, or cannot be served.
+        UnsupportedModelError: its attention cannot run over the KV pool.
     """
-    found = Probe(context_len)
-    use_attention(model, PROBE)
-    try:
-        with torch.no_grad():
-            with _recorded(model, family, found.states):
-                found.logits = _run(model, found, list(range(PROBE_TOKENS)))
-            again = Probe(context_len)
-            backwards = _run(model, again, list(range(PROBE_TOKENS))[::-1])
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{type(model).__name__} cannot be served: {error}") from error
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be served: a pass over a flat batch failed in its own code "
-            f"({type(error).__name__}: {error})"
-        ) from error
-    if not found.calls:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be served: its attention does not go through transformers' attention interface"
-        )
-    if _differ(found.logits, backwards.flip(1)):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be served: a token's state depends on other tokens outside of attention (recurrent "
-            "layers, convolutions), or on its place in the batch"
-        )
-    return found
+    problem = "its attention goes neither through transformers' attention interface nor through its cache"
+    for cached in (False, True):
+        found = Probe(spec.context_len, cached)
+        use_attention(model, CACHED if cached else PROBE)
+        try:
+            with torch.no_grad():
+                backwards = _both_ways(model, family, found, spec.num_attention_heads)
+            if found.calls and differ(found.logits, backwards.flip(1)):
+                problem = (
+                    "a token's state depends on other tokens outside of attention (recurrent layers, convolutions), or on its "
+                    "place in the batch"
+                )
+            elif found.calls and not (cached and mixed_requests_differ(model, use_attention)):
+                return found
+            elif found.calls:
+                problem = "attention through its cache gives a batch of requests other results than each alone"
+        except UnsupportedModelError as error:
+            problem = str(error)
+            break
+        except FAILURES as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            problem = f"a pass over a flat batch failed in its own code ({type(error).__name__}: {error})"
+        if found.calls:
+            break
+    raise UnsupportedModelError(f"{type(model).__name__} cannot be served: {problem}")
 
 
-def _run(model: PreTrainedModel, found: Probe, positions: list[int]) -> torch.Tensor:
+def _both_ways(model: PreTrainedModel, family: Family, found: Probe, num_heads: int) -> torch.Tensor:
+    """Fill `found` by a pass over a few tokens. Returns the logits of the same tokens in the opposite order."""
+    positions = list(range(PROBE_TOKENS))
+    with _recorded(model, family, found.states):
+        found.logits = _run(model, found, positions, num_heads)
+    again = Probe(found.context_len, found.cached, reads_rules=False)
+    with WaitsForDevice() as waits:
+        logits = _run(model, again, positions[::-1], num_heads)
+    found.waits = list(waits.found)
+    return logits
+
+
+def _run(model: PreTrainedModel, found: Probe, positions: list[int], num_heads: int) -> torch.Tensor:
     """The logits [1, tokens, vocab] of tokens at these positions, each a function of its own token and position.
 
-    Attention is not computed in a probe: it returns each token's own values. So the order of the tokens must not matter.
+    Each token is a request of its own: attention returns the token's own values. So the order of the tokens must not matter.
     """
-    device = next(model.parameters()).device
-    found.positions = torch.tensor(positions, device=device)
-    ids = (found.positions[None] + 3) % model.config.get_text_config().vocab_size
-    arguments = {"input_ids": ids, "position_ids": found.positions[None], "attention_mask": torch.ones_like(ids)}
-    takes = inspect.signature(type(model).forward).parameters
-    any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+    at = torch.tensor(positions, device=next(model.parameters()).device)
+    ids = (at[None] + 3) % model.config.get_text_config().vocab_size
     _recording.probe = found
     try:
-        outputs: Any = model(**{k: v for k, v in arguments.items() if any_name or k in takes}, use_cache=False)
+        if not found.cached:
+            return run_flat(model, ids, at)
+        with recording_modules(model) as modules:
+            cache = ProbeCache(at, lambda *call: _record_update(found, modules[-1], num_heads, *call))
+            with cache.serve():
+                return run_flat(model, ids, at, cache)
     finally:
         _recording.probe = None
-    return outputs.logits
 
 
-def _differ(logits: torch.Tensor, others: torch.Tensor) -> bool:
-    """Whether two results differ by more than rounding."""
-    tolerance = 1e-3 if logits.dtype is torch.float32 else 5e-2
-    return bool((logits - others).abs().max() > tolerance * logits.abs().max())
+def _record_update(
+    found: Probe, module: nn.Module, num_heads: int, key: torch.Tensor, value: torch.Tensor, layer_idx: int, rule: Any
+) -> None:
+    """Record a module's update of the cache. `rule` is that of the last mask; None where the model asked for none."""
+    if rule is None:
+        raise UnsupportedModelError("it makes attention masks of its own")
+    window, chunk = found.pattern_of(rule, key.device)
+    dims, num_kv_heads = (key.shape[-1], value.shape[-1]), key.shape[1]
+    scaling = key.shape[-1] ** -0.5
+    found.calls.append(
+        AttentionCall(module, num_heads, num_kv_heads, dims, scaling, None, window, True, chunk, layer_idx)
+    )
 
 
-def probed_positions() -> torch.Tensor | None:
-    """The positions [tokens] of the probe that runs on this thread; None outside of one."""
-    return None if _recording.probe is None else _recording.probe.positions
+def attention_configs(model: PreTrainedModel) -> list[Any]:
+    """The configs that the model's modules look up their attention implementation in, each once."""
+    found = [getattr(module, "config", None) for module in model.modules()]
+    found += [model.config, model.config.get_text_config()]
+    return list({id(config): config for config in found if hasattr(config, "_attn_implementation_internal")}.values())
 
 
 def use_attention(model: PreTrainedModel, name: str) -> None:
@@ -162,28 +133,21 @@ def use_attention(model: PreTrainedModel, name: str) -> None:
 
     The attribute behind the setter: some classes refuse the setter, and obey the attribute.
     """
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "_attn_implementation_internal"):
-            config._attn_implementation_internal = name
-    for config in (model.config, model.config.get_text_config()):
+    for config in attention_configs(model):
         config._attn_implementation_internal = name
 
 
-def set_paged_calls(found: Probe, head_dim: int) -> list[RadixAttention]:
-    """Give each attention module its `paged_calls`, and return the attention layers of a pass, in order.
-
-    Args:
-        head_dim: of the KV pool, the largest in the model.
-    """
+def set_paged_calls(found: Probe, spec: ModelSpec) -> list[RadixAttention]:
+    """Give each attention module its `paged_calls`, and return the attention layers of a pass, in order."""
     by_module: dict[nn.Module, list[PagedCall]] = {}
     layers = []
     for i, call in enumerate(found.calls):
         layer = RadixAttention(
-            i, call.num_heads, call.num_kv_heads, head_dim, call.scaling, call.window, call.softcap or None
+            i, call.num_heads, spec.num_key_value_heads, spec.head_dim, call.scaling, call.window, call.softcap or None
         )
         layers.append(layer)
-        by_module.setdefault(call.module, []).append(PagedCall(layer, call.eager))
+        copies = spec.num_key_value_heads // call.num_kv_heads
+        by_module.setdefault(call.module, []).append(PagedCall(layer, call.eager, call.chunk, copies))
     for module, calls in by_module.items():
         module.paged_calls = PagedCalls(calls)  # pyright: ignore[reportArgumentType]
     return layers
@@ -220,9 +184,9 @@ def _probe_attention(
         raise UnsupportedModelError(f"its attention takes {', '.join(wrong)}")
     if key.shape[2] != query.shape[2]:
         raise UnsupportedModelError("its attention reads keys that are not those of its tokens")
-    rule = getattr(attention_mask, "mask_rule", None)
+    rule, chunk = getattr(attention_mask, "mask_rule", None), None
     if rule is not None:
-        window = found.window_of(rule, query.device)
+        window, chunk = found.pattern_of(rule, query.device)
     elif attention_mask is not None:
         raise UnsupportedModelError("it makes attention masks of its own")
     elif getattr(module, "is_causal", True) is False:
@@ -233,7 +197,7 @@ def _probe_attention(
     found.calls.append(
         AttentionCall(
             module, query.shape[1], key.shape[1], dims, query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            softcap, window, kwargs.get("s_aux") is not None,
+            softcap, window, kwargs.get("s_aux") is not None or chunk is not None, chunk,
         )
     )  # fmt: skip
     groups = query.shape[1] // value.shape[1]
@@ -242,11 +206,16 @@ def _probe_attention(
 
 @contextmanager
 def _recorded(model: nn.Module, family: Family, states: dict[tuple[str, str], torch.Tensor]) -> Iterator[None]:
-    """Record the ends of the first layer's sites, and of those without layers."""
-    modules, handles = dict(model.named_modules()), []
+    """Record the ends of the first layer's sites, and of those without layers. A module that runs twice has no site."""
+    modules, handles, ran = dict(model.named_modules()), [], set[str]()
 
     def hook(path: str) -> Callable[..., None]:
         def record(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+            if path in ran:
+                for end in ("input", "output"):
+                    states.pop((path, end), None)
+                return
+            ran.add(path)
             states[path, "input"] = first_tensor((*args, *kwargs.values())).clone()
             states[path, "output"] = first_tensor(output).clone()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PretrainedConfig
 
+from ..core.forward_batch import SiteOps
 from ..core.model_spec import ModelSpec
 from ..layers.norm import RMSNorm, norm_heads
 from .llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
@@ -25,22 +26,24 @@ class Qwen2Model(LlamaModel):
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
-    model_cls = Qwen2Model
+    decoder_cls = Qwen2Model
 
 
 class Qwen3Attention(LlamaAttention):
+    norm_cls = RMSNorm
+
     def __init__(self, config: PretrainedConfig, spec: ModelSpec, layer_idx: int, device: str) -> None:
         super().__init__(config, spec, layer_idx, device)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, spec.dtype, device)
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, spec.dtype, device)
+        self.q_norm = self.norm_cls(self.head_dim, config.rms_norm_eps, spec.dtype, device)
+        self.k_norm = self.norm_cls(self.head_dim, config.rms_norm_eps, spec.dtype, device)
 
     def normed(self, projected: torch.Tensor, norm: str) -> torch.Tensor:
         heads = projected.reshape(1, projected.shape[1], -1, self.head_dim)
         return getattr(self, norm)(heads)[0]
 
-    def normed_fused(self, qkv: torch.Tensor) -> torch.Tensor:
-        q_norm, k_norm = self.q_norm, self.k_norm
-        return norm_heads(qkv, q_norm.weight, k_norm.weight, self.num_kv_heads, q_norm.variance_epsilon)
+    def projected_fused(self, x: torch.Tensor, site_ops: SiteOps | None) -> torch.Tensor:
+        q_norm, k_norm, qkv = self.q_norm, self.k_norm, super().projected_fused(x, site_ops)
+        return norm_heads(qkv, q_norm.weight, k_norm.weight, self.num_kv_heads, q_norm.eps, q_norm.kind)
 
 
 class Qwen3DecoderLayer(LlamaDecoderLayer):
@@ -52,4 +55,4 @@ class Qwen3Model(LlamaModel):
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
-    model_cls = Qwen3Model
+    decoder_cls = Qwen3Model

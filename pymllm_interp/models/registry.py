@@ -14,6 +14,10 @@ from ..core.families import FAMILIES, TRANSFORMERS_FAMILIES
 from ..core.model_spec import ModelSpec
 from ..core.unsupported import MULTIMODAL, POOLING, UnsupportedModelError
 from .base import CausalLM
+from .decoder import DecoderForCausalLM
+from .gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
+from .gpt2 import GPT2LMHeadModel
+from .gpt_neox import GPTNeoXForCausalLM
 from .llama import LlamaForCausalLM
 from .mistral import MistralForCausalLM
 from .qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
@@ -21,7 +25,12 @@ from .structure import config_spec
 from .transformers_model import check_has_class, load_transformers_model
 from .weights import init_dummy_weights, iter_safetensors, load_weights
 
-NATIVE: dict[str, type[LlamaForCausalLM]] = {
+NATIVE: dict[str, type[DecoderForCausalLM]] = {
+    "Gemma2ForCausalLM": Gemma2ForCausalLM,
+    "Gemma3ForCausalLM": Gemma3ForCausalLM,
+    "GemmaForCausalLM": GemmaForCausalLM,
+    "GPT2LMHeadModel": GPT2LMHeadModel,
+    "GPTNeoXForCausalLM": GPTNeoXForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
@@ -40,11 +49,13 @@ def architecture_of(config: PretrainedConfig) -> str:
 
 RECURRENT = frozenset(
     {
-        "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba", "mamba2", "nemotron_h",
+        "bamba", "falcon_h1", "falcon_mamba", "jamba", "lfm2", "lfm2_moe", "mamba", "mamba2", "nemotron_h",
         "qwen3_next", "recurrent_gemma", "rwkv", "zamba", "zamba2",
     }
 )  # fmt: skip
 """Model types with recurrent layers (state-space models, linear attention)."""
+RECURRENT_LAYERS = frozenset({"conv", "hybrid", "linear_attention", "mamba", "recurrent"})
+"""Entries of a config's `layer_types`."""
 NOT_GENERATIVE = (
     "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM", "EmbeddingModel",
     "BertModel", "RobertaModel",
@@ -61,16 +72,22 @@ def check_supported(config: PretrainedConfig) -> None:
     architecture, kind = architecture_of(config), None
     if getattr(config, "is_encoder_decoder", False):
         kind = "an encoder-decoder model: cross-attention is not supported"
-    elif any(getattr(config, part, None) is not None for part in ("vision_config", "audio_config")):
+    elif any(getattr(config, part, None) is not None for part in ("vision_config", "vq_config", "audio_config")):
         kind = f"a multimodal model: {MULTIMODAL}"
     elif config.model_type == "whisper":
         kind = "the decoder of a speech model: audio is not supported"
-    elif config.model_type in RECURRENT:
+    elif config.model_type in RECURRENT or RECURRENT_LAYERS & set(_layer_types(config)):
         kind = "a model with recurrent layers: state-space models and linear attention are not supported"
+    elif getattr(config, "use_bidirectional_attention", None) is True:
+        kind = "an encoder: bidirectional attention is not supported"
     elif architecture.endswith(NOT_GENERATIVE):
         kind = f"not a generative model: {POOLING}"
     if kind is not None:
         raise UnsupportedModelError(f"{architecture} is {kind}. Decoder-only language models with attention are served")
+
+
+def _layer_types(config: PretrainedConfig) -> list[str]:
+    return getattr(config.get_text_config(), "layer_types", None) or []
 
 
 def is_native(config: PretrainedConfig, impl: str) -> bool:
@@ -85,7 +102,9 @@ def is_native(config: PretrainedConfig, impl: str) -> bool:
             f"{architecture} has no native implementation: impl='transformers' runs it by its class in transformers; native "
             f"families: {', '.join(sorted(NATIVE))}"
         )
-    return impl != "transformers" and architecture in NATIVE and (text_type in FAMILIES or impl == "native")
+    if impl == "transformers" or architecture not in NATIVE or getattr(config, "use_bidirectional_attention", False):
+        return False
+    return text_type in FAMILIES or impl == "native"
 
 
 def spec_of(config: PretrainedConfig, impl: str, dtype: torch.dtype) -> ModelSpec:
@@ -125,7 +144,7 @@ def load_model(
     if folder is None:
         init_dummy_weights(model, seed)
     else:
-        load_weights(model, iter_safetensors(folder))
+        load_weights(model, ((model.parameter_name(name), tensor) for name, tensor in iter_safetensors(folder)))
     return model
 
 
@@ -146,4 +165,7 @@ def described(config: PretrainedConfig, impl: str = "auto") -> str:
         else "sites of the residual stream only"
     )
     why = "as asked for" if architecture in NATIVE else f"there is no native {architecture}"
-    return f"transformers: {why}; its own class runs eagerly over the KV pool, with {sites}; its attention is checked at load"
+    return (
+        f"transformers: {why}; its own class runs over the KV pool, with {sites}; loading it shows whether its attention can be "
+        "served, and decode passes captured in CUDA graphs"
+    )

@@ -11,13 +11,14 @@ A site is an end of a module. Ops come before a trace, and captures after it:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..core.current_pass import current_batch, current_site_ops
-from ..core.forward_batch import SiteOps
+from ..core.forward_batch import ForwardBatch, SiteOps
 from ..core.model_spec import (
     EMBED_SITE,
     INNER_SITES,
@@ -36,12 +37,37 @@ class _Place(NamedTuple):
     layer: int | None
 
 
+@dataclass(frozen=True)
+class QKVSlice:
+    """The part of a fused projection that is a site."""
+
+    kind: str
+    heads: int
+    kv_heads: int
+    by_head: bool
+
+    def of(self, output: torch.Tensor) -> torch.Tensor:
+        """The part's view of the projection's output [1, tokens, width]: [1, tokens, (kv heads,) heads, head_dim]."""
+        groups = self.kv_heads if self.by_head else 1
+        queries, keys = self.heads // groups, self.kv_heads // groups
+        parts = output.unflatten(-1, (groups, queries + 2 * keys, -1))
+        first = {"q": 0, "k": queries, "v": queries + keys}[self.kind]
+        return parts.narrow(-2, first, queries if self.kind == "q" else keys)
+
+
 class SiteEnds:
-    """The sites at one module's ends, by number; None for none."""
+    """The sites at one module's ends, by number; None for none.
+
+    Attributes:
+        slices: sites that are parts of the output, by number.
+    """
 
     def __init__(self, num_layers: int) -> None:
         self.input: int | None = None
         self.output: int | None = None
+        self.slices: dict[int, QKVSlice] = {}
+        self.has_weights = False
+        """Whether the second output holds the attention weights of all requests of a pass, also without being asked for."""
         self._first_inner = final_norm_site(num_layers) + 1
         self._num_layers = num_layers
 
@@ -62,7 +88,11 @@ class SiteEnds:
             ops.capture(self.input, _first(args, kwargs))
 
     def after_forward(self, output: Any) -> Any:
-        """The module's output after the ops."""
+        """The module's output after the ops, without attention weights of a whole batch."""
+        if self.has_weights and isinstance(output, tuple) and not _is_eager(current_batch()):
+            output = (output[0], None, *output[2:])
+        if self.slices and current_site_ops() is not None:
+            output = self._edited_slices(output)
         ops = self.acts(self.output, current_site_ops())
         if ops is None:
             return output
@@ -70,6 +100,20 @@ class SiteEnds:
         if isinstance(output, tuple):
             return (ops.at(self.output, output[0]), *output[1:])
         return ops.at(self.output, output)
+
+    def _edited_slices(self, output: Any) -> torch.Tensor:
+        edited = output
+        for site, part in self.slices.items():
+            ops = self.acts(site, current_site_ops())
+            if ops is None:
+                continue
+            view = part.of(edited)
+            value = view.flatten(2)
+            new = ops.at(site, value)
+            if new is not value:
+                edited = edited.clone() if edited is output else edited
+                part.of(edited).copy_(new.view(view.shape))
+        return edited
 
     # -- hooks of torch, outside of a trace's view ---------------------------------------
 
@@ -85,6 +129,10 @@ class SiteEnds:
 
     def hook(self, module: nn.Module, args: tuple, output: Any) -> None:
         """Capture the output that the model goes on with."""
+        for site, part in self.slices.items():
+            ops = self.acts(site, current_site_ops())
+            if ops is not None:
+                ops.capture(site, part.of(output).flatten(2))
         ops = self.acts(self.output, current_site_ops())
         if ops is not None:
             assert self.output is not None
@@ -109,8 +157,16 @@ class StreamEnd:
         ops.capture(self.site, value)
 
 
-def install(model: nn.Module, spec: ModelSpec) -> None:
-    """Put the sites of `spec` on the model's modules. The logits' site is the model's own."""
+def _is_eager(batch: ForwardBatch | None) -> bool:
+    return batch is None or (batch.transformers_pass is not None and batch.transformers_pass.eager)
+
+
+def install(model: nn.Module, spec: ModelSpec, cached: bool = False) -> None:
+    """Put the sites of `spec` on the model's modules. The logits' site is the model's own.
+
+    Args:
+        cached: attention modules compute attention themselves (models/cache_route.py).
+    """
     num_layers, points = spec.num_hidden_layers, spec.family.points
     ends: dict[nn.Module, SiteEnds] = {}
     modules = dict(model.named_modules())
@@ -119,8 +175,6 @@ def install(model: nn.Module, spec: ModelSpec) -> None:
         module = modules[path]
         if module not in ends:
             ends[module] = module.site_ends = SiteEnds(num_layers)  # pyright: ignore[reportArgumentType]
-            module.register_forward_pre_hook(ends[module].pre_hook, with_kwargs=True)
-            module.register_forward_hook(ends[module].hook)
         return ends[module]
 
     for kind, (path, end) in points.items():
@@ -130,15 +184,25 @@ def install(model: nn.Module, spec: ModelSpec) -> None:
             site = site_index(_Place(kind, layer), num_layers)
             if kind == "resid_mid":
                 modules[path.format(layer)].register_forward_pre_hook(StreamEnd(site).pre_hook, with_kwargs=True)
+            elif spec.family.is_slice(kind):
+                heads, kv_heads = spec.num_attention_heads, spec.num_key_value_heads
+                at(path.format(layer)).slices[site] = QKVSlice(kind, heads, kv_heads, spec.family.by_head)
             else:
                 setattr(at(path.format(layer)), end, site)
     if "embed" not in points:
         at(points["resid_pre"].module.format(0)).input = EMBED_SITE
+    for module, found in ends.items():
+        if found.input is not None:
+            module.register_forward_pre_hook(found.pre_hook, with_kwargs=True)
+        if found.output is not None or found.slices:
+            module.register_forward_hook(found.hook)
     for layer in range(num_layers):
         block = modules[f"{spec.family.layers}.{layer}"]
         block.register_forward_pre_hook(_LayerInput(layer).pre_hook, with_kwargs=True)
-    for module in model.modules():
+    for path, module in modules.items():
         if hasattr(module, "paged_calls"):
+            if cached:
+                at(path).has_weights = True
             module.register_forward_hook(_attention_hook)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ..core.families import FAMILIES, TRANSFORMERS_FAMILIES, Family
 from ..core.model_spec import LENGTH_DEPENDENT_ROPE, ModelSpec
 from ..core.unsupported import UnsupportedModelError
-from .probe import Probe
+from .probed import Probe
 
 BY_STRUCTURE = frozenset({"embed", "resid_pre", "resid_post", "final_norm", "logits"})
 """Kinds of sites that are found in a family without a row."""
@@ -73,11 +72,15 @@ def family_of(model: PreTrainedModel, spec: ModelSpec) -> Family:
     if row is not None and all(path in paths.values() for path in (row.layers, row.head)):
         return row
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
-    layers = [
+    lists = [
         (path.count("."), path, module)
         for module, path in paths.items()
-        if isinstance(module, nn.ModuleList) and len(module) == spec.num_hidden_layers
+        if isinstance(module, nn.ModuleList) and not any(part.isdigit() for part in path.split("."))
     ]
+    # A config may count a decoder layer of two attentions twice.
+    lengths = {len(module) for _, _, module in lists}
+    length = spec.num_hidden_layers if spec.num_hidden_layers in lengths else max(lengths, default=0)
+    layers = [found for found in lists if len(found[2]) == length]
     if embed not in paths or head not in paths or not layers:
         parts = {"an embedding": embed in paths, "a head": head in paths, "a list of decoder layers": bool(layers)}
         lacking = ", ".join(part for part, found in parts.items() if not found)
@@ -105,26 +108,31 @@ def model_spec(model: PreTrainedModel, family: Family, declared: ModelSpec, foun
         declared: of the config.
 
     Raises:
-        UnsupportedModelError: its layers differ in their heads.
+        UnsupportedModelError: the pool cannot hold the heads of all its layers, or they run more than once.
     """
-    if len({(call.num_heads, call.num_kv_heads) for call in found.calls}) > 1:
+    num_kv_heads = max(call.num_kv_heads for call in found.calls)
+    if any(num_kv_heads % call.num_kv_heads or call.num_heads % num_kv_heads for call in found.calls):
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be served: its attention layers differ in their numbers of heads"
+            f"{type(model).__name__} cannot be served: the heads of its attention layers are no multiples of each other"
         )
     num_layers = len(model.get_submodule(family.layers))  # pyright: ignore[reportArgumentType]
-    first, logits = found.calls[0], found.logits
-    resid = found.states[family.layers + ".0", "output"]
+    resid = found.states.get((family.layers + ".0", "output"))
+    if resid is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be served: its decoder layers run more than once a pass"
+        )
     windows = [call.window for call in found.calls]
     one_each = len(found.calls) == num_layers
     spec = replace(
         declared,
         num_hidden_layers=num_layers,
         hidden_size=resid.shape[-1],
-        num_attention_heads=first.num_heads,
-        num_key_value_heads=first.num_kv_heads,
+        num_attention_heads=max(call.num_heads for call in found.calls),
+        num_key_value_heads=num_kv_heads,
         head_dim=max(max(call.head_dims) for call in found.calls),
-        vocab_size=logits.shape[-1],
+        vocab_size=found.logits.shape[-1],
         sliding_windows=tuple(windows) if one_each else (None,) * num_layers,
+        cuts_edges=one_each and not found.cached,
     )
     points = {point: found.states.get((point.module.format(0), point.end)) for point in family.points.values()}
     neurons = points.get(family.points["mlp_act"]) if "mlp_act" in family.points else None
@@ -145,7 +153,8 @@ def model_spec(model: PreTrainedModel, family: Family, declared: ModelSpec, foun
 
 def _is_there(kind: str, point: Any, state: torch.Tensor | None, spec: ModelSpec, model: nn.Module) -> bool:
     """Whether a kind's value is at its point in each layer, with one row for each token."""
-    if state is None or state.ndim != 3 or state.shape[0] != 1 or state.shape[-1] != prod(spec.shape(kind)):
+    width = sum(map(spec.width, "qkv")) if spec.family.is_slice(kind) else spec.width(kind)
+    if state is None or state.ndim != 3 or state.shape[0] != 1 or state.shape[-1] != width:
         return False
     modules = dict(model.named_modules())
     layers = range(spec.num_hidden_layers) if "{}" in point.module else [0]

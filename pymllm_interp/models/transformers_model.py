@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +30,19 @@ from ..core.unsupported import UnsupportedModelError
 from ..layers.edits.base import apply_inner
 from . import site_ends
 from .attention_interface import PAGED, PagedCalls
+from .attention_method import serve_methods
 from .base import CausalLM
+from .cache_probe import updates_of
+from .cache_route import CACHED, PoolCache, cache_windows, serve_biases
+from .fused_parts import fuse_parts
 from .positions import serve_lengths, serve_positions
-from .probe import probe, set_paged_calls, use_attention
+from .probe import attention_configs, probe, set_paged_calls, use_attention
+from .probed import Probe
 from .structure import family_of, model_spec
 from .weights import WeightsError, init_dummy_weights
+
+LARGEST_CACHED_STEP = 32, 512
+"""Requests and token rows of a step whose scores are those of all rows and all keys (models/cache_route.py)."""
 
 
 class TransformersModel(CausalLM):
@@ -45,20 +56,30 @@ class TransformersModel(CausalLM):
         UnsupportedModelError: its attention cannot run over the KV pool.
     """
 
+    fuses_ops = False
+
     def __init__(self, served: PreTrainedModel, declared: ModelSpec) -> None:
         super().__init__()
         self.config = served.config
         family = family_of(served, declared)
-        serve_positions(served)
-        found = probe(served, family, declared.context_len)
+        declared = replace(declared, context_len=declared.context_len - serve_positions(served))
+        serve_methods(served)
+        serve_biases(served)
+        found = probe(served, family, declared)
         self.spec = model_spec(served, family, declared, found)
-        self._layers = set_paged_calls(found, self.spec.head_dim)
+        self.why_no_graphs = found.why_no_graphs
+        fuse_parts(served)
+        self._layers = set_paged_calls(found, self.spec)
+        self._by_cache = _layers_by_index(served, found, self._layers)
+        self._is_cached = found.cached
+        self.largest_step = LARGEST_CACHED_STEP if found.cached else None
         calls: list[Any] = [vars(module).get("paged_calls") for module in served.modules()]
         self._calls: list[PagedCalls] = [each for each in calls if each is not None]
-        use_attention(served, PAGED)
+        use_attention(served, CACHED if found.cached else PAGED)
+        self._configs = attention_configs(served)
         _forget_padding(served)
         serve_lengths(served)
-        site_ends.install(served, self.spec)
+        site_ends.install(served, self.spec, found.cached)
         served.base_model.register_forward_hook(_keep_hidden_states)
         self._served = [served]  # in a list: its children are this module's
         self._takes = frozenset(inspect.signature(type(served).forward).parameters)
@@ -89,10 +110,9 @@ class TransformersModel(CausalLM):
     ) -> torch.Tensor:
         self._start()
         with current_pass(forward_batch):
-            outputs = self._served[0].base_model(
+            return self._served[0].base_model(
                 input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False
-            )
-        return outputs[0]
+            )[0]
 
     def head_fused(self, h: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
         served: Any = _HeadOnly(self._served[0], h)
@@ -107,15 +127,54 @@ class TransformersModel(CausalLM):
         rows = batch.logits_indices
         kwargs: dict[str, Any] = {"position_ids": position_ids, "logits_to_keep": 0 if rows is None else rows}
         kwargs = {name: value for name, value in kwargs.items() if name in self._takes}
-        outputs = served(input_ids=input_ids, attention_mask=None, use_cache=False, **kwargs)
-        logits = outputs.logits
+        with self._attention(batch) as attention:
+            logits = served(input_ids=input_ids, use_cache=False, **kwargs, **attention).logits
         if rows is not None and "logits_to_keep" not in kwargs:
             logits = logits[:, rows]
         return apply_inner(logits, batch.site_ops, 0, LOGITS)
 
+    def logits_of(self, h: torch.Tensor) -> torch.Tensor:
+        head: Any = self.get_submodule(self.spec.family.head)
+        return head(h)
+
+    @contextmanager
+    def _attention(self, batch: ForwardBatch) -> Iterator[dict[str, Any]]:
+        """What the model's forward is called with, so that it attends to the pages of the pass."""
+        transformers_pass = batch.transformers_pass
+        is_eager = transformers_pass is not None and transformers_pass.eager and batch.attention_cuts is None
+        if not self._is_cached and not (is_eager and self._by_cache):
+            yield {"attention_mask": None}
+            return
+        cache = PoolCache(batch, self._by_cache, None if self._is_cached else cache_windows(self.config))
+        mask = cache.padding_mask() if self._is_cached else None
+        with cache.serve(), nullcontext() if self._is_cached else self._own_attention():
+            yield {"attention_mask": mask, "past_key_values": cache}
+
+    @contextmanager
+    def _own_attention(self) -> Iterator[None]:
+        """Within the block, the family's own eager attention and masks."""
+        for config in self._configs:
+            config._attn_implementation_internal = "eager"
+        try:
+            yield
+        finally:
+            for config in self._configs:
+                config._attn_implementation_internal = PAGED
+
     def _start(self) -> None:
         for calls in self._calls:
             calls.index = 0  # a pass that failed may have stopped between two calls
+
+
+def _layers_by_index(served: PreTrainedModel, found: Probe, layers: list[RadixAttention]) -> dict[int, RadixAttention]:
+    """The pool's layers by the index that modules update a cache with; empty where they do not update it once a call."""
+    if found.cached:
+        return {call.layer_idx: layer for call, layer in zip(found.calls, layers, strict=True)}
+    updates = updates_of(served, use_attention)
+    shapes = [(call.num_kv_heads, *call.head_dims) for call in found.calls]
+    if [update[1:] for update in updates] != shapes or len({update[0] for update in updates}) != len(layers):
+        return {}
+    return {update[0]: layer for update, layer in zip(updates, layers, strict=True)}
 
 
 def _keep_hidden_states(module: torch.nn.Module, args: tuple, output: Any) -> None:

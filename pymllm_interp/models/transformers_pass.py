@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from typing import Any
 
@@ -19,27 +19,31 @@ from transformers import PretrainedConfig
 from ..core.forward_batch import ForwardBatch, SiteOps
 from ..core.model_spec import ModelSpec
 from ..layers.edits.base import apply_inner, capture_inner
+from ..layers.fused_qkv import FusedQKV
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+"""Children of attentions that have a projection each for q, k and v."""
 
 
 class TransformersForward:
     """The forward of a module's class in transformers, to be called on our module.
 
     Args:
-        model_type: of the config.
+        family: the folder of transformers that has the class.
         class_name: of transformers' class.
 
     Attributes:
         instrumented: the same forward with its operations served to hooks, once `.source` was used; else None.
     """
 
-    def __init__(self, model_type: str, class_name: str) -> None:
-        self.model_type, self.class_name = model_type, class_name
+    def __init__(self, family: str, class_name: str) -> None:
+        self.family, self.class_name = family, class_name
         self.instrumented: Callable[..., Any] | None = None
 
     @cached_property
     def original(self) -> Callable[..., Any]:
         """``forward(module, ...)``."""
-        module = import_module(f"transformers.models.{self.model_type}.modeling_{self.model_type}")
+        module = import_module(f"transformers.models.{self.family}.modeling_{self.family}")
         return getattr(module, self.class_name).forward
 
     def __call__(self, module: Any, **kwargs: Any) -> Any:
@@ -48,7 +52,8 @@ class TransformersForward:
 
 def set_transformers_forward(attention: Any, config: PretrainedConfig, spec: ModelSpec) -> None:
     """Set the attribute `transformers_forward` of an attention, and what that forward reads beside projections and norms."""
-    attention.transformers_forward = TransformersForward(config.model_type, type(attention).__name__)
+    family = type(config).__module__.rpartition(".configuration_")[2]
+    attention.transformers_forward = TransformersForward(family, type(attention).__name__)
     attention.config = copy.copy(config)
     attention.config._attn_implementation = "eager"
     attention.attention_dropout = 0.0
@@ -204,22 +209,15 @@ class _WithSites:
         self._attention, self._site_ops = attention, site_ops
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._attention, name)
+        attention: Any = self._attention
+        found = getattr(attention, name)
+        if name == attention.last_projection:
+            return lambda z: found(apply_inner(z, self._site_ops, attention.layer_idx, "z"))
+        if isinstance(found, FusedQKV):
+            return lambda x: found.capture(found(x), self._site_ops)
+        return partial(self._captured, found, name[0]) if name in PROJECTIONS else found
 
-    def _captured(self, x: torch.Tensor, kind: str) -> torch.Tensor:
-        projected = getattr(self._attention, f"{kind}_proj")(x)
+    def _captured(self, projection: nn.Module, kind: str, x: torch.Tensor) -> torch.Tensor:
+        projected = projection(x)
         capture_inner(projected, self._site_ops, self._attention.layer_idx, kind)  # pyright: ignore[reportArgumentType]
         return projected
-
-    def q_proj(self, x: torch.Tensor) -> torch.Tensor:
-        return self._captured(x, "q")
-
-    def k_proj(self, x: torch.Tensor) -> torch.Tensor:
-        return self._captured(x, "k")
-
-    def v_proj(self, x: torch.Tensor) -> torch.Tensor:
-        return self._captured(x, "v")
-
-    def o_proj(self, z: torch.Tensor) -> torch.Tensor:
-        attention: Any = self._attention
-        return attention.o_proj(apply_inner(z, self._site_ops, attention.layer_idx, "z"))

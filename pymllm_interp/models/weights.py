@@ -21,7 +21,7 @@ from torch import Tensor, nn
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_NAMES_LISTED = 10
-HARMLESS_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias")
+HARMLESS_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias", ".attention.bias")
 CPU_DRAW_LIMIT = 2**20
 """Parameters of up to this many elements are drawn on the CPU, so that they are equal on every device."""
 
@@ -65,7 +65,7 @@ def iter_safetensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_harmless(name: str) -> bool:
-    """Whether the name is a buffer of old checkpoints that is derived from the config, and can be ignored."""
+    """Whether the name is a buffer of old checkpoints (frequencies, masks) that follows from the config, and can be ignored."""
     return name.endswith(HARMLESS_SUFFIXES)
 
 

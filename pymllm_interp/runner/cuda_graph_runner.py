@@ -21,7 +21,6 @@ from bisect import bisect_left
 from collections.abc import Callable
 from traceback import clear_frames
 from typing import Any, Protocol
-from weakref import WeakSet
 
 import torch
 
@@ -34,29 +33,12 @@ from ..mem_cache.kv_pool import KVPool
 from ..mem_cache.memory_pool import ReqToTokenPool
 from ..models.base import CausalLM
 from . import graph_capture
-from .graph_capture import (
-    Capturing,
-    freeze_gc,
-    get_global_graph_memory_pool,
-    is_capture_mode,
-    model_capture_mode,
-    set_global_graph_memory_pool,
-)
+from .graph_capture import Capturing, freeze_gc, is_capture_mode, model_capture_mode
 from .input_batch import PAD_SEQ_LEN, InputBuffers
 
-__all__ = [
-    "CudaGraphRunner",
-    "freeze_gc",
-    "get_global_graph_memory_pool",
-    "is_capture_mode",
-    "model_capture_mode",
-    "set_global_graph_memory_pool",
-]
+__all__ = ["CudaGraphRunner", "freeze_gc", "is_capture_mode", "model_capture_mode"]
 
 logger = logging.getLogger(__name__)
-
-_pool_users: WeakSet[CudaGraphRunner] = WeakSet()
-"""Runners with graphs in the shared memory pool."""
 
 
 class GraphOwner(Capturing, Protocol):
@@ -84,6 +66,7 @@ class CudaGraphRunner:
     Args:
         model_runner: initialised: model, pools and attention backend are there.
         sizes: batch sizes to capture; None is `capture_batch_sizes` up to `max_running_requests`.
+        declares: capture the declared ops, too.
 
     Attributes:
         graphs, output_buffers: by batch size; a buffer holds logits and hidden states of the last replay.
@@ -97,14 +80,14 @@ class CudaGraphRunner:
         RuntimeError: the runner is not initialised, or a capture failed (with what to change).
     """
 
-    def __init__(self, model_runner: GraphOwner, sizes: list[int] | None = None) -> None:
+    def __init__(self, model_runner: GraphOwner, sizes: list[int] | None = None, *, declares: bool = True) -> None:
         parts = ("model", "req_to_token_pool", "token_to_kv_pool", "attn_backend")
         missing = [name for name in parts if getattr(model_runner, name) is None]
         if missing:
             raise RuntimeError(
                 f"CudaGraphRunner needs an initialised ModelRunner, but {', '.join(missing)} is None: call initialize() first"
             )
-        self.model_runner = model_runner
+        self.model_runner, self._declares = model_runner, declares
         self.device = model_runner.device
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.output_buffers: dict[int, LogitsProcessorOutput] = {}
@@ -160,11 +143,8 @@ class CudaGraphRunner:
     def capture(self) -> None:
         """Capture every size, largest first: smaller graphs reuse its memory."""
         started, free = time.perf_counter(), free_memory(self.device)
-        self.pool = get_global_graph_memory_pool()
-        if self.device.startswith("cuda") and (self.pool is None or not _has_graphs(self.pool)):
-            self.pool = torch.cuda.graph_pool_handle()
-            set_global_graph_memory_pool(self.pool)
-        _pool_users.add(self)
+        # No engine shares it with another one, whose graphs may be replayed before this one has read its logits.
+        self.pool = torch.cuda.graph_pool_handle() if self.device.startswith("cuda") else None
         bs = self.max_bs
         try:
             self.attn_backend.init_cuda_graph_state(self.max_bs)
@@ -175,7 +155,6 @@ class CudaGraphRunner:
                     logger.debug("graph of %d rows: %.1f MiB", bs, (before - free_memory(self.device)) / 2**20)
         except Exception as error:  # also errors of Triton's compiler, which are no RuntimeErrors
             self.shutdown()
-            set_global_graph_memory_pool(None)  # it may be broken; captured graphs keep it
             clear_frames(error.__traceback__)  # the frames hold the model, and the caller may keep the error
             if isinstance(error, RuntimeError):
                 raise RuntimeError(
@@ -226,7 +205,7 @@ class CudaGraphRunner:
             req_to_token_pool=runner.req_to_token_pool,
             token_to_kv_pool=runner.token_to_kv_pool,
             attn_backend=runner.attn_backend,
-            site_ops=runner.captured_site_ops(bs),
+            site_ops=runner.captured_site_ops(bs) if self._declares else None,
         )
 
     def _forward(self, bs: int) -> Callable[..., torch.Tensor]:
@@ -260,7 +239,7 @@ class CudaGraphRunner:
             in_place: return the graph's own logits, which the next replay overwrites.
 
         Returns:
-            the logits [batch, vocab] and, with `return_hidden_states`, the hidden states [batch, hidden], in fresh memory.
+            logits [batch, vocab] and, with `return_hidden_states`, hidden states [batch, hidden], in fresh memory.
         """
         n = forward_batch.batch_size
         if n == 0:
@@ -280,18 +259,10 @@ class CudaGraphRunner:
         self.graphs.clear()
         self.output_buffers.clear()
         self._batches.clear()
-        _pool_users.discard(self)
-        if get_global_graph_memory_pool() == self.pool and not _has_graphs(self.pool):
-            set_global_graph_memory_pool(None)
         gc.collect()
         if self.device.startswith("cuda"):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-
-
-def _has_graphs(pool: tuple | None) -> bool:
-    """Whether a runner has graphs in the pool. torch frees a pool without graphs, and no capture may use it again."""
-    return any(user.graphs and user.pool == pool for user in _pool_users)
 
 
 def free_memory(device: str) -> int:

@@ -14,9 +14,13 @@ from typing import Protocol
 import torch
 
 from ..attention import attention_workspace_bytes
+from ..attention.attention_backend import AttentionBackend
+from ..attention.torch_backend import TorchAttnBackend
 from ..config import ServerConfig
+from ..core.model_spec import ModelSpec
 from ..core.out_of_memory import within_memory
 from ..mem_cache.kv_pool import KVPool
+from ..models.base import CausalLM
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +53,15 @@ class PoolOwner(Protocol):
     def profile_run(self) -> None: ...
 
     def profile_cudagraph_memory(self) -> int: ...
+
+
+class PassOwner(Protocol):
+    """What the estimate of a pass reads of a `ModelRunner`."""
+
+    model_spec: ModelSpec
+    attn_backend: AttentionBackend | None
+
+    def get_model(self) -> CausalLM: ...
 
 
 # -- what the device has -----------------------------------------------------------------
@@ -101,6 +114,29 @@ def _within_utilization(runner: PoolOwner) -> float:
 def _unused_by_tensors(runner: PoolOwner) -> int:
     """Bytes that torch's allocator keeps for later tensors."""
     return torch.cuda.memory_reserved(runner.gpu_id) - torch.cuda.memory_allocated(runner.gpu_id)
+
+
+def free_bytes(runner: PoolOwner) -> int:
+    """Bytes that tensors may take now."""
+    if runner.device.startswith("cuda"):
+        return torch.cuda.mem_get_info(runner.gpu_id)[0] + _unused_by_tensors(runner)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def long_pass_bytes(runner: PassOwner, tokens: int, eager_attention: bool) -> int:
+    """About what a pass of one prompt takes, module by module, with the head on all rows.
+
+    Args:
+        eager_attention: by transformers' own modules, which keep all scores.
+    """
+    spec = runner.model_spec
+    qkv = (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim
+    row = spec.dtype.itemsize * (2 * spec.vocab_size + 8 * spec.hidden_size + 4 * spec.intermediate_size + 4 * qkv)
+    layers = runner.get_model().attention_layers()
+    scores = eager_attention or (
+        isinstance(runner.attn_backend, TorchAttnBackend) and any(a.sliding_window or a.logit_cap for a in layers)
+    )
+    return tokens * (row + (3 * 4 * spec.num_attention_heads * tokens if scores else 0))
 
 
 # -- sizes ---------------------------------------------------------------------------------

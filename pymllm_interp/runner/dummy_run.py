@@ -90,7 +90,7 @@ def dummy_sampler_run(runner: DummyRunner, hidden_states: torch.Tensor) -> torch
         token ids [rows] int32.
     """
     model: Any = runner.get_model()
-    logits = model.lm_head(hidden_states.unsqueeze(0))[0]
+    logits = model.logits_of(hidden_states.unsqueeze(0))[0]
     ones = torch.ones(logits.shape[0], device=logits.device)
     return sample_tokens(logits, ones, ones * 0.9, (ones * 50).to(torch.int64))
 

@@ -32,6 +32,7 @@ class ForwardPasses:
     token_to_kv_pool: KVPool | None
     attn_backend: AttentionBackend | None
     graph_runner: CudaGraphRunner | None
+    plain_graphs: CudaGraphRunner | None
     prefill_graphs: PrefillGraphs | None
     forward_pass_id: int
 
@@ -153,8 +154,10 @@ class ForwardPasses:
         if batch.forward_mode.is_extend():
             assert self.prefill_graphs is not None
             return self.prefill_graphs.replay(batch)
-        assert self.graph_runner is not None
-        return self.graph_runner.replay(batch, in_place)
+        plain = self.plain_graphs if batch.site_ops is None else None
+        graphs = plain or self.graph_runner
+        assert graphs is not None
+        return graphs.replay(batch, in_place)
 
     def plan_and_call(self, batch: ForwardBatch, execution: Execution) -> LogitsProcessorOutput:
         """Plan attention for the pass, and run it: PLAIN fused, MODULES module by module."""

@@ -1,4 +1,4 @@
-"""Capturing CUDA graphs: capture mode, the memory pool that all graphs share, and the capture itself."""
+"""Capturing CUDA graphs: capture mode, and the capture itself."""
 
 from __future__ import annotations
 
@@ -16,27 +16,15 @@ T = TypeVar("T")
 WARM_UPS = 2
 
 _captures = threading.RLock()
-"""Engines of one process share the stream and the memory pool of their captures, so one captures at a time."""
+"""Engines of one process share the stream of their captures, so one captures at a time."""
 _current = threading.local()
 """`is_capturing` of the current thread."""
-_memory_pool: tuple | None = None
 
 
 class Capturing(Protocol):
     """A runner that tells whether it captures graphs right now."""
 
     is_capturing: bool
-
-
-def get_global_graph_memory_pool() -> tuple | None:
-    """The memory pool that all graphs of the process share; None before the first capture."""
-    return _memory_pool
-
-
-def set_global_graph_memory_pool(pool: tuple | None) -> None:
-    """Set the memory pool that later captures use; None makes them start a new one."""
-    global _memory_pool
-    _memory_pool = pool
 
 
 def is_capture_mode() -> bool:

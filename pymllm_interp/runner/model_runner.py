@@ -35,7 +35,6 @@ from ..models.base import CausalLM
 from ..models.fingerprint import ServedWeights
 from ..models.registry import check_supported, load_model, spec_of
 from ..models.source import ModelSource, resolve_model
-from ..models.transformers_model import TransformersModel
 from ..sampling import Sampler, SamplerOutput, SamplingBatch
 from . import device_memory, dummy_run
 from .async_output import AsyncOutput
@@ -64,6 +63,7 @@ class ModelRunner(ForwardPasses):
             after `shutdown`.
         weights: fingerprint and version of the model's weights; None while `model` is.
         graph_runner, prefill_graphs: None where passes are not captured (a CPU, `disable_cuda_graph`).
+        plain_graphs: of decode passes without declared ops, for models in which the ops are kernels of their own; else None.
         gdn_pool: of hybrid recurrent models, which are not served: always None.
         max_total_num_tokens: KV slots that requests can have.
         forward_pass_id: passes so far, idle ones included.
@@ -88,6 +88,7 @@ class ModelRunner(ForwardPasses):
         self.gdn_pool = None
         self.attn_backend: AttentionBackend | None = None
         self.graph_runner: CudaGraphRunner | None = None
+        self.plain_graphs: CudaGraphRunner | None = None
         self.prefill_graphs: PrefillGraphs | None = None
         self.max_total_num_tokens = self.max_running_requests = self.max_num_tokens = 0
         self.num_hidden_layers = self.num_attention_heads = self.num_kv_heads = self.head_dim = 0
@@ -166,6 +167,8 @@ class ModelRunner(ForwardPasses):
             torch.OutOfMemoryError: the tables, the largest step or the KV pool do not fit.
         """
         self.max_running_requests = device_memory.num_running_requests(self)
+        if (largest := self.get_model().largest_step) is not None:
+            self.max_running_requests = min(self.max_running_requests, largest[0])
         # The tables first: the KV pool gets what they leave.
         within_memory(
             self._init_tables,
@@ -186,7 +189,9 @@ class ModelRunner(ForwardPasses):
     def _init_tables(self) -> None:
         self.req_to_token_pool = ReqToTokenPool(self.max_running_requests, self.context_len, self.device)
         self.req_states = RequestState(self.max_running_requests, self.context_len, self.device)
-        self.input_buffers = InputBuffers(max(self.max_num_tokens, self.max_running_requests), self.device)
+        # A traced prompt may be longer than all other steps.
+        rows = max(self.max_num_tokens, self.max_running_requests, self.context_len)
+        self.input_buffers = InputBuffers(rows, self.device)
 
     def init_attention_backend(self) -> None:
         """Create the attention backend that the configuration asks for.
@@ -204,7 +209,7 @@ class ModelRunner(ForwardPasses):
 
     def init_cuda_graphs(self) -> None:
         """Capture passes. Skipped off CUDA, with `disable_cuda_graph`, and for models that do not generate."""
-        self.graph_runner = self.prefill_graphs = None
+        self.graph_runner = self.plain_graphs = self.prefill_graphs = None
         if self._why_no_graphs() is None:
             self.capture_model()
 
@@ -214,14 +219,28 @@ class ModelRunner(ForwardPasses):
         if why_not is not None:
             logger.warning("no CUDA graphs are captured: %s", why_not)
             return 0
-        self.graph_runner = CudaGraphRunner(self)
-        taken = self.graph_runner.memory_usage
+        try:
+            self.graph_runner = CudaGraphRunner(self)
+            if not self.get_model().fuses_ops:
+                self.plain_graphs = CudaGraphRunner(self, declares=False)
+        except RuntimeError as error:
+            if self.get_model().fuses_ops or isinstance(error.__cause__, torch.OutOfMemoryError):
+                raise
+            self._release_graphs()
+            self.get_model().why_no_graphs = f"its modules cannot be captured ({error.__cause__ or error})"
+            logger.warning("passes run eagerly: %s", self.get_model().why_no_graphs)
+            return 0
+        taken = self.graph_runner.memory_usage + (
+            self.plain_graphs.memory_usage if self.plain_graphs is not None else 0
+        )
         if sizes := self._prefill_sizes():
             self.prefill_graphs = PrefillGraphs(self, sizes)
             taken += self.prefill_graphs.memory_usage
         return taken
 
     def _prefill_sizes(self) -> list[int]:
+        if not self.get_model().fuses_ops:
+            return []
         limit = min(self.server_config.prefill_graph_tokens, self.max_num_tokens)
         return capture_token_counts(limit) if limit else []
 
@@ -229,7 +248,7 @@ class ModelRunner(ForwardPasses):
         """Device memory to leave for the graphs when the KV pool is sized, in bytes: each keeps its outputs."""
         if self._why_no_graphs() is not None:
             return 0
-        rows = sum(capture_batch_sizes(self.max_running_requests))
+        rows = sum(capture_batch_sizes(self.max_running_requests)) * (1 if self.get_model().fuses_ops else 2)
         outputs = rows * (self.vocab_size + self.hidden_size) + sum(self._prefill_sizes()) * self.hidden_size
         return outputs * self.dtype.itemsize + device_memory.GRAPH_OVERHEAD_BYTES
 
@@ -240,17 +259,21 @@ class ModelRunner(ForwardPasses):
             return "disable_cuda_graph=True"
         if not self.is_generation:
             return "the model does not generate"
-        if isinstance(self.model, TransformersModel):
-            return "impl='transformers' runs eagerly as yet"
+        if self.model is not None and self.model.why_no_graphs is not None:
+            return self.model.why_no_graphs
         return "its RoPE depends on the lengths in the batch" if self.model_spec.rope_depends_on_length else None
+
+    def _release_graphs(self) -> None:
+        for graphs in (self.prefill_graphs, self.plain_graphs, self.graph_runner):
+            if graphs is not None:
+                graphs.shutdown()
+        self.graph_runner = self.plain_graphs = self.prefill_graphs = None
 
     def shutdown(self) -> None:
         """Release the model and all memory. A second call does nothing."""
-        for graphs in (self.prefill_graphs, self.graph_runner):
-            if graphs is not None:
-                graphs.shutdown()
+        self._release_graphs()
         self.model = self.weights = None
-        self.attn_backend = self.graph_runner = self.prefill_graphs = self.execute_model_state = None
+        self.attn_backend = self.execute_model_state = None
         for pool in (self.req_to_token_pool, self.token_to_kv_pool):
             if pool is not None:
                 pool.close()  # the engine's scheduler holds it, too
@@ -306,6 +329,8 @@ class ModelRunner(ForwardPasses):
         self.context_len = asked or spec.context_len
         device_default = device_memory.DEFAULT_NUM_TOKENS[self.device.partition(":")[0]]
         self.max_num_tokens = self.server_config.max_num_tokens or device_default
+        if self.model is not None and self.model.largest_step is not None:
+            self.max_num_tokens = min(self.max_num_tokens, self.model.largest_step[1])
 
     def _init_kv_cache_dtype(self) -> None:
         name = self.server_config.kv_cache_dtype

@@ -169,7 +169,6 @@ class Segments:
                 graph = graph_capture.capture(run, self.graph_runner.pool)
         except RuntimeError as error:
             self.broken = True
-            graph_capture.set_global_graph_memory_pool(None)  # it may be broken, too; captured graphs keep it
             logger.warning(
                 "a graph segment between hooks could not be captured; segments run eagerly from now on: %s", error
             )

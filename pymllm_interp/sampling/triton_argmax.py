@@ -15,9 +15,10 @@ BLOCK = 4096
 PROGRAMS = 512
 """Programs that keep a GPU busy: rows are split until there are as many."""
 MAX_SPLITS = 64
+"""A power of two."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])  # one compiled kernel for all numbers of rows
 def _partial(scores, keys, stride, vocab, splits, BLOCK: tl.constexpr):
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lowest: tl.constexpr = -0x80000000
@@ -35,7 +36,7 @@ def _partial(scores, keys, stride, vocab, splits, BLOCK: tl.constexpr):
     tl.store(keys + row * splits + split, tl.max(key, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _final(keys, out, splits, BLOCK: tl.constexpr):
     row, split = tl.program_id(0), tl.arange(0, BLOCK)
     key = tl.load(keys + row * splits + split, mask=split < splits, other=-0x8000000000000000)
@@ -51,5 +52,5 @@ def argmax(scores: torch.Tensor) -> torch.Tensor:
         splits = max(1, min(PROGRAMS // rows, MAX_SPLITS, triton.cdiv(vocab, BLOCK)))
         keys = torch.empty(rows, splits, dtype=torch.int64, device=scores.device)
         _partial[(rows, splits)](scores, keys, scores.stride(0), vocab, splits, BLOCK, num_warps=8)
-        _final[(rows,)](keys, out, splits, triton.next_power_of_2(splits))
+        _final[(rows,)](keys, out, splits, MAX_SPLITS)
     return out

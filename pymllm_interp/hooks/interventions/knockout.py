@@ -18,6 +18,7 @@ import torch
 
 from ...attention.cut_edges import Cut, RequestCuts
 from ...core.model_spec import ModelSpec
+from ...core.unsupported import UnsupportedModelError
 from ..positions import Positions, Window, checked_positions, is_whole, ordinals_of, windows_of
 from ..spec import PlacedSpec
 from .op import Op
@@ -144,7 +145,13 @@ def bind_knockouts(specs: Iterable[Knockout], model: ModelSpec, prompt_len: int,
 
     Raises:
         ValueError: `BoundKnockout.of` refuses one, or they leave a query no key to attend to.
+        UnsupportedModelError: the model's edges cannot be cut.
     """
+    specs = list(specs)
+    if specs and not model.cuts_edges:
+        raise UnsupportedModelError(
+            f"{specs[0].name}: {model.family.name} models compute attention in their own modules, whose edges cannot be cut"
+        )
     bound = [BoundKnockout.of(spec, model, prompt_len) for spec in specs]
     checks: dict[tuple[tuple[BoundKnockout, ...], int | None], int] = {}  # knockouts that act together -> layer
     for layer in sorted({layer for knockout in bound for layer in knockout.layers}):

@@ -63,9 +63,10 @@ class VectorPool:
 
     def _hold(self, tensor: torch.Tensor) -> tuple[bytes, int]:
         """(key, first row), one reference more."""
-        rows = torch.nn.functional.pad(tensor, (0, -tensor.shape[-1] % self.width)).reshape(-1, self.width)
+        short = -tensor.shape[-1] % self.width
+        rows = (torch.nn.functional.pad(tensor, (0, short)) if short else tensor).reshape(-1, self.width)
         # Hashed as rows: equal numbers in another shape may take another number of rows.
-        key = hashlib.blake2b(rows.numpy().tobytes(), digest_size=16).digest()
+        key = hashlib.sha256(rows.numpy().tobytes()).digest()
         held = self._held.get(key)
         if held is None:
             held = self._held[key] = [self._allocate(len(rows)), len(rows), 0]

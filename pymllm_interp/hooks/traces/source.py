@@ -9,6 +9,7 @@ from __future__ import annotations
 import dis
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
+from inspect import unwrap
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ class EngineSource(Source):
             if name.startswith("__"):
                 raise
             whose = "the engine's forward, which differs from transformers' there"
-            if _transformers_forward(self.envoy) is not None:
+            if _is_attention(self.envoy):
                 whose = "transformers' forward"
             raise AttributeError(f"{error} (operations of {whose})") from None
 
@@ -53,14 +54,16 @@ def source_of(envoy: Envoy) -> EngineSource:
     Raises:
         ValueError: they are those of an attention, in the block of a trace that runs the engine's kernels.
     """
-    own = _transformers_forward(envoy)
-    if own is None:
+    if not _is_attention(envoy):
         return EngineSource(envoy, envoy.path, install_source(envoy))
     mediator = getattr(getcurrent(), "mediator", None)
     block = mediator() if mediator is not None else None
     trace = getattr(block, "trace", None)
     if trace is not None and not trace.options.eager_attention:
         raise ValueError(NOT_EAGER.format(envoy.path, envoy.path.rpartition(".")[2]))
+    own = _transformers_forward(envoy)
+    if own is None:  # transformers' own module
+        return EngineSource(envoy, envoy.path, install_source(envoy))
     if own.instrumented is None:
         state = install_controller(envoy)
         own.instrumented, _ = instrument(own.original, make_op(lambda: state.active()[:2]))
@@ -77,11 +80,11 @@ class AttentionWords(NamedTuple):
 
 def attention_words(tree: Envoy) -> AttentionWords:
     """The names of a model's attentions."""
-    attentions = [envoy for envoy in tree.modules() if _transformers_forward(envoy) is not None]
+    attentions = [envoy for envoy in tree.modules() if _is_attention(envoy)]
     names = {envoy.path.rpartition(".")[2] for envoy in attentions}
     aliases = (entry for envoy in tree.modules() for entry in envoy._aliases.items())
     modules = names | {alias for alias, path in aliases if path.rpartition(".")[2] in names}
-    operations = {name for envoy in attentions[:1] for name in compiled(_transformers_forward(envoy).original).names}
+    operations = {name for envoy in attentions[:1] for name in compiled(_attention_forward(envoy)).names}
     return AttentionWords(frozenset(modules), frozenset(operations))
 
 
@@ -113,6 +116,17 @@ def _uses(code: CodeType) -> Iterator[tuple[str, str]]:
                 str(before.argval) if before.opname.startswith("LOAD") else "",
                 str(after.argval) if loads else "",  # pyright: ignore[reportOptionalMemberAccess]
             )
+
+
+def _is_attention(envoy: Envoy) -> bool:
+    """Whether the envoy's module is an attention, of ours or of transformers (models/attention_interface.py)."""
+    return not {"transformers_forward", "paged_calls"}.isdisjoint(envoy._module.__dict__)
+
+
+def _attention_forward(envoy: Envoy) -> Callable[..., Any]:
+    """The forward of an attention in transformers."""
+    own = _transformers_forward(envoy)
+    return unwrap(type(envoy._module).forward) if own is None else own.original
 
 
 def _transformers_forward(envoy: Envoy) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from ...core.forward_batch import SiteOps
+from ...core.forward_batch import Delta, ParallelDelta, SiteOps
 from ...core.model_spec import delta_site, inner_site, residual_site
 
 
@@ -51,7 +51,7 @@ def apply_and_capture(value: torch.Tensor, site_ops: SiteOps | None, site: int) 
 
 
 def residual_sum(
-    h: torch.Tensor, delta: torch.Tensor | None, site_ops: SiteOps | None, residual_add: int, served: bool = False
+    h: torch.Tensor, delta: Delta | None, site_ops: SiteOps | None, residual_add: int, served: bool = False
 ) -> torch.Tensor:
     """``h + delta`` at a residual add, with the ops and captures of its two sites.
 
@@ -60,10 +60,15 @@ def residual_sum(
     Args:
         delta: None where h is the sum already, with its ops applied.
         served: a hook sees the sum next. The caller captures the sum after the hook.
+
+    Of a `ParallelDelta`, `residual_add` is the MLP's.
     """
     if delta is None:
         return h
-    at_sum = apply_at if served else apply_and_capture
-    return at_sum(
-        h + apply_and_capture(delta, site_ops, delta_site(residual_add)), site_ops, residual_site(residual_add)
-    )
+    at_sum, site = apply_at if served else apply_and_capture, delta_site(residual_add)
+    if isinstance(delta, ParallelDelta):
+        attention = apply_and_capture(delta.attention, site_ops, site - 2)
+        delta = apply_and_capture(delta.mlp, site_ops, site) + attention
+    else:
+        delta = apply_and_capture(delta, site_ops, site)
+    return at_sum(h + delta, site_ops, residual_site(residual_add))

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...core.forward_batch import Delta
 from ...core.model_spec import INNER_SITES, LOGITS, final_norm_site, input_add
-from ..norm import rms_norm
+from ...core.norm_kind import Norm
 from .base import apply_and_capture, residual_sum
 
 RowRange = tuple[int, int]
@@ -89,11 +90,11 @@ class HostOps:
         for (start, size), sink in self.capture_sinks.get(site, ()):
             sink(value[0, start : start + size])
 
-    def add_rms_norm(
-        self, residual_add: int, h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    def add_norm(
+        self, residual_add: int, h: torch.Tensor, delta: Delta, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
         h = residual_sum(h, delta, self, residual_add)
-        normed = rms_norm(h, weight, eps)
+        normed = norm.normalize(h)
         is_last = residual_add == input_add(self.num_layers)
         return h, apply_and_capture(normed, self, self.final_site) if is_last else normed
 

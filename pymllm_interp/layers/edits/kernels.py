@@ -8,10 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ...core.forward_batch import Delta, ParallelDelta
 from ...core.launch import Launcher, grid_wait, launch_dependents
 from ...core.model_spec import delta_site, final_norm_site
+from ...core.norm_kind import RMS, Norm
 from ..edits import codes
-from ..triton_kernels import norm_launch
+from ..triton_norm import load_shift, norm_launch, normalize
 from .codes import OpTables, TokenRows
 
 ADD, PROJECT_OUT, CLAMP = tl.constexpr(codes.ADD), tl.constexpr(codes.PROJECT_OUT), tl.constexpr(codes.CLAMP)
@@ -222,10 +224,12 @@ def _apply_site(
 def _edit_kernel(
     h, delta, weight, total, out, owners, positions, ops, fires, vectors, captures, records, ring, record_stride, count, eps, site,
     SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, LAST: tl.constexpr,
-    ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    PARALLEL: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Ops on `h` at `site`. With NORM: ops and captures of `delta` at `site` and of ``h + delta`` at the next site, then the
-    norm; with LAST also of the norm's output, at the site after that.
+    norm; with LAST also of the norm's output, at the site after that. With PARALLEL, `total` holds the delta of the layer's
+    attention, with its site two before `site`, and is overwritten by the sum.
 
     All reads are issued at the start, and the tables are read before the states are there, because latency dominates. The
     tables and the norm's weights stay in the cache; the weights of the projections pass through it once a step.
@@ -245,6 +249,7 @@ def _edit_kernel(
         if not PDL:
             value = tl.load(delta + source, mask=mask, other=0.0).to(tl.float32)
         weights = tl.load(weight + column, mask=column < SIZE, other=0.0, eviction_policy="evict_last")
+        shift = load_shift(weight, weights, column, SIZE, KIND)
         owned = inside & (owner >= 0)
         place = owner * SITES + site
         word = ops + place * DEPTH * WORDS
@@ -265,6 +270,13 @@ def _edit_kernel(
         if NORM:
             value = tl.load(delta + source, mask=mask, other=0.0).to(tl.float32)
     if NORM:
+        if PARALLEL:
+            attention = tl.load(total + source, mask=mask, other=0.0).to(tl.float32)
+            if tl.max(owner) >= 0:
+                attention = _apply_site(
+                    attention, owner, position, site, ops, fires, vectors, captures, records, record_stride, ring, row, column,
+                    mask, inside, SIZE, SITES, DEPTH, WIDTH, dtype, -2, True, ALIGNED, 0,
+                )  # fmt: skip
         if tl.max(owner) >= 0:
             for step in range(0, 2):  # delta, then the sum, by the same code
                 value = _apply_ops(
@@ -276,14 +288,16 @@ def _edit_kernel(
                     ALIGNED,
                 )  # fmt: skip
                 if step == 0:
+                    if PARALLEL:
+                        value = (value + attention).to(dtype).to(tl.float32)
                     value = (state.to(tl.float32) + value).to(dtype).to(tl.float32)
                 kind, vector, offset, way = kind_after, vector_after, offset_after, way_after
         else:
+            if PARALLEL:
+                value = (value + attention).to(dtype).to(tl.float32)
             value = (state.to(tl.float32) + value).to(dtype).to(tl.float32)
         tl.store(total + source, value.to(dtype), mask=mask)
-        scale = tl.rsqrt(tl.sum(value * value, axis=1, keep_dims=True) / SIZE + eps)
-        normed = (value * scale).to(dtype).to(tl.float32)
-        value = (weights.to(tl.float32) * normed).to(dtype).to(tl.float32)
+        value = normalize(value, weights, shift, eps, column, SIZE, KIND, dtype).to(tl.float32)
     else:
         value = state.to(tl.float32)
     if LAST or not NORM:
@@ -300,7 +314,7 @@ _edit_launch = Launcher(_edit_kernel, pdl=True, enable_fp_fusion=False, maxnreg=
 
 def _launch(
     h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, total: torch.Tensor, out: torch.Tensor, eps: float,
-    site: int, tables: OpTables, rows: TokenRows, norm: bool,
+    site: int, tables: OpTables, rows: TokenRows, norm: bool, parallel: bool = False, kind: int = RMS,
 ) -> None:  # fmt: skip
     size = h.shape[-1]
     count = h.numel() // size
@@ -320,6 +334,8 @@ def _launch(
         tables.vectors.shape[1],
         norm,
         last,
+        parallel,
+        kind,
         tables.aligned,
         tables.head_dim_at(site),
         group,
@@ -348,17 +364,17 @@ def edit(value: torch.Tensor, site: int, tables: OpTables, rows: TokenRows) -> t
     return out
 
 
-def edit_add_rms_norm(
+def edit_add_norm(
     h: torch.Tensor,
-    delta: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
+    delta: Delta,
+    norm: Norm,
     residual_add: int,
     tables: OpTables,
     rows: TokenRows,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`triton_kernels.add_rms_norm` with the ops and captures of a residual add; h, delta [1, tokens, width]."""
-    h, delta = h.contiguous(), delta.contiguous()
-    total, out = torch.empty_like(h), torch.empty_like(h)
-    _launch(h, delta, weight, total, out, eps, delta_site(residual_add), tables, rows, norm=True)
+    """`Norm.add_normalize` with the ops and captures of a residual add; h, delta [1, tokens, width]."""
+    h, site, parallel = h.contiguous(), delta_site(residual_add), isinstance(delta, ParallelDelta)
+    mlp, total = (delta.mlp, delta.attention) if isinstance(delta, ParallelDelta) else (delta, torch.empty_like(h))
+    mlp, out = mlp.contiguous(), torch.empty_like(h)
+    _launch(h, mlp, norm.kernel_weight, total, out, norm.eps, site, tables, rows, True, parallel, norm.kind)
     return total, out

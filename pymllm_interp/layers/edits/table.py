@@ -6,7 +6,9 @@ from typing import Protocol, Self
 
 import torch
 
+from ...core.forward_batch import Delta
 from ...core.model_spec import LOGITS, final_norm_site
+from ...core.norm_kind import Norm
 from .codes import OpTables, TokenRows
 
 
@@ -69,9 +71,9 @@ class TableOps:
 
         capture(value, site, self.tables, self.token_rows)
 
-    def add_rms_norm(
-        self, residual_add: int, h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    def add_norm(
+        self, residual_add: int, h: torch.Tensor, delta: Delta, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        from .kernels import edit_add_rms_norm
+        from .kernels import edit_add_norm
 
-        return edit_add_rms_norm(h, delta, weight, eps, residual_add, self.tables, self.token_rows)
+        return edit_add_norm(h, delta, norm, residual_add, self.tables, self.token_rows)
