@@ -8,8 +8,11 @@ import random
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -267,13 +270,27 @@ def test_a_full_disk_costs_the_request_and_an_engines_end_may_end_the_server(ser
         found.__exit__(None, None, None)
 
 
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 @pytest.mark.slow
-def test_an_engine_whose_parent_is_killed_ends_by_itself(own_server):
-    with own_server() as server:
-        pid = server.engine_pid()
-        server.process.kill()
-        server.process.wait()
-        deadline = time.monotonic() + 20
+@pytest.mark.parametrize("loaded", [True, False])
+def test_an_engine_whose_parent_is_killed_ends_by_itself(served_folder, loaded):
+    """Also where the parent is killed while the engine loads its model."""
+    command = [sys.executable, "-m", "pymllm_interp.cli", "serve", str(served_folder), "--port", "0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        if loaded:
+            process.stdout.readline()  # the address
+        deadline = time.monotonic() + 60
+        while not (found := children_of(process.pid)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        (pid,) = found
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             try:
                 os.kill(pid, 0)

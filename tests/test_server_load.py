@@ -23,9 +23,9 @@ def test_64_clients_for_five_minutes_of_the_demo_model(tmp_path):
     options = ["--allow-code-from", "code", "--max-traces", "64", "--option", "max_model_len=512"]
     with serving("demo", *options, folder=tmp_path) as server:
         prompts = ["Once upon a time", "The capital of France is", "My neighbour told me that", "Two plus two is"]
-        report = load(server, prompts, clients=64, seconds=300, jobs=100, max_tokens=16)
-        assert not report.problems, report.problems[:10]
+        report = load(server, prompts, clients=64, seconds=300, jobs=30, max_tokens=16)
         server.wait_until_idle()
         warm = [size for at, size in report.rss if at > 60]
-        print(dict(report.answers), f"{warm[0] / 2**20:.0f} -> {warm[-1] / 2**20:.0f} MiB")
+        print(len(report.problems), dict(report.answers), f"{warm[0] / 2**20:.0f} -> {warm[-1] / 2**20:.0f} MiB")
         assert max(warm) < 1.05 * warm[0]
+        assert not report.problems, report.problems[:10]

@@ -24,7 +24,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize(
-    "page", ["docs/serving.md", "README.md", "docs/recipes.md", "docs/traces.md", "docs/interventions.md"]
+    "page",
+    ["docs/serving.md", "README.md"]
+    + [pytest.param(f"docs/{name}.md", marks=pytest.mark.slow) for name in ("recipes", "traces", "interventions")],
 )
 def test_the_python_of_a_page_runs_over_http(page: str, demo: Server, tmp_path: Path) -> None:
     script = script_of(ROOT / page).replace(ADDRESS, demo.url).replace('LM("demo")', f'LM.connect("{demo.url}")')

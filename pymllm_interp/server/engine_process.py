@@ -191,9 +191,8 @@ def serve(settings: dict[str, Any]) -> None:
         served.tokenizer.save_pretrained(settings["tokenizer"])
     server = EngineServer(served, outbox)
     outbox.put(m.Ready(0, served.describe()))
-    parent = os.getppid()
     try:
-        while os.getppid() == parent:
+        while os.getppid() == settings["parent"]:  # which may have ended while the model was loaded
             if not incoming.poll(POLL_MS):
                 continue
             message = m.to_engine.decode(incoming.recv())
