@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import pickle
+import queue
 import threading
 import time
 import warnings
@@ -18,7 +19,8 @@ from transformers import PreTrainedModel
 
 from pymllm_interp import LM, RequestOutput, SamplingParams, Scale, Steer
 from pymllm_interp.core.arguments import PromptError
-from pymllm_interp.engine.handle import EngineClosedError, RequestError
+from pymllm_interp.core.events import FinishedEvent
+from pymllm_interp.engine.handle import EngineClosedError, RequestError, RequestHandle
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
@@ -67,6 +69,24 @@ def test_a_call_raises_what_stream_and_trace_raise_and_has_the_outputs(one_fails
     assert [error.outputs[i].token_ids for i in (0, 2)] == [expected[0], expected[2]]
     with pytest.raises(AssertionError, match="four tokens"):
         list(one_fails.stream(PROMPTS[1], GREEDY))
+
+
+def test_the_error_is_there_when_the_last_event_is(lm: LM) -> None:
+    """A stream once ended without its error, where it took the event before the engine's thread had noted it."""
+    known: list[bool] = []
+
+    class Watched(queue.SimpleQueue):
+        def put(self, item: Any, *args: Any, **kwargs: Any) -> None:
+            known.append(handle.error is not None)
+            super().put(item, *args, **kwargs)
+
+    ((_, requests),) = lm._factory.for_prompts([[1, 2, 3]], GREEDY, {}, stream=True)
+    handle = RequestHandle(None, requests, None, lm.engine, streaming=True)
+    handle._events = Watched()
+    handle.put(FinishedEvent(requests[0].request_id, [], "error", error=ValueError("why")))
+    assert known == [True]
+    with pytest.raises(ValueError, match="why"):
+        list(handle)
 
 
 def test_a_handles_result_raises_and_has_its_output(one_fails: LM) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -197,3 +199,12 @@ def test_a_serialised_block_names_its_envoys_by_path(lm_of) -> None:
     assert mediator.pending.provider == "model.model.layers.1.output"
     mediator.worker.throw(GreenletExit)
     assert h.shape == (1, 3, 72)
+
+
+@pytest.mark.parametrize("first", ["nnsight", "pymllm_interp.engine.lm"])
+def test_http_clients_import_after_nnsight(first: str) -> None:
+    """nnsight gives every object a `save`, which anyio refuses in classes that it defines late."""
+    late = "anyio.abc, anyio._backends._asyncio, anyio.streams.tls, anyio.from_thread"
+    code = f"import {first}, nnsight, pymllm_interp.engine.lm, {late}"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 0, found.stderr[-2000:]

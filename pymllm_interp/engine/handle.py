@@ -86,12 +86,13 @@ class RequestHandle:
 
     def put(self, event: Event) -> None:
         """Take a request's next event. Called on the engine's thread."""
+        last = isinstance(event, FinishedEvent)
+        if last:  # first: who takes the event asks for its error
+            self._finished[event.request_id] = event
         if self._streaming:
             self._events.put(event)
-        if isinstance(event, FinishedEvent):
-            self._finished[event.request_id] = event
-            if len(self._finished) == len(self.requests):
-                self._ended.set_result(None)
+        if last and len(self._finished) == len(self.requests):
+            self._ended.set_result(None)
         # Last: what it raises must not lose the event.
         if (notify := self._on_event) is not None:
             notify()

@@ -18,18 +18,12 @@ if version("nnsight") not in SUPPORTED:
         f'pip install "nnsight=={SUPPORTED[-1]}"'
     )
 
-# nnsight gives every object a `save`, and anyio refuses classes that are defined after that. Web servers and clients import these
-# modules late, in the same process.
+# nnsight gives every object a `save`. anyio then refuses classes whose attributes it checks for annotations, unless `save` has one:
+# web servers and clients import these late, in the same process.
 with suppress(ImportError):
-    import anyio._backends._asyncio
-    import anyio.abc
-    import anyio.from_thread
-    import anyio.streams.buffered
-    import anyio.streams.file
-    import anyio.streams.memory
-    import anyio.streams.stapled
-    import anyio.streams.text
-    import anyio.streams.tls  # noqa: F401
+    from anyio._core._typedattr import TypedAttributeSet
+
+    TypedAttributeSet.__annotations__ = {**getattr(TypedAttributeSet, "__annotations__", {}), "save": object}
 
 # Documented.
 from nnsight import NNsightDeprecationWarning  # noqa: E402
