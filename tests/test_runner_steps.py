@@ -688,6 +688,8 @@ def test_v54_a_module_by_module_pass_over_fresh_kv_has_the_gradients_of_transfor
     batch.fresh_kv_only, batch.logits_indices = True, None
     runner.attn_backend.init_forward_metadata(batch)
 
+    embeddings = next(name for name, module in hf.named_modules() if module is hf.get_input_embeddings())
+
     def gradient(model: Any, call: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Of a logit, by the embeddings."""
         leaves: list[torch.Tensor] = []
@@ -696,7 +698,7 @@ def test_v54_a_module_by_module_pass_over_fresh_kv_has_the_gradients_of_transfor
             leaves.append(output.detach().requires_grad_())
             return leaves[0]
 
-        handle = model.model.embed_tokens.register_forward_hook(watch)
+        handle = model.get_submodule(embeddings).register_forward_hook(watch)
         with torch.enable_grad():
             call()[0, :, 7].sum().backward()
         handle.remove()

@@ -7,6 +7,7 @@ import base64
 import json
 import re
 import threading
+import time
 
 import httpx
 import openai
@@ -258,8 +259,12 @@ def test_request_ids_are_kept_and_logged(server):
         assert answer.headers["x-request-id"] == "mine-17" and answer.json()["id"] == "cmpl-mine-17"
         other = client.get("/v1/models", headers={"X-Request-Id": "two\tparts"}).headers["x-request-id"]
         assert len(other) == 32
-    entries = [json.loads(line) for line in list(server.log) if line.startswith("{")]
-    (entry,) = [entry for entry in entries if entry.get("request_id") == "mine-17"]
+    deadline, found = time.monotonic() + 30, []
+    while not found and time.monotonic() < deadline:  # the line is written after the answer
+        time.sleep(0.02)
+        entries = [json.loads(line) for line in list(server.log) if line.startswith("{")]
+        found = [entry for entry in entries if entry.get("request_id") == "mine-17"]
+    (entry,) = found
     assert entry["client"] == "code" and entry["status"] == 200 and entry["generated_tokens"] == 1
     assert not any(key in line for key in KEYS.values() for line in list(server.log))
 

@@ -125,9 +125,19 @@ def banner(settings: ServeSettings, host: str, port: int) -> str:
 
 def run(settings: ServeSettings) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns the exit status: 0, or 3 where the engine ended and was not to be started again."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler, root = logging.StreamHandler(sys.stderr), logging.getLogger()
     handler.setFormatter(JsonLines())
-    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
+    before, level = root.handlers, root.level
+    root.handlers = [handler]
+    root.setLevel(settings.log_level.upper())
+    try:
+        return _run(settings)
+    finally:
+        root.handlers = before
+        root.setLevel(level)
+
+
+def _run(settings: ServeSettings) -> int:
     bound = listen(settings.host, settings.port)
     try:
         return asyncio.run(_serve(settings, bound))
