@@ -313,6 +313,7 @@ def test_health_metrics_capabilities_and_documents(server):
             "schemas"
         ].keys()
     assert server.metric("steps_total") > 0 and server.metric("generated_tokens_total") > 0
+    assert server.metric("block_seconds_total") >= 0
 
 
 def test_the_scale_op_by_its_object_and_by_http_has_one_schema():

@@ -7,6 +7,7 @@ import copy
 import gc
 import queue
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -1335,3 +1336,14 @@ def test_a_piece_that_finds_no_pinned_memory_gives_its_room_back(monkeypatch: py
         transfer.pack(rows.unbind())
     assert save_transfer.cutter._in_flight == 0
     transfer.close()
+
+
+def test_the_time_for_which_steps_wait_for_blocks_is_counted(lm: LM) -> None:
+    before = lm.engine.stats()["block_seconds"]
+    lm.generate([A], SamplingParams(max_tokens=2))
+    assert lm.engine.stats()["block_seconds"] == before, "plain requests have no blocks"
+    with lm.trace(A):
+        h = lm.model.layers[0].output.save()
+        time.sleep(0.05)
+    after = lm.engine.stats()["block_seconds"]
+    assert before + 0.05 <= after < before + 30 and h.shape[1] == len(A)

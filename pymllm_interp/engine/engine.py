@@ -129,7 +129,7 @@ class Engine:
         """Counters of steps, by execution and reason; requests in each state; free KV slots; preemptions; graph segments.
 
         `overlapped_steps` were followed by the next launch before their tokens were read. `eager_parts` counts the modules inside
-        a layer that sent part of a step off its graph.
+        a layer that sent part of a step off its graph. `block_seconds` is the time for which steps waited for blocks of traces.
         """
         steps = {"steps": self.num_steps, "overlapped_steps": self.num_overlapped_steps}
         return steps | runner_counters(self.runner) | self.scheduler.counters()

@@ -65,6 +65,7 @@ def runner_counters(runner: InterpModelRunner) -> dict[str, Any]:
         "execution": {f"{how}: {why}": n for (how, why), n in Counter(runner.partition.counts).items()},
         "segments": None if runner.segments is None else runner.segments.stats(),
         "eager_parts": dict(runner.interleaver.eager_parts),
+        "block_seconds": runner.interleaver.blocks.seconds,
     }
 
 

@@ -80,6 +80,7 @@ def _of_engine(stats: Mapping[str, Any]) -> Iterator[str]:
     yield from _one("kv_tokens_free", "gauge", stats["free_kv_tokens"])
     for name in ("steps", "overlapped_steps", "preempted", "moved_to_host"):
         yield from _one(f"{name}_total", "counter", stats[name])
+    yield from _one("block_seconds_total", "counter", stats["block_seconds"])
     yield from _head("steps_by_execution_total", "counter", "Steps by how they ran, and why.")
     for how, count in sorted(stats["execution"].items()):
         mode, _, why = how.partition(": ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 from greenlet import GreenletExit, getcurrent
@@ -30,10 +31,12 @@ class BlockRunner:
     Attributes:
         serving: the trace whose block runs now; else None.
         watchdog: watches for blocks that run too long; None for none.
+        seconds: for which the engine's thread has served blocks.
     """
 
     def __init__(self, points: Points) -> None:
         self.points = points
+        self.seconds = 0.0
         self.serving: RequestTrace | None = None
         self.watchdog: Watchdog | None = None
 
@@ -76,8 +79,8 @@ class Turn:
     """
 
     __slots__ = (
-        "_autocast", "_depth", "_grad", "_greenlet", "_inference", "_outer_run", "_runner", "_saves", "_scope", "_serving",
-        "_watchdog",
+        "_autocast", "_began", "_depth", "_grad", "_greenlet", "_inference", "_outer_run", "_runner", "_saves", "_scope",
+        "_serving", "_watchdog",
     )  # fmt: skip
 
     def __init__(self, runner: BlockRunner) -> None:
@@ -85,6 +88,7 @@ class Turn:
 
     def __enter__(self) -> Turn:
         runner = self._runner
+        self._began = perf_counter()
         self._greenlet, self._serving = getcurrent(), runner.serving
         self._grad, self._inference = is_grad_enabled(), is_inference_mode_enabled()
         self._autocast = autocast_by_device()
@@ -100,6 +104,8 @@ class Turn:
     def __exit__(self, *_: object) -> None:
         scope = self._scope
         scope["depth"], scope["saves"], self._runner.serving = self._depth, self._saves, self._serving
+        if self._serving is None:  # else it is part of an outer turn
+            self._runner.seconds += perf_counter() - self._began
 
     def switch(
         self,
