@@ -463,7 +463,10 @@ def test_an_engine_with_graphs_and_a_ring_is_in_no_cycle_when_it_has_ended(
     use_eager_graphs(monkeypatch)
     monkeypatch.setattr(DeclaredStage, "has_tables", True)
     before = engine_threads()
-    lm = dummy(kv_cache_tokens=4096, async_scheduling=True, hook_execution="segments", dtype="float32")
+    lm = dummy(
+        kv_cache_tokens=4096, async_scheduling=True, hook_execution="segments", dtype="float32", max_running_requests=8,
+        prefill_graph_tokens=16,
+    )  # fmt: skip
     for use in (plain, declared, traced):
         use(lm)
     parts = [weakref.ref(part) for part in (lm.engine, lm.runner, lm.runner.get_model().lm_head.weight)]
