@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -13,15 +14,19 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import uvicorn
+from fastapi import FastAPI
 from helpers_server import KEYS, Server, serving
 from safetensors.torch import save
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.core.closed import EngineClosedError
 from pymllm_interp.server.gate_words import TRACE_PATH, TRACE_TYPE
+from pymllm_interp.server.serve import DrainingServer, listen
 
 GREEDY = {"prompt": "w3 w14 w15", "max_tokens": 8, "temperature": 0}
 LONG = {"prompt": "w3 w14 w15", "max_tokens": 120, "ignore_eos": True, "stream": True}
@@ -302,6 +307,24 @@ def test_an_engine_whose_parent_is_killed_ends_by_itself(served_folder, loaded):
             time.sleep(0.1)
         os.kill(pid, signal.SIGKILL)
         raise AssertionError("the engine process outlived its server")
+
+
+def test_the_address_is_told_once_connections_are_accepted():
+    """Told before, whoever reads it and connects at once is refused."""
+    bound = listen("127.0.0.1", 0)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(bound.getsockname(), timeout=5)
+    reached: list[bool] = []
+
+    def announce() -> None:
+        with socket.create_connection(bound.getsockname(), timeout=5):
+            reached.append(True)
+        server.should_exit = True
+
+    state = SimpleNamespace(num_running=0, draining=False, settings=SimpleNamespace(drain_seconds=1))
+    server = DrainingServer(uvicorn.Config(FastAPI(), log_config=None), state, announce)
+    asyncio.run(server.serve(sockets=[bound]))
+    assert reached == [True]
 
 
 def test_a_port_in_use_and_a_model_that_is_none_are_told_at_once(server: Server, capfd, tmp_path):

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import uvicorn
@@ -52,12 +52,20 @@ def listen(host: str, port: int) -> socket.socket:
     return found
 
 
-class _Server(uvicorn.Server):
-    """uvicorn, which waits for running requests before it closes their connections."""
+class DrainingServer(uvicorn.Server):
+    """uvicorn, which waits for running requests before it closes their connections.
 
-    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
+    Args:
+        announce: called once connections are accepted.
+    """
+
+    def __init__(self, config: uvicorn.Config, state: ServerState, announce: Callable[[], None]) -> None:
         super().__init__(config)
-        self._state = state
+        self._state, self._announce = state, announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._announce()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -90,11 +98,10 @@ async def _serve(settings: ServeSettings, bound: socket.socket) -> int:
             create_app(state), log_config=None, access_log=False, timeout_graceful_shutdown=5, timeout_keep_alive=30,
             server_header=False, ws="none",
         )  # fmt: skip
-        server = _Server(config, state)
+        host, port = bound.getsockname()[:2]
+        server = DrainingServer(config, state, lambda: print(banner(settings, host, port), flush=True))
         tasks.append(asyncio.create_task(sweep(state)))
         tasks.append(asyncio.create_task(_exit_with_engine(state, server)))
-        host, port = bound.getsockname()[:2]
-        print(banner(settings, host, port), flush=True)
         await server.serve(sockets=[bound])
         return 3 if state.exiting.is_set() else 0
     finally:
