@@ -142,11 +142,12 @@ class Spec:
             self._set(name, rows)
 
     def _unit(self, name: str) -> Tensor:
-        """The vector in a field, normalized: [width] float32. Raises ValueError for a zero vector."""
+        """The vectors in a field, normalized: [..., width] float32. Raises ValueError for a zero vector."""
         vector: Tensor = getattr(self, name).double()
-        length = vector.norm()
-        if length == 0:
-            raise ValueError(f"{self.name}: {name} is zero and has no direction")
+        length = vector.norm(dim=-1, keepdim=True)
+        if (length == 0).any():
+            where = f" in row {int(length.argmin())}" if vector.ndim > 1 else ""
+            raise ValueError(f"{self.name}: {name} is zero{where} and has no direction")
         return (vector / length).float()
 
 
@@ -190,6 +191,7 @@ class PlacedSpec(Spec):
             kind = self.site.partition(".")[0]
             heads, shape = heads_in(self.heads, model, kind), model.shape(kind)
             changes = dict(_widened(self, heads, shape))
+            changes = {name: as_argument(value, self.site) for name, value in changes.items()}
             made = replace(self, heads=heads, **changes)  # pyright: ignore[reportArgumentType, reportCallIssue]
             made._set("channels", channels_of(heads, shape))
             found = model, made
@@ -252,23 +254,34 @@ class PlacedSpec(Spec):
             raise ValueError(f"{self.name}: {error}") from None
         self._check("missing", self.missing in MISSING, "'error' or 'skip'")
 
-    def _set_tensor(self, name: str, *dims: int) -> None:
-        """As `Spec._set_tensor`, with two further dimensions.
+    def _set_tensor(self, name: str, *dims: int, by_position: bool = False) -> None:
+        """As `Spec._set_tensor`, with further dimensions.
 
         - At sites with heads the last dimension may be two, [heads, head_dim], as captures return states.
         - At a pattern of sites a further leading dimension is the layers that it selects.
+        - With `by_position` one more, behind the layers, is the positions.
         """
         value, most = getattr(self, name), max(dims)
         split = self.site.partition(".")[0] in HEAD_SITES
         several = not re.fullmatch(r"\w+(\.-?\d+)?", self.site)
         if isinstance(value, str | Mapping | LayerVectors):
-            return super()._set_tensor(name, *dims)
-        tensor = checked_vector(value, f"{self.name}: {name}", (*dims, *range(most + 1, most + 1 + split + several)))
-        if tensor.ndim > most + split:
+            return super()._set_tensor(name, *dims, *([most + 1] if by_position else []))
+        largest = most + split + several + by_position
+        tensor = checked_vector(value, f"{self.name}: {name}", (*dims, *range(most + 1, largest + 1)))
+        if several and tensor.ndim > most + split:
             self._set(name, LayerVectors(tensor))
             self._set("named", (*self.named, name))
         else:
-            self._set(name, tensor.flatten(-2) if tensor.ndim > most else tensor)
+            self._set(name, tensor.flatten(-2) if split and tensor.ndim > most else tensor)
+
+
+def as_argument(value: Any, site: str) -> Any:
+    """A checked tensor as a spec at `site` takes it again: [n, width] at sites with heads is [n, 1, width].
+
+    Two dimensions are [heads, head_dim] there for a `Steer`.
+    """
+    split = site.partition(".")[0] in HEAD_SITES
+    return value.unsqueeze(1) if split and isinstance(value, Tensor) and value.ndim == 2 else value
 
 
 @cache

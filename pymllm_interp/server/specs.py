@@ -25,7 +25,7 @@ from ..hooks.interventions.specs import Patch, Scale, Steer
 from ..hooks.layer_vectors import LayerVectors
 from ..hooks.positions import Generated, Masked
 from ..hooks.site import Site
-from ..hooks.spec import Spec
+from ..hooks.spec import Spec, as_argument
 
 OPS: dict[str, type[Op] | type[Knockout]] = {
     cls.__name__.lower(): cls for cls in (Steer, Ablate, Clamp, Scale, Patch, Knockout)
@@ -136,6 +136,8 @@ def to_json(spec: Spec) -> dict[str, Any]:
         value = getattr(spec, field.name)
         if not field.init or (field.default is not MISSING and value is field.default):
             continue
+        if isinstance(spec, Steer):
+            value = as_argument(value, spec.site)
         found[field.name] = _value_to_json(field.name, value)
     return found
 

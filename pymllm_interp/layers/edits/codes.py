@@ -45,7 +45,7 @@ class OpWords(NamedTuple):
 
     code: int
     rank: int = 1
-    """Number of vectors. For PATCH, 1 for one vector, 2 for one per position."""
+    """Number of vectors. For ADD and PATCH, 1 for one vector, 2 for one per position."""
     norm: int = NO_NORM
     a: float = 0.0
     """Scale, factor, or lower bound."""

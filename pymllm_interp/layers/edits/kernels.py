@@ -85,9 +85,10 @@ def _apply_ops(
             norm = tl.sqrt(tl.sum(state * state, axis=1, keep_dims=True))
         along = live & ((code == PROJECT_OUT) | (code == CLAMP))
         patches = code == PATCH
-        # A patch of rank 2 has one vector per position, in the order of the window.
-        ordinal = tl.where(patches & (rank == 2), (position - start) // step, 0)
-        rank = tl.where(patches, 1, rank)
+        # An addition or a patch of rank 2 has one vector per position, in the order of the window.
+        single = patches | (code == ADD)
+        ordinal = tl.where(single & (rank == 2), (position - start) // step, 0)
+        rank = tl.where(single, 1, rank)
         edited = tl.where(patches, 0.0, tl.where(code == SCALE, state * a, state))
         for j in range(0, tl.max(tl.where(live, rank, 0))):
             now = live & (j < rank)
