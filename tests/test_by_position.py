@@ -28,7 +28,9 @@ PARAMS = SamplingParams(temperature=0, max_tokens=4)
 @pytest.fixture(scope="module", params=WAYS[:2])
 def lm(request: Any, model_folder: Any) -> Iterator[Any]:
     with lms(request.param, model_folder) as load:
-        yield load("llama", max_num_tokens=7, page_size=4, enable_prefix_caching=False, inner_sites=("z", "v", "mlp_act"))
+        yield load(
+            "llama", max_num_tokens=7, page_size=4, enable_prefix_caching=False, inner_sites=("z", "v", "mlp_act")
+        )
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -71,7 +73,9 @@ def test_the_order_of_positions_is_that_of_rows_and_missing_ones_leave_theirs_ou
     heads = vector(MODEL.head_dim, 2, 3, 2)
     (bound,) = bind(Steer("z.0", heads, positions=[4, 0, 1], heads=[3, 0]), MODEL, 6)
     state = torch.zeros(2, MODEL.width("z"))
-    found = bound.spec.act(state, torch.ones(2, 1), ordinals_of(bound.windows, torch.tensor([4, 1])), bound.spec.vectors)
+    found = bound.spec.act(
+        state, torch.ones(2, 1), ordinals_of(bound.windows, torch.tensor([4, 1])), bound.spec.vectors
+    )
     found = found.unflatten(-1, (-1, MODEL.head_dim))
     assert torch.equal(found[0, 3], heads[0, 0]) and torch.equal(found[1, 0], heads[2, 1]) and not found[:, 1:3].any()
 

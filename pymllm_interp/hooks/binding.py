@@ -13,7 +13,7 @@ from ..core.model_spec import ModelSpec
 from .layer_vectors import LayerVectors
 from .positions import Window, missing_of, windows_of
 from .site import Site, expand
-from .spec import PlacedSpec
+from .spec import PlacedSpec, Spec
 from .vector_files import Named
 
 SpecT = TypeVar("SpecT", bound=PlacedSpec)
@@ -54,6 +54,7 @@ def resolved(lists: Sequence[Sequence[SpecT]], vectors: Mapping[str, Named], mod
 
 
 def _resolved(spec: SpecT, vectors: Mapping[str, Named], model: ModelSpec) -> list[SpecT]:
+    spec = _with_gate(spec, vectors, model)
     if not any(spec.names()):
         return [spec]
     try:
@@ -67,6 +68,20 @@ def _resolved(spec: SpecT, vectors: Mapping[str, Named], model: ModelSpec) -> li
         replace(spec, site=str(site)).filled(_of_layer(found, site, spec.name))  # pyright: ignore[reportArgumentType]
         for site in sites
     ]
+
+
+def _with_gate(spec: SpecT, vectors: Mapping[str, Named], model: ModelSpec) -> SpecT:
+    """The spec with the probe of its gate resolved, where that is at a site of its own."""
+    for name, part in spec._content():
+        if isinstance(part, Spec) and part.own_site is not None and any(part.names()):
+            try:
+                (site,) = expand(part.own_site, model.num_hidden_layers, model.family)
+                found = {key: vectors[key] if isinstance(key, str) else key.at([site]) for key in part.names()}
+            except (KeyError, ValueError) as error:
+                raise ValueError(f"{spec.name}: {name}: {error.args[0]}") from None
+            changes: dict[str, Any] = {name: part.filled(_of_layer(found, site, f"{spec.name}: {name}"))}
+            spec = replace(spec, **changes)
+    return spec
 
 
 def _of_layer(vectors: Mapping[str | LayerVectors, Named], site: Site, who: str) -> dict[str | LayerVectors, Tensor]:

@@ -16,6 +16,7 @@ from .binding import Bound, at_logits, bind, lists_for_prompts
 from .captures.activations import Activations
 from .captures.captures import Captures
 from .captures.spec import Capture
+from .interventions.gates import Flag, GateRead, RequestGates
 from .interventions.knockout import BoundKnockout, Intervention, Knockout, bind_knockouts
 from .interventions.op import Op
 from .kv_edits import KVEdits
@@ -47,6 +48,10 @@ class DeclaredLimits:
     def check_op(self, op: Op, site: Site) -> None:
         """Raise ValueError for an op or a site without kernels."""
         self.check(site)
+        if self.device_tables and site.kind == LOGITS and op.when is not None and op.when.site is not None:
+            raise ValueError(
+                f"{op.name}: on CUDA a gate at an earlier site ends before the logits; put it on an earlier op"
+            )
         if self.device_tables and site.kind != LOGITS and op.words() is None:
             raise ValueError(f"{op.name}: there is no kernel for it; on CUDA it can act at logits only")
         if self.device_tables and max(op.heads or (0,)) >= MAX_HEADS:
@@ -143,6 +148,8 @@ class PlacedOp(NamedTuple):
     windows: tuple[Window, ...]
     missing: int = 0
     """Positions that the prompt does not have."""
+    flag: Flag | None = None
+    """Of a gate at an earlier site: what the op looks at, or what a `GateRead` sets."""
 
 
 @dataclass
@@ -157,6 +164,7 @@ class Declared:
         vectors: id of a tensor -> its first row in `VectorPool`, until the pool's `release`.
         held: keys of these rows.
         fires: of gates.
+        first_fired: see `PassFlags`; on CUDA, while the request is not in the device tables.
         knockouts: edges of attention that are cut.
         kv_edits: what of this changes the KV.
     """
@@ -168,6 +176,7 @@ class Declared:
     vectors: dict[int, int] = field(default_factory=dict)
     held: list[bytes] = field(default_factory=list)
     fires: Fires = field(default_factory=dict)
+    first_fired: dict[int, torch.Tensor] = field(default_factory=dict)
     knockouts: Sequence[BoundKnockout] = ()
     kv_edits: KVEdits = field(default_factory=lambda: KVEdits({}, (), 1))
 
@@ -198,6 +207,7 @@ class Declared:
                 or captures that may exceed the memory of a request's results.
         """
         placed: list[tuple[int, bool, PlacedOp]] = []
+        gates = RequestGates(model, prompt_len)
         knockouts = bind_knockouts([s for s in specs if isinstance(s, Knockout)], model, prompt_len, longest)
         for spec in (spec for spec in specs if isinstance(spec, Op)):
             for bound in bind(spec, model, prompt_len):
@@ -205,20 +215,26 @@ class Declared:
                 later = bound.site.kind == "resid_pre"
                 limits.check_op(bound.spec, bound.site)
                 site = site_index(bound.site, model.num_hidden_layers)
-                placed.append((site, later, PlacedOp(bound.spec, bound.site, bound.windows, bound.missing)))
+                flag = gates.flag_of(bound.spec, bound.site)
+                placed.append((site, later, PlacedOp(bound.spec, bound.site, bound.windows, bound.missing, flag)))
         ops: dict[int, list[PlacedOp]] = {}
         for site, _, op in sorted(placed, key=lambda entry: entry[:2]):  # a stable sort keeps the order given
             if not op.spec.identity:
                 ops.setdefault(site, []).append(op)
+        edits = KVEdits(ops, knockouts, model.num_hidden_layers)
+        for read, flag in gates.reads():  # behind what changes the state
+            (bound,) = bind(read, model, prompt_len)
+            limits.check_op(read, bound.site)
+            site = site_index(bound.site, model.num_hidden_layers)
+            ops.setdefault(site, []).append(PlacedOp(read, bound.site, bound.windows, flag=flag))
         for found in ops.values():
             count = sum(len(op.windows) for op in found)
             if count > limits.max_interventions_per_site:
                 raise ValueError(
-                    f"{found[0].site} has {count} interventions, counting each run of evenly spaced positions; at most "
+                    f"{found[0].site} has {count} interventions, counting each run of evenly spaced positions and gates; at most "
                     f"{limits.max_interventions_per_site} are held (max_interventions_per_site): raise it, or use fewer runs"
                 )
         captured = _captures(captures, model, prompt_len, limits, longest, logits_from)
-        edits = KVEdits(ops, knockouts, model.num_hidden_layers)
         return cls(ops, captured, prompt_len, logits_from, knockouts=knockouts, kv_edits=edits)
 
     @property
@@ -229,10 +245,12 @@ class Declared:
     def first_observed(self, start: int) -> tuple[int | None, str]:
         """The first position from `start` on that must be computed to be captured or counted, and why; (None, "") for none.
 
-        The receipt counts the rows on which a gate fired.
+        The receipt counts the rows on which a gate fired, and a gate with scope="prompt" reads all of the prompt.
         """
         captured = None if self.captures is None else self.captures.first_position(start)
-        gated = [w.start + w.among(0, start) * w.step for op in self if op.spec.when is not None
+        # Where each position decides for itself, a gate's site matters at the positions of its ops alone.
+        gated = [w.start + w.among(0, start) * w.step for op in self
+                 if op.spec.when is not None or (isinstance(op.spec, GateRead) and op.flag and op.flag.prompt_len)
                  for w in op.windows if w.stop is None or w.stop > start]  # fmt: skip
         if gated and (captured is None or min(gated) < captured):
             return min(gated), "a gate is counted"
@@ -265,6 +283,7 @@ class Declared:
             )
             for site, found in sorted(self.ops.items())
             for i, op in enumerate(found)
+            if not isinstance(op.spec, GateRead)
         ] + [
             Applied(
                 type(knockout.spec).__name__, f"pattern.{layer}", *knockout.rows(layer, self.prompt_len, num_positions)

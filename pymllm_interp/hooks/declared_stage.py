@@ -54,6 +54,7 @@ class RowBuffers(NamedTuple):
     op_rows: torch.Tensor
     positions: torch.Tensor
     records: torch.Tensor
+    flags: torch.Tensor
 
 
 class DeclaredStage:
@@ -232,7 +233,7 @@ class DeclaredStage:
         """Read what the gates of a request counted, before another request takes its row."""
         row, declared = self._in_tables.pop(request_id, (0, None))
         if self.device_tables is not None and declared is not None:
-            self.device_tables.read_fires(row, declared)
+            self.device_tables.read_gates(row, declared)
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -262,7 +263,7 @@ class DeclaredStage:
         logits = None
         if any(d is not None and d.edits_logits for d in declared):
             logits = logit_ops(self._request_rows(rows), self.model.num_hidden_layers, self.device_tables)
-        return TableOps(self.device_tables.tables, buffers.op_rows, buffers.positions, buffers.records, logits)
+        return TableOps(self.device_tables.tables, *buffers, logits)
 
     def attention_cuts(self, rows: StepRows) -> PassCuts | None:
         """The edges of attention that the requests of a step cut; None for none."""
@@ -279,7 +280,7 @@ class DeclaredStage:
         """The ops and captures that a captured decode pass reads from the tables."""
         if self.device_tables is None:
             return None
-        return TableOps(self.device_tables.tables, buffers.op_rows, buffers.positions, buffers.records)
+        return TableOps(self.device_tables.tables, *buffers)
 
     def capture_logits(self, rows: StepRows, logits: torch.Tensor, sampled_from: torch.Tensor) -> None:
         """Capture logits for the requests that want them.

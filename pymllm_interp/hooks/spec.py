@@ -39,12 +39,17 @@ class Spec:
         """The spec's name in error messages."""
         return type(self).__name__
 
+    @property
+    def own_site(self) -> Any:
+        """The site that it is about; None for a part of another spec that is about that one's."""
+        return getattr(self, "site", None)
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(field, tensor) of all tensors, nested specs included. Each must have the site's width."""
+        """(field, tensor) of all tensors, those of nested specs at the same site included. Each must have the site's width."""
         for name, value in self._content():
             if isinstance(value, Tensor):
                 yield name, value
-            elif isinstance(value, Spec):
+            elif isinstance(value, Spec) and value.own_site is None:
                 yield from ((f"{name}.{inner}", tensor) for inner, tensor in value.tensors())
 
     def names(self) -> Iterator[str | LayerVectors]:
@@ -290,16 +295,16 @@ def _arguments(cls: type) -> tuple[str, ...]:
     return tuple(part.name for part in fields(cls) if part.init)
 
 
-_LATER = {"heads": None, "missing": "error"}
+_LATER = {"heads": None, "missing": "error", "site": None, "scope": "token"}
 """Arguments that specs did not have at first: their defaults are not part of a fingerprint, which harvests keep."""
 
 
 def _widened(spec: Spec, heads: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
-    """(name, value) of each field with tensors, nested ones included: widened."""
+    """(name, value) of each field with tensors, those of nested specs at the same site included: widened."""
     for name, value in spec._content():
         if isinstance(value, Tensor):
             yield name, widened(value, heads, shape)
-        elif isinstance(value, Spec):
+        elif isinstance(value, Spec) and value.own_site is None:
             yield name, replace(value, **dict(_widened(value, heads, shape)))  # pyright: ignore[reportArgumentType]
 
 
