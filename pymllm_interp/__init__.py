@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .hooks.interventions.projections import Ablate, Clamp
     from .hooks.interventions.specs import Patch, Scale, Steer
     from .hooks.positions import Generated
+    from .hooks.saes.sae import SAE
     from .hooks.site import Site
     from .hooks.traces.async_trace import SavedSteps
     from .runner.interp_model_runner import InterpModelRunner
@@ -45,6 +46,7 @@ _HOMES = {
     "Patch": "hooks.interventions.specs",
     "Project": "hooks.captures.spec",
     "RequestOutput": "core.output",
+    "SAE": "hooks.saes.sae",
     "SamplingParams": "core.sampling_params",
     "SavedSteps": "hooks.traces.async_trace",
     "Scale": "hooks.interventions.specs",
@@ -54,7 +56,7 @@ _HOMES = {
 }
 
 __all__ = [
-    "LM", "Ablate", "Activations", "Capture", "CaptureError", "Clamp", "Gate", "Generated", "Harvest", "HarvestError",
+    "LM", "SAE", "Ablate", "Activations", "Capture", "CaptureError", "Clamp", "Gate", "Generated", "Harvest", "HarvestError",
     "InterpModelRunner", "Knockout", "ModelRunner", "Patch", "Project", "RequestOutput", "SamplingParams", "SavedSteps",
     "Scale", "Site", "Steer", "open_harvest",
 ]  # fmt: skip
