@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .hooks.interventions.knockout import Knockout
     from .hooks.interventions.op import Gate
     from .hooks.interventions.projections import Ablate, Clamp
+    from .hooks.interventions.set_feature import SetFeature
     from .hooks.interventions.specs import Patch, Scale, Steer
     from .hooks.positions import Generated
     from .hooks.saes.sae import SAE
@@ -50,6 +51,7 @@ _HOMES = {
     "SamplingParams": "core.sampling_params",
     "SavedSteps": "hooks.traces.async_trace",
     "Scale": "hooks.interventions.specs",
+    "SetFeature": "hooks.interventions.set_feature",
     "Site": "hooks.site",
     "Steer": "hooks.interventions.specs",
     "open_harvest": "harvest.reader",
@@ -58,7 +60,7 @@ _HOMES = {
 __all__ = [
     "LM", "SAE", "Ablate", "Activations", "Capture", "CaptureError", "Clamp", "Gate", "Generated", "Harvest", "HarvestError",
     "InterpModelRunner", "Knockout", "ModelRunner", "Patch", "Project", "RequestOutput", "SamplingParams", "SavedSteps",
-    "Scale", "Site", "Steer", "open_harvest",
+    "Scale", "SetFeature", "Site", "Steer", "open_harvest",
 ]  # fmt: skip
 
 

@@ -233,11 +233,11 @@ class RequestFactory:
             PromptError: an unknown name, or a vector that a spec refuses.
         """
         try:
-            return resolved(lists, self.vectors, self.runner.model_spec)
+            return resolved(lists, self.vectors, self.runner.model_spec, self.saes)
         except ValueError:
             for name, specs in zip(names, lists, strict=True):
                 try:
-                    resolved([specs], self.vectors, self.runner.model_spec)
+                    resolved([specs], self.vectors, self.runner.model_spec, self.saes)
                 except ValueError as error:
                     raise PromptError(f"{name}: {error}") from error
             raise

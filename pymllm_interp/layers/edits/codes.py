@@ -10,7 +10,7 @@ import torch
 
 from ...core.model_spec import HEAD_SITES, INNER_SITES, final_norm_site, num_sites
 
-ADD, PROJECT_OUT, CLAMP, SCALE, PATCH, GATE = range(1, 7)
+ADD, PROJECT_OUT, CLAMP, SCALE, PATCH, GATE, SET_FEATURE = range(1, 8)
 """Codes of ops; 0 is no op. GATE changes no state: it sets a flag for ops at later sites."""
 NO_NORM, PRESERVE, MATCH = range(3)
 """Normalization of an ADD: none; the sum is rescaled to the state's norm; the vector is rescaled to the state's norm."""
@@ -47,7 +47,8 @@ class OpWords(NamedTuple):
 
     code: int
     rank: int = 1
-    """Number of vectors. For ADD and PATCH, 1 for one vector, 2 for one per position."""
+    """Number of vectors. For ADD and PATCH, 1 for one vector, 2 for one per position; for SET_FEATURE, of features, with three
+    rows each (`SetFeature.table`)."""
     norm: int = NO_NORM
     a: float = 0.0
     """Scale, factor, or lower bound."""

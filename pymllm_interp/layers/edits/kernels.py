@@ -18,6 +18,7 @@ from .codes import OpTables, TokenRows
 
 ADD, PROJECT_OUT, CLAMP = tl.constexpr(codes.ADD), tl.constexpr(codes.PROJECT_OUT), tl.constexpr(codes.CLAMP)
 SCALE, PATCH, GATE = tl.constexpr(codes.SCALE), tl.constexpr(codes.PATCH), tl.constexpr(codes.GATE)
+SET_FEATURE = tl.constexpr(codes.SET_FEATURE)
 MAX_GATES, NO_END = tl.constexpr(codes.MAX_GATES), tl.constexpr(codes.NO_END)
 PRESERVE, MATCH = tl.constexpr(codes.PRESERVE), tl.constexpr(codes.MATCH)
 MORE, WORDS = tl.constexpr(codes.MORE), tl.constexpr(codes.WORDS)
@@ -55,6 +56,28 @@ def _flag(word, looks, owner, position, row, flags, first_fired):
     bits = tl.load(flags + row, mask=looks & (of_prompt == 0), other=0, volatile=True)
     first = tl.load(first_fired + owner * MAX_GATES + slot, mask=looks & of_prompt, other=NO_END, volatile=True)
     return tl.where(of_prompt, position >= first, ((bits >> slot) & 1) > 0)
+
+
+@triton.jit
+def _set_features(
+    state, edited, sets, rank, first, vectors, column, mask, SPAN: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """`edited` [rows, block] with the features of SET_FEATURE at their targets, in the rows `sets`; they are read from `state`."""
+    for j in range(0, tl.max(tl.where(sets, rank, 0))):
+        now = sets & (j < rank)
+        source = vectors + (first + 3 * j * SPAN) * WIDTH
+        encoder = tl.load(source + column, mask=now & mask, other=0.0, eviction_policy="evict_last")
+        decoder = tl.load(source + SPAN * WIDTH + column, mask=now & mask, other=0.0, eviction_policy="evict_last")
+        number = source + 2 * SPAN * WIDTH
+        dot = tl.sum(state * encoder, axis=1, keep_dims=True)
+        active = dot + tl.load(number + 2, mask=now, other=0.0) > tl.load(number + 3, mask=now, other=0.0)
+        feature = tl.load(number, mask=now, other=0.0) * dot + tl.load(number + 1, mask=now, other=0.0)
+        feature = tl.where(active, tl.maximum(feature, 0.0), 0.0)
+        target = tl.load(number + 4, mask=now, other=0.0) * feature + tl.load(number + 5, mask=now, other=0.0)
+        target = tl.maximum(target, tl.load(number + 6, mask=now, other=0.0))
+        change = tl.minimum(target, tl.load(number + 7, mask=now, other=0.0)) - feature
+        edited = tl.where(now & (change != 0.0), edited + change * decoder, edited)
+    return edited
 
 
 @triton.jit
@@ -118,6 +141,10 @@ def _apply_ops(
         ordinal = tl.where(single & (rank == 2), (position - start) // step, 0)
         rank = tl.where(single, 1, rank)
         edited = tl.where(patches, 0.0, tl.where(code == SCALE, state * a, state))
+        sets = live & (code == SET_FEATURE)
+        if tl.max(sets.to(tl.int32)) > 0:
+            edited = _set_features(state, edited, sets, rank, first, vectors, column, mask, span, WIDTH)
+            rank = tl.where(sets, 0, rank)
         for j in range(0, tl.max(tl.where(live, rank, 0))):
             now = live & (j < rank)
             if (fresh == 0) | (tl.max(ordinal) > 0):
