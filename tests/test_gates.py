@@ -110,9 +110,7 @@ def assert_equals_two_passes(model: Any, prompt: list[int], specs: list[Op], out
     ids = (prompt + out.token_ids)[:-1]
     wanted, fires = two_pass(model, ids, specs, len(prompt))
     for site in [f"resid_post.{i}" for i in range(model.config.num_hidden_layers)] + ["final_norm"]:
-        torch.testing.assert_close(
-            out.activations[site], wanted[site], rtol=1e-4, atol=1e-4, msg=lambda m: f"{site} {specs} {fires}: {m}"
-        )
+        torch.testing.assert_close(out.activations[site], wanted[site], rtol=1e-4, atol=1e-4)
     assert wanted["logits"][len(prompt) - 1 :].argmax(-1).tolist() == out.token_ids
     found = {(entry.intervention, entry.site): entry.gate_fires for entry in out.receipt.interventions}
     info = ModelSpec.of(model.config, torch.float32)
@@ -203,7 +201,7 @@ def test_what_is_reused_is_what_would_be_computed(scope: Any, positions: Any, sh
     gate = Gate(vector(MODEL.hidden_size, 3), 1.0, site="resid_post.0", scope=scope)
     steer = Steer("resid_post.1", vector(MODEL.hidden_size, 4), scale=3.0, positions=positions, when=gate)
     params = SamplingParams(temperature=0, max_tokens=6)
-    prompts = [base, base, base[:11] + [5, 6, 7]]
+    prompts = [base, base, [*base[:11], 5, 6, 7]]
     cached = []
     for _ in range(2):
         for prompt in prompts:

@@ -10,7 +10,6 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from ..core.model_spec import ModelSpec
-from .interventions.set_feature import SetFeature
 from .layer_vectors import LayerVectors
 from .positions import Window, missing_of, windows_of
 from .saes.sae import SAE
@@ -56,8 +55,7 @@ def resolved(
     done: dict[int, list[SpecT]] = {}  # by id: requests usually share their specs
     for spec in (spec for specs in lists for spec in specs):
         if id(spec) not in done:
-            with_sae: Any = spec.with_sae({} if saes is None else saes) if isinstance(spec, SetFeature) else spec
-            done[id(spec)] = _resolved(with_sae, vectors, model)
+            done[id(spec)] = _resolved(spec.with_sae({} if saes is None else saes), vectors, model)
     return [[made for spec in specs for made in done[id(spec)]] for specs in lists]
 
 

@@ -144,7 +144,7 @@ def to_json(spec: Spec) -> dict[str, Any]:
         if not field.init or (field.default is not MISSING and value is field.default):
             continue
         if isinstance(spec, Steer):
-            value = as_argument(value, spec.site)
+            value = as_argument(value, str(spec.site))
         found[field.name] = _value_to_json(field.name, value)
     return found
 

@@ -113,7 +113,10 @@ def counted(
     fires: Fires,
     key: tuple[int, int],
 ) -> torch.Tensor:
-    """`reference.apply` on given vectors, and on the rows that a gate at an earlier site left, with the gate's fires added to ``fires[key]``. Does not wait for the device."""
+    """`reference.apply` on given vectors, with the gate's fires added to ``fires[key]``. Does not wait for the device.
+
+    `ordinals` are -1 where a gate at an earlier site does not let the op act.
+    """
     ordinals = gated(spec, rows, ordinals, vectors)
     if spec.when is not None:
         fires[key] = fires.get(key, 0) + (ordinals >= 0).sum()

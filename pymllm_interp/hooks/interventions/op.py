@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from ...core.model_spec import PATTERN
 from ...layers.edits.codes import OpWords
-from ..site import Site, canonical
+from ..site import EDITED_PATTERNS, Site, canonical
 from ..spec import PlacedSpec, Spec
 from ..vector_files import Source
 
@@ -125,6 +126,8 @@ class Op(PlacedSpec, ABC):
 
     def _set_place(self) -> None:
         super()._set_place()
+        if self.site.partition(".")[0] == PATTERN:
+            raise ValueError(f"{self.name}: {EDITED_PATTERNS}")
         self._check("when", self.when is None or isinstance(self.when, Gate), "a Gate, or None")
 
 

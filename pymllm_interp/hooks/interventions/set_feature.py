@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ class SetFeature(Op):
         return found
 
     def _checked_value(self, feature: int, value: Any) -> float | tuple[float | None, float | None]:
-        bounds = tuple(value) if isinstance(value, list | tuple) else (value,)
+        bounds: tuple[Any, ...] = tuple(value) if isinstance(value, list | tuple) else (value,)
         finite = all(v is None or (_is_number(v) and abs(v) <= torch.finfo(torch.float32).max) for v in bounds)
         if self.mode == "clamp":
             pair = len(bounds) == 2 and finite and bounds != (None, None)
@@ -90,9 +91,9 @@ class SetFeature(Op):
                 )
             low, high = (None if v is None else float(v) for v in bounds)
             return low, high
-        if len(bounds) != 1 or not finite or value is None:
+        if isinstance(value, list | tuple) or not finite or value is None:
             raise ValueError(f"{self.name}: feature {feature}: {value}; mode={self.mode!r} takes a finite number")
-        return float(value)
+        return float(bounds[0])
 
     def _check_sae(self, sae: SAE) -> None:
         if sae.transcoder:
@@ -119,12 +120,8 @@ class SetFeature(Op):
         """The spec's name in error messages."""
         return f"SetFeature({self.sae!r})" if isinstance(self.sae, str) else f"SetFeature({str(self.site)!r})"
 
-    def with_sae(self, saes: Mapping[str, SAE]) -> SetFeature:
-        """The op with the SAE in place of its name.
-
-        Raises:
-            ValueError: an unknown name, or an SAE that the op refuses.
-        """
+    def with_sae(self, saes: Mapping[str, Any]) -> Self:
+        """The op with the SAE in place of its name."""
         if isinstance(self.sae, SAE):
             return self
         try:
@@ -192,9 +189,7 @@ class SetFeature(Op):
 
     @cached_property
     def _table_hash(self) -> str:
-        from hashlib import sha256
-
-        return sha256(self.table.numpy().tobytes()).hexdigest()
+        return hashlib.sha256(self.table.numpy().tobytes()).hexdigest()
 
     def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
         """The states with the features at their targets."""

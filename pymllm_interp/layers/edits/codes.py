@@ -19,9 +19,9 @@ MORE = 1 << 24
 WORDS = 16
 """int32 words of an op at one window of positions.
 
-0: `kind_word`. 1: row of its first vector in the pool. 2, 3, 4: start, stop and step of the window. 5: row of the gate's probe, or
--1, or `flag_word`. 6, 7, 8: float32 bits of `OpWords.a`, `OpWords.b` and the gate's threshold. `HEADS_WORD` to 15: `head_words`. Each op starts at
-a sector of the cache."""
+0: `kind_word`. 1: row of its first vector in the pool. 2, 3, 4: start, stop and step of the window. 5: row of the gate's probe, -1,
+or `flag_word`. 6, 7, 8: float32 bits of `OpWords.a`, `OpWords.b` and the gate's threshold. `HEADS_WORD` to 15: `head_words`. Each
+op starts at a sector of the cache."""
 HEADS_WORD = 9
 """First of the words that hold an op's heads, a bit each; read at sites with heads alone."""
 MAX_HEADS = 32 * (WORDS - HEADS_WORD)

@@ -253,8 +253,8 @@ _capture_launch = Launcher(_capture_kernel, enable_fp_fusion=False)
 
 @triton.jit
 def _apply_site(
-    value, owner, position, site, ops, fires, vectors, captures, records, record_stride, ring, flags, first_fired, row, column, mask,
-    inside, SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, dtype: tl.constexpr,
+    value, owner, position, site, ops, fires, vectors, captures, records, record_stride, ring, flags, first_fired, row, column,
+    mask, inside, SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, dtype: tl.constexpr,
     AFTER: tl.constexpr, CAPTURES: tl.constexpr, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """`value` [rows, block] float32 after the ops at ``site + AFTER``; with CAPTURES also captured."""
