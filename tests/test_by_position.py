@@ -20,6 +20,7 @@ from pymllm_interp.hooks.positions import ordinals_of
 from pymllm_interp.hooks.site import Site
 from pymllm_interp.server.specs import intervention_of, to_json
 
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 MODEL = ModelSpec.of(CONFIGS["llama"](), torch.float32)
 SITES = ["embed", "resid_post.1", "mlp_out.0", "attn_out.1", "final_norm", "z.1", "v.0", "mlp_act.1"]
 PARAMS = SamplingParams(temperature=0, max_tokens=4)

@@ -24,6 +24,7 @@ from pymllm_interp.hooks.positions import ordinals_of
 from pymllm_interp.hooks.site import Site
 from pymllm_interp.server.specs import intervention_of, to_json
 
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 CAPTURE = ["resid_post.*", "final_norm"]
 WAIT = 60.0
 MODEL = ModelSpec.of(CONFIGS["llama"](), torch.float32)
