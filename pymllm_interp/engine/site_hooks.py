@@ -79,7 +79,7 @@ class PlacedHooks:
         if not family.is_slice(kind):
             return value.unflatten(-1, self.model.shape(kind))
         heads = value[0].unflatten(-1, (-1, self.model.head_dim))
-        return heads_of(heads, self.model.num_key_value_heads, family.by_head)["qkv".index(kind)].unsqueeze(0)
+        return heads_of(heads, self.model.shape("k")[0], family.by_head)["qkv".index(kind)].unsqueeze(0)
 
 
 def placed_hooks(fwd_hooks: Iterable[tuple[NamesFilter, HookFunction]], model: ModelSpec) -> list[PlacedHooks]:
