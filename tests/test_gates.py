@@ -186,6 +186,32 @@ def test_a_chain_of_gates_reads_what_the_ops_before_left(way: str, model_folder:
     assert 0 < fires[2] < len(prompt) + 3 and plain
 
 
+@pytest.mark.parametrize("way", ["functions", "tables"])
+def test_what_a_prompt_decided_outlasts_a_preemption(way: str, model_folder: Any, oracle: Any) -> None:
+    """The gate fires at the prompt's first page alone, which is not computed again when the request comes back."""
+    model = oracle("llama")
+    for seed in range(100):
+        prompt, probe = random_ids(16, seed=seed), vector(MODEL.hidden_size, seed)
+        dots = states_of(model, prompt, [], len(prompt))["resid_post.0"] @ probe
+        highest = dots.topk(2)
+        if int(highest.indices[0]) < 4 and highest.values[0] - highest.values[1] > 0.1:
+            break
+    gate = Gate(probe, float(highest.values.mean()), site="resid_post.0", scope="prompt")
+    steer = Steer("resid_post.1", vector(MODEL.hidden_size, 4), scale=2.0, when=gate)
+    with lms(way, model_folder) as load:
+        lm = load("llama", page_size=4, kv_cache_tokens=48)
+        with held(lm):
+            other = lm.submit(random_ids(8, seed=7), SamplingParams(temperature=0, max_tokens=24))
+            handle = lm.submit(
+                prompt, SamplingParams(temperature=0, max_tokens=20), interventions=[steer], capture=["final_norm"]
+            )
+        out = handle.result(WAIT)
+        other.result(WAIT)
+        assert out.receipt.preemptions and lm.engine.stats()["prefix_cache"]["recomputed_tokens"] < 16
+    wanted, _ = two_pass(model, (prompt + out.token_ids)[:-1], [steer], len(prompt))
+    torch.testing.assert_close(out.activations["final_norm"], wanted["final_norm"], rtol=1e-4, atol=1e-4)
+
+
 @pytest.fixture(scope="module")
 def sharing(model_folder: Any) -> Iterator[tuple[Any, Any]]:
     """Engines with and without a prefix cache."""
