@@ -2,9 +2,9 @@
 
 Usage: python benchmarks/toolkit.py [--model demo] [--dtype float32] [--rounds 2] [--out FILE]
 
-Both ways run in turns in one process, after a round that is not counted. Requests use the prefix cache, as they do by default; its
-rows without it say so. Where the device is a CPU, the table shows the process's CPU time, since other processes may use the machine; the
-record has both. The prompts differ from the first token on, so that every cell is run.
+Both ways run in turns in one process. Requests use the prefix cache, as they do by default; rows without it say so. The prompts
+differ from the first token on, so that every cell is run. Where the device is a CPU, the table shows the process's CPU time, since
+other processes may use the machine; the record has both.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ def test_it_shows_itself(lm_of):
     base, source = prompts(1, 6)
     for heads in (None, [1, 2]):
         sweep = lm.patch_sweep(base, source, site="z", metric=METRIC, heads=heads)
-        console = Console(width=120, record=True, quiet=True)
+        console = Console(width=120, file=StringIO())
         console.print(sweep)
         assert "noise floor" in console.file.getvalue()  # pyright: ignore
         page = sweep._repr_html_()

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..hooks.heads import Heads
 from ..hooks.positions import Positions
+from .activation_cache import NamesFilter
 from .request_calls import RequestCalls
 
 
@@ -61,7 +62,42 @@ class ToolkitCalls(RequestCalls):
             progress=progress,
         )  # fmt: skip
 
+    def attribute(
+        self,
+        clean: Any,
+        corrupted: Any,
+        *,
+        metric: Any,
+        sites: NamesFilter,
+        steps: int = 1,
+        neurons: bool = False,
+    ) -> Any:
+        """Attribution patching: an estimate of what patching each site from the clean run adds to the corrupted run's metric.
+
+        One step is ``(clean - corrupted) * gradient`` with the corrupted run's gradients, and one pass serves all sites. More
+        steps are integrated gradients: each site has passes of its own, with states between both runs in its place. Their sum is
+        what patching the whole site does; the result's `completeness` compares the two.
+
+        Args:
+            clean, corrupted: prompts with equally many tokens.
+            metric: as `patch_sweep`; a function must be differentiable.
+            sites: a site's name or pattern, or several, of all kinds but `logits`.
+            steps: gradients to average, at the middle of equal parts of the way.
+            neurons: keep the width of each state, in place of sums over positions and heads.
+
+        Returns:
+            an `Attribution`: by site, [positions]; at `q`, `k`, `v` and `z` [positions, heads].
+
+        Raises:
+            PromptError, ValueError: prompts of different lengths, or a metric, site or number of steps that cannot be served;
+                nothing was scheduled then.
+            NotImplementedError: a model with edits, or a server's.
+        """
+        self._check_outside()
+        attribution = import_module("pymllm_interp.toolkit.attribution")
+        return attribution.attribute(self, clean, corrupted, metric=metric, sites=sites, steps=steps, neurons=neurons)
+
     def _check_outside(self) -> None:
         self.engine.check_open()
         if getattr(self.engine, "on_engine_thread", False):
-            raise RuntimeError("a sweep cannot run inside the block of a trace: the engine would wait for itself")
+            raise RuntimeError("this cannot run inside the block of a trace: the engine would wait for itself")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
+
+from .heatmap import figure, html_table
 
 LISTED = 12
 """Cells that the table lists."""
@@ -176,16 +177,14 @@ class PatchSweep:
         largest = effects.abs().argmax(-1, keepdim=True)
         return effects.gather(-1, largest).squeeze(-1), ", the largest of the heads"
 
-    def _repr_html_(self) -> str:
+    def _heatmap(self) -> tuple[str, list[int], list[str], torch.Tensor]:
+        """Title, layers, tokens, and the effects [layers, positions]."""
         effects, of_heads = self._flat()
-        largest = effects.abs().max().item() or 1.0
-        header = "".join(f"<th>{html.escape(repr(self.tokens[p])[1:-1])}<br>{p}</th>" for p in self.positions)
-        rows = [
-            f"<tr><th>{layer}</th>{''.join(_colored(value / largest, value) for value in row)}</tr>"
-            for layer, row in zip(self.layers, effects.tolist(), strict=True)
-        ]
-        title = html.escape(f"{self.site}: effect of each patch{of_heads}; {self.__repr__()}")
-        return f"<table><caption>{title}</caption><tr><th>layer</th>{header}</tr>{''.join(rows)}</table>"
+        tokens = [f"{self.tokens[position]} {position}" for position in self.positions]
+        return f"{self!r}: effect of each patch{of_heads}", self.layers, tokens, effects
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._heatmap())
 
     def plot(self) -> Any:
         """A heatmap of the effects, a plotly figure; with heads, of the largest effect among them.
@@ -193,18 +192,4 @@ class PatchSweep:
         Raises:
             ImportError: plotly is not installed.
         """
-        try:
-            import plotly.graph_objects as go
-        except ImportError as error:
-            raise ImportError("plots need plotly; run: pip install 'pymllm-interp[plot]'") from error
-        effects, of_heads = self._flat()
-        labels = [f"{self.tokens[p]!r} {p}" for p in self.positions]
-        heatmap = go.Heatmap(z=effects.tolist(), x=labels, y=self.layers, colorscale="RdBu", zmid=0)
-        title = f"{self.site}: effect of each patch{of_heads}"
-        return go.Figure(heatmap, {"title": title, "xaxis_title": "token", "yaxis_title": "layer"})
-
-
-def _colored(share: float, value: float) -> str:
-    """A cell of the table: blue where the value is above the base, red below."""
-    hue = "38,102,172" if share >= 0 else "178,24,43"
-    return f'<td style="background:rgba({hue},{abs(share):.2f})">{value:+.2f}</td>'
+        return figure(*self._heatmap(), "layer")
