@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import VOCAB
 from rich.console import Console
-from transformers import PreTrainedModel
+from safetensors import safe_open
+from transformers import AutoConfig, PreTrainedModel
 
 from pymllm_interp import LM, Capture, SamplingParams, Steer, contrast
 from pymllm_interp.core.arguments import PromptError
 from pymllm_interp.core.model_spec import FAMILIES
 from pymllm_interp.toolkit.contrast import ControlVectors
 
+GOLDEN = Path(__file__).parent / "golden" / "attribution.safetensors"
 METRIC = (7, 11)
 CLOSE = {"atol": 2e-5, "rtol": 1e-3}
 ONE = SamplingParams(temperature=0, max_tokens=1)
@@ -103,6 +107,28 @@ def test_one_step_is_attribution_patching(lm_of, oracle, family):
 
 
 @pytest.mark.local
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_the_scores_of_transformer_lens(family):
+    """Those of `attribution_patch` of transformer-lens 4.3, which golden/make_attribution.py wrote with the weights."""
+    with safe_open(GOLDEN, framework="pt") as file:
+        config = json.loads(file.metadata()[family])
+        golden = {name: file.get_tensor(name) for name in file.keys() if name.startswith(family)}
+    weights = f"{family}/weights/"
+    hf_config = AutoConfig.for_model(**config)
+    with LM("golden", hf_config=hf_config, load_format="dummy", dtype="float32", device="cpu") as lm:
+        given = {name.removeprefix(weights): value for name, value in golden.items() if name.startswith(weights)}
+        missing = lm.load_state_dict(given, strict=False).missing_keys
+        assert set(missing) <= {"lm_head.weight"}
+        sites = ["z.*", "mlp_out.*", *(["embed"] if family == "llama" else ["resid_pre.0"])]
+        found = lm.attribute([3, 7, 1, 14, 5, 9], [3, 8, 1, 14, 2, 9], metric=(4, 11), sites=sites)
+    torch.testing.assert_close(found.stacked("z"), golden[f"{family}/z"], **CLOSE)
+    torch.testing.assert_close(found.stacked("mlp_out"), golden[f"{family}/mlp_out"], **CLOSE)
+    # GPT-2's positions are equal in both runs: their embeddings cancel.
+    torch.testing.assert_close(found[sites[-1]], golden[f"{family}/embed"], **CLOSE)
+    assert golden[f"{family}/z"].abs().max() > 0.01
+
+
+@pytest.mark.local
 @pytest.mark.parametrize(("family", "site"), [("llama", "resid_post.0"), ("gpt2", "z.1"), ("qwen3", "mlp_out.1")])
 def test_more_steps_are_integrated_gradients(lm_of, oracle, family, site):
     """The mean of gradients at the middles of equal parts, by autograd over transformers' model."""
@@ -168,8 +194,8 @@ def test_an_attribution_shows_itself(lm_of):
     assert found._repr_html_().count("<tr>") == 5
     largest = found.top(3)
     assert [abs(entry.value) for entry in largest] == sorted((abs(e.value) for e in largest), reverse=True)
-    entry = next(entry for entry in found.top(30) if entry.index)
-    assert found[entry.site][entry.position, entry.index[0]] == entry.value
+    entry = next(entry for entry in found.top(30) if entry.place)
+    assert found[entry.site][entry.position, entry.place[0]] == entry.value
     assert found["blocks.1.hook_resid_post"] is found["resid_post.1"]
     with pytest.raises(KeyError, match=r"there are z\.0"):
         found["resid_post.2"]

@@ -50,6 +50,7 @@ def attribute(
     values, completeness = dict[str, torch.Tensor](), dict[str, Completeness]()
     for place, target, start, gradient in zip(places, wanted, found, gradients, strict=True):
         name, change = str(place.point.site), target.float() - start.float()
+        reached = measured
         if steps > 1:
             gradient, reached = _along(lm, corrupted_ids, place, start, target, steps, measure)
         products = change * gradient.float()
@@ -84,7 +85,7 @@ def _states(
 ) -> tuple[list[torch.Tensor], float]:
     """The states [tokens, ...] of a run at each place, and its metric."""
     with lm.trace(ids):
-        states = _read(lm, places).save()
+        states = _read(lm, places).save()  # pyright: ignore[reportAttributeAccessIssue]
         logits = lm.output.logits[:, -1].save()
     return states, metric(logits.float()).item()
 
@@ -130,7 +131,7 @@ def _along(
     for first in range(0, len(points), most):
         part = points[first : first + most]
         with lm.trace([ids] * len(part), grad=True):
-            found = _from(lm, place, start, target, part, metric).save()
+            found = _from(lm, place, start, target, part, metric).save()  # pyright: ignore[reportAttributeAccessIssue]
         gradients, values = found
         total += gradients[: steps - first].sum(0)  # the end counts for the metric alone
         reached = values[-1].item()

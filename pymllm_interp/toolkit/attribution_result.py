@@ -34,7 +34,7 @@ class Attributed(NamedTuple):
 
     site: str
     position: int
-    index: tuple[int, ...]
+    place: tuple[int, ...]
     """Head, neuron, or both; () where the entry is of a position."""
     value: float
 
@@ -111,7 +111,7 @@ class Attribution(Mapping[str, torch.Tensor]):
         for column in ("site", "position", "token", "head" if not self._neurons else "index", "attribution"):
             table.add_column(column, justify="left" if column in ("site", "token") else "right")
         for entry in self.top():
-            index = ", ".join(map(str, entry.index))
+            index = ", ".join(map(str, entry.place))
             token = repr(self.tokens[entry.position])
             table.add_row(entry.site, str(entry.position), token, index, f"{entry.value:+.4g}")
         return table
