@@ -8,12 +8,19 @@ from typing import Any
 
 from ..hooks.heads import Heads
 from ..hooks.positions import Positions
+from ..hooks.traces.envoy import TracedModel
 from .activation_cache import NamesFilter
-from .request_calls import RequestCalls
+from .engine import Engine
 
 
-class ToolkitCalls(RequestCalls):
-    """Patch sweeps and attribution."""
+class ToolkitCalls(TracedModel):
+    """Patch sweeps and attribution.
+
+    Attributes:
+        engine: runs them beside requests.
+    """
+
+    engine: Engine
 
     def patch_sweep(
         self,
@@ -44,7 +51,7 @@ class ToolkitCalls(RequestCalls):
             heads: at `q`, `k`, `v` and `z`, patch these heads one by one; "all"; or None, for whole states.
             layers: some layers; None: all.
             how: "wavefront", "requests", or "auto": the wavefront where it serves.
-            stream: return at once. Iterating over the result runs the sweep.
+            stream: return after the two unpatched runs. Iterating over the result runs the cells.
             progress: show a bar on standard error; None: on a terminal.
 
         Returns:

@@ -28,8 +28,8 @@ class SweepCell(NamedTuple):
 class PatchSweep:
     """The metric of each patched run: `lm.patch_sweep` returns it.
 
-    Iteration yields each `SweepCell` as soon as it is computed. With ``stream=True`` nothing runs before that, and the tensors
-    wait for the rest.
+    Iteration yields each `SweepCell` as soon as it is computed. With ``stream=True`` that runs the cells; the tensors wait for
+    those that are left.
 
     Attributes:
         site: kind of the site.
