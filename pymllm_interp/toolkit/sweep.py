@@ -20,13 +20,10 @@ from ..hooks.positions import Positions, windows_of
 from ..hooks.site import Site, expand
 from .metrics import Metric, RowMetric, metric_of
 from .sweep_result import PatchSweep
-from .wavefront import Probes, StreamCell, Wavefront
+from .wavefront import WaveCell, Wavefront
 
-STREAM = ("resid_pre", "resid_post")
-"""Kinds of sites that are the stream between layers."""
-OF_ONE_ROW = ("q", "z", "attn_out", "resid_mid", "mlp_act", "mlp_out")
-"""Kinds of sites within a layer, whose row p reaches row p of the layer's output alone."""
-SWEPT = (*STREAM, *OF_ONE_ROW, "k", "v")
+SWEPT = ("resid_pre", "q", "k", "v", "z", "attn_out", "resid_mid", "mlp_act", "mlp_out", "resid_post")
+"""Kinds of sites, in the order of a layer."""
 ONE = SamplingParams(temperature=0.0, max_tokens=1)
 LAST_LOGITS = Capture("logits", positions=[-1])
 Place = tuple[int, ...]
@@ -113,7 +110,7 @@ def patch_sweep(
     kind, count = sites[0].kind, len(base_ids)
     found = [p for w in windows_of("prompt" if positions is None else positions, count) for p in _positions(w, count)]
     chosen = None if heads is None else _heads(heads, kind, spec)
-    why = _why_requests(lm, kind) if how != "requests" else "asked for"
+    why = _why_requests(lm) if how != "requests" else "asked for"
     if why and how == "wavefront":
         raise NotImplementedError(f"how='wavefront': {why}; how='requests' runs a request for each cell")
     states, logits = _both_runs(lm, [base_ids, source_ids], sites, found)
@@ -178,13 +175,11 @@ def _heads(heads: Heads | str, kind: str, spec: Any) -> list[int]:
     return list(heads_in(checked_heads(heads, kind) or (), spec, kind))
 
 
-def _why_requests(lm: Any, kind: str) -> str:
+def _why_requests(lm: Any) -> str:
     """Why the cells run as requests; "" where the wavefront runs them."""
     if getattr(lm, "is_remote", False):
         return "the engine is a server's"
-    if not Wavefront.serves(lm.runner):
-        return "the model runs by its class in transformers"
-    return "" if kind in (*STREAM, *OF_ONE_ROW) else f"{kind} of a position acts on all later ones in its layer"
+    return "" if Wavefront.serves(lm.runner) else "the model runs by its class in transformers"
 
 
 def _both_runs(
@@ -207,33 +202,15 @@ def _texts(lm: Any, ids: list[int]) -> list[str]:
 def _by_wavefront(plan: Plan) -> Iterator[tuple[Place, float]]:
     lm, entries = plan.lm, plan.cells()
     front = Wavefront(lm.runner, lm.engine.call, plan.token_ids, lm.limits.max_num_tokens)
-    behind, cells = plan.kind != "resid_pre", list[StreamCell]()
-    probes = {} if plan.kind in STREAM else _probes(plan, entries)
-    rows: dict[int, torch.Tensor] = dict(front.run_base(probes))
-    taken = dict.fromkeys(plan.layers, 0)
-    for place, i, j, _ in entries:
-        layer = plan.layers[i]
-        row = rows[layer][taken[layer]] if probes else plan.state(place, i, j)
-        taken[layer] += 1
-        cells.append(StreamCell(layer + behind, plan.positions[j], row))
+    shape = lm.model_spec.shape(plan.kind)
+    channels = [None] if plan.heads is None else [channels_of([head], shape) for head in plan.heads]
+    cells = [
+        WaveCell(Site(plan.kind, plan.layers[i]), plan.positions[j], plan.state(place, i, j), channels[k])
+        for place, i, j, k in entries
+    ]
     for indexes, logits in front.logits(cells):
         for index, value in zip(indexes, plan.measured(logits), strict=True):
             yield entries[index][0], value
-
-
-def _probes(plan: Plan, entries: list[Cell]) -> dict[int, Probes]:
-    """layer -> its probes, in the order of the entries."""
-    spec, found = plan.lm.model_spec, dict[int, Probes]()
-    for i, layer in enumerate(plan.layers):
-        own = [(place, j, k) for place, of_layer, j, k in entries if of_layer == i]
-        channels = None
-        if plan.heads is not None:
-            shape = spec.shape(plan.kind)
-            of_head = torch.stack([channels_of([head], shape) for head in plan.heads])
-            channels = of_head[[k for _, _, k in own]]
-        values = torch.stack([plan.state(place, i, j) for place, j, _ in own])
-        found[layer] = Probes(Site(plan.kind, layer), [plan.positions[j] for _, j, _ in own], values, channels)
-    return found
 
 
 def _by_requests(plan: Plan) -> Iterator[tuple[Place, float]]:
