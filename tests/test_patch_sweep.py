@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -312,3 +314,14 @@ def test_a_sweep_on_cuda_equals_its_requests(tmp_path, dtype):
         requests = lm.patch_sweep(base, source, metric=METRIC, how="requests")
     close = CLOSE if dtype == "float32" else {"atol": 0.05 * requests.effects.abs().max().item(), "rtol": 0.05}
     torch.testing.assert_close(wave.values, requests.values, **close)
+
+
+def test_the_table_of_the_docs_is_that_of_the_record() -> None:
+    root = Path(__file__).parent.parent
+    page = (root / "docs" / "toolkit.md").read_text()
+    record = json.loads((root / "benchmarks" / "results" / "toolkit-cpu.json").read_text())
+    for row in record["sweeps"]:
+        cache = "on" if row["prefix_cache"] else "off"
+        seconds = f"{row['wavefront_cpu_s']:.1f} | {row['requests_cpu_s']:.1f} | {row['cpu_ratio']:.2f}"
+        assert f"| {row['tokens']} | {row['cells']} | {cache} | {seconds} |" in page
+        assert row["largest_difference"] < 1e-4 and row["cpu_ratio"] <= 0.4

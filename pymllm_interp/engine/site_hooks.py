@@ -79,7 +79,7 @@ class PlacedHooks:
         if not family.is_slice(kind):
             return value.unflatten(-1, self.model.shape(kind))
         heads = value.flatten(0, 1).unflatten(-1, (-1, self.model.head_dim))
-        state = heads_of(heads, self.model.num_key_value_heads, family.by_head)["qkv".index(kind)]
+        state = heads_of(heads, self.model.shape("k")[0], family.by_head)["qkv".index(kind)]
         return state.unflatten(0, value.shape[:2])
 
 
