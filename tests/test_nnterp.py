@@ -105,7 +105,7 @@ SCRIPTS: dict[str, Callable[[Any], Any]] = {
 def test_a_script_of_nnterp_gives_the_same_values(name: str, pair: tuple[Any, Any]) -> None:
     for model in pair:
         with model.trace(PROMPTS[0]):  # nnterp looks at the type of a layer's output before it skips one
-            model.layers_output[0]  # noqa: B018
+            model.layers_output[0]
             kept = model.output.logits.save()
         assert kept is not None
     ours, theirs = (SCRIPTS[name](model) for model in pair)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import torch
@@ -54,10 +53,6 @@ class Bridge(RemoteBridge):
 
     # -- passes ----------------------------------------------------------------------------
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`forward`."""
-        return self.forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-
     def forward(
         self, input: Any = None, *, intervene: Mapping[str, Any] | None = None, capture: Any = None, **kwargs: Any
     ) -> Any:
@@ -77,6 +72,8 @@ class Bridge(RemoteBridge):
         if isinstance(input, torch.Tensor) and input.dim() == 1:
             input = input[None]
         return super().forward(input, intervene=edits, **kwargs)
+
+    __call__ = forward
 
     def run_with_hooks(self, input: Any, *args: Any, **kwargs: Any) -> Any:
         """As `TransformerBridge.run_with_hooks`: functions read values, edit them in place, or return others."""

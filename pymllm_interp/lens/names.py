@@ -32,16 +32,20 @@ _READ_BY = {f"attn.{part}.hook_in": "attn.hook_in" for part in "qkv"} | {
 """Hook points whose value is another's."""
 _HEADS = {"attn.q.hook_out": "q", "attn.k.hook_out": "k", "attn.v.hook_out": "v", "attn.o.hook_in": "z"}
 """Hook points with heads -> kind of site."""
-UNSERVED = tuple(
-    f"blocks.{{}}.attn.{name}"
-    for name in (
-        "hook_attn_scores", "hook_rot_q", "hook_rot_k", "hook_cos", "hook_sin", "hook_result", "hook_attn_in", "hook_q_input",
-        "hook_k_input", "hook_v_input", "hook_q_normed", "hook_k_normed", "hook_hidden_states", "hook_z_gated",
-    )
-) + ("blocks.{}.hook_mlp_in",)  # fmt: skip
+UNSERVED = (
+    "blocks.{}.hook_mlp_in",
+    *(
+        f"blocks.{{}}.attn.{name}"
+        for name in (
+            "hook_attn_scores", "hook_rot_q", "hook_rot_k", "hook_cos", "hook_sin", "hook_result", "hook_attn_in", "hook_q_input",
+            "hook_k_input", "hook_v_input", "hook_q_normed", "hook_k_normed", "hook_hidden_states", "hook_z_gated",
+        )
+    ),
+)  # fmt: skip
 """Hook points of `TransformerBridge` that are not served."""
 
 Part = Literal["value", "normed", "scale", "normalized"]
+_PARTS: dict[str, Part] = {"hook_scale": "scale", "hook_normalized": "normalized"}
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ def _place(
     if shared:
         order = order[0], _IN_LAYER.index("attn.q.hook_in")
         path = spec.family.points["q"].module.format(layer)
-    part: Part = "scale" if hook == "hook_scale" else "normalized" if hook == "hook_normalized" else "value"
+    part = _PARTS.get(hook, "value")
     end: Literal["input", "output"] = "output" if hook in ("hook_out", "hook_pattern") else "input"
     site, captured, norm = _captured(_READ_BY.get(name, name), path, end, part, layer, spec)
     whole, instead = name if layer is None else f"blocks.{layer}.{name}", ""

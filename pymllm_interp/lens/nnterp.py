@@ -68,7 +68,7 @@ class Accessors:
 
 
 class StandardizedLM(Accessors, LM):
-    """An `LM` with nnterp's names: `layers_output[i]`, `attentions_input[i]`, `mlps[i]`, `token_embeddings`, `steer`, `skip_layers`.
+    """An `LM` with nnterp's names: `layers_output[i]`, `attentions_input[i]`, `mlps[i]`, `token_embeddings`, `steer`.
 
     nnterp's functions (`nnterp.interventions`, `nnterp.nnsight_utils`) take it as a model. `logits` is the `LM`'s, of the current
     step; nnterp's are ``output.logits``.
