@@ -79,7 +79,7 @@ def state_at(kind: str, value: torch.Tensor, model: ModelSpec) -> torch.Tensor:
     if not model.family.is_slice(kind):
         return value.unflatten(-1, model.shape(kind))
     heads = value.flatten(0, 1).unflatten(-1, (-1, model.head_dim))
-    found = heads_of(heads, model.num_key_value_heads, model.family.by_head)["qkv".index(kind)]
+    found = heads_of(heads, model.shape("k")[0], model.family.by_head)["qkv".index(kind)]
     return found.unflatten(0, value.shape[:2])
 
 
