@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .hooks.traces.async_trace import SavedSteps
     from .runner.interp_model_runner import InterpModelRunner
     from .runner.model_runner import ModelRunner
+    from .toolkit.contrast import contrast
 
 __version__ = "0.1.0"
 
@@ -50,13 +51,14 @@ _HOMES = {
     "Scale": "hooks.interventions.specs",
     "Site": "hooks.site",
     "Steer": "hooks.interventions.specs",
+    "contrast": "toolkit.contrast",
     "open_harvest": "harvest.reader",
 }
 
 __all__ = [
     "LM", "Ablate", "Activations", "Capture", "CaptureError", "Clamp", "Gate", "Generated", "Harvest", "HarvestError",
     "InterpModelRunner", "Knockout", "ModelRunner", "Patch", "Project", "RequestOutput", "SamplingParams", "SavedSteps",
-    "Scale", "Site", "Steer", "open_harvest",
+    "Scale", "Site", "Steer", "contrast", "open_harvest",
 ]  # fmt: skip
 
 

@@ -62,7 +62,7 @@ class PlacedHooks:
         else:
             found = getattr(model.get(self.module), self.end)
         value: torch.Tensor = found[0] if isinstance(found, tuple) else found
-        value = state_at(self.point.site.kind, value, self.model)  # a view: writing to it edits the state
+        value = self.state_in(value)  # a view: writing to it edits the state
         for function in self.functions:
             new = function(value, hook=self.point)
             if new is None:
@@ -72,6 +72,10 @@ class PlacedHooks:
                 raise ValueError(f"the hook at {self.point.name} returned {got}; expected {list(value.shape)}, or None")
             if new is not value:
                 value.copy_(new)
+
+    def state_in(self, value: torch.Tensor) -> torch.Tensor:
+        """The site's state [prompts, tokens, ...] in what is at the module's end: a view."""
+        return state_at(self.point.site.kind, value, self.model)
 
 
 def state_at(kind: str, value: torch.Tensor, model: ModelSpec) -> torch.Tensor:
