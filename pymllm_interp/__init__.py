@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from .hooks.interventions.knockout import Knockout
     from .hooks.interventions.op import Gate
     from .hooks.interventions.projections import Ablate, Clamp
+    from .hooks.interventions.set_feature import SetFeature
     from .hooks.interventions.specs import Patch, Scale, Steer
     from .hooks.positions import Generated
+    from .hooks.saes.sae import SAE
     from .hooks.site import Site
     from .hooks.traces.async_trace import SavedSteps
     from .runner.interp_model_runner import InterpModelRunner
@@ -46,9 +48,11 @@ _HOMES = {
     "Patch": "hooks.interventions.specs",
     "Project": "hooks.captures.spec",
     "RequestOutput": "core.output",
+    "SAE": "hooks.saes.sae",
     "SamplingParams": "core.sampling_params",
     "SavedSteps": "hooks.traces.async_trace",
     "Scale": "hooks.interventions.specs",
+    "SetFeature": "hooks.interventions.set_feature",
     "Site": "hooks.site",
     "Steer": "hooks.interventions.specs",
     "contrast": "toolkit.contrast",
@@ -56,9 +60,9 @@ _HOMES = {
 }
 
 __all__ = [
-    "LM", "Ablate", "Activations", "Capture", "CaptureError", "Clamp", "Gate", "Generated", "Harvest", "HarvestError",
+    "LM", "SAE", "Ablate", "Activations", "Capture", "CaptureError", "Clamp", "Gate", "Generated", "Harvest", "HarvestError",
     "InterpModelRunner", "Knockout", "ModelRunner", "Patch", "Project", "RequestOutput", "SamplingParams", "SavedSteps",
-    "Scale", "Site", "Steer", "contrast", "open_harvest",
+    "Scale", "SetFeature", "Site", "Steer", "contrast", "open_harvest",
 ]  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from pymllm_interp.layers.edits import kernels as triton_edits
 
 HOPPER = GPUTarget("cuda", 90, 32)
 WHOLE = {"owners": "*i64", "positions": "*i64", "records": "*i64", "ops": "*i32", "fires": "*i32", "captures": "*i32"}
+WHOLE |= {"flags": "*i64", "first_fired": "*i32"}
 NUMBERS = {"rows": "i32", "count": "i32", "site": "i32", "record_stride": "i32", "eps": "fp32"}
 
 

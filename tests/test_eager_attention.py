@@ -608,12 +608,10 @@ def test_a_name_of_transformers_has_transformers_value_or_an_error(pair: Pair) -
     } <= set(shared)
 
 
-def test_a_capture_of_patterns_says_where_they_are(lm: LM) -> None:
-    with pytest.raises(ValueError, match="output_attentions=True"):
-        lm.generate(PROMPT, capture=["pattern.1"])
-    with pytest.raises(ValueError, match="output_attentions=True"):
-        Capture("blocks.1.attn.hook_pattern")
-    with pytest.raises(ValueError, match="output_attentions=True"):
+def test_an_intervention_at_a_pattern_says_where_they_are_edited(lm: LM) -> None:
+    with pytest.raises(ValueError, match="Inside attention"):
+        Capture("blocks.1.attn.hook_attn_scores")
+    with pytest.raises(ValueError, match="Inside attention"):
         Patch("pattern.1", torch.zeros(3))
 
 

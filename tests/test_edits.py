@@ -76,6 +76,9 @@ def random_op(rng: random.Random, site: str) -> Op:
         values = vector(rng, 3, WIDTH) if rng.random() < 0.7 else vector(rng)
         return Patch(site, values, positions=places, when=when)
     norm: Any = rng.choice(["none", "preserve", "match"])
+    if rng.random() < 0.5:
+        places = rng.sample(range(PROMPT), 3)
+        return Steer(site, vector(rng, 3, WIDTH), scale=-0.7, positions=places, norm=norm, when=when)
     return Steer(site, vector(rng), scale=rng.choice([0.3, -4.0]), positions=positions, norm=norm, when=when)
 
 

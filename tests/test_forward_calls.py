@@ -161,7 +161,7 @@ def test_prompts_of_equal_length_make_a_batch_and_others_are_refused(lm: LM, hf:
             call([])
         with pytest.raises(TypeError, match=r"'return_type': the logits are returned"):
             call(PROMPT, return_type="loss")
-    with pytest.raises(ValueError, match="attention patterns are never computed"):
+    with pytest.raises(ValueError, match=r"attention patterns are captured by lm\.generate"):
         lm.run_with_cache(PROMPT, "blocks.0.attn.hook_pattern")
 
 

@@ -546,7 +546,7 @@ def test_a_shard_that_is_being_written_when_the_run_fails_is_counted(
     ("kwargs", "error", "message"),
     [
         ({"capture": []}, ValueError, "nothing to capture"),
-        ({"capture": ["pattern.0"]}, ValueError, "attention patterns are never computed"),
+        ({"capture": ["pattern.0"]}, ValueError, "rows of patterns have the lengths"),
         ({"capture": ["resid_post.9"]}, ValueError, "there is no layer 9"),
         ({"capture": [Capture("embed", positions="generated")]}, ValueError, "a harvest generates nothing"),
         ({"interventions": [Scale("embed", 2.0, positions=Generated(1))]}, ValueError, "a harvest generates nothing"),

@@ -627,7 +627,7 @@ def test_ablate_refuses_more_than_its_rank_and_dependent_directions():
     ("make", "error"),
     [
         (lambda: Steer("resid_pots.1", [1.0]), r"Steer\('resid_pots.1'\): unknown site.*did you mean resid_post.1"),
-        (lambda: Capture("pattern.1"), r"Capture\('pattern.1'\): .*attention patterns are never computed"),
+        (lambda: Capture("attn_pattern.1"), r"Capture\('attn_pattern.1'\): .*reads attention patterns"),
         (lambda: Steer(SITE, [1.0], scale=math.nan), r"scale=nan; expected a finite number"),
         (lambda: Steer(SITE, [1.0], scale=-math.inf), r"scale=-inf; expected a finite number"),
         (lambda: Steer(SITE, [1.0], scale=1e39), r"scale=1e\+39; expected .*float32"),
@@ -635,7 +635,7 @@ def test_ablate_refuses_more_than_its_rank_and_dependent_directions():
         (lambda: Steer(SITE, [1.0], scale=True), r"scale=True; expected a number"),
         (lambda: Steer(SITE, [1.0], norm="keep"), r"norm='keep'; expected 'none', 'preserve' or 'match'"),
         (lambda: Steer(SITE, [0.0], norm="match"), r"vector is zero and has no direction"),
-        (lambda: Steer(SITE, [[1.0, 2.0]]), r"the shape is \[1, 2\]; expected 1-dimensional.*take \[0\] of it"),
+        (lambda: Steer(SITE, [[[1.0, 2.0]]]), r"the shape is \[1, 1, 2\]; expected 1-dimensional.*take \[0\] of it"),
         (lambda: Patch(SITE, torch.ones(1, 3, 2)), r"the shape is \[1, 3, 2\].*take \[0\] of it"),
         (lambda: Scale(SITE, 2.0, positions="last"), r"Generated\(...\); the last one of the prompt is -1"),
         (

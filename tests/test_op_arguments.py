@@ -137,7 +137,7 @@ def test_each_op_takes_vectors_by_layer() -> None:
         (lambda: Steer("resid_post.*", {0: torch.ones(HIDDEN)}), r"there is no vector for resid_post.1; it has the layers 0"),
         (lambda: Steer("resid_post.*", {0.5: torch.ones(HIDDEN)}), r"nor vectors by layer, .*its keys are \[0.5\]"),
         (lambda: Steer("resid_post.*", {0: torch.tensor([1.0, float("nan")])}), r"vector\[0\]: it holds NaN"),
-        (lambda: Steer("resid_post.1", torch.ones(2, HIDDEN)), r"the shape is \[2, 72\]; expected 1-dimensional"),
+        (lambda: Steer("resid_post.1", torch.ones(2, 2, HIDDEN)), r"the shape is \[2, 2, 72\]; expected 1-dimensional or 2-"),
     ],
 )  # fmt: skip
 def test_vectors_that_are_not_those_of_the_layers_are_refused(op: Any, error: str) -> None:

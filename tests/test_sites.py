@@ -104,11 +104,9 @@ def test_a_site_prints_as_it_parses_and_is_a_key():
         ("resid_post.{a}", r"'a' is neither a layer nor a range"),
         ("resid_post.{}", r"'' is neither a layer nor a range"),
         ("resid_post.{1..}", r"'1..' is neither a layer nor a range"),
-        ("pattern.3", r"'pattern.3' is not a site: attention patterns are never computed"),
-        ("attn_pattern.3", r"attention patterns .* by the attention kernels.*output_attentions=True"),
-        ("blocks.3.attn.hook_attn_scores", r"is not a site: attention patterns"),
-        ("blocks.3.attn.hook_pattern", r"is not a site: attention patterns"),
-        ("attention_probabilities[3]", r"is not a site: attention patterns"),
+        ("attn_pattern.3", r"is not a site: Capture\('pattern.3'\) reads attention patterns; to edit them"),
+        ("blocks.3.attn.hook_attn_scores", r"reads attention patterns"),
+        ("attention_probabilities[3]", r"reads attention patterns"),
         ("blocks.3.hook_mlp_in", r"the stream before the norm \(resid_mid\); what the MLP reads is mlp_in"),
         ("blocks.3.hook_attn_in", r"the stream before the norm \(resid_pre\)"),
         (
@@ -144,7 +142,7 @@ def test_what_is_parsed_is_a_name(name):
         Site.parse(name)
 
 
-@pytest.mark.parametrize("arguments", [("pattern", 3), ("model.layers", 3), ("resid_post",), ("embed", 0)])
+@pytest.mark.parametrize("arguments", [("attn_pattern", 3), ("model.layers", 3), ("resid_post",), ("embed", 0)])
 def test_a_site_that_is_built_from_parts_is_checked_too(arguments):
     with pytest.raises(ValueError):
         Site(*arguments)

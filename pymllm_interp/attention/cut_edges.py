@@ -1,21 +1,25 @@
 """Attention with cut edges: some queries of a request do not attend to some of its keys, at some layers and heads.
 
+Patterns that requests capture are computed here, too (patterns.py).
+
 The kernels of the backends have no such mask. They compute all rows as ever, so that other requests keep their bits; then the
 rows and heads with cut edges are computed again here, in plain torch over the request's pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from ..core.forward_batch import ForwardBatch
 from ..core.upload import upload
 from .attention_backend import RadixAttention
+from .patterns import PatternRead, hidden_keys, pattern_of
 
 MAX_SCORES = 1 << 26
 """Most scores, and most values of K, that are computed with at once."""
@@ -44,18 +48,23 @@ class CutHeads(NamedTuple):
 
 
 class RequestCuts:
-    """The cut edges of one request in a pass.
+    """The cut edges of one request in a pass, and the patterns that it captures.
 
     Args:
         index: of the request in the batch.
         first_row: its first row of the flat batch.
         start: position of that row.
-        cuts: at least one.
+        num_rows: of the request.
+        cuts: in any order.
+        reads: layer -> the rows whose pattern is captured.
     """
 
-    def __init__(self, index: int, first_row: int, start: int, cuts: list[Cut]) -> None:
-        self.index, self.first_row, self.start, self.cuts = index, first_row, start, cuts
-        self.length = start + len(cuts[0].queries)
+    def __init__(
+        self, index: int, first_row: int, start: int, num_rows: int, cuts: list[Cut], reads: Mapping[int, PatternRead]
+    ) -> None:
+        self.index, self.first_row, self.start, self.num_rows = index, first_row, start, num_rows
+        self.cuts, self.reads = cuts, reads
+        self.length = start + num_rows
         self._heads: dict[tuple[tuple[int, ...], int | None], list[CutHeads]] = {}
         self._slots: torch.Tensor | None = None
 
@@ -92,6 +101,43 @@ class RequestCuts:
             found.append(CutHeads(*upload(device, np.array(heads, dtype=np.int64), rows, hidden)))
         return found
 
+    def read_pattern(self, q: torch.Tensor, k: torch.Tensor, layer: RadixAttention) -> None:
+        """Compute the patterns that are captured at a layer.
+
+        Args:
+            q: [tokens, heads, head_dim], of the flat batch.
+            k: [keys, kv_heads, head_dim], of the request.
+        """
+        read = self.reads.get(layer.layer_id)
+        if read is None:
+            return
+        all_heads = range(layer.num_heads) if read.heads is None else read.heads
+        rows, heads = upload(q.device, read.rows, np.array(all_heads, dtype=np.int64))
+        hidden = hidden_keys(self.start + rows, self.length, layer.sliding_window).unsqueeze(0)
+        cut = self.hidden(layer.layer_id, layer.num_heads, layer.sliding_window, q.device)
+        if cut is not None:
+            hidden = hidden | cut[0][heads][:, rows]
+        read.keep(pattern_of(q[self.first_row + rows], k, hidden, heads, layer))
+
+    def keep_pattern(self, layer: int, weights: torch.Tensor) -> None:
+        """Keep what is captured at a layer of the request's weights [1, heads, queries, keys], which its modules computed."""
+        read = self.reads.get(layer)
+        if read is not None:
+            (rows,) = upload(weights.device, read.rows)
+            heads = slice(None) if read.heads is None else list(read.heads)
+            found = weights[0].detach()[heads][:, rows]
+            read.keep(F.pad(found, (self.length - found.shape[-1], 0)))  # keys before a sliding window may be left out
+
+    def hidden(self, layer: int, num_heads: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+        """The hidden edges of rows with cuts: [1, heads, queries, keys] bool; None without cuts."""
+        found = self.at(layer, num_heads, window, device)
+        if not found:
+            return None
+        hidden = torch.zeros(num_heads, self.num_rows, self.length, dtype=torch.bool, device=device)
+        for cut in found:
+            hidden[cut.heads.unsqueeze(1), cut.rows - self.first_row] = cut.hidden
+        return hidden.unsqueeze(0)
+
     def slots(self, batch: ForwardBatch) -> torch.Tensor:
         """Rows [keys] of K and V with the request's positions: of the pool, or of the pass's own K and V."""
         if self._slots is None:
@@ -108,13 +154,15 @@ class RequestCuts:
 
 @dataclass(frozen=True)
 class PassCuts:
-    """The cut edges of a pass."""
+    """The cut edges and the captured patterns of a pass."""
 
     requests: list[RequestCuts]
 
     def act_at(self, layer: int) -> bool:
-        """Whether a request cuts edges at the layer."""
-        return any(layer in cut.layers for request in self.requests for cut in request.cuts)
+        """Whether a request cuts edges, or captures a pattern, at the layer."""
+        return any(
+            layer in request.reads or any(layer in cut.layers for cut in request.cuts) for request in self.requests
+        )
 
     def apply(
         self,
@@ -125,7 +173,7 @@ class PassCuts:
         layer: RadixAttention,
         batch: ForwardBatch,
     ) -> torch.Tensor:
-        """A layer's attention, with the rows of cut edges computed again.
+        """A layer's attention, with the rows of cut edges computed again. Patterns that are captured are kept.
 
         Args:
             out: the backend's, [tokens, heads * head_dim].
@@ -138,19 +186,20 @@ class PassCuts:
                 z = _attend(q[cut.rows], k[slots], v[slots], cut, layer)
                 shaped = out.view(-1, layer.num_heads, layer.head_dim)
                 out = shaped.index_put((cut.rows.unsqueeze(1), cut.heads), z).view_as(out)
+            if layer.layer_id in request.reads:
+                with torch.no_grad():
+                    request.read_pattern(q, k[request.slots(batch)], layer)
         return out
 
     def hidden(self, layer: int, num_heads: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """The hidden edges of rows with cuts, of one request: [1, heads, queries, keys] bool; None without cuts."""
+        """`RequestCuts.hidden` of the only request."""
         (request,) = self.requests
-        found = request.at(layer, num_heads, window, device)
-        if not found:
-            return None
-        shape = num_heads, request.length - request.start, request.length
-        hidden = torch.zeros(shape, dtype=torch.bool, device=device)
-        for cut in found:
-            hidden[cut.heads.unsqueeze(1), cut.rows - request.first_row] = cut.hidden
-        return hidden.unsqueeze(0)
+        return request.hidden(layer, num_heads, window, device)
+
+    def keep_pattern(self, layer: int, weights: torch.Tensor) -> None:
+        """`RequestCuts.keep_pattern` of the only request."""
+        (request,) = self.requests
+        request.keep_pattern(layer, weights)
 
     def of_request(self, index: int) -> PassCuts | None:
         """The cuts of one request."""
@@ -159,7 +208,14 @@ class PassCuts:
     def rows_from(self, start: int, stop: int) -> PassCuts | None:
         """The cuts of a decode batch's requests `start` to `stop`, as a batch of their own."""
         return pass_cuts(
-            RequestCuts(request.index - start, request.first_row - start, request.start, request.cuts)
+            RequestCuts(
+                request.index - start,
+                request.first_row - start,
+                request.start,
+                request.num_rows,
+                request.cuts,
+                request.reads,
+            )
             for request in self.requests
             if start <= request.index < stop
         )

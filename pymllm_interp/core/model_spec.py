@@ -32,6 +32,8 @@ __all__ = ["FAMILIES", "Family", "ModelSpec", "SiteLike", "SitePoint"]
 INNER_SITES = ("q", "k", "v", "z", "mlp_act")
 """Kinds of inner sites that each layer has."""
 HEAD_SITES = ("q", "k", "v", "z")
+PATTERN = "pattern"
+"""Attention patterns: they can be captured, and are no state of a point of the pass."""
 """Kinds of sites whose state is split into attention heads, [heads, head_dim]."""
 LOGITS = "logits"
 STREAM_SITES = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm")
@@ -127,6 +129,7 @@ _SHAPES = {
     "k": ("num_key_value_heads", "head_dim"),
     "v": ("num_key_value_heads", "head_dim"),
     "z": ("num_attention_heads", "head_dim"),
+    PATTERN: ("num_attention_heads",),
     "mlp_act": ("intermediate_size",),
     "logits": ("vocab_size",),
 }

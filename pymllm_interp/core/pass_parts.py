@@ -8,20 +8,24 @@ import torch
 
 
 class AttentionCuts(Protocol):
-    """Edges of attention that requests of a pass cut (attention/cut_edges.py)."""
+    """Edges of attention that requests of a pass cut, and patterns that they capture (attention/cut_edges.py)."""
 
     def act_at(self, layer: int) -> bool:
-        """Whether a request cuts edges at the layer."""
+        """Whether a request cuts edges, or captures a pattern, at the layer."""
         ...
 
     def apply(
         self, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: Any
     ) -> torch.Tensor:
-        """A layer's attention `out`, with the rows of cut edges computed again."""
+        """A layer's attention `out`, with the rows of cut edges computed again. Keeps the patterns that are captured."""
         ...
 
     def hidden(self, layer: int, num_heads: int, window: int | None, device: torch.device) -> torch.Tensor | None:
         """The hidden edges of rows with cuts, of one request: [1, heads, queries, keys] bool; None without cuts."""
+        ...
+
+    def keep_pattern(self, layer: int, weights: torch.Tensor) -> None:
+        """Keep what is captured of one request's weights [1, heads, queries, keys]."""
         ...
 
     def of_request(self, index: int) -> AttentionCuts | None:

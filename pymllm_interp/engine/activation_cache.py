@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from ..core.model_spec import INNER_SITES, LOGITS, NUMBERED_SITES, ModelSpec
+from ..core.model_spec import INNER_SITES, LOGITS, NUMBERED_SITES, PATTERN, ModelSpec
 from ..hooks.captures.activations import BySite
 from ..hooks.site import KINDS, TRANSFORMER_LENS, Site, expand
 
@@ -52,6 +52,9 @@ def select_sites(
     else:
         given = [names] if isinstance(names, str | Site) else cast(Sequence[str | Site], names)
         found = [site for name in given for site in expand(name, model.num_hidden_layers, model.family)]
+        for site in found:
+            if site.kind == PATTERN:
+                raise ValueError(f"{site}: attention patterns are captured by lm.generate(prompt, capture=['{site}'])")
 
     def order(site: Site) -> tuple[int, int]:
         kind = KINDS.index(site.kind)

@@ -83,6 +83,7 @@ class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore
 
     Attributes:
         vectors: by name, for interventions that give a name in a vector's place (hooks/vectors.py).
+        saes: sparse autoencoders by name, for captures and interventions that give a name in place of one (hooks/saes).
 
     Raises:
         FileNotFoundError, ValueError: no such model, or one that cannot be served; see `models`.
@@ -152,7 +153,7 @@ class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore
         setting = self.runner.model_config.generation_config
         defaults = GenerationDefaults.of(setting, self.hf_config, self.runner.source.folder)
         self._factory = RequestFactory(self.runner, self.tokenizer, defaults, seed)
-        self.vectors = self._factory.vectors
+        self.vectors, self.saes = self._factory.vectors, self._factory.saes
 
     @property
     def dtype(self) -> torch.dtype:

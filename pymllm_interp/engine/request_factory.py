@@ -23,6 +23,7 @@ from ..hooks.captures.spec import Capture
 from ..hooks.declared import captures_for_each_prompt, for_each_prompt
 from ..hooks.interventions.knockout import Intervention
 from ..hooks.receipt import Receipt
+from ..hooks.saes.registry import SAERegistry
 from ..hooks.traces.trace import RequestTrace
 from ..hooks.vectors import VectorRegistry
 from ..models.fingerprint import ServedWeights
@@ -57,11 +58,13 @@ class RequestFactory:
 
     Attributes:
         vectors: vectors by name, for interventions that give a name in a vector's place.
+        saes: SAEs by name, likewise.
     """
 
     def __init__(self, runner: InterpModelRunner, tokenizer: Any, defaults: GenerationDefaults, seed: int) -> None:
         self.runner, self.tokenizer, self.defaults, self.seed = runner, tokenizer, defaults, seed
         self.vectors = VectorRegistry(runner.model_spec)
+        self.saes = SAERegistry(runner.model_spec, runner.device)
         self._ordinals = itertools.count()
 
     @property
@@ -230,11 +233,11 @@ class RequestFactory:
             PromptError: an unknown name, or a vector that a spec refuses.
         """
         try:
-            return resolved(lists, self.vectors, self.runner.model_spec)
+            return resolved(lists, self.vectors, self.runner.model_spec, self.saes)
         except ValueError:
             for name, specs in zip(names, lists, strict=True):
                 try:
-                    resolved([specs], self.vectors, self.runner.model_spec)
+                    resolved([specs], self.vectors, self.runner.model_spec, self.saes)
                 except ValueError as error:
                     raise PromptError(f"{name}: {error}") from error
             raise

@@ -20,6 +20,7 @@ import torch
 from ..core.closed import EngineClosedError
 from ..hooks.binding import fingerprint_of
 from ..hooks.captures.activations import Activations
+from ..hooks.captures.patterns import is_pattern
 from ..hooks.captures.spec import Capture
 from ..hooks.interventions.knockout import Intervention, Knockout
 from ..hooks.positions import Generated
@@ -57,6 +58,11 @@ def run_harvest(
         raise ValueError("harvest(capture=...): nothing to capture; name sites, as in ['resid_post.*']")
     if on_error not in ON_ERROR:
         raise ValueError(f"on_error={on_error!r}: expected one of {ON_ERROR}")
+    for spec in captures:
+        if is_pattern(spec):
+            raise ValueError(
+                f"{spec.name}: rows of patterns have the lengths of their documents, and shards have one width"
+            )
     for spec in [*captures, *interventions]:
         if not isinstance(spec, Knockout):  # whose layers and positions are bound to each document
             spec.sites_in(model.model_spec)  # what no document can have is refused here

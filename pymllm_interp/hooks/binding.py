@@ -12,8 +12,9 @@ from torch import Tensor
 from ..core.model_spec import ModelSpec
 from .layer_vectors import LayerVectors
 from .positions import Window, missing_of, windows_of
+from .saes.sae import SAE
 from .site import Site, expand
-from .spec import PlacedSpec
+from .spec import PlacedSpec, Spec
 from .vector_files import Named
 
 SpecT = TypeVar("SpecT", bound=PlacedSpec)
@@ -40,8 +41,13 @@ def lists_for_prompts(given: Any, prompts: int, what: str) -> list[list[Any]]:
     raise ValueError(f"{what}: expected one list for all prompts, or a list for each of the {prompts}; got {got}")
 
 
-def resolved(lists: Sequence[Sequence[SpecT]], vectors: Mapping[str, Named], model: ModelSpec) -> list[list[SpecT]]:
-    """Each request's specs with vectors in place of names. A spec with per-layer vectors becomes one spec per layer.
+def resolved(
+    lists: Sequence[Sequence[SpecT]],
+    vectors: Mapping[str, Named],
+    model: ModelSpec,
+    saes: Mapping[str, SAE] | None = None,
+) -> list[list[SpecT]]:
+    """Each request's specs with vectors and SAEs in place of names. A spec with per-layer vectors becomes one spec per layer.
 
     Raises:
         ValueError: an unknown name, a layer without a vector, or a vector that the spec refuses.
@@ -49,11 +55,12 @@ def resolved(lists: Sequence[Sequence[SpecT]], vectors: Mapping[str, Named], mod
     done: dict[int, list[SpecT]] = {}  # by id: requests usually share their specs
     for spec in (spec for specs in lists for spec in specs):
         if id(spec) not in done:
-            done[id(spec)] = _resolved(spec, vectors, model)
+            done[id(spec)] = _resolved(spec.with_sae({} if saes is None else saes), vectors, model)
     return [[made for spec in specs for made in done[id(spec)]] for specs in lists]
 
 
 def _resolved(spec: SpecT, vectors: Mapping[str, Named], model: ModelSpec) -> list[SpecT]:
+    spec = _with_gate(spec, vectors, model)
     if not any(spec.names()):
         return [spec]
     try:
@@ -67,6 +74,20 @@ def _resolved(spec: SpecT, vectors: Mapping[str, Named], model: ModelSpec) -> li
         replace(spec, site=str(site)).filled(_of_layer(found, site, spec.name))  # pyright: ignore[reportArgumentType]
         for site in sites
     ]
+
+
+def _with_gate(spec: SpecT, vectors: Mapping[str, Named], model: ModelSpec) -> SpecT:
+    """The spec with the probe of its gate resolved, where that is at a site of its own."""
+    for name, part in spec._content():
+        if isinstance(part, Spec) and part.own_site is not None and any(part.names()):
+            try:
+                (site,) = expand(part.own_site, model.num_hidden_layers, model.family)
+                found = {key: vectors[key] if isinstance(key, str) else key.at([site]) for key in part.names()}
+            except (KeyError, ValueError) as error:
+                raise ValueError(f"{spec.name}: {name}: {error.args[0]}") from None
+            changes: dict[str, Any] = {name: part.filled(_of_layer(found, site, f"{spec.name}: {name}"))}
+            spec = replace(spec, **changes)
+    return spec
 
 
 def _of_layer(vectors: Mapping[str | LayerVectors, Named], site: Site, who: str) -> dict[str | LayerVectors, Tensor]:

@@ -9,14 +9,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..attention.cut_edges import RequestCuts
 from ..core.arguments import shown
 from ..core.model_spec import INNER_SITES, LOGITS, ModelSpec, site_index
 from ..layers.edits.codes import MAX_HEADS
 from .binding import Bound, at_logits, bind, lists_for_prompts
 from .captures.activations import Activations
 from .captures.captures import Captures
+from .captures.patterns import PatternCaptures, is_pattern
 from .captures.spec import Capture
-from .interventions.knockout import BoundKnockout, Intervention, Knockout, bind_knockouts
+from .interventions.gates import Flag, GateRead, RequestGates
+from .interventions.knockout import BoundKnockout, Intervention, Knockout, bind_knockouts, request_cuts
 from .interventions.op import Op
 from .kv_edits import KVEdits
 from .positions import Window
@@ -47,6 +50,10 @@ class DeclaredLimits:
     def check_op(self, op: Op, site: Site) -> None:
         """Raise ValueError for an op or a site without kernels."""
         self.check(site)
+        if self.device_tables and site.kind == LOGITS and op.when is not None and op.when.site is not None:
+            raise ValueError(
+                f"{op.name}: on CUDA a gate at an earlier site ends before the logits; put it on an earlier op"
+            )
         if self.device_tables and site.kind != LOGITS and op.words() is None:
             raise ValueError(f"{op.name}: there is no kernel for it; on CUDA it can act at logits only")
         if self.device_tables and max(op.heads or (0,)) >= MAX_HEADS:
@@ -107,7 +114,7 @@ def _capture_of(site: str | Site) -> Capture:
 
 
 def _captures(
-    specs: Sequence[Capture], model: ModelSpec, prompt_len: int, limits: DeclaredLimits, longest: int, logits_from: int
+    specs: Sequence[Capture], model: ModelSpec, prompt_len: int, longest: int, logits_from: int, limits: DeclaredLimits
 ) -> Captures | None:
     if not specs:
         return None
@@ -122,13 +129,18 @@ def _captures(
                     bound = at_logits(bound, logits_from)
                 yield site_index(bound.site, model.num_hidden_layers), bound, shape
 
-    captures = Captures(bounds(), model.dtype, prompt_len, longest, model.num_hidden_layers)
-    if captures.num_bytes > limits.max_capture_bytes:
+    return Captures(bounds(), model.dtype, prompt_len, longest, model.num_hidden_layers)
+
+
+def _check_size(
+    captures: Captures | None, patterns: PatternCaptures | None, longest: int, limits: DeclaredLimits
+) -> None:
+    num_bytes = sum(captured.num_bytes for captured in (captures, patterns) if captured is not None)
+    if num_bytes > limits.max_capture_bytes:
         raise ValueError(
-            f"the captures of a request of {longest} positions may take {captures.num_bytes / 2**20:.0f} MiB; a request's results "
-            f"hold {limits.max_capture_bytes / 2**20:.0f} (max_capture_bytes): raise it, or capture fewer sites or positions"
+            f"the captures of a request of {longest} positions may take {num_bytes / 2**20:.0f} MiB; a request's results hold "
+            f"{limits.max_capture_bytes / 2**20:.0f} (max_capture_bytes): raise it, or capture fewer sites or positions"
         )
-    return captures
 
 
 Fires = dict[tuple[int, int], int | torch.Tensor]
@@ -143,6 +155,8 @@ class PlacedOp(NamedTuple):
     windows: tuple[Window, ...]
     missing: int = 0
     """Positions that the prompt does not have."""
+    flag: Flag | None = None
+    """Of a gate at an earlier site: what the op looks at, or what a `GateRead` sets."""
 
 
 @dataclass
@@ -157,8 +171,10 @@ class Declared:
         vectors: id of a tensor -> its first row in `VectorPool`, until the pool's `release`.
         held: keys of these rows.
         fires: of gates.
+        first_fired: see `PassFlags`; on CUDA, while the request is not in the device tables.
         knockouts: edges of attention that are cut.
         kv_edits: what of this changes the KV.
+        patterns: captures of attention patterns; None without.
     """
 
     ops: dict[int, list[PlacedOp]]
@@ -168,8 +184,10 @@ class Declared:
     vectors: dict[int, int] = field(default_factory=dict)
     held: list[bytes] = field(default_factory=list)
     fires: Fires = field(default_factory=dict)
+    first_fired: dict[int, torch.Tensor] = field(default_factory=dict)
     knockouts: Sequence[BoundKnockout] = ()
     kv_edits: KVEdits = field(default_factory=lambda: KVEdits({}, (), 1))
+    patterns: PatternCaptures | None = None
 
     @classmethod
     def of(
@@ -198,6 +216,7 @@ class Declared:
                 or captures that may exceed the memory of a request's results.
         """
         placed: list[tuple[int, bool, PlacedOp]] = []
+        gates = RequestGates(model, prompt_len)
         knockouts = bind_knockouts([s for s in specs if isinstance(s, Knockout)], model, prompt_len, longest)
         for spec in (spec for spec in specs if isinstance(spec, Op)):
             for bound in bind(spec, model, prompt_len):
@@ -205,21 +224,32 @@ class Declared:
                 later = bound.site.kind == "resid_pre"
                 limits.check_op(bound.spec, bound.site)
                 site = site_index(bound.site, model.num_hidden_layers)
-                placed.append((site, later, PlacedOp(bound.spec, bound.site, bound.windows, bound.missing)))
+                flag = gates.flag_of(bound.spec, bound.site)
+                placed.append((site, later, PlacedOp(bound.spec, bound.site, bound.windows, bound.missing, flag)))
         ops: dict[int, list[PlacedOp]] = {}
         for site, _, op in sorted(placed, key=lambda entry: entry[:2]):  # a stable sort keeps the order given
             if not op.spec.identity:
                 ops.setdefault(site, []).append(op)
+        edits = KVEdits(ops, knockouts, model.num_hidden_layers)
+        for read, flag in gates.reads():  # behind what changes the state
+            (bound,) = bind(read, model, prompt_len)
+            limits.check_op(read, bound.site)
+            site = site_index(bound.site, model.num_hidden_layers)
+            ops.setdefault(site, []).append(PlacedOp(read, bound.site, bound.windows, flag=flag))
         for found in ops.values():
             count = sum(len(op.windows) for op in found)
             if count > limits.max_interventions_per_site:
                 raise ValueError(
-                    f"{found[0].site} has {count} interventions, counting each run of evenly spaced positions; at most "
+                    f"{found[0].site} has {count} interventions, counting each run of evenly spaced positions and gates; at most "
                     f"{limits.max_interventions_per_site} are held (max_interventions_per_site): raise it, or use fewer runs"
                 )
-        captured = _captures(captures, model, prompt_len, limits, longest, logits_from)
-        edits = KVEdits(ops, knockouts, model.num_hidden_layers)
-        return cls(ops, captured, prompt_len, logits_from, knockouts=knockouts, kv_edits=edits)
+        states = [spec for spec in captures if not is_pattern(spec)]
+        patterns = None
+        if len(states) < len(captures):
+            patterns = PatternCaptures(filter(is_pattern, captures), model, prompt_len, longest)
+        captured = _captures(states, model, prompt_len, longest, logits_from, limits)
+        _check_size(captured, patterns, longest, limits)
+        return cls(ops, captured, prompt_len, logits_from, knockouts=knockouts, kv_edits=edits, patterns=patterns)
 
     @property
     def edits_logits(self) -> bool:
@@ -229,24 +259,38 @@ class Declared:
     def first_observed(self, start: int) -> tuple[int | None, str]:
         """The first position from `start` on that must be computed to be captured or counted, and why; (None, "") for none.
 
-        The receipt counts the rows on which a gate fired.
+        The receipt counts the rows on which a gate fired, and a gate with scope="prompt" reads all of the prompt.
         """
-        captured = None if self.captures is None else self.captures.first_position(start)
-        gated = [w.start + w.among(0, start) * w.step for op in self if op.spec.when is not None
+        firsts = [c.first_position(start) for c in (self.captures, self.patterns) if c is not None]
+        captured = min([first for first in firsts if first is not None], default=None)
+        # Where each position decides for itself, a gate's site matters at the positions of its ops alone.
+        gated = [w.start + w.among(0, start) * w.step for op in self
+                 if op.spec.when is not None or (isinstance(op.spec, GateRead) and op.flag and op.flag.prompt_len)
                  for w in op.windows if w.stop is None or w.stop > start]  # fmt: skip
         if gated and (captured is None or min(gated) < captured):
             return min(gated), "a gate is counted"
         return captured, "" if captured is None else "captured"
 
     def activations(self, token_ids: list[int]) -> Activations | None:
-        """The captured states of the positions of `token_ids`; None without captures."""
-        return None if self.captures is None else self.captures.activations(token_ids)
+        """The captured states and patterns of the positions of `token_ids`; None without captures."""
+        found = None if self.captures is None else self.captures.activations(token_ids)
+        if self.patterns is not None:
+            found = Activations(self.patterns.num_layers) if found is None else found
+            if found.error is None:
+                self.patterns.add_to(found, token_ids)
+        return found
+
+    def attention_cuts(self, index: int, first_row: int, start: int, num_rows: int) -> RequestCuts | None:
+        """`request_cuts` of a pass."""
+        reads = {} if self.patterns is None else self.patterns.reads(start, num_rows)
+        return request_cuts(index, first_row, start, num_rows, self.knockouts, reads)
 
     def captured(self, num_positions: int) -> list[Captured]:
         """Number of captured rows by site, among the first `num_positions` positions."""
-        if self.captures is None or self.captures.error is not None:
+        if self.captures is not None and self.captures.error is not None:
             return []
-        return [Captured(*counted) for counted in self.captures.counts(num_positions)]
+        sources = [captured for captured in (self.captures, self.patterns) if captured is not None]
+        return [Captured(*counted) for captured in sources for counted in captured.counts(num_positions)]
 
     def applied(self, num_positions: int) -> list[Applied]:
         """Number of rows that each op acted on, among the first `num_positions` positions."""
@@ -265,6 +309,7 @@ class Declared:
             )
             for site, found in sorted(self.ops.items())
             for i, op in enumerate(found)
+            if not isinstance(op.spec, GateRead)
         ] + [
             Applied(
                 type(knockout.spec).__name__, f"pattern.{layer}", *knockout.rows(layer, self.prompt_len, num_positions)

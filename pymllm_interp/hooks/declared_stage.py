@@ -29,7 +29,7 @@ from .captures.spec import Capture
 from .declared import Declared, DeclaredLimits
 from .interventions.device_tables import DeviceTables
 from .interventions.host_ops import RequestRows, host_ops
-from .interventions.knockout import Intervention, request_cuts
+from .interventions.knockout import Intervention
 from .interventions.logit_ops import logit_ops
 
 
@@ -54,6 +54,7 @@ class RowBuffers(NamedTuple):
     op_rows: torch.Tensor
     positions: torch.Tensor
     records: torch.Tensor
+    flags: torch.Tensor
 
 
 class DeclaredStage:
@@ -82,7 +83,7 @@ class DeclaredStage:
         self._live: dict[str, Declared] = {}
         self._with_gradients: set[str] = set()
         self._in_tables: dict[str, tuple[int, Declared]] = {}
-        self._cutting: dict[str, Declared] = {}  # live requests with knockouts
+        self._cutting: dict[str, Declared] = {}  # live requests with knockouts, or captures of patterns
 
     @property
     def has_tables(self) -> bool:
@@ -176,7 +177,7 @@ class DeclaredStage:
         """Serve the request's declared ops and captures in the steps that it takes part in."""
         if request.declared is not None:
             self._live[request.request_id] = request.declared
-            if request.declared.knockouts:
+            if request.declared.knockouts or request.declared.patterns is not None:
                 self._cutting[request.request_id] = request.declared
             if request.differentiable:
                 self._with_gradients.add(request.request_id)
@@ -232,7 +233,7 @@ class DeclaredStage:
         """Read what the gates of a request counted, before another request takes its row."""
         row, declared = self._in_tables.pop(request_id, (0, None))
         if self.device_tables is not None and declared is not None:
-            self.device_tables.read_fires(row, declared)
+            self.device_tables.read_gates(row, declared)
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -262,14 +263,14 @@ class DeclaredStage:
         logits = None
         if any(d is not None and d.edits_logits for d in declared):
             logits = logit_ops(self._request_rows(rows), self.model.num_hidden_layers, self.device_tables)
-        return TableOps(self.device_tables.tables, buffers.op_rows, buffers.positions, buffers.records, logits)
+        return TableOps(self.device_tables.tables, *buffers, logits)
 
     def attention_cuts(self, rows: StepRows) -> PassCuts | None:
-        """The edges of attention that the requests of a step cut; None for none."""
+        """The edges of attention that the requests of a step cut, and the patterns that they capture; None for none."""
         if not self._cutting:
             return None
         found = [
-            request_cuts(i, start, entry.start, entry.num_tokens, self._cutting[entry.request_id].knockouts)
+            self._cutting[entry.request_id].attention_cuts(i, start, entry.start, entry.num_tokens)
             for i, (entry, start) in enumerate(zip(rows.entries, rows.query_start_loc.tolist(), strict=False))
             if entry.request_id in self._cutting
         ]
@@ -279,7 +280,7 @@ class DeclaredStage:
         """The ops and captures that a captured decode pass reads from the tables."""
         if self.device_tables is None:
             return None
-        return TableOps(self.device_tables.tables, buffers.op_rows, buffers.positions, buffers.records)
+        return TableOps(self.device_tables.tables, *buffers)
 
     def capture_logits(self, rows: StepRows, logits: torch.Tensor, sampled_from: torch.Tensor) -> None:
         """Capture logits for the requests that want them.

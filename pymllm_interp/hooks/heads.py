@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.arguments import shown
-from ..core.model_spec import HEAD_SITES, ModelSpec
+from ..core.model_spec import HEAD_SITES, PATTERN, ModelSpec
 from .positions import is_whole
 
 Heads = int | Sequence[int] | Tensor | None
@@ -27,7 +27,7 @@ def checked_heads(heads: Heads, kind: str) -> tuple[int, ...] | None:
     """
     if heads is None:
         return None
-    if kind not in HEAD_SITES:
+    if kind not in (*HEAD_SITES, PATTERN):
         raise ValueError(f"heads={shown(heads)}: {kind} has no heads; {', '.join(HEAD_SITES)} have")
     found = heads.tolist() if isinstance(heads, Tensor) else heads
     found = list(found) if isinstance(found, Sequence) and not isinstance(found, str) else [found]

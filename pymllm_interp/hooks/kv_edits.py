@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from ..core.model_spec import INNER_SITES, final_norm_site, inner_site, input_add, residual_site
+from .interventions.gates import Flag
 from .interventions.knockout import BoundKnockout
 from .interventions.op import Op
 from .positions import Window
@@ -28,6 +29,9 @@ class ActingOp(Protocol):
     @property
     def windows(self) -> tuple[Window, ...]: ...
 
+    @property
+    def flag(self) -> Flag | None: ...
+
 
 class _Edit(NamedTuple):
     """An op at a site, at the positions of one of its windows."""
@@ -36,6 +40,8 @@ class _Edit(NamedTuple):
     window: Window
     ordinal: int | None
     """Rank of the window's first position among the op's; None where the op does not depend on it."""
+    decided: int | None = None
+    """Where positions up to here decide whether it acts later; None: the tokens and edits up to a position do."""
 
     def within(self, start: int, stop: int) -> Hashable:
         """What it does at the positions from `start` to `stop`; None for nothing."""
@@ -46,7 +52,9 @@ class _Edit(NamedTuple):
         before = window.among(0, start)
         first = window.start + before * window.step - start
         ordinal = None if self.ordinal is None else self.ordinal + before
-        return self.what, first, count, window.step if count > 1 else 1, ordinal
+        # Prompts of other lengths decide otherwise for the positions after them.
+        decided = None if self.decided is None or self.decided >= stop else self.decided
+        return self.what, first, count, window.step if count > 1 else 1, ordinal, decided
 
     def same_until(self, start: int, stop: int) -> int | None:
         """The end of the positions that it treats as it does those from `start` to `stop`, all or none; None: there is no end."""
@@ -55,6 +63,13 @@ class _Edit(NamedTuple):
             return window.start
         if window.stop is not None and window.stop <= start:
             return None
+        if self.decided is not None and self.decided >= stop:
+            return min(self.decided, self._same_window(start, stop) or self.decided)
+        return self._same_window(start, stop)
+
+    def _same_window(self, start: int, stop: int) -> int | None:
+        """`same_until`, whatever decides."""
+        window = self.window
         if window.start <= start and window.step == 1 and self.ordinal is None:
             if window.stop is None or window.stop >= stop:
                 return window.stop
@@ -135,7 +150,8 @@ def _edits(site: int, op: ActingOp) -> Iterator[_Edit]:
     words, ordinal = op.spec.words(), 0
     ordered = words is None or words.row_per_position
     for window in op.windows:
-        yield _Edit((site, op.spec.effect), window, ordinal if ordered else None)
+        decided = None if op.flag is None else op.flag.prompt_len
+        yield _Edit((site, op.spec.effect), window, ordinal if ordered else None, decided)
         ordinal += window.size or 0
 
 

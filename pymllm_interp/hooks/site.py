@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 
-from ..core.model_spec import FAMILIES, NUMBERED_SITES, Family
+from ..core.model_spec import FAMILIES, NUMBERED_SITES, PATTERN, Family
 
 KINDS = (
     "embed", "resid_pre", "attn_in", "q", "k", "v", "z", "attn_out", "resid_mid", "mlp_in", "mlp_act", "mlp_out",
@@ -55,6 +55,7 @@ _NNTERP = {
 def _names() -> dict[str, str]:
     """name -> kind, of all names; `{}` stands for the layer."""
     names = {kind if kind in WITHOUT_LAYER else kind + ".{}": kind for kind in KINDS}
+    names |= {f"{PATTERN}.{{}}": PATTERN, "blocks.{}.attn.hook_pattern": PATTERN}
     names |= TRANSFORMER_LENS | _NNTERP
     for family in FAMILIES.values():
         names = path_names(family) | names  # the first family's meaning of a name
@@ -88,16 +89,11 @@ _NORMALIZED = (
     "{}.weight"
 )
 _IN_A_TRACE = "no declared site; in a trace (`with lm.trace(...)`) read {}"
-_NO_PATTERN = (
-    "attention patterns are never computed as a whole by the attention kernels. `with lm.trace(prompt, "
-    "output_attentions=True) as tracer:` has them in tracer.result.attentions; to edit them, see 'Inside attention' in "
-    "docs/traces.md"
+_NO_PATTERN = "Capture('pattern.3') reads attention patterns; " + (
+    EDITED_PATTERNS := "to edit them, see 'Inside attention' in docs/traces.md; Knockout cuts edges"
 )
 REFUSED = {
-    **{
-        f"{name}.{{}}": _NO_PATTERN for name in ("pattern", "attn_pattern", "attn_probs", "attn_scores", "attn_weights")
-    },
-    "blocks.{}.attn.hook_pattern": _NO_PATTERN,
+    **{f"{name}.{{}}": _NO_PATTERN for name in ("attn_pattern", "attn_probs", "attn_scores", "attn_weights")},
     "blocks.{}.attn.hook_attn_scores": _NO_PATTERN,
     "ln_final.hook_normalized": _NORMALIZED.format("final_norm", "lm.model.norm"),
     "blocks.{}.ln1.hook_normalized": _NORMALIZED.format("attn_in", "input_layernorm"),
@@ -208,7 +204,8 @@ def expand(pattern: str | Site, num_layers: int, family: Family) -> list[Site]:
         ValueError: as `canonical`, a layer beyond the model's, or a kind that the family does not have.
     """
     kind, selector = _look_up(str(pattern))
-    family.check(kind)
+    if kind != PATTERN:  # of every family
+        family.check(kind)
     written = _written(pattern)
     if (path := _path(written)) in BY_FAMILY and path_names(family).get(path) != kind:
         raise ValueError(

@@ -39,12 +39,17 @@ class Spec:
         """The spec's name in error messages."""
         return type(self).__name__
 
+    @property
+    def own_site(self) -> Any:
+        """The site that it is about; None for a part of another spec that is about that one's."""
+        return getattr(self, "site", None)
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(field, tensor) of all tensors, nested specs included. Each must have the site's width."""
+        """(field, tensor) of all tensors, those of nested specs at the same site included. Each must have the site's width."""
         for name, value in self._content():
             if isinstance(value, Tensor):
                 yield name, value
-            elif isinstance(value, Spec):
+            elif isinstance(value, Spec) and value.own_site is None:
                 yield from ((f"{name}.{inner}", tensor) for inner, tensor in value.tensors())
 
     def names(self) -> Iterator[str | LayerVectors]:
@@ -92,7 +97,7 @@ class Spec:
         for name, value in self._content():
             if isinstance(value, Tensor):
                 value = (tuple(value.shape), self._hashes[name])
-            elif isinstance(value, Spec | LayerVectors):
+            elif hasattr(value, "fingerprint"):  # a spec, vectors by layer, an SAE
                 value = value.fingerprint
             yield name, value
 
@@ -142,11 +147,12 @@ class Spec:
             self._set(name, rows)
 
     def _unit(self, name: str) -> Tensor:
-        """The vector in a field, normalized: [width] float32. Raises ValueError for a zero vector."""
+        """The vectors in a field, normalized: [..., width] float32. Raises ValueError for a zero vector."""
         vector: Tensor = getattr(self, name).double()
-        length = vector.norm()
-        if length == 0:
-            raise ValueError(f"{self.name}: {name} is zero and has no direction")
+        length = vector.norm(dim=-1, keepdim=True)
+        if (length == 0).any():
+            where = f" in row {int(length.argmin())}" if vector.ndim > 1 else ""
+            raise ValueError(f"{self.name}: {name} is zero{where} and has no direction")
         return (vector / length).float()
 
 
@@ -169,6 +175,14 @@ class PlacedSpec(Spec):
         """(what, largest magnitude) of the numbers written into any state; the model's dtype must hold them."""
         yield from ()
 
+    def with_sae(self, saes: Mapping[str, Any]) -> Self:
+        """The spec with an SAE in place of a name in `saes`.
+
+        Raises:
+            ValueError: an unknown name, or an SAE that the spec refuses.
+        """
+        return self
+
     def fit(self, windows: tuple[Window, ...], prompt_len: int) -> Self:
         """The spec for the windows that its positions select in a prompt.
 
@@ -190,6 +204,7 @@ class PlacedSpec(Spec):
             kind = self.site.partition(".")[0]
             heads, shape = heads_in(self.heads, model, kind), model.shape(kind)
             changes = dict(_widened(self, heads, shape))
+            changes = {name: as_argument(value, self.site) for name, value in changes.items()}
             made = replace(self, heads=heads, **changes)  # pyright: ignore[reportArgumentType, reportCallIssue]
             made._set("channels", channels_of(heads, shape))
             found = model, made
@@ -252,23 +267,34 @@ class PlacedSpec(Spec):
             raise ValueError(f"{self.name}: {error}") from None
         self._check("missing", self.missing in MISSING, "'error' or 'skip'")
 
-    def _set_tensor(self, name: str, *dims: int) -> None:
-        """As `Spec._set_tensor`, with two further dimensions.
+    def _set_tensor(self, name: str, *dims: int, by_position: bool = False) -> None:
+        """As `Spec._set_tensor`, with further dimensions.
 
         - At sites with heads the last dimension may be two, [heads, head_dim], as captures return states.
         - At a pattern of sites a further leading dimension is the layers that it selects.
+        - With `by_position` one more, behind the layers, is the positions.
         """
         value, most = getattr(self, name), max(dims)
         split = self.site.partition(".")[0] in HEAD_SITES
         several = not re.fullmatch(r"\w+(\.-?\d+)?", self.site)
         if isinstance(value, str | Mapping | LayerVectors):
-            return super()._set_tensor(name, *dims)
-        tensor = checked_vector(value, f"{self.name}: {name}", (*dims, *range(most + 1, most + 1 + split + several)))
-        if tensor.ndim > most + split:
+            return super()._set_tensor(name, *dims, *([most + 1] if by_position else []))
+        largest = most + split + several + by_position
+        tensor = checked_vector(value, f"{self.name}: {name}", (*dims, *range(most + 1, largest + 1)))
+        if several and tensor.ndim > most + split:
             self._set(name, LayerVectors(tensor))
             self._set("named", (*self.named, name))
         else:
-            self._set(name, tensor.flatten(-2) if tensor.ndim > most else tensor)
+            self._set(name, tensor.flatten(-2) if split and tensor.ndim > most else tensor)
+
+
+def as_argument(value: Any, site: str) -> Any:
+    """A checked tensor as a spec at `site` takes it again: [n, width] at sites with heads is [n, 1, width].
+
+    Two dimensions are [heads, head_dim] there for a `Steer`.
+    """
+    split = site.partition(".")[0] in HEAD_SITES
+    return value.unsqueeze(1) if split and isinstance(value, Tensor) and value.ndim == 2 else value
 
 
 @cache
@@ -277,16 +303,16 @@ def _arguments(cls: type) -> tuple[str, ...]:
     return tuple(part.name for part in fields(cls) if part.init)
 
 
-_LATER = {"heads": None, "missing": "error"}
+_LATER = {"heads": None, "missing": "error", "site": None, "scope": "token"}
 """Arguments that specs did not have at first: their defaults are not part of a fingerprint, which harvests keep."""
 
 
 def _widened(spec: Spec, heads: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
-    """(name, value) of each field with tensors, nested ones included: widened."""
+    """(name, value) of each field with tensors, those of nested specs at the same site included: widened."""
     for name, value in spec._content():
         if isinstance(value, Tensor):
             yield name, widened(value, heads, shape)
-        elif isinstance(value, Spec):
+        elif isinstance(value, Spec) and value.own_site is None:
             yield name, replace(value, **dict(_widened(value, heads, shape)))  # pyright: ignore[reportArgumentType]
 
 

@@ -65,6 +65,8 @@ class Attention(ResidualBranch):
         if transformers_pass is not None and transformers_pass.eager:
             kwargs |= {"position_embeddings": position_embeddings} if position_embeddings else {}
             out, weights = transformers_pass.attend(self, hidden_states=hidden_states, **kwargs)
+            if forward_batch.attention_cuts is not None:
+                forward_batch.attention_cuts.keep_pattern(self.layer_idx, weights)
             return self.after_ops(out, forward_batch), weights
         rotation = rotation_of(forward_batch, *position_embeddings)
         turn = dict(zip(("cos", "sin"), rotation, strict=False))

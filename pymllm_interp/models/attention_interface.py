@@ -131,6 +131,8 @@ def _by_request(
                 mask = mask.masked_fill(cut[..., -mask.shape[-1] :], torch.finfo(mask.dtype).min)
         parts = (_heads(x, width) for x, width in zip((queries, keys, values), (sizes[0], *sizes), strict=True))
         out, weights = _eager(module, *parts, mask, **kwargs)
+        if cuts is not None:
+            cuts.keep_pattern(layer.layer_id, weights)
         outs.append(out)
     out = torch.cat(outs, 1)
     padding = q.shape[0] - out.shape[1]

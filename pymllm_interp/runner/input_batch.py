@@ -79,6 +79,7 @@ class InputBuffers:
         rows: [max_num_tokens] int64, the request table's row of each token row.
         op_rows: the same, -1 where the request declared nothing.
         blocks: [2, max_num_tokens] int64, where each token row's captured states go (`TableOps`); written in steps with captures.
+        flags: [max_num_tokens] int64, memory for the flags of gates, which passes write.
         seq_lens: [max_num_tokens] int32, position + 1: the lengths of the requests in a decode pass.
         seq_lens_cpu: the same on the host; written for replayed passes.
     """
@@ -90,6 +91,7 @@ class InputBuffers:
         self.rows = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self.op_rows = torch.full((max_num_tokens,), -1, dtype=torch.int64, device=device)
         self.blocks = torch.zeros(2, max_num_tokens, dtype=torch.int64, device=device)
+        self.flags = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
         self.seq_lens = torch.full((max_num_tokens,), PAD_SEQ_LEN, dtype=torch.int32, device=device)
         self.seq_lens_cpu = torch.full((max_num_tokens,), PAD_SEQ_LEN, dtype=torch.int32)
         self._lay_out = _lay_out

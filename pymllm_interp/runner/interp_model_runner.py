@@ -248,7 +248,9 @@ class InterpModelRunner(ModelRunner):
 
     def _row_buffers(self, rows: int) -> RowBuffers:
         buffers = self.input_buffers
-        return RowBuffers(buffers.op_rows[:rows], buffers.positions[:rows], buffers.blocks[:, :rows])
+        return RowBuffers(
+            buffers.op_rows[:rows], buffers.positions[:rows], buffers.blocks[:, :rows], buffers.flags[:rows]
+        )
 
     def dispatch(self, forward_batch: ForwardBatch) -> BatchExecutionDescriptor:
         """Decide how the batch runs, by the blocks that wait for a module of this pass."""

@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, create
 
 from ..config import DTYPES
 from ..hooks.captures.spec import Capture, Project
-from ..hooks.interventions.op import Gate
+from ..hooks.interventions.op import SCOPES, Gate
+from ..hooks.interventions.set_feature import MODES, SetFeature
 from ..hooks.interventions.specs import NORMS
 from ..hooks.spec import MISSING as MISSING_POSITIONS
 from .specs import OPS, WIRE_DTYPES
@@ -107,6 +108,13 @@ _KNOWN: dict[str, Any] = {
     **dict.fromkeys(("low", "high"), float | None),
     "norm": Literal[tuple(NORMS)],  # pyright: ignore[reportInvalidTypeForm]
     "missing": Literal[MISSING_POSITIONS],  # pyright: ignore[reportInvalidTypeForm]
+    "scope": Literal[SCOPES],  # pyright: ignore[reportInvalidTypeForm]
+    "sae": Annotated[str, Field(description="the name of an SAE in the server's lm.saes")],
+    "features": Annotated[
+        dict[str, float | list[float | None]],
+        Field(min_length=1, description="feature -> value, or [low, high] with clamp"),
+    ],
+    "mode": Literal[MODES],  # pyright: ignore[reportInvalidTypeForm]
     "heads": _HEADS,
     "layer": StrictInt | list[StrictInt] | Literal["*"],
     "top_k": StrictInt | None,  # pyright: ignore[reportOperatorIssue]
@@ -114,10 +122,14 @@ _KNOWN: dict[str, Any] = {
 }
 """Types of the fields, by name. A field that is not here fails at import: a new one must be given its type."""
 
-GateModel: Any = _model(Gate, _KNOWN)
+_GATE_SITE = Annotated[str | None, Field(description="one site, earlier in the pass than those of the intervention")]
+GateModel: Any = _model(Gate, _KNOWN | {"site": _GATE_SITE})
 ProjectModel: Any = _model(Project, _KNOWN)
 _KNOWN |= {"when": GateModel | None, "reduce": Literal["mean", "last"] | ProjectModel | None}
-OP_MODELS: dict[str, Any] = {name: _model(cls, _KNOWN, name) for name, cls in OPS.items()}
+_OF_SAE = {"site": Annotated[str | None, Field(description="the site; null: the one that the SAE reads")]}
+OP_MODELS: dict[str, Any] = {
+    name: _model(cls, _KNOWN | (_OF_SAE if cls is SetFeature else {}), name) for name, cls in OPS.items()
+}
 CaptureModel: Any = _model(Capture, _KNOWN)
 
 if TYPE_CHECKING:

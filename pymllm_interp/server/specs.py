@@ -2,7 +2,8 @@
 
     {"op": "steer", "site": "resid_post.12", "vector": "sea", "scale": 4, "positions": "generated"}
 
-A vector is a name, a list of numbers, ``{"dtype", "shape", "data"}`` with base64, or ``{"layers": {"3": vector}}``.
+A vector is a name, a list of numbers, ``{"dtype", "shape", "data"}`` with base64, or ``{"layers": {"3": vector}}``. An SAE is a
+name in the server's `lm.saes`.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from ..hooks.captures.spec import Capture, Project
 from ..hooks.interventions.knockout import Knockout
 from ..hooks.interventions.op import Gate, Op
 from ..hooks.interventions.projections import Ablate, Clamp
+from ..hooks.interventions.set_feature import SetFeature
 from ..hooks.interventions.specs import Patch, Scale, Steer
 from ..hooks.layer_vectors import LayerVectors
 from ..hooks.positions import Generated, Masked
+from ..hooks.saes.sae import SAE
 from ..hooks.site import Site
-from ..hooks.spec import Spec
+from ..hooks.spec import Spec, as_argument
 
 OPS: dict[str, type[Op] | type[Knockout]] = {
-    cls.__name__.lower(): cls for cls in (Steer, Ablate, Clamp, Scale, Patch, Knockout)
+    cls.__name__.lower(): cls for cls in (Steer, Ablate, Clamp, Scale, Patch, SetFeature, Knockout)
 }
 """Names of the interventions in JSON."""
 WIRE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -130,17 +133,29 @@ def positions_to_json(positions: Any) -> Any:
 
 
 def to_json(spec: Spec) -> dict[str, Any]:
-    """A spec as JSON. Fields that have their defaults are left out."""
+    """A spec as JSON. Fields that have their defaults are left out.
+
+    Raises:
+        PromptError: it holds an SAE.
+    """
     found: dict[str, Any] = {"op": type(spec).__name__.lower()} if isinstance(spec, Op | Knockout) else {}
     for field in fields(spec):  # pyright: ignore[reportArgumentType]
         value = getattr(spec, field.name)
         if not field.init or (field.default is not MISSING and value is field.default):
             continue
+        if isinstance(spec, Steer):
+            value = as_argument(value, str(spec.site))
         found[field.name] = _value_to_json(field.name, value)
     return found
 
 
 def _value_to_json(name: str, value: Any) -> Any:
+    if isinstance(value, SAE):
+        raise PromptError(
+            "an SAE is not sent to a server: store it there under a name, lm.saes['name'] = sae, and send that"
+        )
+    if name == "features":
+        return {str(feature): list(target) if isinstance(target, tuple) else target for feature, target in value}
     if isinstance(value, torch.Tensor):
         return vector_to_json(value)
     if isinstance(value, LayerVectors):
@@ -202,6 +217,11 @@ def _value_of(name: str, value: Any, what: str) -> Any:
         return _made(_INNER[name], value, what)
     if name in ("positions", "from_", "to"):
         return positions_of(value, what)
+    if name == "features" and isinstance(value, Mapping):
+        wrong = [feature for feature in value if not str(feature).isdecimal()]
+        if wrong:
+            raise PromptError(f"{what}: {shown(wrong[0])} is not the number of a feature")
+        return {int(feature): target for feature, target in value.items()}
     if name == "dtype" and value is not None and value not in DTYPES:
         raise PromptError(f"{what}: {shown(value)}; expected one of {', '.join(sorted(DTYPES))}")
     return value

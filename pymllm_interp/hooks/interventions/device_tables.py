@@ -12,6 +12,7 @@ from ...core.upload import upload
 from ...layers.edits import codes
 from ...layers.edits.codes import OpTables
 from ..declared import Declared, DeclaredLimits, PlacedOp
+from .gates import GateRead
 from .vector_pool import VectorPool
 
 CONVERTED = {torch.float16: codes.FLOAT16, torch.bfloat16: codes.BFLOAT16}
@@ -51,12 +52,17 @@ class DeviceTables:
         rows = self.tables.vectors[first : first + count * span].view(count, -1)[:, :width]
         return rows if tensor.ndim == 2 else rows[0]
 
-    def read_fires(self, row: int, declared: Declared) -> None:
-        """Add the fires that kernels counted in `row` to ``declared.fires``. Waits for the device if there are gates."""
+    def read_gates(self, row: int, declared: Declared) -> None:
+        """Add the fires that kernels counted in `row` to ``declared.fires``, and keep what the request's prompt decided.
+
+        Waits for the device if there are gates.
+        """
         sites = self.tables.fires.shape[1]
         in_tables = {site: found for site, found in declared.ops.items() if site < sites}
         if all(op.spec.when is None for found in in_tables.values() for op in found):
             return
+        if any(op.flag is not None and op.flag.prompt_len is not None for op in declared):
+            declared.first_fired = dict(enumerate(self.tables.first_fired[row].cpu()))
         counted = self.tables.fires[row].cpu()
         for site, found in in_tables.items():
             first = 0
@@ -78,6 +84,7 @@ class DeviceTables:
         marks = np.zeros(len(rows), dtype=np.int32)
         ops = np.zeros((len(rows), sites, depth, codes.WORDS), dtype=np.int32)
         captures = np.full((len(rows), sites, codes.CAPTURE_WORDS), -1, dtype=np.int32)
+        first_fired = np.full((len(rows), codes.MAX_GATES), codes.NO_END, dtype=np.int32)
         places: list[tuple[int, int, int]] = []
         integers: list[list[int]] = []
         floats: list[list[float]] = []
@@ -87,6 +94,8 @@ class DeviceTables:
                 self._in_use.discard(row)
                 continue
             self._in_use.add(row)
+            for slot, position in declared.first_fired.items():  # what was decided before a preemption
+                first_fired[i, slot] = int(position)
             for site, offset in () if declared.captures is None else declared.captures.offsets.items():
                 if site < sites:
                     captures[i, site, :3], marks[i] = (offset, *_capture_words(declared, site)), 1
@@ -106,8 +115,9 @@ class DeviceTables:
             at = tuple(np.array(places).T)
             words = np.array(integers), np.array(floats, dtype=np.float32).view(np.int32), np.array(heads)
             ops[at] = np.concatenate(words, axis=1, dtype=np.int32)
-        index, *values = upload(self.device, rows, marks, ops, captures)
-        for table, value in zip((self._edited, self.tables.ops, self.tables.captures), values, strict=True):
+        index, *values = upload(self.device, rows, marks, ops, captures, first_fired)
+        tables = self._edited, self.tables.ops, self.tables.captures, self.tables.first_fired
+        for table, value in zip(tables, values, strict=True):
             table.index_copy_(0, index, value)
         self.tables.fires.index_fill_(0, index, 0)
 
@@ -128,7 +138,11 @@ def _entries(op: PlacedOp, declared: Declared, width: int) -> Iterator[tuple[lis
     words = spec.words()
     assert words is not None, f"{spec.name} has no kernel"  # `Declared.of` refuses it
     rows = [declared.vectors[id(tensor)] for tensor in spec.vectors]
-    probe, threshold = (-1, 0.0) if spec.when is None else (rows[-1], spec.when.threshold)
+    probe, threshold = (rows[-1], spec.when.threshold) if spec.tests_rows else (-1, 0.0)
+    if op.flag is not None:
+        probe = codes.flag_word(op.flag.slot, op.flag.prompt_len is not None)
+    if isinstance(spec, GateRead):
+        threshold = spec.threshold
     first = rows[0] if spec.operands else 0
     per_position = -(-spec.operands[0].shape[-1] // width) if words.row_per_position else 0
     kind, values = codes.kind_word(words), [words.a, words.b, threshold]

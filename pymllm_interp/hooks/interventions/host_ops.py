@@ -12,8 +12,9 @@ import torch
 from ...core.model_spec import LOGITS, inner_site
 from ...layers.edits.host import Added, CaptureSink, HostOps, RowFunction, RowRange
 from ..captures.group import Group
-from ..declared import Declared, Fires
+from ..declared import Declared, Fires, PlacedOp
 from ..positions import Window, ordinals_of
+from .gates import GateRead, PassFlags
 from .op import Op
 from .reference import act, gated
 
@@ -49,12 +50,13 @@ def host_ops(requests: Iterable[RequestRows], num_layers: int) -> HostOps | None
                     if site != logits:
                         sinks.setdefault(site, []).append((rows, _capture_sink(group, column, ordinals)))
         of_windows = cache(partial(_Selected.of, positions=positions))  # an op at many sites has the same windows
+        flags = PassFlags(positions, declared.first_fired)
         of_logits = cache(partial(_Selected.of, positions=positions[len(positions) - logit_rows :]))
         for site, found in declared.ops.items():
             for i, op in enumerate(found):
                 selected = of_logits(op.windows) if site == logits else of_windows(op.windows)
                 if selected.any:
-                    function = _row_function(op.spec, selected, declared.fires, (site, i))
+                    function = _row_function(op, selected, flags, declared.fires, (site, i))
                     at = (logit_start, logit_rows) if site == logits else rows
                     acting.setdefault(site, []).append((i, at, function))
     if not acting and not sinks:
@@ -84,13 +86,21 @@ def _capture_sink(group: Group, column: int, ordinals: torch.Tensor) -> CaptureS
     return lambda rows: group.capture(column, rows, ordinals)
 
 
-def _row_function(spec: Op, selected: _Selected, fires: Fires, key: tuple[int, int]) -> RowFunction:
+def _row_function(
+    op: PlacedOp, selected: _Selected, flags: PassFlags, fires: Fires, key: tuple[int, int]
+) -> RowFunction:
+    spec, flag = op.spec, op.flag
+    if isinstance(spec, GateRead):
+        assert flag is not None
+        return flags.reader(spec, flag)
     if spec.when is None and spec.addend is not None:
         return Added(spec.addend, selected.rows, selected.all)
 
     def run(rows: torch.Tensor) -> torch.Tensor:
-        vectors = [vector.to(rows.device) for vector in spec.vectors]
-        return counted(spec, rows, selected.ordinals.to(rows.device), vectors, fires, key)
+        vectors, ordinals = [vector.to(rows.device) for vector in spec.vectors], selected.ordinals.to(rows.device)
+        if flag is not None:
+            ordinals = torch.where(flags.on(flag, len(rows), rows.device), ordinals, -1)
+        return counted(spec, rows, ordinals, vectors, fires, key)
 
     return run
 
@@ -103,7 +113,10 @@ def counted(
     fires: Fires,
     key: tuple[int, int],
 ) -> torch.Tensor:
-    """`reference.apply` on given vectors, with the gate's fires added to ``fires[key]``. Does not wait for the device."""
+    """`reference.apply` on given vectors, with the gate's fires added to ``fires[key]``. Does not wait for the device.
+
+    `ordinals` are -1 where a gate at an earlier site does not let the op act.
+    """
     ordinals = gated(spec, rows, ordinals, vectors)
     if spec.when is not None:
         fires[key] = fires.get(key, 0) + (ordinals >= 0).sum()

@@ -9,7 +9,7 @@ weights of the others sum to one. What a token reads through earlier tokens, or 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ...attention.cut_edges import Cut, RequestCuts
+from ...attention.patterns import PatternRead
 from ...core.model_spec import ModelSpec
 from ...core.unsupported import UnsupportedModelError
 from ..positions import Positions, Window, checked_positions, is_whole, ordinals_of, windows_of
@@ -170,17 +171,23 @@ def bind_knockouts(specs: Iterable[Knockout], model: ModelSpec, prompt_len: int,
 
 
 def request_cuts(
-    index: int, first_row: int, start: int, num_rows: int, knockouts: Iterable[BoundKnockout]
+    index: int,
+    first_row: int,
+    start: int,
+    num_rows: int,
+    knockouts: Iterable[BoundKnockout],
+    reads: Mapping[int, PatternRead],
 ) -> RequestCuts | None:
-    """The edges that a request cuts in a pass; None for none.
+    """The edges that a request cuts and the patterns that it captures in a pass; None for none.
 
     Args:
         index: of the request in the batch.
         first_row: its first row of the flat batch.
         start: position of that row.
+        reads: layer -> the rows whose pattern is captured.
     """
     cuts = [cut for knockout in knockouts if (cut := knockout.cut(start, start + num_rows)) is not None]
-    return RequestCuts(index, first_row, start, cuts) if cuts else None
+    return RequestCuts(index, first_row, start, num_rows, cuts, reads) if cuts or reads else None
 
 
 def _heads_of(knockouts: Iterable[BoundKnockout]) -> Iterator[int]:

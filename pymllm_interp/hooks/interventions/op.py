@@ -15,7 +15,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from ...core.model_spec import PATTERN
 from ...layers.edits.codes import OpWords
+from ..site import EDITED_PATTERNS, Site, canonical
 from ..spec import PlacedSpec, Spec
 from ..vector_files import Source
 
@@ -24,25 +26,42 @@ from ..vector_files import Source
 class Gate(Spec):
     """Condition of an intervention: it acts on a row only where ``dot(state, probe) > threshold``.
 
-    The state is the one that the intervention would change. Conditional activation steering (Lee et al. 2024, arXiv
-    2409.05907) compares cosines in place of dot products.
+    The state is the one that the intervention would change, or with `site` that of an earlier site, after the interventions
+    there. Conditional activation steering (Lee et al. 2024, arXiv 2409.05907) compares cosines in place of dot products.
 
     Raises:
-        ValueError: a probe that is not a vector of finite numbers, or a threshold that is not finite.
+        ValueError: a probe that is not a vector of finite numbers, a threshold that is not finite, a pattern of sites, or
+            scope="prompt" without a site.
     """
 
     probe: Source = field(repr=False)
     """[width], or [heads, head_dim] at sites with heads; kept as float32 on the CPU; not normalized. Or a name in
     `lm.vectors`."""
     threshold: float = 0.0
+    site: Any = None
+    """One site, which must be earlier in the pass than those of the intervention. None: the intervention's own."""
+    scope: Literal["token", "prompt"] = "token"
+    """What of the earlier site decides for a position. "token": the state at this position. "prompt": the states at the
+    prompt's positions up to this one; one above the threshold suffices. So all of them decide for generated tokens, and a
+    position of the prompt does not depend on later ones."""
 
     def __post_init__(self) -> None:
         self._set_tensor("probe", 1, 2)
         if isinstance(self.probe, Tensor):
             self._set("probe", self.probe.flatten())
         self._set_number("threshold")
+        if self.site is not None:
+            try:
+                self._set("site", str(Site.parse(canonical(self.site))))
+            except ValueError as error:
+                raise ValueError(f"{self.name}: site: {error}") from None
+        self._check("scope", self.scope in SCOPES, "'token' or 'prompt'")
+        decides = self.scope == "token" or self.site is not None
+        self._check("scope", decides, "'token', or a site= whose states at the prompt decide")
 
 
+SCOPES = ("token", "prompt")
+"""What of an earlier site decides for a position."""
 Missing = Literal["error", "skip"]
 """What happens to positions that a prompt does not have: an error, or they are left out, and counted in the receipt."""
 
@@ -53,7 +72,7 @@ class Op(PlacedSpec, ABC):
     Arguments of all interventions:
 
     - `positions`: where it acts (hooks/positions.py). `missing`: what happens to positions that a prompt does not have.
-    - `when`: a `Gate`, which decides row by row.
+    - `when`: a `Gate`, which decides row by row, by the row itself or by an earlier site.
     - `heads`: the attention heads that it acts on, at `q`, `k`, `v` and `z`. It then sees the states of these heads alone,
       concatenated in the order given: its vectors have len(heads) * head_dim values, or the shape [len(heads), head_dim].
     """
@@ -72,8 +91,13 @@ class Op(PlacedSpec, ABC):
 
     @cached_property
     def vectors(self) -> tuple[Tensor, ...]:
-        """The operands, then the gate's probe if there is a gate."""
-        return self.operands if self.when is None else (*self.operands, self.when.probe)
+        """The operands, then the probe of a gate at the op's own site."""
+        return (*self.operands, self.when.probe) if self.tests_rows else self.operands
+
+    @property
+    def tests_rows(self) -> bool:
+        """Whether it has a gate that looks at the rows that it would change."""
+        return self.when is not None and self.when.site is None
 
     @cached_property
     def addend(self) -> Tensor | None:
@@ -102,6 +126,8 @@ class Op(PlacedSpec, ABC):
 
     def _set_place(self) -> None:
         super()._set_place()
+        if self.site.partition(".")[0] == PATTERN:
+            raise ValueError(f"{self.name}: {EDITED_PATTERNS}")
         self._check("when", self.when is None or isinstance(self.when, Gate), "a Gate, or None")
 
 

@@ -14,7 +14,7 @@ def apply(op: Op, state: Tensor, ordinals: Tensor | None = None) -> Tensor:
     """`state` after `op`: computed in float32, rounded once to the state's dtype.
 
     Each row is computed by itself, so that its bits do not depend on its batch. Rows that are not selected, by their ordinal
-    or by the gate, keep their bits; an identity keeps all.
+    or by a gate at the op's own site, keep their bits; an identity keeps all.
 
     Args:
         state: [rows, width], of a dtype that float32 holds.
@@ -30,8 +30,11 @@ def apply(op: Op, state: Tensor, ordinals: Tensor | None = None) -> Tensor:
 
 
 def gated(op: Op, state: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
-    """`ordinals` [rows], -1 where the op's gate does not fire. `vectors`: `op.vectors` on the state's device."""
-    if op.when is None:
+    """`ordinals` [rows], -1 where the op's gate does not fire. `vectors`: `op.vectors` on the state's device.
+
+    A gate at an earlier site is not asked: its flags are with the pass (gates.py).
+    """
+    if not op.tests_rows:
         return ordinals
     fires = row_dots(_seen(op, state), vectors[-1])[:, 0] > op.when.threshold
     return torch.where(fires, ordinals, -1)

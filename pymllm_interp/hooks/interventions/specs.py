@@ -11,7 +11,7 @@ all interventions are those of `Op`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Self
 
@@ -21,9 +21,10 @@ from torch import Tensor
 from ...layers.edits import codes
 from ...layers.edits.codes import OpWords
 from ..heads import Heads
-from ..positions import Positions, Window, absolute_positions
+from ..positions import Positions, Window
 from ..site import Site
 from ..vector_files import Source
+from .by_position import in_order_of_windows, of_positions
 from .op import Gate, Missing, Op, row_norms
 
 MEASURABLE = 1e18
@@ -44,7 +45,10 @@ class Steer(Op):
 
     site: Site | str
     vector: Source = field(repr=False)
-    """[width], copied as float32 to the CPU. Or a name in `lm.vectors`."""
+    """[width], copied as float32 to the CPU. Or a name in `lm.vectors`. [positions, width]: row i is added at the i-th of
+    `positions`, as written (Karvonen et al. 2025, arXiv 2512.15674). At `q`, `k`, `v` and `z` two dimensions are
+    [heads, head_dim], and three are [positions, heads, head_dim]. At a pattern of sites the first of two dimensions is the
+    layers, and three are [layers, positions, width]."""
     scale: float = 1.0
     positions: Positions = "all"
     norm: Literal["none", "preserve", "match"] = "none"
@@ -56,13 +60,13 @@ class Steer(Op):
 
     def __post_init__(self) -> None:
         self._set_place()
-        self._set_tensor("vector", 1)
+        self._set_tensor("vector", 1, by_position=True)
         self._set_number("scale")
         self._check("norm", self.norm in NORMS, "'none', 'preserve' or 'match'")
         if self.norm == "match" and not self.named:
             self.unit  # noqa: B018  # refuses a zero vector
         if self.norm == "preserve" and not self.named:
-            length = abs(self.scale) * self.vector.double().norm().item()
+            length = abs(self.scale) * self.vector.double().norm(dim=-1).max().item()
             self._check("scale", length <= MEASURABLE, f"|scale * vector| of {MEASURABLE:g} at most, not {length:.3g}")
 
     @property
@@ -72,7 +76,7 @@ class Steer(Op):
 
     @cached_property
     def unit(self) -> Tensor:
-        """The vector, normalized."""
+        """The vector, normalized: each row by itself."""
         return self._unit("vector")
 
     @property
@@ -82,19 +86,29 @@ class Steer(Op):
 
     @cached_property
     def addend(self) -> Tensor | None:
-        """``scale * vector``; None where the state's norm matters, or with heads."""
-        return self.scale * self.vector if self.norm == "none" and self.heads is None else None
+        """``scale * vector``; None where the state's norm or the position matters, or with heads."""
+        alone = self.norm == "none" and self.heads is None and self.vector.ndim == 1
+        return self.scale * self.vector if alone else None
 
     def written(self) -> Iterator[tuple[str, float]]:
         """``scale * vector``, unless it is rescaled to the state's norm."""
         if self.norm == "none":
             yield "scale * vector", self.scale * self.vector.abs().max().item()
 
+    def fit(self, windows: tuple[Window, ...], prompt_len: int) -> Self:
+        """With a vector for each position, the op with these in the order of the windows' positions.
+
+        Raises:
+            ValueError: not one vector per position.
+        """
+        return in_order_of_windows(self, "vector", windows, prompt_len)
+
     def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
         """The states plus the vector."""
+        vector = of_positions(vectors[0], ordinals)
         if self.norm == "match":
-            return x + self.scale * row_norms(x) * vectors[0]
-        y = x + self.scale * vectors[0]  # for "none", layers/edits/host.py does the same for several requests at once
+            return x + self.scale * row_norms(x) * vector
+        y = x + self.scale * vector  # for "none", layers/edits/host.py does the same for several requests at once
         if self.norm == "preserve":
             norms = row_norms(y)
             y = y * torch.where(norms > 0, row_norms(x) / norms, 1.0)  # a zero state has no direction
@@ -102,7 +116,8 @@ class Steer(Op):
 
     def words(self) -> OpWords:
         """ADD."""
-        return OpWords(codes.ADD, norm=NORMS[self.norm], a=self.scale)
+        dims = self.vector.ndim
+        return OpWords(codes.ADD, rank=dims, norm=NORMS[self.norm], a=self.scale, row_per_position=dims == 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,28 +192,11 @@ class Patch(Op):
         Raises:
             ValueError: not one row per position.
         """
-        if self.values.ndim == 1:
-            return self
-        named, values = self.positions, self.values
-        sizes = [window.size for window in windows]
-        count = None if None in sizes else sum(size or 0 for size in sizes)
-        if isinstance(named, tuple | range):
-            count = len(named)
-        if count != len(values):
-            wanted = "positions without end, which take one [width]" if count is None else f"{count} positions"
-            raise ValueError(f"{self.name}: values has {len(values)} rows for {wanted}")
-        if not isinstance(named, tuple | range) or not windows:
-            return self
-        kept = [row for row, index in enumerate(named) if -prompt_len <= index < prompt_len]
-        positions, values = tuple(named[row] for row in kept), values[kept]
-        indexes = absolute_positions(positions, prompt_len)
-        order = sorted(range(len(indexes)), key=indexes.__getitem__)
-        return replace(self, values=values[order], positions=tuple(indexes[row] for row in order))
+        return in_order_of_windows(self, "values", windows, prompt_len)
 
     def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
         """The values."""
-        values = vectors[0]
-        return values.expand_as(x) if values.ndim == 1 else values[ordinals.clamp(min=0)]
+        return of_positions(vectors[0], ordinals).expand_as(x)
 
     def words(self) -> OpWords:
         """PATCH."""

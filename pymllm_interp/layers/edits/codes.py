@@ -10,8 +10,8 @@ import torch
 
 from ...core.model_spec import HEAD_SITES, INNER_SITES, final_norm_site, num_sites
 
-ADD, PROJECT_OUT, CLAMP, SCALE, PATCH = range(1, 6)
-"""Codes of ops; 0 is no op."""
+ADD, PROJECT_OUT, CLAMP, SCALE, PATCH, GATE, SET_FEATURE = range(1, 8)
+"""Codes of ops; 0 is no op. GATE changes no state: it sets a flag for ops at later sites."""
 NO_NORM, PRESERVE, MATCH = range(3)
 """Normalization of an ADD: none; the sum is rescaled to the state's norm; the vector is rescaled to the state's norm."""
 MORE = 1 << 24
@@ -19,13 +19,15 @@ MORE = 1 << 24
 WORDS = 16
 """int32 words of an op at one window of positions.
 
-0: `kind_word`. 1: row of its first vector in the pool. 2, 3, 4: start, stop and step of the window. 5: row of the gate's probe, or
--1. 6, 7, 8: float32 bits of `OpWords.a`, `OpWords.b` and the gate's threshold. `HEADS_WORD` to 15: `head_words`. Each op starts at
-a sector of the cache."""
+0: `kind_word`. 1: row of its first vector in the pool. 2, 3, 4: start, stop and step of the window. 5: row of the gate's probe, -1,
+or `flag_word`. 6, 7, 8: float32 bits of `OpWords.a`, `OpWords.b` and the gate's threshold. `HEADS_WORD` to 15: `head_words`. Each
+op starts at a sector of the cache."""
 HEADS_WORD = 9
 """First of the words that hold an op's heads, a bit each; read at sites with heads alone."""
 MAX_HEADS = 32 * (WORDS - HEADS_WORD)
 """Heads that these words can hold."""
+MAX_GATES = 16
+"""Gates at earlier sites that a request can have; each has a bit of `TokenRows.flags`."""
 CAPTURE_WORDS = 4
 """int32 words of a capture at one site.
 
@@ -45,7 +47,8 @@ class OpWords(NamedTuple):
 
     code: int
     rank: int = 1
-    """Number of vectors. For PATCH, 1 for one vector, 2 for one per position."""
+    """Number of vectors. For ADD and PATCH, 1 for one vector, 2 for one per position; for SET_FEATURE, of features, with three
+    rows each (`SetFeature.table`)."""
     norm: int = NO_NORM
     a: float = 0.0
     """Scale, factor, or lower bound."""
@@ -68,6 +71,11 @@ def head_words(heads: Sequence[int] | None) -> list[int]:
     return [word - (1 << 32) if word >= 1 << 31 else word for word in words]
 
 
+def flag_word(slot: int, of_prompt: bool) -> int:
+    """The word for a flag that a gate sets and ops look at: of the token row, or `OpTables.first_fired` of the request."""
+    return -2 - 2 * slot - of_prompt
+
+
 def capture_word(vectors: int, code: int) -> int:
     """The second word of a capture: the number of vectors for dot products, or the code of a conversion."""
     return vectors | code << 8
@@ -82,6 +90,8 @@ class TokenRows(NamedTuple):
     """[tokens] int64."""
     records: torch.Tensor
     """[2, tokens] int64: start and stop in the ring."""
+    flags: torch.Tensor
+    """[tokens] int64, a bit for each of the request's gates; written and read within a pass."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +110,7 @@ class OpTables:
     fires:    torch.Tensor  # [rows, sites, depth] int32, how often a gate fired
     vectors:  torch.Tensor  # [capacity, width] float32
     captures: torch.Tensor  # [rows, sites, CAPTURE_WORDS] int32
+    first_fired: torch.Tensor  # [rows, MAX_GATES] int32, the prompt's first position at which a gate fired, or NO_END
     ring:     torch.Tensor  # [elements], of the states' dtype
     num_layers: int
     inner:   frozenset[str] = frozenset()  # kinds of inner sites with kernels
@@ -124,6 +135,7 @@ class OpTables:
             fires=torch.zeros(*places, depth, dtype=torch.int32, device=device),
             vectors=torch.zeros(capacity, width, dtype=torch.float32, device=device),
             captures=torch.full((*places, CAPTURE_WORDS), -1, dtype=torch.int32, device=device),
+            first_fired=torch.full((rows, MAX_GATES), NO_END, dtype=torch.int32, device=device),
             ring=ring,
             num_layers=num_layers,
             inner=inner,

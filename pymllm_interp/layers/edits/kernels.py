@@ -17,7 +17,9 @@ from ..triton_norm import load_shift, norm_launch, normalize
 from .codes import OpTables, TokenRows
 
 ADD, PROJECT_OUT, CLAMP = tl.constexpr(codes.ADD), tl.constexpr(codes.PROJECT_OUT), tl.constexpr(codes.CLAMP)
-SCALE, PATCH = tl.constexpr(codes.SCALE), tl.constexpr(codes.PATCH)
+SCALE, PATCH, GATE = tl.constexpr(codes.SCALE), tl.constexpr(codes.PATCH), tl.constexpr(codes.GATE)
+SET_FEATURE = tl.constexpr(codes.SET_FEATURE)
+MAX_GATES, NO_END = tl.constexpr(codes.MAX_GATES), tl.constexpr(codes.NO_END)
 PRESERVE, MATCH = tl.constexpr(codes.PRESERVE), tl.constexpr(codes.MATCH)
 MORE, WORDS = tl.constexpr(codes.MORE), tl.constexpr(codes.WORDS)
 HEADS_WORD = tl.constexpr(codes.HEADS_WORD)
@@ -36,8 +38,51 @@ def _first_vector(word, kind, vectors, column, mask, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _set_flag(word, reads, fired, owner, position, row, flags, first_fired):
+    """Set the flags [rows, 1] that GATEs `reads` stand for, by their `flag_word`, for ops that look later in the pass."""
+    slot, of_prompt = (-2 - word) // 2, ((-2 - word) & 1) > 0
+    by_row = reads & (of_prompt == 0)
+    bit = tl.full(word.shape, 1, tl.int64) << slot
+    before = tl.load(flags + row, mask=by_row, other=0, volatile=True)
+    tl.store(flags + row, tl.where(fired, before | bit, before & ~bit), mask=by_row)
+    tl.atomic_min(first_fired + owner * MAX_GATES + slot, position, mask=reads & of_prompt & fired)
+    tl.debug_barrier()  # an op at the next site may be in this kernel
+
+
+@triton.jit
+def _flag(word, looks, owner, position, row, flags, first_fired):
+    """Whether the flags [rows, 1] of `flag_word` are set, for the ops that look."""
+    slot, of_prompt = (-2 - word) // 2, ((-2 - word) & 1) > 0
+    bits = tl.load(flags + row, mask=looks & (of_prompt == 0), other=0, volatile=True)
+    first = tl.load(first_fired + owner * MAX_GATES + slot, mask=looks & of_prompt, other=NO_END, volatile=True)
+    return tl.where(of_prompt, position >= first, ((bits >> slot) & 1) > 0)
+
+
+@triton.jit
+def _set_features(
+    state, edited, sets, rank, first, vectors, column, mask, SPAN: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """`edited` [rows, block] with the features of SET_FEATURE at their targets, in the rows `sets`; they are read from `state`."""
+    for j in range(0, tl.max(tl.where(sets, rank, 0))):
+        now = sets & (j < rank)
+        source = vectors + (first + 3 * j * SPAN) * WIDTH
+        encoder = tl.load(source + column, mask=now & mask, other=0.0, eviction_policy="evict_last")
+        decoder = tl.load(source + SPAN * WIDTH + column, mask=now & mask, other=0.0, eviction_policy="evict_last")
+        number = source + 2 * SPAN * WIDTH
+        dot = tl.sum(state * encoder, axis=1, keep_dims=True)
+        active = dot + tl.load(number + 2, mask=now, other=0.0) > tl.load(number + 3, mask=now, other=0.0)
+        feature = tl.load(number, mask=now, other=0.0) * dot + tl.load(number + 1, mask=now, other=0.0)
+        feature = tl.where(active, tl.maximum(feature, 0.0), 0.0)
+        target = tl.load(number + 4, mask=now, other=0.0) * feature + tl.load(number + 5, mask=now, other=0.0)
+        target = tl.maximum(target, tl.load(number + 6, mask=now, other=0.0))
+        change = tl.minimum(target, tl.load(number + 7, mask=now, other=0.0)) - feature
+        edited = tl.where(now & (change != 0.0), edited + change * decoder, edited)
+    return edited
+
+
+@triton.jit
 def _apply_ops(
-    value, owner, position, site, kind, vector, ops, fires, vectors, column, mask, inside,
+    value, owner, position, site, kind, vector, ops, fires, vectors, row, flags, first_fired, column, mask, inside,
     SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """`value` [rows, block] float32 after the ops of each row's owner at `site`, rounded after each op.
@@ -71,24 +116,35 @@ def _apply_ops(
             bits = tl.load(word + HEADS_WORD + head // 32, mask=live & mask, other=0, eviction_policy="evict_last")
             own = ((bits >> (head % 32)) & 1) > 0
             state = tl.where(own, value, 0.0)
-        if tl.max((live & (probe_row >= 0)).to(tl.int32)) > 0:
-            gated = live & (probe_row >= 0)
-            probe = tl.load(
-                vectors + probe_row * WIDTH + column, mask=gated & mask, other=0.0, eviction_policy="evict_last"
-            )
+        reads = live & (code == GATE)
+        gated = live & ((probe_row >= 0) | reads)
+        if tl.max(gated.to(tl.int32)) > 0:
+            source = vectors + tl.where(reads, first, probe_row) * WIDTH + column
+            probe = tl.load(source, mask=gated & mask, other=0.0, eviction_policy="evict_last")
             dot = tl.sum(state * probe, axis=1, keep_dims=True)
             threshold = tl.load(word + 8, mask=gated, other=0).to(tl.float32, bitcast=True)
-            live = live & ((probe_row < 0) | (dot > threshold))
+            if tl.max(reads.to(tl.int32)) > 0:
+                _set_flag(probe_row, reads, dot > threshold, owner, position, row, flags, first_fired)
+            live = live & (reads == 0) & ((gated == 0) | (dot > threshold))
             tl.atomic_add(fires + op, 1, mask=gated & live)
+        looks = live & (probe_row < -1)
+        if tl.max(looks.to(tl.int32)) > 0:
+            live = live & ((looks == 0) | _flag(probe_row, looks, owner, position, row, flags, first_fired))
+            tl.atomic_add(fires + op, 1, mask=looks & live)
         norm = tl.zeros_like(a)
         if tl.max(tl.where(live, norms, 0)) > 0:
             norm = tl.sqrt(tl.sum(state * state, axis=1, keep_dims=True))
         along = live & ((code == PROJECT_OUT) | (code == CLAMP))
         patches = code == PATCH
-        # A patch of rank 2 has one vector per position, in the order of the window.
-        ordinal = tl.where(patches & (rank == 2), (position - start) // step, 0)
-        rank = tl.where(patches, 1, rank)
+        # An addition or a patch of rank 2 has one vector per position, in the order of the window.
+        single = patches | (code == ADD)
+        ordinal = tl.where(single & (rank == 2), (position - start) // step, 0)
+        rank = tl.where(single, 1, rank)
         edited = tl.where(patches, 0.0, tl.where(code == SCALE, state * a, state))
+        sets = live & (code == SET_FEATURE)
+        if tl.max(sets.to(tl.int32)) > 0:
+            edited = _set_features(state, edited, sets, rank, first, vectors, column, mask, span, WIDTH)
+            rank = tl.where(sets, 0, rank)
         for j in range(0, tl.max(tl.where(live, rank, 0))):
             now = live & (j < rank)
             if (fresh == 0) | (tl.max(ordinal) > 0):
@@ -197,8 +253,8 @@ _capture_launch = Launcher(_capture_kernel, enable_fp_fusion=False)
 
 @triton.jit
 def _apply_site(
-    value, owner, position, site, ops, fires, vectors, captures, records, record_stride, ring, row, column, mask, inside,
-    SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, dtype: tl.constexpr,
+    value, owner, position, site, ops, fires, vectors, captures, records, record_stride, ring, flags, first_fired, row, column,
+    mask, inside, SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, dtype: tl.constexpr,
     AFTER: tl.constexpr, CAPTURES: tl.constexpr, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """`value` [rows, block] float32 after the ops at ``site + AFTER``; with CAPTURES also captured."""
@@ -207,8 +263,8 @@ def _apply_site(
     kind = tl.load(ops + place * DEPTH * WORDS, mask=owned, other=0)
     vector = _first_vector(ops + place * DEPTH * WORDS, kind, vectors, column, mask, WIDTH)
     value = _apply_ops(
-        value, owner, position, site + AFTER, kind, vector, ops, fires, vectors, column, mask, inside, SIZE, SITES, DEPTH,
-        WIDTH, HEAD_DIM, dtype,
+        value, owner, position, site + AFTER, kind, vector, ops, fires, vectors, row, flags, first_fired, column, mask, inside,
+        SIZE, SITES, DEPTH, WIDTH, HEAD_DIM, dtype,
     )  # fmt: skip
     if CAPTURES:
         words = captures + place * CAPTURE_WORDS
@@ -222,7 +278,8 @@ def _apply_site(
 
 @triton.jit(do_not_specialize=["count", "record_stride", "site"])
 def _edit_kernel(
-    h, delta, weight, total, out, owners, positions, ops, fires, vectors, captures, records, ring, record_stride, count, eps, site,
+    h, delta, weight, total, out, owners, positions, ops, fires, vectors, captures, records, ring, flags, first_fired,
+    record_stride, count, eps, site,
     SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, LAST: tl.constexpr,
     PARALLEL: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -274,14 +331,14 @@ def _edit_kernel(
             attention = tl.load(total + source, mask=mask, other=0.0).to(tl.float32)
             if tl.max(owner) >= 0:
                 attention = _apply_site(
-                    attention, owner, position, site, ops, fires, vectors, captures, records, record_stride, ring, row, column,
-                    mask, inside, SIZE, SITES, DEPTH, WIDTH, dtype, -2, True, ALIGNED, 0,
+                    attention, owner, position, site, ops, fires, vectors, captures, records, record_stride, ring, flags,
+                    first_fired, row, column, mask, inside, SIZE, SITES, DEPTH, WIDTH, dtype, -2, True, ALIGNED, 0,
                 )  # fmt: skip
         if tl.max(owner) >= 0:
             for step in range(0, 2):  # delta, then the sum, by the same code
                 value = _apply_ops(
-                    value, owner, position, site + step, kind, vector, ops, fires, vectors, column, mask, inside, SIZE,
-                    SITES, DEPTH, WIDTH, 0, dtype,
+                    value, owner, position, site + step, kind, vector, ops, fires, vectors, row, flags, first_fired, column, mask,
+                    inside, SIZE, SITES, DEPTH, WIDTH, 0, dtype,
                 )  # fmt: skip
                 _capture(
                     value, offset, way, capture_words + step * CAPTURE_WORDS, first, stop, vectors, ring, column, mask, SIZE, WIDTH,
@@ -303,8 +360,8 @@ def _edit_kernel(
     if LAST or not NORM:
         if tl.max(owner) >= 0:
             value = _apply_site(
-                value, owner, position, site, ops, fires, vectors, captures, records, record_stride, ring, row,
-                column, mask, inside, SIZE, SITES, DEPTH, WIDTH, dtype, LAST * 2, LAST, ALIGNED, HEAD_DIM,
+                value, owner, position, site, ops, fires, vectors, captures, records, record_stride, ring, flags, first_fired,
+                row, column, mask, inside, SIZE, SITES, DEPTH, WIDTH, dtype, LAST * 2, LAST, ALIGNED, HEAD_DIM,
             )  # fmt: skip
     tl.store(out + source, value.to(dtype), mask=mask)
 
@@ -324,7 +381,7 @@ def _launch(
     group, block, warps = norm_launch(size)
     tensors = (
         h, delta, weight, total, out, rows.owners, rows.positions, tables.ops, tables.fires, tables.vectors, tables.captures,
-        rows.records, tables.ring,
+        rows.records, tables.ring, rows.flags, tables.first_fired,
     )  # fmt: skip
     last = norm and site + 2 == final_norm_site(tables.num_layers)
     constants = (

@@ -33,6 +33,7 @@ class TableOps:
         positions: [tokens] int64.
         blocks: [2, tokens] int64, start and stop of each token row's record in the ring, in elements. Captures beyond the stop
             are skipped; start and stop are equal for rows without captures.
+        flags: [tokens] int64, memory for the flags of gates. None: memory of the pass's own.
         logits: the ops at the logits; None without.
     """
 
@@ -42,9 +43,12 @@ class TableOps:
         rows: torch.Tensor,
         positions: torch.Tensor,
         blocks: torch.Tensor,
+        flags: torch.Tensor | None = None,
         logits: LogitSiteOps | None = None,
     ) -> None:
-        self.tables, self.token_rows, self.logits = tables, TokenRows(rows, positions, blocks), logits
+        if flags is None:
+            flags = torch.zeros_like(rows)
+        self.tables, self.token_rows, self.logits = tables, TokenRows(rows, positions, blocks, flags), logits
         self.num_layers = tables.num_layers
         self.final_site = final_norm_site(self.num_layers)
         self.inner = tables.inner if logits is None else tables.inner | {LOGITS}

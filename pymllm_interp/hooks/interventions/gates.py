@@ -1,0 +1,187 @@
+"""Gates at earlier sites: what they read, in which order sites are, and the flags of a pass on a CPU.
+
+At a gate's site a `GateRead` follows the interventions there. It changes nothing, and sets a flag: of each row of the pass, or
+the first position of the prompt at which the gate fired. Interventions at later sites look at the flag. On CUDA the flags are in
+the device tables (layers/edits/codes.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core.model_spec import LOGITS, ModelSpec, site_index
+from ...layers.edits import codes
+from ...layers.edits.codes import OpWords
+from ..positions import Positions
+from ..site import Site, expand
+from .op import Gate, Op, row_dots
+
+ATTENTION_BRANCH, MLP_BRANCH = ("q", "k", "v", "z", "attn_out"), ("mlp_act", "mlp_out")
+_RANKS = {
+    "resid_pre": 0, "q": 1, "k": 1, "v": 1, "z": 2, "attn_out": 3, "resid_mid": 4, "mlp_act": 5, "mlp_out": 6, "resid_post": 7,
+}  # fmt: skip
+"""Order within a layer. `q`, `k` and `v` are computed together."""
+
+
+class Flag(NamedTuple):
+    """Where a request keeps what a gate at an earlier site decided."""
+
+    slot: int
+    """Among the request's gates."""
+    prompt_len: int | None
+    """With scope="prompt", how many positions decide; None: each position for itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class GateRead(Op):
+    """The part of a gate at its site: sets the flag where ``dot(state, probe) > threshold``, and changes no state."""
+
+    site: Site | str
+    probe: Tensor = field(repr=False)
+    threshold: float
+    positions: Positions = "all"
+
+    when = None
+
+    def __post_init__(self) -> None:
+        self._set_place()
+
+    @property
+    def name(self) -> str:
+        """The gate's name in error messages."""
+        return f"Gate(site={str(self.site)!r})"
+
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        """The probe."""
+        return (self.probe,)
+
+    def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+        """The states as they were."""
+        return x
+
+    def fired(self, state: Tensor) -> Tensor:
+        """[rows, width] -> [rows] bool, on the state's device."""
+        state = state.detach().float()
+        return row_dots(state, self.probe.to(state.device))[:, 0] > self.threshold
+
+    def words(self) -> OpWords:
+        """GATE."""
+        return OpWords(codes.GATE, rank=0)
+
+
+class RequestGates:
+    """The gates at earlier sites of one request's ops, each read once.
+
+    Args:
+        prompt_len: in tokens.
+    """
+
+    def __init__(self, model: ModelSpec, prompt_len: int) -> None:
+        self._model, self._prompt_len = model, prompt_len
+        self._flags: dict[Gate, Flag] = {}
+
+    def flag_of(self, op: Op, site: Site) -> Flag | None:
+        """The flag that an op at a site looks at; None without a gate at an earlier site.
+
+        Raises:
+            ValueError: the gate's site is not before the op's, or the request has too many gates.
+        """
+        gate: Gate | None = op.when
+        if gate is None or gate.site is None:
+            return None
+        try:
+            (read,) = expand(gate.site, self._model.num_hidden_layers, self._model.family)
+            site_index(read, self._model.num_hidden_layers)  # raises where no intervention can act
+        except ValueError as error:
+            raise ValueError(f"{op.name}: when: {error}") from None
+        if not is_before(read, site, self._model):
+            raise ValueError(
+                f"{op.name}: the gate reads {read}, which is not before {site}: a gate decides for later sites. Name an earlier "
+                f"site, or leave out site=, and the state at {site} decides"
+            )
+        flag = self._flags.get(gate)
+        if flag is None:
+            flag = Flag(len(self._flags), self._prompt_len if gate.scope == "prompt" else None)
+            self._flags[gate] = flag
+        if flag.slot >= codes.MAX_GATES:
+            raise ValueError(
+                f"{op.name}: a request has up to {codes.MAX_GATES} different gates at earlier sites; use the same one for several "
+                "interventions"
+            )
+        return flag
+
+    def reads(self) -> Iterator[tuple[GateRead, Flag]]:
+        """What reads each gate's site, and the flag that it sets."""
+        for gate, flag in self._flags.items():
+            yield (
+                GateRead(gate.site, gate.probe, gate.threshold, "prompt" if flag.prompt_len is not None else "all"),
+                flag,
+            )
+
+
+def is_before(first: Site, second: Site, model: ModelSpec) -> bool:
+    """Whether the state at `first` is known, at each position, before that at `second` is computed.
+
+    In families whose attention and MLP read the same state, sites of the one are not before sites of the other.
+    """
+    parallel = "resid_mid" in model.family.missing
+    if parallel and first.layer == second.layer:
+        for branch, other in ((ATTENTION_BRANCH, MLP_BRANCH), (MLP_BRANCH, ATTENTION_BRANCH)):
+            if first.kind in branch and second.kind in other:
+                return False
+    return _rank(first, model) < _rank(second, model)
+
+
+def _rank(site: Site, model: ModelSpec) -> tuple[int, int]:
+    if site.kind == "embed":
+        return 0, 0
+    if site.kind in ("final_norm", LOGITS):
+        return model.num_hidden_layers, 1 + (site.kind == LOGITS)
+    rank, layer = _RANKS[site.kind], site.layer or 0
+    return (layer + 1, 0) if site.kind == "resid_post" else (layer, rank)
+
+
+class PassFlags:
+    """The flags of one request in a pass on a CPU.
+
+    Args:
+        positions: [rows] of the request.
+        first_fired: slot -> the first position of the prompt at which the gate fired so far, of gates with scope="prompt";
+            kept from pass to pass.
+    """
+
+    def __init__(self, positions: Tensor, first_fired: dict[int, Tensor]) -> None:
+        self._positions, self._first_fired = positions, first_fired
+        self._fired: dict[int, Tensor] = {}
+
+    def reader(self, read: GateRead, flag: Flag) -> Callable[[Tensor], Tensor]:
+        """The function that sets a flag from rows [rows, width], and returns them."""
+
+        def run(rows: Tensor) -> Tensor:
+            fired = read.fired(rows)
+            if flag.prompt_len is None:
+                self._fired[flag.slot] = fired
+                return rows
+            positions = self._positions.to(rows.device)
+            never = torch.full_like(positions, codes.NO_END)
+            first = torch.where(fired & (positions < flag.prompt_len), positions, never).min()
+            before = self._first_fired.get(flag.slot)
+            self._first_fired[flag.slot] = first if before is None else torch.minimum(first, before.to(first.device))
+            return rows
+
+        return run
+
+    def on(self, flag: Flag, count: int, device: torch.device) -> Tensor:
+        """[count] bool: whether the flag is set for each of the last `count` rows."""
+        if flag.prompt_len is None:
+            fired = self._fired[flag.slot]
+            return fired[len(fired) - count :].to(device)
+        first = self._first_fired.get(flag.slot)
+        positions = self._positions[len(self._positions) - count :].to(device)
+        return positions >= (codes.NO_END if first is None else first.to(device))

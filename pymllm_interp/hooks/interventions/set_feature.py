@@ -1,0 +1,215 @@
+"""`SetFeature`: change features of a sparse autoencoder, and leave what it does not reconstruct as it is."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from ...core.model_spec import ModelSpec
+from ...layers.edits import codes
+from ...layers.edits.codes import OpWords
+from ..positions import Positions, is_whole
+from ..saes.sae import SAE
+from ..site import Site
+from .op import Gate, Missing, Op, row_dots
+
+MODES = ("set", "add", "scale", "clamp")
+MAX_FEATURES = 32
+"""Most features of one `SetFeature`."""
+SCALARS = 8
+"""Numbers of a feature beside its vectors: see `SetFeature.table`."""
+
+
+@dataclass(frozen=True, eq=False)
+class SetFeature(Op):
+    """Change features of an SAE: ``state + sum((target_i - a_i) * W_dec[i])``, where ``a_i`` is feature i of the state.
+
+    The SAE's error is kept: all that it does not reconstruct stays in the state. Every feature is read from the state before the
+    op, so their order does not matter. Features that have their targets change no bit.
+
+    Raises:
+        ValueError: an SAE without a site, a transcoder, a top-k SAE (each feature depends on all others), an SAE that normalizes
+            its input, a feature that it does not have, more than `MAX_FEATURES`, or values that do not suit the mode.
+    """
+
+    sae: SAE | str
+    """An `SAE`, or a name in `lm.saes`."""
+    features: Any
+    """{feature: value}; with mode="clamp" {feature: (low, high)}, either of which may be None."""
+    mode: Literal["set", "add", "scale", "clamp"] = "set"
+    """The target of a feature a: "set": the value; "add": a + value; "scale": a * value; "clamp": a within the bounds."""
+    site: Site | str | None = None
+    """None: the site that the SAE reads."""
+    positions: Positions = "all"
+    when: Gate | None = None
+    missing: Missing = "error"
+
+    def __post_init__(self) -> None:
+        self._check("mode", self.mode in MODES, f"one of {', '.join(MODES)}")
+        self._set("features", self._checked_features())
+        if isinstance(self.sae, SAE):
+            if self.site is None:
+                self._check(
+                    "sae", self.sae.site is not None, "one that names its site: SAE.load(..., site='resid_post.12')"
+                )
+                self._set("site", self.sae.site)
+            self._check_sae(self.sae)
+        else:
+            self._check("sae", isinstance(self.sae, str) and bool(self.sae), "an SAE, or a name in lm.saes")
+        if self.site is not None:
+            self._set_place()
+            self._check("site", "*" not in self.site and "{" not in self.site, "one site, which the SAE reads")
+
+    def _checked_features(self) -> tuple[tuple[int, Any], ...]:
+        pairs = self.features.items() if isinstance(self.features, Mapping) else self.features
+        what = "{feature: value}" if self.mode != "clamp" else "{feature: (low, high)}"
+        try:
+            pairs = sorted((feature, value) for feature, value in pairs)
+        except (TypeError, ValueError):
+            pairs = []
+        numbers = bool(pairs) and all(is_whole(feature) and feature >= 0 for feature, _ in pairs)
+        self._check("features", numbers, what)
+        found = tuple((int(feature), self._checked_value(feature, value)) for feature, value in pairs)
+        self._check("features", len(found) <= MAX_FEATURES, f"at most {MAX_FEATURES} features; use several SetFeature")
+        return found
+
+    def _checked_value(self, feature: int, value: Any) -> float | tuple[float | None, float | None]:
+        bounds: tuple[Any, ...] = tuple(value) if isinstance(value, list | tuple) else (value,)
+        finite = all(v is None or (_is_number(v) and abs(v) <= torch.finfo(torch.float32).max) for v in bounds)
+        if self.mode == "clamp":
+            pair = len(bounds) == 2 and finite and bounds != (None, None)
+            if not pair or (None not in bounds and bounds[0] > bounds[1]):
+                raise ValueError(
+                    f"{self.name}: feature {feature}: {value}; mode='clamp' takes (low, high), low <= high, or None"
+                )
+            low, high = (None if v is None else float(v) for v in bounds)
+            return low, high
+        if isinstance(value, list | tuple) or not finite or value is None:
+            raise ValueError(f"{self.name}: feature {feature}: {value}; mode={self.mode!r} takes a finite number")
+        return float(bounds[0])
+
+    def _check_sae(self, sae: SAE) -> None:
+        if sae.transcoder:
+            raise ValueError(
+                f"{self.name}: it is a transcoder, which writes at {sae.site_out}; SetFeature takes autoencoders"
+            )
+        if sae.architecture == "topk":
+            raise ValueError(
+                f"{self.name}: a top-k SAE has to encode all {sae.d_sae} features to know one, and passes do not. One with the "
+                "threshold of its training (batch-top-k, converted to jumprelu) can be set"
+            )
+        if sae.normalization != "none":
+            raise ValueError(
+                f"{self.name}: its input is normalized ({sae.normalization}), which SetFeature does not compute"
+            )
+        for feature, _ in self.features:
+            if feature >= sae.d_sae:
+                raise ValueError(f"{self.name}: there is no feature {feature}; the SAE has {sae.d_sae}, from 0")
+        if sae.width < SCALARS:
+            raise ValueError(f"{self.name}: it reads {sae.width} values; {SCALARS} are the fewest")
+
+    @property
+    def name(self) -> str:
+        """The spec's name in error messages."""
+        return f"SetFeature({self.sae!r})" if isinstance(self.sae, str) else f"SetFeature({str(self.site)!r})"
+
+    def with_sae(self, saes: Mapping[str, Any]) -> Self:
+        """The op with the SAE in place of its name."""
+        if isinstance(self.sae, SAE):
+            return self
+        try:
+            found = saes[self.sae]
+        except KeyError as error:
+            raise ValueError(f"{self.name}: {error.args[0]}") from None
+        return replace(self, sae=found)
+
+    @cached_property
+    def table(self) -> Tensor:
+        """[3 * features, width] float32 on the CPU: of each feature the encoder's column, the decoder's row, and 8 numbers.
+
+        With the state's dot product d with the first: ``a = relu(n0 * d + n1)`` where ``d + n2 > n3``, else 0; the target is
+        ``n4 * a + n5``, within n6 and n7.
+        """
+        assert isinstance(self.sae, SAE)
+        sae, ids = self.sae, torch.tensor([feature for feature, _ in self.features])
+
+        def of(tensor: Tensor) -> Tensor:
+            return tensor[ids.to(tensor.device)].double().cpu()
+
+        encoder = sae.W_enc[:, ids.to(sae.device)].T.double().cpu()
+        shift = encoder @ sae.b_dec.double().cpu() if sae.subtract_b_dec else torch.zeros(len(ids)).double()
+        numbers = torch.zeros(len(ids), SCALARS).double()
+        numbers[:, 0], numbers[:, 1], numbers[:, 2] = 1, of(sae.b_enc) - shift, of(sae.b_enc) - shift
+        numbers[:, 3] = -inf if sae.architecture == "standard" else 0
+        if sae.architecture == "jumprelu":
+            assert sae.threshold is not None
+            numbers[:, 3] = of(sae.threshold)
+        if sae.architecture == "gated":
+            assert sae.r_mag is not None and sae.b_mag is not None
+            numbers[:, 0] = of(sae.r_mag).exp()
+            numbers[:, 1] = of(sae.b_mag) - shift * numbers[:, 0]
+        for row, (_, value) in zip(numbers, self.features, strict=True):
+            low, high = value if isinstance(value, tuple) else (None, None)
+            row[6], row[7] = -inf if low is None else low, inf if high is None else high
+            if not isinstance(value, tuple):
+                row[4], row[5] = {"set": (0.0, value), "add": (1.0, value), "scale": (value, 0.0)}[self.mode]
+            else:
+                row[4] = 1.0
+        padded = torch.nn.functional.pad(numbers, (0, sae.width - SCALARS))
+        return torch.stack([encoder, of(sae.W_dec), padded], 1).flatten(0, 1).float()
+
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        """`table`."""
+        return (self.table,)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The encoder's columns, and the gate's probe."""
+        if isinstance(self.sae, SAE):
+            yield "sae", self.table
+        yield from super().tensors()
+
+    def written(self) -> Iterator[tuple[str, float]]:
+        """The largest value times its decoder's row, where values are written."""
+        if self.mode in ("set", "add"):
+            for row, (feature, value) in zip(self.table[1::3], self.features, strict=True):
+                yield f"feature {feature}", value * row.abs().max().item()
+
+    def _hashed(self) -> Iterator[tuple[str, Any]]:
+        """The content, with what the op reads of the SAE in place of it."""
+        for name, value in super()._hashed():
+            yield name, self._table_hash if name == "sae" and isinstance(self.sae, SAE) else value
+
+    @cached_property
+    def _table_hash(self) -> str:
+        return hashlib.sha256(self.table.numpy().tobytes()).hexdigest()
+
+    def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+        """The states with the features at their targets."""
+        y = x
+        for encoder, decoder, n in vectors[0].unflatten(0, (-1, 3)):
+            dot = row_dots(x, encoder)
+            feature = torch.where(dot + n[2] > n[3], (n[0] * dot + n[1]).relu(), 0.0)
+            change = (n[4] * feature + n[5]).clamp(n[6], n[7]) - feature
+            y = torch.where(change != 0, y + change * decoder, y)
+        return y
+
+    def words(self) -> OpWords:
+        """SET_FEATURE."""
+        return OpWords(codes.SET_FEATURE, rank=len(self.features))
+
+    def _checked_sites(self, model: ModelSpec) -> tuple[Site, ...]:
+        if isinstance(self.sae, str):
+            raise ValueError(f"{self.name}: {self.sae!r} is a name, and only an LM's `saes` know whose")
+        return super()._checked_sites(model)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value

@@ -1,0 +1,173 @@
+"""What the configurations beside SAEs' weights say, in the terms of `SAE`.
+
+Where the formats disagree:
+
+- The site is that of `hf_hook_name`, where there is one: SAELens calls what Gemma 3's transcoders read `hook_mlp_in`, which in
+  TransformerLens is the stream before the norm.
+- `hook_normalized` of TransformerLens is the normed state before the gain. Gemma Scope's transcoders for Gemma 2 read it, too.
+- SAELens multiplies by the transpose of a skip connection's weight, Gemma Scope 2 by the weight.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..site import Site
+from .sae import NORMALIZATIONS
+
+_ARCHITECTURES = {
+    "standard": "standard", "gated": "gated", "jumprelu": "jumprelu", "jump_relu": "jumprelu", "topk": "topk",
+    "batchtopk": "jumprelu", "matryoshka_batchtopk": "jumprelu", "transcoder": "standard", "skip_transcoder": "standard",
+    "jumprelu_transcoder": "jumprelu", "jumprelu_skip_transcoder": "jumprelu",
+}  # fmt: skip
+_GEMMA_SCOPE = {"-res": "resid_post", "-mlp": "mlp_out", "-att": "z", "-transcoders": "mlp_in"}
+"""Ending of a repository's name -> the kind of site that its SAEs read."""
+
+
+@dataclass
+class Read:
+    """What a file says: fields of `SAE` beside the tensors, and tensors by the file's names."""
+
+    fields: dict[str, Any]
+    tensors: dict[str, Any]
+    scale: float = 1.0
+    """The input is multiplied by it, and for an autoencoder the output divided."""
+    scale_out: float | None = None
+    """The output of a transcoder is divided by it; None: by `scale`."""
+
+
+def of_config(config: Mapping[str, Any], tensors: dict[str, Any], factor: float | None, who: str) -> Read:
+    """An SAE of SAELens, whose configuration had several forms."""
+    meta = {**config, **(config.get("metadata") or {})}
+    kwargs = meta.get("activation_fn_kwargs") or {}
+    asked = str(meta.get("architecture") or "standard")
+    if "activation_fn" in meta or "activation_fn_str" in meta:  # before version 6
+        activation = meta.get("activation_fn") or meta.get("activation_fn_str")
+        if activation == "topk":
+            asked = "topk"
+        elif activation != "relu":
+            raise ValueError(f"{who}: the activation function {activation!r} is not supported; relu and topk are")
+    if asked not in _ARCHITECTURES:
+        raise ValueError(f"{who}: the architecture {asked!r} is not supported; there are {', '.join(_ARCHITECTURES)}")
+    architecture, transcoder = _ARCHITECTURES[asked], "transcoder" in asked
+    if meta.get("hook_head_index") is not None:
+        raise ValueError(f"{who}: it reads one attention head, {meta['hook_head_index']}, which is not supported")
+    tensors = dict(tensors)
+    tuning = tensors.pop("scaling_factor", None)
+    if tuning is not None and not bool((tuning == 1).all()):
+        raise ValueError(f"{who}: a scaling_factor of fine-tuning that is not folded in is not supported")
+    if asked.endswith("batchtopk") and not {"threshold", "topk_threshold"} & tensors.keys():
+        raise ValueError(
+            f"{who}: a batch-top-k SAE needs the threshold of its training: without it, rows depend on each other"
+        )
+    if "W_skip" in tensors:
+        tensors["W_skip"] = tensors["W_skip"].T
+    if meta.get("rescale_acts_by_decoder_norm"):  # as if the decoder's rows had length 1: folded in
+        lengths = tensors["W_dec"].norm(dim=-1).clamp(min=1e-8)
+        tensors |= {"W_enc": tensors["W_enc"] * lengths, "b_enc": tensors["b_enc"] * lengths}
+        tensors["W_dec"] = tensors["W_dec"] / lengths[:, None]
+    normalization, scale = meta.get("normalize_activations") or "none", 1.0
+    if normalization in (True, "expected_average_only_in"):
+        found = factor if factor is not None else meta.get("norm_scaling_factor")
+        if found is None:
+            raise ValueError(
+                f"{who}: its inputs are to be normalised by their average norm, which the file does not hold: give it, "
+                "SAE.load(..., norm_scaling_factor=...), or 1 where it is folded into the weights"
+            )
+        normalization, scale = "none", float(found)
+    elif normalization not in NORMALIZATIONS:
+        raise ValueError(f"{who}: the normalization {normalization!r} is not supported; there are {NORMALIZATIONS}")
+    made: dict[str, Any] = {
+        "architecture": architecture, "transcoder": transcoder, "model_name": str(meta.get("model_name") or ""),
+        "k": int(meta.get("k") or kwargs["k"]) if architecture == "topk" else None, "normalization": normalization,
+        "subtract_b_dec": bool(meta.get("apply_b_dec_to_input", True)) and not transcoder,
+    }  # fmt: skip
+    made |= _site_fields(meta.get("hf_hook_name"), meta.get("hook_name") or meta.get("hook_point"))
+    if transcoder:
+        out = _site_fields(meta.get("hf_hook_name_out"), meta.get("hook_name_out"))
+        made["site_out"] = out.get("site")
+    return Read(made, tensors, scale)
+
+
+def _site_fields(hf_name: str | None, name: str | None) -> dict[str, Any]:
+    """`site`, and `norm_gain` where it is False; or `no_site`, the reason why there is none."""
+    for written in (hf_name, name):
+        if not written:
+            continue
+        normalized = re.fullmatch(r"blocks\.(\d+)\.ln([12])\.hook_normalized", written)
+        if normalized:
+            return {"site": f"{('attn_in', 'mlp_in')[int(normalized[2]) - 1]}.{normalized[1]}", "norm_gain": False}
+        if re.fullmatch(r"blocks\.\d+\.hook_(mlp|attn)_in", written):
+            return {
+                "no_site": f"its hook {written} is the stream before the norm in TransformerLens (resid_mid or resid_pre), and "
+                "what the norm returns for Gemma 3's transcoders (mlp_in)"
+            }
+        try:
+            return {"site": str(Site.parse(written))}
+        except ValueError as error:
+            return {"no_site": f"its hook has no site: {error}"}
+    return {"no_site": "the file does not name its hook"}
+
+
+def gemma_scope(path: Path, tensors: dict[str, Any]) -> Read:
+    """Gemma Scope's SAEs and transcoders for Gemma 2. Their folders' names are their configuration."""
+    layer = re.search(r"layer_(\d+)", str(path))
+    kind = next(
+        (
+            kind
+            for ending, kind in _GEMMA_SCOPE.items()
+            if re.search(rf"gemma-scope-[^/]*{ending}(?=[/-]|$)", str(path))
+        ),
+        None,
+    )
+    transcoder = kind == "mlp_in"
+    made: dict[str, Any] = {"architecture": "jumprelu", "subtract_b_dec": False, "transcoder": transcoder}
+    size = re.search(r"gemma-scope-(\d+b)-(pt|it)", str(path))
+    if size is not None:
+        made["model_name"] = f"gemma-2-{size[1]}" + ("-it" if size[2] == "it" else "")
+    if kind is None or layer is None:
+        return Read(
+            {**made, "no_site": "its path names no repository and layer, such as gemma-scope-2b-pt-res/layer_12"},
+            tensors,
+        )
+    made["site"] = f"{kind}.{layer[1]}"
+    if transcoder:
+        made |= {"site_out": f"mlp_out.{layer[1]}", "norm_gain": False}
+    return Read(made, tensors)
+
+
+def gemma_scope_2(config: Mapping[str, Any], tensors: dict[str, Any], who: str) -> Read:
+    """Gemma Scope 2's SAEs and transcoders for Gemma 3."""
+    if config.get("architecture") != "jump_relu":
+        raise ValueError(f"{who}: the architecture {config.get('architecture')!r} is not Gemma Scope 2's, jump_relu")
+    if tensors.get("w_dec", torch.empty(0, 0)).ndim != 2:
+        raise ValueError(f"{who}: a cross-layer transcoder, which writes to several layers, is not supported")
+    hook_in, hook_out = config.get("hf_hook_point_in"), config.get("hf_hook_point_out")
+    transcoder = hook_out is not None and hook_out != hook_in
+    made: dict[str, Any] = {"architecture": "jumprelu", "subtract_b_dec": False, "transcoder": transcoder}
+    made |= {"model_name": str(config.get("model_name") or ""), **_site_fields(hook_in, None)}
+    if transcoder:
+        made["site_out"] = _site_fields(hook_out, None).get("site")
+    return Read(made, tensors)
+
+
+def llama_scope(config: Mapping[str, Any], tensors: dict[str, Any]) -> Read:
+    """Llama Scope's SAEs and transcoders, which were trained on states of length sqrt(width) on average."""
+    norms, width = config["dataset_average_activation_norm"], int(config["d_model"])
+    scale, hook_in, hook_out = sqrt(width) / norms["in"], config["hook_point_in"], config.get("hook_point_out")
+    transcoder = hook_out is not None and hook_out != hook_in
+    made: dict[str, Any] = {"architecture": "jumprelu", "subtract_b_dec": False, "transcoder": transcoder}
+    made |= {"model_name": "Llama-3.1-8B", **_site_fields(None, hook_in)}
+    scale_out = None
+    if transcoder:
+        made["site_out"], scale_out = _site_fields(None, hook_out).get("site"), sqrt(width) / norms["out"]
+    # SAELens multiplies the threshold, too.
+    threshold = torch.tensor(float(config["jump_relu_threshold"]) * scale, dtype=tensors["encoder.bias"].dtype)
+    return Read(made, {**tensors, "threshold": threshold}, scale, scale_out)

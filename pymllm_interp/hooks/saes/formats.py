@@ -1,0 +1,180 @@
+"""The files that SAEs come in. No pickle is run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ...config import DTYPES
+from ...core.arguments import check_names, shown
+from ..site import Site
+from .configurations import Read, gemma_scope, gemma_scope_2, llama_scope, of_config
+from .sae import SAE, checked
+
+Tensors = dict[str, Any]
+_TRANSPOSED = {
+    "encoder.weight": "W_enc", "encoder_linear.weight": "W_enc", "decoder.weight": "W_dec", "decoder_linear.weight": "W_dec",
+}  # fmt: skip
+_RENAMED = {
+    "w_enc": "W_enc", "w_dec": "W_dec", "w_skip": "W_skip", "encoder.bias": "b_enc", "encoder_linear.bias": "b_enc",
+    "decoder.bias": "b_dec", "decoder_linear.bias": "b_dec", "affine_skip_connection": "W_skip", "bias": "b_dec",
+    "b_gate": "b_enc", "topk_threshold": "threshold",
+}  # fmt: skip
+"""Names of tensors -> ours. The first are stored transposed, as torch.nn.Linear's weights are."""
+
+
+def load_sae(
+    cls: type[SAE],
+    source: Any,
+    site: str | Site | None,
+    dtype: torch.dtype | str | None,
+    norm_scaling_factor: float | None,
+    changes: Mapping[str, Any],
+) -> SAE:
+    """See `SAE.load`."""
+    known = [part.name for part in fields(SAE)]
+    check_names("SAE.load", changes, known, {})
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise ValueError(f"SAE.load: dtype={dtype!r}; expected one of {', '.join(sorted(DTYPES))}")
+        dtype = DTYPES[dtype]
+    if site is not None:
+        changes = {**changes, "site": str(site)}
+    if isinstance(source, SAE):
+        who, found = "SAE", Read({part.name: getattr(source, part.name) for part in fields(SAE)}, {})
+    elif isinstance(source, str | Path):
+        who, found = str(source), _read(Path(source), norm_scaling_factor)
+    elif hasattr(source, "cfg") and hasattr(source, "state_dict"):
+        who = type(source).__name__
+        found = of_config(source.cfg.to_dict(), dict(source.state_dict()), norm_scaling_factor, who)
+    else:
+        raise ValueError(f"SAE.load: {shown(source)} is no path, and no SAE of sae_lens")
+    made: dict[str, Any] = found.fields | _named(found, who, dtype) | dict(changes)
+    if made.get("site") is None and (reason := made.pop("no_site", "")):
+        raise ValueError(f"{who}: {reason}; name the site that it reads, as in SAE.load(..., site='resid_post.12')")
+    made.pop("no_site", None)
+    try:
+        return cls(**made)
+    except ValueError as error:
+        raise ValueError(f"{who}: {error}") from None
+
+
+def _named(found: Read, who: str, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Tensors by the names of `SAE`'s fields, scaled."""
+    given, tensors = found.tensors, {}
+    for name, value in given.items():
+        own = _TRANSPOSED.get(name) or _RENAMED.get(name, name)
+        if own not in {part.name for part in fields(SAE)}:
+            raise ValueError(
+                f"{who}: the tensor {name!r} is not of an SAE that is supported; they have {', '.join(_names())}"
+            )
+        tensor = checked(value, f"{who}, {name}", dtype)
+        tensors[own] = tensor.T.contiguous() if name in _TRANSPOSED else tensor
+    for name in ("W_enc", "b_enc", "W_dec", "b_dec") if given else ():
+        if name not in tensors:
+            raise ValueError(f"{who} has no tensor {name}; it has {', '.join(sorted(given))}")
+    if "threshold" in tensors and not tensors["threshold"].ndim:  # one for all features
+        tensors["threshold"] = tensors["threshold"].expand(len(tensors["b_enc"])).clone()
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if len(dtypes) > 1:  # SAELens keeps thresholds in float64 while it trains
+        own = tensors["W_enc"].dtype
+        tensors = {name: tensor.to(own) for name, tensor in tensors.items()}
+    if found.scale != 1.0:
+        out = found.scale if found.scale_out is None else found.scale_out
+        tensors |= {
+            "W_enc": tensors["W_enc"] * found.scale,
+            "W_dec": tensors["W_dec"] / out,
+            "b_dec": tensors["b_dec"] / out,
+        }
+    return tensors
+
+
+def _names() -> list[str]:
+    return sorted({*_TRANSPOSED, *_RENAMED} | {part.name for part in fields(SAE) if "Tensor" in str(part.type)})
+
+
+# -- files -------------------------------------------------------------------------------
+
+
+def _read(path: Path, factor: float | None) -> Read:
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path}: no such file or folder; files of the hub come by huggingface_hub.snapshot_download"
+        )
+    folder = path if path.is_dir() else path.parent
+    if path.is_dir():
+        for name in ("sae_weights.safetensors", "params.safetensors", "params.npz", "checkpoints/final.safetensors"):
+            if (path / name).is_file():
+                path = path / name
+                break
+        else:
+            raise FileNotFoundError(
+                f"{path} holds no weights: sae_weights.safetensors (SAELens), params.npz or params.safetensors (Gemma Scope), or "
+                "checkpoints/final.safetensors (Llama Scope)"
+            )
+    tensors, who = read_tensors(path), str(path)
+    if path.name == "sae_weights.safetensors":
+        return of_config(_json(folder / "cfg.json"), tensors, factor, who)
+    if path.name == "params.npz":
+        return gemma_scope(path, tensors)
+    if path.name == "params.safetensors":
+        return gemma_scope_2(_json(folder / "config.json"), tensors, who)
+    if path.name == "final.safetensors":
+        return llama_scope(_json((path.parent.parent) / "hyperparams.json"), tensors)
+    return _bare(tensors)
+
+
+def read_tensors(path: Path) -> Tensors:
+    """The tensors of a file by name: .safetensors, .npz, or .pt and .pth with tensors alone.
+
+    Raises:
+        ValueError: another suffix, a damaged file, or one that needs pickle.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            return dict(load_file(path))
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as arrays:
+                return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+        if path.suffix in (".pt", ".pth"):
+            return dict(torch.load(path, map_location="cpu", weights_only=True))
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file, or it is damaged ({error})") from error
+    except Exception as error:  # a damaged pickle can raise anything
+        raise ValueError(
+            f"{path} does not hold tensors alone, or it is damaged ({error}). Pickles are not run: if you trust the file, load it "
+            "yourself, and save its tensors as .safetensors"
+        ) from error
+    raise ValueError(f"{path}: tensors are read from .safetensors, .npz, .pt and .pth files")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file, which says what the weights beside it are")
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error})") from error
+
+
+def _bare(tensors: Tensors) -> Read:
+    """A file of tensors alone: what it is follows from their names."""
+    made: dict[str, Any] = {
+        "architecture": "standard",
+        "subtract_b_dec": False,
+        "no_site": "the file does not name its hook",
+    }
+    if "threshold" in tensors:
+        made["architecture"] = "jumprelu"
+    elif "r_mag" in tensors:
+        made["architecture"] = "gated"
+    return Read(made, tensors)

@@ -1,0 +1,96 @@
+"""`SAERegistry`: the SAEs of an engine, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...core.model_spec import ModelSpec
+from ..site import expand
+from ..vector_files import _nearest
+from .sae import SAE
+
+
+class SAERegistry(MutableMapping[str, SAE]):
+    """SAEs by name, on the model's device, for captures and interventions that hold a name in place of an SAE.
+
+        lm.saes["sea"] = SAE.load(path)                    # or a path, or an SAE of the package sae_lens
+        Capture(lm.saes["sea"].site, reduce=Features("sea"))
+
+    Names are resolved when a request is submitted: replacing or deleting an SAE affects later requests only.
+
+    Args:
+        model: that the SAEs must fit.
+        device: that holds their tensors.
+    """
+
+    def __init__(self, model: ModelSpec, device: torch.device | str) -> None:
+        self._model, self._device = model, device
+        self._saes: dict[str, SAE] = {}
+
+    def __setitem__(self, name: str, source: SAE | str | Path | Any) -> None:
+        """Store an SAE under `name`.
+
+        Raises:
+            ValueError: an empty name, no site, a site that the model does not have, another width than the site's, or what
+                `SAE.load` refuses.
+            FileNotFoundError: as `SAE.load`.
+        """
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"an SAE's name is a string that is not empty, not {name!r}")
+        sae = source if isinstance(source, SAE) else SAE.load(source)
+        check_fits(sae, self._model, f"SAE {name!r}")
+        self._saes[name] = sae.to(self._device)
+
+    def __getitem__(self, name: str) -> SAE:
+        """The SAE on the model's device.
+
+        Raises:
+            KeyError: an unknown name; the message lists similar ones.
+        """
+        try:
+            return self._saes[name]
+        except KeyError:
+            near = _nearest(name, dict(self._saes))
+            raise KeyError(f"no SAE {name!r}; {near} (lm.saes[{name!r}] = SAE.load(path) puts one there)") from None
+
+    def __delitem__(self, name: str) -> None:
+        self[name]  # raises with the known names
+        del self._saes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._saes))
+
+    def __len__(self) -> int:
+        return len(self._saes)
+
+    def __repr__(self) -> str:
+        return f"SAERegistry({list(self)})"
+
+
+def check_fits(sae: SAE, model: ModelSpec, who: str) -> None:
+    """Check that a model has the sites of an SAE, with its widths.
+
+    Raises:
+        ValueError: it has not; the message names the model that the SAE was trained on.
+    """
+    of = f", of {sae.model_name}," if sae.model_name else ""
+    if sae.site is None:
+        raise ValueError(
+            f"{who}{of} does not say which site it reads: SAE.load(..., site='resid_post.12') or sae.at(site)"
+        )
+    for site, width in ((sae.site, sae.width), (sae.site_out, sae.d_out)):
+        if site is None:
+            continue
+        try:
+            (found,) = expand(site, model.num_hidden_layers, model.family)
+        except ValueError as error:
+            raise ValueError(f"{who}{of} is for another model: {error}") from None
+        if width != model.width(found.kind):
+            own, settings = model.width(found.kind), " * ".join(model.settings(found.kind))
+            raise ValueError(
+                f"{who}{of} is for another model: it has {width} values at {site}; this model has {own} ({settings})"
+            )

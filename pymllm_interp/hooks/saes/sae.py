@@ -1,0 +1,268 @@
+"""`SAE`: a sparse autoencoder or a transcoder.
+
+    sae = SAE.load("gemma-scope-2b-pt-res/layer_12/width_16k/average_l0_82")
+    features = sae.encode(x)                       # [..., d_sae], of states x [..., width]
+    x_hat = sae.decode(features)                   # [..., d_out]
+    lm.saes["sea"] = sae                           # for captures and interventions that give a name
+
+With the input ``x``, the pre-activations are ``p = (n(x) - b_dec) @ W_enc + b_enc``, where `n` is the normalization, if there is
+one. Transcoders, and SAEs with ``subtract_b_dec=False``, leave `b_dec` out. The features are
+
+- `standard`: ``relu(p)``
+- `jumprelu`: ``relu(p) * (p > threshold)``. A batch-top-k SAE is one, with the threshold that its training kept.
+- `gated`: ``relu((p - b_enc) * exp(r_mag) + b_mag) * (p > 0)``, where `b_enc` is the bias of the gate
+- `topk`: ``relu(p)`` of the `k` largest, 0 for all others
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from ..site import Site, canonical
+from ..vector_files import checked_vector
+
+Architecture = Literal["standard", "jumprelu", "gated", "topk"]
+ARCHITECTURES = ("standard", "jumprelu", "gated", "topk")
+NORMALIZATIONS = ("none", "layer_norm", "constant_norm_rescale")
+_EPSILON = 1e-5
+"""Of layer_norm, as in SAELens."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SAE:
+    """A sparse autoencoder, or a transcoder. Tensors have one floating dtype, and are on one device.
+
+    Raises:
+        ValueError: shapes that do not fit each other, NaN or Inf, or an unknown architecture, normalization or site.
+    """
+
+    W_enc: Tensor = field(repr=False)
+    """[width, d_sae]"""
+    b_enc: Tensor = field(repr=False)
+    """[d_sae]"""
+    W_dec: Tensor = field(repr=False)
+    """[d_sae, d_out]"""
+    b_dec: Tensor = field(repr=False)
+    """[d_out]"""
+    architecture: Architecture = "standard"
+    site: str | None = None
+    """The site that it reads; None: it was not told."""
+    site_out: str | None = None
+    """Of a transcoder: the site whose state it predicts."""
+    transcoder: bool = False
+    """Whether it predicts another state than the one it reads."""
+    threshold: Tensor | None = field(default=None, repr=False)
+    """[d_sae], of `jumprelu`."""
+    r_mag: Tensor | None = field(default=None, repr=False)
+    """[d_sae], of `gated`."""
+    b_mag: Tensor | None = field(default=None, repr=False)
+    """[d_sae], of `gated`."""
+    k: int | None = None
+    """Of `topk`."""
+    W_skip: Tensor | None = field(default=None, repr=False)
+    """[width, d_out], of a transcoder with a skip connection, which adds ``x @ W_skip``."""
+    subtract_b_dec: bool = True
+    """Whether the encoder subtracts `b_dec` from its input."""
+    normalization: str = "none"
+    """Of its input and, for an autoencoder, undone at its output: "none", "layer_norm" or "constant_norm_rescale"."""
+    norm_gain: bool = True
+    """At `attn_in` and `mlp_in`: whether it reads the norm's output. False: the normed state before the gain multiplies it."""
+    model_name: str = ""
+    """The model that it was trained on, as the file names it."""
+
+    def __post_init__(self) -> None:
+        self._check(
+            self.architecture in ARCHITECTURES, f"architecture {self.architecture!r}; there are {ARCHITECTURES}"
+        )
+        self._check(
+            self.normalization in NORMALIZATIONS, f"normalization {self.normalization!r}; there are {NORMALIZATIONS}"
+        )
+        for name in ("site", "site_out"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, str(Site.parse(canonical(getattr(self, name)))))
+        self._check(self.W_enc.ndim == 2 and self.W_dec.ndim == 2, "W_enc and W_dec have two dimensions")
+        width, d_sae, d_out = self.width, self.d_sae, self.d_out
+        shapes: dict[str, tuple[int, ...]] = {
+            "W_enc": (width, d_sae), "b_enc": (d_sae,), "W_dec": (d_sae, d_out), "b_dec": (d_out,), "threshold": (d_sae,),
+            "r_mag": (d_sae,), "b_mag": (d_sae,), "W_skip": (width, d_out),
+        }  # fmt: skip
+        for name, tensor in self.tensors():
+            self._check(
+                tuple(tensor.shape) == shapes[name], f"{name} is {list(tensor.shape)}, not {list(shapes[name])}"
+            )
+            self._check(
+                tensor.is_floating_point() and tensor.dtype is self.dtype, f"{name} is {tensor.dtype}, not {self.dtype}"
+            )
+        needed = {"jumprelu": ("threshold",), "gated": ("r_mag", "b_mag"), "topk": ("k",)}.get(self.architecture, ())
+        for name in needed:
+            self._check(getattr(self, name) is not None, f"an architecture {self.architecture!r} needs {name}")
+        if self.k is not None:
+            self._check(1 <= self.k <= d_sae, f"k={self.k}; expected from 1 to {d_sae}, its features")
+        if not self.transcoder:
+            self._check(width == d_out, f"it reads {width} values and writes {d_out}; only a transcoder may")
+            self._check(self.W_skip is None, "only a transcoder has a skip connection")
+
+    # -- files ---------------------------------------------------------------------------
+
+    @classmethod
+    def load(
+        cls,
+        source: str | Path | Any,
+        *,
+        site: str | Site | None = None,
+        dtype: torch.dtype | str | None = None,
+        norm_scaling_factor: float | None = None,
+        **fields: Any,
+    ) -> SAE:
+        """Read an SAE from a local file or folder. No pickle is run.
+
+        Args:
+            source: a folder of SAELens (cfg.json, sae_weights.safetensors), of Gemma Scope (params.npz), of Gemma Scope 2
+                (config.json, params.safetensors) or of Llama Scope (hyperparams.json, checkpoints/final.safetensors); a file of
+                tensors (.safetensors, .npz, or .pt with tensors alone); or an SAE of the package sae_lens.
+            site: that it reads, in place of the file's.
+            dtype: of its tensors and of `encode`; None: the file's.
+            norm_scaling_factor: of SAELens' "expected_average_only_in": inputs are multiplied by it. 1 where it is folded in.
+            fields: of `SAE`, by name, in place of the file's (``norm_gain=False``).
+
+        Raises:
+            FileNotFoundError: no such file or folder, or no weights in it.
+            ValueError: an architecture that is not supported, a hook without a site, tensors that do not fit, or a file that needs
+                pickle.
+        """
+        formats = import_module("pymllm_interp.hooks.saes.formats")  # which builds on this module
+        return formats.load_sae(cls, source, site, dtype, norm_scaling_factor, fields)
+
+    # -- facts ---------------------------------------------------------------------------
+
+    @property
+    def width(self) -> int:
+        """Values of a state that it reads."""
+        return self.W_enc.shape[0]
+
+    @property
+    def d_sae(self) -> int:
+        """Number of features."""
+        return self.W_dec.shape[0]
+
+    @property
+    def d_out(self) -> int:
+        """Values of a state that it writes."""
+        return self.W_dec.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its tensors, and of `encode`."""
+        return self.W_enc.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of its tensors."""
+        return self.W_enc.device
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the content: 64 hexadecimal digits."""
+        digest = hashlib.sha256()
+        for part in fields(self):
+            value = getattr(self, part.name)
+            if isinstance(value, Tensor):
+                digest.update(f"|{part.name}={tuple(value.shape)}, {value.dtype}".encode())
+                digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+            else:
+                digest.update(f"|{part.name}={value!r}".encode())
+        return digest.hexdigest()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(field, tensor) of all tensors."""
+        for part in fields(self):
+            if isinstance(value := getattr(self, part.name), Tensor):
+                yield part.name, value
+
+    def at(self, site: str | Site) -> Self:
+        """The same SAE for another site. The tensors are shared."""
+        return replace(self, site=str(site))
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """The SAE on a device, and in a dtype. Itself where it is so already."""
+        moved: dict[str, Any] = {name: tensor.to(device, dtype) for name, tensor in self.tensors()}
+        if all(moved[name] is tensor for name, tensor in self.tensors()):
+            return self
+        return replace(self, **moved)
+
+    # -- maths ---------------------------------------------------------------------------
+
+    def encode(self, x: Tensor) -> Tensor:
+        """The features [..., d_sae] of states [..., width]."""
+        if x.shape[-1] != self.width:
+            raise ValueError(f"the states have {x.shape[-1]} values; this SAE reads {self.width}")
+        x, _, _ = self._normalized(x.to(self.dtype))
+        if self.subtract_b_dec and not self.transcoder:
+            x = x - self.b_dec
+        pre = x @ self.W_enc
+        if self.architecture == "gated":
+            assert self.r_mag is not None and self.b_mag is not None
+            return (pre * self.r_mag.exp() + self.b_mag).relu_() * (pre + self.b_enc > 0)
+        pre += self.b_enc
+        if self.architecture == "jumprelu":
+            assert self.threshold is not None
+            return pre.relu() * (pre > self.threshold)
+        if self.architecture == "topk":
+            assert self.k is not None
+            values, indexes = pre.topk(self.k, dim=-1, sorted=False)
+            return torch.zeros_like(pre).scatter_(-1, indexes, values.relu_())
+        return pre.relu_()
+
+    def decode(self, features: Tensor, x: Tensor | None = None) -> Tensor:
+        """The states [..., d_out] that features [..., d_sae] stand for.
+
+        Args:
+            features: of `encode`.
+            x: the input, [..., width], for a skip connection or a normalization.
+
+        Raises:
+            ValueError: `x` is needed.
+        """
+        out = features.to(self.dtype) @ self.W_dec + self.b_dec
+        undone = self.normalization != "none" and not self.transcoder
+        if x is None:
+            if undone or self.W_skip is not None:
+                what = "skip connection" if self.W_skip is not None else f"normalization, {self.normalization},"
+                raise ValueError(f"this SAE has a {what} which needs its input: decode(features, x)")
+            return out
+        if undone:
+            _, scale, mean = self._normalized(x.to(self.dtype))
+            out = out * scale + mean
+        return out if self.W_skip is None else out + x.to(self.dtype) @ self.W_skip
+
+    def _normalized(self, x: Tensor) -> tuple[Tensor, Tensor | float, Tensor | float]:
+        """(normalized states, what undoes it: a factor, and a summand)."""
+        if self.normalization == "layer_norm":
+            mean = x.mean(-1, keepdim=True)
+            x = x - mean
+            std = x.std(-1, keepdim=True)
+            return x / (std + _EPSILON), std, mean
+        if self.normalization == "constant_norm_rescale":
+            factor = self.width**0.5 / x.norm(dim=-1, keepdim=True)
+            return x * factor, 1 / factor, 0.0
+        return x, 1.0, 0.0
+
+    def _check(self, holds: bool, message: str) -> None:
+        if not holds:
+            raise ValueError(f"SAE: {message}")
+
+
+def checked(tensor: Any, who: str, dtype: torch.dtype | None) -> Tensor:
+    """A finite tensor on the CPU, in a dtype; None: its own, or float32 for what is no floating tensor of torch."""
+    found = checked_vector(tensor, who, (0, 1, 2))
+    own = tensor.dtype if isinstance(tensor, Tensor) and tensor.is_floating_point() else torch.float32
+    return found.to(dtype or own)

@@ -1,0 +1,199 @@
+"""`SetFeature` against hooks on transformers' model that encode with the whole SAE, and against the kernels."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import CONFIGS, held
+from helpers_declared import hooked, lms
+from helpers_runner import random_ids
+
+from pymllm_interp import SAE, Gate, SamplingParams, SetFeature
+from pymllm_interp.core.model_spec import ModelSpec
+from pymllm_interp.hooks.binding import resolved
+from pymllm_interp.hooks.declared import Declared, DeclaredLimits
+from pymllm_interp.hooks.interventions.reference import apply
+from pymllm_interp.server.specs import intervention_of, to_json
+
+MODEL = ModelSpec.of(CONFIGS["llama"](), torch.float32)
+WIDTH = MODEL.hidden_size
+GOLDEN = Path(__file__).parent / "golden" / "saes"
+ARCHITECTURES = ["standard", "jumprelu", "gated"]
+FEATURES = 40
+MODES: list[Any] = ["set", "add", "scale", "clamp"]
+
+
+def sae_of(architecture: str, site: str = "resid_post.1", seed: int = 0, **changes: Any) -> SAE:
+    generator = torch.Generator().manual_seed(seed)
+    width = MODEL.width(site.partition(".")[0])
+
+    def random_tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    more: dict[str, Any] = {}
+    if architecture == "jumprelu":
+        more["threshold"] = random_tensor(FEATURES).abs()
+    if architecture == "gated":
+        more = {"r_mag": 0.3 * random_tensor(FEATURES), "b_mag": random_tensor(FEATURES)}
+    if architecture == "topk":
+        more["k"] = 3
+    return SAE(
+        W_enc=random_tensor(width, FEATURES), b_enc=random_tensor(FEATURES), W_dec=0.2 * random_tensor(FEATURES, width),
+        b_dec=random_tensor(width), architecture=architecture, site=site, **more, **changes,
+    )  # fmt: skip
+
+
+def random_op(rng: random.Random, sae: SAE, **kwargs: Any) -> SetFeature:
+    mode = rng.choice(MODES)
+    features: dict[int, Any] = {}
+    for feature in rng.sample(range(FEATURES), rng.randrange(1, 5)):
+        features[feature] = rng.choice([0.0, 2.5, -1.0])
+        if mode == "clamp":
+            features[feature] = rng.choice([(None, 1.0), (0.5, None), (0.2, 3.0)])
+    return SetFeature(sae, features, mode, **kwargs)
+
+
+def by_the_whole_sae(spec: SetFeature, state: torch.Tensor) -> torch.Tensor:
+    """The state plus the difference of two reconstructions: with the features at their targets, and as they are."""
+    sae: Any = spec.sae
+    found = sae.encode(state)
+    wanted = found.clone()
+    for feature, value in spec.features:
+        column = wanted[..., feature]
+        if spec.mode == "clamp":
+            wanted[..., feature] = column.clamp(*value)
+        else:
+            wanted[..., feature] = {"set": column * 0 + value, "add": column + value, "scale": column * value}[
+                spec.mode
+            ]
+    return state + sae.decode(wanted, state) - sae.decode(found, state)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("subtract", [True, False])
+def test_it_moves_the_features_and_keeps_the_error(architecture: str, subtract: bool) -> None:
+    rng = random.Random(architecture)
+    sae = sae_of(architecture, subtract_b_dec=subtract)
+    state = torch.randn(30, WIDTH, generator=torch.Generator().manual_seed(1))
+    for _ in range(12):
+        spec = random_op(rng, sae)
+        torch.testing.assert_close(apply(spec, state), by_the_whole_sae(spec, state), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("folder", ["standard", "jumprelu", "gated", "batchtopk"])
+def test_saes_of_files_give_the_same(folder: str) -> None:
+    sae = SAE.load(GOLDEN / folder)
+    state = torch.randn(20, sae.width, generator=torch.Generator().manual_seed(1))
+    spec = SetFeature(sae, {0: 3.0, 2: 0.0}, "set")
+    torch.testing.assert_close(apply(spec, state), by_the_whole_sae(spec, state), rtol=1e-4, atol=1e-4)
+
+
+def test_features_at_their_targets_change_no_bit_and_order_does_not_matter() -> None:
+    sae, state = sae_of("jumprelu"), torch.randn(20, WIDTH)
+    state[0, 0] = -0.0
+    off = [i for i in range(FEATURES) if not sae.encode(state)[:, i].any()][:1]
+    same = [
+        SetFeature(sae, {3: 1.0}, "scale"),
+        SetFeature(sae, {3: (None, 1e9)}, "clamp"),
+        SetFeature(sae, {3: 0}, "add"),
+    ]
+    same += [SetFeature(sae, {off[0]: 0.0})] if off else []
+    for spec in same:
+        assert torch.equal(apply(spec, state).view(torch.int32), state.view(torch.int32)), spec
+    one, two = SetFeature(sae, {1: 2.0, 7: 0.0}), SetFeature(sae, {7: 0.0, 1: 2.0})
+    assert one == two and torch.equal(apply(one, state), apply(two, state))
+    assert one != SetFeature(sae, {1: 2.0, 7: 0.5}) and one != SetFeature(sae_of("jumprelu", seed=1), {1: 2.0, 7: 0.0})
+
+
+@pytest.fixture(scope="module", params=["functions", "tables"])
+def lm(request: Any, model_folder: Any) -> Iterator[Any]:
+    with lms(request.param, model_folder) as load:
+        yield load("llama", max_num_tokens=7, page_size=4, kv_cache_tokens=64, inner_sites=("z", "mlp_act"))
+
+
+def test_engines_equal_a_hook_on_transformers(lm: Any, oracle: Any) -> None:
+    """Chunked prompts of many requests at random sites, positions and gates, in a tight pool, and each greedy token."""
+    rng, model = random.Random(3), oracle("llama")
+    prompts = [random_ids(rng.randrange(3, 16), seed=i) for i in range(6)]
+    specs = []
+    for i, _ in enumerate(prompts):
+        site = rng.choice(["resid_post.1", "mlp_out.0", "resid_pre.1", "attn_out.1", "z.1", "mlp_act.0", "final_norm"])
+        when = Gate(torch.randn(WIDTH), 0.0, site="embed") if site != "resid_pre.1" and rng.random() < 0.3 else None
+        positions = rng.choice(["all", "prompt", "generated", [-1, 0], slice(None, None, 2)])
+        sae = sae_of(rng.choice(ARCHITECTURES), site, seed=i)
+        specs.append([random_op(rng, sae, positions=positions, when=when)])
+    params = SamplingParams(temperature=0, max_tokens=4)
+    with held(lm):
+        handles = [
+            lm.submit(p, params, interventions=s, capture=["final_norm"]) for p, s in zip(prompts, specs, strict=True)
+        ]
+    outs = [handle.result(60) for handle in handles]
+    for prompt, (spec,), out in zip(prompts, specs, outs, strict=True):
+        if spec.when is not None:
+            continue  # test_gates.py; here they only share batches with the others
+        ids = (prompt + out.token_ids)[:-1]
+        at = torch.arange(len(ids))
+        with torch.no_grad(), hooked(model, [spec], len(prompt), lambda at=at: at):
+            wanted = model(torch.tensor([ids])).logits[0, len(prompt) - 1 :].argmax(-1)
+        assert wanted.tolist() == out.token_ids, spec
+    assert any(out.receipt.interventions[0].gate_fires is None for out in outs)
+
+
+def test_names_are_resolved_when_a_request_is_submitted(lm: Any) -> None:
+    sae, params, prompt = sae_of("standard"), SamplingParams(temperature=0, max_tokens=3), random_ids(6, seed=1)
+    lm.saes["sea"] = sae
+    kwargs: dict[str, Any] = {"capture": ["resid_post.1"]}
+    by_name, by_object = (
+        lm.generate([prompt], params, interventions=[SetFeature(s, {5: 4.0})], **kwargs)[0] for s in ("sea", sae)
+    )
+    del lm.saes["sea"]
+    assert torch.equal(by_name.activations["resid_post.1"], by_object.activations["resid_post.1"])
+    states = by_name.activations["resid_post.1"]
+    assert [entry.site for entry in by_name.receipt.interventions] == ["resid_post.1"] and states.isfinite().all()
+    with pytest.raises(ValueError, match=r"SetFeature\('sea'\): no SAE 'sea'"):
+        lm.generate([prompt], params, interventions=[SetFeature("sea", {5: 4.0})])
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: SetFeature(sae_of("topk"), {0: 1.0}), "a top-k SAE has to encode all 40 features"),
+        (lambda: SetFeature(sae_of("standard"), {40: 1.0}), "there is no feature 40; the SAE has 40"),
+        (lambda: SetFeature(sae_of("standard"), {}), "features="),
+        (lambda: SetFeature(sae_of("standard"), {-1: 1.0}), "features="),
+        (lambda: SetFeature(sae_of("standard"), {0: float("nan")}), "takes a finite number"),
+        (lambda: SetFeature(sae_of("standard"), {0: (1.0, 2.0)}), "mode='set' takes a finite number"),
+        (lambda: SetFeature(sae_of("standard"), {0: 1.0}, "clamp"), r"mode='clamp' takes \(low, high\)"),
+        (lambda: SetFeature(sae_of("standard"), {0: (2.0, 1.0)}, "clamp"), r"takes \(low, high\), low <= high"),
+        (lambda: SetFeature(sae_of("standard"), {0: 1.0}, "multiply"), "mode='multiply'"),
+        (lambda: SetFeature(sae_of("standard"), dict.fromkeys(range(33), 1.0)), "at most 32 features"),
+        (lambda: SetFeature(sae_of("standard", normalization="layer_norm"), {0: 1.0}), "its input is normalized"),
+        (lambda: SetFeature(sae_of("standard", transcoder=True), {0: 1.0}), "a transcoder"),
+        (lambda: SetFeature(sae_of("standard"), {0: 1.0}, site="resid_post.*"), "one site"),
+        (lambda: SetFeature(sae_of("standard"), {0: 1.0}, site="mlp_act.0"), r"sae has 72 values; at mlp_act"),
+        (lambda: SetFeature(3, {0: 1.0}), "an SAE, or a name in lm.saes"),
+        (lambda: SetFeature("sea", {0: 1.0}), "'sea' is a name"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(make: Any, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        Declared.of([make()], MODEL, 5, DeclaredLimits(4, 400, 1 << 20))
+
+
+def test_http_carries_names_and_refuses_saes() -> None:
+    spec = SetFeature("sea", {5: (None, 2.0), 3: (0.0, 1.0)}, "clamp", positions="generated")
+    sent = json.loads(json.dumps(to_json(spec)))
+    assert sent["op"] == "setfeature" and sent["features"] == {"3": [0.0, 1.0], "5": [None, 2.0]}
+    assert intervention_of(sent) == spec
+    (found,) = resolved([[intervention_of(sent)]], {}, MODEL, {"sea": sae_of("standard")})[0]
+    assert found == SetFeature(sae_of("standard"), dict(spec.features), "clamp", positions="generated")
+    with pytest.raises(ValueError, match=r"store it there under a name"):
+        to_json(SetFeature(sae_of("standard"), {0: 1.0}))
+    with pytest.raises(ValueError, match=r"'x' is not the number of a feature"):
+        intervention_of({"op": "setfeature", "sae": "sea", "features": {"x": 1}})
