@@ -1,8 +1,8 @@
 """Evaluation harnesses over an `LM`, with interventions: lm-eval's `LM` and inspect-ai's model provider.
 
-from pymllm_interp.evals import HarnessLM
+from pymllm_interp import evals
 
-model = HarnessLM(lm, interventions=[Steer("resid_post.12", vector, scale=4.0)])
+model = evals.HarnessLM(lm, interventions=[Steer("resid_post.12", vector, scale=4.0)])
 results = lm_eval.simple_evaluate(model=model, tasks=["arc_easy"])
 
 Each needs its library: ``pip install "pymllm-interp[evals]"``.

@@ -1,8 +1,8 @@
 """Other libraries' names over an `LM`: TransformerLens' `RemoteBridge` and nnterp's `StandardizedTransformer`.
 
-from pymllm_interp.lens import Bridge
+from pymllm_interp import lens
 
-bridge = Bridge(lm)
+bridge = lens.Bridge(lm)
 logits, cache = bridge.run_with_cache("The Eiffel Tower is in", names_filter="blocks.3.hook_resid_post")
 
 Each needs its library: ``pip install "pymllm-interp[lens]"``.

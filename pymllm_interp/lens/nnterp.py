@@ -84,5 +84,7 @@ class StandardizedLM(Accessors, LM):
     def __init__(self, model: Any = "demo", *, rename: dict[Any, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(model, rename={**renames(), **(rename or {})}, **kwargs)
         self.add_accessors()
+        if self.tokenizer is not None:
+            self.tokenizer.padding_side = "left"  # as batches here are padded; nnterp's functions look
         spec = self.model_spec
         self.num_heads, self.hidden_size, self.vocab_size = spec.num_attention_heads, spec.hidden_size, spec.vocab_size
