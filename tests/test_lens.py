@@ -247,3 +247,27 @@ def test_what_cannot_be_served_is_refused_with_the_fix(pair_of: Callable[[str], 
         bridge.run_with_hooks(TOKENS, bwd_hooks=[("blocks.0.hook_out", lambda value, hook: None)])
     with pytest.raises(NotImplementedError, match=r"lm\.generate"):
         bridge(TOKENS, max_new_tokens=5)
+
+
+@pytest.mark.gpu
+@pytest.mark.local
+@pytest.mark.parametrize("inner", [(), ("q", "k", "v", "z", "mlp_act")], ids=["traced", "inner_sites"])
+def test_caches_and_hooks_on_cuda_are_those_of_transformer_bridge(
+    inner: tuple[str, ...], lm_of: Callable[..., LM], pair_of: Callable[[str], Pair]
+) -> None:
+    ours, (_, theirs) = Bridge(lm_of("llama", device="cuda", inner_sites=inner)), pair_of("llama")
+    loose = {"rtol": 1e-3, "atol": 1e-3}
+    for names in (None, [name for name, place in ours._driver.places.items() if place.site is not None]):
+        _, cache = ours.run_with_cache(TOKENS[:1], names_filter=names)
+        _, expected = theirs.run_with_cache(TOKENS[:1], names_filter=names)
+        for name, value in cache.items():
+            assert value.device.type == "cpu"
+            assert_close(
+                value, expected[name].reshape(value.shape), msg=lambda text, name=name: f"{name}: {text}", **loose
+            )
+    double = lambda value, hook: value * 2  # noqa: E731
+    for name in ("blocks.1.hook_attn_out", "blocks.1.attn.hook_z", "blocks.0.ln2.hook_in"):
+        got, wanted = (bridge.run_with_hooks(TOKENS, fwd_hooks=[(name, double)]) for bridge in (ours, theirs))
+        assert_close(got, wanted, **loose)
+    _, cache = ours.run_with_cache(TOKENS, names_filter=lambda name: "resid" in name or "scale" in name)
+    assert cache.logit_attrs(cache.accumulated_resid(), tokens="w3").device.type == "cpu"

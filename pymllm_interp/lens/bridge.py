@@ -109,41 +109,45 @@ class Bridge(RemoteBridge):
     # -- weights that TransformerLens' cache asks for ----------------------------------------
 
     def _weight(self, path: str) -> torch.Tensor:
-        return self.lm.get(path).weight
+        return self.lm.get(path)._module.weight.detach()
 
     @property
     def W_E(self) -> torch.Tensor:
-        """Token embeddings, [vocab, hidden]."""
-        return self._weight(self.lm.runner.model_spec.family.embed)
+        """Token embeddings, [vocab, hidden], on the CPU as the cache is."""
+        return self._weight(self.lm.runner.model_spec.family.embed).cpu()
 
     @property
     def W_U(self) -> torch.Tensor:
-        """The LM head, [hidden, vocab]."""
-        return self._weight(self.lm.runner.model_spec.family.head).T
+        """The LM head, [hidden, vocab], on the CPU."""
+        return self._weight(self.lm.runner.model_spec.family.head).cpu().T
 
     @property
     def b_U(self) -> torch.Tensor:
-        """The LM head's bias, [vocab]; zeros where it has none."""
-        bias = getattr(self.lm.get(self.lm.runner.model_spec.family.head)._module, "bias", None)
-        return self.W_U.new_zeros(self.W_U.shape[1]) if bias is None else bias
+        """The LM head's bias, [vocab], on the CPU; zeros where it has none."""
+        head = self.lm.get(self.lm.runner.model_spec.family.head)._module
+        bias = getattr(head, "bias", None)
+        return head.weight.new_zeros(head.weight.shape[0], device="cpu") if bias is None else bias.detach().cpu()
 
+    @torch.no_grad()
     def ln_final(self, x: torch.Tensor) -> torch.Tensor:
-        """The final norm of x [..., hidden]."""
-        return self.lm.get(self.lm.runner.model_spec.family.final_norm)._module(x)
+        """The final norm of x [..., hidden], on x's device."""
+        norm = self.lm.get(self.lm.runner.model_spec.family.final_norm)._module
+        return norm(x.to(norm.weight.device)).to(x.device)
 
     def unembed(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits [..., vocab] of normed states x [..., hidden], before a soft-cap."""
-        return x @ self.W_U + self.b_U
+        """Logits [..., vocab] of normed states x [..., hidden], before a soft-cap, on the CPU."""
+        return x.cpu() @ self.W_U + self.b_U
 
     def to_single_token(self, string: str) -> int:
         """The id of a word that is one token."""
         return self.lm.to_single_token(string)
 
     def tokens_to_residual_directions(self, tokens: Any) -> torch.Tensor:
-        """The columns of `W_U` of some tokens: text, an id, or ids [...] -> [..., hidden]."""
+        """The columns of `W_U` of some tokens: text, an id, or ids [...] -> [..., hidden], on the CPU."""
         if isinstance(tokens, str):
             tokens = self.to_single_token(tokens)
-        return self.W_U.T[torch.as_tensor(tokens)]
+        weight = self._weight(self.lm.runner.model_spec.family.head)
+        return weight[torch.as_tensor(tokens, device=weight.device)].cpu()
 
 
 def _run_hooks(point: HookPoint, handles: list[Any]) -> Edit:
