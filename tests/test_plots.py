@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -91,14 +89,3 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         plots.attention_patterns(torch.rand(6, 5), TOKENS)
     with pytest.raises(ValueError, match="most=0"):
         plots.attribution_bars([1.0], ["a"], most=0)
-
-
-def test_nothing_imports_the_libraries_of_the_extras_before_they_are_used() -> None:
-    code = (
-        "import sys, pymllm_interp.plots, pymllm_interp.lens, pymllm_interp.evals; "
-        "heavy = {'plotly', 'transformer_lens', 'nnterp', 'lm_eval', 'inspect_ai', 'datasets'}; "
-        "print(sorted(heavy & set(sys.modules)))"
-    )
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
-    )
