@@ -7,16 +7,18 @@ there, so import it before nnterp.
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import torch
 
-if find_spec("nnsight.intervention.tracing") is None:
+try:
+    import_module("nnsight.intervention.tracing")
+except ModuleNotFoundError:
     for _name in ("nnsight.intervention.tracing", "nnsight.intervention.tracing.globals"):
-        _module = sys.modules.setdefault(_name, ModuleType(_name))
-    _module.Object = torch.Tensor  # pyright: ignore[reportAttributeAccessIssue, reportPossiblyUnboundVariable]
+        sys.modules[_name] = ModuleType(_name)
+    sys.modules["nnsight.intervention.tracing.globals"].Object = torch.Tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 from nnterp import StandardizedTransformer, get_rename_dict
 from nnterp.rename_utils import IOType, LayerAccessor
