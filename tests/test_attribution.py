@@ -223,6 +223,21 @@ def test_what_cannot_be_attributed_is_refused(lm_of, change, message):
         lm_of("llama").attribute(**arguments)
 
 
+@pytest.mark.gpu
+def test_attribution_on_cuda_equals_that_on_the_cpu(lm_of):
+    clean, corrupted = prompts(4)
+    found = [
+        lm_of("llama", device=device).attribute(
+            clean, corrupted, metric=METRIC, sites=["z.*", "resid_post.*"], steps=steps
+        )
+        for device in ("cpu", "cuda")
+        for steps in (1, 4)
+    ]
+    for one, other in zip(found[:2], found[2:], strict=True):
+        for site in one:
+            torch.testing.assert_close(one[site], other[site], atol=1e-3, rtol=1e-2)
+
+
 # -- contrast ---------------------------------------------------------------------------------
 
 PAIRS = [([5, 8, 1], [5, 9, 2]), ([17, 3, 2, 44, 8], [17, 4]), ([6, 80], [7, 81]), ([1, 2, 3], [3, 2, 1])]

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CONFIGS, VOCAB, random_model
+from conftest import COMMON, CONFIGS, VOCAB, random_model
 from rich.console import Console
+from transformers import LlamaConfig
 
 from pymllm_interp import LM, Patch, SamplingParams, Site, Steer
 from pymllm_interp.core.arguments import PromptError
+from pymllm_interp.core.closed import EngineClosedError
 from pymllm_interp.toolkit.wavefront import WaveCell, Wavefront
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-4}
@@ -325,3 +327,32 @@ def test_the_table_of_the_docs_is_that_of_the_record() -> None:
         seconds = f"{row['wavefront_cpu_s']:.1f} | {row['requests_cpu_s']:.1f} | {row['cpu_ratio']:.2f}"
         assert f"| {row['tokens']} | {row['cells']} | {cache} | {seconds} |" in page
         assert row["largest_difference"] < 1e-4 and row["cpu_ratio"] <= 0.4
+
+
+@pytest.mark.local
+def test_a_rotation_that_depends_on_the_prompts_length(tmp_path):
+    """Every cell is rotated for the whole prompt, however few rows it computes."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    config = LlamaConfig(
+        **{**COMMON, "max_position_embeddings": 8}, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, rope_parameters=rope
+    )  # fmt: skip
+    random_model(config).save_pretrained(tmp_path)
+    with LM(tmp_path, dtype="float32", device="cpu") as lm:
+        assert lm.model_spec.rope_depends_on_length
+        base, source = prompts(13, 19)
+        for kind in ("resid_post", "q", "k"):
+            sweep = lm.patch_sweep(base, source, site=kind, metric=METRIC, positions=[2, 9, 18])
+            wanted = one_by_one(lm, base, source, kind, [(i, p, None) for i in range(2) for p in (2, 9, 18)])
+            torch.testing.assert_close(sweep.values, wanted.view(2, 3), **CLOSE)
+
+
+@pytest.mark.local
+def test_a_sweep_ends_with_its_engine(model_folder):
+    with LM(model_folder("llama"), dtype="float32", device="cpu") as lm:
+        sweep = lm.patch_sweep(*prompts(1, 5), metric=METRIC, stream=True)
+        next(iter(sweep))
+        later = lm.patch_sweep(*prompts(2, 5), metric=METRIC, stream=True)
+    with pytest.raises(EngineClosedError, match="shut down"):
+        later.finish()
+    with pytest.raises(EngineClosedError, match="shut down"):
+        lm.patch_sweep(*prompts(1, 5), metric=METRIC)

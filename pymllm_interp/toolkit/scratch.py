@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -85,25 +86,44 @@ def batch_of(
     table = torch.where(positions < starts.unsqueeze(1), positions + 1, own)
     rows = torch.cat([torch.arange(*span) for span in spans])
     sequence = torch.repeat_interleave(torch.arange(len(spans)), sizes)
+    kept = SlotTable(table.to(torch.int32).to(device))
+    return _planned(runner, kv, kept, token_ids[rows.to(device)], starts, lens, table[sequence, rows].to(device))
+
+
+def last_rows_of(runner: InterpModelRunner, kv: LayerKV, batch: ForwardBatch) -> tuple[ForwardBatch, torch.Tensor]:
+    """The planned pass of the last row of each sequence of a `batch_of`, over the KV of all its rows; and these rows, [batch]."""
+    sizes, prefixes = torch.tensor(batch.extend_seq_lens_cpu), torch.tensor(batch.extend_prefix_lens_cpu)
+    lens, rows = prefixes + sizes, (sizes.cumsum(0) - 1).to(batch.input_ids.device)
+    table: Any = batch.req_to_token_pool
+    last = _planned(runner, kv, table, batch.input_ids[rows], lens - 1, lens, batch.out_cache_loc[rows])
+    return last, rows
+
+
+def _planned(
+    runner: InterpModelRunner,
+    kv: Any,
+    table: Any,
+    input_ids: torch.Tensor,
+    starts: torch.Tensor,
+    lens: torch.Tensor,
+    slots: torch.Tensor,
+) -> ForwardBatch:
+    """The pass of sequences that compute positions `starts` up to `lens`, [batch] on the host each."""
+    sizes, device, length_dependent = lens - starts, input_ids.device, runner.model_spec.rope_depends_on_length
     on_device = [numbers.to(torch.int32).to(device) for numbers in (lens, sizes, starts)]
     batch = extend_batch(
-        PassResources(
-            SlotTable(table.to(torch.int32).to(device)),  # pyright: ignore[reportArgumentType]
-            kv,  # pyright: ignore[reportArgumentType]
-            runner.attn_backend,
-            runner.model_spec.rope_depends_on_length,
-        ),
-        token_ids[rows.to(device)],
-        torch.arange(len(spans), device=device),
+        PassResources(table, kv, runner.attn_backend, length_dependent),
+        input_ids,
+        torch.arange(len(sizes), device=device),
         seq_lens=on_device[0],
         extend_seq_lens=on_device[1],
         extend_prefix_lens=on_device[2],
-        out_cache_loc=table[sequence, rows].to(device),
+        out_cache_loc=slots,
         extend_seq_lens_cpu=sizes.tolist(),
         extend_prefix_lens_cpu=starts.tolist(),
     )
     if batch.rope_lens is not None:
-        batch.rope_lens.fill_(len(token_ids))  # as long as the prompt, whatever a sequence computes of it
+        batch.rope_lens.fill_(table.max_context_len)  # the prompt's length, whatever a sequence computes of it
     assert batch.attn_backend is not None
     batch.attn_backend.init_forward_metadata(batch)
     return batch

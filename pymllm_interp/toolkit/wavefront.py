@@ -26,9 +26,10 @@ from ..core.model_spec import input_add, site_index
 from ..hooks.site import Site
 from ..layers.edits.base import residual_sum
 from ..layers.edits.host import HostOps
+from ..models.attention import Attention
 from ..models.decoder import DecoderForCausalLM
 from ..runner.interp_model_runner import InterpModelRunner
-from .scratch import LayerKV, batch_of
+from .scratch import LayerKV, batch_of, last_rows_of
 
 HEAD_ROWS = 256
 """Rows of the head at once: logits are wide."""
@@ -137,8 +138,13 @@ class Wavefront:
 
     def planned(self, spans: list[tuple[int, int]], first_slot: int) -> tuple[ForwardBatch, Any]:
         """The pass of `batch_of`, and its rotations."""
-        batch: Any = batch_of(self.runner, self.kv, self.token_ids, spans, first_slot)
-        return batch, self.decoder.rotations(batch.positions.unsqueeze(0), batch)
+        batch = batch_of(self.runner, self.kv, self.token_ids, spans, first_slot)
+        return batch, self.rotations_of(batch)
+
+    def rotations_of(self, batch: ForwardBatch) -> Any:
+        """The rotation of each `rotary` of the layers."""
+        positions: Any = batch.positions
+        return self.decoder.rotations(positions.unsqueeze(0), batch)
 
     def run_layer(
         self, index: int, h: torch.Tensor, batch: ForwardBatch, rotations: Any, site_ops: HostOps | None = None
@@ -185,7 +191,20 @@ class _Wave:
         if arriving:
             self.batch, self.rotations = front.planned(self.spans, first_slot=1 + front.num_tokens)
         front.restore_kv(index)
-        self.h = front.run_layer(index, self.h, self.batch, self.rotations, ops)
+        if index == len(front.layers) - 1 and ops is None:
+            self._run_last(index, self.h)
+        else:
+            self.h = front.run_layer(index, self.h, self.batch, self.rotations, ops)
+
+    def _run_last(self, index: int, h: torch.Tensor) -> None:
+        """The last layer: keys and values of all rows, and the rest for each cell's last row, which the head reads."""
+        front, layer, family = self.front, self.front.layers[index], self.front.model.spec.family
+        normed = getattr(layer, family.attention_norm).normalize(h)
+        attention: Attention = getattr(layer, family.attention)
+        attention.write_kv(normed, *self.rotations[layer.rotary], batch=self.batch)
+        self.batch, rows = last_rows_of(front.runner, front.kv, self.batch)
+        self.h = front.run_layer(index, h[:, rows], self.batch, front.rotations_of(self.batch))
+        self.spans = [(stop - 1, stop) for _, stop in self.spans]
 
     def _join(self, arriving: list[WaveCell], stream: torch.Tensor) -> HostOps | None:
         """Append the rows of cells, from the base run's stream before their layer. Returns the patches inside of the layer."""
