@@ -24,6 +24,7 @@ from pymllm_interp.hooks.positions import ordinals_of
 from pymllm_interp.hooks.site import Site
 from pymllm_interp.server.specs import intervention_of, to_json
 
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 CAPTURE = ["resid_post.*", "final_norm"]
 WAIT = 60.0
 MODEL = ModelSpec.of(CONFIGS["llama"](), torch.float32)
@@ -145,9 +146,9 @@ def test_gates_equal_two_passes_under_chunks_and_preemption(family: str, lm_of: 
 @pytest.mark.parametrize("way", ["graphs"])
 def test_kernels_set_and_read_flags_as_functions_do(way: str, model_folder: Any, oracle: Any) -> None:
     rng, model = random.Random(5), oracle("llama")
-    prompts = [random_ids(rng.randrange(2, 12), seed=i) for i in range(5)]
+    prompts = [random_ids(rng.randrange(2, 12), seed=i) for i in range(4)]
     specs = [[gated_op(rng, model, prompt)] for prompt in prompts]
-    params = SamplingParams(temperature=0, max_tokens=6)
+    params = SamplingParams(temperature=0, max_tokens=5)
     with lms(way, model_folder) as load:
         lm = load("llama", page_size=4, kv_cache_tokens=28, max_num_tokens=7, inner_sites=("q", "v", "z", "mlp_act"))
         with held(lm):
@@ -183,6 +184,32 @@ def test_a_chain_of_gates_reads_what_the_ops_before_left(way: str, model_folder:
     fires = assert_equals_two_passes(model, prompt, specs, out)
     plain, _ = two_pass(model, prompt, [specs[2]], len(prompt))
     assert 0 < fires[2] < len(prompt) + 3 and plain
+
+
+@pytest.mark.parametrize("way", ["functions", "tables"])
+def test_what_a_prompt_decided_outlasts_a_preemption(way: str, model_folder: Any, oracle: Any) -> None:
+    """The gate fires at the prompt's first page alone, which is not computed again when the request comes back."""
+    model = oracle("llama")
+    for seed in range(100):
+        prompt, probe = random_ids(16, seed=seed), vector(MODEL.hidden_size, seed)
+        dots = states_of(model, prompt, [], len(prompt))["resid_post.0"] @ probe
+        highest = dots.topk(2)
+        if int(highest.indices[0]) < 4 and highest.values[0] - highest.values[1] > 0.1:
+            break
+    gate = Gate(probe, float(highest.values.mean()), site="resid_post.0", scope="prompt")
+    steer = Steer("resid_post.1", vector(MODEL.hidden_size, 4), scale=2.0, when=gate)
+    with lms(way, model_folder) as load:
+        lm = load("llama", page_size=4, kv_cache_tokens=48)
+        with held(lm):
+            other = lm.submit(random_ids(8, seed=7), SamplingParams(temperature=0, max_tokens=24))
+            handle = lm.submit(
+                prompt, SamplingParams(temperature=0, max_tokens=20), interventions=[steer], capture=["final_norm"]
+            )
+        out = handle.result(WAIT)
+        other.result(WAIT)
+        assert out.receipt.preemptions and lm.engine.stats()["prefix_cache"]["recomputed_tokens"] < 16
+    wanted, _ = two_pass(model, (prompt + out.token_ids)[:-1], [steer], len(prompt))
+    torch.testing.assert_close(out.activations["final_norm"], wanted["final_norm"], rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture(scope="module")

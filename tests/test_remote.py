@@ -9,7 +9,19 @@ import pytest
 import torch
 from helpers_server import KEYS
 
-from pymllm_interp import LM, Ablate, Capture, Generated, SamplingParams, SavedSteps, Steer, contrast
+from pymllm_interp import (
+    SAE,
+    LM,
+    Ablate,
+    Capture,
+    Gate,
+    Generated,
+    SamplingParams,
+    SavedSteps,
+    SetFeature,
+    Steer,
+    contrast,
+)
 from pymllm_interp.core.arguments import PromptError
 
 PROMPT = "w3 w14 w15 w9"
@@ -55,6 +67,36 @@ def test_interventions_and_captures_are_the_local_ones(lm, local):
     torch.testing.assert_close(
         found.activations.stack("resid_post"), own.activations.stack("resid_post"), atol=1e-5, rtol=1e-5
     )
+
+
+def test_gates_patterns_and_vectors_by_position_are_the_local_ones(lm, local):
+    torch.manual_seed(2)
+    gate = Gate(torch.randn(72), 0.0, site="resid_post.0", scope="prompt")
+    ops = [
+        Steer("resid_post.1", torch.randn(72), 2.0, when=gate),
+        Steer("v.1", torch.randn(2, 1, 8), positions=[2, 0], heads=[1]),
+    ]
+    arguments = {"interventions": ops, "capture": [Capture("pattern.2", heads=[0, 5]), "final_norm"]}
+    params = SamplingParams(temperature=0, max_tokens=6)
+    (found,), (own,) = lm.generate([PROMPT], params, **arguments), local.generate([PROMPT], params, **arguments)
+    assert found.token_ids == own.token_ids and found.receipt.spec == own.receipt.spec
+    assert found.receipt.interventions == own.receipt.interventions and found.receipt.captures == own.receipt.captures
+    for site in ("pattern.2", "final_norm"):
+        torch.testing.assert_close(found.activations[site], own.activations[site], atol=1e-5, rtol=1e-5)
+
+
+def test_saes_are_named_and_not_sent(lm):
+    with pytest.raises(PromptError, match=r"no SAE 'sea'.*lm.saes\['sea'\] = SAE.load"):
+        lm.generate([PROMPT], interventions=[SetFeature("sea", {3: 1.0})])
+    sae = SAE(
+        W_enc=torch.randn(72, 4),
+        b_enc=torch.zeros(4),
+        W_dec=torch.randn(4, 72),
+        b_dec=torch.zeros(72),
+        site="resid_post.1",
+    )
+    with pytest.raises(PromptError, match="store it there under a name"):
+        lm.generate([PROMPT], interventions=[SetFeature(sae, {3: 1.0})])
 
 
 def test_a_trace_saves_what_the_local_one_saves(lm, local):

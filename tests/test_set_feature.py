@@ -21,6 +21,7 @@ from pymllm_interp.hooks.declared import Declared, DeclaredLimits
 from pymllm_interp.hooks.interventions.reference import apply
 from pymllm_interp.server.specs import intervention_of, to_json
 
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 MODEL = ModelSpec.of(CONFIGS["llama"](), torch.float32)
 WIDTH = MODEL.hidden_size
 GOLDEN = Path(__file__).parent / "golden" / "saes"

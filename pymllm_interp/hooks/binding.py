@@ -86,7 +86,7 @@ def _with_gate(spec: SpecT, vectors: Mapping[str, Named], model: ModelSpec) -> S
             except (KeyError, ValueError) as error:
                 raise ValueError(f"{spec.name}: {name}: {error.args[0]}") from None
             changes: dict[str, Any] = {name: part.filled(_of_layer(found, site, f"{spec.name}: {name}"))}
-            spec = replace(spec, **changes)
+            spec = replace(spec, **changes)  # pyright: ignore[reportArgumentType]
     return spec
 
 

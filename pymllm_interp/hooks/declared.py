@@ -114,7 +114,7 @@ def _capture_of(site: str | Site) -> Capture:
 
 
 def _captures(
-    specs: Sequence[Capture], model: ModelSpec, prompt_len: int, longest: int, logits_from: int, limits: DeclaredLimits
+    specs: Sequence[Capture], model: ModelSpec, prompt_len: int, limits: DeclaredLimits, longest: int, logits_from: int
 ) -> Captures | None:
     if not specs:
         return None
@@ -247,7 +247,7 @@ class Declared:
         patterns = None
         if len(states) < len(captures):
             patterns = PatternCaptures(filter(is_pattern, captures), model, prompt_len, longest)
-        captured = _captures(states, model, prompt_len, longest, logits_from, limits)
+        captured = _captures(states, model, prompt_len, limits, longest, logits_from)
         _check_size(captured, patterns, longest, limits)
         return cls(ops, captured, prompt_len, logits_from, knockouts=knockouts, kv_edits=edits, patterns=patterns)
 

@@ -41,7 +41,7 @@ def in_order_of_windows(op: OpT, name: str, windows: tuple[Window, ...], prompt_
     order = sorted(range(len(indexes)), key=indexes.__getitem__)
     rows = as_argument(rows[kept][order], str(op.site))
     changes = {name: rows, "positions": tuple(indexes[row] for row in order)}
-    return replace(op, **changes)
+    return replace(op, **changes)  # pyright: ignore[reportArgumentType]
 
 
 def of_positions(vectors: Tensor, ordinals: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class SetFeature(Op):
             self._check("sae", isinstance(self.sae, str) and bool(self.sae), "an SAE, or a name in lm.saes")
         if self.site is not None:
             self._set_place()
-            self._check("site", "*" not in self.site and "{" not in self.site, "one site, which the SAE reads")
+            self._check("site", not any(c in str(self.site) for c in "*{"), "one site, which the SAE reads")
 
     def _checked_features(self) -> tuple[tuple[int, Any], ...]:
         pairs = self.features.items() if isinstance(self.features, Mapping) else self.features

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ...core.model_spec import PATTERN
 from ..site import Site
 from .sae import NORMALIZATIONS
 
@@ -110,7 +111,10 @@ def _site_fields(hf_name: str | None, name: str | None) -> dict[str, Any]:
                 "what the norm returns for Gemma 3's transcoders (mlp_in)"
             }
         try:
-            return {"site": str(Site.parse(written))}
+            site = Site.parse(written)
+            if site.kind == PATTERN:
+                raise ValueError(f"{written} is no state of a position")
+            return {"site": str(site)}
         except ValueError as error:
             return {"no_site": f"its hook has no site: {error}"}
     return {"no_site": "the file does not name its hook"}
