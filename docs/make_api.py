@@ -88,6 +88,11 @@ SECTIONS = [
         "toolkit.contrast:ControlVectors"),
     ),
     Section(
+        "Plots", "`from pymllm_interp import plots` ([other libraries](libraries.md)).",
+        ("plots.figure:Plot", "plots.heatmaps:attention_patterns", "plots.heatmaps:lens_heatmap", "plots.heatmaps:sweep_heatmap",
+        "plots.heatmaps:feature_activations", "plots.bars:attribution_bars"),
+    ),
+    Section(
         "Errors", "What is raised, beside Python's own errors.",
         ("core.arguments:PromptError", "models.registry:UnsupportedModelError", "models.weights:WeightsError",
         "engine.handle:RequestError",

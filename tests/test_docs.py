@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -34,12 +35,17 @@ def name_of(page: Path) -> str:
 
 SERVED = "serving"
 """The page whose Python needs a server (test_serving_page.py)."""
+NEEDS = {"libraries": ("transformer_lens", "nnterp", "lm_eval", "inspect_ai", "plotly")}
+"""Page -> packages of extras that its Python imports."""
 
 
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if script_of(page).strip() and page.stem != SERVED], ids=name_of
 )
 def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
+    missing = [package for package in NEEDS.get(page.stem, ()) if find_spec(package) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed: pip install -e '.[dev]'")
     script = tmp_path / f"{page.stem}.py"
     script.write_text(script_of(page))
     runpy.run_path(str(script), run_name="__main__")

@@ -268,3 +268,13 @@ def test_cancelling_the_task_of_an_async_trace_ends_its_request(lm_of: Callable[
     asyncio.run(main())
     assert not lm.engine.scheduler.requests
     assert threading.active_count() <= threads + 1
+
+
+def test_remote_is_taken_as_nnsights_scripts_say_it(lm_of: Callable[..., LM]) -> None:
+    lm = lm_of("llama")
+    with lm.trace([1, 2], remote=False):
+        state = lm.model.layers[0].output.save()
+    assert state.shape[:2] == (1, 2)
+    with pytest.raises(ValueError, match=r"LM\.connect\(url\)"):
+        with lm.trace([1, 2], remote=True):
+            lm.model.layers[0].output.save()

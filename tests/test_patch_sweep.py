@@ -243,6 +243,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"layers": []}, "0 to 2"),
     ({"layers": [1, -2]}, "twice"),
     ({"positions": [4]}, "beyond the prompt"),
+    ({"positions": "generated"}, "beyond the prompt"),
+    ({"positions": []}, "selects nothing"),
     ({"heads": [0]}, "resid_post has no heads"),
     ({"heads": "some", "site": "z"}, "'all'"),
     ({"heads": [9], "site": "z"}, "there is no head 9"),

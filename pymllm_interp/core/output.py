@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from .tables import Shown, Table
+
 
 class Logprob(NamedTuple):
     """A token's log probability; under the raw logits, unless `ServerConfig.logprobs_mode` says otherwise."""
@@ -17,7 +19,7 @@ class Logprob(NamedTuple):
 
 
 @dataclass
-class CompletionOutput:
+class CompletionOutput(Shown):
     """One of a prompt's `n` completions."""
 
     index: int
@@ -45,9 +47,26 @@ class CompletionOutput:
             return None
         return sum(entry[token].logprob for token, entry in zip(self.token_ids, self.logprobs, strict=True))
 
+    def table(self) -> Table:
+        """The text, its tokens, why it ended, and what was captured."""
+        return Table(f"completion {self.index}", ("", ""), self._rows())
+
+    def _rows(self) -> list[tuple[str, Any]]:
+        ended = self.finish_reason or "running"
+        rows: list[tuple[str, Any]] = [("text", self.text), ("tokens", len(self.token_ids)), ("finish_reason", ended)]
+        if self.stop_reason is not None:
+            rows.append(("stop_reason", repr(self.stop_reason)))
+        if self.cumulative_logprob is not None:
+            rows.append(("cumulative_logprob", f"{self.cumulative_logprob:.4f}"))
+        if self.activations:
+            rows.append(("activations", ", ".join(self.activations)))
+        if self.receipt is not None and self.receipt.interventions:
+            rows.append(("interventions", "; ".join(map(repr, self.receipt.interventions))))
+        return rows if self.error is None else [*rows, ("error", repr(self.error))]
+
 
 @dataclass
-class RequestOutput:
+class RequestOutput(Shown):
     """A prompt and its completions. `text`, `token_ids`, `finish_reason`, `logprobs`, `activations` and `receipt` are the first
     one's."""
 
@@ -108,3 +127,15 @@ class RequestOutput:
     def logprobs(self) -> list[dict[int, Logprob]] | None:
         """The first completion's log probabilities, a dict for each token; None where not asked for."""
         return self.outputs[0].logprobs
+
+    def table(self) -> Table:
+        """The prompt, and for each completion its text, tokens, why it ended, and what was captured."""
+        prompt = str(self.prompt_token_ids) if self.prompt is None else self.prompt
+        rows: list[tuple[str, Any]] = [("prompt", prompt), ("prompt tokens", len(self.prompt_token_ids))]
+        if self.num_cached_tokens:
+            rows.append(("cached tokens", self.num_cached_tokens))
+        for out in self.outputs:
+            number = f" {out.index}" if len(self.outputs) > 1 else ""
+            rows += [(f"{name}{number}", value) for name, value in out._rows()]
+        rows += [("warning", warning) for warning in self.warnings]
+        return Table(f"request {self.request_id}", ("", ""), rows)

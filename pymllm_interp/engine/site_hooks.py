@@ -75,12 +75,16 @@ class PlacedHooks:
 
     def state_in(self, value: torch.Tensor) -> torch.Tensor:
         """The site's state [prompts, tokens, ...] in what is at the module's end: a view."""
-        kind, family = self.point.site.kind, self.model.family
-        if not family.is_slice(kind):
-            return value.unflatten(-1, self.model.shape(kind))
-        heads = value.flatten(0, 1).unflatten(-1, (-1, self.model.head_dim))
-        state = heads_of(heads, self.model.shape("k")[0], family.by_head)["qkv".index(kind)]
-        return state.unflatten(0, value.shape[:2])
+        return state_at(self.point.site.kind, value, self.model)
+
+
+def state_at(kind: str, value: torch.Tensor, model: ModelSpec) -> torch.Tensor:
+    """The state [batch, tokens, ...] of a kind of site in what is at its module's end: a view."""
+    if not model.family.is_slice(kind):
+        return value.unflatten(-1, model.shape(kind))
+    heads = value.flatten(0, 1).unflatten(-1, (-1, model.head_dim))
+    found = heads_of(heads, model.shape("k")[0], model.family.by_head)["qkv".index(kind)]
+    return found.unflatten(0, value.shape[:2])
 
 
 def placed_hooks(fwd_hooks: Iterable[tuple[NamesFilter, HookFunction]], model: ModelSpec) -> list[PlacedHooks]:

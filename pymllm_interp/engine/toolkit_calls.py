@@ -47,7 +47,7 @@ class ToolkitCalls(TracedModel):
                 a pattern with layers.
             metric: of the last position's logits: two tokens, the difference of their logits; one token, its log probability; or
                 a function of float32 logits [rows, vocab] that returns [rows]. A token is an id, or text.
-            positions: of the prompts; None: all.
+            positions: of the prompts; None: all. The result has them in ascending order.
             heads: at `q`, `k`, `v` and `z`, patch these heads one by one; "all"; or None, for whole states.
             layers: some layers; None: all.
             how: "wavefront", "requests", or "auto": the wavefront where it serves.

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+from ..core.tables import Shown, Table
 
 
 class _Brief:
@@ -47,7 +50,7 @@ class Captured(_Brief):
 
 
 @dataclass(repr=False)
-class Receipt(_Brief):
+class Receipt(_Brief, Shown):
     """How a request's steps ran, what was applied, and what its trace did. The repr shows the fields that are set."""
 
     steps: Counter[str] = field(default_factory=Counter)
@@ -87,3 +90,24 @@ class Receipt(_Brief):
         if self.nan_edits:
             return [f"{self.nan_edits} edit{'s' if self.nan_edits > 1 else ''} held NaN"]
         return []
+
+    def table(self) -> Table:
+        """Steps, interventions, captures, and each further field that is set."""
+        counts: list[tuple[str, str, Any]] = [("steps", mode, count) for mode, count in self.steps.items()]
+        counts += [("eager part", part, count) for part, count in self.eager_parts.items()]
+        counts += [(applied.intervention, applied.site, _rows_of(applied)) for applied in self.interventions]
+        counts += [("captured", captured.site, _rows_of(captured)) for captured in self.captures]
+        for name in ("reads", "edits", "nan_edits", "preemptions", "num_cached_tokens", "not_reused"):
+            if value := getattr(self, name):
+                counts.append((name, "", value))
+        return Table("receipt", ("what", "where", "count"), counts)
+
+
+def _rows_of(entry: Applied | Captured) -> str:
+    parts = [f"{entry.prompt_rows} prompt rows", f"{entry.generated_rows} generated rows"]
+    fires = getattr(entry, "gate_fires", None)
+    if fires is not None:
+        parts.append(f"the gate fired on {fires}")
+    if entry.missing:
+        parts.append(f"{entry.missing} missing")
+    return ", ".join(parts)

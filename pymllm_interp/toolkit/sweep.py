@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from ..core.arguments import PromptError
+from ..core.arguments import PromptError, shown
 from ..core.sampling_params import SamplingParams
 from ..hooks.captures.spec import Capture
 from ..hooks.heads import Heads, channels_of, checked_heads, heads_in
@@ -108,14 +108,14 @@ def patch_sweep(
         )
     sites = _sites(site, layers, spec)
     kind, count = sites[0].kind, len(base_ids)
-    found = [p for w in windows_of("prompt" if positions is None else positions, count) for p in _positions(w, count)]
+    found = _positions("prompt" if positions is None else positions, count)
     chosen = None if heads is None else _heads(heads, kind, spec)
     why = _why_requests(lm) if how != "requests" else "asked for"
     if why and how == "wavefront":
         raise NotImplementedError(f"how='wavefront': {why}; how='requests' runs a request for each cell")
     states, logits = _both_runs(lm, [base_ids, source_ids], sites, found)
     baselines = measure(logits).tolist()
-    where = [site.layer or 0 for site in sites]
+    where = [one.layer or 0 for one in sites]
     pairs = enumerate(zip(base_ids, source_ids, strict=True))
     first_change = next((i for i, (one, other) in pairs if one != other), 0)
     plan = Plan(lm, measure, base_ids, kind, where, found, chosen, first_change, (states[0], states[1]))
@@ -133,18 +133,14 @@ def patch_sweep(
 
 def _sites(site: str, layers: Iterable[int] | None, spec: Any) -> list[Site]:
     if site in SWEPT:
-        return [Site(site, layer) for layer in _layers(layers, spec.num_hidden_layers)] if _has(site, spec) else []
+        spec.family.check(site)
+        return [Site(site, layer) for layer in _layers(layers, spec.num_hidden_layers)]
     found = expand(site, spec.num_hidden_layers, spec.family)
     if found[0].kind not in SWEPT:
         raise ValueError(f"site={site!r}: a sweep patches {', '.join(SWEPT)}; resid_pre in layer 0 is the embedding")
     if layers is not None:
         raise ValueError(f"site={site!r} names layers, and layers={layers!r} does: give site={found[0].kind!r}")
     return found
-
-
-def _has(kind: str, spec: Any) -> bool:
-    spec.family.check(kind)
-    return True
 
 
 def _layers(layers: Iterable[int] | None, count: int) -> list[int]:
@@ -162,8 +158,15 @@ def _layers(layers: Iterable[int] | None, count: int) -> list[int]:
     return resolved
 
 
-def _positions(window: Any, count: int) -> range:
-    return range(window.start, count if window.stop is None else window.stop, window.step)
+def _positions(positions: Positions, count: int) -> list[int]:
+    """Ascending positions of a prompt of `count` tokens."""
+    windows = windows_of(positions, count)
+    if any(window.start >= count for window in windows):
+        raise ValueError(
+            f"positions={shown(positions)} are beyond the prompt, which has {count} tokens; nothing is generated here"
+        )
+    stops = [count if window.stop is None else window.stop for window in windows]
+    return [p for window, stop in zip(windows, stops, strict=True) for p in range(window.start, stop, window.step)]
 
 
 def _heads(heads: Heads | str, kind: str, spec: Any) -> list[int]:

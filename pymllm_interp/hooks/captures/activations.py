@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save, save_file
 
+from ...core.tables import Shown, Table
 from ..site import Site
 
 FORMAT = "pymllm-interp activations 1"
@@ -23,7 +24,7 @@ class CaptureError(RuntimeError):
     """The captured states of a request are lost."""
 
 
-class BySite(Mapping[str, torch.Tensor]):
+class BySite(Mapping[str, torch.Tensor], Shown):
     """A tensor for each site. A key is any name that `Site.parse` takes, or a `Site`.
 
     Args:
@@ -60,6 +61,16 @@ class BySite(Mapping[str, torch.Tensor]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({ {site: list(rows.shape) for site, rows in self._tensors.items()} })"
+
+    def table(self) -> Table:
+        """Shape, dtype, mean and standard deviation of each site's values."""
+        rows = [
+            (name, list(x.shape), str(x.dtype)[6:], *_moments(x))
+            for name, x in zip(self, self._tensors.values(), strict=True)
+        ]
+        error = getattr(self, "error", None)
+        title = f"{type(self).__name__}: {len(self)} site{'' if len(self) == 1 else 's'}"
+        return Table(title if error is None else f"{title}; {error}", ("site", "shape", "dtype", "mean", "std"), rows)
 
 
 class Activations(BySite):
@@ -201,6 +212,12 @@ class Activations(BySite):
 def _is_own(rows: torch.Tensor) -> bool:
     """Whether a tensor is contiguous, and its memory holds nothing else."""
     return rows.is_contiguous() and rows.untyped_storage().nbytes() == rows.nbytes
+
+
+def _moments(x: torch.Tensor) -> tuple[str, str]:
+    """Mean and standard deviation of all values, in words."""
+    x = x.double()
+    return (f"{x.mean():.4g}", f"{x.std(correction=0):.4g}") if x.numel() else ("", "")
 
 
 NOTHING = Activations(num_layers=0)

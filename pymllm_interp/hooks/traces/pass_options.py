@@ -51,8 +51,10 @@ def take_options(kwargs: dict[str, Any], default: PassOptions = NONE) -> PassOpt
         default: for a trace without these keywords.
 
     Raises:
-        ValueError: an attention implementation other than "eager".
+        ValueError: an attention implementation other than "eager", or nnsight's `remote`.
     """
+    if kwargs.pop("remote", False):  # scripts for nnsight and nnterp say remote=False
+        raise ValueError("remote=True runs on NDIF's servers: LM.connect(url) runs traces on a server of this project")
     implementation = kwargs.pop("attn_implementation", None)
     if implementation not in (None, "eager"):
         raise ValueError(

@@ -1,0 +1,153 @@
+"""inspect-ai's model provider over an engine: ``get_model("pymllm_interp/demo", interventions=[...])``.
+
+inspect-ai finds it by the entry point of this package. On its command line: ``inspect eval task.py --model pymllm_interp/demo``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from inspect_ai.model import (
+    ChatCompletionChoice,
+    ChatMessage,
+    ChatMessageAssistant,
+    GenerateConfig,
+    Logprob,
+    Logprobs,
+    ModelAPI,
+    ModelOutput,
+    ModelUsage,
+    TopLogprob,
+    modelapi,
+)
+from inspect_ai.tool import ToolChoice, ToolInfo
+
+from ..core.output import CompletionOutput
+from ..core.sampling_params import SamplingParams
+from ..engine.lm import LM
+from .scoring import interventions_of
+
+STOP_REASONS = {"stop": "stop", "length": "max_tokens"}
+"""finish_reason -> inspect-ai's."""
+_MAX_TOKENS = 2048
+"""New tokens where inspect-ai says nothing; fewer, where the context ends."""
+
+
+class EngineAPI(ModelAPI):
+    """A model for inspect-ai, with interventions.
+
+    A conversation is written by the model's chat template; without one, as ``role: content`` lines.
+
+    Args:
+        model_name: of an `LM`: "demo", a folder, a .gguf file or a hub id. A name for logs, where `lm` is given.
+        lm: an `LM`, which stays the caller's.
+        interventions: for each request: `Steer` and its kin, or dicts in the JSON form of the HTTP API; also as JSON text.
+        model_args: of `LM`, where there is no `lm`.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        config: GenerateConfig = GenerateConfig(),  # noqa: B008
+        lm: LM | None = None,
+        interventions: Any = None,
+        **model_args: Any,
+    ) -> None:
+        super().__init__(model_name, base_url, api_key, [], config)
+        self.interventions = interventions_of(
+            json.loads(interventions) if isinstance(interventions, str) else interventions
+        )
+        if lm is not None and model_args:
+            raise TypeError(f"{', '.join(model_args)} belong to a new LM, and lm= is there already")
+        self._owned = lm is None
+        self.lm: LM = LM(model_name, **model_args) if lm is None else lm
+
+    async def generate(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
+    ) -> ModelOutput:
+        """The answer to a conversation. Tools are refused."""
+        if tools:
+            raise NotImplementedError(
+                "tools: this provider has no tool calls; leave use_tools() out of the task's solver"
+            )
+        start = time.monotonic()
+        prompt = self._prompt(input)
+        params = self._params(config, len(prompt))
+        (out,) = await self.lm.agenerate(
+            [prompt], params, interventions=self.interventions or None, timeout=config.attempt_timeout
+        )
+        made = sum(len(choice.token_ids) for choice in out.outputs)
+        return ModelOutput(
+            model=self.model_name,
+            choices=[self._choice(choice, config) for choice in out.outputs],
+            usage=ModelUsage(input_tokens=len(prompt), output_tokens=made, total_tokens=len(prompt) + made),
+            time=time.monotonic() - start,
+            metadata={"receipt": repr(out.receipt)} if self.interventions else None,
+        )
+
+    def _prompt(self, input: list[ChatMessage]) -> list[int]:
+        """Token ids of a conversation."""
+        messages = [{"role": message.role, "content": message.text} for message in input]
+        if getattr(self.lm.tokenizer, "chat_template", None):
+            text = self.lm.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return self.lm.tokenizer.encode(text, add_special_tokens=False)
+        return self.lm.token_ids("".join(f"{message['role']}: {message['content']}\n" for message in messages))
+
+    def _params(self, config: GenerateConfig, prompt: int) -> SamplingParams:
+        given = {
+            "n": config.num_choices, "temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k,
+            "seed": config.seed, "stop": config.stop_seqs, "frequency_penalty": config.frequency_penalty,
+            "presence_penalty": config.presence_penalty, "logit_bias": config.logit_bias,
+        }  # fmt: skip
+        most = self.lm.limits.max_model_len - prompt
+        new = min(_MAX_TOKENS, most) if config.max_tokens is None else config.max_tokens
+        logprobs = (config.top_logprobs or 0) if config.logprobs else None
+        return SamplingParams(
+            max_tokens=new, logprobs=logprobs, **{name: value for name, value in given.items() if value is not None}
+        )
+
+    def _choice(self, out: CompletionOutput, config: GenerateConfig) -> ChatCompletionChoice:
+        return ChatCompletionChoice(
+            message=ChatMessageAssistant(content=out.text, model=self.model_name, source="generate"),
+            stop_reason=STOP_REASONS.get(out.finish_reason or "", "unknown"),  # pyright: ignore[reportArgumentType]
+            logprobs=None if out.logprobs is None else self._logprobs(out, config.top_logprobs or 0),
+        )
+
+    def _logprobs(self, out: CompletionOutput, top: int) -> Logprobs:
+        content = []
+        for token, entry in zip(out.token_ids, out.logprobs or (), strict=True):
+            ranked = sorted(entry.items(), key=lambda item: item[1].rank)[:top]
+            content.append(
+                Logprob(
+                    token=self.lm.tokenizer.decode(token),
+                    logprob=entry[token].logprob,
+                    top_logprobs=[
+                        TopLogprob(token=self.lm.tokenizer.decode(other), logprob=found.logprob)
+                        for other, found in ranked
+                    ],
+                )
+            )
+        return Logprobs(content=content)
+
+    def connection_key(self) -> str:
+        """All requests go to one engine."""
+        return f"pymllm_interp/{self.model_name}"
+
+    def max_connections(self) -> int:
+        """As many as a step runs."""
+        return self.lm.limits.max_running
+
+    async def aclose(self) -> None:
+        """Shut the engine down, if this model made it."""
+        if self._owned:
+            self.lm.shutdown()
+
+
+@modelapi(name="pymllm_interp")
+def pymllm_interp() -> type[ModelAPI]:
+    """inspect-ai's registration."""
+    return EngineAPI

@@ -1,0 +1,186 @@
+"""Where the values of `TransformerBridge`'s hook points are in an engine.
+
+The names and the modules behind them are those of TransformerLens' adapter for the architecture. A value that a declared site
+has is captured in the fused pass; any other is read by a trace at its module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from ..core.model_spec import INNER_SITES, NUMBERED_SITES, ModelSpec
+from ..hooks.site import Site, path_names
+
+_NORM = "hook_in", "hook_scale", "hook_normalized", "hook_out"
+_IN_LAYER = (
+    "hook_in", *(f"ln1.{end}" for end in _NORM), "attn.hook_in", "attn.q.hook_in", "attn.q.hook_out", "attn.k.hook_in",
+    "attn.k.hook_out", "attn.v.hook_in", "attn.v.hook_out", "attn.hook_pattern", "attn.o.hook_in", "attn.o.hook_out",
+    "attn.hook_out", *(f"ln1_post.{end}" for end in _NORM), *(f"ln2.{end}" for end in _NORM), "mlp.hook_in", "mlp.gate.hook_in",
+    "mlp.gate.hook_out", "mlp.in.hook_in", "mlp.in.hook_out", "mlp.out.hook_in", "mlp.out.hook_out", "mlp.hook_out",
+    *(f"ln2_post.{end}" for end in _NORM), "hook_out",
+)  # fmt: skip
+"""Hook points of a layer, in the order of a forward pass."""
+_BEFORE = "embed.hook_in", "embed.hook_out", "pos_embed.hook_out"
+_AFTER = (*(f"ln_final.{end}" for end in _NORM), "unembed.hook_in", "unembed.hook_out")
+_READ_BY = {f"attn.{part}.hook_in": "attn.hook_in" for part in "qkv"} | {
+    f"mlp.{part}.hook_in": "mlp.hook_in" for part in ("gate", "in")
+}
+"""Hook points whose value is another's."""
+_HEADS = {"attn.q.hook_out": "q", "attn.k.hook_out": "k", "attn.v.hook_out": "v", "attn.o.hook_in": "z"}
+"""Hook points with heads -> kind of site."""
+UNSERVED = (
+    "blocks.{}.hook_mlp_in",
+    *(
+        f"blocks.{{}}.attn.{name}"
+        for name in (
+            "hook_attn_scores", "hook_rot_q", "hook_rot_k", "hook_cos", "hook_sin", "hook_result", "hook_attn_in", "hook_q_input",
+            "hook_k_input", "hook_v_input", "hook_q_normed", "hook_k_normed", "hook_hidden_states", "hook_z_gated",
+        )
+    ),
+)  # fmt: skip
+"""Hook points of `TransformerBridge` that are not served."""
+
+Part = Literal["value", "normed", "scale", "normalized"]
+_PARTS: dict[str, Part] = {"hook_scale": "scale", "hook_normalized": "normalized"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the value of a hook point is.
+
+    Attributes:
+        name: of the hook point.
+        order: places of one model sort by it as a forward pass reaches them.
+        module: path of the module; "" for attention patterns.
+        end: which end of the module has the value, or what `part` is made of.
+        kind: kind of site whose heads the value has, or "".
+        part: of a norm, "scale" is its divisor and "normalized" its output without gain and bias.
+        site: the declared site that `captured_part` makes the value of; None: only a trace has it.
+        captured_part: "normed" is the output of `norm`.
+        norm: path of the norm of `part` and `captured_part`, or "".
+        edit_instead: hook point to edit in place of this one, which can only be read; "" where it can be edited.
+    """
+
+    name: str
+    order: tuple[int, int]
+    module: str
+    end: Literal["input", "output"]
+    kind: str
+    part: Part
+    site: Site | None
+    captured_part: Part
+    norm: str
+    edit_instead: str
+
+    @property
+    def is_pattern(self) -> bool:
+        """Whether this is an attention pattern, which only transformers' own attention computes."""
+        return self.name.endswith("hook_pattern")
+
+
+def places_of(components: Mapping[str, Any], spec: ModelSpec, inner_sites: frozenset[str]) -> dict[str, Place]:
+    """The places of all hook points that an engine serves, by name.
+
+    Args:
+        components: `component_mapping` of TransformerLens' adapter.
+        spec: of the engine's model.
+        inner_sites: kinds of inner sites that the engine captures.
+    """
+    layers = components["blocks"]
+    found = [place for name in _BEFORE for place in _place(name, (-1, _BEFORE.index(name)), components, "", None, spec)]
+    for layer in range(spec.num_hidden_layers):
+        path = f"{layers.name}.{layer}"
+        for index, name in enumerate(_IN_LAYER):
+            found += _place(name, (layer, index), layers.submodules, path, layer, spec)
+    last = spec.num_hidden_layers
+    found += [place for i, name in enumerate(_AFTER) for place in _place(name, (last, i), components, "", None, spec)]
+    served = frozenset(NUMBERED_SITES) - frozenset(INNER_SITES) | inner_sites
+    return {place.name: _only(place, served) for place in found}
+
+
+def _place(
+    name: str, order: tuple[int, int], components: Mapping[str, Any], path: str, layer: int | None, spec: ModelSpec
+) -> Iterator[Place]:
+    """The place of a hook point, if the architecture has its component."""
+    *parents, hook = name.split(".")
+    for part in parents:
+        if part not in components:
+            return
+        path, components = f"{path}.{components[part].name}".strip("."), components[part].submodules or {}
+    kind = _HEADS.get(name, "")
+    if spec.family.is_slice(kind):
+        path = spec.family.points[kind].module.format(layer)
+    shared = (
+        name in _READ_BY and spec.family.qkv != "" and name.startswith("attn")
+    )  # one projection reads for q, k and v
+    if shared:
+        order = order[0], _IN_LAYER.index("attn.q.hook_in")
+        path = spec.family.points["q"].module.format(layer)
+    part = _PARTS.get(hook, "value")
+    end: Literal["input", "output"] = "output" if hook in ("hook_out", "hook_pattern") else "input"
+    site, captured, norm = _captured(_READ_BY.get(name, name), path, end, part, layer, spec)
+    whole, instead = name if layer is None else f"blocks.{layer}.{name}", ""
+    if part != "value":
+        norm, instead = path, f"{whole.rpartition('.')[0]}.hook_out"
+    elif shared:
+        instead = f"blocks.{layer}.attn.hook_in"
+    yield Place(whole, order, "" if hook == "hook_pattern" else path, end, kind, part, site, captured, norm, instead)
+
+
+def _captured(
+    name: str, path: str, end: str, part: Part, layer: int | None, spec: ModelSpec
+) -> tuple[Site | None, Part, str]:
+    """(site, what makes the value of its rows, path of the norm that does)."""
+    family = spec.family
+    if name in _HEADS:
+        kind = _HEADS[name]
+        return (Site(kind, layer) if kind in family.points else None), "value", ""
+    if name == "attn.hook_pattern" or name == "unembed.hook_out":
+        return None, "value", ""  # the logits of a pass are behind a soft-cap
+    if name == "ln_final.hook_in" or (path == family.final_norm and part != "value"):
+        return Site("resid_post", spec.num_hidden_layers - 1), part, ""
+    if name == "unembed.hook_in":
+        return Site("final_norm"), "value", ""
+    template = path if layer is None else path.replace(f"{family.layers}.{layer}", f"{family.layers}.{{}}", 1)
+    if name in ("attn.hook_in", "mlp.hook_in"):
+        norm, before = (
+            (family.attention_norm, "resid_pre") if name == "attn.hook_in" else (family.mlp_norm, "resid_mid")
+        )
+        if {"attn_in" if name == "attn.hook_in" else "mlp_in", before} <= family.points.keys():
+            return Site(before, layer), "normed", f"{family.layers}.{layer}.{norm}"
+        return None, "value", ""
+    kind = path_names(family).get(f"{template}.{end}")
+    if kind in ("attn_in", "mlp_in"):
+        before = "resid_pre" if kind == "attn_in" else "resid_mid"
+        return (Site(before, layer), "normed", path) if before in family.points else (None, "value", "")
+    return (None if kind is None else Site(kind, layer)), part, ""
+
+
+def _only(place: Place, served: frozenset[str]) -> Place:
+    """The place, without a site that the engine does not capture."""
+    if place.site is None or place.site.kind in served:
+        return place
+    return Place(**{**place.__dict__, "site": None})
+
+
+def norm_part(part: Part, x: torch.Tensor, norm: Any, centered: bool, eps: float) -> torch.Tensor:
+    """What a norm makes of its input x [..., width].
+
+    Args:
+        part: "scale" [..., 1] and "normalized" [..., width] are float32 for half precision, as TransformerLens has them.
+        norm: the module.
+        centered: whether the norm subtracts the mean: a LayerNorm.
+        eps: of the norm.
+    """
+    if part == "normed":
+        return norm(x)
+    if x.dtype not in (torch.float32, torch.float64):
+        x = x.float()
+    if centered:
+        x = x - x.mean(-1, keepdim=True)
+    scale = (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+    return scale if part == "scale" else x / scale

@@ -1,0 +1,82 @@
+"""`Plot`: a plotly figure as one piece of HTML; and what its functions check."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class Plot:
+    """A figure that a notebook shows.
+
+    Attributes:
+        figure: plotly's `Figure`, to change further.
+    """
+
+    def __init__(self, figure: Any) -> None:
+        self.figure = figure
+
+    def html(self, whole_page: bool = False) -> str:
+        """HTML with plotly's JavaScript in it, about 5 MB.
+
+        Args:
+            whole_page: with ``<html>`` and ``<body>``.
+        """
+        return self.figure.to_html(full_html=whole_page, include_plotlyjs=True, include_mathjax=False)
+
+    def save(self, path: str | Path) -> None:
+        """Write a page that any browser opens, without a network."""
+        Path(path).write_text(self.html(whole_page=True), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        return self.html()
+
+
+def graph_objects() -> Any:
+    """plotly's `graph_objects`.
+
+    Raises:
+        ModuleNotFoundError: plotly is not installed.
+    """
+    try:
+        return import_module("plotly.graph_objects")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError('plots need plotly: pip install "pymllm-interp[plot]"', name=error.name) from error
+
+
+def matrix(values: Any, what: str, *dims: int) -> torch.Tensor:
+    """Values as a float tensor on the CPU.
+
+    Args:
+        dims: allowed numbers of dimensions.
+
+    Raises:
+        ValueError: another number of dimensions, or nothing in it.
+    """
+    tensor = torch.as_tensor(values).detach().cpu().float()
+    if tensor.dim() not in dims or tensor.numel() == 0:
+        allowed = " or ".join(map(str, dims))
+        raise ValueError(f"{what} has shape {list(tensor.shape)}; expected {allowed} dimensions, none of them empty")
+    return tensor
+
+
+def check_labels(labels: Sequence[Any], count: int, what: str, of: str) -> list[str]:
+    """Labels as text of a figure: plotly reads HTML's tags, which a token may look like.
+
+    Raises:
+        ValueError: not as many as `of` has.
+    """
+    if isinstance(labels, str) or len(labels) != count:
+        got = repr(labels) if isinstance(labels, str) else str(len(labels))
+        raise ValueError(f"{what}: expected {count}, one for each of {of}; got {got}")
+    return [escape(str(label).replace("\n", "\\n"), quote=False) for label in labels]
+
+
+def axis(labels: Sequence[str], title: str) -> dict[str, Any]:
+    """An axis with a label at each whole number. Labels may repeat, as tokens do."""
+    return {"title": title, "tickmode": "array", "tickvals": list(range(len(labels))), "ticktext": list(labels)}

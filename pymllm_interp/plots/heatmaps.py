@@ -1,0 +1,159 @@
+"""Heatmaps over layers, positions, heads and features."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from .figure import Plot, axis, check_labels, graph_objects, matrix
+
+_COLUMNS = 4
+"""Heads in a row."""
+_CELL = 28
+"""Pixels of a row of a heatmap."""
+
+
+def attention_patterns(
+    pattern: Any, tokens: Sequence[str], *, heads: Sequence[Any] | None = None, title: str = ""
+) -> Plot:
+    """Attention weights: a square for each head, from the row's token to the column's.
+
+    Args:
+        pattern: [heads, queries, keys], or [queries, keys] of one head. The queries are the last of the keys.
+        tokens: [keys].
+        heads: names of the heads; None: their numbers.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    weights = matrix(pattern, "pattern", 2, 3)
+    weights = weights if weights.dim() == 3 else weights[None]
+    count, queries, keys = weights.shape
+    labels = check_labels(tokens, keys, "tokens", "the pattern's keys")
+    if queries > keys:
+        raise ValueError(f"pattern has {queries} queries and {keys} keys; expected [heads, queries, keys]")
+    names = check_labels(range(count) if heads is None else heads, count, "heads", "the pattern's heads")
+    go, columns = graph_objects(), min(count, _COLUMNS)
+    rows = math.ceil(count / columns)
+    figure = import_module("plotly.subplots").make_subplots(
+        rows, columns, subplot_titles=[f"head {name}" for name in names], shared_xaxes="all", shared_yaxes="all"
+    )
+    asking = labels[keys - queries :]
+    for i, head in enumerate(weights.tolist()):
+        text = [[f"{a} → {b}" for b in labels] for a in asking]
+        trace = go.Heatmap(z=head, text=text, coloraxis="coloraxis", hovertemplate="%{text}<br>%{z:.4f}<extra></extra>")
+        figure.add_trace(trace, i // columns + 1, i % columns + 1)
+    figure.update_xaxes(**axis(labels, ""))
+    figure.update_yaxes(**axis(asking, ""), autorange="reversed")
+    side = max(220, 14 * keys)
+    figure.update_layout(
+        title=title,
+        coloraxis={"colorscale": "Blues", "cmin": 0, "cmax": 1},
+        height=120 + rows * side,
+        width=160 + columns * side,
+    )
+    return Plot(figure)
+
+
+def lens_heatmap(
+    words: Sequence[Sequence[str]],
+    values: Any,
+    tokens: Sequence[str],
+    *,
+    layers: Sequence[Any] | None = None,
+    title: str = "",
+) -> Plot:
+    """A lens: in each cell the token that a layer predicts after a position; the colour is its probability.
+
+    Args:
+        words: [layers][positions], the predicted tokens.
+        values: [layers, positions], their probabilities.
+        tokens: [positions], the prompt's.
+        layers: names of the layers; None: their numbers.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    found = matrix(values, "values", 2)
+    text = [check_labels(row, found.shape[1], "words", "the positions") for row in words]
+    names = _rows(layers, found.shape[0])
+    check_labels(text, found.shape[0], "words", "the layers")
+    labels = check_labels(tokens, found.shape[1], "tokens", "the positions")
+    return _heatmap(found, names, labels, text, title, "layer", {"colorscale": "Viridis", "zmin": 0, "zmax": 1})
+
+
+def sweep_heatmap(
+    values: Any, tokens: Sequence[str], *, layers: Sequence[Any] | None = None, title: str = "", centre: float = 0.0
+) -> Plot:
+    """A score for each layer and position: patch sweeps, attributions. Blue is below `centre`, red above.
+
+    Args:
+        values: [layers, positions].
+        tokens: [positions].
+        layers: names of the layers; None: their numbers.
+        centre: the score without a patch.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    found = matrix(values, "values", 2)
+    labels = check_labels(tokens, found.shape[1], "tokens", "the positions")
+    reach = (found - centre).nan_to_num(0.0).abs().max().item() or 1.0
+    colours = {"colorscale": "RdBu_r", "zmin": centre - reach, "zmax": centre + reach}
+    return _heatmap(found, _rows(layers, found.shape[0]), labels, None, title, "layer", colours)
+
+
+def feature_activations(values: Any, indexes: Any, tokens: Sequence[str], *, most: int = 20, title: str = "") -> Plot:
+    """Which features of an SAE are active at which tokens: a row for each of the strongest features.
+
+    Args:
+        values: [positions, top_k], as `Features` captures them.
+        indexes: [positions, top_k], the features' ids.
+        tokens: [positions].
+        most: features that are shown, those with the largest values.
+
+    Raises:
+        ValueError: shapes that do not fit, or ``most < 1``.
+    """
+    found, ids = matrix(values, "values", 2), matrix(indexes, "indexes", 2).long()
+    if found.shape != ids.shape:
+        raise ValueError(f"values has shape {list(found.shape)} and indexes {list(ids.shape)}; expected the same")
+    if most < 1:
+        raise ValueError(f"most={most}: expected at least 1")
+    labels = check_labels(tokens, found.shape[0], "tokens", "the positions")
+    strongest: dict[int, float] = {}
+    for feature, value in zip(ids.flatten().tolist(), found.flatten().tolist(), strict=True):
+        strongest[feature] = max(value, strongest.get(feature, 0.0))
+    shown = sorted((f for f, value in strongest.items() if value > 0), key=lambda f: -strongest[f])[:most]
+    if not shown:
+        raise ValueError("no feature is active at these tokens")
+    rows = found.new_zeros(len(shown), found.shape[0])
+    for row, feature in enumerate(shown):
+        rows[row] = (found * (ids == feature)).amax(1)
+    return _heatmap(rows, [str(f) for f in shown], labels, None, title, "feature", {"colorscale": "Oranges", "zmin": 0})
+
+
+def _rows(names: Sequence[Any] | None, count: int) -> list[str]:
+    return check_labels(range(count) if names is None else names, count, "layers", "the rows")
+
+
+def _heatmap(
+    values: Any,
+    rows: list[str],
+    columns: list[str],
+    text: list[list[str]] | None,
+    title: str,
+    row: str,
+    colours: dict[str, Any],
+) -> Plot:
+    written = {"text": text, "texttemplate": "%{text}"} if text is not None else {}
+    hover = f"{row} %{{customdata[0]}}<br>%{{customdata[1]}}<br>%{{z:.4g}}<extra></extra>"
+    names = [[[name, f"{i} {label}"] for i, label in enumerate(columns)] for name in rows]
+    go = graph_objects()
+    figure = go.Figure(go.Heatmap(z=values.tolist(), customdata=names, hovertemplate=hover, **written, **colours))
+    figure.update_xaxes(**axis(columns, ""))
+    figure.update_yaxes(**axis(rows, row), autorange="reversed" if row == "feature" else True)
+    figure.update_layout(title=title, height=140 + _CELL * len(rows), width=max(400, 160 + 70 * len(columns)))
+    return Plot(figure)

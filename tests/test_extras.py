@@ -1,0 +1,58 @@
+"""Libraries of the extras are imported when they are used, and missing ones are named with their extra."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+USES = {
+    "transformer_lens": ("pymllm_interp.lens", "Bridge", "bridge", "lens"),
+    "nnterp": ("pymllm_interp.lens", "StandardizedLM", "nnterp", "lens"),
+    "lm_eval": ("pymllm_interp.evals", "HarnessLM", "harness", "evals"),
+    "inspect_ai": ("pymllm_interp.evals", "EngineAPI", "inspect", "evals"),
+}
+"""Package -> (module that has a name, the name, the file that imports the package, extra)."""
+
+
+def test_nothing_imports_them_before_they_are_used() -> None:
+    code = (
+        "import sys, pymllm_interp.plots, pymllm_interp.lens, pymllm_interp.evals; "
+        "heavy = {'plotly', 'transformer_lens', 'nnterp', 'lm_eval', 'inspect_ai', 'datasets'}; "
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
+
+
+@pytest.mark.parametrize("package", USES)
+def test_a_missing_library_is_named_with_its_extra(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, name, home, extra = USES[package]
+    for loaded in [
+        loaded for loaded in sys.modules if loaded.partition(".")[0] == package or loaded == f"{module}.{home}"
+    ]:
+        monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"{module}.driver", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=rf'pip install "pymllm-interp\[{extra}\]"'):
+        getattr(importlib.import_module(module), name)
+
+
+def test_plots_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pymllm_interp import plots
+
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "pymllm-interp\[plot\]"'):
+        plots.attribution_bars([1.0], ["a"])
+
+
+def test_an_unknown_name_is_answered_with_those_there_are() -> None:
+    for module, names in (
+        ("pymllm_interp.lens", "Bridge, StandardizedLM"),
+        ("pymllm_interp.evals", "EngineAPI, HarnessLM"),
+    ):
+        with pytest.raises(AttributeError, match=names):
+            importlib.import_module(module).Bride  # noqa: B018

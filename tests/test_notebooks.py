@@ -1,0 +1,89 @@
+"""The notebooks of examples/notebooks run from top to bottom, each cell twice, as in a session in which a cell is run again.
+
+They run in this process, since seven kernels would each import torch; one runs in a kernel, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import linecache
+from importlib.util import find_spec
+from inspect import CO_COROUTINE
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "examples" / "notebooks"
+NEEDS = {
+    "activation_patching": ["plotly"], "attribution": ["plotly"], "evaluation": ["inspect_ai", "lm_eval"],
+    "logit_lens": ["plotly"], "sae_features": ["plotly"], "steering": [], "transformer_lens_names": ["plotly", "transformer_lens"],
+}  # fmt: skip
+"""Notebook -> packages of extras that it imports."""
+
+
+def cells_of(name: str) -> list[dict[str, Any]]:
+    return json.loads((FOLDER / f"{name}.ipynb").read_text())["cells"]
+
+
+def run_cell(source: str, name: str, namespace: dict[str, Any]) -> Any:
+    """Run a cell as IPython does, and return the value of its last line.
+
+    Its source stands in the linecache, where a trace looks for the text of its block. A cell may await.
+    """
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    tree, last = ast.parse(source, name), None
+    if isinstance(tree.body[-1], ast.Expr):
+        last = ast.Expression(tree.body.pop().value)  # pyright: ignore[reportAttributeAccessIssue]
+    value = None
+    for part, mode in ((tree, "exec"), (last, "eval")):
+        if part is not None:
+            code = compile(part, name, mode, flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            value = eval(code, namespace)
+            if code.co_flags & CO_COROUTINE:
+                value = asyncio.run(value)
+    return value
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("name", sorted(NEEDS))
+def test_every_cell_runs_twice(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = [package for package in NEEDS[name] if find_spec(package) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed")
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        for index, cell in enumerate(cells_of(name)):
+            if cell["cell_type"] == "code":
+                source, seen = "".join(cell["source"]), []
+                for again in range(2):
+                    value = run_cell(source, f"<{name} {index}.{again}>", namespace)
+                    html = value._repr_html_() if hasattr(value, "_repr_html_") else ""
+                    seen.append((capsys.readouterr().out, len(html) > 0))
+                assert seen[0] == seen[1], source
+    finally:
+        if "lm" in namespace:
+            namespace["lm"].shutdown()
+
+
+@pytest.mark.local
+def test_a_notebook_runs_in_a_kernel() -> None:
+    pytest.importorskip("ipykernel", reason='ipykernel is not installed: pip install -e ".[notebook]"')
+    nbclient = pytest.importorskip("nbclient", reason='nbclient is not installed: pip install -e ".[notebook]"')
+    import nbformat
+
+    notebook = nbformat.read(FOLDER / "logit_lens.ipynb", as_version=4)
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(FOLDER)}}).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert any("text/html" in output.get("data", {}) for output in outputs)
+    assert not any(output.output_type == "error" for output in outputs)
+
+
+def test_there_are_no_others_and_they_are_committed_without_outputs() -> None:
+    assert {path.stem for path in FOLDER.glob("*.ipynb")} == NEEDS.keys()
+    for name in NEEDS:
+        for cell in cells_of(name):
+            if cell["cell_type"] == "code":
+                assert cell["outputs"] == [] and cell["execution_count"] is None
