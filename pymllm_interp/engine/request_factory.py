@@ -224,7 +224,7 @@ class RequestFactory:
     # -- declared interventions and captures -------------------------------------------------
 
     def named(self, lists: list[list[Any]], names: Sequence[str] = ("the prompt",)) -> list[list[Any]]:
-        """Each request's specs with this model's vectors in place of their names.
+        """Each request's specs with this model's vectors and SAEs in place of their names.
 
         Args:
             names: of the prompts, for messages.
@@ -233,14 +233,18 @@ class RequestFactory:
             PromptError: an unknown name, or a vector that a spec refuses.
         """
         try:
-            return resolved(lists, self.vectors, self.runner.model_spec)
+            return self._named(lists)
         except ValueError:
             for name, specs in zip(names, lists, strict=True):
                 try:
-                    resolved([specs], self.vectors, self.runner.model_spec)
+                    self._named([specs])
                 except ValueError as error:
                     raise PromptError(f"{name}: {error}") from error
             raise
+
+    def _named(self, lists: list[list[Any]]) -> list[list[Any]]:
+        made = {id(spec): self.saes.resolved(spec) for specs in lists for spec in specs}
+        return resolved([[made[id(spec)] for spec in specs] for specs in lists], self.vectors, self.runner.model_spec)
 
     def declare(
         self,

@@ -92,7 +92,7 @@ class Spec:
         for name, value in self._content():
             if isinstance(value, Tensor):
                 value = (tuple(value.shape), self._hashes[name])
-            elif isinstance(value, Spec | LayerVectors):
+            elif hasattr(value, "fingerprint"):  # a spec, vectors by layer, an SAE
                 value = value.fingerprint
             yield name, value
 
