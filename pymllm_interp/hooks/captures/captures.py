@@ -73,7 +73,7 @@ class Captures:
             if name in self._columns:
                 raise ValueError(f"{name} is captured twice: name it once, with all positions that you want")
             normed = bound.site.kind in NORMED
-            if group is None or bound.spec is not spec or normed:  # else another layer of the same spec
+            if group is None or bound.spec is not spec:  # else another layer of the same spec
                 spec = bound.spec
                 assert isinstance(spec, Capture)
                 alike = bound.windows, spec.dtype, spec.reduce, prod(shape), normed
@@ -97,7 +97,7 @@ class Captures:
             group.offset, offset = offset, offset + group.record_size
             self._record_sizes[group.ordinals >= 0] = offset
         for group in self.groups:  # a record has the states of other groups that its own read
-            stop = max(other.offset + other.record_size for other, _ in group.sources)
+            stop = max((source[0].offset + source[0].record_size for source in group.sources if source), default=0)
             np.maximum(self._record_sizes, stop, out=self._record_sizes, where=group.ordinals >= 0)
         if self._sums_size or self._reads:
             self._sizes_to_pack = self._record_sizes

@@ -53,7 +53,7 @@ class Group:
     Attributes:
         sites: numbers of the sites (layers/edits), a column each.
         names: the sites, by column.
-        sources: the group and column whose stored state each column reads: its own, or another group's.
+        sources: by column, the other group and its column whose stored state is read; None: the own one.
         captured: [longest] bool, by position: whether it is captured.
         ordinals: [longest] int64, by position: its index among the positions that the result is made of, or -1.
         offset: first element in a record.
@@ -76,7 +76,7 @@ class Group:
         self.spec, self.reading = spec, reading
         self.sites: list[int] = []
         self.names: list[Site] = []
-        self.sources: list[tuple[Group, int]] = []
+        self.sources: list[tuple[Group, int] | None] = []
         self.captured = np.zeros(longest, dtype=np.bool_)
         for window in windows:
             self.captured[window.start : window.stop : window.step] = True
@@ -136,7 +136,7 @@ class Group:
         if number not in self.sites:
             self.sites.append(number)
             self.names.append(site)
-            self.sources.append((self, len(self.sources)))
+            self.sources.append(None)
         return self.sites.index(number)
 
     @property
@@ -298,7 +298,7 @@ class Group:
 
     def _state(self, records: torch.Tensor, column: int) -> torch.Tensor:
         """States [n, width] of a column, whose dtype is the ring's."""
-        group, of_group = self.sources[column]
+        group, of_group = self.sources[column] or (self, column)
         place = group.offset_of(of_group)
         return records[:, place : place + self._state_width]
 
