@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_declared import lms, prompt_of, vector
+from safetensors.torch import load_file, save_file
 
 from pymllm_interp import (
     LM,
@@ -29,8 +30,11 @@ from pymllm_interp.hooks.site import expand
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+LENSES = Path(__file__).parent / "golden" / "lenses"
 FAMILIES = ["llama", "gpt2", "gemma2", "gpt_neox"]
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+CLOSE = {"rtol": 1e-5, "atol": 1e-4}
+"""Features are sums of 72 products of about 10."""
 
 
 def random_sae(width: int, site: str = "resid_post.1", d_sae: int = 37, seed: int = 0, **fields: Any) -> SAE:
@@ -60,25 +64,25 @@ def check_features(found: Activations, states: torch.Tensor, sae: SAE, top_k: in
     assert sae.site is not None
     features = sae.encode(states)
     values, _ = features.topk(top_k, dim=-1)
-    torch.testing.assert_close(found[sae.site], values.to(found[sae.site].dtype), **(close or {}))
+    torch.testing.assert_close(found[sae.site], values.to(found[sae.site].dtype), **(close or CLOSE))
     if close is not None:
         return 0  # features next to 0, or next to each other, may change places
     assert found.counts[sae.site].tolist() == (features > 0).sum(-1).tolist()
     numbers = found.indexes[sae.site]
     assert ((numbers < 0) == (values == 0)).all()
     kept = features.gather(-1, numbers.clamp(min=0)).where(numbers >= 0, 0)
-    torch.testing.assert_close(kept, values)
+    torch.testing.assert_close(kept, values, **CLOSE)
     return int((features > 0).sum(-1).sub(top_k).clamp(min=0).sum())
 
 
 # -- features ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("top_k", [1, 7, 37])
+@pytest.mark.parametrize("top_k", [1, 37])
 def test_features_are_the_largest_of_each_row_and_the_rest_is_counted(top_k: int, lm_of: Any) -> None:
     lm = lm_of("llama", kv_cache_tokens=96, page_size=4, max_num_tokens=8)  # in chunks
     sae = random_sae(lm.model_spec.hidden_size)
-    prompts = [prompt_of(n, n) for n in (13, 3, 7)]
+    prompts = [prompt_of(n, n) for n in (11, 3)]
     plain = lm.generate(prompts, GREEDY, capture=["resid_post.1"])
     found = lm.generate(prompts, GREEDY, capture=[Capture("resid_post.1", reduce=Features(sae, top_k=top_k))])
     for one, other in zip(found, plain, strict=True):
@@ -144,7 +148,7 @@ def test_what_cannot_be_reduced_is_refused_before_anything_runs(
 
 
 def test_heads_are_refused_with_features(lm_of: Any) -> None:
-    lm = lm_of("llama")
+    lm = lm_of("llama", inner_sites=("z",))
     sae = random_sae(lm.model_spec.width("z"), "z.1")
     found = lm.generate([prompt_of(4, 0)], GREEDY, capture=[Capture("z.1", reduce=Features(sae, top_k=3))])[
         0
@@ -155,13 +159,12 @@ def test_heads_are_refused_with_features(lm_of: Any) -> None:
         lm.generate([prompt_of(4, 0)], GREEDY, capture=[Capture("z.1", heads=[1], reduce=Features(sae, top_k=3))])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "dtype"), [(0, "float32"), (1, "bfloat16")])
 def test_random_reductions_of_random_traffic_are_those_of_the_states(seed: int, dtype: str, lm_of: Any) -> None:
     """Prompts in chunks, beside each other, with generated tokens and a ring that is too small for all at once."""
     rng = random.Random(seed)
     lm = lm_of("llama", dtype=dtype, kv_cache_tokens=160, page_size=4, max_num_tokens=8, capture_ring_bytes=1 << 17)
-    width, prompts = lm.model_spec.hidden_size, [prompt_of(rng.randrange(1, 20), i) for i in range(6)]
+    width, prompts = lm.model_spec.hidden_size, [prompt_of(n, n) for n in (19, 1, 6)]
     sites = ("resid_post.1", "mlp_in.0", "mlp_out.2")
     saes = {site: random_sae(width, site, rng.randrange(5, 40), i) for i, site in enumerate(sites)}
     kinds: list[dict[str, Any]] = [
@@ -173,13 +176,13 @@ def test_random_reductions_of_random_traffic_are_those_of_the_states(seed: int, 
     specs = []
     for _ in prompts:
         positions = rng.choice(["all", "generated", [-1], slice(None, None, 2)])
-        chosen = rng.sample(kinds, rng.randrange(1, 6))
+        chosen = rng.sample(kinds, rng.randrange(3, 7))
         specs.append([Capture(**kind, positions=rng.choice(["all", positions]), missing="skip") for kind in chosen])
     outs = lm.generate(prompts, GREEDY, capture=specs)
     whole = ["resid_mid.*", "resid_post.*", "mlp_out.*", "attn_in.*", "mlp_in.*", "attn_out.*"]
     close = {"rtol": 1e-4, "atol": 1e-4} if dtype == "float32" else {"rtol": 0.05, "atol": 0.1}
-    for out, prompt, own in zip(outs, prompts, specs, strict=True):
-        other = lm.generate([prompt], GREEDY, capture=whole)[0]
+    plain = lm.generate(prompts, GREEDY, capture=whole)
+    for out, other, own in zip(outs, plain, specs, strict=True):
         assert out.token_ids == other.token_ids, "captures change nothing"
         found = out.activations
         assert set(found) == {str(site) for spec in own for site in expand(spec.site, 3, lm.model_spec.family)}
@@ -227,7 +230,7 @@ def test_outputs_of_norms_are_those_of_transformers(family: str, impl: str, lm_o
     for site, states in seen.items():
         torch.testing.assert_close(out.activations[site], states, rtol=1e-4, atol=1e-4)
     rows = {entry.site: (entry.prompt_rows, entry.generated_rows) for entry in out.receipt.captures}
-    assert rows == dict.fromkeys(seen, (7, 5))
+    assert rows == dict.fromkeys(seen, (7, 3))
 
 
 def test_the_stream_and_its_norm_are_captured_together(lm_of: Any) -> None:
@@ -251,14 +254,14 @@ def test_the_stream_and_its_norm_are_captured_together(lm_of: Any) -> None:
 def test_means_and_projections_of_a_norms_output(lm_of: Any) -> None:
     lm, width = lm_of("llama"), 72
     project = Project(vector(width, 1, 20), top_k=3)
-    plain = lm.generate([prompt_of(6, 0)], GREEDY, capture=["mlp_in.*"])[0].activations
+    plain = lm.generate([prompt_of(6, 0)], GREEDY, capture=["mlp_in.1"])[0].activations
     for reduce, made in (
         ("mean", lambda rows: rows.mean(0, keepdim=True)),
         ("last", lambda rows: rows[-1:]),
         (Project(vector(width, 1, 2)), lambda rows: rows @ vector(width, 1, 2).T),
         (project, lambda rows: (rows @ project.directions.T).topk(3).values),
     ):
-        found = lm.generate([prompt_of(6, 0)], GREEDY, capture=[Capture("mlp_in.*", reduce=reduce)])[0].activations
+        found = lm.generate([prompt_of(6, 0)], GREEDY, capture=[Capture("mlp_in.1", reduce=reduce)])[0].activations
         for site in plain:
             torch.testing.assert_close(found[site], made(plain[site]), rtol=1e-5, atol=1e-5)
 
@@ -306,7 +309,7 @@ def test_a_lens_at_every_layer_is_the_final_norm_and_the_head(lm_of: Any, oracle
         if "post" in site:
             torch.testing.assert_close(found[site], log_probs.topk(3).values, rtol=1e-4, atol=1e-4)
         else:
-            assert found[site].shape == (11, 0)
+            assert found[site].shape == (9, 0)
             torch.testing.assert_close(found.token_log_probs[site], log_probs[:, [5]], rtol=1e-4, atol=1e-4)
 
 
@@ -344,3 +347,63 @@ def test_transports_map_a_layers_state_to_the_last_ones(lm_of: Any, tmp_path: An
         torch.testing.assert_close(
             found[f"resid_post.{i}"], logits(states[f"resid_post.{i}"] @ matrix.T), rtol=1e-4, atol=1e-4
         )
+
+
+def test_lenses_are_those_of_transformer_lens(tmp_path: Path) -> None:
+    """Golden files of transformer-lens 4.3 (tests/golden/make_lenses.py)."""
+    expected = load_file(LENSES / "expected.safetensors")
+    jacobian = JacobianLens.load(LENSES / "jacobian.pt")
+    files = {f"J.{layer}": matrix for layer, matrix in jacobian.matrices.items()}
+    save_file(files, tmp_path / "jacobian.safetensors")
+    assert JacobianLens.load(tmp_path / "jacobian.safetensors").fingerprint == jacobian.fingerprint
+    prompt = expected["tokens"].tolist()
+    vocab, layers = expected["logit"].shape[-1], len(expected["jacobian"])
+    with LM(LENSES / "model", dtype="float32", device="cpu", kv_cache_tokens=64) as lm:
+        for name, sites, transport in (
+            ("logit", ["resid_pre.0", *(f"resid_post.{i}" for i in range(layers))], None),
+            ("jacobian", [f"resid_post.{i}" for i in range(layers)], jacobian),
+        ):
+            lens = Lens(top_k=vocab, tokens=range(vocab), transport=transport)
+            (out,) = lm.generate(
+                [prompt], SamplingParams(max_tokens=0), capture=[Capture(s, reduce=lens) for s in sites]
+            )
+            for site, logits in zip(sites, expected[name], strict=True):
+                wanted, found = logits.log_softmax(-1), out.activations
+                torch.testing.assert_close(found.token_log_probs[site], wanted, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(found[site], wanted.sort(descending=True).values, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"J": {}}, "has no J, the matrices by layer"),
+        ({"jacobian_sum": {0: torch.eye(4)}}, "has no J.*it has jacobian_sum"),
+        ({"J": {0: torch.eye(4)}, "d_model": 5}, "for a width of 4, and d_model is 5"),
+        ({"J": {0: torch.randn(4, 3)}}, r"there are the sizes \[3, 4\]"),
+        ({"J": {0: torch.full((4, 4), torch.inf)}}, "it holds Inf"),
+        ({"J": {0: Path("x")}}, "Pickles are not run"),
+    ],
+)  # fmt: skip
+def test_files_that_hold_no_jacobian_lens_are_refused(content: Any, message: str, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "j.pt")
+    with pytest.raises(ValueError, match=message):
+        JacobianLens.load(tmp_path / "j.pt")
+    with pytest.raises(FileNotFoundError, match="no such file; a tuned lens is a folder"):
+        TunedLens.load(tmp_path)
+
+
+def test_reduced_captures_are_saved_and_read_again(lm_of: Any, tmp_path: Path) -> None:
+    lm = lm_of("llama")
+    sae = random_sae(lm.model_spec.hidden_size)
+    capture = [
+        Capture("resid_post.1", reduce=Features(sae, top_k=4)),
+        Capture("resid_mid.*", reduce=Lens(top_k=2, tokens=[1])),
+    ]
+    found = lm.generate([prompt_of(5, 0)], GREEDY, capture=capture)[0].activations
+    found.save(tmp_path / "found.safetensors")
+    for again in (Activations.load(tmp_path / "found.safetensors"), Activations.from_bytes(found.to_bytes())):
+        assert list(again) == list(found)
+        for name in ("indexes", "counts", "token_log_probs", "token_ranks", "positions", "token_ids"):
+            assert set(getattr(again, name)) == set(getattr(found, name))
+            assert all(getattr(again, name)[site].equal(rows) for site, rows in getattr(found, name).items())
+    assert set(found.counts) == {"resid_post.1"} and set(found.token_ranks) == {f"resid_mid.{i}" for i in range(3)}
