@@ -55,16 +55,24 @@ class RequestFactory:
         tokenizer: or None, where prompts are token ids.
         defaults: the model's sampling parameters, for requests without any, and its end-of-sequence ids.
         seed: of requests that bring none.
+        saes: SAEs by name, of several factories; None: the factory's own.
 
     Attributes:
         vectors: vectors by name, for interventions that give a name in a vector's place.
         saes: SAEs by name, likewise.
     """
 
-    def __init__(self, runner: InterpModelRunner, tokenizer: Any, defaults: GenerationDefaults, seed: int) -> None:
+    def __init__(
+        self,
+        runner: InterpModelRunner,
+        tokenizer: Any,
+        defaults: GenerationDefaults,
+        seed: int,
+        saes: SAERegistry | None = None,
+    ) -> None:
         self.runner, self.tokenizer, self.defaults, self.seed = runner, tokenizer, defaults, seed
         self.vectors = VectorRegistry(runner.model_spec)
-        self.saes = SAERegistry(runner.model_spec, runner.device)
+        self.saes = SAERegistry(runner.model_spec, runner.device) if saes is None else saes
         self._ordinals = itertools.count()
 
     @property
