@@ -24,6 +24,7 @@ from pymllm_interp import (
     SamplingParams,
     Steer,
     TunedLens,
+    open_harvest,
 )  # fmt: skip
 from pymllm_interp.hooks.site import expand
 
@@ -407,3 +408,23 @@ def test_reduced_captures_are_saved_and_read_again(lm_of: Any, tmp_path: Path) -
             assert set(getattr(again, name)) == set(getattr(found, name))
             assert all(getattr(again, name)[site].equal(rows) for site, rows in getattr(found, name).items())
     assert set(found.counts) == {"resid_post.1"} and set(found.token_ranks) == {f"resid_mid.{i}" for i in range(3)}
+
+
+def test_a_harvest_keeps_features_with_their_counts(lm_of: Any, tmp_path: Path) -> None:
+    lm = lm_of("llama")
+    lm.saes["own"] = random_sae(lm.model_spec.hidden_size)
+    documents = [prompt_of(n, n) for n in (5, 9, 1)]
+    capture = [Capture("resid_post.1", reduce=Features("own", top_k=4))]
+    lm.harvest(documents, capture=capture, out=tmp_path / "features", progress=False)
+    harvest, params = open_harvest(tmp_path / "features"), SamplingParams(max_tokens=0)
+    wanted = [lm.generate([document], params, capture=capture)[0].activations for document in documents]
+    assert harvest.sites == ["resid_post.1"]
+    torch.testing.assert_close(harvest["resid_post.1"][:], torch.cat([found["resid_post.1"] for found in wanted]))
+    assert harvest.indexes("resid_post.1").equal(torch.cat([found.indexes["resid_post.1"] for found in wanted]))
+    assert harvest.other("counts", "resid_post.1").equal(torch.cat([found.counts["resid_post.1"] for found in wanted]))
+    with pytest.raises(KeyError, match=r"resid_post\.1 has no token_ranks"):
+        harvest.other("token_ranks", "resid_post.1")
+    lm.saes["own"] = random_sae(lm.model_spec.hidden_size, seed=1)
+    with pytest.raises(ValueError, match="harvested with other settings"):
+        lm.harvest(documents, capture=capture, out=tmp_path / "features", progress=False)
+    del lm.saes["own"]

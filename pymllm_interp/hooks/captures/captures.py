@@ -97,8 +97,9 @@ class Captures:
             group.offset, offset = offset, offset + group.record_size
             self._record_sizes[group.ordinals >= 0] = offset
         for group in self.groups:  # a record has the states of other groups that its own read
-            stop = max((source[0].offset + source[0].record_size for source in group.sources if source), default=0)
-            np.maximum(self._record_sizes, stop, out=self._record_sizes, where=group.ordinals >= 0)
+            stops = [source[0].offset + source[0].record_size for source in group.sources if source is not None]
+            if stops:
+                np.maximum(self._record_sizes, max(stops), out=self._record_sizes, where=group.ordinals >= 0)
         if self._sums_size or self._reads:
             self._sizes_to_pack = self._record_sizes
             packed = longest if self._reads else prompt_len

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...core.model_spec import ModelSpec
+from ...core.upload import upload
 from ..lenses import JacobianLens, TunedLens
 from ..positions import is_whole
 from ..site import Site
@@ -82,7 +84,8 @@ class Lens(Reduction):
         values, indexes = logits.topk(self.top_k, dim=-1)
         if not self.tokens:
             return as_words(values - total, indexes)
-        own = logits[:, list(self.tokens)]
+        (asked,) = upload(rows.device, np.array(self.tokens))  # a list as an index would wait for the device
+        own = logits[:, asked]
         ranks = torch.stack([(logits > own[:, i : i + 1]).sum(-1) for i in range(own.shape[1])], -1)
         return as_words(values - total, own - total, indexes, ranks)
 
