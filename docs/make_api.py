@@ -82,6 +82,12 @@ SECTIONS = [
         "harvest.run:HarvestResult"),
     ),
     Section(
+        "Toolkit", "What the experiments of an `LM` return, and `contrast` ([toolkit](toolkit.md)).",
+        ("toolkit.sweep_result:PatchSweep", "toolkit.sweep_result:SweepCell", "toolkit.attribution_result:Attribution",
+        "toolkit.attribution_result:Completeness", "toolkit.attribution_result:Attributed", "contrast",
+        "toolkit.contrast:ControlVectors"),
+    ),
+    Section(
         "Errors", "What is raised, beside Python's own errors.",
         ("core.arguments:PromptError", "models.registry:UnsupportedModelError", "models.weights:WeightsError",
         "engine.handle:RequestError",

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .hooks.traces.async_trace import SavedSteps
     from .runner.interp_model_runner import InterpModelRunner
     from .runner.model_runner import ModelRunner
+    from .toolkit.contrast import contrast
 
 __version__ = "0.1.0"
 
@@ -59,13 +60,14 @@ _HOMES = {
     "Site": "hooks.site",
     "Steer": "hooks.interventions.specs",
     "TunedLens": "hooks.lenses",
+    "contrast": "toolkit.contrast",
     "open_harvest": "harvest.reader",
 }
 
 __all__ = [
     "LM", "SAE", "Ablate", "Activations", "Capture", "CaptureError", "Clamp", "Features", "Gate", "Generated", "Harvest",
     "HarvestError", "InterpModelRunner", "JacobianLens", "Knockout", "Lens", "ModelRunner", "Patch", "Project", "RequestOutput",
-    "SamplingParams", "SavedSteps", "Scale", "Site", "Steer", "TunedLens", "open_harvest",
+    "SamplingParams", "SavedSteps", "Scale", "Site", "Steer", "TunedLens", "contrast", "open_harvest",
 ]  # fmt: skip
 
 

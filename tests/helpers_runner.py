@@ -129,7 +129,7 @@ def part_of(spec: ModelSpec, kind: str, state: torch.Tensor) -> torch.Tensor:
     """A kind's value in what is at its point, [tokens, ...] -> [tokens, width]: of one projection for q, k and v a slice."""
     if not spec.family.is_slice(kind):
         return state
-    heads, kv_heads, dim = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+    (heads, dim), (kv_heads, _) = spec.shape("q"), spec.shape("k")
     if not spec.family.by_head:
         return dict(zip("qkv", state.split([heads * dim, kv_heads * dim, kv_heads * dim], -1), strict=True))[kind]
     groups = state.unflatten(-1, (kv_heads, heads // kv_heads + 2, dim))

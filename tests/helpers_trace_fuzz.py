@@ -117,7 +117,8 @@ def played(lm: LM, invokes: list[Invoke], generates: bool) -> tuple[list[list[to
         return seen, results
     with lm.generate(ignore_eos=True) as tracer:
         for i, own in enumerate(invokes):
-            with tracer.invoke(*([own.input] if own.prompts else []), max_new_tokens=own.new_tokens):
+            given, kwargs = ([own.input], {"max_new_tokens": own.new_tokens}) if own.prompts else ([], {})
+            with tracer.invoke(*given, **kwargs):
                 for step in tracer.iter[:]:
                     for act in own.acts:
                         if act.step == step:

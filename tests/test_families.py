@@ -88,6 +88,22 @@ def test_captured_sites_hold_what_transformers_modules_hold(served):
             )  # fmt: skip
 
 
+@pytest.mark.parametrize("family", ["falcon", "falcon-alibi"])
+def test_falcons_heads_are_those_that_its_attention_splits_off(family):
+    """Also where fewer heads of keys are projected than the attention keeps (Falcon-40B), and where there is one (7B)."""
+    served = load(family)
+    ids = served.prompts[0]
+    (out,) = served.lm.generate([ids], SamplingParams(max_tokens=0), capture=["q.1", "k.1", "v.1"])
+    path = f"{served.lm.model_spec.family.layers}.1.self_attention"
+    found, _ = states_of(served.oracle, {"qkv": SitePoint(f"{path}.query_key_value", "output")}, ids)
+    parts = served.oracle.get_submodule(path)._split_heads(found["qkv"][None])
+    for kind, expected in zip("qkv", parts, strict=True):
+        rows = out.activations[f"{kind}.1"]
+        copies = expected.shape[2] // rows.shape[1]
+        torch.testing.assert_close(rows.repeat_interleave(copies, 1), expected[0], **TOLERANCE)
+    served.lm.shutdown()
+
+
 def test_the_contributions_add_up_to_the_stream(served):
     spec = served.lm.model_spec
     (out,) = served.lm.generate(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers_server import KEYS
 
-from pymllm_interp import LM, Ablate, Capture, Generated, SamplingParams, SavedSteps, Steer
+from pymllm_interp import LM, Ablate, Capture, Generated, SamplingParams, SavedSteps, Steer, contrast
 from pymllm_interp.core.arguments import PromptError
 
 PROMPT = "w3 w14 w15 w9"
@@ -242,6 +242,21 @@ def test_forward_passes_and_transformer_lens_calls(lm, local):
 
     hooked = lm.run_with_hooks(PROMPT, [("resid_post.0", halve)])
     torch.testing.assert_close(hooked, local.run_with_hooks(PROMPT, [("resid_post.0", halve)]), atol=1e-4, rtol=1e-4)
+
+
+def test_sweeps_run_as_requests_and_attribution_is_refused(lm, local):
+    arguments = {"metric": ("w7", "w11"), "site": "z", "heads": [0, 4], "positions": [1, -1]}
+    found, own = (each.patch_sweep(PROMPT, "w3 w2 w15 w9", **arguments) for each in (lm, local))
+    assert (found.how, own.how) == ("requests (the engine is a server's)", "wavefront")
+    torch.testing.assert_close(found.values, own.values, atol=1e-5, rtol=1e-4)
+    with pytest.raises(NotImplementedError, match="how='requests'"):
+        lm.patch_sweep(PROMPT, PROMPT, metric="w7", how="wavefront")
+    with pytest.raises(NotImplementedError, match="make a local LM there"):
+        lm.attribute(PROMPT, PROMPT, metric="w7", sites="z.*")
+    pairs = [(PROMPT, "w2 w8"), ("w5", "w6")]
+    ours, theirs = (contrast(each, pairs, "resid_post.*") for each in (local, lm))
+    for layer, vector in ours.items():
+        torch.testing.assert_close(theirs[layer], vector, atol=1e-5, rtol=1e-4)
 
 
 def test_vectors_live_on_the_server(lm, server):

@@ -220,6 +220,8 @@ def test_named_vectors_are_stored_listed_fetched_and_private(api, server, lm, tm
         ({"prompt": []}, "empty|token"),
         ({"prompt": [1000]}, "vocabulary"),
         ({"n": 5000}, "max_prompts"),
+        ({"prompt": [-(2**63) - 1]}, "64 bits"),
+        ({"top_k": 10**30}, "64 bits"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_a_400_that_names_it(server, fields, words):

@@ -77,6 +77,19 @@ def test_edits_are_payloads_too(server: Server, tmp_path, key, status):
     assert mark.exists() == (status == 400)
 
 
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_a_body_that_a_foreign_web_page_could_send_is_refused(server: Server, tmp_path, kind):
+    """Browsers send these without asking the server; a key in a header they do not send, but a server may be without keys."""
+    mark = tmp_path / "read"
+    body = {"prompts": [[1]], "params": [{}], "edits": base64.b64encode(pickle.dumps(Touch(mark))).decode()}
+    with server.client("code") as client:
+        headers = {} if kind is None else {"Content-Type": kind}
+        answer = client.post("/v1/interp/generate", content=json.dumps(body).encode(), headers=headers)
+        assert answer.status_code == 415 and "application/json" in answer.json()["error"]["message"]
+        assert client.post("/v1/interp/reset_prefix_cache").status_code == 200
+    assert not mark.exists()
+
+
 def test_a_refused_body_is_not_even_received(server: Server):
     """The answer comes after the headers: 60 MB that were announced are never sent."""
     host, port = server.url.removeprefix("http://").split(":")
@@ -158,7 +171,8 @@ def test_bodies_and_payloads_have_a_size(small: Server):
             for _ in range(100):
                 yield b" " * 1000
 
-        assert client.post("/v1/completions", content=parts()).status_code == 413
+        kind = {"Content-Type": "application/json"}
+        assert client.post("/v1/completions", content=parts(), headers=kind).status_code == 413
         trace = client.post(TRACE_PATH, content=bytes(7000), headers={"Content-Type": TRACE_TYPE})
         assert trace.status_code == 413 and "max_trace_bytes" in trace.json()["error"]["message"]
 

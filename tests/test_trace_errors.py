@@ -261,6 +261,23 @@ def test_an_invoke_without_a_prompt_needs_another_with_one(lm: LM) -> None:
             lm.model.layers[0].output.save()
 
 
+@pytest.mark.parametrize(
+    "given", [{"max_new_tokens": 2}, {"temperature": 0.5, "seed": 1}, {"edits": ["a"]}, {"nonsense": 1}]
+)
+def test_parameters_of_an_invoke_without_a_prompt_are_refused(lm: LM, given: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, KeyError), match=next(iter(given))), lm.generate(max_new_tokens=2) as tracer:
+        with tracer.invoke(PROMPT):
+            pass
+        with tracer.invoke(**given):
+            lm.model.layers[0].output.save()
+    with lm.generate(max_new_tokens=2) as tracer:  # the trace's own are its prompts'
+        with tracer.invoke(PROMPT):
+            pass
+        with tracer.invoke():
+            h = lm.model.layers[0].output.save()
+    assert h.shape == (1, 5, 72)
+
+
 def test_a_trace_inside_of_a_block_is_refused_and_the_engine_lives(lm: LM) -> None:
     with pytest.raises(RuntimeError, match="cannot be opened inside the block of another"), lm.trace(PROMPT):
         h = lm.model.layers[0].output

@@ -6,6 +6,7 @@ Where nnsight has no answer (row-wise skips, plain requests beside a trace), a r
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -100,17 +101,32 @@ def same(pair: Pair, script: Callable[..., Any], *args: Any) -> Any:
 
 @contextmanager
 def beside_plain_requests(lm: LM) -> Iterator[None]:
-    """Two plain requests decode while the body runs; none of their tokens may change."""
+    """Two plain requests decode while the body runs, again and again; none of their tokens may change."""
     params = SamplingParams(temperature=0, max_tokens=110)
     if lm not in _undisturbed:
         _undisturbed[lm] = [out.token_ids for out in lm.generate([OTHER, [1]], params)]
-    handles = [lm.submit(prompt, params) for prompt in (OTHER, [1])]
-    yield
-    for handle, tokens in zip(handles, _undisturbed[lm], strict=True):
-        assert not handle.done, "the plain requests ended before the trace: nothing was shown"
-        handle.cancel()
-        out = handle.result()
-        assert out.token_ids == tokens[: len(out.token_ids)] and out.token_ids
+    ended, handles, found = threading.Event(), list[Any](), list[tuple[list[int], list[int]]]()
+
+    def run() -> None:
+        while not ended.is_set():
+            handles[:] = [lm.submit(prompt, params) for prompt in (OTHER, [1])]
+            for handle, tokens in zip(handles, _undisturbed[lm], strict=True):
+                found.append((handle.result().token_ids, tokens))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        while not handles and thread.is_alive():
+            time.sleep(0.001)
+        yield
+    finally:
+        ended.set()
+        while thread.is_alive():
+            for handle in list(handles):
+                handle.cancel()
+            thread.join(0.05)
+    assert any(ids for ids, _ in found)
+    assert all(ids == tokens[: len(ids)] for ids, tokens in found)
 
 
 _undisturbed: dict[LM, list[list[int]]] = {}

@@ -403,20 +403,25 @@ DotBlock* dot_block_of(int64_t rows) {
 
 void gemm_dot(const float* x, const float* w, const float* bias, float* out, int64_t m, int64_t n, int64_t k, int threads) {
   constexpr int64_t COLS = 4, GROUP = 8;  // products with a group of the weight fetch the next one
-  int64_t groups = (n + GROUP - 1) / GROUP, blocks = (m + MOST_ROWS - 1) / MOST_ROWS;
-#pragma omp parallel for num_threads(threads) schedule(static) if (m * n * k > 65536)
-  for (int64_t g = 0; g < groups; g++) {
-    int64_t end = std::min(n, (g + 1) * GROUP), row = 0;
-    for (int64_t b = 0; b < blocks; b++) {
-      int64_t rows = (m - row + blocks - b - 1) / (blocks - b), c = g * GROUP;
-      const float* from = x + row * k;
-      int64_t lines = m < 4 ? 0 : b >= COLS ? 0 : (COLS + blocks - 1) / blocks;  // a share of the next group's weights
-      for (; c + COLS <= end; c += COLS)
-        dot_block_of<COLS>(rows)(from, w + c * k, bias ? bias + c : nullptr, out + row * n + c, n, k,
-                                 w + (c + GROUP + b * lines) * k, lines);
-      for (; c < end; c++)
-        dot_block_of<1>(rows)(from, w + c * k, bias ? bias + c : nullptr, out + row * n + c, n, k, nullptr, 0);
-      row += rows;
+  constexpr int64_t KEPT = 1 << 17;       // elements of x that stay in the L2 cache while the weight passes
+  int64_t groups = (n + GROUP - 1) / GROUP, chunk = std::max<int64_t>(MOST_ROWS, KEPT / k / MOST_ROWS * MOST_ROWS);
+#pragma omp parallel num_threads(threads) if (m * n * k > 65536)
+  for (int64_t first = 0; first < m; first += chunk) {
+    int64_t some = std::min(chunk, m - first), blocks = (some + MOST_ROWS - 1) / MOST_ROWS;
+#pragma omp for schedule(static) nowait
+    for (int64_t g = 0; g < groups; g++) {
+      int64_t end = std::min(n, (g + 1) * GROUP), row = 0;
+      for (int64_t b = 0; b < blocks; b++) {
+        int64_t rows = (some - row + blocks - b - 1) / (blocks - b), c = g * GROUP;
+        const float* from = x + (first + row) * k;
+        float* to = out + (first + row) * n;
+        int64_t lines = m < 4 ? 0 : b >= COLS ? 0 : (COLS + blocks - 1) / blocks;  // a share of the next group's weights
+        for (; c + COLS <= end; c += COLS)
+          dot_block_of<COLS>(rows)(from, w + c * k, bias ? bias + c : nullptr, to + c, n, k, w + (c + GROUP + b * lines) * k, lines);
+        for (; c < end; c++)
+          dot_block_of<1>(rows)(from, w + c * k, bias ? bias + c : nullptr, to + c, n, k, nullptr, 0);
+        row += rows;
+      }
     }
   }
 }

@@ -155,6 +155,8 @@ class ModelSpec:
     """dtype of weights and hidden states."""
     cuts_edges: bool = True
     """Whether edges of attention can be cut (`Knockout`)."""
+    num_projected_kv_heads: int | None = None
+    """Heads of the sites `k` and `v`, where attention repeats them for its queries; None: `num_key_value_heads`."""
 
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype) -> ModelSpec:
@@ -191,6 +193,8 @@ class ModelSpec:
 
     def shape(self, kind: str) -> tuple[int, ...]:
         """Shape of one position's state: (heads, head_dim) for `q`, `k`, `v` and `z`, (width,) for all other kinds."""
+        if kind in ("k", "v") and self.num_projected_kv_heads is not None:
+            return self.num_projected_kv_heads, self.head_dim
         return tuple(getattr(self, setting) for setting in self.settings(kind))
 
     def width(self, kind: str) -> int:

@@ -42,6 +42,7 @@ from .generation_defaults import GenerationDefaults
 from .handle import RequestHandle
 from .request_factory import PREFILL, RequestFactory
 from .token_calls import TokenCalls
+from .toolkit_calls import ToolkitCalls
 from .trace_calls import TraceCalls
 
 ELSEWHERE = {
@@ -57,7 +58,7 @@ ELSEWHERE = {
 """What nnsight's and vLLM's users write -> what to do."""
 
 
-class LM(TraceCalls, ForwardCalls, TokenCalls):  # pyright: ignore[reportIncompatibleMethodOverride]
+class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore[reportIncompatibleMethodOverride]
     """A language model, its engine, and the tree that traces are written against.
 
     Args:

@@ -62,7 +62,7 @@ class PlacedHooks:
         else:
             found = getattr(model.get(self.module), self.end)
         value: torch.Tensor = found[0] if isinstance(found, tuple) else found
-        value = self._state_in(value)  # a view: writing to it edits the state
+        value = self.state_in(value)  # a view: writing to it edits the state
         for function in self.functions:
             new = function(value, hook=self.point)
             if new is None:
@@ -73,13 +73,14 @@ class PlacedHooks:
             if new is not value:
                 value.copy_(new)
 
-    def _state_in(self, value: torch.Tensor) -> torch.Tensor:
-        """The site's state [1, tokens, ...] in what is at the module's end."""
+    def state_in(self, value: torch.Tensor) -> torch.Tensor:
+        """The site's state [prompts, tokens, ...] in what is at the module's end: a view."""
         kind, family = self.point.site.kind, self.model.family
         if not family.is_slice(kind):
             return value.unflatten(-1, self.model.shape(kind))
-        heads = value[0].unflatten(-1, (-1, self.model.head_dim))
-        return heads_of(heads, self.model.num_key_value_heads, family.by_head)["qkv".index(kind)].unsqueeze(0)
+        heads = value.flatten(0, 1).unflatten(-1, (-1, self.model.head_dim))
+        state = heads_of(heads, self.model.shape("k")[0], family.by_head)["qkv".index(kind)]
+        return state.unflatten(0, value.shape[:2])
 
 
 def placed_hooks(fwd_hooks: Iterable[tuple[NamesFilter, HookFunction]], model: ModelSpec) -> list[PlacedHooks]:

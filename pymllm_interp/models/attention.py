@@ -80,15 +80,19 @@ class Attention(ResidualBranch):
     def inner_fused(self, *inputs: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """`inputs` are x [1, tokens, hidden], and the cosines and signed sines of a `rotation`, if any."""
         x, *rotation = inputs
-        qkv, pool = self.projected_fused(x, batch.site_ops), batch.token_to_kv_pool
-        if batch.fresh_kv_only or pool is None:  # k and v do not go to the pool
-            q, k, v = heads_of(qkv, self.num_kv_heads, self.by_head)
+        if batch.fresh_kv_only or batch.token_to_kv_pool is None:  # k and v do not go to the pool
+            q, k, v = heads_of(self.projected_fused(x, batch.site_ops), self.num_kv_heads, self.by_head)
             if rotation:
                 q, k = apply_rope(q, *rotation), apply_rope(k, *rotation)
             z = self.attn(q, k, v, batch)
         else:
-            cos, sin = rotation or (None, None)
-            slots = batch.out_cache_loc
-            q = rope_and_write(qkv, cos, sin, pool, self.layer_idx, slots, batch.query_buffer, self.by_head)
-            z = self.attn.of_written(q, batch)
+            z = self.attn.of_written(self.write_kv(x, *rotation, batch=batch), batch)
         return apply_inner(z.unsqueeze(0), batch.site_ops, self.layer_idx, "z")
+
+    def write_kv(self, *inputs: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Write k and v to the pool. `inputs` are those of `inner_fused`. Returns the rotated q [tokens, heads, head_dim]."""
+        x, *rotation = inputs
+        pool, (cos, sin) = batch.token_to_kv_pool, rotation or (None, None)
+        assert pool is not None, "prepare_forward_batch_* sets the pools"
+        qkv, slots = self.projected_fused(x, batch.site_ops), batch.out_cache_loc
+        return rope_and_write(qkv, cos, sin, pool, self.layer_idx, slots, batch.query_buffer, self.by_head)

@@ -185,7 +185,7 @@ def install(model: nn.Module, spec: ModelSpec, cached: bool = False) -> None:
             if kind == "resid_mid":
                 modules[path.format(layer)].register_forward_pre_hook(StreamEnd(site).pre_hook, with_kwargs=True)
             elif spec.family.is_slice(kind):
-                heads, kv_heads = spec.num_attention_heads, spec.num_key_value_heads
+                (heads, _), (kv_heads, _) = spec.shape("q"), spec.shape("k")
                 at(path.format(layer)).slices[site] = QKVSlice(kind, heads, kv_heads, spec.family.by_head)
             else:
                 setattr(at(path.format(layer)), end, site)

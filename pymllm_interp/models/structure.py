@@ -138,6 +138,10 @@ def model_spec(model: PreTrainedModel, family: Family, declared: ModelSpec, foun
     neurons = points.get(family.points["mlp_act"]) if "mlp_act" in family.points else None
     if neurons is not None:
         spec = replace(spec, intermediate_size=neurons.shape[-1])
+    if family.qkv and (fused := points.get(family.points["q"])) is not None:
+        projected = (fused.shape[-1] // spec.head_dim - spec.num_attention_heads) // 2
+        if projected and num_kv_heads % projected == 0:
+            spec = replace(spec, num_projected_kv_heads=projected)
     missing = {kind for kind, point in family.points.items() if not _is_there(kind, point, points[point], spec, model)}
     if missing & {"resid_pre", "resid_post"}:
         raise UnsupportedModelError(

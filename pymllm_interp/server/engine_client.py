@@ -254,7 +254,10 @@ class EngineClient:
 
     def _send(self, message: m.ToEngine) -> None:
         # The socket has no bound, so this does not wait; `send` of an asyncio socket keeps the order.
-        self._out.send(m.encoder.encode(message))
+        try:
+            self._out.send(m.encoder.encode(message))
+        except OverflowError as error:
+            raise ValueError("a whole number of the request has more than 64 bits") from error
 
     async def shutdown(self) -> None:
         """End the engine process, and remove its files."""

@@ -67,6 +67,8 @@ class Gate:
             scope["state"]["client"], passage.client = client, client.name
             if path == TRACE_PATH:
                 self._check_trace(client, headers)
+            elif scope["method"] == "POST":
+                _check_json(headers)
             if state.draining and scope["method"] == "POST":
                 raise ApiError(503, "the server is ending", code="draining", headers={"Retry-After": "10"})
         limit = state.limits.max_trace_bytes if path == TRACE_PATH else state.limits.max_body_bytes
@@ -123,6 +125,15 @@ class _Body:
             if self._size > self._limit:
                 raise BodyError(_too_large(self._limit, self._name))
         return message
+
+
+def _check_json(headers: dict[str, str]) -> None:
+    """A web page of another site can send bodies without a type, or of a form's types, but not JSON: a browser asks first."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and (
+        kind or headers.get("content-length", "") not in ("", "0") or "transfer-encoding" in headers
+    ):
+        raise ApiError(415, f"the body's content type is {kind or 'missing'}; expected application/json")
 
 
 def _too_large(limit: int, name: str) -> ApiError:

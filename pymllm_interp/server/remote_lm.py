@@ -115,6 +115,12 @@ class RemoteLM(LM):
         """Not for a server: a harvest writes files where the model is."""
         raise NotImplementedError("lm.harvest runs where the model is: make a local LM there, or capture with lm.imap")
 
+    def attribute(self, *args: Any, **kwargs: Any) -> Any:
+        """Not for a server: gradients are those of the model's own process."""
+        raise NotImplementedError(
+            "lm.attribute runs where the model is: make a local LM there; lm.patch_sweep runs here, as requests"
+        )
+
     def submit_prefill(self, *args: Any, **kwargs: Any) -> Any:
         """Not for a server: use `lm.submit` with SamplingParams(max_tokens=0)."""
         raise NotImplementedError("a server has no submit_prefill: use lm.submit(prompt, SamplingParams(max_tokens=0))")

@@ -43,8 +43,8 @@ OBJECTS = 64
 
 NOTHING_SAVED = "the trace read values and saved none: after its block there is no {}; .save() keeps a value"
 
-Invocation = tuple[Mediator, tuple, dict[str, Any]]
-"""A block, and the ``(args, kwargs)`` that its prompts were given by."""
+Invocation = tuple[Mediator, tuple, dict[str, Any], frozenset[str]]
+"""A block, the ``(args, kwargs)`` that its prompts were given by, and the names of its invoke's own keywords."""
 TraceInput = tuple[tuple, dict[str, Any]]
 """``(args, kwargs)`` of the prompts of a block; None in its place for a block that sees the prompts of all others."""
 
@@ -183,7 +183,7 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
         frame = self.info.frame  # pyright: ignore[reportOptionalMemberAccess]
         if self._model._batch_size(*self.args, **self.kwargs):
             block = Mediator(code, frame.f_globals, frame.f_locals, node=self.node)
-            self._add(block, self.args, self.kwargs)
+            self._add(block, self.args, self.kwargs, {})
         else:
             body = Scope(dict(frame.f_locals), shared_locals(frame), frame.f_globals)
             exec(code, body)
@@ -194,15 +194,15 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
                 )
         return self._traces()
 
-    def _add(self, block: Mediator, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _add(self, block: Mediator, args: tuple, kwargs: dict[str, Any], own: dict[str, Any]) -> None:
         raise_threshold(OBJECTS)
-        self._invocations.append((block, args, kwargs))
+        self._invocations.append((block, args, kwargs | own, frozenset(own)))
 
     def _traces(self) -> tuple[list[RequestTrace], list[TraceInput | None]]:
         saved, transfer = thread_saves(), self._transfer()
         traces: list[RequestTrace] = []
         inputs: list[TraceInput | None] = []
-        for block, args, kwargs in self._invocations:
+        for block, args, kwargs, own in self._invocations:
             kwargs = dict(kwargs)
             edits = self._model.edits_of(kwargs.pop("edits", None))
             has_prompt = self._model._batch_size(*args, **kwargs) > 0
@@ -220,7 +220,13 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
             trace.order = len(traces)
             traces.append(trace)
             inputs.append((args, kwargs) if has_prompt else None)
-        joined = bool(self.barriers) or depend_on_each_other([block for block, _, _ in self._invocations])
+            unused = [] if has_prompt else [name for name in kwargs if name in own]
+            if unused:
+                raise TypeError(
+                    f"tracer.invoke({', '.join(f'{name}=...' for name in unused)}) has no prompt, so nothing is generated for "
+                    "it: give its parameters to the invokes with prompts"
+                )
+        joined = bool(self.barriers) or depend_on_each_other([block for block, *_ in self._invocations])
         _join(traces, [trace for trace, given in zip(traces, inputs, strict=True) if given is None], joined)
         return traces, inputs
 
@@ -264,7 +270,7 @@ class EngineInvoker(_Captured, Invoker):
             node=self.node,
             shared=shared_locals(frame),
         )
-        self.tracer._add(block, self.args, {**self.tracer.kwargs, **self.kwargs})
+        self.tracer._add(block, self.args, self.tracer.kwargs, self.kwargs)
 
 
 def _join(traces: list[RequestTrace], whole: list[RequestTrace], joined: bool) -> None:

@@ -1,0 +1,168 @@
+"""`lm.attribute`: attribution patching, and integrated gradients along the path between two runs' states.
+
+Attribution patching is the first-order estimate of what a patch would do: ``(clean - corrupted) * gradient``, with the metric's
+gradient in the corrupted run (Nanda 2023; Syed et al. 2023, arXiv 2310.10348). One pass with gradients serves all sites.
+
+The estimate is wrong where the metric bends. With more steps the gradient is averaged over states between the two runs
+(Sundararajan et al. 2017, arXiv 1703.01365), at one site at a time, as in Marks et al. 2024 (arXiv 2403.19647).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..core.arguments import PromptError
+from ..core.model_spec import HEAD_SITES, LOGITS
+from ..engine.activation_cache import NamesFilter, lens_name, select_sites
+from ..engine.site_hooks import HookPoint, PlacedHooks
+from ..hooks.positions import is_whole
+from ..hooks.site import Site
+from .attribution_result import Attribution, Completeness
+from .metrics import Metric, RowMetric, metric_of
+
+
+def attribute(
+    lm: Any, clean: Any, corrupted: Any, *, metric: Metric, sites: NamesFilter, steps: int = 1, neurons: bool = False
+) -> Attribution:
+    """See `LM.attribute`."""
+    spec, measure = lm.model_spec, metric_of(metric, lm)
+    if not is_whole(steps) or steps < 1:
+        raise ValueError(f"steps={steps!r}: expected a whole number from 1 on; 1 is attribution patching")
+    if lm.edits_of(None):
+        raise NotImplementedError(
+            "this model has edits (lm.edit), and attribution does not apply them: clear them first"
+        )
+    chosen = [site for site in select_sites(sites, spec, captured=False) if site.kind != LOGITS]
+    if not chosen:
+        raise ValueError(f"sites={sites!r} selects no site; 'resid_post.*' selects one in each layer")
+    clean_ids, corrupted_ids = lm.token_ids(clean, "the clean prompt"), lm.token_ids(corrupted, "the corrupted prompt")
+    if len(clean_ids) != len(corrupted_ids):
+        raise PromptError(
+            f"the clean prompt has {len(clean_ids)} tokens and the corrupted prompt {len(corrupted_ids)}: their states are "
+            "subtracted position by position, so both need equally many; reword one"
+        )
+    places = [_place(site, spec) for site in chosen]
+    wanted, measured_clean = _states(lm, clean_ids, places, measure)
+    gradients, found, measured = _gradients(lm, corrupted_ids, places, measure)
+    values, completeness = dict[str, torch.Tensor](), dict[str, Completeness]()
+    for place, target, start, gradient in zip(places, wanted, found, gradients, strict=True):
+        name, change = str(place.point.site), target.float() - start.float()
+        reached = measured
+        if steps > 1:
+            gradient, reached = _along(lm, corrupted_ids, place, start, target, steps, measure)
+        products = change * gradient.float()
+        if steps > 1:
+            completeness[name] = Completeness(products.sum().item(), reached - measured)
+        values[name] = products if neurons else _summed(products, place.point.site.kind)
+    texts = [str(token) for token in corrupted_ids] if lm.tokenizer is None else lm.to_str_tokens(corrupted_ids)
+    return Attribution(values, measured_clean, measured, steps, completeness, texts, neurons)
+
+
+def _summed(products: torch.Tensor, kind: str) -> torch.Tensor:
+    """[tokens, ...] -> [tokens], and [tokens, heads] at sites with heads."""
+    return products.sum(-1) if kind in HEAD_SITES else products.flatten(1).sum(-1)
+
+
+# -- passes ---------------------------------------------------------------------------------
+
+
+def _place(site: Site, spec: Any) -> PlacedHooks:
+    point = spec.family.point(site)
+    return PlacedHooks(HookPoint(lens_name(site), site), point.module, point.end, spec)
+
+
+def _value(lm: Any, place: PlacedHooks) -> torch.Tensor:
+    """What is at the place's end of its module: [prompts, tokens, ...]. Waits for it, in a block."""
+    found = getattr(lm.get(place.module), place.end)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _states(
+    lm: Any, ids: list[int], places: Sequence[PlacedHooks], metric: RowMetric
+) -> tuple[list[torch.Tensor], float]:
+    """The states [tokens, ...] of a run at each place, and its metric."""
+    with lm.trace(ids):
+        states = _read(lm, places).save()  # pyright: ignore[reportAttributeAccessIssue]
+        logits = lm.output.logits[:, -1].save()
+    return states, metric(logits.float()).item()
+
+
+def _read(lm: Any, places: Sequence[PlacedHooks]) -> list[torch.Tensor]:
+    return [place.state_in(_value(lm, place))[0].clone() for place in places]
+
+
+def _gradients(
+    lm: Any, ids: list[int], places: Sequence[PlacedHooks], metric: RowMetric
+) -> tuple[list[torch.Tensor], list[torch.Tensor], float]:
+    """The metric's gradients at each place, the states there, [tokens, ...] each, and the metric."""
+    with lm.trace(ids, grad=True):
+        found = _differentiated(lm, places, metric).save()
+    gradients, states, value = found
+    return gradients, states, value.item()
+
+
+def _differentiated(lm: Any, places: Sequence[PlacedHooks], metric: RowMetric) -> Any:
+    tensors = [_value(lm, place) for place in places]
+    value = metric(lm.output.logits[:, -1].float())
+    gradients = torch.autograd.grad(value.sum(), tensors)
+    return (
+        [place.state_in(gradient)[0].clone() for place, gradient in zip(places, gradients, strict=True)],
+        [place.state_in(tensor)[0].detach().clone() for place, tensor in zip(places, tensors, strict=True)],
+        value.detach(),
+    )
+
+
+def _along(
+    lm: Any,
+    ids: list[int],
+    place: PlacedHooks,
+    start: torch.Tensor,
+    target: torch.Tensor,
+    steps: int,
+    metric: RowMetric,
+) -> tuple[torch.Tensor, float]:
+    """The mean gradient at the middle of each of `steps` parts of the way, and the metric at its end."""
+    points = [(step + 0.5) / steps for step in range(steps)] + [1.0]
+    most = max(1, lm.limits.max_num_tokens // len(ids))
+    total, reached = torch.zeros(start.shape), 0.0
+    for first in range(0, len(points), most):
+        part = points[first : first + most]
+        with lm.trace([ids] * len(part), grad=True):
+            found = _from(lm, place, start, target, part, metric).save()  # pyright: ignore[reportAttributeAccessIssue]
+        gradients, values = found
+        total += gradients[: steps - first].sum(0)  # the end counts for the metric alone
+        reached = values[-1].item()
+    return total / steps, reached
+
+
+def _from(
+    lm: Any, place: PlacedHooks, start: torch.Tensor, target: torch.Tensor, points: list[float], metric: RowMetric
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The body of a block: put the states at `points` of the way in place, one for each prompt, and differentiate.
+
+    Returns:
+        gradients [prompts, tokens, ...] float32, and the metric [prompts].
+    """
+    value = _value(lm, place)
+    share = torch.tensor(points, device=value.device).view(-1, *[1] * start.dim())
+    one, other = (state.to(value.device).float() for state in (start, target))
+    states = ((1 - share) * one + share * other).to(value.dtype).requires_grad_()
+    _put(lm, place, value, states)
+    found = metric(lm.output.logits[:, -1].float())
+    (gradients,) = torch.autograd.grad(found.sum(), states)
+    return gradients.float(), found.detach()
+
+
+def _put(lm: Any, place: PlacedHooks, value: torch.Tensor, states: torch.Tensor) -> None:
+    """Continue the pass with `states` at the place, as a part of the graph."""
+    base, width = value if value._base is None else value._base, value.shape[-1]
+    if states.shape[2:].numel() < width:  # q, k and v of one projection are views that cannot be written to
+        channels = place.state_in(torch.arange(width, device=value.device).view(1, 1, width)).flatten()
+        setattr(lm.get(place.module), place.end, value.index_copy(-1, channels, states.flatten(2)))
+    elif base.is_leaf:  # the embeddings, where the graph begins
+        setattr(lm.get(place.module), place.end, states.view_as(value))
+    else:  # in place: a norm's input is the stream, which other modules read too
+        place.state_in(value).copy_(states)

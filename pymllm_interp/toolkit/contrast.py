@@ -1,0 +1,117 @@
+"""`contrast`: control vectors from pairs of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ..core.arguments import PromptError
+from ..core.sampling_params import SamplingParams
+from ..hooks.captures.spec import Capture
+from ..hooks.positions import is_whole
+from ..hooks.site import Site, expand
+from ..hooks.vector_files import load_layer_vectors, save_layer_vectors
+
+METHODS = ("mean", "pca")
+NO_DIFFERENCE = 1e-6
+"""Differences below this share of the states are rounding."""
+
+
+class ControlVectors(dict[int, torch.Tensor]):
+    """Layer -> vector [width], float32 on the CPU. `Steer` takes it, and ``lm.vectors[name] = vectors``.
+
+    Attributes:
+        model_hint: the model's type.
+    """
+
+    def __init__(self, vectors: Mapping[int, torch.Tensor], model_hint: str = "") -> None:
+        super().__init__(vectors)
+        self.model_hint = model_hint
+
+    def save(self, path: str | Path) -> None:
+        """Write a .gguf control vector, which llama.cpp and repeng read, or a .safetensors file.
+
+        Raises:
+            ImportError: a .gguf file without the package `gguf`.
+            ValueError: another suffix, or layer 0 in a .gguf file, whose layers start at 1: leave it out of the site,
+                "resid_post.{1..-1}".
+        """
+        save_layer_vectors(path, self, self.model_hint)
+
+    @classmethod
+    def load(cls, path: str | Path) -> ControlVectors:
+        """Read what `save`, llama.cpp or repeng wrote.
+
+        Raises:
+            FileNotFoundError, ImportError, ValueError: no such file, or one that holds no vectors by layer.
+        """
+        return cls(load_layer_vectors(path))
+
+    def __repr__(self) -> str:
+        width = len(next(iter(self.values()), ()))
+        return f"ControlVectors(layers {list(self)}, width {width})"
+
+
+def contrast(
+    lm: Any,
+    pairs: Sequence[tuple[Any, Any]],
+    site: str | Site = "resid_post.*",
+    method: Literal["mean", "pca"] = "mean",
+    *,
+    position: int = -1,
+) -> ControlVectors:
+    """Vectors that point from the second prompts of pairs to the first ones, by layer.
+
+    Args:
+        lm: an `LM`, or a server's.
+        pairs: (positive, negative) prompts, of any length.
+        site: of one kind, a layer or a pattern of layers.
+        method: "mean": the mean difference of the states (Rimsky et al. 2023, arXiv 2312.06681). "pca": the direction along which
+            the differences are longest, of length 1, towards the positive side (Zou et al. 2023, arXiv 2310.01405).
+        position: of each prompt; -1 is its last token.
+
+    Raises:
+        PromptError, ValueError: no pairs, or something else than pairs; an unknown site, position or method; a layer at which the
+            states of all pairs are equal.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method={method!r}: expected {' or '.join(map(repr, METHODS))}")
+    if not is_whole(position):
+        raise ValueError(f"position={position!r}: expected a whole number; -1 is the last token")
+    pairs = list(pairs)
+    wrong = [
+        i for i, pair in enumerate(pairs) if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2
+    ]
+    if wrong or len(pairs) < (2 if method == "pca" else 1):
+        what = f"entry {wrong[0]} is no pair" if wrong else f"there are {len(pairs)}"
+        raise PromptError(f"pairs: {what}; expected (positive, negative) prompts, {1 + (method == 'pca')} at least")
+    spec = lm.model_spec
+    sites = expand(site, spec.num_hidden_layers, spec.family)
+    if sites[0].layer is None:
+        raise ValueError(f"site={str(site)!r} has no layer; 'resid_post.*' has one vector for each")
+    prompts = [prompt for pair in pairs for prompt in pair]
+    captures = [Capture(site, positions=[position]) for site in sites]
+    outs = lm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1), capture=captures)
+    vectors, equal = dict[int, torch.Tensor](), list[str]()
+    for one in sites:
+        states = torch.stack([out.activations[str(one)].flatten().float() for out in outs]).unflatten(0, (-1, 2))
+        differences = states[:, 0] - states[:, 1]  # [pairs, width]
+        vector = differences.mean(0) if method == "mean" else _component(differences)
+        if differences.norm() <= NO_DIFFERENCE * states.norm() or not vector.norm() > 0:
+            equal.append(str(one))
+        vectors[one.layer or 0] = vector
+    if equal:
+        raise ValueError(
+            f"the states of all pairs are equal at {', '.join(equal)}: prompts that end with the same token are, before the first "
+            "layer's attention; choose later layers, or prompts that differ"
+        )
+    return ControlVectors(vectors, spec.family.name)
+
+
+def _component(differences: torch.Tensor) -> torch.Tensor:
+    """The first principal component of differences [pairs, width] and their negatives, [width], of length 1."""
+    direction = torch.linalg.svd(differences, full_matrices=False).Vh[0]
+    return direction if (differences @ direction).sum() >= 0 else -direction

@@ -1,0 +1,245 @@
+"""The suffix wavefront: all cells of a patch sweep in one growing pass over the layers.
+
+A cell is the prompt's run with one state patched, at a layer and a position p. Earlier layers, and rows before p, are those of
+the base run. So the base run leaves each layer's stream and KV, and the cell runs rows p to the last one from its layer on, in a
+batch that it joins when the pass gets there::
+
+    layer 0 | base -> streams, KV
+    layer 1 | cells at layer 1                               rows p .. n-1 each
+    layer 2 | cells at layers 1 and 2                        keys before p: the base run's
+    ...     |
+    head    | the last row of each
+
+L layers and n tokens cost (L - layer)(n - p) rows a cell, in place of L n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.forward_batch import ForwardBatch
+from ..core.model_spec import input_add, site_index
+from ..hooks.site import Site
+from ..layers.edits.base import residual_sum
+from ..layers.edits.host import HostOps
+from ..models.attention import Attention
+from ..models.decoder import DecoderForCausalLM
+from ..runner.interp_model_runner import InterpModelRunner
+from .scratch import LayerKV, batch_of, last_rows_of
+
+HEAD_ROWS = 256
+"""Rows of the head at once: logits are wide."""
+STREAM = ("resid_pre", "resid_post")
+"""Kinds of sites that are the stream between layers: their cells join with the patched row."""
+
+
+class WaveCell(NamedTuple):
+    """One patched run."""
+
+    site: Site
+    position: int
+    value: torch.Tensor
+    """[width]."""
+    channels: torch.Tensor | None = None
+    """[width] bool: what is patched; None: all."""
+
+    @property
+    def boundary(self) -> int:
+        """The layer before which the cell joins; the number of layers: before the final norm."""
+        return (self.site.layer or 0) + (self.site.kind == "resid_post")
+
+
+class Wavefront:
+    """A prompt's base run, and cells over it.
+
+    Each layer of each pass is a call of its own on the engine's thread. The engine's steps run in between, so a layer of at most
+    `max_rows` token rows is what a step of other requests waits for.
+
+    Args:
+        runner: of a native model.
+        call: runs a function on the engine's thread (`Engine.call`).
+        token_ids: of the prompt.
+        max_rows: token rows of a pass at most; a prompt or a cell that is longer has a pass for itself.
+
+    Attributes:
+        streams: the base run's stream [tokens, hidden] before each layer, and before the final norm.
+    """
+
+    def __init__(
+        self, runner: InterpModelRunner, call: Callable[[Callable[[], Any]], Any], token_ids: list[int], max_rows: int
+    ) -> None:
+        self.model: Any = runner.get_model()
+        self.decoder = getattr(self.model, self.model.decoder_name)
+        self.layers = list(getattr(self.decoder, self.decoder.layers_name))
+        self.runner, self._engine_call = runner, call
+        self.num_tokens, self.max_rows = len(token_ids), max(max_rows, len(token_ids))
+        self.token_ids = torch.tensor(token_ids, device=runner.device)
+        self.streams: list[torch.Tensor] = []
+        self._base_kv: list[torch.Tensor] = []
+
+    @staticmethod
+    def serves(runner: InterpModelRunner) -> bool:
+        """Whether the model's layers can run one by one: native families."""
+        return isinstance(runner.get_model(), DecoderForCausalLM)
+
+    def logits(self, cells: Sequence[WaveCell]) -> Iterator[tuple[list[int], torch.Tensor]]:
+        """The logits of the last position, cell by cell.
+
+        Yields:
+            indexes of cells, and their logits [cells, vocab] in the model's dtype.
+        """
+        if not self.streams:
+            self._call(self._begin)
+            for index in range(len(self.layers)):
+                self._call(self._base_layer, index)
+        for group in self._groups(cells):
+            wave = _Wave(self)
+            for index in range(cells[group[0]].boundary, len(self.layers) + 1):
+                self._call(wave.advance, index, [cells[i] for i in group if cells[i].boundary == index])
+            for first in range(0, len(group), HEAD_ROWS):
+                rows = wave.last[:, first : first + HEAD_ROWS]
+                yield group[first : first + HEAD_ROWS], self._call(self.model.head_fused, rows, wave.batch)[0]
+
+    def _groups(self, cells: Sequence[WaveCell]) -> Iterator[list[int]]:
+        """Indexes of the cells of each pass. Cells of near layers go together, so that batches are full early."""
+        group, rows = [], 0
+        for i in sorted(range(len(cells)), key=lambda i: cells[i].boundary):
+            size = self.num_tokens - cells[i].position
+            if group and rows + size > self.max_rows:
+                yield group
+                group, rows = [], 0
+            group.append(i)
+            rows += size
+        if group:
+            yield group
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run ``function(*args)`` on the engine's thread, without gradients."""
+        return self._engine_call(partial(torch.no_grad()(function), *args))
+
+    # -- the base run, on the engine's thread ------------------------------------------------
+
+    def _begin(self) -> None:
+        self.kv = LayerKV(self.runner, self.num_tokens + self.max_rows)
+        self.base, self.base_rotations = self.planned([(0, self.num_tokens)], first_slot=1)
+        positions: Any = self.base.positions
+        self.streams.append(self.decoder.embed_fused(self.base.input_ids.unsqueeze(0), positions.unsqueeze(0))[0])
+
+    def _base_layer(self, index: int) -> None:
+        h = self.run_layer(index, self.streams[index].unsqueeze(0), self.base, self.base_rotations)
+        self.streams.append(h[0])
+        self._base_kv.append(self.kv.saved(self.num_tokens))
+
+    # -- what passes are made of ---------------------------------------------------------------
+
+    def planned(self, spans: list[tuple[int, int]], first_slot: int) -> tuple[ForwardBatch, Any]:
+        """The pass of `batch_of`, and its rotations."""
+        batch = batch_of(self.runner, self.kv, self.token_ids, spans, first_slot)
+        return batch, self.rotations_of(batch)
+
+    def rotations_of(self, batch: ForwardBatch) -> Any:
+        """The rotation of each `rotary` of the layers."""
+        positions: Any = batch.positions
+        return self.decoder.rotations(positions.unsqueeze(0), batch)
+
+    def run_layer(
+        self, index: int, h: torch.Tensor, batch: ForwardBatch, rotations: Any, site_ops: HostOps | None = None
+    ) -> torch.Tensor:
+        """One layer, with the sum behind it: [1, rows, hidden] -> the same."""
+        layer = self.layers[index]
+        batch.site_ops = site_ops
+        h, delta = layer.forward_fused(h, None, rotations[layer.rotary], batch)
+        h = residual_sum(h, delta, site_ops, input_add(index + 1))
+        batch.site_ops = None
+        return h
+
+    def restore_kv(self, index: int) -> None:
+        """Put the base run's KV of a layer in place."""
+        self.kv.restore(self._base_kv[index])
+
+
+class _Wave:
+    """One pass of cells.
+
+    Attributes:
+        last: at the end, the last row of each cell after the final norm, [1, cells, hidden].
+    """
+
+    last: torch.Tensor
+
+    def __init__(self, front: Wavefront) -> None:
+        self.front, self.batch = front, front.base
+        self.h: torch.Tensor | None = None
+        self.spans: list[tuple[int, int]] = []
+
+    def advance(self, index: int, arriving: list[WaveCell]) -> None:
+        """Let cells join, and run the layer `index`; behind the last one, the final norm."""
+        front, ops = self.front, None
+        if arriving:
+            ops = self._join(arriving, front.streams[index])
+        assert self.h is not None, "a pass starts at its first cell"
+        if index == len(front.layers):
+            ends = torch.tensor([stop - first for first, stop in self.spans]).cumsum(0) - 1
+            norm = getattr(front.decoder, front.decoder.norm_name)
+            self.last = norm.normalize(self.h[:, ends.to(self.h.device)])
+            self.batch.logits_indices = None  # of these rows, all
+            return
+        if arriving:
+            self.batch, self.rotations = front.planned(self.spans, first_slot=1 + front.num_tokens)
+        front.restore_kv(index)
+        if index == len(front.layers) - 1 and ops is None:
+            self._run_last(index, self.h)
+        else:
+            self.h = front.run_layer(index, self.h, self.batch, self.rotations, ops)
+
+    def _run_last(self, index: int, h: torch.Tensor) -> None:
+        """The last layer: keys and values of all rows, and the rest for each cell's last row, which the head reads."""
+        front, layer, family = self.front, self.front.layers[index], self.front.model.spec.family
+        normed = getattr(layer, family.attention_norm).normalize(h)
+        attention: Attention = getattr(layer, family.attention)
+        attention.write_kv(normed, *self.rotations[layer.rotary], batch=self.batch)
+        self.batch, rows = last_rows_of(front.runner, front.kv, self.batch)
+        self.h = front.run_layer(index, h[:, rows], self.batch, front.rotations_of(self.batch))
+        self.spans = [(stop - 1, stop) for _, stop in self.spans]
+
+    def _join(self, arriving: list[WaveCell], stream: torch.Tensor) -> HostOps | None:
+        """Append the rows of cells, from the base run's stream before their layer. Returns the patches inside of the layer."""
+        front = self.front
+        before = 0 if self.h is None else self.h.shape[1]
+        spans = [(cell.position, front.num_tokens) for cell in arriving]
+        rows = stream[torch.cat([torch.arange(*span) for span in spans]).to(stream.device)]
+        sizes = torch.tensor([stop - first for first, stop in spans])
+        firsts = (sizes.cumsum(0) - sizes).to(stream.device)
+        ops: dict[int, Any] = {}
+        for site in {cell.site for cell in arriving}:
+            own = [i for i, cell in enumerate(arriving) if cell.site == site]
+            patch = _patch([arriving[i] for i in own], firsts[own], stream.dtype)
+            if site.kind in STREAM:
+                rows = patch(rows)
+            else:
+                ops[site_index(site, len(front.layers))] = [((before, len(rows)), patch)]
+        h = rows.unsqueeze(0)
+        self.h = h if self.h is None else torch.cat([self.h, h], dim=1)
+        self.spans += spans
+        return HostOps(ops, {}, len(front.layers)) if ops else None
+
+
+def _patch(cells: list[WaveCell], firsts: torch.Tensor, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that patches the first row of each cell in [rows, width].
+
+    Args:
+        firsts: [cells], these rows.
+    """
+    values = torch.stack([cell.value for cell in cells]).to(firsts.device, dtype)
+    masks = [cell.channels for cell in cells if cell.channels is not None]
+    channels = torch.stack(masks).to(firsts.device) if masks else None
+
+    def patch(rows: torch.Tensor) -> torch.Tensor:
+        new = values if channels is None else torch.where(channels, values, rows[firsts])
+        return rows.index_copy(0, firsts, new)
+
+    return patch
