@@ -17,7 +17,8 @@ from .binding import Bound, at_logits, bind, lists_for_prompts
 from .captures.activations import Activations
 from .captures.captures import Captures
 from .captures.patterns import PatternCaptures, is_pattern
-from .captures.spec import Capture
+from .captures.reduction import Readout
+from .captures.spec import NORMED, Capture
 from .interventions.gates import Flag, GateRead, RequestGates
 from .interventions.knockout import BoundKnockout, Intervention, Knockout, bind_knockouts, request_cuts
 from .interventions.op import Op
@@ -114,7 +115,13 @@ def _capture_of(site: str | Site) -> Capture:
 
 
 def _captures(
-    specs: Sequence[Capture], model: ModelSpec, prompt_len: int, limits: DeclaredLimits, longest: int, logits_from: int
+    specs: Sequence[Capture],
+    model: ModelSpec,
+    prompt_len: int,
+    limits: DeclaredLimits,
+    longest: int,
+    logits_from: int,
+    readout: Readout | None,
 ) -> Captures | None:
     if not specs:
         return None
@@ -127,9 +134,10 @@ def _captures(
             for bound in found:
                 if bound.site.kind == LOGITS:
                     bound = at_logits(bound, logits_from)
-                yield site_index(bound.site, model.num_hidden_layers), bound, shape
+                stream = stream_of(bound.site, model) if bound.site.kind in NORMED else bound.site
+                yield site_index(stream, model.num_hidden_layers), bound, shape
 
-    return Captures(bounds(), model.dtype, prompt_len, longest, model.num_hidden_layers)
+    return Captures(bounds(), model.dtype, prompt_len, longest, model.num_hidden_layers, readout)
 
 
 def _check_size(
@@ -141,6 +149,22 @@ def _check_size(
             f"the captures of a request of {longest} positions may take {num_bytes / 2**20:.0f} MiB; a request's results hold "
             f"{limits.max_capture_bytes / 2**20:.0f} (max_capture_bytes): raise it, or capture fewer sites or positions"
         )
+
+
+def stream_of(site: Site, model: ModelSpec) -> Site:
+    """The site that a norm reads, whose output is `attn_in` or `mlp_in`.
+
+    Raises:
+        ValueError: its input has no site.
+    """
+    if site.kind == "attn_in":
+        return Site("resid_pre", site.layer)
+    if "resid_mid" not in model.family.points:
+        raise ValueError(
+            f"{site}: {model.family.name} models have no site resid_mid, which the norm before the MLP reads; a trace reads "
+            f"{model.family.points['mlp_in'].module.format(site.layer)}.output"
+        )
+    return Site("resid_mid", site.layer)
 
 
 Fires = dict[tuple[int, int], int | torch.Tensor]
@@ -199,6 +223,7 @@ class Declared:
         captures: Sequence[Capture] = (),
         longest: int = 0,
         logits_from: int = 0,
+        readout: Readout | None = None,
     ) -> Declared:
         """The specs of one request, bound and checked.
 
@@ -210,6 +235,7 @@ class Declared:
             captures: in any order.
             longest: most positions that the request may reach.
             logits_from: the first position with logits.
+            readout: of the model, for reductions and normed sites.
 
         Raises:
             ValueError: what `bind` refuses, a site or an op without kernels, too many ops at a site, a site captured twice,
@@ -247,7 +273,7 @@ class Declared:
         patterns = None
         if len(states) < len(captures):
             patterns = PatternCaptures(filter(is_pattern, captures), model, prompt_len, longest)
-        captured = _captures(states, model, prompt_len, limits, longest, logits_from)
+        captured = _captures(states, model, prompt_len, limits, longest, logits_from, readout)
         _check_size(captured, patterns, longest, limits)
         return cls(ops, captured, prompt_len, logits_from, knockouts=knockouts, kv_edits=edits, patterns=patterns)
 
