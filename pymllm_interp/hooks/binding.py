@@ -146,3 +146,19 @@ def at_logits(bound: Bound[SpecT], first: int) -> Bound[SpecT]:
             "prompt come with SamplingParams(prompt_logprobs=0), and in a trace of one pass (`with lm.trace(...)`)"
         )
     return bound
+
+
+def stream_of(site: Site, model: ModelSpec) -> Site:
+    """The site that a norm reads, whose output is `attn_in` or `mlp_in`.
+
+    Raises:
+        ValueError: its input has no site.
+    """
+    if site.kind == "attn_in":
+        return Site("resid_pre", site.layer)
+    if "resid_mid" not in model.family.points:
+        raise ValueError(
+            f"{site}: {model.family.name} models have no site resid_mid, which the norm before the MLP reads; a trace reads "
+            f"{model.family.points['mlp_in'].module.format(site.layer)}.output"
+        )
+    return Site("resid_mid", site.layer)

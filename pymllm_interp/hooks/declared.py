@@ -13,7 +13,7 @@ from ..attention.cut_edges import RequestCuts
 from ..core.arguments import shown
 from ..core.model_spec import INNER_SITES, LOGITS, ModelSpec, site_index
 from ..layers.edits.codes import MAX_HEADS
-from .binding import Bound, at_logits, bind, lists_for_prompts
+from .binding import Bound, at_logits, bind, lists_for_prompts, stream_of
 from .captures.activations import Activations
 from .captures.captures import Captures
 from .captures.patterns import PatternCaptures, is_pattern
@@ -149,22 +149,6 @@ def _check_size(
             f"the captures of a request of {longest} positions may take {num_bytes / 2**20:.0f} MiB; a request's results hold "
             f"{limits.max_capture_bytes / 2**20:.0f} (max_capture_bytes): raise it, or capture fewer sites or positions"
         )
-
-
-def stream_of(site: Site, model: ModelSpec) -> Site:
-    """The site that a norm reads, whose output is `attn_in` or `mlp_in`.
-
-    Raises:
-        ValueError: its input has no site.
-    """
-    if site.kind == "attn_in":
-        return Site("resid_pre", site.layer)
-    if "resid_mid" not in model.family.points:
-        raise ValueError(
-            f"{site}: {model.family.name} models have no site resid_mid, which the norm before the MLP reads; a trace reads "
-            f"{model.family.points['mlp_in'].module.format(site.layer)}.output"
-        )
-    return Site("resid_mid", site.layer)
 
 
 Fires = dict[tuple[int, int], int | torch.Tensor]

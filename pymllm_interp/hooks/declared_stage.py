@@ -117,7 +117,7 @@ class DeclaredStage:
         """Empty the ring, and release the tables."""
         if self.capture_ring is not None:
             self.capture_ring.close()
-        self.device_tables = self.capture_ring = None
+        self.device_tables = self.capture_ring = self.readout = None
         self._live.clear()
         self._cutting.clear()
         self._in_tables.clear()

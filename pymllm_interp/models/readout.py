@@ -38,12 +38,12 @@ class ModelReadout:
             return self._without_gain(module, rows)
         if isinstance(module, Norm):
             return module.normalize(rows)
-        return type(module).forward(module, rows[None])[0]  # a call would run its hooks
+        return _unhooked(module, rows)
 
     def logits(self, rows: Tensor) -> Tensor:
         """The logits [n, vocab] of rows [n, hidden] of `final_norm`, scaled and soft-capped as the model's."""
         head: Any = self._model.get_submodule(self._spec.family.head)
-        logits = head.project(rows[None])[0] if isinstance(head, Linear) else type(head).forward(head, rows[None])[0]
+        logits = head.project(rows[None])[0] if isinstance(head, Linear) else _unhooked(head, rows)
         config = self._config
         if (factor := getattr(config, "logit_scale", None)) is not None:  # Cohere's
             logits = logits * factor
@@ -61,3 +61,9 @@ class ModelReadout:
         if isinstance(module, nn.LayerNorm):
             return F.layer_norm(rows.float(), rows.shape[-1:], None, None, eps).to(rows.dtype)
         return F.rms_norm(rows.float(), rows.shape[-1:], None, eps).to(rows.dtype)
+
+
+def _unhooked(module: nn.Module, rows: Tensor) -> Tensor:
+    """What a module makes of rows [n, hidden]. A call would run the hooks of passes, which these rows are not of."""
+    function = type(module).forward
+    return function(module, rows[None])[0]

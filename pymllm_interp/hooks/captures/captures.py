@@ -11,8 +11,9 @@ import torch
 
 from ..binding import Bound
 from .activations import Activations, CaptureError
-from .group import Group, Pending
-from .reduction import Reading, Readout, Reduction
+from .group import Group
+from .reading import Pending, reading_of
+from .reduction import Readout, Reduction
 from .result_memory import Memory
 from .spec import NORMED, Capture
 
@@ -78,7 +79,7 @@ class Captures:
                 assert isinstance(spec, Capture)
                 alike = bound.windows, spec.dtype, spec.reduce, prod(shape), normed
                 if alike not in groups:
-                    reading = _reading(spec, normed, prod(shape), dtype, readout)
+                    reading = reading_of(spec, normed, prod(shape), dtype, readout)
                     groups[alike] = Group(spec, bound.windows, prod(shape), dtype, prompt_len, longest, reading)
                 group = groups[alike]
             column = group.add(site, bound.site)
@@ -295,19 +296,6 @@ class Captures:
             raise ValueError(
                 f"{name} is the same state as {other}, captured differently: name one of them, with all positions that you want"
             )
-
-
-def _reading(spec: Capture, normed: bool, width: int, dtype: torch.dtype, readout: Readout | None) -> Reading | None:
-    """What the device makes of the states of a capture; None for nothing."""
-    reduction = spec.reduce if isinstance(spec.reduce, Reduction) else None
-    on_device = reduction if reduction is not None and reduction.on_device else None
-    if not normed and on_device is None:
-        return None
-    assert readout is not None, "captures of this kind need the model"
-    sent = dtype
-    if isinstance(spec.dtype, torch.dtype) and spec.reduce in (None, "last") and spec.dtype.itemsize < dtype.itemsize:
-        sent = spec.dtype
-    return Reading(normed, on_device, readout, width, sent, reduction is None or reduction.norm_gain)
 
 
 def _counts(ordinals: np.ndarray, since: int) -> tuple[int, int]:

@@ -24,13 +24,11 @@ import torch
 from ..positions import Window
 from ..site import Site
 from .kept_rows import KeptRows, as_integers
+from .reading import Pending, Reading
 from .records import aligned, selected, size_in
-from .reduction import Reading, Reduced, Reduction
+from .reduction import Reduced, Reduction
 from .result_memory import FRESH, Memory
 from .spec import Capture
-
-Pending = tuple[Reading, Site, torch.Tensor, torch.Tensor]
-"""States that wait for `read_all`."""
 
 
 class Group:

@@ -27,6 +27,7 @@ def selected(runs: Sequence[torch.Tensor], records: np.ndarray) -> Iterator[torc
 
 
 def aligned(size: int) -> int:
+    """The size, rounded up to whole `ALIGNED`."""
     return -(-size // ALIGNED) * ALIGNED
 
 

@@ -10,9 +10,9 @@ host, on all rows of one request. Reductions whose rows depend on each other ("m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -114,70 +114,3 @@ def as_words(*values: Tensor) -> Tensor:
 def floats(words: Tensor) -> Tensor:
     """The floats of `as_words`."""
     return words.contiguous().view(torch.float32)
-
-
-class Reading:
-    """What is made of captured states before they leave the device: the norm of `attn_in` and `mlp_in`, and a reduction.
-
-    Args:
-        normed: the sites are outputs of norms, and the states those of the stream.
-        reduction: that runs on the device; None for none.
-        readout: of the model.
-        width: of a state.
-        dtype: of the values that are sent, without a reduction.
-
-    Attributes:
-        width: values sent for a state.
-        dtype: of these values.
-        reduces: there is a reduction.
-        key: equal for readings that one call can serve.
-    """
-
-    MAX_ELEMENTS = 1 << 25
-    """Values that one call holds at once (`Reduction.row_elements`)."""
-
-    def __init__(
-        self,
-        normed: bool,
-        reduction: Reduction | None,
-        readout: Readout,
-        width: int,
-        dtype: torch.dtype,
-        gain: bool = True,
-    ) -> None:
-        self._normed, self._reduction, self._readout, self._gain = normed, reduction, readout, gain
-        self.width = width if reduction is None else reduction.sent_width(width)
-        self.dtype = dtype if reduction is None else reduction.sent_dtype
-        self._rows = max(1, self.MAX_ELEMENTS // (width if reduction is None else reduction.row_elements(width)))
-        self.reduces = reduction is not None
-        self.key = normed, gain, self.dtype, None if reduction is None else reduction.fingerprint
-
-    @torch.no_grad()
-    def __call__(self, parts: Sequence[tuple[Site, Tensor]]) -> list[Tensor]:
-        """The values [n, width] of each part: a site, and states [n, width of a state]."""
-        by_site: dict[Site, list[int]] = {}
-        for i, (site, _) in enumerate(parts):
-            by_site.setdefault(site, []).append(i)
-        order = [i for found in by_site.values() for i in found]
-        rows = [self._of_site(site, torch.cat([parts[i][1] for i in found])) for site, found in by_site.items()]
-        together = torch.cat(rows) if len(rows) > 1 else rows[0]
-        if self._reduction is not None:
-            sent = [self._reduction.sent(some, self._readout) for some in together.split(self._rows)]
-            together = torch.cat(sent) if len(sent) > 1 else sent[0]
-        pieces: Any = dict(zip(order, together.to(self.dtype).split([len(parts[i][1]) for i in order]), strict=True))
-        return [pieces[i] for i in range(len(parts))]
-
-    def _of_site(self, site: Site, rows: Tensor) -> Tensor:
-        if self._normed:
-            rows = self._readout.norm(site, rows, self._gain)
-        return rows if self._reduction is None else self._reduction.read(site, rows, self._readout)
-
-
-def read_all(pending: Sequence[tuple[Reading, Site, Tensor, Tensor]]) -> None:
-    """Write the values of states of many requests: one call for each key."""
-    by_key: dict[Any, list[tuple[Reading, Site, Tensor, Tensor]]] = {}
-    for entry in pending:
-        by_key.setdefault(entry[0].key, []).append(entry)
-    for entries in by_key.values():
-        values = entries[0][0]([(site, states) for _, site, states, _ in entries])
-        torch._foreach_copy_([target for *_, target in entries], values)

@@ -26,8 +26,8 @@ import torch
 from .admission import RingAdmission
 from .captures import Captures
 from .copier import NO_MEMORY, RequestSlice, RingCopier, SentSpan
-from .group import Group, Pending
-from .reduction import read_all
+from .group import Group
+from .reading import Pending, read_all
 from .result_memory import ResultMemory
 from .ring_allocator import RingAllocator
 
