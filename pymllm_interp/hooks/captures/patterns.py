@@ -133,14 +133,15 @@ class PatternCaptures:
 
                 yield number, PatternRead(rows, layer.heads, keep)
 
-    def counts(self, num_positions: int) -> list[tuple[str, int, int, int]]:
-        """(site, rows of the prompt, rows of generated tokens, missing positions) of the first `num_positions` positions."""
+    def counts(self, num_positions: int) -> list[tuple[str, int, int, int, int]]:
+        """(site, rows of the prompt, rows of generated tokens, missing positions, 0) of the first `num_positions` positions."""
         return [
             (
                 f"{PATTERN}.{number}",
                 int(layer.wanted[: min(self._prompt_len, num_positions)].sum()),
                 int(layer.wanted[self._prompt_len : num_positions].sum()),
                 layer.missing,
+                0,
             )
             for number, layer in sorted(self._layers.items())
         ]
