@@ -10,8 +10,8 @@ import torch
 from helpers_server import KEYS
 
 from pymllm_interp import (
-    SAE,
     LM,
+    SAE,
     Ablate,
     Capture,
     Gate,
