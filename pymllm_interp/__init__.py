@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from .harvest.reader import Harvest, open_harvest
     from .harvest.result import HarvestError
     from .hooks.captures.activations import Activations, CaptureError
+    from .hooks.captures.features import Features
+    from .hooks.captures.lens import Lens
     from .hooks.captures.spec import Capture, Project
     from .hooks.interventions.knockout import Knockout
     from .hooks.interventions.op import Gate
     from .hooks.interventions.projections import Ablate, Clamp
     from .hooks.interventions.set_feature import SetFeature
     from .hooks.interventions.specs import Patch, Scale, Steer
+    from .hooks.lenses import JacobianLens, TunedLens
     from .hooks.positions import Generated
     from .hooks.saes.sae import SAE
     from .hooks.site import Site
@@ -38,12 +41,15 @@ _HOMES = {
     "Capture": "hooks.captures.spec",
     "CaptureError": "hooks.captures.activations",
     "Clamp": "hooks.interventions.projections",
+    "Features": "hooks.captures.features",
     "Gate": "hooks.interventions.op",
     "Generated": "hooks.positions",
     "Harvest": "harvest.reader",
     "HarvestError": "harvest.result",
     "InterpModelRunner": "runner.interp_model_runner",
+    "JacobianLens": "hooks.lenses",
     "Knockout": "hooks.interventions.knockout",
+    "Lens": "hooks.captures.lens",
     "ModelRunner": "runner.model_runner",
     "Patch": "hooks.interventions.specs",
     "Project": "hooks.captures.spec",
@@ -55,14 +61,15 @@ _HOMES = {
     "SetFeature": "hooks.interventions.set_feature",
     "Site": "hooks.site",
     "Steer": "hooks.interventions.specs",
+    "TunedLens": "hooks.lenses",
     "contrast": "toolkit.contrast",
     "open_harvest": "harvest.reader",
 }
 
 __all__ = [
-    "LM", "SAE", "Ablate", "Activations", "Capture", "CaptureError", "Clamp", "Gate", "Generated", "Harvest", "HarvestError",
-    "InterpModelRunner", "Knockout", "ModelRunner", "Patch", "Project", "RequestOutput", "SamplingParams", "SavedSteps",
-    "Scale", "SetFeature", "Site", "Steer", "contrast", "open_harvest",
+    "LM", "SAE", "Ablate", "Activations", "Capture", "CaptureError", "Clamp", "Features", "Gate", "Generated", "Harvest",
+    "HarvestError", "InterpModelRunner", "JacobianLens", "Knockout", "Lens", "ModelRunner", "Patch", "Project", "RequestOutput",
+    "SamplingParams", "SavedSteps", "Scale", "SetFeature", "Site", "Steer", "TunedLens", "contrast", "open_harvest",
 ]  # fmt: skip
 
 

@@ -102,6 +102,10 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="argument of LM, such as max_model_len; repeatable",
     )
+    serve.add_argument(
+        "--sae", type=_named_path, action="append", metavar="NAME=PATH",
+        help="a sparse autoencoder that captures may name, a file or folder of SAE.load; repeatable",
+    )  # fmt: skip
     limits = serve.add_argument_group("limits, each answered with a 4xx (docs/serving.md)")
     for name, (kind, default) in SERVE_LIMITS.items():
         option = f"--{name.replace('_', '-')}"
@@ -162,6 +166,13 @@ def _count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value}: at least 1 is expected")
     return value
+
+
+def _named_path(text: str) -> tuple[str, str]:
+    name, equals, path = text.partition("=")
+    if not (equals and name and path):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=PATH")
+    return name, path
 
 
 def _option(text: str) -> tuple[str, Any]:

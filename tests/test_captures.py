@@ -411,7 +411,6 @@ def test_a_row_that_was_computed_after_the_end_is_not_captured(lm_of: Any) -> No
     ("capture", "message"),
     [
         (["resid_post.1", "resid_post.*"], "resid_post.1 is captured twice"),
-        (["attn_in.0"], "interventions act at embed"),
         ([Capture("logits", positions="prompt")], "from position 2 on, the prompt's last.*prompt_logprobs=0"),
         ([3], "capture: 3 is not one"),
         ([["resid_post.0"], ["resid_post.1"]], "a list for each of the 1; got 2 of them$"),

@@ -55,7 +55,7 @@ def test_index_arrays_are_tensors_and_top_k_has_its_indexes(lm_of: Any, tmp_path
     torch.testing.assert_close(
         open_harvest(tmp_path / "all")["resid_post.1"][:].gather(1, indexes), values, atol=1e-3, rtol=1e-3
     )
-    with pytest.raises(KeyError, match=r"resid_post.0 has no indexes: it was not captured with Project\(top_k=...\)"):
+    with pytest.raises(KeyError, match=r"resid_post.0 has no indexes: it was captured without a reduction"):
         harvest.indexes("resid_post.0")
 
 

@@ -95,7 +95,7 @@ def test_saes_are_named_and_not_sent(lm):
         b_dec=torch.zeros(72),
         site="resid_post.1",
     )
-    with pytest.raises(PromptError, match="store it there under a name"):
+    with pytest.raises(PromptError, match="SAE is not sent to a server; give the name"):
         lm.generate([PROMPT], interventions=[SetFeature(sae, {3: 1.0})])
 
 

@@ -1,5 +1,6 @@
 """SAEs: their files and their maths, against sae-lens (tests/golden/make_saes.py), and the registry."""
 
+import base64
 import json
 import pickle
 import shutil
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pymllm_interp import SAE
+from pymllm_interp import LM, SAE, Activations, Capture, Features, JacobianLens, Lens, SamplingParams
 
 GOLDEN = Path(__file__).parent / "golden" / "saes"
 FOLDERS = sorted(path.parent.relative_to(GOLDEN).as_posix() for path in GOLDEN.rglob("expected.safetensors"))
@@ -219,3 +220,73 @@ def test_the_registry_checks_saes_against_the_model(lm_of):
         tiny_lm.saes["owm"]
     del tiny_lm.saes["own"]
     assert not tiny_lm.saes
+
+
+# -- the server --------------------------------------------------------------------------------
+
+
+def test_a_server_has_saes_by_name_and_reductions_in_json(model_folder, tmp_path):
+    from helpers_server import serving
+
+    width, prompt, params = 72, [5, 3, 8, 1], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    made = {
+        "W_enc": torch.randn(width, 20),
+        "b_enc": torch.zeros(20),
+        "W_dec": torch.randn(20, width),
+        "b_dec": torch.zeros(width),
+    }
+    save_file(made, tmp_path / "sae_weights.safetensors")
+    (tmp_path / "cfg.json").write_text(
+        json.dumps({"architecture": "standard", "hook_name": "blocks.1.hook_resid_post"})
+    )
+    specs = [
+        Capture("resid_post.1", reduce=Features("sea", top_k=3)),
+        Capture("resid_mid.*", reduce=Lens(top_k=2, tokens=[4])),
+    ]
+    capture = [
+        {"site": "resid_post.1", "reduce": {"type": "features", "sae": "sea", "top_k": 3}},
+        {"site": "resid_mid.*", "reduce": {"type": "lens", "top_k": 2, "tokens": [4]}},
+    ]
+    with LM(model_folder("llama"), dtype="float32", device="cpu", kv_cache_tokens=256) as lm:
+        lm.saes["sea"] = tmp_path
+        (wanted,) = lm.generate([prompt], params, capture=specs)
+    with serving(
+        model_folder("llama"), "--sae", f"sea={tmp_path}", "--option", "kv_cache_tokens=256", keys=None
+    ) as server:
+        with server.client(None) as client:
+            assert client.get("/v1/interp/capabilities").json()["saes"] == {
+                "sea": {"site": "resid_post.1", "features": 20}
+            }
+            body = {"prompt": prompt, "max_tokens": 3, "temperature": 0, "ignore_eos": True, "capture": capture}
+            answer = client.post("/v1/completions", json=body).json()["choices"][0]
+            raw = Activations.from_bytes(base64.b64decode(answer["activations"]["data"]))
+            for reduce, message in (
+                ({"type": "features", "sae": "sae"}, "no SAE 'sae'; did you mean 'sea'?"),
+                ({"type": "lens", "transport": "tuned"}, "a server has the logit lens alone; capture the states"),
+            ):
+                refused = client.post(
+                    "/v1/completions", json={**body, "capture": [{"site": "resid_post.1", "reduce": reduce}]}
+                )
+                assert refused.status_code in (400, 422) and message in refused.text
+        with LM.connect(server.url) as remote:
+            (found,) = remote.generate([prompt], params, capture=specs)
+            with pytest.raises(
+                ValueError, match=r"sae: an? SAE is not sent to a server; give the name .*--sae NAME=PATH"
+            ):
+                remote.generate(
+                    [prompt], params, capture=[Capture("resid_post.1", reduce=Features(SAE.load(tmp_path), top_k=3))]
+                )
+            transport = JacobianLens({1: torch.eye(width)})
+            with pytest.raises(ValueError, match="transport: a JacobianLens is not sent to a server"):
+                remote.generate([prompt], params, capture=[Capture("resid_post.1", reduce=Lens(transport=transport))])
+    cut = [entry.cut for entry in wanted.receipt.captures]
+    assert [entry.cut for entry in found.receipt.captures] == cut
+    assert answer["receipt"]["captures"][2].get("cut") == max(cut) > 0
+    for other in (found.activations, raw):
+        assert list(other) == list(wanted.activations)
+        for site, rows in wanted.activations.items():
+            torch.testing.assert_close(other[site], rows)
+            assert {**other.others(site)}.keys() == wanted.activations.others(site).keys()
+            assert all(
+                other.others(site)[name].shape == rows.shape for name, rows in wanted.activations.others(site).items()
+            )

@@ -16,9 +16,9 @@ from helpers_runner import random_ids
 
 from pymllm_interp import SAE, Gate, SamplingParams, SetFeature
 from pymllm_interp.core.model_spec import ModelSpec
-from pymllm_interp.hooks.binding import resolved
 from pymllm_interp.hooks.declared import Declared, DeclaredLimits
 from pymllm_interp.hooks.interventions.reference import apply
+from pymllm_interp.hooks.saes.registry import SAERegistry
 from pymllm_interp.server.specs import intervention_of, to_json
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
@@ -157,7 +157,7 @@ def test_names_are_resolved_when_a_request_is_submitted(lm: Any) -> None:
     assert torch.equal(by_name.activations["resid_post.1"], by_object.activations["resid_post.1"])
     states = by_name.activations["resid_post.1"]
     assert [entry.site for entry in by_name.receipt.interventions] == ["resid_post.1"] and states.isfinite().all()
-    with pytest.raises(ValueError, match=r"SetFeature\('sea'\): no SAE 'sea'"):
+    with pytest.raises(ValueError, match="no SAE 'sea'"):
         lm.generate([prompt], params, interventions=[SetFeature("sea", {5: 4.0})])
 
 
@@ -192,9 +192,11 @@ def test_http_carries_names_and_refuses_saes() -> None:
     sent = json.loads(json.dumps(to_json(spec)))
     assert sent["op"] == "setfeature" and sent["features"] == {"3": [0.0, 1.0], "5": [None, 2.0]}
     assert intervention_of(sent) == spec
-    (found,) = resolved([[intervention_of(sent)]], {}, MODEL, {"sea": sae_of("standard")})[0]
+    saes = SAERegistry(MODEL, "cpu")
+    saes["sea"] = sae_of("standard")
+    found = saes.resolved(intervention_of(sent))
     assert found == SetFeature(sae_of("standard"), dict(spec.features), "clamp", positions="generated")
-    with pytest.raises(ValueError, match=r"store it there under a name"):
+    with pytest.raises(ValueError, match=r"an? SAE is not sent to a server; give the name"):
         to_json(SetFeature(sae_of("standard"), {0: 1.0}))
     with pytest.raises(ValueError, match=r"'x' is not the number of a feature"):
         intervention_of({"op": "setfeature", "sae": "sea", "features": {"x": 1}})

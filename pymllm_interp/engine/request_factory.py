@@ -55,16 +55,24 @@ class RequestFactory:
         tokenizer: or None, where prompts are token ids.
         defaults: the model's sampling parameters, for requests without any, and its end-of-sequence ids.
         seed: of requests that bring none.
+        saes: SAEs by name, of several factories; None: the factory's own.
 
     Attributes:
         vectors: vectors by name, for interventions that give a name in a vector's place.
         saes: SAEs by name, likewise.
     """
 
-    def __init__(self, runner: InterpModelRunner, tokenizer: Any, defaults: GenerationDefaults, seed: int) -> None:
+    def __init__(
+        self,
+        runner: InterpModelRunner,
+        tokenizer: Any,
+        defaults: GenerationDefaults,
+        seed: int,
+        saes: SAERegistry | None = None,
+    ) -> None:
         self.runner, self.tokenizer, self.defaults, self.seed = runner, tokenizer, defaults, seed
         self.vectors = VectorRegistry(runner.model_spec)
-        self.saes = SAERegistry(runner.model_spec, runner.device)
+        self.saes = SAERegistry(runner.model_spec, runner.device) if saes is None else saes
         self._ordinals = itertools.count()
 
     @property
@@ -224,7 +232,7 @@ class RequestFactory:
     # -- declared interventions and captures -------------------------------------------------
 
     def named(self, lists: list[list[Any]], names: Sequence[str] = ("the prompt",)) -> list[list[Any]]:
-        """Each request's specs with this model's vectors in place of their names.
+        """Each request's specs with this model's vectors and SAEs in place of their names.
 
         Args:
             names: of the prompts, for messages.
@@ -233,14 +241,18 @@ class RequestFactory:
             PromptError: an unknown name, or a vector that a spec refuses.
         """
         try:
-            return resolved(lists, self.vectors, self.runner.model_spec, self.saes)
+            return self._named(lists)
         except ValueError:
             for name, specs in zip(names, lists, strict=True):
                 try:
-                    resolved([specs], self.vectors, self.runner.model_spec, self.saes)
+                    self._named([specs])
                 except ValueError as error:
                     raise PromptError(f"{name}: {error}") from error
             raise
+
+    def _named(self, lists: list[list[Any]]) -> list[list[Any]]:
+        made = {id(spec): self.saes.resolved(spec) for specs in lists for spec in specs}
+        return resolved([[made[id(spec)] for spec in specs] for specs in lists], self.vectors, self.runner.model_spec)
 
     def declare(
         self,

@@ -5,7 +5,7 @@
     rows[torch.randperm(len(rows))[:4096]]     # [4096, width]: an index, a slice, or a tensor of indexes
     harvest["blocks.12.hook_resid_post"]       # any name of a site
     harvest.document_ids()                     # [rows] int64; so are `positions` and `token_ids`
-    harvest.indexes("resid_post.12")           # [rows, top_k] int64, of a capture with Project(top_k=...)
+    harvest.indexes("resid_post.12")           # [rows, top_k] int64, of a capture with Project(top_k=...) or Features
     for shard in harvest.shards:
         shard["resid_post.12"]                 # [rows, width]
 
@@ -113,11 +113,11 @@ class SiteNames:
             return False
 
 
-def indexes_name(site: str, names: set[str]) -> str:
-    """The tensor with the indexes of a site. Raises KeyError where there is none among the names."""
-    name = f"indexes.{site}"
+def other_name(other: str, site: str, names: set[str]) -> str:
+    """The name of a further tensor of a site. Raises KeyError where there is none among the names."""
+    name = f"{other}.{site}"
     if name not in names:
-        raise KeyError(f"{site} has no indexes: it was not captured with Project(top_k=...)")
+        raise KeyError(f"{site} has no {other}: it was captured without a reduction that makes them")
     return name
 
 
@@ -145,8 +145,13 @@ class Shard:
         return site in self._names
 
     def indexes(self, site: str | Site) -> Tensor:
-        """[rows, top_k] int64: the directions that ``Project(top_k=...)`` kept. Raises KeyError without them."""
-        return self.tensor(indexes_name(self._names.find(site), self._file_names()))
+        """[rows, top_k] int64: directions, features or tokens that a reduction kept. Raises KeyError without them."""
+        return self.other("indexes", site)
+
+    def other(self, name: str, site: str | Site) -> Tensor:
+        """[rows, ...]: what a reduction returns beside the rows, by its attribute of `Activations` ("counts"). Raises KeyError
+        without it."""
+        return self.tensor(other_name(name, self._names.find(site), self._file_names()))
 
     def _file_names(self) -> set[str]:
         self._open()
@@ -201,8 +206,13 @@ class Harvest:
         return iter(self.sites)
 
     def indexes(self, site: str | Site) -> Tensor:
-        """[rows, top_k] int64: the directions that ``Project(top_k=...)`` kept. Raises KeyError without them."""
-        return _joined([shard.indexes(site) for shard in self.shards])
+        """[rows, top_k] int64: directions, features or tokens that a reduction kept. Raises KeyError without them."""
+        return self.other("indexes", site)
+
+    def other(self, name: str, site: str | Site) -> Tensor:
+        """[rows, ...]: what a reduction returns beside the rows, by its attribute of `Activations` ("counts"). Raises KeyError
+        without it."""
+        return _joined([shard.other(name, site) for shard in self.shards])
 
     @property
     def skipped(self) -> dict[int, str]:

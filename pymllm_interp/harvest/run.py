@@ -19,7 +19,7 @@ import torch
 
 from ..core.closed import EngineClosedError
 from ..hooks.binding import fingerprint_of
-from ..hooks.captures.activations import Activations
+from ..hooks.captures.activations import OTHERS, Activations
 from ..hooks.captures.patterns import is_pattern
 from ..hooks.captures.spec import Capture
 from ..hooks.interventions.knockout import Intervention, Knockout
@@ -298,14 +298,14 @@ class HarvestRun:
 
     def _add_rows(self, done: Pass, found: Activations) -> None:
         document = done.document
-        indexed, index_per_site = set(found.indexes), self.folder.identity.index_per_site
+        index_per_site = self.folder.identity.index_per_site
         for place, site in enumerate(found):
             rows, positions, tokens = found.as_arrived(site), found.positions[site], found.token_ids[site]
             if len(rows) < len(positions):  # a mean: its index is that of the last position
                 positions, tokens = positions[-len(rows) :], tokens[-len(rows) :]
             document.add(site, rows)
-            if site in indexed:
-                document.add(f"indexes.{site}", found.indexes[site])
+            for name, values in found.others(site).items():
+                document.add(f"{name}.{site}", values)
             if place and not index_per_site:
                 continue
             index = (torch.full_like(positions, document.number), positions + done.start, tokens)
@@ -329,7 +329,7 @@ class HarvestRun:
         for document in shard:
             self._inputs.update(document.key)
         tensors = {name: [piece for document in kept for piece in document.rows[name]] for name in kept[0].rows}
-        sites = [name for name in tensors if not name.startswith((*INDEX, "indexes."))]
+        sites = [name for name in tensors if not name.startswith((*INDEX, *(f"{other}." for other in OTHERS)))]
         entry = {
             "rows": {site: sum(map(len, tensors[site])) for site in sites},
             "tokens": sum(document.tokens for document in shard),

@@ -11,7 +11,8 @@ import torch
 
 from ..core.arguments import PromptError
 from ..core.model_spec import LOGITS, ModelSpec
-from ..hooks.captures.spec import Capture, Project
+from ..hooks.captures.reduction import Reduction
+from ..hooks.captures.spec import Capture
 from ..hooks.positions import Positions, windows_of
 from ..hooks.site import expand
 from .folder import INDEX
@@ -37,18 +38,17 @@ def expected_bytes(captures: Sequence[Capture], model: ModelSpec, tokens: int) -
     for number, spec in enumerate(captures):
         sites = expand(spec.site, model.num_hidden_layers, model.family)
         rows = sum(window.size or tokens for window in windows_of(_positions_of(spec), tokens, spec.missing))
-        values, dtype, places = model.width(sites[0].kind), model.dtype, 0
+        values = model.width(sites[0].kind)
         if isinstance(spec.heads, tuple):
             values = len(spec.heads) * model.head_dim
-        if isinstance(spec.reduce, Project):
-            dtype, places = torch.float32, 8 * (spec.reduce.top_k or 0)
-            values = spec.reduce.top_k or len(spec.reduce.directions)
+        asked = spec.dtype if isinstance(spec.dtype, torch.dtype) else None
+        row = values * (asked or model.dtype).itemsize
+        if isinstance(spec.reduce, Reduction):
+            row = spec.reduce.row_bytes(asked)
         elif spec.reduce is not None:
             rows = min(rows, 1)
-        if isinstance(spec.dtype, torch.dtype):
-            dtype = spec.dtype
         indexes = len(sites) if has_index_per_site(captures) else int(number == 0)
-        total += rows * (len(sites) * (values * dtype.itemsize + places) + indexes * index)
+        total += rows * (len(sites) * row + indexes * index)
     return total
 
 

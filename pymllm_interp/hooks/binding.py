@@ -12,7 +12,6 @@ from torch import Tensor
 from ..core.model_spec import ModelSpec
 from .layer_vectors import LayerVectors
 from .positions import Window, missing_of, windows_of
-from .saes.sae import SAE
 from .site import Site, expand
 from .spec import PlacedSpec, Spec
 from .vector_files import Named
@@ -41,13 +40,8 @@ def lists_for_prompts(given: Any, prompts: int, what: str) -> list[list[Any]]:
     raise ValueError(f"{what}: expected one list for all prompts, or a list for each of the {prompts}; got {got}")
 
 
-def resolved(
-    lists: Sequence[Sequence[SpecT]],
-    vectors: Mapping[str, Named],
-    model: ModelSpec,
-    saes: Mapping[str, SAE] | None = None,
-) -> list[list[SpecT]]:
-    """Each request's specs with vectors and SAEs in place of names. A spec with per-layer vectors becomes one spec per layer.
+def resolved(lists: Sequence[Sequence[SpecT]], vectors: Mapping[str, Named], model: ModelSpec) -> list[list[SpecT]]:
+    """Each request's specs with vectors in place of names. A spec with per-layer vectors becomes one spec per layer.
 
     Raises:
         ValueError: an unknown name, a layer without a vector, or a vector that the spec refuses.
@@ -55,7 +49,7 @@ def resolved(
     done: dict[int, list[SpecT]] = {}  # by id: requests usually share their specs
     for spec in (spec for specs in lists for spec in specs):
         if id(spec) not in done:
-            done[id(spec)] = _resolved(spec.with_sae({} if saes is None else saes), vectors, model)
+            done[id(spec)] = _resolved(spec, vectors, model)
     return [[made for spec in specs for made in done[id(spec)]] for specs in lists]
 
 
@@ -152,3 +146,19 @@ def at_logits(bound: Bound[SpecT], first: int) -> Bound[SpecT]:
             "prompt come with SamplingParams(prompt_logprobs=0), and in a trace of one pass (`with lm.trace(...)`)"
         )
     return bound
+
+
+def stream_of(site: Site, model: ModelSpec) -> Site:
+    """The site that a norm reads, whose output is `attn_in` or `mlp_in`.
+
+    Raises:
+        ValueError: its input has no site.
+    """
+    if site.kind == "attn_in":
+        return Site("resid_pre", site.layer)
+    if "resid_mid" not in model.family.points:
+        raise ValueError(
+            f"{site}: {model.family.name} models have no site resid_mid, which the norm before the MLP reads; a trace reads "
+            f"{model.family.points['mlp_in'].module.format(site.layer)}.output"
+        )
+    return Site("resid_mid", site.layer)

@@ -13,11 +13,12 @@ from ..attention.cut_edges import RequestCuts
 from ..core.arguments import shown
 from ..core.model_spec import INNER_SITES, LOGITS, ModelSpec, site_index
 from ..layers.edits.codes import MAX_HEADS
-from .binding import Bound, at_logits, bind, lists_for_prompts
+from .binding import Bound, at_logits, bind, lists_for_prompts, stream_of
 from .captures.activations import Activations
 from .captures.captures import Captures
 from .captures.patterns import PatternCaptures, is_pattern
-from .captures.spec import Capture
+from .captures.reduction import Readout
+from .captures.spec import NORMED, Capture
 from .interventions.gates import Flag, GateRead, RequestGates
 from .interventions.knockout import BoundKnockout, Intervention, Knockout, bind_knockouts, request_cuts
 from .interventions.op import Op
@@ -114,7 +115,13 @@ def _capture_of(site: str | Site) -> Capture:
 
 
 def _captures(
-    specs: Sequence[Capture], model: ModelSpec, prompt_len: int, limits: DeclaredLimits, longest: int, logits_from: int
+    specs: Sequence[Capture],
+    model: ModelSpec,
+    prompt_len: int,
+    limits: DeclaredLimits,
+    longest: int,
+    logits_from: int,
+    readout: Readout | None,
 ) -> Captures | None:
     if not specs:
         return None
@@ -127,9 +134,10 @@ def _captures(
             for bound in found:
                 if bound.site.kind == LOGITS:
                     bound = at_logits(bound, logits_from)
-                yield site_index(bound.site, model.num_hidden_layers), bound, shape
+                stream = stream_of(bound.site, model) if bound.site.kind in NORMED else bound.site
+                yield site_index(stream, model.num_hidden_layers), bound, shape
 
-    return Captures(bounds(), model.dtype, prompt_len, longest, model.num_hidden_layers)
+    return Captures(bounds(), model.dtype, prompt_len, longest, model.num_hidden_layers, readout)
 
 
 def _check_size(
@@ -199,6 +207,7 @@ class Declared:
         captures: Sequence[Capture] = (),
         longest: int = 0,
         logits_from: int = 0,
+        readout: Readout | None = None,
     ) -> Declared:
         """The specs of one request, bound and checked.
 
@@ -210,6 +219,7 @@ class Declared:
             captures: in any order.
             longest: most positions that the request may reach.
             logits_from: the first position with logits.
+            readout: of the model, for reductions and normed sites.
 
         Raises:
             ValueError: what `bind` refuses, a site or an op without kernels, too many ops at a site, a site captured twice,
@@ -247,7 +257,7 @@ class Declared:
         patterns = None
         if len(states) < len(captures):
             patterns = PatternCaptures(filter(is_pattern, captures), model, prompt_len, longest)
-        captured = _captures(states, model, prompt_len, limits, longest, logits_from)
+        captured = _captures(states, model, prompt_len, limits, longest, logits_from, readout)
         _check_size(captured, patterns, longest, limits)
         return cls(ops, captured, prompt_len, logits_from, knockouts=knockouts, kv_edits=edits, patterns=patterns)
 

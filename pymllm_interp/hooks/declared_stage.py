@@ -24,6 +24,7 @@ from ..core.upload import upload
 from ..layers.edits.table import TableOps
 from .captures.activations import Activations
 from .captures.captures import Captures
+from .captures.reduction import Readout
 from .captures.ring import CaptureRing, StatesOf
 from .captures.spec import Capture
 from .declared import Declared, DeclaredLimits
@@ -64,13 +65,14 @@ class DeclaredStage:
         config: limits and the ring's size are read.
         model: what specs are checked against.
         device: of the passes.
+        readout: of the model, for reductions.
 
     Attributes:
         device_tables: ops and captures that kernels read; None on a CPU.
         capture_ring: ring that captured states leave the device through, beside the tables.
     """
 
-    def __init__(self, config: ServerConfig, model: ModelSpec, device: str) -> None:
+    def __init__(self, config: ServerConfig, model: ModelSpec, device: str, readout: Readout | None = None) -> None:
         self.model, self.device = model, device
         self.limits = DeclaredLimits(
             config.max_interventions_per_site, config.max_intervention_vectors, config.max_capture_bytes,
@@ -78,7 +80,7 @@ class DeclaredStage:
         )  # fmt: skip
         self.device_tables: DeviceTables | None = None
         self.capture_ring: CaptureRing | None = None
-        self._config = config
+        self._config, self.readout = config, readout
         self._logits_site = inner_site(model.num_hidden_layers, 0, LOGITS)
         self._live: dict[str, Declared] = {}
         self._with_gradients: set[str] = set()
@@ -115,7 +117,7 @@ class DeclaredStage:
         """Empty the ring, and release the tables."""
         if self.capture_ring is not None:
             self.capture_ring.close()
-        self.device_tables = self.capture_ring = None
+        self.device_tables = self.capture_ring = self.readout = None
         self._live.clear()
         self._cutting.clear()
         self._in_tables.clear()
@@ -132,7 +134,7 @@ class DeclaredStage:
             return None
         longest = request.prompt_len + request.max_tokens - 1
         declared = Declared.of(
-            specs, self.model, request.prompt_len, self.limits, captures, longest, request.logits_from
+            specs, self.model, request.prompt_len, self.limits, captures, longest, request.logits_from, self.readout
         )
         if declared.captures is not None:
             if request.trace is None or not request.trace.grad:
@@ -205,8 +207,9 @@ class DeclaredStage:
 
         def complete() -> None:
             try:
-                request.receipt.captures = declared.captured(counted)
-                arrived.set_result(declared.activations(token_ids))
+                found = declared.activations(token_ids)
+                request.receipt.captures = declared.captured(counted)  # which counts what results leave out
+                arrived.set_result(found)
             except Exception as error:
                 arrived.set_exception(error)
 

@@ -47,6 +47,8 @@ class Captured(_Brief):
     generated_rows: int = 0
     missing: int = 0
     """Positions that the prompt does not have, left out by `missing="skip"`."""
+    cut: int = 0
+    """Active features that `Features(top_k=...)` left out, over all rows."""
 
 
 @dataclass(repr=False)

@@ -175,14 +175,6 @@ class PlacedSpec(Spec):
         """(what, largest magnitude) of the numbers written into any state; the model's dtype must hold them."""
         yield from ()
 
-    def with_sae(self, saes: Mapping[str, Any]) -> Self:
-        """The spec with an SAE in place of a name in `saes`.
-
-        Raises:
-            ValueError: an unknown name, or an SAE that the spec refuses.
-        """
-        return self
-
     def fit(self, windows: tuple[Window, ...], prompt_len: int) -> Self:
         """The spec for the windows that its positions select in a prompt.
 

@@ -36,6 +36,7 @@ from ..hooks.traces.interleaver import EngineInterleaver
 from ..hooks.traces.step_outputs import offer_tokens, serve_outputs
 from ..layers.edits.base import apply_inner
 from ..layers.edits.table import TableOps
+from ..models.readout import ModelReadout
 from ..sampling import SamplerOutput
 from .async_output import AsyncOutput
 from .hooked_passes import HookedPasses
@@ -100,7 +101,8 @@ class InterpModelRunner(ModelRunner):
 
     def init_memory_pool(self) -> None:
         """The pools, and the tables of declared interventions."""
-        self.declared_stage = DeclaredStage(self.server_config, self.model_spec, self.device)
+        readout = ModelReadout(self.get_model(), self.model_spec)
+        self.declared_stage = DeclaredStage(self.server_config, self.model_spec, self.device, readout)
         super().init_memory_pool()
 
     def _init_tables(self) -> None:

@@ -31,4 +31,5 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
         model=model, server=server, name=args.served_model_name or Path(args.model).name, host=args.host, port=args.port,
         keys=read_keys(args.keys, args.allow_code_from or ()), limits=ServeLimits(**limits), store=args.store,
         on_engine_exit=args.on_engine_exit, drain_seconds=args.drain_seconds, log_level=args.log_level,
+        saes=dict(args.sae or ()),
     )  # fmt: skip

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, create_model
 
 from ..config import DTYPES
-from ..hooks.captures.spec import Capture, Project
+from ..hooks.captures.spec import Capture
 from ..hooks.interventions.op import SCOPES, Gate
 from ..hooks.interventions.set_feature import MODES, SetFeature
 from ..hooks.interventions.specs import NORMS
 from ..hooks.spec import MISSING as MISSING_POSITIONS
-from .specs import OPS, WIRE_DTYPES
+from .specs import OPS, REDUCTIONS, WIRE_DTYPES
 
 
 class Strict(BaseModel):
@@ -86,9 +86,9 @@ PositionsField = Annotated[
 ]
 
 
-def _model(cls: type[Any], known: dict[str, Any], op: str | None = None) -> Any:
-    """A pydantic model with the fields of a dataclass."""
-    parts: dict[str, Any] = {} if op is None else {"op": (Literal[op], ...)}  # pyright: ignore[reportInvalidTypeForm]
+def _model(cls: type[Any], known: dict[str, Any], **tags: str) -> Any:
+    """A pydantic model with the fields of a dataclass, and tags that name it."""
+    parts: dict[str, Any] = {name: (Literal[tag], ...) for name, tag in tags.items()}  # pyright: ignore[reportInvalidTypeForm]
     for field in fields(cls):
         if field.init:
             default = ... if field.default is MISSING else field.default
@@ -109,7 +109,6 @@ _KNOWN: dict[str, Any] = {
     "norm": Literal[tuple(NORMS)],  # pyright: ignore[reportInvalidTypeForm]
     "missing": Literal[MISSING_POSITIONS],  # pyright: ignore[reportInvalidTypeForm]
     "scope": Literal[SCOPES],  # pyright: ignore[reportInvalidTypeForm]
-    "sae": Annotated[str, Field(description="the name of an SAE in the server's lm.saes")],
     "features": Annotated[
         dict[str, float | list[float | None]],
         Field(min_length=1, description="feature -> value, or [low, high] with clamp"),
@@ -118,17 +117,22 @@ _KNOWN: dict[str, Any] = {
     "heads": _HEADS,
     "layer": StrictInt | list[StrictInt] | Literal["*"],
     "top_k": StrictInt | None,  # pyright: ignore[reportOperatorIssue]
+    "sae": Annotated[str, Field(description="the name of an SAE that the server has (--sae NAME=PATH)")],
+    "tokens": list[StrictInt] | None,
+    "transport": Annotated[str | None, Field(description="null: a server has the logit lens alone")],
     "dtype": Literal[tuple(DTYPES)] | None,  # pyright: ignore
 }
 """Types of the fields, by name. A field that is not here fails at import: a new one must be given its type."""
 
 _GATE_SITE = Annotated[str | None, Field(description="one site, earlier in the pass than those of the intervention")]
 GateModel: Any = _model(Gate, _KNOWN | {"site": _GATE_SITE})
-ProjectModel: Any = _model(Project, _KNOWN)
-_KNOWN |= {"when": GateModel | None, "reduce": Literal["mean", "last"] | ProjectModel | None}
+ReductionModel: Any = reduce(or_, [
+    _model(cls, _KNOWN, **({} if name == "project" else {"type": name})) for name, cls in REDUCTIONS.items()
+])  # fmt: skip
+_KNOWN |= {"when": GateModel | None, "reduce": Literal["mean", "last"] | ReductionModel | None}
 _OF_SAE = {"site": Annotated[str | None, Field(description="the site; null: the one that the SAE reads")]}
 OP_MODELS: dict[str, Any] = {
-    name: _model(cls, _KNOWN | (_OF_SAE if cls is SetFeature else {}), name) for name, cls in OPS.items()
+    name: _model(cls, _KNOWN | (_OF_SAE if cls is SetFeature else {}), op=name) for name, cls in OPS.items()
 }
 CaptureModel: Any = _model(Capture, _KNOWN)
 

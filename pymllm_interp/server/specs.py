@@ -18,6 +18,9 @@ import torch
 
 from ..config import DTYPES
 from ..core.arguments import PromptError, shown
+from ..hooks.captures.features import Features
+from ..hooks.captures.lens import Lens
+from ..hooks.captures.reduction import Reduction
 from ..hooks.captures.spec import Capture, Project
 from ..hooks.interventions.knockout import Knockout
 from ..hooks.interventions.op import Gate, Op
@@ -26,7 +29,6 @@ from ..hooks.interventions.set_feature import SetFeature
 from ..hooks.interventions.specs import Patch, Scale, Steer
 from ..hooks.layer_vectors import LayerVectors
 from ..hooks.positions import Generated, Masked
-from ..hooks.saes.sae import SAE
 from ..hooks.site import Site
 from ..hooks.spec import Spec, as_argument
 
@@ -36,8 +38,16 @@ OPS: dict[str, type[Op] | type[Knockout]] = {
 """Names of the interventions in JSON."""
 WIRE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 """Dtypes of inline vectors."""
-_INNER: dict[str, type[Spec]] = {"when": Gate, "reduce": Project}
+REDUCTIONS: dict[str, type[Reduction]] = {cls.__name__.lower(): cls for cls in (Project, Features, Lens)}
+"""Reductions by their `type` in JSON; without one it is a projection."""
 _VECTORS = {"vector", "directions", "direction", "values", "probe"}
+
+
+LOCAL = {
+    "sae": "give the name of one that it has (`pymllm-interp serve --sae NAME=PATH`)",
+    "transport": "capture the states, or use a local LM",
+}
+"""Fields whose objects stay in the program that made them -> what to do."""
 
 
 def vector_to_json(tensor: torch.Tensor) -> dict[str, Any]:
@@ -138,7 +148,10 @@ def to_json(spec: Spec) -> dict[str, Any]:
     Raises:
         PromptError: it holds an SAE.
     """
-    found: dict[str, Any] = {"op": type(spec).__name__.lower()} if isinstance(spec, Op | Knockout) else {}
+    kind = type(spec).__name__.lower()
+    found: dict[str, Any] = {"op": kind} if isinstance(spec, Op | Knockout) else {}
+    if isinstance(spec, Reduction) and not isinstance(spec, Project):
+        found["type"] = kind
     for field in fields(spec):  # pyright: ignore[reportArgumentType]
         value = getattr(spec, field.name)
         if not field.init or (field.default is not MISSING and value is field.default):
@@ -150,10 +163,6 @@ def to_json(spec: Spec) -> dict[str, Any]:
 
 
 def _value_to_json(name: str, value: Any) -> Any:
-    if isinstance(value, SAE):
-        raise PromptError(
-            "an SAE is not sent to a server: store it there under a name, lm.saes['name'] = sae, and send that"
-        )
     if name == "features":
         return {str(feature): list(target) if isinstance(target, tuple) else target for feature, target in value}
     if isinstance(value, torch.Tensor):
@@ -162,6 +171,8 @@ def _value_to_json(name: str, value: Any) -> Any:
         if isinstance(value.vectors, dict):
             return {"layers": {str(layer): vector_to_json(vector) for layer, vector in value.vectors.items()}}
         return vector_to_json(value.vectors)
+    if name in LOCAL and value is not None and not isinstance(value, str):
+        raise PromptError(f"{name}: a {type(value).__name__} is not sent to a server; {LOCAL[name]}")
     if isinstance(value, Spec):
         return to_json(value)
     if isinstance(value, torch.dtype):
@@ -213,8 +224,17 @@ def _made(cls: type[Any], given: Any, what: str) -> Any:
 def _value_of(name: str, value: Any, what: str) -> Any:
     if name in _VECTORS:
         return vector_of(value, what)
-    if name in _INNER and isinstance(value, Mapping):
-        return _made(_INNER[name], value, what)
+    if name == "when" and isinstance(value, Mapping):
+        return _made(Gate, value, what)
+    if name == "reduce" and isinstance(value, Mapping):
+        kind = value.get("type", "project")
+        if kind not in REDUCTIONS:
+            raise PromptError(f"{what}: type is {shown(kind)}; expected one of {', '.join(REDUCTIONS)}")
+        return _made(REDUCTIONS[kind], {name: part for name, part in value.items() if name != "type"}, what)
+    if name in LOCAL and not isinstance(value, str | None):
+        raise PromptError(f"{what}: {LOCAL[name]}")
+    if name == "transport" and value is not None:
+        raise PromptError(f"{what}: a server has the logit lens alone; {LOCAL[name]}")
     if name in ("positions", "from_", "to"):
         return positions_of(value, what)
     if name == "features" and isinstance(value, Mapping):

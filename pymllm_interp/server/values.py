@@ -81,8 +81,9 @@ class Tree:
         )
 
     def _activations(self, found: Activations, site: str, what: str) -> list[Any]:
-        parts = [found[site], found.positions[site], found.token_ids[site], found.indexes.get(site)]
-        return [None if part is None else self._tensor(part, what) for part in parts]
+        parts = [found[site], found.positions[site], found.token_ids[site]]
+        others = {name: self._tensor(part, what) for name, part in found.others(site).items()}
+        return [*(self._tensor(part, what) for part in parts), others]
 
     def _items(self, value: Mapping[Any, Any], what: str, depth: int) -> list[Any]:
         return [
@@ -155,9 +156,9 @@ class Values:
                 return receipt_of(receipt)
             case {"activations": num_layers, "sites": sites}:
                 found = Activations(num_layers)
-                for site, (rows, positions, tokens, indexes) in sites.items():
-                    kept = None if indexes is None else self.of(indexes)
-                    found.add(site, self.of(rows), self.of(positions), self.of(tokens), kept)
+                for site, (rows, positions, tokens, others) in sites.items():
+                    further = {name: self.of(part) for name, part in others.items()}
+                    found.add(site, self.of(rows), self.of(positions), self.of(tokens), further)
                 return found
             case {"cache": content, "path": path}:
                 cache = Cache(self._model, modules=[])

@@ -16,8 +16,10 @@ from ...core.tables import Shown, Table
 from ..site import Site
 
 FORMAT = "pymllm-interp activations 1"
-INDEXES = ("positions", "token_ids", "indexes")
-"""Prefixes of index tensors in a file: ``positions.resid_post.3``."""
+OTHERS = ("indexes", "counts", "token_log_probs", "token_ranks")
+"""Further tensors of a site, made by reductions: attributes of `Activations`."""
+PREFIXES = ("positions", "token_ids", *OTHERS)
+"""Prefixes of such tensors in a file: ``positions.resid_post.3``."""
 
 
 class CaptureError(RuntimeError):
@@ -77,7 +79,8 @@ class Activations(BySite):
     """Captured states of one completion, by site, on the CPU.
 
     A tensor has shape [positions, width]; `q`, `k`, `v` and `z` have [positions, heads, head_dim]. With `reduce="mean"` and
-    `reduce="last"` it has [1, width], with `Project` [positions, directions] or [positions, top_k].
+    `reduce="last"` it has [1, width], with `Project` [positions, directions] or [positions, top_k], with `Features` and `Lens`
+    [positions, top_k].
 
     Each tensor is contiguous, in memory of its own, which holds no states of other requests. Sites that were captured alike arrive
     in one piece of memory, so the first read of a site copies its rows.
@@ -88,13 +91,19 @@ class Activations(BySite):
     Attributes:
         positions: by site, [positions] int64: positions of the rows among the input tokens, in ascending order.
         token_ids: by site, [positions] int64: the tokens at these positions.
-        indexes: by site, [positions, top_k] int64: the directions that `Project(top_k=...)` kept.
+        indexes: by site, [positions, top_k] int64: the directions that `Project(top_k=...)` kept, the features of `Features`, the
+            tokens of `Lens`.
+        counts: by site, [positions] int64: the number of active features (`Features`).
+        token_log_probs: by site, [positions, tokens]: log probabilities of the tokens that `Lens(tokens=...)` looks up.
+        token_ranks: by site, [positions, tokens] int64: the number of tokens that are more likely.
         error: why the states are lost; reading any of them raises it. None where they are not.
     """
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(num_layers)
-        self.positions, self.token_ids, self.indexes = (BySite(num_layers) for _ in range(3))
+        self.positions, self.token_ids = BySite(num_layers), BySite(num_layers)
+        self.indexes, self.counts = BySite(num_layers), BySite(num_layers)
+        self.token_log_probs, self.token_ranks = BySite(num_layers), BySite(num_layers)
         self.error: CaptureError | None = None
 
     def add(
@@ -103,13 +112,21 @@ class Activations(BySite):
         rows: torch.Tensor,
         positions: torch.Tensor,
         token_ids: torch.Tensor,
-        indexes: torch.Tensor | None = None,
+        others: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Add a site under its canonical name."""
+        """Add a site under its canonical name.
+
+        Args:
+            others: tensors by name, of `OTHERS`.
+        """
         self._tensors[site] = rows
         self.positions._tensors[site], self.token_ids._tensors[site] = positions, token_ids
-        if indexes is not None:
-            self.indexes._tensors[site] = indexes
+        for name, tensor in (others or {}).items():
+            getattr(self, name)._tensors[site] = tensor
+
+    def others(self, site: str) -> dict[str, torch.Tensor]:
+        """The further tensors of a site, by attribute."""
+        return {name: found[site] for name in OTHERS if site in (found := getattr(self, name))}
 
     def __getitem__(self, site: str | Site) -> torch.Tensor:
         if self.error is not None:
@@ -149,7 +166,7 @@ class Activations(BySite):
         return torch.stack(found)
 
     def save(self, path: str | Path) -> None:
-        """Write a safetensors file: a tensor for each site, and its `positions`, `token_ids` and `indexes`."""
+        """Write a safetensors file: a tensor for each site, and its `positions`, `token_ids` and so on."""
         tensors, metadata = self._content()
         save_file(tensors, path, metadata)
 
@@ -160,7 +177,7 @@ class Activations(BySite):
     def _content(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Tensors and metadata of a file."""
         tensors = {site: self[site] for site in self}
-        for prefix in INDEXES:
+        for prefix in PREFIXES:
             tensors |= {f"{prefix}.{site}": values.clone() for site, values in getattr(self, prefix).items()}
         return tensors, {"format": FORMAT, "sites": json.dumps(list(self)), "num_layers": str(self._num_layers)}
 
@@ -198,8 +215,9 @@ class Activations(BySite):
             raise ValueError(f"{what} was not written by Activations.save: its format is {metadata.get('format')!r}")
         found = cls(int(metadata["num_layers"]))
         for site in json.loads(metadata["sites"]):
-            positions, tokens = (tensors[f"{prefix}.{site}"] for prefix in INDEXES[:2])
-            found.add(site, tensors[site], positions, tokens, tensors.get(f"indexes.{site}"))
+            positions, tokens = (tensors[f"{prefix}.{site}"] for prefix in PREFIXES[:2])
+            others = {name: tensors[key] for name in OTHERS if (key := f"{name}.{site}") in tensors}
+            found.add(site, tensors[site], positions, tokens, others)
         return found
 
     def __getstate__(self) -> dict[str, Any]:

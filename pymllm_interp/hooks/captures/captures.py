@@ -12,8 +12,10 @@ import torch
 from ..binding import Bound
 from .activations import Activations, CaptureError
 from .group import Group
+from .reading import Pending, reading_of
+from .reduction import Readout, Reduction
 from .result_memory import Memory
-from .spec import Capture, Project
+from .spec import NORMED, Capture
 
 MAX_RUNS = 16
 """Upper bound of the runs of equal record sizes in a packed prompt.
@@ -31,12 +33,14 @@ class Captures:
         prompt_len: positions of the prompt.
         longest: upper bound of the request's positions.
         num_layers: of the model.
+        readout: of the model, for reductions and normed sites.
 
     Attributes:
         next_position: positions before it were sent. They are not captured again when they are computed again.
         error: why the states are lost; nothing is captured any more. None where they are not.
         by_site: number of a site -> (its group, its column).
         groups: in the order of a record.
+        cut: by site, values that limits of reductions left out; after `activations`.
 
     Raises:
         ValueError: a site is named twice, or captured differently under two names.
@@ -49,14 +53,17 @@ class Captures:
         prompt_len: int,
         longest: int,
         num_layers: int,
+        readout: Readout | None = None,
     ) -> None:
         self.next_position = 0
+        self.cut: dict[str, int] = {}
         self._num_layers = num_layers
         self._prompt_len = prompt_len
         self.error: CaptureError | None = None
         self._copied = 0
         self.by_site: dict[int, tuple[Group, int]] = {}
-        self._names: dict[str, int] = {}
+        self._columns: dict[str, tuple[Group, int]] = {}
+        self._numbers: dict[str, int] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._heads: dict[str, tuple[int, ...] | None] = {}
         self._missing: dict[str, int] = {}
@@ -64,40 +71,42 @@ class Captures:
         spec = group = None
         for site, bound, shape in bounds:
             name = str(bound.site)
-            if name in self._names:
+            if name in self._columns:
                 raise ValueError(f"{name} is captured twice: name it once, with all positions that you want")
+            normed = bound.site.kind in NORMED
             if group is None or bound.spec is not spec:  # else another layer of the same spec
                 spec = bound.spec
                 assert isinstance(spec, Capture)
-                alike = bound.windows, spec.dtype, spec.reduce, prod(shape)
+                alike = bound.windows, spec.dtype, spec.reduce, prod(shape), normed
                 if alike not in groups:
-                    groups[alike] = Group(spec, bound.windows, prod(shape), dtype, prompt_len, longest)
+                    reading = reading_of(spec, normed, prod(shape), dtype, readout)
+                    groups[alike] = Group(spec, bound.windows, prod(shape), dtype, prompt_len, longest, reading)
                 group = groups[alike]
-            if self.by_site.setdefault(site, (group, len(group.sites)))[0] is not group:
-                other = next(known for known, number in self._names.items() if number == site)
-                raise ValueError(
-                    f"{name} is the same state as {other}, captured differently: name one of them, with all positions that you "
-                    "want"
-                )
-            if site not in group.sites:
-                group.sites.append(site)
-            self._names[name], self._shapes[name] = site, shape
+            column = group.add(site, bound.site)
+            self._share(name, site, group, column)
+            self._columns[name], self._numbers[name], self._shapes[name] = (group, column), site, shape
             self._heads[name], self._missing[name] = bound.spec.heads, bound.missing
         self._sums_size = sum(group.sums_size for group in groups.values())
         # A record ends after the last group that its position is in, so groups with more positions come first; above all
         # with more positions whose records are not packed.
-        since = prompt_len if self._sums_size else 0
+        self._reads = any(group.reading is not None for group in groups.values())
+        since = prompt_len if self._sums_size and not self._reads else 0
         self.groups = sorted(groups.values(), key=lambda group: _counts(group.ordinals, since), reverse=True)
         self._record_sizes = np.zeros(longest, dtype=np.int64)
         offset = 0
         for group in self.groups:
             group.offset, offset = offset, offset + group.record_size
             self._record_sizes[group.ordinals >= 0] = offset
-        if self._sums_size:
+        for group in self.groups:  # a record has the states of other groups that its own read
+            stops = [source[0].offset + source[0].record_size for source in group.sources if source is not None]
+            if stops:
+                np.maximum(self._record_sizes, max(stops), out=self._record_sizes, where=group.ordinals >= 0)
+        if self._sums_size or self._reads:
             self._sizes_to_pack = self._record_sizes
-            if np.count_nonzero(np.diff(self._record_sizes[:prompt_len])) > MAX_RUNS:
+            packed = longest if self._reads else prompt_len
+            if np.count_nonzero(np.diff(self._record_sizes[:packed])) > MAX_RUNS:
                 self._sizes_to_pack = np.where(self._record_sizes > 0, self._record_sizes.max(), 0)
-            self._packed_sizes = np.sum([group.sent_whole * group.record_size for group in self.groups], axis=0)
+            self._packed_sizes = np.sum([group.sent_whole * group.packed_size for group in self.groups], axis=0)
 
     @property
     def in_order(self) -> bool:
@@ -109,14 +118,16 @@ class Captures:
         """Upper bound of the results' bytes on the host."""
         return sum(group.num_bytes for group in self.groups)
 
-    def counts(self, num_positions: int) -> list[tuple[str, int, int, int]]:
-        """(site, rows of the prompt, rows of generated tokens, missing positions) of the first `num_positions` positions."""
+    def counts(self, num_positions: int) -> list[tuple[str, int, int, int, int]]:
+        """(site, rows of the prompt, rows of generated tokens, missing positions, cut values) of the first `num_positions`."""
         of_group = {}
         for group in self.groups:
             prompt, generated = np.split(group.captured[:num_positions], [self._prompt_len])
             of_group[id(group)] = int(prompt.sum()), int(generated.sum())
-        by_site = sorted(self._names.items(), key=lambda entry: entry[1])
-        return [(name, *of_group[id(self.by_site[site][0])], self._missing[name]) for name, site in by_site]
+        return [
+            (name, *of_group[id(self._columns[name][0])], self._missing[name], self.cut.get(name, 0))
+            for name in self._in_order()
+        ]
 
     def first_position(self, start: int) -> int | None:
         """The first captured position from `start` on; None for none, or where the captures are lost."""
@@ -126,8 +137,11 @@ class Captures:
     @property
     def max_reserved_size(self) -> int:
         """Upper bound of the ring elements for one position."""
-        packed = self._sizes_to_pack + self._packed_sizes + self._sums_size if self._sums_size else self._record_sizes
-        return int(max(packed[: self._prompt_len].max(initial=0), self._record_sizes.max(initial=0)))
+        if not self._sums_size and not self._reads:
+            return int(self._record_sizes.max(initial=0))
+        packed = self._sizes_to_pack + self._packed_sizes + self._sums_size
+        packed = packed if self._reads else packed[: self._prompt_len]
+        return int(max(packed.max(initial=0), self._record_sizes.max(initial=0)))
 
     @property
     def offsets(self) -> dict[int, int]:
@@ -135,8 +149,8 @@ class Captures:
         return {site: group.offset_of(column) for site, (group, column) in self.by_site.items()}
 
     def packs(self, first: int) -> bool:
-        """Whether the records of a pass from position `first` on are packed: it has prompt positions, which are summed."""
-        return self._sums_size > 0 and max(first, self.next_position) < self._prompt_len
+        """Whether the records of a pass from position `first` on are packed: states are read, or prompt positions summed."""
+        return self._reads or (self._sums_size > 0 and max(first, self.next_position) < self._prompt_len)
 
     def record_sizes(self, first: int, count: int) -> np.ndarray:
         """[count] int64: elements of the records of positions `first` and on; 0 for positions that are not captured (again)."""
@@ -196,22 +210,27 @@ class Captures:
         for group in self.groups:
             group.copy(records, first, sizes)
 
-    def pack(self, records: torch.Tensor, into: torch.Tensor, first: int, sizes: np.ndarray) -> None:
-        """Write what is sent of a pass that `packs`: for each group the sums over prompt positions, then the whole states.
+    def pack(self, records: torch.Tensor, into: torch.Tensor, first: int, sizes: np.ndarray) -> list[Pending]:
+        """Write what is sent of a pass that `packs`: for each group the sums over prompt positions, then what is sent for a state.
 
         Args:
             records: [elements] of the ring, concatenated.
             into: [`packed_size`] of the ring.
             first: first position.
             sizes: [positions], of `record_sizes`.
+
+        Returns:
+            What `read_all` must write, together with that of other requests.
         """
+        pending: list[Pending] = []
         found = sizes[sizes > 0]
         cuts = np.flatnonzero(np.diff(found)) + 1
         counts = np.diff(cuts, prepend=0, append=len(found)).tolist()
         pieces = records.split([int(part.sum()) for part in np.split(found, cuts)])
         runs = [piece.view(count, -1) for piece, count in zip(pieces, counts, strict=True)]
         for group in self.groups:
-            into = into[group.pack(runs, into, first, sizes) :]
+            into = into[group.pack(runs, into, first, sizes, pending) :]
+        return pending
 
     def unpack(self, packed: np.ndarray, first: int, sizes: np.ndarray) -> None:
         """Copy what `pack` wrote to the result, as `copy` does with records."""
@@ -239,15 +258,44 @@ class Captures:
             found.error = CaptureError(f"captured states are lost: {error}")
             return found
         tokens_at = {key: tokens[columns[key][0][1]] for key in columns}
-        for name, site in sorted(self._names.items(), key=lambda entry: entry[1]):
-            group, column = self.by_site[site]
-            rows, positions, indexes = columns[id(group)][column]
-            shape = self._shapes[name]
-            if len(shape) > 1 and not isinstance(group.spec.reduce, Project):
+        for name in self._in_order():
+            group, column = self._columns[name]
+            reduced, positions = columns[id(group)][column]
+            rows, shape, self.cut[name] = reduced.rows, self._shapes[name], reduced.cut
+            if len(shape) > 1 and not isinstance(group.spec.reduce, Reduction):
                 rows, heads = rows.unflatten(-1, shape), self._heads[name]
                 rows = rows if heads is None else rows[:, list(heads)]
-            found.add(name, rows, positions, tokens_at[id(group)], indexes)
+            found.add(name, rows, positions, tokens_at[id(group)], reduced.others)
         return found
+
+    def _in_order(self) -> list[str]:
+        """Names of the sites, in the order of a forward pass."""
+        return sorted(self._columns, key=lambda name: (self._numbers[name], self._columns[name][0].reading is not None))
+
+    def _share(self, name: str, site: int, group: Group, column: int) -> None:
+        """Let groups that capture one state differently read the one that is stored, which `by_site` has.
+
+        Raises:
+            ValueError: what is stored is not the state, or both store it.
+        """
+        stored, of_stored = self.by_site.setdefault(site, (group, column))
+        if stored is group:
+            return
+        if (
+            group.reading is None and stored.reading is not None
+        ):  # what is sent as it is stored is stored in its own place
+            for other in {id(found): found for found, _ in self._columns.values()}.values():
+                if site in other.sites and other.reading is not None:
+                    other.sources[other.sites.index(site)] = group, column
+            self.by_site[site] = owner = group, column
+        else:
+            owner = stored, of_stored
+            group.sources[column] = owner
+        if not owner[0].stores_states or (group.reading is None and stored.reading is None):
+            other = next(known for known, number in self._numbers.items() if number == site)
+            raise ValueError(
+                f"{name} is the same state as {other}, captured differently: name one of them, with all positions that you want"
+            )
 
 
 def _counts(ordinals: np.ndarray, since: int) -> tuple[int, int]:

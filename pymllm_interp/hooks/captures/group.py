@@ -8,25 +8,27 @@ outs[0].activations.positions["resid_post.12"]  # [positions] int64, and .token_
 of one position are its *record*: the states of its sites, concatenated, group after group.
 
 On a CPU, a pass hands the rows of each site to `Group.capture`. On CUDA, kernels write records into a ring buffer (ring.py).
-`Captures.copy` copies records from the ring to the result. Where the mean over prompt positions is captured, `Captures.pack` sums
-the records of a pass on the device, and `Captures.unpack` adds the sums to the result.
+`Captures.copy` copies records from the ring to the result. Where the mean over prompt positions is captured, or a group has a
+`Reading`, `Captures.pack` reduces the records of a pass on the device, and `Captures.unpack` copies what that gives to the result.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 import torch
 
-from ...layers.edits.codes import ALIGNED
-from ..interventions.projections import MAX_RANK
-from ..positions import Window, progressions
+from ..positions import Window
+from ..site import Site
 from .kept_rows import KeptRows, as_integers
+from .reading import Pending, Reading
+from .records import aligned, selected, size_in
+from .reduction import Reduced, Reduction
 from .result_memory import FRESH, Memory
-from .spec import Capture, Project
+from .spec import Capture
 
 
 class Group:
@@ -34,7 +36,8 @@ class Group:
 
     What is sent from the device for a state is
 
-    - with `Project`: its dot products with the directions, if there are at most `MAX_RANK`; else the state;
+    - with a `Reading`: what it makes of the state;
+    - with the `probes` of a reduction: the state's dot products with them;
     - with `reduce="mean"`: the float32 sum over the prompt positions of a pass; the state itself for generated positions;
     - with `reduce="last"`: the state, for the prompt's last position and generated positions;
     - else the state, in `spec.dtype` where that is narrower than the model's.
@@ -43,9 +46,12 @@ class Group:
         width: of a state.
         dtype: of states.
         longest: upper bound of the request's positions.
+        reading: what the device makes of the states; None: they are sent, or what kernels stored in their place.
 
     Attributes:
         sites: numbers of the sites (layers/edits), a column each.
+        names: the sites, by column.
+        sources: by column, the other group and its column whose stored state is read; None: the own one.
         captured: [longest] bool, by position: whether it is captured.
         ordinals: [longest] int64, by position: its index among the positions that the result is made of, or -1.
         offset: first element in a record.
@@ -56,10 +62,19 @@ class Group:
     """
 
     def __init__(
-        self, spec: Capture, windows: tuple[Window, ...], width: int, dtype: torch.dtype, prompt_len: int, longest: int
+        self,
+        spec: Capture,
+        windows: tuple[Window, ...],
+        width: int,
+        dtype: torch.dtype,
+        prompt_len: int,
+        longest: int,
+        reading: Reading | None = None,
     ) -> None:
-        self.spec = spec
+        self.spec, self.reading = spec, reading
         self.sites: list[int] = []
+        self.names: list[Site] = []
+        self.sources: list[tuple[Group, int] | None] = []
         self.captured = np.zeros(longest, dtype=np.bool_)
         for window in windows:
             self.captured[window.start : window.stop : window.step] = True
@@ -72,26 +87,26 @@ class Group:
         self.probes: torch.Tensor | None = None
         self.converted: torch.dtype | None = None
         asked, reduce = spec.dtype if isinstance(spec.dtype, torch.dtype) else None, spec.reduce
-        if isinstance(reduce, Project):
-            result_dtype = asked or torch.float32
-            if len(reduce.directions) <= MAX_RANK:
-                self.probes, width = reduce.directions, len(reduce.directions)
-        else:
-            result_dtype = asked or dtype
-            if reduce != "mean" and result_dtype.itemsize < dtype.itemsize:
-                self.converted = result_dtype
-        self.width, self.in_order = width, reduce in ("mean", "last")
-        self._sent_dtype = torch.float32 if self.probes is not None else self.converted or dtype
+        result_dtype = asked or (torch.float32 if isinstance(reduce, Reduction) else dtype)
+        if isinstance(reduce, Reduction):
+            self.probes = reduce.probes if reading is None else None
+        elif reading is None and reduce != "mean" and result_dtype.itemsize < dtype.itemsize:
+            self.converted = result_dtype
+        stored_width = width if self.probes is None else len(self.probes)
+        self._stored_dtype = torch.float32 if self.probes is not None else self.converted or dtype
+        self._state_width, self._state_size = stored_width, size_in(stored_width, self._stored_dtype, dtype)
+        self.width, self._sent_dtype = stored_width, self._stored_dtype
+        if reading is not None:
+            self.width, self._sent_dtype = reading.width, reading.dtype
+        self._site_size = size_in(self.width, self._sent_dtype, dtype)  # elements that are sent for a state
         self._sent_integer = np.dtype(f"i{self._sent_dtype.itemsize}")
-        sent_bytes = width * self._sent_dtype.itemsize
-        self._site_size = -(-sent_bytes // dtype.itemsize)  # elements of a state in a record
-        self._is_dense = self._site_size * dtype.itemsize == sent_bytes
+        self._is_dense = self._site_size * dtype.itemsize == self.width * self._sent_dtype.itemsize
+        self.in_order = reduce in ("mean", "last")
         self._sum_size = 0  # elements of a sum
         if reduce == "mean" and self._of_prompt:
-            self._sum_size = width * torch.float32.itemsize // dtype.itemsize
-        self._kept = KeptRows(
-            spec, self.num_positions, width, self._sent_dtype, result_dtype, projected=self.probes is not None
-        )
+            self._sum_size = self.width * torch.float32.itemsize // dtype.itemsize
+        states = self.probes is None and (reading is None or not reading.reduces)
+        self._kept = KeptRows(spec, self.num_positions, self.width, self._sent_dtype, result_dtype, states)
         self._filled: Counter[int] = Counter()  # by column: rows that `capture` has kept
 
     @property
@@ -102,12 +117,30 @@ class Group:
     @property
     def record_size(self) -> int:
         """Elements of the group in a record, aligned."""
-        return _aligned(len(self.sites) * self._site_size)
+        return aligned(len(self.sites) * self._state_size)
+
+    @property
+    def packed_size(self) -> int:
+        """Elements that are sent for a record which is packed, aligned."""
+        return aligned(len(self.sites) * self._site_size)
+
+    @property
+    def stores_states(self) -> bool:
+        """Whether a record holds the group's states as the model has them."""
+        return self.probes is None and self.converted is None
+
+    def add(self, number: int, site: Site) -> int:
+        """The column of a site, which is added where there is none."""
+        if number not in self.sites:
+            self.sites.append(number)
+            self.names.append(site)
+            self.sources.append(None)
+        return self.sites.index(number)
 
     @property
     def sums_size(self) -> int:
         """Elements of the sums that are sent for a pass with prompt positions; 0 where nothing is summed."""
-        return _aligned(len(self.sites) * self._sum_size)
+        return aligned(len(self.sites) * self._sum_size)
 
     @property
     def sent_whole(self) -> np.ndarray:
@@ -121,7 +154,7 @@ class Group:
 
     def offset_of(self, column: int) -> int:
         """First element of a site in a record."""
-        return self.offset + column * self._site_size
+        return self.offset + column * self._state_size
 
     def capture(self, column: int, rows: torch.Tensor, ordinals: torch.Tensor) -> None:
         """Keep the states of a site, without the ring.
@@ -134,15 +167,18 @@ class Group:
         if new.any():
             self.prepare(FRESH)
             found, states = ordinals[new], rows.detach()[new]
-            probes = None if self.probes is None else self.probes.to(states.device)
-            sent = as_integers(self._sent(states, probes).cpu())
+            if self.reading is not None:
+                sent = self.reading([(self.names[column], states)])[0]
+            else:
+                sent = self._stored(states, None if self.probes is None else self.probes.to(states.device))
+            sent = as_integers(sent.cpu())
             self._kept.keep(int(found[0]), sent[:, None], slice(column, column + 1))
             self._filled[column] = int(found[-1]) + 1
 
     def write(
         self, states: torch.Tensor, probes: torch.Tensor | None, memory: torch.Tensor, place: int, stride: int
     ) -> None:
-        """Write what is sent for states into the ring, as kernels do.
+        """Write states into the ring, as kernels do.
 
         Args:
             states: [n, width].
@@ -151,14 +187,15 @@ class Group:
             place: first element of the first state.
             stride: elements from one state to the next.
         """
-        target = memory.as_strided((len(states), self._site_size), (stride, 1), place).view(self._sent_dtype)
-        target[:, : self.width].copy_(self._sent(states, probes))
+        target = memory.as_strided((len(states), self._state_size), (stride, 1), place).view(self._stored_dtype)
+        target[:, : self._state_width].copy_(self._stored(states, probes))
 
     def prepare(self, memory: Memory) -> None:
         """Allocate the rows; a second call does nothing."""
         if self._kept.rows is None:
             padded = not self._is_dense or len(self.sites) * self._site_size < self.record_size
-            self._kept.prepare(memory, len(self.sites), as_records=self._kept.unchanged and not padded)
+            as_records = self._kept.unchanged and not padded and self.reading is None
+            self._kept.prepare(memory, len(self.sites), as_records)
 
     def direct_rows(self, first: int, count: int) -> torch.Tensor | None:
         """[words], the result's memory for the records of `count` positions; None where records are not kept unchanged."""
@@ -180,11 +217,14 @@ class Group:
             rows = records[start : start + count * size].reshape(count, size)
             self._kept.keep(int(ordinals[wanted[begin]]), self._states_of(rows[:, self.offset :]))
 
-    def pack(self, runs: Sequence[torch.Tensor], into: torch.Tensor, first: int, sizes: np.ndarray) -> int:
+    def pack(
+        self, runs: Sequence[torch.Tensor], into: torch.Tensor, first: int, sizes: np.ndarray, pending: list[Pending]
+    ) -> int:
         """Write what is sent of the group to the front of `into`; see `Captures.pack`.
 
         Args:
             runs: [n, elements] each: the records of positions `first` and on that have a size, in order.
+            pending: gets what `read_all` writes later.
 
         Returns:
             Elements written.
@@ -192,19 +232,26 @@ class Group:
         summed, whole, _ = self._summed_and_whole(first, sizes)
         width = len(self.sites) * self.width
         sums = into[: self.sums_size].view(torch.float32)[:width].zero_() if self._sum_size else into[:0]
-        for states in self._selected(runs, summed):
-            sums += states[:, :width].sum(0, dtype=torch.float32)
+        for records in selected(runs, summed):
+            sums += self._states(records).sum(0, dtype=torch.float32)
         start = self.sums_size
-        for parts in self._selected(runs, whole):
-            into[start : start + parts.numel()].view_as(parts).copy_(parts)
-            start += parts.numel()
+        for records in selected(runs, whole):
+            stop = start + len(records) * self.packed_size
+            target = into[start:stop].view(len(records), -1)
+            if self.reading is None:
+                target.copy_(records[:, self.offset : self.offset + self.record_size])
+            for column, site in enumerate(self.names if self.reading is not None else ()):
+                place = column * self._site_size
+                values = target[:, place : place + self._site_size].view(self._sent_dtype)[:, : self.width]
+                pending.append((self.reading, site, self._state(records, column), values))  # pyright: ignore[reportArgumentType]
+            start = stop
         return start
 
     def unpack(self, packed: np.ndarray, first: int, sizes: np.ndarray) -> int:
         """Keep what `pack` wrote. Returns the number of elements read."""
         summed, whole, ordinal = self._summed_and_whole(first, sizes)
         start = self.sums_size
-        stop = start + len(whole) * self.record_size
+        stop = start + len(whole) * self.packed_size
         if len(summed):
             sums = packed[:start].view(np.float32)[: len(self.sites) * self.width]
             self._kept.add(sums.reshape(len(self.sites), -1))
@@ -212,8 +259,8 @@ class Group:
             self._kept.keep(ordinal, self._states_of(packed[start:stop].reshape(len(whole), -1)))
         return stop
 
-    def finish(self, num_positions: int, copied: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """The result: (rows, positions, indexes of `Project` or None) of each column.
+    def finish(self, num_positions: int, copied: int) -> list[tuple[Reduced, torch.Tensor]]:
+        """The result: (rows and what comes with them, positions) of each column.
 
         Args:
             num_positions: positions of the request. A row that was computed after them is left out.
@@ -228,7 +275,7 @@ class Group:
         positions = torch.from_numpy(np.flatnonzero(captured)[:count])
         placed = positions[-1:].clone() if self.spec.reduce == "last" else positions
         self.prepare(FRESH)
-        return [(rows, placed, indexes) for rows, indexes in self._kept.results(count, arrived)]
+        return [(reduced, placed) for reduced in self._kept.results(count, arrived)]
 
     def _summed_and_whole(self, first: int, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
         """Indexes of records, among those of positions `first` and on that have a size.
@@ -241,33 +288,25 @@ class Group:
         summed = np.flatnonzero((ordinals >= 0) & (ordinals < self._of_prompt)) if self._sum_size else whole[:0]
         return summed, whole, int(ordinals[whole[0]]) if len(whole) else -1
 
-    def _sent(self, states: torch.Tensor, probes: torch.Tensor | None) -> torch.Tensor:
-        """What is sent for states [n, state width]: [n, width]. `probes` are the group's, on the device of the states."""
+    def _stored(self, states: torch.Tensor, probes: torch.Tensor | None) -> torch.Tensor:
+        """What is stored for states [n, state width]: [n, width]. `probes` are the group's, on the device of the states."""
         if probes is not None:
             states = torch.stack([(states.float() * probe).sum(-1) for probe in probes], -1)
-        return states.to(self._sent_dtype)
+        return states.to(self._stored_dtype)
 
-    def _selected(self, runs: Sequence[torch.Tensor], records: np.ndarray) -> Iterator[torch.Tensor]:
-        """The group's parts, [n, record_size] each, of some of the records."""
-        start = 0
-        for run in runs:
-            begin, end = np.searchsorted(records, (start, start + len(run)))
-            for piece in _slices(records[begin:end] - start):
-                yield run[piece, self.offset : self.offset + self.record_size]
-            start += len(run)
+    def _state(self, records: torch.Tensor, column: int) -> torch.Tensor:
+        """States [n, width] of a column, whose dtype is the ring's."""
+        group, of_group = self.sources[column] or (self, column)
+        place = group.offset_of(of_group)
+        return records[:, place : place + self._state_width]
+
+    def _states(self, records: torch.Tensor) -> torch.Tensor:
+        """States [n, sites * width], read where the group has a reading."""
+        if self.reading is None:
+            return records[:, self.offset : self.offset + len(self.sites) * self._state_size]
+        return torch.cat(self.reading([(site, self._state(records, i)) for i, site in enumerate(self.names)]), -1)
 
     def _states_of(self, parts: np.ndarray) -> np.ndarray:
         """States [n, sites, width], as integers of the sent width, at the front of parts [n, elements]."""
         parts = parts[:, : len(self.sites) * self._site_size].reshape(len(parts), -1, self._site_size)
         return parts.view(self._sent_integer)[..., : self.width]
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNED) * ALIGNED
-
-
-def _slices(rows: np.ndarray) -> list[slice]:
-    """Slices that select `rows`, integers in ascending order."""
-    if len(rows) and rows[-1] - rows[0] == len(rows) - 1:
-        return [slice(int(rows[0]), int(rows[-1]) + 1)]
-    return [slice(run.start, run.stop, run.step) for run in progressions(rows.tolist())]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import repeat
 
 import numpy as np
 import torch
 
+from .reduction import Reduced, Reduction
 from .result_memory import Memory
-from .spec import Capture, Project
+from .spec import Capture
 
 INTEGERS = {2: torch.int16, 4: torch.int32}
 """By itemsize, the dtype that NumPy sees states as: NumPy has no bfloat16."""
@@ -33,7 +33,7 @@ class KeptRows:
         width: values that are sent for a state.
         sent_dtype: of these values.
         dtype: of the result.
-        projected: these values are the dot products of a `Project`.
+        states: these values are states, and not what the device made of them.
 
     Attributes:
         rows: [kept, sites, width]; None before `prepare`.
@@ -47,12 +47,13 @@ class KeptRows:
         width: int,
         sent_dtype: torch.dtype,
         dtype: torch.dtype,
-        projected: bool,
+        states: bool,
     ) -> None:
         self.rows: torch.Tensor | None = None
         self._reduce, self._width, self._sent_dtype, self._result_dtype = spec.reduce, width, sent_dtype, dtype
-        self._num_rows, self._dtype, self._is_projected = num_positions, dtype, projected
-        if isinstance(spec.reduce, Project):
+        self._num_rows, self._dtype, self._states = num_positions, dtype, states
+        self._asked = spec.dtype if isinstance(spec.dtype, torch.dtype) else None
+        if isinstance(spec.reduce, Reduction):
             self._dtype = sent_dtype
         elif spec.reduce is not None:
             self._num_rows = 2
@@ -117,8 +118,8 @@ class KeptRows:
             before += newest
         newest[:] = row
 
-    def results(self, count: int, arrived: list[int]) -> Iterable[tuple[torch.Tensor, torch.Tensor | None]]:
-        """(rows, indexes of `Project` or None) of each column.
+    def results(self, count: int, arrived: list[int]) -> Iterable[Reduced]:
+        """The result of each column.
 
         Args:
             count: positions of the result.
@@ -128,8 +129,9 @@ class KeptRows:
         rows, reduce = self.rows, self._reduce
         if reduce != "mean":  # a result does not have the memory of the sums
             self._memory.clear(rows, min(count, len(rows)))
-        if isinstance(reduce, Project):
-            return [self._projected(rows[:count, column].detach(), reduce) for column in range(rows.shape[1])]
+        if isinstance(reduce, Reduction):
+            columns = range(rows.shape[1])
+            return [reduce.results(rows[:count, i].detach(), self._asked, self._states) for i in columns]
         if reduce == "mean":
             without_newest = torch.tensor(arrived) > count
             rows = torch.where(without_newest[:, None], rows[:1], rows.sum(0, keepdim=True))[:count] / max(count, 1)
@@ -139,7 +141,7 @@ class KeptRows:
         else:
             rows = rows[:count]
         # All columns at once. Not by `unbind`: autograd does not allow in-place operations on its outputs.
-        return zip(rows.to(self._result_dtype).flatten(1).unsafe_split(self._width, 1), repeat(None))
+        return map(Reduced, rows.to(self._result_dtype).flatten(1).unsafe_split(self._width, 1))
 
     def _put(self, place: int, rows: np.ndarray, columns: slice) -> None:
         if self._dtype is self._sent_dtype:
@@ -148,15 +150,6 @@ class KeptRows:
         else:
             assert self.rows is not None
             self.rows[place : place + len(rows), columns].copy_(torch.from_numpy(rows).view(self._sent_dtype))
-
-    def _projected(self, rows: torch.Tensor, reduce: Project) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(dot products [n, directions] or the `top_k` largest, their indexes or None) of kept rows [n, width] of a column."""
-        indexes = None
-        if not self._is_projected:
-            rows = rows.float() @ reduce.directions.T
-        if reduce.top_k is not None:
-            rows, indexes = rows.topk(reduce.top_k, dim=-1)
-        return rows.to(self._result_dtype), indexes
 
 
 def as_integers(values: torch.Tensor) -> np.ndarray:

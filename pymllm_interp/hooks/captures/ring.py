@@ -6,8 +6,8 @@
     after a pass   send()                    copies the span to the host on a stream of its own
     a thread       RingCopier                copies records to the result of each request, then frees the span
 
-Where the mean over a prompt is captured, the records of its rows lie at the end of the span and stay on the device. `send` packs
-them first, and copies what they are packed to.
+Where the mean over a prompt or a reduction is captured, the records of its rows lie at the end of the span and stay on the device.
+`send` packs them first, and copies what they are packed to.
 
 The host ring has the size of the device ring, and a span has the same place in both. It is freed after its records are copied to
 the results. Neither the engine's thread nor a launched pass waits for these copies.
@@ -27,6 +27,7 @@ from .admission import RingAdmission
 from .captures import Captures
 from .copier import NO_MEMORY, RequestSlice, RingCopier, SentSpan
 from .group import Group
+from .reading import Pending, read_all
 from .result_memory import ResultMemory
 from .ring_allocator import RingAllocator
 
@@ -244,7 +245,9 @@ def _pack(span: torch.Tensor, slices: Sequence[RequestSlice]) -> None:
     Args:
         span: [elements], on the device.
     """
+    pending: list[Pending] = []
     for captures, first, sizes, offset, size, records_at in slices:
         if records_at is not None:
             stop = records_at + int(sizes.sum())
-            captures.pack(span[records_at:stop], span[offset : offset + size], first, sizes)
+            pending += captures.pack(span[records_at:stop], span[offset : offset + size], first, sizes)
+    read_all(pending)  # rows of all requests at once: weights are read once

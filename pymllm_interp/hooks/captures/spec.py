@@ -8,15 +8,21 @@ from typing import Literal
 import torch
 
 from ...config import DTYPES
+from ...core.model_spec import LOGITS, ModelSpec
 from ..heads import Heads
+from ..interventions.projections import MAX_RANK
 from ..positions import Positions, is_whole
 from ..site import Site
-from ..spec import PlacedSpec, Spec
+from ..spec import PlacedSpec
 from ..vector_files import Source
+from .reduction import Reduced, Reduction
+
+NORMED = ("attn_in", "mlp_in")
+"""Kinds of sites whose state is made of the stream's after the pass, by the norm: no kernel stores it."""
 
 
 @dataclass(frozen=True, eq=False)
-class Project(Spec):
+class Project(Reduction):
     """A capture's reduction: the dot products of each row with some directions, in place of the row.
 
     Raises:
@@ -34,6 +40,24 @@ class Project(Spec):
             count = len(self.directions)
             self._check("top_k", is_whole(self.top_k) and 1 <= self.top_k <= count, f"from 1 to {count}, or None")
 
+    on_device = False
+
+    @property
+    def probes(self) -> torch.Tensor | None:
+        return self.directions if len(self.directions) <= MAX_RANK else None
+
+    def results(self, values: torch.Tensor, dtype: torch.dtype | None, states: bool) -> Reduced:
+        if states:
+            values = values.float() @ self.directions.T
+        if self.top_k is None:
+            return Reduced(values.to(dtype or torch.float32))
+        values, indexes = values.topk(self.top_k, dim=-1)
+        return Reduced(values.to(dtype or torch.float32), {"indexes": indexes})
+
+    def row_bytes(self, dtype: torch.dtype | None) -> int:
+        count = self.top_k or len(self.directions)
+        return count * (dtype or torch.float32).itemsize + (8 * count if self.top_k else 0)
+
 
 @dataclass(frozen=True, eq=False)
 class Capture(PlacedSpec):
@@ -47,9 +71,10 @@ class Capture(PlacedSpec):
     site: Site | str
     positions: Positions = "all"
     dtype: torch.dtype | str | None = None
-    """Dtype of the rows, after the reduction: a floating dtype or its name. None: the model's, or float32 for a `Project`."""
-    reduce: Literal["mean", "last"] | Project | None = None
-    """The mean over the captured positions, or the last position alone; or a `Project` of each. None: no reduction."""
+    """Dtype of the rows, after the reduction: a floating dtype or its name. None: the model's, or float32 for a `Reduction`."""
+    reduce: Literal["mean", "last"] | Reduction | None = None
+    """The mean over the captured positions, or the last position alone; or a `Project`, `Features` or `Lens` of each. None: no
+    reduction."""
     heads: Heads = None
     """At `q`, `k`, `v` and `z`: read these attention heads alone, [positions, len(heads), head_dim]. None: all."""
     missing: Literal["error", "skip"] = "error"
@@ -62,5 +87,20 @@ class Capture(PlacedSpec):
             self._set("dtype", DTYPES[self.dtype])
         elif self.dtype is not None:
             self._check("dtype", self.dtype in DTYPES.values(), f"one of {sorted(DTYPES)}")
-        known = self.reduce is None or isinstance(self.reduce, Project) or self.reduce in ("mean", "last")
-        self._check("reduce", known, "'mean', 'last', a Project, or None")
+        known = self.reduce is None or isinstance(self.reduce, Reduction) or self.reduce in ("mean", "last")
+        self._check("reduce", known, "'mean', 'last', a Project, Features or Lens, or None")
+
+    def _checked_sites(self, model: ModelSpec) -> tuple[Site, ...]:
+        sites, reduction = super()._checked_sites(model), self.reduce
+        if not isinstance(reduction, Reduction):
+            return sites
+        try:
+            if reduction.on_device and self.heads is not None:
+                raise ValueError(f"it reads whole states, and heads={self.heads}: leave heads out")
+            for site in sites:
+                if reduction.on_device and site.kind == LOGITS:
+                    raise ValueError("it reads states before the head; capture the logits without it")
+                reduction.check(site, model)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {reduction.name}: {error}") from None
+        return sites

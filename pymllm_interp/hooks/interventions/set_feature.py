@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -119,16 +119,6 @@ class SetFeature(Op):
     def name(self) -> str:
         """The spec's name in error messages."""
         return f"SetFeature({self.sae!r})" if isinstance(self.sae, str) else f"SetFeature({str(self.site)!r})"
-
-    def with_sae(self, saes: Mapping[str, Any]) -> Self:
-        """The op with the SAE in place of its name."""
-        if isinstance(self.sae, SAE):
-            return self
-        try:
-            found = saes[self.sae]
-        except KeyError as error:
-            raise ValueError(f"{self.name}: {error.args[0]}") from None
-        return replace(self, sae=found)
 
     @cached_property
     def table(self) -> Tensor:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
 from ...core.model_spec import ModelSpec
 from ..site import expand
+from ..spec import Spec
 from ..vector_files import _nearest
 from .sae import SAE
+
+SpecT = TypeVar("SpecT", bound=Spec)
 
 
 class SAERegistry(MutableMapping[str, SAE]):
@@ -30,6 +35,7 @@ class SAERegistry(MutableMapping[str, SAE]):
     def __init__(self, model: ModelSpec, device: torch.device | str) -> None:
         self._model, self._device = model, device
         self._saes: dict[str, SAE] = {}
+        self._moved: WeakKeyDictionary[SAE, SAE] = WeakKeyDictionary()  # those that specs hold themselves
 
     def __setitem__(self, name: str, source: SAE | str | Path | Any) -> None:
         """Store an SAE under `name`.
@@ -56,6 +62,32 @@ class SAERegistry(MutableMapping[str, SAE]):
         except KeyError:
             near = _nearest(name, dict(self._saes))
             raise KeyError(f"no SAE {name!r}; {near} (lm.saes[{name!r}] = SAE.load(path) puts one there)") from None
+
+    def resolved(self, spec: SpecT) -> SpecT:
+        """A spec with SAEs on the model's device, in place of names and of SAEs elsewhere; itself where it has none.
+
+        Raises:
+            ValueError: an unknown name.
+        """
+        changes: dict[str, Any] = {}
+        for part in fields(spec):  # pyright: ignore[reportArgumentType]
+            value = getattr(spec, part.name)
+            if part.name == "sae":
+                changes["sae"] = self._on_device(value, spec.name)
+            elif isinstance(value, Spec):
+                changes[part.name] = self.resolved(value)
+        changes = {name: value for name, value in changes.items() if value is not getattr(spec, name)}
+        return replace(spec, **changes) if changes else spec  # pyright: ignore[reportArgumentType, reportReturnType, reportCallIssue]
+
+    def _on_device(self, sae: SAE | str, who: str) -> SAE:
+        if isinstance(sae, str):
+            try:
+                return self[sae]
+            except KeyError as error:
+                raise ValueError(f"{who}: {error.args[0]}") from None
+        if sae not in self._moved:
+            self._moved[sae] = sae.to(self._device)
+        return self._moved[sae]
 
     def __delitem__(self, name: str) -> None:
         self[name]  # raises with the known names

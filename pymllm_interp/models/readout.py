@@ -1,0 +1,69 @@
+"""`ModelReadout`: the norms and the head of a model as functions of rows, which no op, capture or trace acts on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..core.model_spec import ModelSpec
+from ..hooks.site import Site
+from ..layers.activation import softcap
+from ..layers.linear import Linear
+from ..layers.norm import Norm
+
+
+class ModelReadout:
+    """See `hooks.captures.reduction.Readout`.
+
+    Args:
+        model: native, or of transformers.
+        spec: of the model.
+    """
+
+    def __init__(self, model: nn.Module, spec: ModelSpec) -> None:
+        self._model, self._spec = model, spec
+        config: Any = model.config  # pyright: ignore[reportAssignmentType]
+        self._config = getattr(config, "text_config", None) or config
+
+    def norm(self, site: Site, rows: Tensor, gain: bool = True) -> Tensor:
+        """What a norm makes of the stream's rows [n, hidden].
+
+        Raises:
+            NotImplementedError: without the gain, of a norm that is neither a LayerNorm nor an RMSNorm.
+        """
+        module: Any = self._model.get_submodule(self._spec.family.point(site).module)
+        if not gain:
+            return self._without_gain(module, rows)
+        if isinstance(module, Norm):
+            return module.normalize(rows)
+        return _unhooked(module, rows)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """The logits [n, vocab] of rows [n, hidden] of `final_norm`, scaled and soft-capped as the model's."""
+        head: Any = self._model.get_submodule(self._spec.family.head)
+        logits = head.project(rows[None])[0] if isinstance(head, Linear) else _unhooked(head, rows)
+        config = self._config
+        if (factor := getattr(config, "logit_scale", None)) is not None:  # Cohere's
+            logits = logits * factor
+        if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite's
+            logits = logits / divisor
+        cap = getattr(config, "final_logit_softcapping", None)
+        return logits if cap is None else softcap(logits, cap)
+
+    @staticmethod
+    def _without_gain(module: Any, rows: Tensor) -> Tensor:
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        name = type(module).__name__
+        if eps is None or not name.endswith(("LayerNorm", "RMSNorm")):
+            raise NotImplementedError(f"{name} has no form without its gain: give norm_gain=True")
+        if isinstance(module, nn.LayerNorm):
+            return F.layer_norm(rows.float(), rows.shape[-1:], None, None, eps).to(rows.dtype)
+        return F.rms_norm(rows.float(), rows.shape[-1:], None, eps).to(rows.dtype)
+
+
+def _unhooked(module: nn.Module, rows: Tensor) -> Tensor:
+    """What a module makes of rows [n, hidden]. A call would run the hooks of passes, which these rows are not of."""
+    function = type(module).forward
+    return function(module, rows[None])[0]
