@@ -83,3 +83,10 @@ def test_a_cache_and_an_empty_set_of_activations_are_tables(lm_of: Callable[...,
     (out,) = lm_of("llama").generate(["w1"], SamplingParams(max_tokens=1))
     assert cells(out.activations._repr_html_()) == [["site", "shape", "dtype", "mean", "std"]]
     assert "0 sites" in out.activations._repr_html_()
+
+
+def test_a_forward_pass_is_a_table(lm_of: Callable[..., LM]) -> None:
+    (out,) = lm_of("llama").forward(["w1 w2"], capture=["z.0"], interventions=[Scale("mlp_out.1", 0.5)])
+    shown = dict(cells(out._repr_html_())[1:])
+    assert (shown["prompt"], shown["logits"], shown["activations"]) == ("w1 w2", "[2, 97]", "z.0")
+    assert "mlp_out.1" in shown["intervention"]

@@ -9,6 +9,7 @@ from typing import Any, Unpack
 import torch
 
 from ..core.arguments import PromptError
+from ..core.tables import Shown, Table
 from ..hooks.captures.activations import Activations
 from ..hooks.captures.spec import Capture
 from ..runner.interp_model_runner import InterpModelRunner
@@ -34,7 +35,7 @@ OF_TRANSFORMER_LENS = {
 
 
 @dataclass(frozen=True)
-class ForwardOutput:
+class ForwardOutput(Shown):
     """One forward pass over a prompt."""
 
     prompt: str | None
@@ -46,6 +47,14 @@ class ForwardOutput:
     """What was captured, and the logits."""
     receipt: Any
     """What was applied, and how its steps ran (hooks.receipt.Receipt)."""
+
+    def table(self) -> Table:
+        """The prompt, the logits' shape, what was captured and what was applied."""
+        prompt = str(self.prompt_token_ids) if self.prompt is None else self.prompt
+        rows = [("prompt", prompt), ("prompt tokens", len(self.prompt_token_ids)), ("logits", list(self.logits.shape))]
+        rows.append(("activations", ", ".join(site for site in self.activations if site != "logits")))
+        rows += [("intervention", applied) for applied in self.receipt.interventions]
+        return Table("forward pass", ("", ""), rows)
 
 
 class ForwardCalls(RequestCalls):

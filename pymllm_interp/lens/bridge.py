@@ -23,8 +23,8 @@ class Bridge(RemoteBridge):
 
     Names, shapes and values are those of ``TransformerBridge.boot_transformers``. `run_with_cache` returns TransformerLens'
     `ActivationCache`. Hooks read and edit, unlike those of other remote bridges: a pass with hooks is a trace. A pass without
-    hooks is a fused one, if all names that `names_filter` selects are declared sites or their norms; without a filter it is a
-    trace that reads all hook points, attention patterns included.
+    hooks is a fused one, if all names that `names_filter` selects are declared sites, their norms or attention patterns; without a
+    filter it is a trace that reads all hook points.
 
     ``bridge(tokens, interventions=[Steer(...)])`` and the other calls take declared interventions.
 

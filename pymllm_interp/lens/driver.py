@@ -113,24 +113,27 @@ class EngineDriver(DriverBase):
         values = {}
         for place in places:
             assert place.site is not None
-            values[place.name] = self._part(place, place.captured_part, rows[place.site])
+            rows_of = rows[place.site].transpose(1, 2) if place.is_pattern else rows[place.site]
+            values[place.name] = self._part(place, place.captured_part, rows_of)
         return torch.stack([out.logits for out in outs]), values
 
     def _traced(
         self, tokens: list[list[int]], places: list[Place], edits: dict[str, Edit], ops: list[Any]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Logits and values of a traced pass, in which functions edit values."""
-        reached = sorted({*places, *(self.places[name] for name in edits)}, key=lambda place: place.order)
-        wanted = {place.name for place in places}
-        patterns = any(place.is_pattern for place in reached)
-        if patterns and len(tokens) > 1 and edits:
+        eager = any(self.places[name].is_pattern for name in edits)
+        captured = [place for place in places if place.is_pattern and place.site is not None and not eager]
+        reached = {*places, *(self.places[name] for name in edits)} - {*captured}
+        in_order = sorted(reached, key=lambda place: place.order)
+        eager = any(place.is_pattern for place in in_order)
+        if eager and len(tokens) > 1 and edits:
             raise ValueError(
-                "a pass with hooks that reads attention patterns holds one prompt: run each on its own, or pass a names_filter "
-                "without hook_pattern"
+                "a pass that edits attention patterns, by transformers' own attention, holds one prompt: run each on its own"
             )
-        batches = [[row] for row in tokens] if patterns else [tokens]
-        found = [self._one_trace(batch, reached, wanted, edits, ops, patterns) for batch in batches]
-        values = {name: torch.cat([captured[name] for _, captured in found]) for name in wanted}
+        wanted = {place.name for place in places} - {place.name for place in captured}
+        batches = [[row] for row in tokens] if eager else [tokens]
+        found = [self._one_trace(batch, in_order, wanted, captured, edits, ops, eager) for batch in batches]
+        values = {place.name: torch.cat([seen[place.name] for _, seen in found]) for place in places}
         return torch.cat([logits for logits, _ in found]), values
 
     def _one_trace(
@@ -138,24 +141,30 @@ class EngineDriver(DriverBase):
         tokens: list[list[int]],
         reached: list[Place],
         wanted: set[str],
+        patterns: list[Place],
         edits: dict[str, Edit],
         ops: list[Any],
-        patterns: bool,
+        eager: bool,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         options: dict[str, Any] = {"interventions": ops} if ops else {}
         if patterns:
+            options["capture"] = [place.site for place in patterns]
+        if eager:
             options["attn_implementation"] = "eager"
             for place in reached:
                 if place.is_pattern:
                     self._attention(place).source  # noqa: B018  # before the pass: its attention then runs operation by operation
-        with self.lm.trace(tokens, **options):
-            captured = dict().save()  # pyright: ignore[reportAttributeAccessIssue]
+        with self.lm.trace(tokens, **options) as tracer:
+            values = dict().save()  # pyright: ignore[reportAttributeAccessIssue]
             for place in reached:
                 value = self._visit(place, edits.get(place.name))
                 if place.name in wanted:
-                    captured[place.name] = value
+                    values[place.name] = value
             logits = self.lm.output.logits.save()
-        return logits, captured
+        for place in patterns:
+            rows = [activations[place.site] for activations in tracer.captures]
+            values[place.name] = torch.stack(rows).transpose(1, 2)
+        return logits, values
 
     def _visit(self, place: Place, edit: Edit | None) -> torch.Tensor:
         """Read a place within a block, and let a function edit it. Returns a copy of the value that the model goes on with."""

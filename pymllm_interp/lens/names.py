@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..core.model_spec import INNER_SITES, NUMBERED_SITES, ModelSpec
+from ..core.model_spec import INNER_SITES, NUMBERED_SITES, PATTERN, ModelSpec
 from ..hooks.site import Site, path_names
 
 _NORM = "hook_in", "hook_scale", "hook_normalized", "hook_out"
@@ -55,7 +55,7 @@ class Place:
     Attributes:
         name: of the hook point.
         order: places of one model sort by it as a forward pass reaches them.
-        module: path of the module; "" for attention patterns.
+        module: path of the module; "" for attention patterns, which are no module's.
         end: which end of the module has the value, or what `part` is made of.
         kind: kind of site whose heads the value has, or "".
         part: of a norm, "scale" is its divisor and "normalized" its output without gain and bias.
@@ -78,7 +78,7 @@ class Place:
 
     @property
     def is_pattern(self) -> bool:
-        """Whether this is an attention pattern, which only transformers' own attention computes."""
+        """Whether this is an attention pattern. It is captured, or transformers' own attention computes it."""
         return self.name.endswith("hook_pattern")
 
 
@@ -98,7 +98,7 @@ def places_of(components: Mapping[str, Any], spec: ModelSpec, inner_sites: froze
             found += _place(name, (layer, index), layers.submodules, path, layer, spec)
     last = spec.num_hidden_layers
     found += [place for i, name in enumerate(_AFTER) for place in _place(name, (last, i), components, "", None, spec)]
-    served = frozenset(NUMBERED_SITES) - frozenset(INNER_SITES) | inner_sites
+    served = frozenset(NUMBERED_SITES) - frozenset(INNER_SITES) | inner_sites | {PATTERN}
     return {place.name: _only(place, served) for place in found}
 
 
@@ -139,7 +139,9 @@ def _captured(
     if name in _HEADS:
         kind = _HEADS[name]
         return (Site(kind, layer) if kind in family.points else None), "value", ""
-    if name == "attn.hook_pattern" or name == "unembed.hook_out":
+    if name == "attn.hook_pattern":
+        return (Site(PATTERN, layer) if spec.cuts_edges else None), "value", ""
+    if name == "unembed.hook_out":
         return None, "value", ""  # the logits of a pass are behind a soft-cap
     if name == "ln_final.hook_in" or (path == family.final_norm and part != "value"):
         return Site("resid_post", spec.num_hidden_layers - 1), part, ""
