@@ -306,7 +306,7 @@ def test_a_name_stands_for_its_vector_wherever_a_spec_takes_one(lm_of):
     torch.testing.assert_close(state, by_value.activations["resid_post.2"][:4])
     for message, spec in (
         ("a top_k|top_k=3; expected|top_k=3", lambda: Capture("embed", reduce=Project("rows", top_k=3))),
-        (r"expected 1-dimensional", lambda: Steer("embed", "rows")),
+        (r"2 rows for positions without end", lambda: Steer("embed", "rows")),
     ):
         with pytest.raises(ValueError, match=message):
             key = "capture" if isinstance(spec(), Capture) else "interventions"
