@@ -393,6 +393,7 @@ def test_a_page_gets_the_tables_of_all_records_between_its_markers(
     assert "bench: begin" in error and error.startswith("report.py: ") and error.count("\n") == 1
 
 
+@pytest.mark.slow  # half a minute of the demo model
 def test_trace_cost_runs_and_writes_every_number(tmp_path: Path) -> None:
     out = tmp_path / "cost.json"
     subprocess.run(
