@@ -18,7 +18,7 @@ from pymllm_interp import Ablate, Gate, Generated, SamplingParams, Scale, Steer
 from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.hooks.binding import bind, resolved
 from pymllm_interp.hooks.declared import Declared, DeclaredLimits
-from pymllm_interp.hooks.interventions.gates import is_before
+from pymllm_interp.hooks.interventions.gates import is_before, share_kernel
 from pymllm_interp.hooks.interventions.op import Op
 from pymllm_interp.hooks.positions import ordinals_of
 from pymllm_interp.hooks.site import Site
@@ -41,8 +41,12 @@ def is_parallel(model: ModelSpec) -> bool:
     return "resid_mid" in model.family.missing
 
 
-def gated_op(rng: random.Random, model: Any, prompt: list[int]) -> Op:
-    """An op whose gate fires at some of the prompt's positions and not at the others, by a margin."""
+def gated_op(rng: random.Random, model: Any, prompt: list[int], in_kernels: bool = False) -> Op:
+    """An op whose gate fires at some of the prompt's positions and not at the others, by a margin.
+
+    Args:
+        in_kernels: one that tables hold.
+    """
     info = ModelSpec.of(model.config, torch.float32)
     while True:
         read, site = rng.choice(PAIRS)
@@ -63,7 +67,10 @@ def gated_op(rng: random.Random, model: Any, prompt: list[int]) -> Op:
         gaps = [i for i in range(len(dots) - 1) if dots[i + 1] - dots[i] > 1e-2]  # equal tokens have equal states
         middle = rng.choice(gaps)
         threshold = float(dots[middle : middle + 2].mean())
-    when = Gate(probe, threshold, site=read, scope=rng.choice(["token", "prompt"]))
+    scope: Any = rng.choice(["token", "prompt"])
+    if in_kernels and share_kernel(*(bind(Scale(s, 2.0), info, 1)[0].site for s in (read, site)), info):
+        scope = "token"
+    when = Gate(probe, threshold, site=read, scope=scope)
     positions: Any = rng.choice(["all", "all", "generated", "prompt", slice(1, None, 2), Generated(0, None, 2)])
     width = info.width(Site.parse(site).kind)
     made = [
@@ -147,7 +154,7 @@ def test_gates_equal_two_passes_under_chunks_and_preemption(family: str, lm_of: 
 def test_kernels_set_and_read_flags_as_functions_do(way: str, model_folder: Any, oracle: Any) -> None:
     rng, model = random.Random(5), oracle("llama")
     prompts = [random_ids(rng.randrange(2, 12), seed=i) for i in range(4)]
-    specs = [[gated_op(rng, model, prompt)] for prompt in prompts]
+    specs = [[gated_op(rng, model, prompt, in_kernels=True)] for prompt in prompts]
     params = SamplingParams(temperature=0, max_tokens=5)
     with lms(way, model_folder) as load:
         lm = load("llama", page_size=4, kv_cache_tokens=28, max_num_tokens=7, inner_sites=("q", "v", "z", "mlp_act"))
@@ -306,6 +313,30 @@ def test_what_cannot_be_is_refused_with_the_fix(make: Any, error: str) -> None:
     with pytest.raises(ValueError, match=error):
         specs = make(vector(MODEL.hidden_size, 1))
         Declared.of(specs if isinstance(specs, list) else [specs], MODEL, 5, DeclaredLimits(99, 999, 1 << 24))
+
+
+def test_rows_of_one_kernel_do_not_decide_for_each_other() -> None:
+    """Thread blocks of one launch run in any order, so what a prompt decides there is not known to its later rows."""
+    probe, tables = vector(MODEL.hidden_size, 1), DeclaredLimits(99, 999, 1 << 24, device_tables=True)
+    last = MODEL.num_hidden_layers - 1
+    pairs = {
+        ("attn_out.1", "resid_mid.1"): True, ("mlp_out.0", "resid_post.0"): True, ("mlp_out.0", "resid_pre.1"): True,
+        (f"resid_post.{last}", "final_norm"): True, (f"mlp_out.{last}", "final_norm"): True, ("embed", "attn_out.0"): False,
+        ("resid_mid.1", "mlp_out.1"): False, ("resid_post.0", "attn_out.1"): False, (f"resid_mid.{last}", "final_norm"): False,
+    }  # fmt: skip
+    for (read, site), shared in pairs.items():
+        for scope in ("token", "prompt"):
+            op = Scale(site, 2.0, when=Gate(probe, 0.0, site=read, scope=scope))
+            Declared.of([op], MODEL, 5, DeclaredLimits(99, 999, 1 << 24))  # functions see whole batches
+            if shared and scope == "prompt":
+                with pytest.raises(ValueError, match=r"one kernel computes .*scope='token'"):
+                    Declared.of([op], MODEL, 5, tables)
+            else:
+                Declared.of([op], MODEL, 5, tables)
+    neox = ModelSpec.of(CONFIGS["gpt_neox"](), torch.float32)
+    assert share_kernel(Site("attn_out", 0), Site("resid_post", 0), neox)
+    assert not share_kernel(Site("attn_out", 0), Site("resid_post", 0), MODEL)
+    assert not share_kernel(Site("z", 0), Site("attn_out", 0), MODEL)
 
 
 def test_attention_and_mlp_of_parallel_layers_are_not_ordered() -> None:

@@ -32,9 +32,9 @@ __all__ = ["FAMILIES", "Family", "ModelSpec", "SiteLike", "SitePoint"]
 INNER_SITES = ("q", "k", "v", "z", "mlp_act")
 """Kinds of inner sites that each layer has."""
 HEAD_SITES = ("q", "k", "v", "z")
+"""Kinds of sites whose state is split into attention heads, [heads, head_dim]."""
 PATTERN = "pattern"
 """Attention patterns: they can be captured, and are no state of a point of the pass."""
-"""Kinds of sites whose state is split into attention heads, [heads, head_dim]."""
 LOGITS = "logits"
 STREAM_SITES = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm")
 """Kinds of sites on the residual stream."""

@@ -226,7 +226,7 @@ class Declared:
                 or captures that may exceed the memory of a request's results.
         """
         placed: list[tuple[int, bool, PlacedOp]] = []
-        gates = RequestGates(model, prompt_len)
+        gates = RequestGates(model, prompt_len, limits.device_tables)
         knockouts = bind_knockouts([s for s in specs if isinstance(s, Knockout)], model, prompt_len, longest)
         for spec in (spec for spec in specs if isinstance(spec, Op)):
             for bound in bind(spec, model, prompt_len):

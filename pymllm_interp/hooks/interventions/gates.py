@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.model_spec import LOGITS, ModelSpec, site_index
+from ...core.model_spec import LOGITS, ModelSpec, final_norm_site, input_add, site_index
 from ...layers.edits import codes
 from ...layers.edits.codes import OpWords
 from ..positions import Positions
@@ -80,10 +80,11 @@ class RequestGates:
 
     Args:
         prompt_len: in tokens.
+        in_kernels: ops run as kernels, from device tables.
     """
 
-    def __init__(self, model: ModelSpec, prompt_len: int) -> None:
-        self._model, self._prompt_len = model, prompt_len
+    def __init__(self, model: ModelSpec, prompt_len: int, in_kernels: bool = False) -> None:
+        self._model, self._prompt_len, self._in_kernels = model, prompt_len, in_kernels
         self._flags: dict[Gate, Flag] = {}
 
     def flag_of(self, op: Op, site: Site) -> Flag | None:
@@ -104,6 +105,11 @@ class RequestGates:
             raise ValueError(
                 f"{op.name}: the gate reads {read}, which is not before {site}: a gate decides for later sites. Name an earlier "
                 f"site, or leave out site=, and the state at {site} decides"
+            )
+        if self._in_kernels and gate.scope == "prompt" and share_kernel(read, site, self._model):
+            raise ValueError(
+                f"{op.name}: on CUDA one kernel computes {read} and {site}, and its rows do not wait for each other: name an "
+                "earlier site for the gate, or use scope='token'"
             )
         flag = self._flags.get(gate)
         if flag is None:
@@ -136,6 +142,20 @@ def is_before(first: Site, second: Site, model: ModelSpec) -> bool:
             if first.kind in branch and second.kind in other:
                 return False
     return _rank(first, model) < _rank(second, model)
+
+
+def share_kernel(first: Site, second: Site, model: ModelSpec) -> bool:
+    """Whether the ops at two sites of the stream are in one kernel: those of a residual add, and of the norm behind the last."""
+
+    def residual_add(site: Site) -> int | None:
+        number, last = site_index(site, model.num_hidden_layers), input_add(model.num_hidden_layers)
+        if number > final_norm_site(model.num_hidden_layers):
+            return None  # an inner site: a kernel of its own
+        adds_later = site.kind == "attn_out" and "resid_mid" in model.family.missing
+        return min(number // 2 + adds_later, last)
+
+    found = residual_add(first)
+    return found is not None and found == residual_add(second)
 
 
 def _rank(site: Site, model: ModelSpec) -> tuple[int, int]:
