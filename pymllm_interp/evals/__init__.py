@@ -10,28 +10,15 @@ Each needs its library: ``pip install "pymllm-interp[evals]"``.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..core.extras import names_of_extra
 
 if TYPE_CHECKING:
     from .harness import HarnessLM
     from .inspect import EngineAPI
 
 __all__ = ["EngineAPI", "HarnessLM"]
-_HOMES = {"EngineAPI": ("inspect", "inspect_ai"), "HarnessLM": ("harness", "lm_eval")}
-"""Name -> its file, and the package that it needs."""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    home, package = _HOMES[name]
-    try:
-        return getattr(import_module(f".{home}", __name__), name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != package:
-            raise
-        needed = package.replace("_", "-")
-        raise ModuleNotFoundError(
-            f'pymllm_interp.evals.{name} needs {needed}: pip install "pymllm-interp[evals]"', name=error.name
-        ) from error
+__getattr__ = names_of_extra(
+    __name__, "evals", {"EngineAPI": ("inspect", "inspect_ai"), "HarnessLM": ("harness", "lm_eval")}
+)
