@@ -1,6 +1,6 @@
 """What the suffix wavefront saves: patch sweeps as one growing pass, and the same cells as requests.
 
-Usage: python benchmarks/toolkit.py [--model demo] [--dtype float32] [--rounds 2] [--out FILE]
+Usage: python benchmarks/toolkit.py [--model demo] [--load-format auto] [--dtype float32] [--sizes 8:1 24:1 48:6] [--rounds 2] [--out FILE]
 
 Both ways run in turns in one process. Requests use the prefix cache, as they do by default; rows without it say so. The prompts
 differ from the first token on, so that every cell is run. Where the device is a CPU, the table shows the process's CPU time, since
@@ -24,8 +24,6 @@ from rich.table import Table
 from pymllm_interp import LM
 from pymllm_interp.bench import describe_machine
 
-SIZES = ((8, 1), (24, 1), (48, 6))
-"""(tokens of the prompts, every so many positions)."""
 
 
 def gap(logits: torch.Tensor) -> torch.Tensor:
@@ -70,17 +68,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--sizes", nargs="+", default=["8:1", "24:1", "48:6"], help="tokens:step of the prompts and positions")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    sizes = [tuple(map(int, size.split(":"))) for size in args.sizes]
     record: dict[str, Any] = {
         "machine": describe_machine(), "model": args.model, "dtype": args.dtype, "site": "resid_post", "rounds": args.rounds
     }  # fmt: skip
     rows: list[dict[str, Any]] = []
     for cached in (True, False):
-        with LM(args.model, dtype=args.dtype, enable_prefix_caching=cached) as lm:
+        with LM(args.model, dtype=args.dtype, load_format=args.load_format, enable_prefix_caching=cached) as lm:
             record["engine"] = lm.engine_name
-            for count, step in SIZES if cached else SIZES[1:2]:
+            for count, step in sizes if cached else sizes[len(sizes) // 2 :][:1]:
                 rows.append({"prefix_cache": cached, **measure(lm, count, step, args.rounds)})
     record["sweeps"] = rows
     on_cpu = not torch.cuda.is_available()

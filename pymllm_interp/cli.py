@@ -115,7 +115,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
 def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "--suite",
-        choices=["cpu", "decode", "hooks", "all", "interventions", "traces", "memory", "serving"],
+        choices=["cpu", "decode", "hooks", "all", "interventions", "traces", "toolkit", "memory", "serving"],
         help="cpu: beside transformers; decode: plain serving; hooks: a request that reads beside plain ones, each way; all: "
         "decode and hooks; interventions, traces: what they cost a step; memory: what 10,000 requests leave behind; serving: real "
         "traffic (default: all on a CUDA device, else cpu)",

@@ -314,7 +314,7 @@ def test_captures_and_harvests_have_their_aims_beside_them_and_requests_the_leng
     )
 
 
-@pytest.mark.parametrize("suite", ["traces", "interventions"])
+@pytest.mark.parametrize("suite", ["traces", "interventions", "toolkit"])
 def test_a_suite_against_plain_steps_measures_each_case_at_each_batch_size(
     suite: str, model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -327,6 +327,8 @@ def test_a_suite_against_plain_steps_measures_each_case_at_each_batch_size(
     assert all(row["lowest"] <= row["ratio"] <= row["highest"] and math.isfinite(row["ms"]) for row in record["rows"])
     if suite == "traces":
         assert record["sweep"]["invokes"] == 8 and record["sweep"]["traced_s"] > 0
+    elif suite == "toolkit":
+        assert record["lens"]["rows"] == 64 and math.isfinite(record["lens"]["ms"])
     else:
         assert record["harvest"]["gb_per_s"] > 0 and record["captured_prefill"]["gb_per_s"] > 0
 
@@ -346,7 +348,7 @@ def test_requests_of_all_kinds_leave_nothing_behind(lm_of: Callable[..., LM]) ->
     assert (stats["running"], stats["waiting"], stats["free_kv_tokens"]) == (0, 0, lm.runner.max_total_num_tokens)
 
 
-@pytest.mark.parametrize("suite", ["interventions", "traces", "memory"])
+@pytest.mark.parametrize("suite", ["interventions", "traces", "toolkit", "memory"])
 def test_a_profile_that_a_suite_does_not_make_is_refused(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--suite", suite, "--quick", "--device", "cpu", "--profile"]) == 2
     assert f"the suite '{suite}' makes no profile" in capsys.readouterr().err
@@ -414,7 +416,7 @@ def test_a_shape_is_one_that_is_served_and_its_aims_are_whole(folder: Path) -> N
     assert architecture_of(config) in NATIVE
     aims = read_aims(folder)
     rows = [values for name in ("decode_ms", "tokens_per_s", "eager_ms") for values in aims.get(name, {}).values()]
-    for suite in ("interventions", "traces"):
+    for suite in ("interventions", "traces", "toolkit"):
         rows += [values for case in aims.get(suite, {}).values() if isinstance(case, dict) for values in case.values()]
     assert all(len(values) == len(aims["batches"]) for values in rows)
     assert bool(rows) == folder.name.startswith("llama")

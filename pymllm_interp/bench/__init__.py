@@ -17,12 +17,15 @@ from .interventions import interventions_suite
 from .memory import memory_suite
 from .serving_suite import ServingSettings, serving_records
 from .tables import read_aims, render
+from .toolkit import toolkit_suite
 from .traces import traces_suite
 
 __all__ = ["describe_machine", "random_prompts", "run_bench"]
 
-SUITES = ("cpu", "decode", "hooks", "all", "interventions", "traces", "memory", "serving")
-ON_ONE_ENGINE = {"interventions": interventions_suite, "traces": traces_suite, "memory": memory_suite}
+SUITES = ("cpu", "decode", "hooks", "all", "interventions", "traces", "toolkit", "memory", "serving")
+ON_ONE_ENGINE = {
+    "interventions": interventions_suite, "traces": traces_suite, "toolkit": toolkit_suite, "memory": memory_suite,
+}  # fmt: skip
 """Suites with one engine and without profiles."""
 
 

@@ -8,7 +8,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -30,6 +30,8 @@ WARM_TOKENS = 16
 MARGIN = 8
 """Steps before and after the steps that `steady_ms` measures."""
 POLL_S = 2e-3
+PAIRS = 5
+"""Of `against_plain`."""
 
 
 def random_prompts(lm: LM, batch: int, tokens: int) -> Prompts:
@@ -115,6 +117,25 @@ def steady_ms(lm: LM, submit: Callable[[int], list[RequestHandle]], new_tokens: 
         handle.result()
     seconds = max(last_launched - launched, last_arrived.result() - arrived.result())
     return seconds / (after - before) * 1e3
+
+
+def against_plain(lm: LM, prompts: Prompts, declared: Sequence[dict[str, Any]], new_tokens: int) -> dict[str, Any]:
+    """Steps of requests against plain ones, in turns.
+
+    Args:
+        declared: of each prompt, the arguments of `LM.submit` that plain requests do not have.
+    """
+
+    def step_ms(given: Sequence[dict[str, Any]]) -> float:
+        def submit(count: int) -> list[RequestHandle]:
+            own = zip(prompts, given, strict=True)
+            return [lm.submit(prompt, greedy(count), **arguments) for prompt, arguments in own]
+
+        return steady_ms(lm, submit, new_tokens)
+
+    step_ms(declared)  # warm-up: compiles, and captures graphs
+    plain: list[dict[str, Any]] = [{}] * len(prompts)
+    return summary([(step_ms(plain), step_ms(declared)) for _ in range(PAIRS)])
 
 
 def summary(pairs: list[tuple[float, float]]) -> dict[str, Any]:

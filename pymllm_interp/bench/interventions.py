@@ -17,16 +17,14 @@ from typing import Any
 import torch
 
 from .. import LM
-from ..engine.handle import RequestHandle
 from ..hooks.captures.spec import Capture
 from ..hooks.interventions.op import Gate, Op
 from ..hooks.interventions.projections import Ablate, Clamp
 from ..hooks.interventions.specs import Steer
 from ..runner.cuda_graph_runner import CudaGraphRunner
-from .common import greedy, random_prompts, steady_ms, summary, timed
+from .common import PAIRS, against_plain, greedy, random_prompts, summary, timed
 from .gpu import GpuSettings, Model, facts, replay_ms
 
-PAIRS = 5
 PROMPT_TOKENS, NEW_TOKENS = 32, 65
 CAPTURED_PROMPTS = 12
 """Prompts of the captured prefill. With 8B shapes their results fit in the pool of result memory (`capture_kept_bytes`)."""
@@ -100,19 +98,8 @@ def measure_captured(lm: LM, batch: int, settings: GpuSettings) -> dict[str, Any
 
 
 def _against_plain(lm: LM, batch: int, settings: GpuSettings, declared: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Steps of requests with `declared` arguments, against plain ones."""
     prompts = random_prompts(lm, batch, min(PROMPT_TOKENS, settings.prompt_tokens))
-
-    def step_ms(given: Sequence[dict[str, Any]]) -> float:
-        def submit(count: int) -> list[RequestHandle]:
-            own = zip(prompts, given, strict=True)
-            return [lm.submit(prompt, greedy(count), **specs) for prompt, specs in own]
-
-        return steady_ms(lm, submit, min(NEW_TOKENS, settings.new_tokens))
-
-    step_ms(declared)  # warm-up: compiles, and captures graphs
-    plain: list[dict[str, Any]] = [{}] * batch
-    return summary([(step_ms(plain), step_ms(declared)) for _ in range(PAIRS)])
+    return against_plain(lm, prompts, declared, min(NEW_TOKENS, settings.new_tokens))
 
 
 def measure_captured_prefill(lm: LM, settings: GpuSettings) -> dict[str, float]:

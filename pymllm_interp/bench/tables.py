@@ -38,7 +38,7 @@ def render(
         lines = _memory(record, source)
     elif record["suite"] == "serving":
         lines = serving_lines(record, aims, f"{machine_line(record)} {source}".strip())
-    elif record["suite"] in ("interventions", "traces"):
+    elif record["suite"] in ("interventions", "traces", "toolkit"):
         lines = _against_plain(record, aims, source)
     else:
         lines = _Report(record, aims, earlier).lines(source)
@@ -212,7 +212,7 @@ def _longest(step: dict[str, Any]) -> str:
 
 
 def _against_plain(record: dict[str, Any], aims: dict[str, Any], source: str) -> list[str]:
-    """The table of the suites "interventions" and "traces": steps against plain ones."""
+    """The table of the suites "interventions", "traces" and "toolkit": steps against plain ones."""
     batches = sorted({row["batch"] for row in record["rows"]})
     cells = {(row["case"], row["batch"]): row for row in record["rows"]}
     asked = aims.get(record["suite"], {})
@@ -223,22 +223,28 @@ def _against_plain(record: dict[str, Any], aims: dict[str, Any], source: str) ->
         "|---" * (len(batches) + 1) + "|",
     ]  # fmt: skip
     for case in dict.fromkeys(row["case"] for row in record["rows"]):
-        found = [cells[case, n] for n in batches]
-        texts = [f"{r['ms']:.3f}, x {r['ratio']:.3f} ({r['lowest']:.3f} to {r['highest']:.3f})" for r in found]
-        lines.append(f"| {case} | " + " | ".join(texts) + " |")
+        found = {n: cells[case, n] for n in batches if (case, n) in cells}
+
+        def line(name: str, texts: Mapping[int, str]) -> str:
+            return f"| {name} | " + " | ".join(texts.get(n, "-") for n in batches) + " |"
+
+        texts = {
+            n: f"{r['ms']:.3f}, x {r['ratio']:.3f} ({r['lowest']:.3f} to {r['highest']:.3f})" for n, r in found.items()
+        }
+        lines.append(line(case, texts))
         wanted = asked.get(case, {})
         for name, form in (("ratio", "x {:.3f}"), ("ms", "{:.1f} ms")):
             if name in wanted:
                 limits = dict(zip(aims["batches"], wanted[name], strict=True))
-                texts = [_met(form, limits.get(row["batch"]), row[name]) for row in found]
-                lines.append("| ... aim, at most | " + " | ".join(texts) + " |")
+                lines.append(
+                    line("... aim, at most", {n: _met(form, limits.get(n), r[name]) for n, r in found.items()})
+                )
         if with_tables and case != TABLES_PRESENT:
-            texts = [f"x {row['ratio'] * with_tables[row['batch']]:.3f}" for row in found]
-            lines.append("| ... against a graph without tables | " + " | ".join(texts) + " |")
+            texts = {n: f"x {r['ratio'] * with_tables[n]:.3f}" for n, r in found.items()}
+            lines.append(line("... against a graph without tables", texts))
         if "peer" in wanted:
             peers = dict(zip(aims["batches"], wanted["peer"], strict=True))
-            texts = [f"{peers[n]:.2f}" if n in peers else "-" for n in batches]
-            lines.append(f"| ... {aims['traced_peer']} | " + " | ".join(texts) + " |")
+            lines.append(line(f"... {aims['traced_peer']}", {n: f"{ms:.2f}" for n, ms in peers.items()}))
     rates = {row["batch"]: row["gb_per_s"] for row in record["rows"] if "gb_per_s" in row}
     if rates:
         prefill, least = record["captured_prefill"], aims.get("captures", {})
@@ -259,6 +265,14 @@ def _against_plain(record: dict[str, Any], aims: dict[str, Any], source: str) ->
             f"A harvest of {harvest['bytes'] / 1e9:.1f} GB to the local disk: {harvest['gb_per_s']:.2f} GB a second"
             f"{_reached('{:.2f}', wanted, harvest['gb_per_s'])}, until all is on it; a file of that size, written and synced: "
             f"{harvest['disk_gb_per_s']:.2f}.",
+        ]
+    if "lens" in record:
+        lens, aim = record["lens"], asked.get("lens_ms")
+        met = "" if aim is None else f" (aim, at most: {_met('{:.1f}', aim, lens['ms'])})"
+        lines += [
+            "",
+            f"The lens of {lens['rows']} positions of a prompt at one layer takes {lens['ms']:.1f} ms{met}, until it is with the "
+            f"caller; with the prompt {lens['with_prompt_ms']:.1f} ms.",
         ]
     if "sweep" in record:
         sweep = record["sweep"]

@@ -1,0 +1,114 @@
+"""What features, lenses and set features cost a decode step, and how long the lens of a prompt takes: the suite "toolkit".
+
+Every request of the batch has them, and all requests decode in the measured steps (`steady_ms`).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from .. import LM
+from ..hooks.captures.features import Features
+from ..hooks.captures.lens import Lens
+from ..hooks.captures.spec import Capture
+from ..hooks.interventions.op import Gate
+from ..hooks.interventions.set_feature import SetFeature
+from ..hooks.interventions.specs import Steer
+from ..hooks.saes.sae import SAE
+from .common import against_plain, greedy, random_prompts, timed
+from .gpu import GpuSettings, Model, facts
+
+PROMPT_TOKENS, NEW_TOKENS = 32, 65
+FEATURES, TOP_K, SET = 32_768, 64, 4
+"""Features of the SAE; those that a row keeps; those that a request sets."""
+LENS_TOP_K, LENS_ROWS = 10, 512
+LENS_BATCH = 32
+"""Largest batch of the lens at every layer: its products are 1.4 TFLOP for these rows of an 8B shape."""
+PAIRS = 7
+"""Of the lens of a prompt."""
+
+Declared = Callable[[int], dict[str, Any]]
+"""Request i's arguments of `LM.submit`."""
+
+
+def toolkit_suite(model: Model) -> Iterator[dict[str, Any]]:
+    """Ratios to plain steps, by case and batch size. Yields the growing record."""
+    settings = model.settings
+    with model.load() as lm:
+        lengths = {
+            "prompt_tokens": min(PROMPT_TOKENS, settings.prompt_tokens), "new_tokens": min(NEW_TOKENS, settings.new_tokens),
+        }  # fmt: skip
+        found: dict[str, Any] = facts(lm) | lengths | {"rows": []}
+        for case, (declared, largest) in cases(lm).items():
+            for batch in settings.batches:
+                if batch <= largest:
+                    prompts = random_prompts(lm, batch, lengths["prompt_tokens"])
+                    row = against_plain(lm, prompts, [declared(i) for i in range(batch)], lengths["new_tokens"])
+                    found["rows"].append({"case": case, "batch": batch, **row})
+                    yield found
+        found["lens"] = measure_lens(lm, settings)
+        found["execution"] = lm.engine.stats()["execution"]
+        yield found
+
+
+def cases(lm: LM) -> Mapping[str, tuple[Declared, int]]:
+    """The cases, with the largest batch of each."""
+    depth, width, most = lm.runner.num_hidden_layers, lm.runner.hidden_size, 1 << 30
+    site, later = f"resid_post.{depth // 2}", f"resid_post.{min(depth // 2 + 1, depth - 1)}"
+    lm.saes["bench"] = random_sae(width, site)
+
+    def features_of(i: int) -> dict[int, float]:
+        chosen = torch.randperm(FEATURES, generator=torch.Generator().manual_seed(i))[:SET]
+        return dict.fromkeys(chosen.tolist(), 1e-2)
+
+    def vector(seed: int) -> torch.Tensor:
+        return torch.randn(width, generator=torch.Generator().manual_seed(seed))
+
+    def gated(i: int) -> Steer:
+        gate = Gate(vector(1), 0.0, site=site)
+        return Steer(later, vector(100 + i), scale=1e-3, when=gate)
+
+    read = Capture(site, positions="generated", reduce=Features("bench", top_k=TOP_K))
+    seen = Capture("resid_post.*", positions="generated", reduce=Lens(top_k=LENS_TOP_K))
+    return {
+        f"top {TOP_K} of an SAE with {FEATURES:,} features, every row": (lambda i: {"capture": [read]}, most),
+        f"{SET} features set, every request its own": (
+            lambda i: {"interventions": [SetFeature("bench", features_of(i))]},
+            most,
+        ),
+        f"logit lens, top {LENS_TOP_K} at every layer, every row": (lambda i: {"capture": [seen]}, LENS_BATCH),
+        "one site steered, an earlier site's gate": (lambda i: {"interventions": [gated(i)]}, most),
+    }
+
+
+def random_sae(width: int, site: str) -> SAE:
+    """A jumprelu SAE of bfloat16 with random weights."""
+    generator = torch.Generator().manual_seed(0)
+    decoder = torch.nn.functional.normalize(torch.randn(FEATURES, width, generator=generator), dim=-1).bfloat16()
+    zeros = torch.zeros(FEATURES, dtype=torch.bfloat16)
+    return SAE(
+        W_enc=decoder.T.contiguous(), b_enc=zeros, W_dec=decoder, b_dec=torch.zeros(width, dtype=torch.bfloat16),
+        architecture="jumprelu", threshold=zeros + 1e-2, site=site,
+    )  # fmt: skip
+
+
+def measure_lens(lm: LM, settings: GpuSettings) -> dict[str, float]:
+    """Milliseconds until the lens of each position of a prompt at one layer is with the caller; less the plain prompt's."""
+    tokens = min(LENS_ROWS, settings.prefill_tokens)
+    (prompt,) = random_prompts(lm, 1, tokens)
+    capture = [Capture(f"resid_post.{lm.runner.num_hidden_layers // 2}", reduce=Lens(top_k=LENS_TOP_K))]
+
+    def ms(**given: Any) -> float:
+        return timed(lambda: lm.generate([prompt], greedy(1), **given) and None) * 1e3
+
+    ms(), ms(capture=capture)
+    pairs = [(ms(), ms(capture=capture)) for _ in range(PAIRS)]
+    return {
+        "rows": tokens,
+        "ms": statistics.median(read - plain for plain, read in pairs),
+        "with_prompt_ms": statistics.median(read for _, read in pairs),
+    }
