@@ -25,7 +25,6 @@ from pymllm_interp import LM
 from pymllm_interp.bench import describe_machine
 
 
-
 def gap(logits: torch.Tensor) -> torch.Tensor:
     """A logit difference."""
     return logits[:, 100] - logits[:, 200]
@@ -69,7 +68,9 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--load-format", default="auto")
-    parser.add_argument("--sizes", nargs="+", default=["8:1", "24:1", "48:6"], help="tokens:step of the prompts and positions")
+    parser.add_argument(
+        "--sizes", nargs="+", default=["8:1", "24:1", "48:6"], help="tokens:step of the prompts and positions"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
