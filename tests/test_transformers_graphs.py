@@ -9,15 +9,20 @@ import pytest
 import torch
 from family_configs import VOCAB, tiny_config
 from helpers_graphs import use_eager_graphs
+from helpers_runner import ByHand
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from pymllm_interp import LM, SamplingParams, Steer
+from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.current_pass import current_pass
 from pymllm_interp.core.forward_batch import ForwardBatch, ForwardMode
+from pymllm_interp.core.model_spec import num_sites
+from pymllm_interp.layers.edits.host import HostOps
 from pymllm_interp.models.fused_parts import fuse_parts
 from pymllm_interp.models.graph_check import WaitsForDevice
 from pymllm_interp.runner.cuda_graph_runner import CudaGraphRunner
+from pymllm_interp.runner.interp_model_runner import InterpModelRunner
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 PROMPTS = [[5, 17, 3], [80, 44, 9, 61, 2], [7]]
@@ -63,6 +68,32 @@ def test_requests_with_ops_and_traces_beside_captured_passes(monkeypatch):
     captured = lm.generate([PROMPTS[0]], GREEDY, capture=["resid_post.0"])[0].activations["resid_post.0"]
     torch.testing.assert_close(torch.cat([state[0] for state in states]), captured, rtol=1e-4, atol=1e-4)
     lm.shutdown()
+
+
+@pytest.mark.parametrize("family", CAPTURED)
+def test_ops_act_in_passes_from_before_there_is_a_tree(family):
+    """As when an engine captures its graphs: the envoys, whose controllers call the sites later, are made afterwards."""
+
+    def run(**wrap: Any) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
+        model = ModelConfig(hf_config=tiny_config(family), impl="transformers", load_format="dummy", dtype="float32")
+        runner = InterpModelRunner(ServerConfig(device="cpu", **SIZES), model, **wrap)
+        runner.initialize()
+        seen: dict[int, torch.Tensor] = {}
+        batch, rows = ByHand(runner).batch({0: [5, 6, 7]}), (0, 3)
+        sites = range(num_sites(runner.num_hidden_layers))
+        ops: dict[int, Any] = {site: [(rows, lambda x, site=site: x * (1 + 0.01 * site) + 0.1)] for site in sites}
+        sinks: dict[int, Any] = {
+            site: [(rows, lambda x, site=site: seen.__setitem__(site, x.clone()))] for site in sites
+        }
+        batch.site_ops = HostOps(ops, sinks, runner.num_hidden_layers)
+        logits = runner.forward(batch).next_token_logits
+        runner.shutdown()
+        return seen, logits
+
+    (wanted, logits), (found, own) = run(), run(wrap=None)
+    assert found.keys() == wanted.keys() and len(found) >= 9
+    torch.testing.assert_close(own, logits)
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize(

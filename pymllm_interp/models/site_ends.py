@@ -6,7 +6,8 @@ A site is an end of a module. Ops come before a trace, and captures after it:
     site at an input    a forward pre-hook has the ops; the capture is right before the module's forward
     resid_mid           a forward pre-hook of the norm that reads the stream, which writes the stream in place
 
-"Right after the forward" is `SiteEnds`, which the module's controller calls (hooks/traces/module_state.py).
+"Right after the forward" is `SiteEnds.after_forward`, which the module's controller calls (hooks/traces/module_state.py). A module that
+has no controller yet, as when its engine captures graphs, has the ops in its hooks.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class SiteEnds:
         self.slices: dict[int, QKVSlice] = {}
         self.has_weights = False
         """Whether the second output holds the attention weights of all requests of a pass, also without being asked for."""
+        self.has_controller = False
+        """Whether a controller calls `before_forward` and `after_forward`."""
         self._first_inner = final_norm_site(num_layers) + 1
         self._num_layers = num_layers
 
@@ -125,10 +128,16 @@ class SiteEnds:
         assert self.input is not None
         value = _first(args, kwargs)
         new = ops.at(self.input, value)
-        return None if new is value else _replaced(args, kwargs, new)
+        if new is not value:
+            args, kwargs = _replaced(args, kwargs, new)
+        if not self.has_controller:
+            self.before_forward(args, kwargs)
+        return None if new is value else (args, kwargs)
 
-    def hook(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def hook(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Capture the output that the model goes on with."""
+        if not self.has_controller:
+            output = self.after_forward(output)
         for site, part in self.slices.items():
             ops = self.acts(site, current_site_ops())
             if ops is not None:
@@ -137,6 +146,7 @@ class SiteEnds:
         if ops is not None:
             assert self.output is not None
             ops.capture(self.output, output[0] if isinstance(output, tuple) else output)
+        return None if self.has_controller else output
 
 
 class StreamEnd:
@@ -191,19 +201,19 @@ def install(model: nn.Module, spec: ModelSpec, cached: bool = False) -> None:
                 setattr(at(path.format(layer)), end, site)
     if "embed" not in points:
         at(points["resid_pre"].module.format(0)).input = EMBED_SITE
+    attentions = {path: module for path, module in modules.items() if hasattr(module, "paged_calls")}
+    for path in attentions if cached else ():
+        at(path).has_weights = True
     for module, found in ends.items():
         if found.input is not None:
             module.register_forward_pre_hook(found.pre_hook, with_kwargs=True)
-        if found.output is not None or found.slices:
+        if found.output is not None or found.slices or found.has_weights:
             module.register_forward_hook(found.hook)
     for layer in range(num_layers):
         block = modules[f"{spec.family.layers}.{layer}"]
         block.register_forward_pre_hook(_LayerInput(layer).pre_hook, with_kwargs=True)
-    for path, module in modules.items():
-        if hasattr(module, "paged_calls"):
-            if cached:
-                at(path).has_weights = True
-            module.register_forward_hook(_attention_hook)
+    for module in attentions.values():
+        module.register_forward_hook(_attention_hook)
 
 
 class _LayerInput:

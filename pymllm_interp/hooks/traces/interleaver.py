@@ -115,7 +115,7 @@ class EngineInterleaver(Interleaver):
         """Make the envoy's module hand its values to this interleaver."""
         state, own = install_controller(envoy), envoy._module.__dict__
         if "site_ends" in own:
-            serve_sites(state)
+            serve_sites(state, own["site_ends"])
         # A controller that accelerate's hook calls stays where it is.
         if isinstance(own["forward"], Controller) and "_hf_hook" not in own:
             own["forward"] = Handover(envoy._module, state, self)

@@ -11,6 +11,8 @@ from .nnsight_compat import State
 class Ends(Protocol):
     """The sites at a module's ends (models/site_ends.py), its attribute `site_ends`."""
 
+    has_controller: bool
+
     def before_forward(self, args: tuple, kwargs: dict[str, Any]) -> None: ...
 
     def after_forward(self, output: Any) -> Any: ...
@@ -39,8 +41,9 @@ class SiteState(State):
 _body: Any = State.body
 
 
-def serve_sites(state: State) -> None:
-    """Make the state of a controller a `SiteState`."""
+def serve_sites(state: State, ends: Ends) -> None:
+    """Make the state of a module's controller a `SiteState`."""
+    ends.has_controller = True
     if not isinstance(state, SiteState):
         forward = state.body
         state.__class__ = SiteState
