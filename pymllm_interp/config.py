@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from .core.arguments import shown
 from .core.model_spec import INNER_SITES
 
 DTYPES = {
@@ -95,7 +97,12 @@ class ModelConfig:
     generation_config: str = "auto"
     """ "auto": the model's generation_config.json has the default sampling parameters; "none": it has not; or a folder with one."""
 
+    saes: Mapping[str, Any] = field(default_factory=dict)
+    """SAEs by name: `SAE`s, files or folders. Those of them that are top-k are encoded in passes on CUDA (docs/interventions.md)."""
+
     def __post_init__(self) -> None:
+        if not isinstance(self.saes, Mapping):
+            raise ValueError(f"ModelConfig(saes={shown(self.saes)}): expected {{name: SAE, file or folder}}")
         _one_of(self, "load_format", ("auto", "safetensors", "gguf", "dummy"))
         _one_of(self, "impl", ("auto", "native", "transformers"))
         if not isinstance(self.dtype, torch.dtype) and self.dtype != "auto" and self.dtype not in DTYPES:

@@ -193,7 +193,7 @@ def test_random_reductions_of_random_traffic_are_those_of_the_states(seed: int, 
             if isinstance(spec.reduce, Features):
                 check_features(found, rows, saes[site], spec.reduce.top_k, None if dtype == "float32" else close)
             elif isinstance(spec.reduce, Lens):
-                logits = lm.lm_head(lm.model.norm(rows)).float().log_softmax(-1)
+                logits = lm.lm_head(lm.model.norm(rows.to(lm.device))).float().log_softmax(-1).cpu()
                 torch.testing.assert_close(found[site], logits.topk(3).values, **close)
                 torch.testing.assert_close(found.token_log_probs[site], logits[:, [5, 6]], **close)
             elif spec.reduce == "mean":
@@ -333,7 +333,7 @@ def test_transports_map_a_layers_state_to_the_last_ones(lm_of: Any, tmp_path: An
     states = lm.generate([prompt_of(5, 0)], GREEDY, capture=["resid_post.*", "resid_pre.0"])[0].activations
 
     def logits(h: torch.Tensor) -> torch.Tensor:
-        return lm.lm_head(lm.model.norm(h)).detach().log_softmax(-1).topk(4).values
+        return lm.lm_head(lm.model.norm(h.to(lm.device))).detach().log_softmax(-1).topk(4).values.cpu()
 
     sites = ["resid_pre.0", "resid_post.0", "resid_post.1"]
     capture = [Capture(site, reduce=Lens(top_k=4, transport=tuned)) for site in (*sites, "resid_post.2")]

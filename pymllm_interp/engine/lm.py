@@ -79,6 +79,7 @@ class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore
         hf_config: a transformers config in place of config.json (with load_format="dummy").
         generation_config: "auto": the model's generation_config.json sets `default_sampling_params`; "none": it does not; or a
             folder with another one.
+        saes: {name: an `SAE`, a file or a folder}, as `lm.saes` holds them. On CUDA a top-k SAE must be named here for `SetFeature`.
         server: further fields of `ServerConfig`, by name.
 
     Attributes:
@@ -108,13 +109,14 @@ class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore
         hf_config: PretrainedConfig | None = None,
         attn_implementation: str | None = None,
         generation_config: str | PathLike[str] = "auto",
+        saes: Mapping[str, Any] | None = None,
         **server: Any,
     ) -> None:
         _check_arguments(model, server)
         self.default_options = take_options({"attn_implementation": attn_implementation})
         model_config = ModelConfig(
             model=str(model), dtype=dtype, load_format=load_format, impl=impl, seed=seed, hf_config=hf_config,
-            generation_config=str(generation_config),
+            generation_config=str(generation_config), saes=saes or {},
         )  # fmt: skip
         server_config = ServerConfig(
             device=device,

@@ -23,7 +23,6 @@ from ..hooks.captures.spec import Capture
 from ..hooks.declared import captures_for_each_prompt, for_each_prompt
 from ..hooks.interventions.knockout import Intervention
 from ..hooks.receipt import Receipt
-from ..hooks.saes.registry import SAERegistry
 from ..hooks.traces.trace import RequestTrace
 from ..hooks.vectors import VectorRegistry
 from ..models.fingerprint import ServedWeights
@@ -55,11 +54,10 @@ class RequestFactory:
         tokenizer: or None, where prompts are token ids.
         defaults: the model's sampling parameters, for requests without any, and its end-of-sequence ids.
         seed: of requests that bring none.
-        saes: SAEs by name, of several factories; None: the factory's own.
 
     Attributes:
         vectors: vectors by name, for interventions that give a name in a vector's place.
-        saes: SAEs by name, likewise.
+        saes: SAEs by name, likewise: the runner's.
     """
 
     def __init__(
@@ -68,11 +66,11 @@ class RequestFactory:
         tokenizer: Any,
         defaults: GenerationDefaults,
         seed: int,
-        saes: SAERegistry | None = None,
     ) -> None:
         self.runner, self.tokenizer, self.defaults, self.seed = runner, tokenizer, defaults, seed
         self.vectors = VectorRegistry(runner.model_spec)
-        self.saes = SAERegistry(runner.model_spec, runner.device) if saes is None else saes
+        assert runner.saes is not None
+        self.saes = runner.saes
         self._ordinals = itertools.count()
 
     @property

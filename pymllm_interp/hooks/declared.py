@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -22,9 +22,11 @@ from .captures.spec import NORMED, Capture
 from .interventions.gates import Flag, GateRead, RequestGates
 from .interventions.knockout import BoundKnockout, Intervention, Knockout, bind_knockouts, request_cuts
 from .interventions.op import Op
+from .interventions.set_feature import SetFeature
 from .kv_edits import KVEdits
 from .positions import Window
 from .receipt import Applied, Captured
+from .saes.sae import SAE
 from .site import Site
 
 
@@ -39,6 +41,8 @@ class DeclaredLimits:
     """Kinds of inner sites that passes have kernels for."""
     device_tables: bool = False
     """Whether ops run as kernels, from device tables; only the ops at the logits run as functions."""
+    encoders: Mapping[int, Sequence[SAE]] = field(default_factory=dict)
+    """By site, the SAEs whose encoders the passes have, for device tables."""
 
     def check(self, site: Site) -> None:
         """Raise ValueError for a site without kernels."""
@@ -59,6 +63,29 @@ class DeclaredLimits:
             raise ValueError(f"{op.name}: there is no kernel for it; on CUDA it can act at logits only")
         if self.device_tables and max(op.heads or (0,)) >= MAX_HEADS:
             raise ValueError(f"{op.name}: heads={op.heads}; on CUDA, ops have the first {MAX_HEADS} heads")
+
+    def check_encoders(self, ops: Sequence[PlacedOp], site: int) -> None:
+        """Raise ValueError for features that take an encoder which the passes do not have there, or not for the state that is changed.
+
+        Args:
+            ops: of a request at a site, in the order in which they act.
+            site: number of the site.
+        """
+        for i, op in enumerate(ops if self.device_tables else ()):
+            sae = op.spec.encoder if isinstance(op.spec, SetFeature) else None
+            if sae is None:
+                continue
+            if sae not in self.encoders.get(site, ()):
+                raise ValueError(
+                    f"{op.spec.name}: a top-k SAE has to encode all {sae.d_sae} features to know one; on CUDA the engine must be "
+                    "built with it: LM(..., saes={'name': sae}). One with the threshold of its training (batch-top-k, converted to "
+                    "jumprelu) needs no more"
+                )
+            if i:
+                raise ValueError(
+                    f"{op.spec.name}: {ops[0].spec.name} changes the state before it, and on CUDA a top-k SAE encodes what comes to "
+                    "the site: give it first, with all features in one"
+                )
 
 
 def for_each_prompt(given: Any, prompts: int) -> list[list[Intervention]]:
@@ -240,6 +267,8 @@ class Declared:
         for site, _, op in sorted(placed, key=lambda entry: entry[:2]):  # a stable sort keeps the order given
             if not op.spec.identity:
                 ops.setdefault(site, []).append(op)
+        for site, found in ops.items():
+            limits.check_encoders(found, site)
         edits = KVEdits(ops, knockouts, model.num_hidden_layers)
         for read, flag in gates.reads():  # behind what changes the state
             (bound,) = bind(read, model, prompt_len)

@@ -6,7 +6,7 @@ in passes with gradients, ops are functions on their requests' rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
@@ -32,6 +32,7 @@ from .interventions.device_tables import DeviceTables
 from .interventions.host_ops import RequestRows, host_ops
 from .interventions.knockout import Intervention
 from .interventions.logit_ops import logit_ops
+from .saes.sae import SAE
 
 
 class StepRows(Protocol):
@@ -66,17 +67,26 @@ class DeclaredStage:
         model: what specs are checked against.
         device: of the passes.
         readout: of the model, for reductions.
+        encoders: by site, SAEs that passes with tables encode with.
 
     Attributes:
         device_tables: ops and captures that kernels read; None on a CPU.
         capture_ring: ring that captured states leave the device through, beside the tables.
     """
 
-    def __init__(self, config: ServerConfig, model: ModelSpec, device: str, readout: Readout | None = None) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        model: ModelSpec,
+        device: str,
+        readout: Readout | None = None,
+        encoders: Mapping[int, Sequence[SAE]] | None = None,
+    ) -> None:
         self.model, self.device = model, device
         self.limits = DeclaredLimits(
             config.max_interventions_per_site, config.max_intervention_vectors, config.max_capture_bytes,
             frozenset(config.inner_sites if self.has_tables else INNER_SITES), device_tables=self.has_tables,
+            encoders=encoders if encoders and self.has_tables else {},
         )  # fmt: skip
         self.device_tables: DeviceTables | None = None
         self.capture_ring: CaptureRing | None = None

@@ -30,6 +30,7 @@ from ..core.step import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutpu
 from ..hooks.captures.ring import CaptureRing
 from ..hooks.declared_stage import DeclaredStage, RowBuffers
 from ..hooks.interventions.device_tables import DeviceTables
+from ..hooks.saes.registry import SAERegistry
 from ..hooks.traces.batch_groups import NNsightRequestHelper
 from ..hooks.traces.envoy import TracedModel
 from ..hooks.traces.interleaver import EngineInterleaver
@@ -60,6 +61,7 @@ class InterpModelRunner(ModelRunner):
         interleaver: serves the blocks of traces.
         nnsight_request_helper: traces in flight, and their rows.
         declared_stage: interventions and captures; None before `initialize`.
+        saes: by name, of `ModelConfig.saes` and later ones; None before `initialize`.
         passes: how passes with traces run.
     """
 
@@ -76,6 +78,7 @@ class InterpModelRunner(ModelRunner):
         self.interleaver = EngineInterleaver()
         self.nnsight_request_helper = NNsightRequestHelper(self.interleaver)
         self.declared_stage: DeclaredStage | None = None
+        self.saes: SAERegistry | None = None
         self.passes = HookedPasses(self, self.interleaver, self.nnsight_request_helper)
         self._own_model: TracedModel | None = None
         self._model_of_client: weakref.ref[TracedModel] | None = None
@@ -101,13 +104,23 @@ class InterpModelRunner(ModelRunner):
 
     def init_memory_pool(self) -> None:
         """The pools, and the tables of declared interventions."""
+        self.saes = SAERegistry(self.model_spec, self.device)
+        for name, source in self.model_config.saes.items():
+            self.saes[name] = source
         readout = ModelReadout(self.get_model(), self.model_spec)
-        self.declared_stage = DeclaredStage(self.server_config, self.model_spec, self.device, readout)
+        self.declared_stage = DeclaredStage(
+            self.server_config, self.model_spec, self.device, readout, self.saes.encoders()
+        )
         super().init_memory_pool()
 
     def _init_tables(self) -> None:
         super()._init_tables()
         self.declared.init_tables(self.req_states.edited)
+
+    @property
+    def wants_plain_graphs(self) -> bool:
+        """Also where declared ops include encoders."""
+        return super().wants_plain_graphs or bool(self.declared.limits.encoders)
 
     def capture_model(self) -> int:
         """Capture the decode graphs; graph segments between blocks are captured as they come."""
@@ -123,7 +136,7 @@ class InterpModelRunner(ModelRunner):
             self.passes.segments = None
         if self.declared_stage is not None:
             self.declared_stage.close()
-        self._own_model = None
+        self._own_model = self.saes = None
         super().shutdown()
 
     @property

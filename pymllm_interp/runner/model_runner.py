@@ -63,7 +63,7 @@ class ModelRunner(ForwardPasses):
             after `shutdown`.
         weights: fingerprint and version of the model's weights; None while `model` is.
         graph_runner, prefill_graphs: None where passes are not captured (a CPU, `disable_cuda_graph`).
-        plain_graphs: of decode passes without declared ops, for models in which the ops are kernels of their own; else None.
+        plain_graphs: of decode passes without declared ops, where `wants_plain_graphs`; else None.
         gdn_pool: of hybrid recurrent models, which are not served: always None.
         max_total_num_tokens: KV slots that requests can have.
         forward_pass_id: passes so far, idle ones included.
@@ -221,7 +221,7 @@ class ModelRunner(ForwardPasses):
             return 0
         try:
             self.graph_runner = CudaGraphRunner(self)
-            if not self.get_model().fuses_ops:
+            if self.wants_plain_graphs:
                 self.plain_graphs = CudaGraphRunner(self, declares=False)
         except RuntimeError as error:
             if self.get_model().fuses_ops or isinstance(error.__cause__, torch.OutOfMemoryError):
@@ -238,6 +238,11 @@ class ModelRunner(ForwardPasses):
             taken += self.prefill_graphs.memory_usage
         return taken
 
+    @property
+    def wants_plain_graphs(self) -> bool:
+        """Whether declared ops, even if there are none, take long enough for passes without them to have graphs of their own."""
+        return not self.get_model().fuses_ops
+
     def _prefill_sizes(self) -> list[int]:
         if not self.get_model().fuses_ops:
             return []
@@ -248,7 +253,7 @@ class ModelRunner(ForwardPasses):
         """Device memory to leave for the graphs when the KV pool is sized, in bytes: each keeps its outputs."""
         if self._why_no_graphs() is not None:
             return 0
-        rows = sum(capture_batch_sizes(self.max_running_requests)) * (1 if self.get_model().fuses_ops else 2)
+        rows = sum(capture_batch_sizes(self.max_running_requests)) * (2 if self.wants_plain_graphs else 1)
         outputs = rows * (self.vocab_size + self.hidden_size) + sum(self._prefill_sizes()) * self.hidden_size
         return outputs * self.dtype.itemsize + device_memory.GRAPH_OVERHEAD_BYTES
 

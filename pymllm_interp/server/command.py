@@ -21,8 +21,9 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
     """
     model_fields, server_fields = set(ModelConfig.__dataclass_fields__), set(ServerConfig.__dataclass_fields__)
     options: dict[str, Any] = dict(args.option or ())
-    check_names("pymllm-interp serve --option", options, [*model_fields - {"hf_config"}, *server_fields], {})
+    check_names("pymllm-interp serve --option", options, [*model_fields - {"hf_config", "saes"}, *server_fields], {})
     model = {"model": args.model, "dtype": args.dtype} | {k: v for k, v in options.items() if k in model_fields}
+    model["saes"] = dict(args.sae or ())
     server = {"device": args.device} | {k: v for k, v in options.items() if k in server_fields}
     ModelConfig(**model)
     ServerConfig(**server)
@@ -31,5 +32,4 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
         model=model, server=server, name=args.served_model_name or Path(args.model).name, host=args.host, port=args.port,
         keys=read_keys(args.keys, args.allow_code_from or ()), limits=ServeLimits(**limits), store=args.store,
         on_engine_exit=args.on_engine_exit, drain_seconds=args.drain_seconds, log_level=args.log_level,
-        saes=dict(args.sae or ()),
     )  # fmt: skip

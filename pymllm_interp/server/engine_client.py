@@ -130,7 +130,7 @@ class EngineClient:
         settings = {
             **ends, "model": self.settings.model, "server": self.settings.server, "store": str(self.store),
             "tokenizer": str(self.tokenizer_folder), "inline_bytes": self.settings.limits.inline_bytes,
-            "log_level": self.settings.log_level, "saes": self.settings.saes, "parent": os.getpid(),
+            "log_level": self.settings.log_level, "parent": os.getpid(),
         }  # fmt: skip
         self.process = process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "pymllm_interp.server.engine_process", stdin=asyncio.subprocess.PIPE

@@ -182,7 +182,7 @@ def serve(settings: dict[str, Any]) -> None:
     outgoing.connect(settings["events"])
     outbox = Outbox(outgoing.send, Path(settings["store"]), settings["inline_bytes"])
     try:
-        served = ServedModel(ModelConfig(**settings["model"]), ServerConfig(**settings["server"]), settings["saes"])
+        served = ServedModel(ModelConfig(**settings["model"]), ServerConfig(**settings["server"]))
     except Exception as error:
         outbox.put(m.Failed(0, failure_of(error)))
         outbox.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from ..engine.handle import RequestHandle
 from ..engine.request_factory import RequestFactory
 from ..engine.token_calls import TokenCalls
 from ..engine.trace_calls import TraceCalls
-from ..hooks.saes.registry import SAERegistry
 from ..layers.seal import seal
 from ..models.registry import is_native
 from ..models.source import load_tokenizer
@@ -34,14 +32,13 @@ class ServedModel(TraceCalls, ForwardCalls, TokenCalls):  # pyright: ignore[repo
 
     Args:
         model, server: configuration, as of `LM`.
-        saes: SAEs by name: files or folders.
 
     Attributes:
         engine: serves the requests.
         tokenizer: a transformers tokenizer, or None.
     """
 
-    def __init__(self, model: ModelConfig, server: ServerConfig, saes: Mapping[str, str] | None = None) -> None:
+    def __init__(self, model: ModelConfig, server: ServerConfig) -> None:
         self.runner = InterpModelRunner(server, model, wrap=None)
         self.engine = Engine(self.runner)
         open_engines.track(self.engine)
@@ -53,9 +50,6 @@ class ServedModel(TraceCalls, ForwardCalls, TokenCalls):  # pyright: ignore[repo
         self.tokenizer = load_tokenizer(source)
         self.hf_config: PretrainedConfig = source.hf_config
         self._defaults = GenerationDefaults.of(model.generation_config, source.hf_config, source.folder)
-        self.saes = SAERegistry(self.runner.model_spec, self.runner.device)
-        for name, path in (saes or {}).items():
-            self.saes[name] = path
         self._factories: dict[str, RequestFactory] = {}
         self._factory = self.factory("")
 
@@ -63,7 +57,7 @@ class ServedModel(TraceCalls, ForwardCalls, TokenCalls):  # pyright: ignore[repo
         """Makes the requests of one owner, with the owner's named vectors."""
         if owner not in self._factories:
             seed = self.runner.model_config.seed
-            self._factories[owner] = RequestFactory(self.runner, self.tokenizer, self._defaults, seed, self.saes)
+            self._factories[owner] = RequestFactory(self.runner, self.tokenizer, self._defaults, seed)
         return self._factories[owner]
 
     def of(self, owner: str, edits: list[Any]) -> ServedModel:
@@ -116,7 +110,7 @@ class ServedModel(TraceCalls, ForwardCalls, TokenCalls):  # pyright: ignore[repo
                 if kind not in ("q", "k", "v", "z", "mlp_act") or kind in usable
             },
             "ops": sorted(OPS),
-            "saes": {name: {"site": sae.site, "features": sae.d_sae} for name, sae in self.saes.items()},
+            "saes": {name: {"site": sae.site, "features": sae.d_sae} for name, sae in self._factory.saes.items()},
             "hooks": {
                 "hook_execution": config.hook_execution,
                 "declared": "inside the forward pass; no Python runs, and CUDA graphs are replayed",

@@ -68,8 +68,6 @@ class ServeSettings:
     drain_seconds: float = 30.0
     """After SIGTERM, how long running requests may take to end."""
     log_level: str = "info"
-    saes: dict[str, str] = field(default_factory=dict)
-    """SAEs by name: the files or folders that `SAE.load` reads."""
 
     def __post_init__(self) -> None:
         if self.on_engine_exit not in ("restart", "exit"):

@@ -17,9 +17,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from ..positions import Window
 from ..site import Site
@@ -99,14 +101,21 @@ class Group:
         if reading is not None:
             self.width, self._sent_dtype = reading.width, reading.dtype
         self._site_size = size_in(self.width, self._sent_dtype, dtype)  # elements that are sent for a state
+        if reading is not None and reading.reduces:  # so that what is sent for a record is kept as it is
+            self._site_size = aligned(self._site_size)
+            self._kept_width = self._site_size * dtype.itemsize // self._sent_dtype.itemsize
+        else:
+            self._kept_width = self.width
         self._sent_integer = np.dtype(f"i{self._sent_dtype.itemsize}")
-        self._is_dense = self._site_size * dtype.itemsize == self.width * self._sent_dtype.itemsize
+        self._is_dense = self._site_size * dtype.itemsize == self._kept_width * self._sent_dtype.itemsize
         self.in_order = reduce in ("mean", "last")
         self._sum_size = 0  # elements of a sum
         if reduce == "mean" and self._of_prompt:
             self._sum_size = self.width * torch.float32.itemsize // dtype.itemsize
         states = self.probes is None and (reading is None or not reading.reduces)
-        self._kept = KeptRows(spec, self.num_positions, self.width, self._sent_dtype, result_dtype, states)
+        self._kept = KeptRows(
+            spec, self.num_positions, self._kept_width, self.width, self._sent_dtype, result_dtype, states
+        )
         self._filled: Counter[int] = Counter()  # by column: rows that `capture` has kept
 
     @property
@@ -168,7 +177,8 @@ class Group:
             self.prepare(FRESH)
             found, states = ordinals[new], rows.detach()[new]
             if self.reading is not None:
-                sent = self.reading([(self.names[column], states)])[0]
+                sent = self.reading([((self.names[column],), states[:, None])])[0][:, 0]
+                sent = F.pad(sent, (0, self._kept_width - self.width))
             else:
                 sent = self._stored(states, None if self.probes is None else self.probes.to(states.device))
             sent = as_integers(sent.cpu())
@@ -193,8 +203,9 @@ class Group:
     def prepare(self, memory: Memory) -> None:
         """Allocate the rows; a second call does nothing."""
         if self._kept.rows is None:
-            padded = not self._is_dense or len(self.sites) * self._site_size < self.record_size
-            as_records = self._kept.unchanged and not padded and self.reading is None
+            sent = self.record_size if self.reading is None else self.packed_size
+            padded = not self._is_dense or len(self.sites) * self._site_size < sent
+            as_records = self._kept.unchanged and not padded
             self._kept.prepare(memory, len(self.sites), as_records)
 
     def direct_rows(self, first: int, count: int) -> torch.Tensor | None:
@@ -238,14 +249,38 @@ class Group:
         for records in selected(runs, whole):
             stop = start + len(records) * self.packed_size
             target = into[start:stop].view(len(records), -1)
-            if self.reading is None:
-                target.copy_(records[:, self.offset : self.offset + self.record_size])
-            for column, site in enumerate(self.names if self.reading is not None else ()):
-                place = column * self._site_size
-                values = target[:, place : place + self._site_size].view(self._sent_dtype)[:, : self.width]
-                pending.append((self.reading, site, self._state(records, column), values))  # pyright: ignore[reportArgumentType]
+            self.pack_whole(records, target, pending)
             start = stop
         return start
+
+    def pack_whole(self, records: torch.Tensor, target: torch.Tensor, pending: list[Pending]) -> None:
+        """Write what is sent for whole records.
+
+        Args:
+            records: [n, elements].
+            target: [n, at least `packed_size`].
+            pending: gets what `read_all` writes later.
+        """
+        if self.reading is None:
+            target[:, : self.packed_size].copy_(records[:, self.offset : self.offset + self.record_size])
+            return
+        sites = len(self.sites)
+        values = target[:, : sites * self._site_size].view(self._sent_dtype).unflatten(1, (sites, -1))
+        pending.append((self.reading, tuple(self.names), self._site_states(records), values[..., : self.width]))
+
+    def alike(self) -> tuple[Any, ...]:
+        """Equal for groups of different requests for whose records `pack_whole` does the same."""
+        places = [self._place(column) for column in range(len(self.sites))]
+        reading = None if self.reading is None else self.reading.key
+        return (
+            self.offset,
+            self.record_size,
+            self.packed_size,
+            tuple(self.sites),
+            tuple(places),
+            reading,
+            self._kept_width,
+        )
 
     def unpack(self, packed: np.ndarray, first: int, sizes: np.ndarray) -> int:
         """Keep what `pack` wrote. Returns the number of elements read."""
@@ -294,19 +329,27 @@ class Group:
             states = torch.stack([(states.float() * probe).sum(-1) for probe in probes], -1)
         return states.to(self._stored_dtype)
 
-    def _state(self, records: torch.Tensor, column: int) -> torch.Tensor:
-        """States [n, width] of a column, whose dtype is the ring's."""
+    def _place(self, column: int) -> int:
+        """First element in a record of what a column reads."""
         group, of_group = self.sources[column] or (self, column)
-        place = group.offset_of(of_group)
-        return records[:, place : place + self._state_width]
+        return group.offset_of(of_group)
+
+    def _site_states(self, records: torch.Tensor) -> torch.Tensor:
+        """States [n, sites, width], whose dtype is the ring's."""
+        sites = len(self.sites)
+        if not any(self.sources):
+            own = records[:, self.offset : self.offset + sites * self._state_size]
+            return own.unflatten(1, (sites, -1))[..., : self._state_width]
+        places = map(self._place, range(sites))
+        return torch.stack([records[:, place : place + self._state_width] for place in places], 1)
 
     def _states(self, records: torch.Tensor) -> torch.Tensor:
         """States [n, sites * width], read where the group has a reading."""
         if self.reading is None:
             return records[:, self.offset : self.offset + len(self.sites) * self._state_size]
-        return torch.cat(self.reading([(site, self._state(records, i)) for i, site in enumerate(self.names)]), -1)
+        return self.reading([(tuple(self.names), self._site_states(records))])[0].flatten(1)
 
     def _states_of(self, parts: np.ndarray) -> np.ndarray:
-        """States [n, sites, width], as integers of the sent width, at the front of parts [n, elements]."""
+        """States [n, sites, kept width], as integers of the sent width, at the front of parts [n, elements]."""
         parts = parts[:, : len(self.sites) * self._site_size].reshape(len(parts), -1, self._site_size)
-        return parts.view(self._sent_integer)[..., : self.width]
+        return parts.view(self._sent_integer)[..., : self._kept_width]

@@ -30,7 +30,8 @@ class KeptRows:
     Args:
         spec: of the group.
         num_positions: positions that the result is made of at most.
-        width: values that are sent for a state.
+        width: values that are kept for a state.
+        sent_width: those at their front that results are made of; the others are padding.
         sent_dtype: of these values.
         dtype: of the result.
         states: these values are states, and not what the device made of them.
@@ -45,13 +46,14 @@ class KeptRows:
         spec: Capture,
         num_positions: int,
         width: int,
+        sent_width: int,
         sent_dtype: torch.dtype,
         dtype: torch.dtype,
         states: bool,
     ) -> None:
         self.rows: torch.Tensor | None = None
         self._reduce, self._width, self._sent_dtype, self._result_dtype = spec.reduce, width, sent_dtype, dtype
-        self._num_rows, self._dtype, self._states = num_positions, dtype, states
+        self._num_rows, self._dtype, self._states, self._sent_width = num_positions, dtype, states, sent_width
         self._asked = spec.dtype if isinstance(spec.dtype, torch.dtype) else None
         if isinstance(spec.reduce, Reduction):
             self._dtype = sent_dtype
@@ -131,7 +133,8 @@ class KeptRows:
             self._memory.clear(rows, min(count, len(rows)))
         if isinstance(reduce, Reduction):
             columns = range(rows.shape[1])
-            return [reduce.results(rows[:count, i].detach(), self._asked, self._states) for i in columns]
+            values = rows[:count, :, : self._sent_width].detach()
+            return [reduce.results(values[:, i], self._asked, self._states) for i in columns]
         if reduce == "mean":
             without_newest = torch.tensor(arrived) > count
             rows = torch.where(without_newest[:, None], rows[:1], rows.sum(0, keepdim=True))[:count] / max(count, 1)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...core.model_spec import ModelSpec
 from ...core.upload import upload
+from ...sampling.top_k import top_k
 from ..lenses import JacobianLens, TunedLens
 from ..positions import is_whole
 from ..site import Site
@@ -73,19 +74,22 @@ class Lens(Reduction):
     def row_elements(self, width: int) -> int:
         return LARGEST_VOCAB
 
+    def read_alike(self, site: Site) -> object:
+        return site if self.transport is not None else site.kind == "final_norm"
+
     def read(self, site: Site, rows: Tensor, readout: Readout) -> Tensor:
         if self.transport is not None:
             rows = self.transport.transported(site, rows)
         return rows if site.kind == "final_norm" else readout.norm(Site("final_norm"), rows)
 
     def sent(self, rows: Tensor, readout: Readout) -> Tensor:
-        logits = readout.logits(rows).float()
-        total = logits.logsumexp(-1, keepdim=True)
-        values, indexes = logits.topk(self.top_k, dim=-1)
+        logits = readout.logits(rows)
+        values, indexes, total = top_k(logits, self.top_k)
+        values, total = values.float(), total[:, None]
         if not self.tokens:
             return as_words(values - total, indexes)
         (asked,) = upload(rows.device, np.array(self.tokens))  # a list as an index would wait for the device
-        own = logits[:, asked]
+        own = logits[:, asked].float()
         ranks = torch.stack([(logits > own[:, i : i + 1]).sum(-1) for i in range(own.shape[1])], -1)
         return as_words(values - total, own - total, indexes, ranks)
 

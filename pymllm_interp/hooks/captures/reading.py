@@ -30,7 +30,7 @@ class Reading:
         key: equal for readings that one call can serve.
     """
 
-    MAX_ELEMENTS = 1 << 25
+    MAX_ELEMENTS = 1 << 27
     """Values that one call holds at once (`Reduction.row_elements`)."""
 
     def __init__(
@@ -50,19 +50,38 @@ class Reading:
         self.key = normed, gain, self.dtype, None if reduction is None else reduction.fingerprint
 
     @torch.no_grad()
-    def __call__(self, parts: Sequence[tuple[Site, Tensor]]) -> list[Tensor]:
-        """The values [n, width] of each part: a site, and states [n, width of a state]."""
-        by_site: dict[Site, list[int]] = {}
-        for i, (site, _) in enumerate(parts):
-            by_site.setdefault(site, []).append(i)
-        order = [i for found in by_site.values() for i in found]
-        rows = [self._of_site(site, torch.cat([parts[i][1] for i in found])) for site, found in by_site.items()]
-        together = torch.cat(rows) if len(rows) > 1 else rows[0]
+    def __call__(self, parts: Sequence[tuple[Sites, Tensor]]) -> list[Tensor]:
+        """The values [n, sites, width] of each part: its sites, and states [n, sites, width of a state]."""
+        by_key: dict[object, list[tuple[int, Sequence[int]]]] = {}
+        for i, (sites, _) in enumerate(parts):
+            columns: dict[object, list[int]] = {}
+            for column, site in enumerate(sites):
+                columns.setdefault(self._alike(site), []).append(column)
+            for key, found in columns.items():
+                by_key.setdefault(key, []).append((i, found))
+        read, shapes = [], []
+        for places in by_key.values():
+            states = [_columns(parts[i][1], columns) for i, columns in places]
+            shapes += [part.shape[:2] for part in states]
+            first, columns = places[0]
+            rows = [part.flatten(0, 1) for part in states]
+            read.append(self._of_site(parts[first][0][columns[0]], torch.cat(rows) if len(rows) > 1 else rows[0]))
+        together = torch.cat(read) if len(read) > 1 else read[0]
         if self._reduction is not None:
             sent = [self._reduction.sent(some, self._readout) for some in together.split(self._rows)]
             together = torch.cat(sent) if len(sent) > 1 else sent[0]
-        pieces: Any = dict(zip(order, together.to(self.dtype).split([len(parts[i][1]) for i in order]), strict=True))
-        return [pieces[i] for i in range(len(parts))]
+        values = together.to(self.dtype).split([n * m for n, m in shapes])
+        pieces = [value.unflatten(0, shape) for value, shape in zip(values, shapes, strict=True)]
+        if len(by_key) == 1:
+            return pieces
+        outs = [pieces[0].new_empty(*states.shape[:2], self.width) for _, states in parts]
+        for (i, columns), piece in zip((place for places in by_key.values() for place in places), pieces, strict=True):
+            outs[i][:, columns] = piece
+        return outs
+
+    def _alike(self, site: Site) -> object:
+        """A key, equal for sites whose states are read by the same function."""
+        return site if self._normed else None if self._reduction is None else self._reduction.read_alike(site)
 
     def _of_site(self, site: Site, rows: Tensor) -> Tensor:
         if self._normed:
@@ -70,8 +89,16 @@ class Reading:
         return rows if self._reduction is None else self._reduction.read(site, rows, self._readout)
 
 
-Pending = tuple[Reading, Site, Tensor, Tensor]
-"""States [n, width] of a site that wait for a reading, and where its values [n, width] go."""
+def _columns(states: Tensor, columns: Sequence[int]) -> Tensor:
+    """Some columns of states [n, sites, width]."""
+    if len(columns) == states.shape[1]:
+        return states
+    return torch.stack([states[:, column] for column in columns], 1)
+
+
+Sites = tuple[Site, ...]
+Pending = tuple[Reading, Sites, Tensor, Tensor]
+"""States [n, sites, width] that wait for a reading, and where its values [n, sites, width] go."""
 
 
 def read_all(pending: Sequence[Pending]) -> None:
@@ -80,7 +107,7 @@ def read_all(pending: Sequence[Pending]) -> None:
     for entry in pending:
         by_key.setdefault(entry[0].key, []).append(entry)
     for entries in by_key.values():
-        values = entries[0][0]([(site, states) for _, site, states, _ in entries])
+        values = entries[0][0]([(sites, states) for _, sites, states, _ in entries])
         torch._foreach_copy_([target for *_, target in entries], values)
 
 

@@ -83,8 +83,12 @@ class Reduction(Spec):
         """Values that `sent` holds at once for a row: the rows of one call are limited by it."""
         return width
 
+    def read_alike(self, site: Site) -> object:
+        """A key, equal for sites for which `read` is the same function."""
+        return None
+
     def read(self, site: Site, rows: Tensor, readout: Readout) -> Tensor:
-        """What `sent` reads of the rows [n, width] of one site."""
+        """What `sent` reads of the rows [n, width] of a site, or of sites that are `read_alike`."""
         return rows
 
     def sent(self, rows: Tensor, readout: Readout) -> Tensor:

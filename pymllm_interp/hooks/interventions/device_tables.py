@@ -13,6 +13,7 @@ from ...layers.edits import codes
 from ...layers.edits.codes import OpTables
 from ..declared import Declared, DeclaredLimits, PlacedOp
 from .gates import GateRead
+from .set_feature import SetFeature
 from .vector_pool import VectorPool
 
 CONVERTED = {torch.float16: codes.FLOAT16, torch.bfloat16: codes.BFLOAT16}
@@ -26,6 +27,8 @@ class DeviceTables:
         model: its layers and widths size the tables.
         limits: they size the tables too.
         ring: [elements] on the device, the memory that kernels write captured states to.
+
+    The SAEs in `limits.encoders` are those whose encoders the passes have.
     """
 
     def __init__(self, edited: torch.Tensor, model: ModelSpec, limits: DeclaredLimits, ring: torch.Tensor) -> None:
@@ -34,6 +37,7 @@ class DeviceTables:
             rows, model.num_hidden_layers, limits.max_interventions_per_site, limits.max_intervention_vectors,
             model.hidden_size, ring, limits.inner_sites,
             all(model.width(kind) % codes.ALIGNED == 0 for kind in ("resid_post", *limits.inner_sites)), model.head_dim,
+            limits.encoders,
         )  # fmt: skip
         self.pool = VectorPool(limits.max_intervention_vectors, model.hidden_size)
         self.device, self._edited = device, edited
@@ -100,9 +104,7 @@ class DeviceTables:
                 if site < sites:
                     captures[i, site, :3], marks[i] = (offset, *_capture_words(declared, site)), 1
             for site, found in declared.ops.items():
-                entries = (
-                    [entry for op in found for entry in _entries(op, declared, self.pool.width)] if site < sites else []
-                )
+                entries = [entry for op in found for entry in self._entries(op, declared, site)] if site < sites else []
                 for k, (words, numbers, of_heads) in enumerate(entries):
                     words[0] += codes.MORE * (k + 1 < len(entries))
                     places.append((i, site, k))
@@ -121,6 +123,31 @@ class DeviceTables:
             table.index_copy_(0, index, value)
         self.tables.fires.index_fill_(0, index, 0)
 
+    def _entries(
+        self, op: PlacedOp, declared: Declared, site: int
+    ) -> Iterator[tuple[list[int], list[float], list[int]]]:
+        """The words of an op at a site, an entry for each window: integers, floats, then heads."""
+        spec = op.spec
+        words = spec.words()
+        assert words is not None, f"{spec.name} has no kernel"  # `Declared.of` refuses it
+        rows = [declared.vectors[id(tensor)] for tensor in spec.vectors]
+        probe, threshold = (rows[-1], spec.when.threshold) if spec.tests_rows else (-1, 0.0)
+        if op.flag is not None:
+            probe = codes.flag_word(op.flag.slot, op.flag.prompt_len is not None)
+        if isinstance(spec, GateRead):
+            threshold = spec.threshold
+        a = words.a
+        if isinstance(spec, SetFeature) and spec.encoder is not None:
+            a = 1.0 + self.tables.encoders[site].index(spec.encoder)
+        first = rows[0] if spec.operands else 0
+        per_position = -(-spec.operands[0].shape[-1] // self.pool.width) if words.row_per_position else 0
+        kind, values = codes.kind_word(words), [a, words.b, threshold]
+        heads = codes.head_words(spec.heads)
+        for window in op.windows:
+            stop = codes.NO_END if window.stop is None else window.stop
+            yield [kind, first, window.start, stop, window.step, probe], values, heads
+            first += (window.size or 0) * per_position
+
 
 def _capture_words(declared: Declared, site: int) -> tuple[int, int]:
     """`capture_word` of a request's capture at a site, and the row of its first vector."""
@@ -130,24 +157,3 @@ def _capture_words(declared: Declared, site: int) -> tuple[int, int]:
         return codes.capture_word(len(group.probes), codes.WHOLE), declared.vectors[id(group.probes)]
     code = codes.WHOLE if group.converted is None else CONVERTED[group.converted]
     return codes.capture_word(0, code), 0
-
-
-def _entries(op: PlacedOp, declared: Declared, width: int) -> Iterator[tuple[list[int], list[float], list[int]]]:
-    """The words of an op, an entry for each window: integers, floats, then heads. `width`: of the pool's rows."""
-    spec = op.spec
-    words = spec.words()
-    assert words is not None, f"{spec.name} has no kernel"  # `Declared.of` refuses it
-    rows = [declared.vectors[id(tensor)] for tensor in spec.vectors]
-    probe, threshold = (rows[-1], spec.when.threshold) if spec.tests_rows else (-1, 0.0)
-    if op.flag is not None:
-        probe = codes.flag_word(op.flag.slot, op.flag.prompt_len is not None)
-    if isinstance(spec, GateRead):
-        threshold = spec.threshold
-    first = rows[0] if spec.operands else 0
-    per_position = -(-spec.operands[0].shape[-1] // width) if words.row_per_position else 0
-    kind, values = codes.kind_word(words), [words.a, words.b, threshold]
-    heads = codes.head_words(spec.heads)
-    for window in op.windows:
-        stop = codes.NO_END if window.stop is None else window.stop
-        yield [kind, first, window.start, stop, window.step, probe], values, heads
-        first += (window.size or 0) * per_position

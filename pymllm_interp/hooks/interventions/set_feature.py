@@ -34,9 +34,12 @@ class SetFeature(Op):
     The SAE's error is kept: all that it does not reconstruct stays in the state. Every feature is read from the state before the
     op, so their order does not matter. Features that have their targets change no bit.
 
+    A feature of a top-k SAE is active where it is among the largest of all, so that all must be encoded: on CUDA the engine's passes
+    do that for the SAEs of ``LM(..., saes={"name": sae})``. A `SetFeature` of one is the first op at its site there.
+
     Raises:
-        ValueError: an SAE without a site, a transcoder, a top-k SAE (each feature depends on all others), an SAE that normalizes
-            its input, a feature that it does not have, more than `MAX_FEATURES`, or values that do not suit the mode.
+        ValueError: an SAE without a site, a transcoder, an SAE that normalizes its input, a feature that it does not have, more
+            than `MAX_FEATURES`, or values that do not suit the mode.
     """
 
     sae: SAE | str
@@ -100,11 +103,6 @@ class SetFeature(Op):
             raise ValueError(
                 f"{self.name}: it is a transcoder, which writes at {sae.site_out}; SetFeature takes autoencoders"
             )
-        if sae.architecture == "topk":
-            raise ValueError(
-                f"{self.name}: a top-k SAE has to encode all {sae.d_sae} features to know one, and passes do not. One with the "
-                "threshold of its training (batch-top-k, converted to jumprelu) can be set"
-            )
         if sae.normalization != "none":
             raise ValueError(
                 f"{self.name}: its input is normalized ({sae.normalization}), which SetFeature does not compute"
@@ -120,12 +118,17 @@ class SetFeature(Op):
         """The spec's name in error messages."""
         return f"SetFeature({self.sae!r})" if isinstance(self.sae, str) else f"SetFeature({str(self.site)!r})"
 
+    @property
+    def encoder(self) -> SAE | None:
+        """The SAE that must encode all features to know one; None where one can be computed alone."""
+        return self.sae if isinstance(self.sae, SAE) and self.sae.architecture == "topk" else None
+
     @cached_property
     def table(self) -> Tensor:
         """[3 * features, width] float32 on the CPU: of each feature the encoder's column, the decoder's row, and 8 numbers.
 
         With the state's dot product d with the first: ``a = relu(n0 * d + n1)`` where ``d + n2 > n3``, else 0; the target is
-        ``n4 * a + n5``, within n6 and n7.
+        ``n4 * a + n5``, within n6 and n7. Of a top-k SAE, `SAE.top_k_threshold` is in place of n3.
         """
         assert isinstance(self.sae, SAE)
         sae, ids = self.sae, torch.tensor([feature for feature, _ in self.features])
@@ -183,10 +186,10 @@ class SetFeature(Op):
 
     def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
         """The states with the features at their targets."""
-        y = x
+        y, bar = x, self.encoder.top_k_threshold(x)[:, None] if self.encoder is not None else None
         for encoder, decoder, n in vectors[0].unflatten(0, (-1, 3)):
             dot = row_dots(x, encoder)
-            feature = torch.where(dot + n[2] > n[3], (n[0] * dot + n[1]).relu(), 0.0)
+            feature = torch.where(dot + n[2] > (n[3] if bar is None else bar), (n[0] * dot + n[1]).relu(), 0.0)
             change = (n[4] * feature + n[5]).clamp(n[6], n[7]) - feature
             y = torch.where(change != 0, y + change * decoder, y)
         return y

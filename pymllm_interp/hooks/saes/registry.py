@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ...core.model_spec import ModelSpec
+from ...core.model_spec import ModelSpec, site_index
 from ..site import expand
 from ..spec import Spec
 from ..vector_files import _nearest
@@ -49,7 +49,7 @@ class SAERegistry(MutableMapping[str, SAE]):
             raise ValueError(f"an SAE's name is a string that is not empty, not {name!r}")
         sae = source if isinstance(source, SAE) else SAE.load(source)
         check_fits(sae, self._model, f"SAE {name!r}")
-        self._saes[name] = sae.to(self._device)
+        self._saes[name] = self._moved[sae] = sae.to(self._device)
 
     def __getitem__(self, name: str) -> SAE:
         """The SAE on the model's device.
@@ -62,6 +62,20 @@ class SAERegistry(MutableMapping[str, SAE]):
         except KeyError:
             near = _nearest(name, dict(self._saes))
             raise KeyError(f"no SAE {name!r}; {near} (lm.saes[{name!r}] = SAE.load(path) puts one there)") from None
+
+    def encoders(self) -> dict[int, list[SAE]]:
+        """By site, the SAEs that must encode all features to know one."""
+        found: dict[int, list[SAE]] = {}
+        for sae in dict.fromkeys(self._saes.values()):
+            if (
+                sae.architecture == "topk"
+                and not sae.transcoder
+                and sae.normalization == "none"
+                and sae.site is not None
+            ):
+                (site,) = expand(sae.site, self._model.num_hidden_layers, self._model.family)
+                found.setdefault(site_index(site, self._model.num_hidden_layers), []).append(sae)
+        return found
 
     def resolved(self, spec: SpecT) -> SpecT:
         """A spec with SAEs on the model's device, in place of names and of SAEs elsewhere; itself where it has none.

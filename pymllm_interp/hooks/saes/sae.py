@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from importlib import import_module
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -203,12 +204,7 @@ class SAE:
 
     def encode(self, x: Tensor) -> Tensor:
         """The features [..., d_sae] of states [..., width]."""
-        if x.shape[-1] != self.width:
-            raise ValueError(f"the states have {x.shape[-1]} values; this SAE reads {self.width}")
-        x, _, _ = self._normalized(x.to(self.dtype))
-        if self.subtract_b_dec and not self.transcoder:
-            x = x - self.b_dec
-        pre = x @ self.W_enc
+        pre = self._products(x)
         if self.architecture == "gated":
             assert self.r_mag is not None and self.b_mag is not None
             return (pre * self.r_mag.exp() + self.b_mag).relu_() * (pre + self.b_enc > 0)
@@ -221,6 +217,26 @@ class SAE:
             values, indexes = pre.topk(self.k, dim=-1, sorted=False)
             return torch.zeros_like(pre).scatter_(-1, indexes, values.relu_())
         return pre.relu_()
+
+    def top_k_threshold(self, x: Tensor) -> Tensor:
+        """Of a `topk` SAE, [...] float32 for states [..., width]: halfway between the k-th and the next pre-activation.
+
+        Above it are the `k` largest. Another rounding of a dot product does not matter, as long as it is smaller than the gap.
+        """
+        assert self.k is not None
+        pre = self._products(x).add_(self.b_enc)
+        if self.k == self.d_sae:
+            return torch.full(pre.shape[:-1], -inf, device=pre.device)
+        return pre.topk(self.k + 1, dim=-1).values[..., -2:].float().mean(-1)
+
+    def _products(self, x: Tensor) -> Tensor:
+        """The products [..., d_sae] of the encoder with states, without its bias, in new memory."""
+        if x.shape[-1] != self.width:
+            raise ValueError(f"the states have {x.shape[-1]} values; this SAE reads {self.width}")
+        x, _, _ = self._normalized(x.to(self.dtype))
+        if self.subtract_b_dec and not self.transcoder:
+            x = x - self.b_dec
+        return x @ self.W_enc
 
     def decode(self, features: Tensor, x: Tensor | None = None) -> Tensor:
         """The states [..., d_out] that features [..., d_sae] stand for.

@@ -16,7 +16,8 @@ from __future__ import annotations
 import torch
 
 from ...core.forward_batch import Delta, ParallelDelta, SiteOps
-from ...core.model_spec import delta_site, inner_site, residual_site
+from ...core.model_spec import delta_site, final_norm_site, inner_site, input_add, residual_site
+from ...core.norm_kind import Norm
 
 
 def apply_at(value: torch.Tensor, site_ops: SiteOps | None, site: int) -> torch.Tensor:
@@ -72,3 +73,20 @@ def residual_sum(
     else:
         delta = apply_and_capture(delta, site_ops, site)
     return at_sum(h + delta, site_ops, residual_site(residual_add))
+
+
+def add_norm_apart(
+    site_ops: SiteOps, residual_add: int, h: torch.Tensor, delta: Delta, norm: Norm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`SiteOps.add_norm` site by site."""
+    h = residual_sum(h, delta, site_ops, residual_add)
+    normed, last = norm.normalize(h), final_norm_site(site_ops.num_layers)
+    return h, apply_and_capture(normed, site_ops, last) if residual_add == input_add(site_ops.num_layers) else normed
+
+
+def sites_of(residual_add: int, delta: Delta, num_layers: int) -> set[int]:
+    """The sites of a residual add: those of the deltas and the sum, and after the last layer the final norm's."""
+    sites = {delta_site(residual_add), residual_site(residual_add)}
+    if isinstance(delta, ParallelDelta):
+        sites.add(delta_site(residual_add) - 2)
+    return sites | {final_norm_site(num_layers)} if residual_add == input_add(num_layers) else sites

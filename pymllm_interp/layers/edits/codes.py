@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -51,7 +51,7 @@ class OpWords(NamedTuple):
     rows each (`SetFeature.table`)."""
     norm: int = NO_NORM
     a: float = 0.0
-    """Scale, factor, or lower bound."""
+    """Scale, factor, or lower bound. For SET_FEATURE, 1 plus the encoder's number at the site, or 0 for none."""
     b: float = 0.0
     """Upper bound."""
     row_per_position: bool = False
@@ -79,6 +79,19 @@ def flag_word(slot: int, of_prompt: bool) -> int:
 def capture_word(vectors: int, code: int) -> int:
     """The second word of a capture: the number of vectors for dot products, or the code of a conversion."""
     return vectors | code << 8
+
+
+class Encoder(Protocol):
+    """What must see a whole state before one of its features is known: a top-k SAE."""
+
+    @property
+    def d_sae(self) -> int:
+        """Number of features."""
+        ...
+
+    def top_k_threshold(self, x: torch.Tensor) -> torch.Tensor:
+        """[n] float32, of states [n, width]: what active features are above."""
+        ...
 
 
 class TokenRows(NamedTuple):
@@ -116,6 +129,7 @@ class OpTables:
     inner:   frozenset[str] = frozenset()  # kinds of inner sites with kernels
     aligned: bool = False  # all sites' widths are multiples of ALIGNED
     head_dim: int = 0
+    encoders: Mapping[int, Sequence[Encoder]] = field(default_factory=dict)  # by site: their thresholds are computed before its ops
     # fmt: on
 
     def head_dim_at(self, site: int) -> int:
@@ -128,6 +142,7 @@ class OpTables:
     def empty(
         cls, rows: int, num_layers: int, depth: int, capacity: int, width: int, ring: torch.Tensor,
         inner: frozenset[str] = frozenset(), aligned: bool = False, head_dim: int = 0,
+        encoders: Mapping[int, Sequence[Encoder]] | None = None,
     ) -> OpTables:  # fmt: skip
         places, device = (rows, num_sites(num_layers) if inner else final_norm_site(num_layers) + 1), ring.device
         return cls(
@@ -141,4 +156,5 @@ class OpTables:
             inner=inner,
             aligned=aligned,
             head_dim=head_dim,
+            encoders=encoders or {},
         )

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.forward_batch import Delta
-from ...core.model_spec import INNER_SITES, LOGITS, final_norm_site, input_add
+from ...core.model_spec import INNER_SITES, LOGITS, final_norm_site
 from ...core.norm_kind import Norm
-from .base import apply_and_capture, residual_sum
+from .base import add_norm_apart
 
 RowRange = tuple[int, int]
 """(first row, number of rows) of a request in a pass."""
@@ -93,10 +93,7 @@ class HostOps:
     def add_norm(
         self, residual_add: int, h: torch.Tensor, delta: Delta, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        h = residual_sum(h, delta, self, residual_add)
-        normed = norm.normalize(h)
-        is_last = residual_add == input_add(self.num_layers)
-        return h, apply_and_capture(normed, self, self.final_site) if is_last else normed
+        return add_norm_apart(self, residual_add, h, delta, norm)
 
 
 def _add(value: torch.Tensor, ops: Sequence[Added]) -> None:

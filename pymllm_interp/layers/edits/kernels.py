@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,7 @@ from ...core.model_spec import delta_site, final_norm_site
 from ...core.norm_kind import RMS, Norm
 from ..edits import codes
 from ..triton_norm import load_shift, norm_launch, normalize
-from .codes import OpTables, TokenRows
+from .codes import Encoder, OpTables, TokenRows
 
 ADD, PROJECT_OUT, CLAMP = tl.constexpr(codes.ADD), tl.constexpr(codes.PROJECT_OUT), tl.constexpr(codes.CLAMP)
 SCALE, PATCH, GATE = tl.constexpr(codes.SCALE), tl.constexpr(codes.PATCH), tl.constexpr(codes.GATE)
@@ -26,6 +28,8 @@ HEADS_WORD = tl.constexpr(codes.HEADS_WORD)
 FLOAT16, CAPTURE_WORDS = tl.constexpr(codes.FLOAT16), tl.constexpr(codes.CAPTURE_WORDS)
 
 
+ENCODED = 1 << 25
+"""Features that an encoder has at once: they bound its rows."""
 MAX_REGISTERS = 128
 """Per thread: two programs fit a multiprocessor, so that 256 rows of 4,096 run at once."""
 
@@ -60,9 +64,18 @@ def _flag(word, looks, owner, position, row, flags, first_fired):
 
 @triton.jit
 def _set_features(
-    state, edited, sets, rank, first, vectors, column, mask, SPAN: tl.constexpr, WIDTH: tl.constexpr
+    state, edited, sets, rank, first, encoder_word, thresholds, row, vectors, column, mask, SPAN: tl.constexpr, WIDTH: tl.constexpr,
+    ENCODERS: tl.constexpr,
 ):  # fmt: skip
-    """`edited` [rows, block] with the features of SET_FEATURE at their targets, in the rows `sets`; they are read from `state`."""
+    """`edited` [rows, block] with the features of SET_FEATURE at their targets, in the rows `sets`; they are read from `state`.
+
+    Args:
+        encoder_word: [rows, 1] float32, 1 plus the number of the encoder whose threshold counts in place of the feature's; or 0.
+    """
+    encoded = sets & (encoder_word > 0.0)
+    if ENCODERS:
+        place = row * ENCODERS + tl.where(encoded, encoder_word - 1.0, 0.0).to(tl.int32)
+        of_row = tl.load(thresholds + place, mask=encoded, other=0.0)
     for j in range(0, tl.max(tl.where(sets, rank, 0))):
         now = sets & (j < rank)
         source = vectors + (first + 3 * j * SPAN) * WIDTH
@@ -70,7 +83,10 @@ def _set_features(
         decoder = tl.load(source + SPAN * WIDTH + column, mask=now & mask, other=0.0, eviction_policy="evict_last")
         number = source + 2 * SPAN * WIDTH
         dot = tl.sum(state * encoder, axis=1, keep_dims=True)
-        active = dot + tl.load(number + 2, mask=now, other=0.0) > tl.load(number + 3, mask=now, other=0.0)
+        threshold = tl.load(number + 3, mask=now, other=0.0)
+        if ENCODERS:
+            threshold = tl.where(encoded, of_row, threshold)
+        active = dot + tl.load(number + 2, mask=now, other=0.0) > threshold
         feature = tl.load(number, mask=now, other=0.0) * dot + tl.load(number + 1, mask=now, other=0.0)
         feature = tl.where(active, tl.maximum(feature, 0.0), 0.0)
         target = tl.load(number + 4, mask=now, other=0.0) * feature + tl.load(number + 5, mask=now, other=0.0)
@@ -82,8 +98,9 @@ def _set_features(
 
 @triton.jit
 def _apply_ops(
-    value, owner, position, site, kind, vector, ops, fires, vectors, row, flags, first_fired, column, mask, inside,
-    SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, dtype: tl.constexpr,
+    value, owner, position, site, kind, vector, ops, fires, vectors, row, flags, first_fired, thresholds, column, mask, inside,
+    SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
+    ENCODERS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """`value` [rows, block] float32 after the ops of each row's owner at `site`, rounded after each op.
 
@@ -143,7 +160,9 @@ def _apply_ops(
         edited = tl.where(patches, 0.0, tl.where(code == SCALE, state * a, state))
         sets = live & (code == SET_FEATURE)
         if tl.max(sets.to(tl.int32)) > 0:
-            edited = _set_features(state, edited, sets, rank, first, vectors, column, mask, span, WIDTH)
+            edited = _set_features(
+                state, edited, sets, rank, first, a, thresholds, row, vectors, column, mask, span, WIDTH, ENCODERS
+            )
             rank = tl.where(sets, 0, rank)
         for j in range(0, tl.max(tl.where(live, rank, 0))):
             now = live & (j < rank)
@@ -253,9 +272,9 @@ _capture_launch = Launcher(_capture_kernel, enable_fp_fusion=False)
 
 @triton.jit
 def _apply_site(
-    value, owner, position, site, ops, fires, vectors, captures, records, record_stride, ring, flags, first_fired, row, column,
-    mask, inside, SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, dtype: tl.constexpr,
-    AFTER: tl.constexpr, CAPTURES: tl.constexpr, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    value, owner, position, site, ops, fires, vectors, captures, records, record_stride, ring, flags, first_fired, thresholds, row,
+    column, mask, inside, SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, dtype: tl.constexpr,
+    AFTER: tl.constexpr, CAPTURES: tl.constexpr, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, ENCODERS: tl.constexpr,
 ):  # fmt: skip
     """`value` [rows, block] float32 after the ops at ``site + AFTER``; with CAPTURES also captured."""
     owned = inside & (owner >= 0)
@@ -263,8 +282,8 @@ def _apply_site(
     kind = tl.load(ops + place * DEPTH * WORDS, mask=owned, other=0)
     vector = _first_vector(ops + place * DEPTH * WORDS, kind, vectors, column, mask, WIDTH)
     value = _apply_ops(
-        value, owner, position, site + AFTER, kind, vector, ops, fires, vectors, row, flags, first_fired, column, mask, inside,
-        SIZE, SITES, DEPTH, WIDTH, HEAD_DIM, dtype,
+        value, owner, position, site + AFTER, kind, vector, ops, fires, vectors, row, flags, first_fired, thresholds, column,
+        mask, inside, SIZE, SITES, DEPTH, WIDTH, HEAD_DIM, ENCODERS, dtype,
     )  # fmt: skip
     if CAPTURES:
         words = captures + place * CAPTURE_WORDS
@@ -279,10 +298,10 @@ def _apply_site(
 @triton.jit(do_not_specialize=["count", "record_stride", "site"])
 def _edit_kernel(
     h, delta, weight, total, out, owners, positions, ops, fires, vectors, captures, records, ring, flags, first_fired,
-    record_stride, count, eps, site,
+    thresholds, record_stride, count, eps, site,
     SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, LAST: tl.constexpr,
-    PARALLEL: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    PARALLEL: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, ENCODERS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Ops on `h` at `site`. With NORM: ops and captures of `delta` at `site` and of ``h + delta`` at the next site, then the
     norm; with LAST also of the norm's output, at the site after that. With PARALLEL, `total` holds the delta of the layer's
@@ -332,13 +351,13 @@ def _edit_kernel(
             if tl.max(owner) >= 0:
                 attention = _apply_site(
                     attention, owner, position, site, ops, fires, vectors, captures, records, record_stride, ring, flags,
-                    first_fired, row, column, mask, inside, SIZE, SITES, DEPTH, WIDTH, dtype, -2, True, ALIGNED, 0,
+                    first_fired, thresholds, row, column, mask, inside, SIZE, SITES, DEPTH, WIDTH, dtype, -2, True, ALIGNED, 0, 0,
                 )  # fmt: skip
         if tl.max(owner) >= 0:
             for step in range(0, 2):  # delta, then the sum, by the same code
                 value = _apply_ops(
-                    value, owner, position, site + step, kind, vector, ops, fires, vectors, row, flags, first_fired, column, mask,
-                    inside, SIZE, SITES, DEPTH, WIDTH, 0, dtype,
+                    value, owner, position, site + step, kind, vector, ops, fires, vectors, row, flags, first_fired, thresholds,
+                    column, mask, inside, SIZE, SITES, DEPTH, WIDTH, 0, 0, dtype,
                 )  # fmt: skip
                 _capture(
                     value, offset, way, capture_words + step * CAPTURE_WORDS, first, stop, vectors, ring, column, mask, SIZE, WIDTH,
@@ -361,7 +380,7 @@ def _edit_kernel(
         if tl.max(owner) >= 0:
             value = _apply_site(
                 value, owner, position, site, ops, fires, vectors, captures, records, record_stride, ring, flags, first_fired,
-                row, column, mask, inside, SIZE, SITES, DEPTH, WIDTH, dtype, LAST * 2, LAST, ALIGNED, HEAD_DIM,
+                thresholds, row, column, mask, inside, SIZE, SITES, DEPTH, WIDTH, dtype, LAST * 2, LAST, ALIGNED, HEAD_DIM, ENCODERS,
             )  # fmt: skip
     tl.store(out + source, value.to(dtype), mask=mask)
 
@@ -372,6 +391,7 @@ _edit_launch = Launcher(_edit_kernel, pdl=True, enable_fp_fusion=False, maxnreg=
 def _launch(
     h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, total: torch.Tensor, out: torch.Tensor, eps: float,
     site: int, tables: OpTables, rows: TokenRows, norm: bool, parallel: bool = False, kind: int = RMS,
+    thresholds: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     size = h.shape[-1]
     count = h.numel() // size
@@ -381,7 +401,7 @@ def _launch(
     group, block, warps = norm_launch(size)
     tensors = (
         h, delta, weight, total, out, rows.owners, rows.positions, tables.ops, tables.fires, tables.vectors, tables.captures,
-        rows.records, tables.ring, rows.flags, tables.first_fired,
+        rows.records, tables.ring, rows.flags, tables.first_fired, tables.vectors if thresholds is None else thresholds,
     )  # fmt: skip
     last = norm and site + 2 == final_norm_site(tables.num_layers)
     constants = (
@@ -395,6 +415,7 @@ def _launch(
         kind,
         tables.aligned,
         tables.head_dim_at(site),
+        0 if thresholds is None else thresholds.shape[1],
         group,
         block,
     )
@@ -416,9 +437,18 @@ def capture(value: torch.Tensor, site: int, tables: OpTables, rows: TokenRows) -
 def edit(value: torch.Tensor, site: int, tables: OpTables, rows: TokenRows) -> torch.Tensor:
     """`value` [1, tokens, width] after the ops at `site`, in new memory."""
     value = value.contiguous()
-    out = torch.empty_like(value)
-    _launch(value, value, value, value, out, 0.0, site, tables, rows, norm=False)
+    out, encoders = torch.empty_like(value), tables.encoders.get(site)
+    thresholds = None if encoders is None else _thresholds(encoders, value[0])
+    _launch(value, value, value, value, out, 0.0, site, tables, rows, norm=False, thresholds=thresholds)
     return out
+
+
+def _thresholds(encoders: Sequence[Encoder], states: torch.Tensor) -> torch.Tensor:
+    """[tokens, encoders] float32: what each encoder's active features are above, of states [tokens, width]."""
+    rows = max(1, ENCODED // max(encoder.d_sae for encoder in encoders))
+    return torch.cat(
+        [torch.stack([encoder.top_k_threshold(part) for encoder in encoders], -1) for part in states.split(rows)]
+    )
 
 
 def edit_add_norm(

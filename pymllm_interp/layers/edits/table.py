@@ -9,6 +9,7 @@ import torch
 from ...core.forward_batch import Delta
 from ...core.model_spec import LOGITS, final_norm_site
 from ...core.norm_kind import Norm
+from .base import add_norm_apart, sites_of
 from .codes import OpTables, TokenRows
 
 
@@ -80,4 +81,6 @@ class TableOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         from .kernels import edit_add_norm
 
+        if not self.tables.encoders.keys().isdisjoint(sites_of(residual_add, delta, self.num_layers)):
+            return add_norm_apart(self, residual_add, h, delta, norm)
         return edit_add_norm(h, delta, norm, residual_add, self.tables, self.token_rows)
