@@ -1,6 +1,6 @@
-"""Families on one GPU: impl="transformers" beside native, and families at the shapes of real checkpoints, with and without CUDA graphs.
+"""Families on one GPU: impl="transformers" beside native, and families at real shapes, with CUDA graphs and without.
 
-    python benchmarks/families_gpu.py speed --model benchmarks/configs/llama8b --out benchmarks/results/gpu-transformers-llama8b.json
+    python benchmarks/families_gpu.py speed --out benchmarks/results/gpu-transformers-llama8b.json
     python benchmarks/families_gpu.py shapes --out benchmarks/results/gpu-families.json
 
 "speed": milliseconds of a decode step, `bench`'s. "shapes": random weights in bfloat16, saved by transformers and loaded by each
@@ -48,8 +48,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
     "Granite 3 2B": dict(
         model_type="granite", hidden_size=2048, num_hidden_layers=40, num_attention_heads=32, num_key_value_heads=8,
-        intermediate_size=8192, vocab_size=49155, embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.015625,
-        logits_scaling=8.0,
+        intermediate_size=8192, vocab_size=49155, embedding_multiplier=12.0, residual_multiplier=0.22,
+        attention_multiplier=0.015625, logits_scaling=8.0,
     ),
     "OLMoE 1B-7B": dict(
         model_type="olmoe", hidden_size=2048, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=16,

@@ -1,6 +1,6 @@
 """What the suffix wavefront saves: patch sweeps as one growing pass, and the same cells as requests.
 
-Usage: python benchmarks/toolkit.py [--model demo] [--load-format auto] [--dtype float32] [--sizes 8:1 24:1 48:6] [--rounds 2] [--out FILE]
+Usage: python benchmarks/toolkit.py [--model demo] [--dtype float32] [--sizes 8:1 24:1 48:6] [--rounds 2] [--out FILE]
 
 Both ways run in turns in one process. Requests use the prefix cache, as they do by default; rows without it say so. The prompts
 differ from the first token on, so that every cell is run. Where the device is a CPU, the table shows the process's CPU time, since

@@ -98,7 +98,7 @@ class ModelConfig:
     """ "auto": the model's generation_config.json has the default sampling parameters; "none": it has not; or a folder with one."""
 
     saes: Mapping[str, Any] = field(default_factory=dict)
-    """SAEs by name: `SAE`s, files or folders. Those of them that are top-k are encoded in passes on CUDA (docs/interventions.md)."""
+    """SAEs by name: `SAE`s, files or folders. On CUDA, passes encode the top-k ones (docs/interventions.md)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.saes, Mapping):

@@ -52,7 +52,7 @@ def lms(way: str, model_folder: Callable[[str], Path]) -> Iterator[Callable[...,
     }  # fmt: skip
 
     def load(family: str, **kwargs: Any) -> LM:
-        key = (family, *sorted(kwargs.items()))
+        key = (family, *((name, id(v) if isinstance(v, dict) else v) for name, v in sorted(kwargs.items())))
         if key not in made:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(DeclaredStage, "has_tables", way != "functions")

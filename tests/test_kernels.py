@@ -745,3 +745,24 @@ def test_captured_passes_are_near_those_by_modules(family, options):
         modules = runner.forward(batch, Execution.MODULES).next_token_logits
         torch.testing.assert_close(replayed, modules, rtol=0, atol=0.03 * modules.abs().max().item())
     runner.shutdown()
+
+
+# -- top-k of a vocabulary ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("vocab", "k"), [(5000, 3), (5000, 0), (1024, 5), (1025, 1), (9 * 1024, 8), (77, 77)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_top_k_reads_blocks_and_finds_what_torch_finds(vocab: int, k: int, dtype: torch.dtype) -> None:
+    from pymllm_interp.sampling.triton_top_k import top_k
+
+    logits = (3 * torch.randn(4, vocab, generator=torch.Generator().manual_seed(vocab))).to(dtype).to(DEVICE)
+    logits[1] = logits[1, 0]  # all are equal
+    logits[2, : vocab // 2] = -torch.inf
+    logits[3, -1] = 50.0
+    values, indexes, total = top_k(logits, k)
+    assert torch.equal(values, logits.topk(k).values) and torch.equal(logits.gather(1, indexes), values)
+    assert all(len(set(row)) == k for row in indexes.tolist())
+    torch.testing.assert_close(total, logits.float().logsumexp(-1), rtol=1e-5, atol=1e-5)
+    logits[0, vocab // 3] = torch.nan
+    values, _, total = top_k(logits, k)
+    assert total[0].isnan() and total[1:].isfinite().all() and values[0, :1].isnan().all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from conftest import CONFIGS, held
 from helpers_declared import hooked, lms
 from helpers_runner import random_ids
 
-from pymllm_interp import SAE, Gate, SamplingParams, SetFeature
+from pymllm_interp import SAE, Gate, SamplingParams, SetFeature, Steer
 from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.hooks.declared import Declared, DeclaredLimits
 from pymllm_interp.hooks.interventions.reference import apply
@@ -26,6 +27,7 @@ MODEL = ModelSpec.of(CONFIGS["llama"](), torch.float32)
 WIDTH = MODEL.hidden_size
 GOLDEN = Path(__file__).parent / "golden" / "saes"
 ARCHITECTURES = ["standard", "jumprelu", "gated"]
+"""Those of which a feature can be computed alone."""
 FEATURES = 40
 MODES: list[Any] = ["set", "add", "scale", "clamp"]
 
@@ -76,7 +78,7 @@ def by_the_whole_sae(spec: SetFeature, state: torch.Tensor) -> torch.Tensor:
     return state + sae.decode(wanted, state) - sae.decode(found, state)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "topk"])
 @pytest.mark.parametrize("subtract", [True, False])
 def test_it_moves_the_features_and_keeps_the_error(architecture: str, subtract: bool) -> None:
     rng = random.Random(architecture)
@@ -109,6 +111,9 @@ def test_features_at_their_targets_change_no_bit_and_order_does_not_matter() -> 
         assert torch.equal(apply(spec, state).view(torch.int32), state.view(torch.int32)), spec
     one, two = SetFeature(sae, {1: 2.0, 7: 0.0}), SetFeature(sae, {7: 0.0, 1: 2.0})
     assert one == two and torch.equal(apply(one, state), apply(two, state))
+    top, more = sae_of("topk"), sae_of("topk", seed=1).b_enc
+    more[:8] = top.b_enc[:8]  # the same columns of the features, and others beside them
+    assert SetFeature(top, {1: 2.0}) != SetFeature(replace(top, b_enc=more), {1: 2.0})
     assert one != SetFeature(sae, {1: 2.0, 7: 0.5}) and one != SetFeature(sae_of("jumprelu", seed=1), {1: 2.0, 7: 0.0})
 
 
@@ -146,6 +151,62 @@ def test_engines_equal_a_hook_on_transformers(lm: Any, oracle: Any) -> None:
     assert any(out.receipt.interventions[0].gate_fires is None for out in outs)
 
 
+@pytest.mark.parametrize("way", ["functions", "tables", "graphs"])
+def test_passes_encode_the_top_k_saes_that_the_engine_was_built_with(way: str, model_folder: Any, oracle: Any) -> None:
+    """Two at one site, and one at each kind of place: a delta, a sum, the final norm, inside of a layer."""
+    rng, model = random.Random(7), oracle("llama")
+    sites = [
+        "resid_post.1",
+        "resid_post.1",
+        "mlp_out.0",
+        "resid_pre.1",
+        "attn_out.2",
+        "final_norm",
+        "mlp_act.0",
+        "embed",
+    ]
+    saes = {f"s{i}": sae_of("topk", site, seed=i) for i, site in enumerate(sites)}
+    params = SamplingParams(temperature=0, max_tokens=4)
+    with lms(way, model_folder) as load:
+        lm = load("llama", saes=saes, max_num_tokens=7, page_size=4, kv_cache_tokens=64, inner_sites=("mlp_act",))
+        assert sorted(lm.saes) == sorted(saes)
+        prompts = [random_ids(rng.randrange(3, 16), seed=i) for i in range(9)]
+        specs: list[Any] = [None]
+        for i, (name, sae) in enumerate(saes.items()):
+            positions = rng.choice(["all", "prompt", "generated", slice(None, None, 2)])
+            specs.append([random_op(rng, sae, positions=positions)])
+            if i % 2:  # by its name
+                (op,) = specs[-1]
+                features = dict(op.features)
+                specs[-1] = [SetFeature(name, features, op.mode, positions=positions)]
+        with held(lm):
+            handles = [lm.submit(p, params, interventions=s or ()) for p, s in zip(prompts, specs, strict=True)]
+        outs = [handle.result(60) for handle in handles]
+    for i, (prompt, spec, out) in enumerate(zip(prompts, specs, outs, strict=True)):
+        ids = (prompt + out.token_ids)[:-1]
+        at = torch.arange(len(ids))
+        own = [] if spec is None else [replace(spec[0], sae=saes[f"s{i - 1}"], site=sites[i - 1])]
+        with torch.no_grad(), hooked(model, own, len(prompt), lambda at=at: at):
+            wanted = model(torch.tensor([ids])).logits[0, len(prompt) - 1 :].argmax(-1)
+        assert wanted.tolist() == out.token_ids, own
+
+
+def test_top_k_saes_are_refused_where_no_pass_encodes_them(model_folder: Any) -> None:
+    sae, other = sae_of("topk"), sae_of("topk", seed=1)
+    steer, prompt = Steer("resid_post.1", torch.ones(WIDTH)), random_ids(5, seed=0)
+    with lms("tables", model_folder) as load:
+        lm = load("llama", saes={"sea": sae})
+        lm.saes["late"] = other
+        for wrong in (other, "late", sae.at("resid_post.0")):
+            with pytest.raises(ValueError, match="has to encode all 40 features to know one"):
+                lm.generate([prompt], interventions=[SetFeature(wrong, {0: 1.0})])
+        with pytest.raises(ValueError, match="changes the state before it"):
+            lm.generate([prompt], interventions=[steer, SetFeature(sae, {0: 1.0})])
+        lm.generate([prompt], SamplingParams(max_tokens=2), interventions=[SetFeature(sae, {0: 1.0}), steer])
+    with pytest.raises(ValueError, match=r"ModelConfig\(saes=3\)"):
+        load("llama", saes=3)
+
+
 def test_names_are_resolved_when_a_request_is_submitted(lm: Any) -> None:
     sae, params, prompt = sae_of("standard"), SamplingParams(temperature=0, max_tokens=3), random_ids(6, seed=1)
     lm.saes["sea"] = sae
@@ -164,7 +225,6 @@ def test_names_are_resolved_when_a_request_is_submitted(lm: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "error"),
     [
-        (lambda: SetFeature(sae_of("topk"), {0: 1.0}), "a top-k SAE has to encode all 40 features"),
         (lambda: SetFeature(sae_of("standard"), {40: 1.0}), "there is no feature 40; the SAE has 40"),
         (lambda: SetFeature(sae_of("standard"), {}), "features="),
         (lambda: SetFeature(sae_of("standard"), {-1: 1.0}), "features="),

@@ -79,7 +79,7 @@ class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore
         hf_config: a transformers config in place of config.json (with load_format="dummy").
         generation_config: "auto": the model's generation_config.json sets `default_sampling_params`; "none": it does not; or a
             folder with another one.
-        saes: {name: an `SAE`, a file or a folder}, as `lm.saes` holds them. On CUDA a top-k SAE must be named here for `SetFeature`.
+        saes: {name: an `SAE`, a file or a folder}, as `lm.saes` has them. On CUDA, `SetFeature` takes those top-k SAEs alone.
         server: further fields of `ServerConfig`, by name.
 
     Attributes:

@@ -65,7 +65,7 @@ class DeclaredLimits:
             raise ValueError(f"{op.name}: heads={op.heads}; on CUDA, ops have the first {MAX_HEADS} heads")
 
     def check_encoders(self, ops: Sequence[PlacedOp], site: int) -> None:
-        """Raise ValueError for features that take an encoder which the passes do not have there, or not for the state that is changed.
+        """Raise ValueError for features whose encoder the passes do not have there, or have for another state.
 
         Args:
             ops: of a request at a site, in the order in which they act.
@@ -83,8 +83,8 @@ class DeclaredLimits:
                 )
             if i:
                 raise ValueError(
-                    f"{op.spec.name}: {ops[0].spec.name} changes the state before it, and on CUDA a top-k SAE encodes what comes to "
-                    "the site: give it first, with all features in one"
+                    f"{op.spec.name}: {ops[0].spec.name} changes the state before it, and on CUDA a top-k SAE encodes what comes "
+                    "to the site: give it first, with all features in one"
                 )
 
 

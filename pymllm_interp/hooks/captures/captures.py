@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -22,6 +23,16 @@ MAX_RUNS = 16
 
 With more runs all records get the largest size, so that few slices select the states.
 """
+
+
+class Alike:
+    """Stands for equal layouts of the records of different requests: `Alike.of` returns one object for equal keys."""
+
+    _known: ClassVar[WeakValueDictionary[Any, Alike]] = WeakValueDictionary()
+
+    @classmethod
+    def of(cls, key: Any) -> Alike:
+        return cls._known.setdefault(key, cls())
 
 
 class Captures:
@@ -107,6 +118,21 @@ class Captures:
             if np.count_nonzero(np.diff(self._record_sizes[:packed])) > MAX_RUNS:
                 self._sizes_to_pack = np.where(self._record_sizes > 0, self._record_sizes.max(), 0)
             self._packed_sizes = np.sum([group.sent_whole * group.packed_size for group in self.groups], axis=0)
+        self._alike = self._alike_when_generated()
+
+    def _alike_when_generated(self) -> Alike | None:
+        """What `alike` returns for generated positions; None where some group has not all of them."""
+        if not self._reads or not all((group.ordinals[self._prompt_len :] >= 0).all() for group in self.groups):
+            return None
+        if self._prompt_len == len(self._record_sizes):
+            return None
+        sizes = self._sizes_to_pack.item(-1), self._packed_sizes.item(-1), self._sums_size
+        return Alike.of((sizes, *(group.alike() for group in self.groups)))
+
+    def alike(self, first: int) -> Alike | None:
+        """The same object for requests for which `pack_row` does the same with the record of this position; None where
+        `pack` must be called."""
+        return self._alike if first >= self._prompt_len else None
 
     @property
     def in_order(self) -> bool:
@@ -184,6 +210,8 @@ class Captures:
             first: first position.
             sizes: [positions], of `record_sizes`.
         """
+        if len(sizes) == 1:  # decode steps have hundreds of these
+            return self._sums_size + self._packed_sizes.item(first) * (sizes.item() > 0)
         return self._sums_size + int(self._packed_sizes[first : first + len(sizes)][sizes > 0].sum())
 
     def prepare(self, memory: Memory) -> None:
@@ -230,6 +258,19 @@ class Captures:
         runs = [piece.view(count, -1) for piece, count in zip(pieces, counts, strict=True)]
         for group in self.groups:
             into = into[group.pack(runs, into, first, sizes, pending) :]
+        return pending
+
+    def pack_rows(self, records: torch.Tensor, into: torch.Tensor) -> list[Pending]:
+        """`pack` of generated positions of requests that are `alike`, one of each.
+
+        Args:
+            records: [requests, elements].
+            into: [requests, `packed_size`].
+        """
+        pending: list[Pending] = []
+        for group in self.groups:
+            group.pack_whole(records, into[:, group.sums_size :], pending)
+            into = into[:, group.sums_size + group.packed_size :]
         return pending
 
     def unpack(self, packed: np.ndarray, first: int, sizes: np.ndarray) -> None:

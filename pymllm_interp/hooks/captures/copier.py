@@ -168,10 +168,8 @@ class RingCopier:
             return [(request_slice, None)]
 
     def _direct_rows(self, part: RequestSlice) -> torch.Tensor | None:
-        if part.records_at is not None:
-            return None
         rows = part.captures.direct_rows(part.first, len(part.sizes))
-        # Positions that were computed again have no record.
+        # Positions that were computed again have no record, and sums come before the rows.
         return rows if rows is not None and rows.nbytes == part.size * self._host.itemsize else None
 
 

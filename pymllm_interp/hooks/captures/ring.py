@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from .admission import RingAdmission
-from .captures import Captures
+from .captures import Alike, Captures
 from .copier import NO_MEMORY, RequestSlice, RingCopier, SentSpan
 from .group import Group
 from .reading import Pending, read_all
@@ -75,6 +75,27 @@ class _Run:
         if (alike, row, place) != (self.alike, self.row + self.count, self.place + self.count * stride):
             return False
         self.count, self.stride = self.count + 1, stride
+        return True
+
+
+@dataclass
+class _PackedRun:
+    """Consecutive records of requests that are alike, one of each, and what they are packed to."""
+
+    alike: Alike
+    captures: Captures
+    records_at: int
+    record_size: int
+    offset: int
+    size: int
+    count: int = 1
+
+    def extend(self, alike: Alike, request_slice: RequestSlice) -> bool:
+        """Add a record. False: it does not continue the run."""
+        records_at, offset = self.records_at + self.count * self.record_size, self.offset + self.count * self.size
+        if alike is not self.alike or (request_slice.records_at, request_slice.offset) != (records_at, offset):
+            return False
+        self.count += 1
         return True
 
 
@@ -172,7 +193,7 @@ class CaptureRing:
             row += count
         end = sent
         for number, rows, size in packed:
-            slices[number] = slices[number]._replace(records_at=end)
+            slices[number] = RequestSlice(*slices[number][:-1], end)
             stops[rows] += end - ends[rows.start]
             end += size
         start = self.allocator.find(end) if slices else 0
@@ -246,8 +267,23 @@ def _pack(span: torch.Tensor, slices: Sequence[RequestSlice]) -> None:
         span: [elements], on the device.
     """
     pending: list[Pending] = []
-    for captures, first, sizes, offset, size, records_at in slices:
-        if records_at is not None:
-            stop = records_at + int(sizes.sum())
-            pending += captures.pack(span[records_at:stop], span[offset : offset + size], first, sizes)
+    runs: list[_PackedRun] = []
+    for request_slice in slices:
+        captures, first, sizes, offset, size, records_at = request_slice
+        if records_at is None:
+            continue
+        alike = captures.alike(first) if len(sizes) == 1 else None
+        if alike is not None and runs and runs[-1].extend(alike, request_slice):
+            continue
+        if alike is not None:
+            runs.append(_PackedRun(alike, captures, records_at, sizes.item(0), offset, size))
+            continue
+        stop = records_at + int(sizes.sum())
+        pending += captures.pack(span[records_at:stop], span[offset : offset + size], first, sizes)
+    for run in runs:
+        records, packed = (
+            span[start : start + run.count * size].view(run.count, size)
+            for start, size in ((run.records_at, run.record_size), (run.offset, run.size))
+        )
+        pending += run.captures.pack_rows(records, packed)
     read_all(pending)  # rows of all requests at once: weights are read once

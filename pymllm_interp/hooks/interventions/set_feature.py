@@ -34,8 +34,8 @@ class SetFeature(Op):
     The SAE's error is kept: all that it does not reconstruct stays in the state. Every feature is read from the state before the
     op, so their order does not matter. Features that have their targets change no bit.
 
-    A feature of a top-k SAE is active where it is among the largest of all, so that all must be encoded: on CUDA the engine's passes
-    do that for the SAEs of ``LM(..., saes={"name": sae})``. A `SetFeature` of one is the first op at its site there.
+    A feature of a top-k SAE is active where it is among the largest of all, so that all must be encoded. On CUDA, passes do that
+    for the SAEs of ``LM(..., saes={"name": sae})``, and a `SetFeature` of one is the first op at its site.
 
     Raises:
         ValueError: an SAE without a site, a transcoder, an SAE that normalizes its input, a feature that it does not have, more
@@ -182,7 +182,10 @@ class SetFeature(Op):
 
     @cached_property
     def _table_hash(self) -> str:
-        return hashlib.sha256(self.table.numpy().tobytes()).hexdigest()
+        digest = hashlib.sha256(self.table.numpy().tobytes())
+        if self.encoder is not None:  # all of it decides which features are active
+            digest.update(self.encoder.fingerprint.encode())
+        return digest.hexdigest()
 
     def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
         """The states with the features at their targets."""

@@ -380,7 +380,8 @@ def _edit_kernel(
         if tl.max(owner) >= 0:
             value = _apply_site(
                 value, owner, position, site, ops, fires, vectors, captures, records, record_stride, ring, flags, first_fired,
-                thresholds, row, column, mask, inside, SIZE, SITES, DEPTH, WIDTH, dtype, LAST * 2, LAST, ALIGNED, HEAD_DIM, ENCODERS,
+                thresholds, row, column, mask, inside, SIZE, SITES, DEPTH, WIDTH, dtype, LAST * 2, LAST, ALIGNED, HEAD_DIM,
+                ENCODERS,
             )  # fmt: skip
     tl.store(out + source, value.to(dtype), mask=mask)
 
