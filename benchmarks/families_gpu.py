@@ -17,7 +17,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +67,12 @@ def release() -> None:
     torch.cuda.empty_cache()
 
 
-def speed(model: str, batches: list[int]) -> Iterator[dict[str, Any]]:
-    """Decode steps of both implementations, with graphs and without."""
+def speed(model: str, batches: list[int], ways: Sequence[bool]) -> Iterator[dict[str, Any]]:
+    """Decode steps of both implementations, with graphs or without."""
     settings = GpuSettings(batches=tuple(batches), new_tokens=64)
     native: dict[tuple[bool, int], float] = {}
     for impl in ("native", "transformers"):
-        for graph in (True, False):
+        for graph in ways:
             lm = LM(
                 model, dtype="bfloat16", load_format="dummy", impl=impl, disable_cuda_graph=not graph, max_model_len=512,
                 enable_prefix_caching=False, max_running_requests=max(batches), kv_cache_tokens=settings.kv_tokens,
@@ -158,6 +158,7 @@ def main() -> None:
     parser.add_argument("--model", default="benchmarks/configs/llama8b", help="of speed")
     parser.add_argument("--names", nargs="+", default=list(SHAPES), choices=list(SHAPES), help="of shapes")
     parser.add_argument("--batches", nargs="+", type=int, default=None)
+    parser.add_argument("--graphs", action="store_true", help="speed with graphs alone")
     parser.add_argument("--commit", help="to note, where these files are a copy")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
@@ -170,7 +171,7 @@ def main() -> None:
     }
     if given.part == "speed":
         record["model"] = Path(given.model).name
-        growing = speed(given.model, given.batches or [1, 32, 256])
+        growing = speed(given.model, given.batches or [1, 32, 256], [True] if given.graphs else [True, False])
     else:
         growing = shapes(given.names, given.batches or [1, 32])
     for row in growing:

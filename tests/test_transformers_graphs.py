@@ -191,7 +191,10 @@ def test_graphs_of_the_device_are_the_eager_passes(family):
     }
     captured = LM(hf_config=config, attention_backend="torch", **options)
     eager = LM(hf_config=config, attention_backend="torch", disable_cuda_graph=True, **options)
-    assert captured.runner.plain_graphs is not None
+    if family == "deepseek_v2" and captured.runner.plain_graphs is None:  # float32 experts wait for the device there
+        assert "cannot be captured" in captured.runner.get_model().why_no_graphs
+    else:
+        assert captured.runner.plain_graphs is not None and captured.runner.graph_runner is not None
     prompts = [torch.randint(3, VOCAB, (n,)).tolist() for n in (5, 1, 9, 2)]
     steer = [[Steer("resid_post.0", torch.linspace(-1, 1, 32))], None, None, None]
     plain = [[out.token_ids for out in lm.generate(prompts, GREEDY)] for lm in (captured, eager)]
