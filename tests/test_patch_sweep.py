@@ -329,6 +329,12 @@ def test_the_table_of_the_docs_is_that_of_the_record() -> None:
         seconds = f"{row['wavefront_cpu_s']:.1f} | {row['requests_cpu_s']:.1f} | {row['cpu_ratio']:.2f}"
         assert f"| {row['tokens']} | {row['cells']} | {cache} | {seconds} |" in page
         assert row["largest_difference"] < 1e-4 and row["cpu_ratio"] <= 0.4
+    record = json.loads((root / "benchmarks" / "results" / "gpu-sweep-qwen3-0.6b.json").read_text())
+    for row in record["sweeps"]:
+        cache = "on" if row["prefix_cache"] else "off"
+        seconds = f"{row['wavefront_s']:.2f} | {row['requests_s']:.2f} | {row['ratio']:.2f}"
+        assert f"| {row['tokens']} | {row['cells']:,} | {cache} | {seconds} |" in page
+        assert row["largest_difference"] < 6 * row["noise_floor"] and row["ratio"] <= 0.35 and row["wavefront_s"] <= 2
 
 
 @pytest.mark.local
