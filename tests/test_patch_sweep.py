@@ -334,7 +334,7 @@ def test_the_table_of_the_docs_is_that_of_the_record() -> None:
         cache = "on" if row["prefix_cache"] else "off"
         seconds = f"{row['wavefront_s']:.2f} | {row['requests_s']:.2f} | {row['ratio']:.2f}"
         assert f"| {row['tokens']} | {row['cells']:,} | {cache} | {seconds} |" in page
-        assert row["largest_difference"] < 6 * row["noise_floor"] and row["ratio"] <= 0.35 and row["wavefront_s"] <= 2
+        assert row["largest_difference"] <= 6 * row["noise_floor"] and row["ratio"] <= 0.35 and row["wavefront_s"] <= 2
 
 
 @pytest.mark.local

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import CONFIGS
 from helpers_declared import lms, prompt_of, vector
 from safetensors.torch import load_file, save_file
 
@@ -18,6 +19,7 @@ from pymllm_interp import (
     Activations,
     Capture,
     Features,
+    Generated,
     JacobianLens,
     Lens,
     Project,
@@ -26,7 +28,11 @@ from pymllm_interp import (
     TunedLens,
     open_harvest,
 )  # fmt: skip
-from pymllm_interp.hooks.site import expand
+from pymllm_interp.core.model_spec import ModelSpec, site_index
+from pymllm_interp.hooks.binding import bind
+from pymllm_interp.hooks.captures.captures import Captures
+from pymllm_interp.hooks.captures.ring import CaptureRing
+from pymllm_interp.hooks.site import Site, expand
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
 
@@ -428,3 +434,85 @@ def test_a_harvest_keeps_features_with_their_counts(lm_of: Any, tmp_path: Path) 
     with pytest.raises(ValueError, match="harvested with other settings"):
         lm.harvest(documents, capture=capture, out=tmp_path / "features", progress=False)
     del lm.saes["own"]
+
+
+# -- through the ring -------------------------------------------------------------------------
+
+
+class HalvedReadout:
+    """A model whose norms halve, and whose head is the first 50 values."""
+
+    def norm(self, site: Site, rows: torch.Tensor, gain: bool = True) -> torch.Tensor:
+        return rows / 2 if gain else rows / 4
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[:, :50]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(6))
+def test_steps_of_alike_and_of_other_requests_send_what_each_alone_would(seed: int, dtype: torch.dtype) -> None:
+    """Steps in which all requests are alike, some are, and prompts come between; some positions are computed twice."""
+    rng, model = random.Random(seed), ModelSpec.of(CONFIGS["llama"](), dtype)
+    width, layers = model.hidden_size, model.num_hidden_layers
+    sae = random_sae(width, "resid_post.1", 24).to(dtype=dtype)
+    kinds: list[list[Capture]] = [
+        [Capture("resid_post.1", reduce=Features(sae, top_k=7))],
+        [Capture("resid_post.*", reduce=Lens(top_k=3, tokens=[5])), Capture("attn_in.1")],
+        [Capture("resid_post.1", positions="generated", reduce=Features(sae, top_k=7)), Capture("embed")],
+        [Capture("resid_mid.0"), Capture("mlp_in.0", positions=Generated(2))],
+        [Capture("mlp_out.2", positions="generated")],
+    ]
+    chosen = [rng.choice(kinds[: rng.choice([1, 2, 5])]) for _ in range(7)]
+    prompt_lens, longest = [rng.randrange(1, 9) for _ in chosen], 16
+
+    def captures_of(specs: list[Capture], prompt_len: int) -> Captures:
+        bounds = [bound for spec in specs for bound in bind(spec, model, prompt_len)]
+        numbered = [(number_of(b.site, layers), b, (width,)) for b in bounds]
+        return Captures(numbered, dtype, prompt_len, longest, layers, HalvedReadout())
+
+    def number_of(site: Site, layers: int) -> int:
+        before = {"attn_in": "resid_pre", "mlp_in": "resid_mid"}.get(site.kind, site.kind)
+        return site_index(Site(before, site.layer), layers)
+
+    alone, sent = ([captures_of(specs, n) for specs, n in zip(chosen, prompt_lens, strict=True)] for _ in range(2))
+    states = [
+        {site: vector(width, 100 * i + site, longest).to(dtype) for site in captures.by_site}
+        for i, captures in enumerate(sent)
+    ]
+    for captures, own in zip(alone, states, strict=True):
+        for group in captures.groups:
+            for column, name in enumerate(group.names):
+                group.capture(column, own[number_of(name, layers)], torch.from_numpy(group.ordinals))
+    ring = CaptureRing(1 << 20, dtype, "cpu", "block")
+    ring.open()
+    at = [0] * len(sent)
+    while min(at) < longest:
+        parts, rows = [], []
+        for i in (
+            rng.sample(range(len(sent)), rng.randrange(1, len(sent) + 1)) if rng.random() < 0.5 else range(len(sent))
+        ):
+            count = min(rng.choice([1, 1, 3]) if at[i] < prompt_lens[i] else 1, longest - at[i])
+            if count:
+                parts.append((sent[i], at[i], count))
+                rows += [(i, at[i] + k) for k in range(count)]
+                at[i] = max(0, at[i] - 2) if rng.random() < 0.05 else at[i] + count
+        if not parts:
+            continue
+        starts, stops = ring.lay_out(parts).tolist()
+        for (i, position), start, stop in zip(rows, starts, stops, strict=True):
+            for site, offset in sent[i].offsets.items():
+                if start + offset < stop:  # as kernels store it
+                    ring.memory[start + offset : start + offset + width] = states[i][site][position]
+        ring.send()
+    ring.wait()
+    for i, (found, wanted) in enumerate(zip(sent, alone, strict=True)):
+        found.mark_copied(longest)
+        tokens = list(range(longest))
+        ours, theirs = found.activations(tokens), wanted.activations(tokens)
+        assert list(ours) == list(theirs) and list(ours), i
+        for site in ours:
+            assert torch.equal(ours.positions[site], theirs.positions[site])
+            torch.testing.assert_close(ours[site], theirs[site], rtol=1e-2, atol=1e-2)
+            assert site not in theirs.indexes or torch.equal(ours.indexes[site], theirs.indexes[site])
+    ring.close()

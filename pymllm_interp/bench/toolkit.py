@@ -105,7 +105,8 @@ def measure_lens(lm: LM, settings: GpuSettings) -> dict[str, float]:
     def ms(**given: Any) -> float:
         return timed(lambda: lm.generate([prompt], greedy(1), **given) and None) * 1e3
 
-    ms(), ms(capture=capture)
+    for given in ({}, {"capture": capture}):
+        ms(**given)  # warm-up
     pairs = [(ms(), ms(capture=capture)) for _ in range(PAIRS)]
     return {
         "rows": tokens,

@@ -18,4 +18,5 @@ def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, tor
         from . import triton_top_k
 
         return triton_top_k.top_k(logits.contiguous(), k)
-    return (*logits.topk(k, dim=-1), logits.float().logsumexp(-1))
+    values, indexes = logits.topk(k, dim=-1)
+    return values, indexes, logits.float().logsumexp(-1)

@@ -43,7 +43,8 @@ def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, tor
         _blocks[(rows, blocks)](logits, largest, sums, logits.stride(0), vocab, blocks, BLOCK)
     total = torch.logsumexp(largest + sums.log(), -1)
     if k >= blocks:
-        return (*logits.topk(k, dim=-1), total)
+        values, indexes = logits.topk(k, dim=-1)
+        return values, indexes, total
     first = largest.topk(k, dim=-1, sorted=False).indices.mul_(BLOCK)
     place = (first[..., None] + torch.arange(BLOCK, device=logits.device)).flatten(1)
     some = logits.gather(1, place.clamp(max=vocab - 1)).masked_fill_(place >= vocab, float("-inf"))

@@ -12,7 +12,7 @@ import torch
 
 from ..binding import Bound
 from .activations import Activations, CaptureError
-from .group import Group
+from .group import Group, SmallRow
 from .reading import Pending, reading_of
 from .reduction import Readout, Reduction
 from .result_memory import Memory
@@ -26,13 +26,22 @@ With more runs all records get the largest size, so that few slices select the s
 
 
 class Alike:
-    """Stands for equal layouts of the records of different requests: `Alike.of` returns one object for equal keys."""
+    """The layout of the records of a generated position, one object for requests that have the same.
+
+    Attributes:
+        record_size: elements of a record.
+        packed_size: elements that it is packed to.
+    """
 
     _known: ClassVar[WeakValueDictionary[Any, Alike]] = WeakValueDictionary()
 
+    def __init__(self, record_size: int, packed_size: int) -> None:
+        self.record_size, self.packed_size = record_size, packed_size
+
     @classmethod
-    def of(cls, key: Any) -> Alike:
-        return cls._known.setdefault(key, cls())
+    def of(cls, record_size: int, packed_size: int, groups: tuple[Any, ...]) -> Alike:
+        """The one object. `groups`: `Group.alike` of each."""
+        return cls._known.setdefault((record_size, packed_size, groups), cls(record_size, packed_size))
 
 
 class Captures:
@@ -126,8 +135,8 @@ class Captures:
             return None
         if self._prompt_len == len(self._record_sizes):
             return None
-        sizes = self._sizes_to_pack.item(-1), self._packed_sizes.item(-1), self._sums_size
-        return Alike.of((sizes, *(group.alike() for group in self.groups)))
+        sizes = self._sizes_to_pack.item(-1), self._packed_sizes.item(-1) + self._sums_size
+        return Alike.of(*sizes, tuple(group.alike() for group in self.groups))
 
     def alike(self, first: int) -> Alike | None:
         """The same object for requests for which `pack_row` does the same with the record of this position; None where
@@ -222,6 +231,10 @@ class Captures:
         """
         for group in self.groups:
             group.prepare(memory)
+
+    def small_row(self, position: int) -> SmallRow | None:
+        """Where the record of a position goes as it is, if it is small; None where it needs `direct_rows` or `copy`."""
+        return self.groups[0].small_row(position) if len(self.groups) == 1 else None
 
     def direct_rows(self, first: int, count: int) -> torch.Tensor | None:
         """[words], the result's memory for the records of `count` positions; None where they need `copy`."""

@@ -32,6 +32,9 @@ from .reduction import Reduced, Reduction
 from .result_memory import FRESH, Memory
 from .spec import Capture
 
+SmallRow = tuple[np.ndarray, int]
+"""[rows] of whole rows, and the index of one."""
+
 
 class Group:
     """Sites of one request that are captured alike: same positions, dtype and reduction.
@@ -207,6 +210,11 @@ class Group:
             padded = not self._is_dense or len(self.sites) * self._site_size < sent
             as_records = self._kept.unchanged and not padded
             self._kept.prepare(memory, len(self.sites), as_records)
+
+    def small_row(self, position: int) -> SmallRow | None:
+        """Where the record of a position goes as it is; None where it does not, or is not small (`KeptRows.small`)."""
+        ordinal = self.ordinals.item(position)
+        return None if self._kept.small is None or ordinal < 0 else (self._kept.small, ordinal)
 
     def direct_rows(self, first: int, count: int) -> torch.Tensor | None:
         """[words], the result's memory for the records of `count` positions; None where records are not kept unchanged."""

@@ -16,7 +16,9 @@ INTEGERS = {2: torch.int16, 4: torch.int32}
 WORDS = torch.complex128
 """The dtype of copies that keep records unchanged: `ALIGNED` elements are a whole number of words."""
 ALL = slice(None)
-ROWS_AHEAD = 256
+SMALL_ROW = 1 << 14
+"""Bytes of a row that is copied faster than the GIL is handed over."""
+ROWS_AHEAD = 32
 """Rows of a result that are unbound together: each operation of torch releases the GIL and waits to get it back."""
 
 
@@ -39,6 +41,7 @@ class KeptRows:
     Attributes:
         rows: [kept, sites, width]; None before `prepare`.
         unchanged: values are kept as they are sent, in one row for each position.
+        small: [kept] of whole rows, where a row is a record of at most `SMALL_ROW` bytes; else None.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class KeptRows:
         states: bool,
     ) -> None:
         self.rows: torch.Tensor | None = None
+        self.small: np.ndarray | None = None
         self._reduce, self._width, self._sent_dtype, self._result_dtype = spec.reduce, width, sent_dtype, dtype
         self._num_rows, self._dtype, self._states, self._sent_width = num_positions, dtype, states, sent_width
         self._asked = spec.dtype if isinstance(spec.dtype, torch.dtype) else None
@@ -84,6 +88,9 @@ class KeptRows:
             self._values = as_integers(self.rows)
             if as_records:
                 self._records = self.rows.flatten(1).view(WORDS)
+                size = num_sites * self._width * self._dtype.itemsize
+                if 0 < size <= SMALL_ROW and self._num_rows:
+                    self.small = self._values.reshape(self._num_rows, -1).view(np.dtype((np.void, size)))[:, 0]
 
     def records(self, ordinal: int, count: int) -> torch.Tensor | None:
         """[words], the rows of `count` ordinals from `ordinal` on; None where a row is not a record."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,22 @@ from torch import Tensor
 from ..site import Site
 from .reduction import Readout, Reduction
 from .spec import Capture
+
+
+class _Piece(NamedTuple):
+    """Columns of a part of a call.
+
+    Attributes:
+        part: index of the part.
+        columns: of its states.
+        site: one of theirs.
+        rows: [n * columns, width].
+    """
+
+    part: int
+    columns: list[int]
+    site: Site
+    rows: Tensor
 
 
 class Reading:
@@ -52,32 +68,34 @@ class Reading:
     @torch.no_grad()
     def __call__(self, parts: Sequence[tuple[Sites, Tensor]]) -> list[Tensor]:
         """The values [n, sites, width] of each part: its sites, and states [n, sites, width of a state]."""
-        by_key: dict[object, list[tuple[int, Sequence[int]]]] = {}
-        for i, (sites, _) in enumerate(parts):
-            columns: dict[object, list[int]] = {}
-            for column, site in enumerate(sites):
-                columns.setdefault(self._alike(site), []).append(column)
-            for key, found in columns.items():
-                by_key.setdefault(key, []).append((i, found))
-        read, shapes = [], []
-        for places in by_key.values():
-            states = [_columns(parts[i][1], columns) for i, columns in places]
-            shapes += [part.shape[:2] for part in states]
-            first, columns = places[0]
-            rows = [part.flatten(0, 1) for part in states]
-            read.append(self._of_site(parts[first][0][columns[0]], torch.cat(rows) if len(rows) > 1 else rows[0]))
-        together = torch.cat(read) if len(read) > 1 else read[0]
+        by_key = self._pieces(parts)
+        read = [self._of_site(found[0].site, _joined([piece.rows for piece in found])) for found in by_key.values()]
+        together = _joined(read)
         if self._reduction is not None:
-            sent = [self._reduction.sent(some, self._readout) for some in together.split(self._rows)]
-            together = torch.cat(sent) if len(sent) > 1 else sent[0]
-        values = together.to(self.dtype).split([n * m for n, m in shapes])
-        pieces = [value.unflatten(0, shape) for value, shape in zip(values, shapes, strict=True)]
-        if len(by_key) == 1:
-            return pieces
-        outs = [pieces[0].new_empty(*states.shape[:2], self.width) for _, states in parts]
-        for (i, columns), piece in zip((place for places in by_key.values() for place in places), pieces, strict=True):
-            outs[i][:, columns] = piece
+            together = _joined([self._reduction.sent(some, self._readout) for some in together.split(self._rows)])
+        pieces = [piece for found in by_key.values() for piece in found]
+        values = together.to(self.dtype).split([len(piece.rows) for piece in pieces])
+        if len(by_key) == 1:  # a piece for each part
+            shapes = [states.shape[:2] for _, states in parts]
+            return [value.unflatten(0, shape) for value, shape in zip(values, shapes, strict=True)]
+        outs = [together.new_empty(*states.shape[:2], self.width, dtype=self.dtype) for _, states in parts]
+        for piece, value in zip(pieces, values, strict=True):
+            for column, own in zip(piece.columns, value.unflatten(0, (-1, len(piece.columns))).unbind(1), strict=True):
+                outs[piece.part][:, column] = own
         return outs
+
+    def _pieces(self, parts: Sequence[tuple[Sites, Tensor]]) -> dict[object, list[_Piece]]:
+        """The parts, cut into the columns that are read by the same function, by a key of the function."""
+        by_key: dict[object, list[_Piece]] = {}
+        for i, (sites, states) in enumerate(parts):
+            of_key: dict[object, list[int]] = {}
+            for column, site in enumerate(sites):
+                of_key.setdefault(self._alike(site), []).append(column)
+            for key, columns in of_key.items():
+                # Not by a list as an index, which would wait for the device.
+                some = states if len(columns) == len(sites) else torch.stack([states[:, c] for c in columns], 1)
+                by_key.setdefault(key, []).append(_Piece(i, columns, sites[columns[0]], some.flatten(0, 1)))
+        return by_key
 
     def _alike(self, site: Site) -> object:
         """A key, equal for sites whose states are read by the same function."""
@@ -89,11 +107,8 @@ class Reading:
         return rows if self._reduction is None else self._reduction.read(site, rows, self._readout)
 
 
-def _columns(states: Tensor, columns: Sequence[int]) -> Tensor:
-    """Some columns of states [n, sites, width]."""
-    if len(columns) == states.shape[1]:
-        return states
-    return torch.stack([states[:, column] for column in columns], 1)
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 Sites = tuple[Site, ...]

@@ -173,6 +173,8 @@ class CaptureRing:
         Returns:
             [2, tokens] int64: start and stop of each row's record in the ring; equal where nothing is captured.
         """
+        if (alike := _all_alike(parts)) is not None:
+            return self._lay_out_alike(parts, alike)
         sizes = np.concatenate([
             np.zeros(count, dtype=np.int64) if captures is None else captures.record_sizes(first, count)
             for captures, first, count in parts
@@ -193,13 +195,28 @@ class CaptureRing:
             row += count
         end = sent
         for number, rows, size in packed:
-            slices[number] = RequestSlice(*slices[number][:-1], end)
+            slices[number] = slices[number]._replace(records_at=end)
             stops[rows] += end - ends[rows.start]
             end += size
         start = self.allocator.find(end) if slices else 0
         self._layout = _StepLayout(start, end, sent, slices) if slices else None
         stops += start
         self._records = np.stack((stops - sizes, stops))
+        return self._records
+
+    def _lay_out_alike(self, parts: Sequence[tuple[Captures | None, int, int]], alike: Alike) -> np.ndarray:
+        """`lay_out` of a position each for requests that are `alike`: what they are packed to, then their records."""
+        count, size, packed = len(parts), alike.record_size, alike.packed_size
+        sent = count * packed
+        start = self.allocator.find(sent + count * size)
+        each = np.full(1, size)
+        slices = [
+            RequestSlice(captures, first, each, i * packed, packed, sent + i * size)  # pyright: ignore[reportArgumentType]
+            for i, (captures, first, _) in enumerate(parts)
+        ]
+        self._layout = _StepLayout(start, sent + count * size, sent, slices)
+        starts = start + sent + size * np.arange(count)
+        self._records = np.stack((starts, starts + size))
         return self._records
 
     def put(self, site: int, states: torch.Tensor, parts: Sequence[StatesOf]) -> None:
@@ -258,6 +275,19 @@ class CaptureRing:
     def forget(self) -> None:
         """Discard the last `lay_out`: its pass failed."""
         self._layout = None
+
+
+def _all_alike(parts: Sequence[tuple[Captures | None, int, int]]) -> Alike | None:
+    """What the captures of one position each return as `alike`; None where they differ, or a position is not captured (again)."""
+    found = None
+    for captures, first, count in parts:
+        if captures is None or count != 1 or first < captures.next_position or captures.error is not None:
+            return None
+        alike = captures.alike(first)
+        if alike is None or alike is not (found or alike):
+            return None
+        found = alike
+    return found
 
 
 def _pack(span: torch.Tensor, slices: Sequence[RequestSlice]) -> None:
