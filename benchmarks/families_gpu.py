@@ -51,6 +51,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         intermediate_size=8192, vocab_size=49155, embedding_multiplier=12.0, residual_multiplier=0.22,
         attention_multiplier=0.015625, logits_scaling=8.0,
     ),
+    "Qwen 2.5 0.5B": dict(
+        model_type="qwen2", hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
+        intermediate_size=4864, vocab_size=151936, tie_word_embeddings=True,
+    ),
     "OLMoE 1B-7B": dict(
         model_type="olmoe", hidden_size=2048, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=16,
         intermediate_size=1024, num_experts=64, num_experts_per_tok=8, vocab_size=50304,

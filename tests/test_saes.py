@@ -1,9 +1,11 @@
 """SAEs: their files and their maths, against sae-lens (tests/golden/make_saes.py), and the registry."""
 
 import base64
+import gc
 import json
 import pickle
 import shutil
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_engine import until
 
 from pymllm_interp import LM, SAE, Activations, Capture, Features, JacobianLens, Lens, SamplingParams
 
@@ -223,6 +226,19 @@ def test_the_registry_checks_saes_against_the_model(lm_of):
 
 
 # -- the server --------------------------------------------------------------------------------
+
+
+def test_an_sae_that_a_spec_held_is_dropped_with_it(lm_of):
+    lm = lm_of("llama")
+    width = lm.model_spec.hidden_size
+    sae = SAE(
+        W_enc=torch.randn(width, 5), b_enc=torch.zeros(5), W_dec=torch.randn(5, width), b_dec=torch.zeros(width),
+        site="resid_post.1",
+    )  # fmt: skip
+    lm.generate([[1, 2]], SamplingParams(max_tokens=2), capture=[Capture(sae.site, reduce=Features(sae, top_k=2))])
+    dropped = weakref.ref(sae)
+    del sae
+    until(lambda: gc.collect() >= 0 and dropped() is None)
 
 
 def test_a_server_has_saes_by_name_and_reductions_in_json(model_folder, tmp_path):

@@ -49,7 +49,7 @@ class SAERegistry(MutableMapping[str, SAE]):
             raise ValueError(f"an SAE's name is a string that is not empty, not {name!r}")
         sae = source if isinstance(source, SAE) else SAE.load(source)
         check_fits(sae, self._model, f"SAE {name!r}")
-        self._saes[name] = self._moved[sae] = sae.to(self._device)
+        self._saes[name] = self._copy_of(sae)
 
     def __getitem__(self, name: str) -> SAE:
         """The SAE on the model's device.
@@ -99,9 +99,16 @@ class SAERegistry(MutableMapping[str, SAE]):
                 return self[sae]
             except KeyError as error:
                 raise ValueError(f"{who}: {error.args[0]}") from None
-        if sae not in self._moved:
-            self._moved[sae] = sae.to(self._device)
-        return self._moved[sae]
+        return self._copy_of(sae)
+
+    def _copy_of(self, sae: SAE) -> SAE:
+        """The SAE on the device; one object for each SAE."""
+        found = self._moved.get(sae)
+        if found is None:
+            found = sae.to(self._device)
+            if found is not sae:  # a value that is its own key would never be dropped
+                self._moved[sae] = found
+        return found
 
     def __delitem__(self, name: str) -> None:
         self[name]  # raises with the known names
