@@ -18,8 +18,6 @@ WORDS = torch.complex128
 ALL = slice(None)
 SMALL_ROW = 1 << 14
 """Bytes of a row that is copied faster than the GIL is handed over."""
-ROWS_AHEAD = 32
-"""Rows of a result that are unbound together: each operation of torch releases the GIL and waits to get it back."""
 
 
 class KeptRows:
@@ -67,9 +65,7 @@ class KeptRows:
                 self._dtype = torch.float64
         self.unchanged = self._dtype is sent_dtype and spec.reduce not in ("mean", "last")
         self._values = np.empty(0)  # the memory of `rows`, as NumPy sees it
-        self._records: torch.Tensor | None = None  # [kept, words], where a row is a record
-        self._unbound: tuple[torch.Tensor, ...] = ()  # rows of `_records`, from `_first_unbound` on
-        self._first_unbound = 0
+        self._records: np.ndarray | None = None  # [kept, words], where a row is a record
 
     def num_bytes(self, num_sites: int) -> int:
         """Bytes of the rows of `num_sites` sites."""
@@ -87,7 +83,7 @@ class KeptRows:
         else:
             self._values = as_integers(self.rows)
             if as_records:
-                self._records = self.rows.flatten(1).view(WORDS)
+                self._records = self.rows.flatten(1).view(WORDS).numpy()
                 size = num_sites * self._width * self._dtype.itemsize
                 if 0 < size <= SMALL_ROW and self._num_rows:
                     self.small = self._values.reshape(self._num_rows, -1).view(np.dtype((np.void, size)))[:, 0]
@@ -96,13 +92,8 @@ class KeptRows:
         """[words], the rows of `count` ordinals from `ordinal` on; None where a row is not a record."""
         if self._records is None:
             return None
-        if count > 1:
-            return self._records[ordinal : ordinal + count].flatten()
-        place = ordinal - self._first_unbound
-        if not 0 <= place < len(self._unbound):
-            self._unbound = self._records[ordinal : ordinal + ROWS_AHEAD].unbind()
-            self._first_unbound, place = ordinal, 0
-        return self._unbound[place]
+        # By NumPy: each operation of torch releases the GIL and waits to get it back.
+        return torch.from_numpy(self._records[ordinal : ordinal + count].reshape(-1))
 
     def keep(self, ordinal: int, rows: np.ndarray, columns: slice = ALL) -> None:
         """Keep rows of consecutive ordinals, or add them to the sum.
