@@ -20,7 +20,7 @@ from pymllm_interp.layers.edits import kernels as triton_edits
 
 HOPPER = GPUTarget("cuda", 90, 32)
 WHOLE = {"owners": "*i64", "positions": "*i64", "records": "*i64", "ops": "*i32", "fires": "*i32", "captures": "*i32"}
-WHOLE |= {"flags": "*i64", "first_fired": "*i32"}
+WHOLE |= {"flags": "*i64", "first_fired": "*i32", "thresholds": "*fp32"}
 NUMBERS = {"rows": "i32", "count": "i32", "site": "i32", "record_stride": "i32", "eps": "fp32"}
 
 
@@ -48,7 +48,16 @@ def main() -> None:
         shape = {"SIZE": size, "ROWS": rows, "BLOCK": block, "PDL": True}
         shape |= {"PARALLEL": parallel, "KIND": kind}
         norm = {"INNER": 1, "OUTER_STRIDE": size, "INNER_STRIDE": 0, "IN_PLACE": False, **shape}
-        tables = {"SITES": 130, "DEPTH": 4, "WIDTH": size, "NORM": True, "ALIGNED": True, "HEAD_DIM": 0, **shape}
+        tables = {
+            "SITES": 130,
+            "DEPTH": 4,
+            "WIDTH": size,
+            "NORM": True,
+            "ALIGNED": True,
+            "HEAD_DIM": 0,
+            "ENCODERS": 0,
+            **shape,
+        }
         alone = [
             layouts(triton_norm._norm, dtype, {**norm, "ADD": add, "PARALLEL": parallel and add}, num_warps=warps)
             for add in (True, False)
@@ -60,7 +69,8 @@ def main() -> None:
         found[f"{size} {dtype}"] = alone + with_tables
     inner = {**tables, "NORM": False, "LAST": False}  # of the last shape: with heads and without
     found["heads"] = [
-        layouts(triton_edits._edit_kernel, dtype, {**inner, "HEAD_DIM": head_dim}, **edits) for head_dim in (0, 128)
+        layouts(triton_edits._edit_kernel, dtype, {**inner, "HEAD_DIM": head_dim, "ENCODERS": n}, **edits)
+        for head_dim, n in ((0, 0), (128, 0), (0, 2))
     ]
     print(json.dumps(found))
 
