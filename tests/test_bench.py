@@ -18,7 +18,7 @@ from torch.autograd.profiler_util import Interval
 from transformers import AutoConfig
 
 from pymllm_interp import LM
-from pymllm_interp.bench import describe_machine, random_prompts
+from pymllm_interp.bench import common, describe_machine, random_prompts, toolkit
 from pymllm_interp.bench.gpu import (
     LEAD,
     GpuSettings,
@@ -316,8 +316,10 @@ def test_captures_and_harvests_have_their_aims_beside_them_and_requests_the_leng
 
 @pytest.mark.parametrize("suite", ["traces", "interventions", "toolkit"])
 def test_a_suite_against_plain_steps_measures_each_case_at_each_batch_size(
-    suite: str, model_folder: Callable[[str], Path], tmp_path: Path
+    suite: str, model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(common, "PAIRS", 2)
+    monkeypatch.setattr(toolkit, "FEATURES", 256)
     out = tmp_path / "x.json"
     command = ["bench", "--config", str(model_folder("llama")), "--suite", suite, "--quick", "--device", "cpu"]
     assert main([*command, "--batches", "1", "3", "--out", str(out)]) == 0

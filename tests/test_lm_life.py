@@ -258,7 +258,7 @@ def test_twenty_lms_under_one_name_leave_threads_and_memory_where_they_were() ->
 
 
 def test_the_memory_of_replaced_lms_comes_back_to_the_process() -> None:
-    """KV pools of 64 MiB: twenty of them would take 1.3 GB."""
+    """KV pools of 32 MiB: twenty of them would take 640 MB."""
     script = """
         import gc, sys
         sys.path.insert(0, "tests")
@@ -270,7 +270,7 @@ def test_the_memory_of_replaced_lms_comes_back_to_the_process() -> None:
 
         seen = []
         for i in range(20):
-            lm = LM("dummy", load_format="dummy", hf_config=CONFIGS["llama"](), device="cpu", kv_cache_tokens=1 << 17)
+            lm = LM("dummy", load_format="dummy", hf_config=CONFIGS["llama"](), device="cpu", kv_cache_tokens=1 << 16)
             lm.generate([[1, 2]], SamplingParams(max_tokens=2))
             pool = lm.runner.token_to_kv_pool
             for layer in range(3):
