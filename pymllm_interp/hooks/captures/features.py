@@ -67,7 +67,7 @@ class Features(Reduction):
         return 2 * self.top_k + 1
 
     def row_elements(self, width: int) -> int:
-        return self._sae.d_sae
+        return 4 * self._sae.d_sae  # `SAE.encode` holds some tensors of them at once
 
     def sent(self, rows: Tensor, readout: Readout) -> Tensor:
         features = self._sae.to(rows.device).encode(rows)
