@@ -31,6 +31,7 @@ from pymllm_interp import (
 from pymllm_interp.core.model_spec import ModelSpec, site_index
 from pymllm_interp.hooks.binding import bind
 from pymllm_interp.hooks.captures.captures import Captures
+from pymllm_interp.hooks.captures.reduction import Reduction
 from pymllm_interp.hooks.captures.ring import CaptureRing
 from pymllm_interp.hooks.site import Site, expand
 
@@ -152,6 +153,21 @@ def test_what_cannot_be_reduced_is_refused_before_anything_runs(
     lm = lm_of("llama")
     with pytest.raises(ValueError, match=message):
         lm.generate([prompt_of(4, 0)], GREEDY, capture=[Capture(site, reduce=reduce(lm.model_spec.hidden_size))])
+
+
+def test_a_reduction_of_ones_own_reads_each_site_by_itself(lm_of: Any) -> None:
+    class ByLayer(Lens):
+        def read_alike(self, site: Site) -> object:
+            return Reduction.read_alike(self, site)
+
+        def read(self, site: Site, rows: torch.Tensor, readout: Any) -> torch.Tensor:
+            return super().read(site, rows * (1 + (site.layer or 0)) if site.layer != 1 else -rows, readout)
+
+    lm, prompt = lm_of("llama"), prompt_of(5, 0)
+    both = lm.generate([prompt], GREEDY, capture=[Capture("resid_post.*", reduce=ByLayer(top_k=3))])[0].activations
+    for site in both:
+        alone = lm.generate([prompt], GREEDY, capture=[Capture(site, reduce=ByLayer(top_k=3))])[0].activations
+        torch.testing.assert_close(both[site], alone[site], **CLOSE)
 
 
 def test_heads_are_refused_with_features(lm_of: Any) -> None:
@@ -462,8 +478,12 @@ def test_steps_of_alike_and_of_other_requests_send_what_each_alone_would(seed: i
         [Capture("resid_post.1", positions="generated", reduce=Features(sae, top_k=7)), Capture("embed")],
         [Capture("resid_mid.0"), Capture("mlp_in.0", positions=Generated(2))],
         [Capture("mlp_out.2", positions="generated")],
+        [Capture("attn_in.1", reduce="mean"), Capture("mlp_in.1")],
+        [Capture("attn_in.1"), Capture("mlp_in.1", reduce="mean")],
     ]
-    chosen = [rng.choice(kinds[: rng.choice([1, 2, 5])]) for _ in range(7)]
+    if seed == 0:
+        kinds = kinds[-2:]  # of equal sizes, with their sums at other places
+    chosen = [rng.choice(kinds[: rng.choice([1, 2, 7])]) for _ in range(7)]
     prompt_lens, longest = [rng.randrange(1, 9) for _ in chosen], 16
 
     def captures_of(specs: list[Capture], prompt_len: int) -> Captures:

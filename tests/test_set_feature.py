@@ -202,9 +202,34 @@ def test_top_k_saes_are_refused_where_no_pass_encodes_them(model_folder: Any) ->
                 lm.generate([prompt], interventions=[SetFeature(wrong, {0: 1.0})])
         with pytest.raises(ValueError, match="changes the state before it"):
             lm.generate([prompt], interventions=[steer, SetFeature(sae, {0: 1.0})])
-        lm.generate([prompt], SamplingParams(max_tokens=2), interventions=[SetFeature(sae, {0: 1.0}), steer])
+        equal = sae_of("topk")  # as if it were loaded again
+        for given in (sae, equal):
+            lm.generate([prompt], SamplingParams(max_tokens=2), interventions=[SetFeature(given, {0: 1.0}), steer])
     with pytest.raises(ValueError, match=r"ModelConfig\(saes=3\)"):
         load("llama", saes=3)
+
+
+def test_as_many_features_are_active_in_bfloat16_as_in_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    encoder = torch.randn(256, 2048, generator=generator)
+    sae = SAE(
+        W_enc=encoder, b_enc=torch.randn(2048, generator=generator), W_dec=encoder.T.contiguous(),
+        b_dec=torch.randn(256, generator=generator), architecture="topk", k=64, site="resid_post.1",
+    ).to(dtype=torch.bfloat16)  # fmt: skip
+    states = torch.randn(64, 256, generator=generator).bfloat16()
+    table = SetFeature(sae, {0: 1.0}).table  # of the encoder's columns, as kernels read them
+    dots = states.double() @ sae.W_enc.double() + sae.b_enc.double() - sae.b_dec.double() @ sae.W_enc.double()
+    assert table.dtype is torch.float32
+    assert ((dots > sae.top_k_threshold(states)[:, None]).sum(-1) == 64).all()
+
+
+def test_saes_at_outputs_of_norms_may_be_named_and_are_not_encoded(model_folder: Any) -> None:
+    normed = {kind: sae_of("topk", "resid_post.1").at(f"{kind}.1") for kind in ("attn_in", "mlp_in")}
+    with lms("tables", model_folder) as load:
+        lm = load("llama", saes=normed)
+        assert not lm.runner.declared.limits.encoders and len(lm.saes) == 2
+        lm.shutdown()
+        assert not lm.saes
 
 
 def test_names_are_resolved_when_a_request_is_submitted(lm: Any) -> None:

@@ -64,6 +64,13 @@ class DeclaredLimits:
         if self.device_tables and max(op.heads or (0,)) >= MAX_HEADS:
             raise ValueError(f"{op.name}: heads={op.heads}; on CUDA, ops have the first {MAX_HEADS} heads")
 
+    def encoder_number(self, sae: SAE, site: int) -> int | None:
+        """The index of an SAE, or of an equal one, among the encoders of a site; None where it is none of them."""
+        for i, known in enumerate(self.encoders.get(site, ())):
+            if known is sae or known.fingerprint == sae.fingerprint:
+                return i
+        return None
+
     def check_encoders(self, ops: Sequence[PlacedOp], site: int) -> None:
         """Raise ValueError for features whose encoder the passes do not have there, or have for another state.
 
@@ -75,11 +82,12 @@ class DeclaredLimits:
             sae = op.spec.encoder if isinstance(op.spec, SetFeature) else None
             if sae is None:
                 continue
-            if sae not in self.encoders.get(site, ()):
+            if self.encoder_number(sae, site) is None:
+                known = ", ".join(str(other.site) for found in self.encoders.values() for other in found)
                 raise ValueError(
                     f"{op.spec.name}: a top-k SAE has to encode all {sae.d_sae} features to know one; on CUDA the engine must be "
-                    "built with it: LM(..., saes={'name': sae}). One with the threshold of its training (batch-top-k, converted to "
-                    "jumprelu) needs no more"
+                    f"built with it: LM(..., saes={{'name': sae}}). This one has {f'others, at {known}' if known else 'none'}. An "
+                    "SAE with the threshold of its training (batch-top-k, converted to jumprelu) needs no more"
                 )
             if i:
                 raise ValueError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -128,6 +129,7 @@ class DeclaredStage:
         if self.capture_ring is not None:
             self.capture_ring.close()
         self.device_tables = self.capture_ring = self.readout = None
+        self.limits = replace(self.limits, encoders={})
         self._live.clear()
         self._cutting.clear()
         self._in_tables.clear()

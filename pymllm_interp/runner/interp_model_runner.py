@@ -136,6 +136,8 @@ class InterpModelRunner(ModelRunner):
             self.passes.segments = None
         if self.declared_stage is not None:
             self.declared_stage.close()
+        if self.saes is not None:
+            self.saes.close()
         self._own_model = self.saes = None
         super().shutdown()
 

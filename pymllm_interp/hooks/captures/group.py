@@ -280,15 +280,8 @@ class Group:
         """Equal for groups of different requests for whose records `pack_whole` does the same."""
         places = [self._place(column) for column in range(len(self.sites))]
         reading = None if self.reading is None else self.reading.key
-        return (
-            self.offset,
-            self.record_size,
-            self.packed_size,
-            tuple(self.sites),
-            tuple(places),
-            reading,
-            self._kept_width,
-        )
+        sizes = self.offset, self.record_size, self.sums_size, self.packed_size, self._kept_width
+        return *sizes, tuple(self.sites), tuple(places), reading
 
     def unpack(self, packed: np.ndarray, first: int, sizes: np.ndarray) -> int:
         """Keep what `pack` wrote. Returns the number of elements read."""

@@ -84,8 +84,8 @@ class Reduction(Spec):
         return width
 
     def read_alike(self, site: Site) -> object:
-        """A key, equal for sites for which `read` is the same function."""
-        return None
+        """A key, equal for sites for which `read` is the same function; by default the site, where there is a `read`."""
+        return None if type(self).read is Reduction.read else site
 
     def read(self, site: Site, rows: Tensor, readout: Readout) -> Tensor:
         """What `sent` reads of the rows [n, width] of a site, or of sites that are `read_alike`."""

@@ -40,7 +40,7 @@ class DeviceTables:
             limits.encoders,
         )  # fmt: skip
         self.pool = VectorPool(limits.max_intervention_vectors, model.hidden_size)
-        self.device, self._edited = device, edited
+        self.device, self._edited, self._limits = device, edited, limits
         self._in_use: set[int] = set()
         self._staged: dict[int, Declared | None] = {}
 
@@ -138,7 +138,9 @@ class DeviceTables:
             threshold = spec.threshold
         a = words.a
         if isinstance(spec, SetFeature) and spec.encoder is not None:
-            a = 1.0 + self.tables.encoders[site].index(spec.encoder)
+            number = self._limits.encoder_number(spec.encoder, site)
+            assert number is not None, f"{spec.name} has no encoder"  # `Declared.of` refuses it
+            a = 1.0 + number
         first = rows[0] if spec.operands else 0
         per_position = -(-spec.operands[0].shape[-1] // self.pool.width) if words.row_per_position else 0
         kind, values = codes.kind_word(words), [a, words.b, threshold]

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ...core.model_spec import ModelSpec, site_index
+from ...core.model_spec import NUMBERED_SITES, ModelSpec, site_index
 from ..site import expand
 from ..spec import Spec
 from ..vector_files import _nearest
@@ -74,6 +74,8 @@ class SAERegistry(MutableMapping[str, SAE]):
                 and sae.site is not None
             ):
                 (site,) = expand(sae.site, self._model.num_hidden_layers, self._model.family)
+                if site.kind not in NUMBERED_SITES:  # nothing can be set there
+                    continue
                 found.setdefault(site_index(site, self._model.num_hidden_layers), []).append(sae)
         return found
 
@@ -109,6 +111,11 @@ class SAERegistry(MutableMapping[str, SAE]):
             if found is not sae:  # a value that is its own key would never be dropped
                 self._moved[sae] = found
         return found
+
+    def close(self) -> None:
+        """Drop all SAEs."""
+        self._saes.clear()
+        self._moved.clear()
 
     def __delitem__(self, name: str) -> None:
         self[name]  # raises with the known names

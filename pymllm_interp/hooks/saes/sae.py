@@ -198,7 +198,10 @@ class SAE:
         moved: dict[str, Any] = {name: tensor.to(device, dtype) for name, tensor in self.tensors()}
         if all(moved[name] is tensor for name, tensor in self.tensors()):
             return self
-        return replace(self, **moved)
+        made = replace(self, **moved)
+        if made.dtype is self.dtype and "fingerprint" in self.__dict__:
+            made.__dict__["fingerprint"] = self.fingerprint
+        return made
 
     # -- maths ---------------------------------------------------------------------------
 
@@ -221,13 +224,22 @@ class SAE:
     def top_k_threshold(self, x: Tensor) -> Tensor:
         """Of a `topk` SAE, [...] float32 for states [..., width]: halfway between the k-th and the next pre-activation.
 
-        Above it are the `k` largest. Another rounding of a dot product does not matter, as long as it is smaller than the gap.
+        The products are float32, whatever the dtype: in bfloat16 many features would be equal to the k-th. So the last of those
+        that `encode` has may be others.
         """
         assert self.k is not None
-        pre = self._products(x).add_(self.b_enc)
         if self.k == self.d_sae:
-            return torch.full(pre.shape[:-1], -inf, device=pre.device)
-        return pre.topk(self.k + 1, dim=-1).values[..., -2:].float().mean(-1)
+            return torch.full(x.shape[:-1], -inf, device=x.device)
+        pre = _products_float32(x.detach(), self.W_enc) + self._shift
+        return pre.topk(self.k + 1, dim=-1).values[..., -2:].mean(-1)
+
+    @cached_property
+    def _shift(self) -> Tensor:
+        """[d_sae] float32: what is added to the products of the encoder with a whole state."""
+        bias = self.b_enc.float()
+        if not self.subtract_b_dec:
+            return bias
+        return bias - _products_float32(self.b_dec[None], self.W_enc)[0]
 
     def _products(self, x: Tensor) -> Tensor:
         """The products [..., d_sae] of the encoder with states, without its bias, in new memory."""
@@ -275,6 +287,13 @@ class SAE:
     def _check(self, holds: bool, message: str) -> None:
         if not holds:
             raise ValueError(f"SAE: {message}")
+
+
+def _products_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight`` for x [n, width], not rounded to the dtype of either."""
+    if x.is_cuda and x.dtype is weight.dtype and x.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(x, weight, out_dtype=torch.float32)
+    return x.float() @ weight.float()
 
 
 def checked(tensor: Any, who: str, dtype: torch.dtype | None) -> Tensor:
