@@ -22,6 +22,7 @@ from pymllm_interp.hooks.interventions.reference import apply
 from pymllm_interp.hooks.saes.registry import SAERegistry
 from pymllm_interp.server.specs import intervention_of, to_json
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 MODEL = ModelSpec.of(CONFIGS["llama"](), torch.float32)
 WIDTH = MODEL.hidden_size
@@ -216,11 +217,36 @@ def test_as_many_features_are_active_in_bfloat16_as_in_float32() -> None:
         W_enc=encoder, b_enc=torch.randn(2048, generator=generator), W_dec=encoder.T.contiguous(),
         b_dec=torch.randn(256, generator=generator), architecture="topk", k=64, site="resid_post.1",
     ).to(dtype=torch.bfloat16)  # fmt: skip
-    states = torch.randn(64, 256, generator=generator).bfloat16()
+    sae = sae.to(DEVICE)
+    states = torch.randn(64, 256, generator=generator).bfloat16().to(DEVICE)
     table = SetFeature(sae, {0: 1.0}).table  # of the encoder's columns, as kernels read them
     dots = states.double() @ sae.W_enc.double() + sae.b_enc.double() - sae.b_dec.double() @ sae.W_enc.double()
     assert table.dtype is torch.float32
     assert ((dots > sae.top_k_threshold(states)[:, None]).sum(-1) == 64).all()
+
+
+@pytest.mark.parametrize("way", ["tables", "graphs"])
+def test_a_top_k_sae_in_half_precision_is_its_maths_on_the_state_that_came(way: str, model_folder: Any) -> None:
+    sae = sae_of("topk").to(dtype=torch.bfloat16)
+    features: dict[int, Any] = dict.fromkeys(range(0, FEATURES, 2), 1.5)
+    params, kwargs = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), {"capture": ["resid_post.1"]}
+    with lms(way, model_folder) as load:
+        lm = load("llama", dtype="bfloat16", saes={"sea": sae})
+        prompt = random_ids(9, seed=2)
+        (plain,) = lm.generate([prompt], params, **kwargs)
+        # The same tokens, so that each position's state comes to the op as it came to the plain run.
+        ids = (prompt + plain.token_ids)[:-1]
+        for positions in ("all", [-1]):
+            op = SetFeature(sae, features, positions=positions)
+            (out,) = lm.generate([ids], SamplingParams(max_tokens=1), interventions=[op], **kwargs)
+            (same,) = lm.generate([ids], SamplingParams(max_tokens=1), **kwargs)
+            before, after = same.activations["resid_post.1"], out.activations["resid_post.1"][: len(ids)]
+            changed = slice(None) if positions == "all" else slice(-1, None)
+            wanted = apply(op, before[: len(ids)])
+            torch.testing.assert_close(after[changed], wanted[changed], rtol=0.02, atol=0.05)
+            assert not torch.equal(after[changed], before[: len(ids)][changed])
+        (steered,) = lm.generate([prompt], params, interventions=[SetFeature("sea", {0: 9.0}, "add")], **kwargs)
+        assert steered.receipt.interventions[0].generated_rows == 4
 
 
 def test_saes_at_outputs_of_norms_may_be_named_and_are_not_encoded(model_folder: Any) -> None:
