@@ -42,10 +42,7 @@ def interventions_suite(model: Model) -> Iterator[dict[str, Any]]:
     """Ratios to plain steps, by case and batch size. Yields the growing record."""
     settings = model.settings
     with model.load() as lm:
-        lengths = {
-            "prompt_tokens": min(PROMPT_TOKENS, settings.prompt_tokens), "new_tokens": min(NEW_TOKENS, settings.new_tokens),
-        }  # fmt: skip
-        found: dict[str, Any] = facts(lm) | lengths | {"pairs": PAIRS, "rows": []}
+        found: dict[str, Any] = facts(lm) | short_lengths(settings) | {"pairs": PAIRS, "rows": []}
         measures = {case: partial(measure, specs=specs) for case, specs in cases(lm).items()}
         for case, measured in {**measures, CAPTURED: measure_captured}.items():
             for batch in settings.batches:
@@ -58,6 +55,13 @@ def interventions_suite(model: Model) -> Iterator[dict[str, Any]]:
         for batch in settings.batches if lm.runner.graph_runner is not None else ():
             found["rows"].append({"case": TABLES_PRESENT, "batch": batch, **tables(lm, batch)})
             yield found
+
+
+def short_lengths(settings: GpuSettings) -> dict[str, int]:
+    """Tokens of the measured requests, at most those of the settings."""
+    return {
+        "prompt_tokens": min(PROMPT_TOKENS, settings.prompt_tokens), "new_tokens": min(NEW_TOKENS, settings.new_tokens),
+    }  # fmt: skip
 
 
 def cases(lm: LM) -> dict[str, Specs]:
@@ -98,8 +102,8 @@ def measure_captured(lm: LM, batch: int, settings: GpuSettings) -> dict[str, Any
 
 
 def _against_plain(lm: LM, batch: int, settings: GpuSettings, declared: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    prompts = random_prompts(lm, batch, min(PROMPT_TOKENS, settings.prompt_tokens))
-    return against_plain(lm, prompts, declared, min(NEW_TOKENS, settings.new_tokens))
+    lengths = short_lengths(settings)
+    return against_plain(lm, random_prompts(lm, batch, lengths["prompt_tokens"]), declared, lengths["new_tokens"])
 
 
 def measure_captured_prefill(lm: LM, settings: GpuSettings) -> dict[str, float]:

@@ -21,8 +21,8 @@ from ..hooks.interventions.specs import Steer
 from ..hooks.saes.sae import SAE
 from .common import against_plain, greedy, random_prompts, timed
 from .gpu import GpuSettings, Model, facts
+from .interventions import short_lengths
 
-PROMPT_TOKENS, NEW_TOKENS = 32, 65
 FEATURES, TOP_K, SET = 32_768, 64, 4
 """Features of the SAE; those that a row keeps; those that a request sets."""
 LENS_TOP_K, LENS_ROWS = 10, 512
@@ -39,9 +39,7 @@ def toolkit_suite(model: Model) -> Iterator[dict[str, Any]]:
     """Ratios to plain steps, by case and batch size. Yields the growing record."""
     settings = model.settings
     with model.load() as lm:
-        lengths = {
-            "prompt_tokens": min(PROMPT_TOKENS, settings.prompt_tokens), "new_tokens": min(NEW_TOKENS, settings.new_tokens),
-        }  # fmt: skip
+        lengths = short_lengths(settings)
         found: dict[str, Any] = facts(lm) | lengths | {"rows": []}
         for case, (declared, largest) in cases(lm).items():
             for batch in settings.batches:
