@@ -139,8 +139,8 @@ class Captures:
         return Alike.of(*sizes, tuple(group.alike() for group in self.groups))
 
     def alike(self, first: int) -> Alike | None:
-        """The same object for requests for which `pack_row` does the same with the record of this position; None where
-        `pack` must be called."""
+        """The layout of the record of a position, one object for requests that `pack_rows` takes together; None where each needs
+        `pack`."""
         return self._alike if first >= self._prompt_len else None
 
     @property

@@ -189,10 +189,11 @@ class SetFeature(Op):
 
     def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
         """The states with the features at their targets."""
-        y, bar = x, self.encoder.top_k_threshold(x)[:, None] if self.encoder is not None else None
+        y = x
+        of_row = None if self.encoder is None else self.encoder.top_k_threshold(x)[:, None]
         for encoder, decoder, n in vectors[0].unflatten(0, (-1, 3)):
             dot = row_dots(x, encoder)
-            feature = torch.where(dot + n[2] > (n[3] if bar is None else bar), (n[0] * dot + n[1]).relu(), 0.0)
+            feature = torch.where(dot + n[2] > (n[3] if of_row is None else of_row), (n[0] * dot + n[1]).relu(), 0.0)
             change = (n[4] * feature + n[5]).clamp(n[6], n[7]) - feature
             y = torch.where(change != 0, y + change * decoder, y)
         return y
