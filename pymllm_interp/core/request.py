@@ -74,6 +74,8 @@ class Request:
     """Requests share KV with those of the same salt only."""
     stream: bool = False
     """Whether an event is emitted for each token."""
+    live_objects: Any = None
+    """Freed with it (gc_threshold.LiveObjects)."""
     stop_checker: StopChecker | None = None
     """Set where `params` has stop strings."""
     generates: bool = field(init=False)

@@ -14,6 +14,7 @@ import torch
 from .. import __version__
 from ..core.arguments import PromptError
 from ..core.closed import EngineClosedError
+from ..core.gc_threshold import LiveObjects
 from ..core.limits import EngineLimits
 from ..core.model_spec import LOGITS
 from ..core.request import Request
@@ -43,6 +44,8 @@ FORWARD = SamplingParams(temperature=0.0, max_tokens=1)
 PREFILL = SamplingParams(temperature=0.0, max_tokens=0)
 """Sampling parameters of forward passes without a block."""
 PROMPT_LOGITS = Capture("logits", positions="prompt")
+REQUEST_OBJECTS, SPEC_OBJECTS = 32, 32
+"""Objects of a request, and of an intervention or a capture of it, that Python's cycle collector tracks, about."""
 _ids = itertools.count()
 
 
@@ -152,8 +155,10 @@ class RequestFactory:
         if names is None:
             names = [f"prompt {i}" for i in range(len(prompts))] if len(prompts) > 1 else ["the prompt"]
         warn_of_flat_list(options.get("interventions"), len(prompts))
-        declared = self.named(for_each_prompt(options.get("interventions"), len(prompts)), names)
-        captures = self.named(captures_for_each_prompt(options.get("capture"), len(prompts)), names)
+        declared = for_each_prompt(options.get("interventions"), len(prompts))
+        captures = captures_for_each_prompt(options.get("capture"), len(prompts))
+        live = LiveObjects(_num_objects(params, declared, captures))
+        declared, captures = self.named(declared, names), self.named(captures, names)
         if prompt_logits:
             if any(spec.site == LOGITS for specs in captures for spec in specs):
                 raise PromptError("capture: the logits of all positions are captured in any case; leave them out")
@@ -169,7 +174,7 @@ class RequestFactory:
                 )
             requests = self.requests(ids, param, what=what, timeout=options.get("timeout"))
             for request in requests:
-                request.stream, request.prompt_logits = stream, prompt_logits
+                request.stream, request.prompt_logits, request.live_objects = stream, prompt_logits, live
                 request.priority, request.cache_salt = priorities[i], salt
                 if traces is not None:
                     request.trace = traces()
@@ -458,3 +463,15 @@ class RequestFactory:
 def _mix(seed: int, ordinal: int) -> int:
     """A seed for the ordinal-th request of an engine with `seed`."""
     return (seed * 0x9E3779B97F4A7C15 + ordinal * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) % 2**63
+
+
+def _num_objects(
+    params: Sequence[SamplingParams | None],
+    interventions: Sequence[Sequence[Intervention]],
+    captures: Sequence[Sequence[Capture]],
+) -> int:
+    """Objects of a call's requests, about."""
+    return sum(
+        (1 if param is None else param.n) * (REQUEST_OBJECTS + SPEC_OBJECTS * (len(ops) + len(captured)))
+        for param, ops, captured in zip(params, interventions, captures, strict=True)
+    )

@@ -225,7 +225,7 @@ class Declared:
     prompt_len: int
     logits_from: int = 0
     vectors: dict[int, int] = field(default_factory=dict)
-    held: list[bytes] = field(default_factory=list)
+    held: list[tuple[bytes, int]] = field(default_factory=list)
     fires: Fires = field(default_factory=dict)
     first_fired: dict[int, torch.Tensor] = field(default_factory=dict)
     knockouts: Sequence[BoundKnockout] = ()

@@ -19,7 +19,7 @@ from .heads import channels_of, checked_heads, heads_in, widened
 from .layer_vectors import LayerVectors
 from .positions import Window, checked_positions
 from .site import Site, canonical, expand
-from .vector_files import checked_vector
+from .vector_files import checked_vector, content_hash
 
 MISSING = ("error", "skip")
 """What happens to positions that a prompt does not have."""
@@ -71,35 +71,24 @@ class Spec:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the content, vectors included: 64 hexadecimal digits."""
-        digest = hashlib.sha256(type(self).__name__.encode())
-        for name, value in self._hashed():
-            if name not in _LATER or value != _LATER[name]:
-                digest.update(f"|{name}={value!r}".encode())
-        return digest.hexdigest()
+        parts = [f"|{name}={value!r}" for name, value in self._hashed if name not in _LATER or value != _LATER[name]]
+        return hashlib.sha256("".join([type(self).__name__, *parts]).encode()).hexdigest()
 
     @cached_property
     def effect(self) -> str:
         """`fingerprint` without the place: equal for specs that do the same to a state, whatever their sites and positions."""
-        what = [entry for entry in self._hashed() if entry[0] not in ("site", "positions", "missing")]
-        return hashlib.sha256(repr((type(self).__name__, what)).encode()).hexdigest()
+        return repr((type(self).__name__, [part for part in self._hashed if part[0] not in _PLACE]))
 
     @cached_property
-    def _hashes(self) -> dict[str, str]:
-        """Field -> SHA-256 of its tensor."""
-        return {
-            name: hashlib.sha256(value.numpy().tobytes()).hexdigest()
-            for name, value in self._content()
-            if isinstance(value, Tensor)
-        }
-
-    def _hashed(self) -> Iterator[tuple[str, Any]]:
+    def _hashed(self) -> tuple[tuple[str, Any], ...]:
         """`_content` with hashes in place of tensors and nested specs."""
-        for name, value in self._content():
-            if isinstance(value, Tensor):
-                value = (tuple(value.shape), self._hashes[name])
-            elif hasattr(value, "fingerprint"):  # a spec, vectors by layer, an SAE
-                value = value.fingerprint
-            yield name, value
+        return tuple([(name, self._hash_of(name, value)) for name, value in self._content()])
+
+    def _hash_of(self, name: str, value: Any) -> Any:
+        """What stands for an argument in the fingerprint."""
+        if isinstance(value, Tensor):
+            return tuple(value.shape), content_hash(value).hex()
+        return value.fingerprint if hasattr(value, "fingerprint") else value  # a spec, vectors by layer, an SAE
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and isinstance(other, Spec) and other.fingerprint == self.fingerprint
@@ -107,11 +96,16 @@ class Spec:
     def __hash__(self) -> int:
         return hash(self.fingerprint)
 
-    def _content(self) -> Iterator[tuple[str, Any]]:
-        """(name, value) of each constructor argument."""
-        return ((name, getattr(self, name)) for name in _arguments(type(self)))
+    def _content(self) -> tuple[tuple[str, Any], ...]:
+        """(name, value) of each constructor argument. Kept: each submission walks through it several times."""
+        found = self.__dict__.get("_pairs")
+        if found is None:
+            found = tuple((name, getattr(self, name)) for name in _arguments(type(self)))
+            self.__dict__["_pairs"] = found
+        return found
 
     def _set(self, name: str, value: Any) -> None:
+        self.__dict__.pop("_pairs", None)
         object.__setattr__(self, name, value)
 
     def _check(self, name: str, holds: bool, expected: str) -> None:
@@ -295,6 +289,7 @@ def _arguments(cls: type) -> tuple[str, ...]:
     return tuple(part.name for part in fields(cls) if part.init)
 
 
+_PLACE = ("site", "positions", "missing")
 _LATER = {"heads": None, "missing": "error", "site": None, "scope": "token"}
 """Arguments that specs did not have at first: their defaults are not part of a fingerprint, which harvests keep."""
 

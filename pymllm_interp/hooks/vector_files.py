@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -58,6 +59,15 @@ def checked_vector(source: Source, who: str, dims: Sequence[int] = (1,)) -> Tens
         kind = "NaN" if tensor.isnan().any() else "Inf, or a number beyond float32"
         raise ValueError(f"{who}: it holds {kind}")
     return tensor
+
+
+def content_hash(vector: Tensor) -> bytes:
+    """SHA-256 of the numbers of a tensor on the CPU. Kept with the tensor, for requests that share it."""
+    found: tuple[int, bytes] | None = vector.__dict__.get("_content_hash")
+    if found is None or found[0] != vector._version:
+        found = vector._version, hashlib.sha256(vector.contiguous().numpy()).digest()
+        vector.__dict__["_content_hash"] = found
+    return found[1]
 
 
 def _as_tensor(source: Any) -> Tensor:

@@ -7,6 +7,7 @@ Messages are data (messages.py). Code comes in one of them, `RunTrace`, whose se
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -190,6 +191,8 @@ def serve(settings: dict[str, Any]) -> None:
     if served.tokenizer is not None:
         served.tokenizer.save_pretrained(settings["tokenizer"])
     server = EngineServer(served, outbox)
+    gc.collect()
+    gc.freeze()  # modules and weights stay for good: a full collection over them would stop all requests for 0.2 s
     outbox.put(m.Ready(0, served.describe()))
     try:
         while os.getppid() == settings["parent"]:  # which may have ended while the model was loaded

@@ -175,10 +175,9 @@ class SetFeature(Op):
             for row, (feature, value) in zip(self.table[1::3], self.features, strict=True):
                 yield f"feature {feature}", value * row.abs().max().item()
 
-    def _hashed(self) -> Iterator[tuple[str, Any]]:
-        """The content, with what the op reads of the SAE in place of it."""
-        for name, value in super()._hashed():
-            yield name, self._table_hash if name == "sae" and isinstance(self.sae, SAE) else value
+    def _hash_of(self, name: str, value: Any) -> Any:
+        """Of the SAE, what the op reads of it."""
+        return self._table_hash if name == "sae" and isinstance(value, SAE) else super()._hash_of(name, value)
 
     @cached_property
     def _table_hash(self) -> str:

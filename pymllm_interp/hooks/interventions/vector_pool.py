@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import bisect
-import hashlib
 import threading
 
 import torch
 
 from ..declared import Declared
+from ..vector_files import content_hash
 
 
 class VectorPool:
@@ -24,7 +24,7 @@ class VectorPool:
     def __init__(self, capacity: int, width: int) -> None:
         self.capacity, self.width = capacity, width
         self._free: list[tuple[int, int]] = [(0, capacity)]  # (first, count), ascending
-        self._held: dict[bytes, list[int]] = {}  # content -> [first, count, references]
+        self._held: dict[tuple[bytes, int], list[int]] = {}  # content, width -> [first, count, references]
         self._staged: list[tuple[int, torch.Tensor]] = []
         self._lock = threading.Lock()
 
@@ -61,14 +61,14 @@ class VectorPool:
             staged, self._staged = self._staged, []
         return staged
 
-    def _hold(self, tensor: torch.Tensor) -> tuple[bytes, int]:
+    def _hold(self, tensor: torch.Tensor) -> tuple[tuple[bytes, int], int]:
         """(key, first row), one reference more."""
-        short = -tensor.shape[-1] % self.width
-        rows = (torch.nn.functional.pad(tensor, (0, short)) if short else tensor).reshape(-1, self.width)
-        # Hashed as rows: equal numbers in another shape may take another number of rows.
-        key = hashlib.sha256(rows.numpy().tobytes()).digest()
+        width = tensor.shape[-1]
+        key = content_hash(tensor), width  # equal numbers of another width may take another number of rows
         held = self._held.get(key)
         if held is None:
+            short = -width % self.width
+            rows = (torch.nn.functional.pad(tensor, (0, short)) if short else tensor).reshape(-1, self.width)
             held = self._held[key] = [self._allocate(len(rows)), len(rows), 0]
             self._staged.append((held[0], rows))
         held[2] += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -86,12 +86,11 @@ class SAERegistry(MutableMapping[str, SAE]):
             ValueError: an unknown name.
         """
         changes: dict[str, Any] = {}
-        for part in fields(spec):  # pyright: ignore[reportArgumentType]
-            value = getattr(spec, part.name)
-            if part.name == "sae":
-                changes["sae"] = self._on_device(value, spec.name)
+        for name, value in spec._content():
+            if name == "sae":
+                changes[name] = self._on_device(value, spec.name)
             elif isinstance(value, Spec):
-                changes[part.name] = self.resolved(value)
+                changes[name] = self.resolved(value)
         changes = {name: value for name, value in changes.items() if value is not getattr(spec, name)}
         return replace(spec, **changes) if changes else spec  # pyright: ignore[reportArgumentType, reportReturnType, reportCallIssue]
 

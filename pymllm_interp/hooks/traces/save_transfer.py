@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ...core.gc_threshold import lower_threshold, raise_threshold
 from ..traces import saves
-from .gc_threshold import lower_threshold, raise_threshold
 from .nnsight_compat import apply
 from .save_pieces import Piece, copy_stream, cutter
 from .saves import PLAIN, batch_views, find_tensors, give_own_storage

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 from greenlet import getcurrent
 
+from ...core.gc_threshold import lower_threshold, raise_threshold
 from ..captures.activations import Activations
 from .async_trace import AsyncBlock
 from .barrier import EngineBarrier
@@ -19,7 +20,6 @@ from .block_analysis import depend_on_each_other
 from .caller_frames import block_traceback, warn_at_caller
 from .envoy import TracedModel
 from .errors import GangError
-from .gc_threshold import lower_threshold, raise_threshold
 from .loops import StepIterations
 from .nnsight_compat import (
     CacheView,
