@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pymllm_interp import LM, SamplingParams, Scale, Steer
-from pymllm_interp.core.model_spec import NUMBERED_SITES
+from pymllm_interp.core.model_spec import INNER_SITES, NUMBERED_SITES
 from pymllm_interp.hooks.site import WITHOUT_LAYER
 
 FAMILIES = ["gpt2", "gpt_neox", "gemma2", "gemma3_text"]
@@ -142,7 +142,7 @@ def test_a_traces_edit_of_a_contribution_is_transformers_beside_requests_that_ke
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_function_at_each_site_does_what_the_declared_op_does(family: str, device: str, load: Load) -> None:
     """Also at q, k and v, which are slices of one projection's output in some families, and at logits behind a soft-cap."""
-    lm = load(device, family)
+    lm = load(device, family, inner_sites=INNER_SITES)
     (plain,) = lm.forward(PROMPT)
     for kind in lm.model_spec.family.points:
         if kind not in NUMBERED_SITES:

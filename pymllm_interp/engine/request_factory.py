@@ -164,6 +164,7 @@ class RequestFactory:
                 raise PromptError("capture: the logits of all positions are captured in any case; leave them out")
             captures = [[*specs, PROMPT_LOGITS] for specs in captures]
         priorities, salt = priorities_of(options.get("priority"), len(prompts)), checked_salt(options.get("cache_salt"))
+        fingerprint = self.weights.fingerprint() if any(declared) or any(captures) else None
         found: list[tuple[str | None, list[Request]]] = []
         for i, (prompt, param, what) in enumerate(zip(prompts, params, names, strict=True)):
             text, ids = self.tokens(prompt, what)
@@ -183,7 +184,7 @@ class RequestFactory:
                     self._check_pass([request], what)
                 if any(spec.site == LOGITS for spec in captures[i]):
                     request.params = param  # the prompt's logits of each completion, where they are asked for
-                self.declare(request, declared[i], captures[i], what)
+                self.declare(request, declared[i], captures[i], what, fingerprint)
             found.append((text, requests))
         self.hold([request for _, requests in found for request in requests])
         return found
@@ -263,8 +264,12 @@ class RequestFactory:
         interventions: Sequence[Intervention],
         captures: Sequence[Capture] = (),
         what: str = "the prompt",
+        fingerprint: str | None = None,
     ) -> None:
         """Bind the request's interventions and captures.
+
+        Args:
+            fingerprint: of the weights, for the receipt; None: as they are now.
 
         Raises:
             PromptError: what the model does not have, or the tables, the ring and results do not hold.
@@ -276,7 +281,7 @@ class RequestFactory:
         if request.declared is None:
             return
         receipt = request.receipt = request.receipt or Receipt()
-        receipt.engine, receipt.model = self.engine_name, self.weights.fingerprint()
+        receipt.engine, receipt.model = self.engine_name, fingerprint or self.weights.fingerprint()
         receipt.spec = fingerprint_of(interventions, captures)
 
     def hold(self, requests: Sequence[Request]) -> None:

@@ -305,19 +305,19 @@ class Scheduler:
         self._preempted_ids.discard(request.request_id)
 
     def _reserve_ring(self, wanted: list[tuple[Request, int]], whole: bool = True) -> int:
-        """`RingAdmission.take`, where any of the requests declared something."""
-        if self.ring_admission is None or all(request.declared is None for request, _ in wanted):
+        """`RingAdmission.take`, where any of the requests captures."""
+        if self.ring_admission is None or not any(self.ring_admission.concerns(request) for request, _ in wanted):
             return wanted[0][1]
         return self.ring_admission.take(wanted, whole)
 
     def _without_ring(self, decoding: list[Request]) -> set[Request]:
         """Requests, with their gangs, whose next captures do not fit in the ring."""
         sit_out: set[Request] = set()
-        if self.ring_admission is None or all(request.declared is None for request in decoding):
+        if self.ring_admission is None:
             return sit_out
         seen: set[Request] = set()
         for request in decoding:
-            if request not in seen:
+            if self.ring_admission.concerns(request) and request not in seen:
                 together = [r for r in self._unit(request) if r.is_decoding]
                 seen.update(together)
                 if not self._reserve_ring([(r, 1) for r in together]):

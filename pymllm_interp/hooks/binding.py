@@ -13,7 +13,7 @@ from ..core.model_spec import ModelSpec
 from .layer_vectors import LayerVectors
 from .positions import Window, missing_of, windows_of
 from .site import Site, expand
-from .spec import PlacedSpec, Spec
+from .spec import PlacedSpec
 from .vector_files import Named
 
 SpecT = TypeVar("SpecT", bound=PlacedSpec)
@@ -72,8 +72,8 @@ def _resolved(spec: SpecT, vectors: Mapping[str, Named], model: ModelSpec) -> li
 
 def _with_gate(spec: SpecT, vectors: Mapping[str, Named], model: ModelSpec) -> SpecT:
     """The spec with the probe of its gate resolved, where that is at a site of its own."""
-    for name, part in spec._content():
-        if isinstance(part, Spec) and part.own_site is not None and any(part.names()):
+    for name, part in spec._content().specs:
+        if part.own_site is not None and any(part.names()):
             try:
                 (site,) = expand(part.own_site, model.num_hidden_layers, model.family)
                 found = {key: vectors[key] if isinstance(key, str) else key.at([site]) for key in part.names()}

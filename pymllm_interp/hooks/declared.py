@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -298,7 +298,7 @@ class Declared:
         _check_size(captured, patterns, longest, limits)
         return cls(ops, captured, prompt_len, logits_from, knockouts=knockouts, kv_edits=edits, patterns=patterns)
 
-    @property
+    @cached_property
     def edits_logits(self) -> bool:
         """Whether an op acts at the logits."""
         return any(found[0].site.kind == LOGITS for found in self.ops.values())

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from functools import cache, cached_property
 from numbers import Real
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -23,6 +23,24 @@ from .vector_files import checked_vector, content_hash
 
 MISSING = ("error", "skip")
 """What happens to positions that a prompt does not have."""
+
+
+class _Content(NamedTuple):
+    """Constructor arguments of a spec, (name, value) each."""
+
+    arguments: list[tuple[str, Any]]
+    tensors: list[tuple[str, Tensor]]
+    specs: list[tuple[str, Spec]]
+
+    @classmethod
+    def of(cls, spec: Spec) -> _Content:
+        found = [(name, getattr(spec, name)) for name in _arguments(type(spec))]
+        others = [entry for entry in found if type(entry[1]) not in _PLAIN]
+        return cls(
+            found,
+            [(name, value) for name, value in others if isinstance(value, Tensor)],
+            [(name, value) for name, value in others if isinstance(value, Spec)],
+        )
 
 
 class Spec:
@@ -46,25 +64,24 @@ class Spec:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(field, tensor) of all tensors, those of nested specs at the same site included. Each must have the site's width."""
-        for name, value in self._content():
-            if isinstance(value, Tensor):
-                yield name, value
-            elif isinstance(value, Spec) and value.own_site is None:
+        content = self._content()
+        yield from content.tensors
+        for name, value in content.specs:
+            if value.own_site is None:
                 yield from ((f"{name}.{inner}", tensor) for inner, tensor in value.tensors())
 
     def names(self) -> Iterator[str | LayerVectors]:
         """Names of vectors and vectors by layer, nested specs included."""
-        for name, value in self._content():
-            if name in self.named:
-                yield value
-            elif isinstance(value, Spec):
-                yield from value.names()
+        for name in self.named:
+            yield getattr(self, name)
+        for _, value in self._content().specs:
+            yield from value.names()
 
     def filled(self, vectors: Mapping[str | LayerVectors, Tensor]) -> Self:
         """A copy with tensors in place of what `names` yields."""
         changes: dict[str, Any] = {name: vectors[getattr(self, name)] for name in self.named}
-        for name, value in self._content():
-            if isinstance(value, Spec) and any(value.names()):
+        for name, value in self._content().specs:
+            if any(value.names()):
                 changes[name] = value.filled(vectors)
         return replace(self, **changes)  # pyright: ignore[reportArgumentType, reportReturnType, reportCallIssue]
 
@@ -82,7 +99,12 @@ class Spec:
     @cached_property
     def _hashed(self) -> tuple[tuple[str, Any], ...]:
         """`_content` with hashes in place of tensors and nested specs."""
-        return tuple([(name, self._hash_of(name, value)) for name, value in self._content()])
+        return tuple(
+            [
+                (name, value if type(value) in _PLAIN else self._hash_of(name, value))
+                for name, value in self._content().arguments
+            ]
+        )
 
     def _hash_of(self, name: str, value: Any) -> Any:
         """What stands for an argument in the fingerprint."""
@@ -96,16 +118,16 @@ class Spec:
     def __hash__(self) -> int:
         return hash(self.fingerprint)
 
-    def _content(self) -> tuple[tuple[str, Any], ...]:
-        """(name, value) of each constructor argument. Kept: each submission walks through it several times."""
-        found = self.__dict__.get("_pairs")
+    def _content(self) -> _Content:
+        """The constructor's arguments. Kept: each submission walks through them several times."""
+        found: _Content | None = self.__dict__.get("_arguments")
         if found is None:
-            found = tuple((name, getattr(self, name)) for name in _arguments(type(self)))
-            self.__dict__["_pairs"] = found
+            found = self.__dict__["_arguments"] = _Content.of(self)
         return found
 
     def _set(self, name: str, value: Any) -> None:
-        self.__dict__.pop("_pairs", None)
+        if name in _arguments(type(self)):
+            self.__dict__.pop("_arguments", None)
         object.__setattr__(self, name, value)
 
     def _check(self, name: str, holds: bool, expected: str) -> None:
@@ -289,6 +311,7 @@ def _arguments(cls: type) -> tuple[str, ...]:
     return tuple(part.name for part in fields(cls) if part.init)
 
 
+_PLAIN = frozenset((str, float, int, bool, type(None)))
 _PLACE = ("site", "positions", "missing")
 _LATER = {"heads": None, "missing": "error", "site": None, "scope": "token"}
 """Arguments that specs did not have at first: their defaults are not part of a fingerprint, which harvests keep."""
@@ -296,10 +319,10 @@ _LATER = {"heads": None, "missing": "error", "site": None, "scope": "token"}
 
 def _widened(spec: Spec, heads: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
     """(name, value) of each field with tensors, those of nested specs at the same site included: widened."""
-    for name, value in spec._content():
-        if isinstance(value, Tensor):
-            yield name, widened(value, heads, shape)
-        elif isinstance(value, Spec) and value.own_site is None:
+    for name, value in spec._content().tensors:
+        yield name, widened(value, heads, shape)
+    for name, value in spec._content().specs:
+        if value.own_site is None:
             yield name, replace(value, **dict(_widened(value, heads, shape)))  # pyright: ignore[reportArgumentType]
 
 

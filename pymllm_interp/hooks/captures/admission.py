@@ -45,6 +45,10 @@ class RingAdmission:
         """Whether a request was refused and ring space will be freed."""
         return self.refused and self._allocator.in_use
 
+    def concerns(self, request: Request) -> bool:
+        """Whether the request captures states that leave through the ring."""
+        return ring_captures(request) is not None
+
     def begin(self) -> None:
         """Start a step: nothing is reserved."""
         self._free, self.refused = self._allocator.largest_free, False

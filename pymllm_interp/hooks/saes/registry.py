@@ -86,11 +86,10 @@ class SAERegistry(MutableMapping[str, SAE]):
             ValueError: an unknown name.
         """
         changes: dict[str, Any] = {}
-        for name, value in spec._content():
-            if name == "sae":
-                changes[name] = self._on_device(value, spec.name)
-            elif isinstance(value, Spec):
-                changes[name] = self.resolved(value)
+        if "sae" in spec.__dict__:
+            changes["sae"] = self._on_device(spec.__dict__["sae"], spec.name)
+        for name, value in spec._content().specs:
+            changes[name] = self.resolved(value)
         changes = {name: value for name, value in changes.items() if value is not getattr(spec, name)}
         return replace(spec, **changes) if changes else spec  # pyright: ignore[reportArgumentType, reportReturnType, reportCallIssue]
 
