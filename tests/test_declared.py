@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from typing import Any
@@ -13,6 +14,7 @@ from helpers_declared import INNER, SITES, hooked, ops_at, place_of, prompt_of, 
 from helpers_runner import random_ids
 
 from pymllm_interp import LM, Ablate, Capture, Gate, SamplingParams, Scale, Steer
+from pymllm_interp.core.arguments import PromptError
 from pymllm_interp.engine.handle import RequestHandle
 from pymllm_interp.hooks.interventions.op import Op
 
@@ -261,3 +263,20 @@ def test_what_cannot_be_served_is_refused_before_anything_is_scheduled(spec: Any
     with pytest.raises(ValueError, match=message):
         lm.generate([[1, 2, 3]], interventions=made if isinstance(made, list) else [made])
     assert lm.engine.num_steps == before
+
+
+def test_the_collector_has_its_threshold_raised_while_requests_live(lm_of: Any) -> None:
+    lm, usual = lm_of("llama"), gc.get_threshold()
+    steers = [[Steer("resid_post.*", vector(lm.model_spec.hidden_size, seed))] for seed in range(20)]
+    with held(lm):
+        handles = [
+            lm.submit(prompt_of(5, i), SamplingParams(temperature=0, max_tokens=4), interventions=specs)
+            for i, specs in enumerate(steers)
+        ]
+        assert gc.get_threshold()[0] >= usual[0] + 20 * 100
+    results = [handle.result(WAIT) for handle in handles]
+    del handles
+    assert gc.get_threshold() == usual and len(results) == 20
+    with pytest.raises(PromptError):
+        lm.generate([prompt_of(5, 1), []], interventions=steers[0])
+    assert gc.get_threshold() == usual

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from pymllm_interp.hooks.interventions.specs import Patch, Scale, Steer
 from pymllm_interp.hooks.interventions.vector_pool import VectorPool
 from pymllm_interp.hooks.positions import Generated, ordinals_of
 from pymllm_interp.hooks.site import Site
+from pymllm_interp.hooks.vector_files import content_hash, largest_magnitude
 from pymllm_interp.layers.edits.table import TableOps
 from pymllm_interp.layers.norm import RMSNorm, add_rms_norm
 
@@ -472,6 +474,39 @@ def test_equal_vectors_share_rows_until_the_last_request_gives_them_back() -> No
     assert pool.used == 1
     pool.release(shared[-1])
     assert pool.used == 0
+
+
+@torch.no_grad()
+def test_a_row_that_changed_hands_before_it_was_written_has_its_last_vector() -> None:
+    tables, _ = tables_of([], [], [])
+    first, second, third = (
+        declared_of([Ablate("resid_post.0", torch.randn(2, WIDTH)), Steer("resid_post.1", torch.randn(WIDTH))])
+        for _ in range(3)
+    )
+    for declared in (first, second):
+        tables.pool.acquire(declared)
+    tables.pool.release(first)
+    tables.pool.acquire(third)
+    assert sorted(third.vectors.values()) == [0, 2], "rows of the first, which were not written yet"
+    staged = tables.pool.take_staged()
+    assert sorted(staged) == [0, 2, 3, 5], "each row once: the order of writes is not defined on CUDA"
+    tables.pool._staged = staged
+    tables.apply_staged_writes()
+    for declared in (second, third):
+        for op in declared:
+            for tensor in op.spec.vectors:
+                assert torch.equal(tables.pool_view(declared, tensor).cpu(), tensor)
+
+
+def test_numbers_that_change_in_place_are_hashed_again() -> None:
+    vector = torch.randn(WIDTH)
+    before = content_hash(vector), largest_magnitude(vector)
+    assert before == (content_hash(vector.clone()), largest_magnitude(vector.clone()))
+    vector[0] = 1e6
+    assert content_hash(vector) not in before and largest_magnitude(vector) == 1e6
+    assert isnan(largest_magnitude(torch.tensor([1.0, torch.nan, 2.0])))
+    with torch.inference_mode():
+        assert content_hash(torch.zeros(WIDTH)) == content_hash(torch.zeros(WIDTH))
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from ..core.limits import EngineLimits
 from ..core.model_spec import LOGITS
 from ..core.request import Request
 from ..core.sampling_params import SamplingParams
-from ..hooks.binding import fingerprint_of, resolved
+from ..hooks.binding import resolved
 from ..hooks.captures.spec import Capture
 from ..hooks.declared import captures_for_each_prompt, for_each_prompt
 from ..hooks.interventions.knockout import Intervention
@@ -44,7 +44,7 @@ FORWARD = SamplingParams(temperature=0.0, max_tokens=1)
 PREFILL = SamplingParams(temperature=0.0, max_tokens=0)
 """Sampling parameters of forward passes without a block."""
 PROMPT_LOGITS = Capture("logits", positions="prompt")
-REQUEST_OBJECTS, SPEC_OBJECTS = 32, 32
+REQUEST_OBJECTS, SPEC_OBJECTS = 64, 64
 """Objects of a request, and of an intervention or a capture of it, that Python's cycle collector tracks, about."""
 _ids = itertools.count()
 
@@ -282,7 +282,6 @@ class RequestFactory:
             return
         receipt = request.receipt = request.receipt or Receipt()
         receipt.engine, receipt.model = self.engine_name, fingerprint or self.weights.fingerprint()
-        receipt.spec = fingerprint_of(interventions, captures)
 
     def hold(self, requests: Sequence[Request]) -> None:
         """Reserve rows for the vectors of all requests, or of none. Requests that are not submitted then `release` them.

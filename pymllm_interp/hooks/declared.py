@@ -217,6 +217,7 @@ class Declared:
         first_fired: see `PassFlags`; on CUDA, while the request is not in the device tables.
         knockouts: edges of attention that are cut.
         kv_edits: what of this changes the KV.
+        given: interventions and captures, as they were given.
         patterns: captures of attention patterns; None without.
     """
 
@@ -231,6 +232,7 @@ class Declared:
     knockouts: Sequence[BoundKnockout] = ()
     kv_edits: KVEdits = field(default_factory=lambda: KVEdits({}, (), 1))
     patterns: PatternCaptures | None = None
+    given: tuple[Sequence[Intervention], Sequence[Capture]] = ((), ())
 
     @classmethod
     def of(
@@ -296,7 +298,10 @@ class Declared:
             patterns = PatternCaptures(filter(is_pattern, captures), model, prompt_len, longest)
         captured = _captures(states, model, prompt_len, limits, longest, logits_from, readout)
         _check_size(captured, patterns, longest, limits)
-        return cls(ops, captured, prompt_len, logits_from, knockouts=knockouts, kv_edits=edits, patterns=patterns)
+        return cls(
+            ops, captured, prompt_len, logits_from, knockouts=knockouts, kv_edits=edits, patterns=patterns,
+            given=(specs, captures),
+        )  # fmt: skip
 
     @cached_property
     def edits_logits(self) -> bool:

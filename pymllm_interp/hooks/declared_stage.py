@@ -23,6 +23,7 @@ from ..core.request import Request
 from ..core.step import NewRequest, ScheduledRequest
 from ..core.upload import upload
 from ..layers.edits.table import TableOps
+from .binding import fingerprint_of
 from .captures.activations import Activations
 from .captures.captures import Captures
 from .captures.reduction import Readout
@@ -212,6 +213,7 @@ class DeclaredStage:
         if not request.output_token_ids:
             counted = min(request.num_computed_tokens, request.prompt_len)
         receipt = request.receipt
+        receipt.spec = fingerprint_of(*declared.given)
         receipt.interventions, receipt.preemptions = declared.applied(counted), request.num_preemptions
         receipt.num_cached_tokens, receipt.not_reused = request.num_cached_tokens, request.not_reused
         token_ids = (request.prompt_token_ids + request.output_token_ids)[:counted]

@@ -9,10 +9,11 @@ positions, share KV.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from ..core.model_spec import INNER_SITES, final_norm_site, inner_site, input_add, residual_site
-from .interventions.gates import Flag
+from .interventions.gates import Flag, GateRead
 from .interventions.knockout import BoundKnockout
 from .interventions.op import Op
 from .positions import Window
@@ -36,7 +37,8 @@ class ActingOp(Protocol):
 class _Edit(NamedTuple):
     """An op at a site, at the positions of one of its windows."""
 
-    what: Hashable
+    site: int
+    op: Op
     window: Window
     ordinal: int | None
     """Rank of the window's first position among the op's; None where the op does not depend on it."""
@@ -45,16 +47,13 @@ class _Edit(NamedTuple):
 
     def within(self, start: int, stop: int) -> Hashable:
         """What it does at the positions from `start` to `stop`; None for nothing."""
-        window = self.window
-        count = window.among(start, stop)
-        if not count:
+        where = _relative(self.window, start, stop)
+        if where is None:
             return None
-        before = window.among(0, start)
-        first = window.start + before * window.step - start
-        ordinal = None if self.ordinal is None else self.ordinal + before
+        ordinal = None if self.ordinal is None else self.ordinal + self.window.among(0, start)
         # Prompts of other lengths decide otherwise for the positions after them.
         decided = None if self.decided is None or self.decided >= stop else self.decided
-        return self.what, first, count, window.step if count > 1 else 1, ordinal, decided
+        return self.site, self.op.effect, where, ordinal, decided
 
     def same_until(self, start: int, stop: int) -> int | None:
         """The end of the positions that it treats as it does those from `start` to `stop`, all or none; None: there is no end."""
@@ -77,32 +76,38 @@ class _Edit(NamedTuple):
 
 
 class KVEdits:
-    """Interventions of one request that change its KV.
+    """Interventions of one request that change its KV. Looked at when the request is first scheduled.
 
     Args:
         ops: site -> ops, in the order in which they act.
         knockouts: cut edges of attention.
         num_layers: of the model.
-
-    Attributes:
-        first_position: the first position whose KV differs from that of a request without interventions; None: no position's.
     """
 
     def __init__(
         self, ops: Mapping[int, Iterable[ActingOp]], knockouts: Sequence[BoundKnockout], num_layers: int
     ) -> None:
-        self._edits = [
-            edit
-            for site, acting in sorted(ops.items())
-            if changes_kv(site, num_layers)
-            for op in acting
-            for edit in _edits(site, op)
-        ]
+        self._ops, self._num_layers = ops, num_layers
         self._knockouts = [k for k in knockouts if k.layers[0] < num_layers - 1 and k.keys]  # layers ascend
+
+    @cached_property
+    def _edits(self) -> list[_Edit]:
+        return [
+            edit
+            for site, acting in sorted(self._ops.items())
+            if changes_kv(site, self._num_layers)
+            for op in acting
+            if not isinstance(op.spec, GateRead)
+            for edit in _edits_of(site, op)
+        ]
+
+    @cached_property
+    def first_position(self) -> int | None:
+        """The first position whose KV differs from that of a request without interventions; None: no position's."""
         starts = [edit.window.start for edit in self._edits]
         for knockout in self._knockouts:
             starts += [first for q in knockout.queries if (first := _first_cut(knockout, q)) is not None]
-        self.first_position = min(starts, default=None)
+        return min(starts, default=None)
 
     def namespaces(self, page_size: int, num_positions: int) -> list[tuple[int, Hashable]]:
         """(page, namespace from that page on) for a sequence of `num_positions`, ascending; see `RadixKey`."""
@@ -146,18 +151,22 @@ def changes_kv(site: int, num_layers: int) -> bool:
     return layer < num_layers - 1 or INNER_SITES[kind] in KEYS_AND_VALUES
 
 
-def _edits(site: int, op: ActingOp) -> Iterator[_Edit]:
+def _edits_of(site: int, op: ActingOp) -> Iterator[_Edit]:
     words, ordinal = op.spec.words(), 0
     ordered = words is None or words.row_per_position
     for window in op.windows:
         decided = None if op.flag is None else op.flag.prompt_len
-        yield _Edit((site, op.spec.effect), window, ordinal if ordered else None, decided)
+        yield _Edit(site, op.spec, window, ordinal if ordered else None, decided)
         ordinal += window.size or 0
 
 
 def _relative(window: Window, start: int, stop: int) -> Hashable:
-    """The window's positions from `start` to `stop`, counted from `start`."""
-    return _Edit(None, window, None).within(start, stop)
+    """The window's positions from `start` to `stop`, counted from `start`: (first, count, step); None for none."""
+    count = window.among(start, stop)
+    if not count:
+        return None
+    first = window.start + window.among(0, start) * window.step - start
+    return first, count, window.step if count > 1 else 1
 
 
 def _first_cut(knockout: BoundKnockout, queries: Window) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -78,7 +78,10 @@ class DeviceTables:
 
     def apply_staged_writes(self) -> None:
         """Upload staged vectors and rows, without waiting for the device."""
-        self._write_vectors(self.pool.take_staged())
+        if staged := self.pool.take_staged():
+            pool_rows = np.concatenate([np.arange(first, first + len(vectors)) for first, vectors in staged.items()])
+            index, on_device = upload(self.device, pool_rows, torch.cat(list(staged.values())))
+            self.tables.vectors.index_copy_(0, index, on_device)
         if not self._staged:
             return
         _, sites, depth = self.tables.fires.shape
@@ -120,20 +123,6 @@ class DeviceTables:
         for table, value in zip(tables, values, strict=True):
             table.index_copy_(0, index, value)
         self.tables.fires.index_fill_(0, index, 0)
-
-    def _write_vectors(self, staged: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Upload vectors to their rows. A row that was given back and taken again before this has its last vector."""
-        if not staged:
-            return
-        places = np.concatenate([np.arange(first, first + len(vectors)) for first, vectors in staged])
-        values = torch.cat([vectors for _, vectors in staged])
-        rows, from_end = np.unique(places[::-1], return_index=True)
-        if len(rows) < len(places):
-            values = values[torch.from_numpy(len(places) - 1 - from_end)]
-        else:
-            rows = places
-        index, on_device = upload(self.device, rows, values)
-        self.tables.vectors.index_copy_(0, index, on_device)
 
     def _entries(
         self, op: PlacedOp, declared: Declared, site: int

@@ -25,7 +25,7 @@ class VectorPool:
         self.capacity, self.width = capacity, width
         self._free: list[tuple[int, int]] = [(0, capacity)]  # (first, count), ascending
         self._held: dict[tuple[bytes, int], list[int]] = {}  # content, width -> [first, count, references]
-        self._staged: list[tuple[int, torch.Tensor]] = []
+        self._staged: dict[int, torch.Tensor] = {}  # first row -> vectors, of those that are held
         self._lock = threading.Lock()
 
     @property
@@ -55,10 +55,10 @@ class VectorPool:
         with self._lock:
             self._release(declared)
 
-    def take_staged(self) -> list[tuple[int, torch.Tensor]]:
-        """(first row, vectors [n, width]) of each vector that is new since the last call."""
+    def take_staged(self) -> dict[int, torch.Tensor]:
+        """First row -> [n, width] of the vectors that are held, and new since the last call."""
         with self._lock:
-            staged, self._staged = self._staged, []
+            staged, self._staged = self._staged, {}
         return staged
 
     def _hold(self, tensor: torch.Tensor) -> tuple[tuple[bytes, int], int]:
@@ -70,7 +70,7 @@ class VectorPool:
             short = -width % self.width
             rows = (torch.nn.functional.pad(tensor, (0, short)) if short else tensor).reshape(-1, self.width)
             held = self._held[key] = [self._allocate(len(rows)), len(rows), 0]
-            self._staged.append((held[0], rows))
+            self._staged[held[0]] = rows
         held[2] += 1
         return key, held[0]
 
@@ -90,6 +90,7 @@ class VectorPool:
             held[2] -= 1
             if held[2] == 0:
                 del self._held[key]
+                self._staged.pop(held[0], None)
                 self._free_rows(held[0], held[1])
         declared.held.clear()
         declared.vectors.clear()
