@@ -52,8 +52,9 @@ def interventions_suite(model: Model) -> Iterator[dict[str, Any]]:
         found["harvest"] = measure_harvest(lm, settings)
         found["execution"] = lm.engine.stats()["execution"]
         yield found
+        length = sum(short_lengths(settings).values())
         for batch in settings.batches if lm.runner.graph_runner is not None else ():
-            found["rows"].append({"case": TABLES_PRESENT, "batch": batch, **tables(lm, batch)})
+            found["rows"].append({"case": TABLES_PRESENT, "batch": batch, **tables(lm, batch, length)})
             yield found
 
 
@@ -147,8 +148,8 @@ def _bytes_a_row(lm: LM) -> int:
     return lm.runner.num_hidden_layers * lm.runner.hidden_size * lm.runner.dtype.itemsize
 
 
-def tables(lm: LM, batch: int, replays: int = 20) -> dict[str, Any]:
-    """A decode pass of `batch` rows, captured with tables, and twice without.
+def tables(lm: LM, batch: int, length: int, replays: int = 20) -> dict[str, Any]:
+    """A decode pass of `batch` rows of so many positions, captured with tables, and twice without.
 
     "control" is the ratio of the two graphs without tables, which differ only in the place of their memory. The engine's own
     graphs cannot be used afterwards: the attention backend plans for the graphs that were captured last.
@@ -166,6 +167,7 @@ def tables(lm: LM, batch: int, replays: int = 20) -> dict[str, Any]:
             finally:
                 runner.captured_site_ops = captured  # type: ignore[method-assign]
             kept.append(dict(vars(runner.attn_backend).get("_graphs", {})))  # buffers of this graph
+        runner.input_buffers.seq_lens.fill_(length)
         graphs = [graph_runner.graphs[size] for graph_runner in made]
         found = [[replay_ms(graph, replays) for graph in graphs] for _ in range(PAIRS + 1)][1:]
         for graph_runner in made:
