@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_tokenizer
+from helpers_server import serving
 
 from pymllm_interp import LM, Ablate, Generated, SamplingParams, Steer
 
@@ -42,10 +43,15 @@ def folder(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPat
     return folder
 
 
-@pytest.fixture(scope="module")
-def lm(folder: Path) -> Iterator[LM]:
-    with LM(folder, dtype="float32", device="cpu") as lm:
-        yield lm
+@pytest.fixture(scope="module", params=["local", "connected"])
+def lm(folder: Path, request: pytest.FixtureRequest) -> Iterator[LM]:
+    """An engine of this process, and that of a server."""
+    if request.param == "local":
+        with LM(folder, dtype="float32", device="cpu") as lm:
+            yield lm
+    else:
+        with serving(folder, keys=None) as server, LM.connect(server.url) as lm:
+            yield lm
 
 
 def instances(kind: Any, *arguments: tuple) -> list[Any]:
