@@ -238,7 +238,6 @@ DIFFERENCES = {
         "test_an_unlabelled_invoke_is_ignored", "test_positions_are_d", "test_default_positions_count",
     ),
     "no tokenizer keywords: pass token ids": ("test_per_invoke_truncation",),
-    "no generation_config argument of a trace: pass its values": ("test_caller_generation_config_wins",),
     "the class of an envoy is a subclass of the one in envoys=": (
         "test_string_key_matches_rename_alias", "test_multi_component_alias_matches", "test_native_match_stands_over_alias",
         "test_class_key_alias_matches", "test_wildcard_", "test_alias_key_reaches_descendants", "test_type_key_maps_module",
