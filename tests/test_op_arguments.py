@@ -125,7 +125,7 @@ def test_each_op_takes_vectors_by_layer() -> None:
         (found,) = resolved([[op]], {}, MODEL)
         assert [spec.site for spec in found] == [f"{op.site[:-2]}.{layer}" for layer in range(LAYERS)]
         assert all(bind(spec, MODEL, 5) for spec in found), op
-        assert op == type(op)(**dict(op._content())) and op.fingerprint != found[0].fingerprint
+        assert op == type(op)(**dict(op._content().arguments)) and op.fingerprint != found[0].fingerprint
     (patches,) = resolved([[ops[0]]], {}, MODEL)
     assert all(torch.equal(patch.values, rows) for patch, rows in zip(patches, states, strict=True))
 
