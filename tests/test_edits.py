@@ -7,9 +7,9 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
-from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from pymllm_interp.hooks.interventions.specs import Patch, Scale, Steer
 from pymllm_interp.hooks.interventions.vector_pool import VectorPool
 from pymllm_interp.hooks.positions import Generated, ordinals_of
 from pymllm_interp.hooks.site import Site
-from pymllm_interp.hooks.vector_files import content_hash, largest_magnitude
+from pymllm_interp.hooks.vector_files import content_hash
 from pymllm_interp.layers.edits.table import TableOps
 from pymllm_interp.layers.norm import RMSNorm, add_rms_norm
 
@@ -498,15 +498,33 @@ def test_a_row_that_changed_hands_before_it_was_written_has_its_last_vector() ->
                 assert torch.equal(tables.pool_view(declared, tensor).cpu(), tensor)
 
 
-def test_numbers_that_change_in_place_are_hashed_again() -> None:
+def test_numbers_are_hashed_whatever_holds_them() -> None:
     vector = torch.randn(WIDTH)
-    before = content_hash(vector), largest_magnitude(vector)
-    assert before == (content_hash(vector.clone()), largest_magnitude(vector.clone()))
-    vector[0] = 1e6
-    assert content_hash(vector) not in before and largest_magnitude(vector) == 1e6
-    assert isnan(largest_magnitude(torch.tensor([1.0, torch.nan, 2.0])))
+    before = content_hash(vector)
+    assert before == content_hash(vector.clone().requires_grad_()) == content_hash(torch.stack([vector] * 2, 1)[:, 0])
+    vector.numpy()[0] = 1e6
+    assert content_hash(vector) != before
+    assert content_hash(vector.bfloat16()) != content_hash(vector) and content_hash(torch.tensor(1.0))
     with torch.inference_mode():
         assert content_hash(torch.zeros(WIDTH)) == content_hash(torch.zeros(WIDTH))
+
+
+def test_specs_are_hashed_from_several_threads_at_once() -> None:
+    """One thread asks for what a spec does, another for the fingerprint of a gate, which is part of it."""
+    ended: list[int] = []
+
+    def ask(name: str) -> None:
+        for i in range(300):
+            probe = torch.full((WIDTH,), float(i))
+            getattr(Steer("resid_post.1", probe, when=Gate(probe, 1.0)), name)
+        ended.append(1)
+
+    threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in ("effect", "fingerprint") * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(ended) == 4, "they wait for each other"
 
 
 @torch.no_grad()

@@ -11,6 +11,8 @@ from __future__ import annotations
 import gc
 import threading
 
+MOST = 2**31 - 1
+"""The highest threshold that the collector takes."""
 _lock = threading.RLock()  # the collector may run inside, and free a `LiveObjects`
 _usual: tuple[int, int, int] = gc.get_threshold()
 _raised_by = 0
@@ -46,10 +48,11 @@ class LiveObjects:
         raise_threshold(count)
 
     def __del__(self) -> None:
-        lower_threshold(self._count)
+        if _lock is not None:  # pyright: ignore[reportUnnecessaryComparison]  # at the interpreter's exit it is
+            lower_threshold(self._count)
 
 
 def _set() -> None:
     young, *older = _usual
     if young:
-        gc.set_threshold(young + _raised_by, *older)
+        gc.set_threshold(min(young + _raised_by, MOST), *older)

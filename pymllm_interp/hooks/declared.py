@@ -28,6 +28,7 @@ from .positions import Window
 from .receipt import Applied, Captured
 from .saes.sae import SAE
 from .site import Site
+from .spec import Spec
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,8 @@ def _check_size(
         )
 
 
+LARGE = 1 << 15
+"""Numbers of a vector that takes long to hash: above 70 us."""
 Fires = dict[tuple[int, int], int | torch.Tensor]
 """(site, index among the site's ops) -> fires of the op's gate. A count by functions is a tensor on their device."""
 
@@ -369,6 +372,12 @@ class Declared:
             for knockout in self.knockouts
             for layer in knockout.layers
         ]
+
+    def hash_large(self) -> None:
+        """Hash what takes long, on the caller's thread. The engine's hashes the rest, when it needs it."""
+        for spec in (*self.given[0], *self.given[1], *(op.spec for op in self)):
+            if isinstance(spec, Spec) and any(tensor.numel() > LARGE for _, tensor in spec._content().tensors):
+                hash((spec.fingerprint, spec.effect))
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The vectors that `VectorPool` holds for the request."""

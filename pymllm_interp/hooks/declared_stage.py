@@ -149,6 +149,7 @@ class DeclaredStage:
         declared = Declared.of(
             specs, self.model, request.prompt_len, self.limits, captures, longest, request.logits_from, self.readout
         )
+        declared.hash_large()
         if declared.captures is not None:
             if request.trace is None or not request.trace.grad:
                 self.check_room([(request, declared)], "this request")

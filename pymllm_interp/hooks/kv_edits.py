@@ -9,11 +9,10 @@ positions, share KV.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from ..core.model_spec import INNER_SITES, final_norm_site, inner_site, input_add, residual_site
-from .interventions.gates import Flag, GateRead
+from .interventions.gates import Flag
 from .interventions.knockout import BoundKnockout
 from .interventions.op import Op
 from .positions import Window
@@ -76,38 +75,32 @@ class _Edit(NamedTuple):
 
 
 class KVEdits:
-    """Interventions of one request that change its KV. Looked at when the request is first scheduled.
+    """Interventions of one request that change its KV. What each does is hashed when the request is first scheduled.
 
     Args:
         ops: site -> ops, in the order in which they act.
         knockouts: cut edges of attention.
         num_layers: of the model.
+
+    Attributes:
+        first_position: the first position whose KV differs from that of a request without interventions; None: no position's.
     """
 
     def __init__(
         self, ops: Mapping[int, Iterable[ActingOp]], knockouts: Sequence[BoundKnockout], num_layers: int
     ) -> None:
-        self._ops, self._num_layers = ops, num_layers
-        self._knockouts = [k for k in knockouts if k.layers[0] < num_layers - 1 and k.keys]  # layers ascend
-
-    @cached_property
-    def _edits(self) -> list[_Edit]:
-        return [
+        self._edits = [
             edit
-            for site, acting in sorted(self._ops.items())
-            if changes_kv(site, self._num_layers)
+            for site, acting in sorted(ops.items())
+            if changes_kv(site, num_layers)
             for op in acting
-            if not isinstance(op.spec, GateRead)
             for edit in _edits_of(site, op)
         ]
-
-    @cached_property
-    def first_position(self) -> int | None:
-        """The first position whose KV differs from that of a request without interventions; None: no position's."""
+        self._knockouts = [k for k in knockouts if k.layers[0] < num_layers - 1 and k.keys]  # layers ascend
         starts = [edit.window.start for edit in self._edits]
         for knockout in self._knockouts:
             starts += [first for q in knockout.queries if (first := _first_cut(knockout, q)) is not None]
-        return min(starts, default=None)
+        self.first_position = min(starts, default=None)
 
     def namespaces(self, page_size: int, num_positions: int) -> list[tuple[int, Hashable]]:
         """(page, namespace from that page on) for a sequence of `num_positions`, ascending; see `RadixKey`."""

@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
-from functools import cache, cached_property
+from functools import cache
 from numbers import Real
 from typing import Any, NamedTuple, Self
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core.arguments import shown
+from ..core.kept_property import kept_property
 from ..core.model_spec import HEAD_SITES, ModelSpec
 from .heads import channels_of, checked_heads, heads_in, widened
 from .layer_vectors import LayerVectors
@@ -85,18 +86,18 @@ class Spec:
                 changes[name] = value.filled(vectors)
         return replace(self, **changes)  # pyright: ignore[reportArgumentType, reportReturnType, reportCallIssue]
 
-    @cached_property
+    @kept_property
     def fingerprint(self) -> str:
         """SHA-256 of the content, vectors included: 64 hexadecimal digits."""
         parts = [f"|{name}={value!r}" for name, value in self._hashed if name not in _LATER or value != _LATER[name]]
         return hashlib.sha256("".join([type(self).__name__, *parts]).encode()).hexdigest()
 
-    @cached_property
+    @kept_property
     def effect(self) -> str:
         """`fingerprint` without the place: equal for specs that do the same to a state, whatever their sites and positions."""
         return repr((type(self).__name__, [part for part in self._hashed if part[0] not in _PLACE]))
 
-    @cached_property
+    @kept_property
     def _hashed(self) -> tuple[tuple[str, Any], ...]:
         """`_content` with hashes in place of tensors and nested specs."""
         return tuple(

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from math import isfinite, isnan
 from numbers import Integral
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-T = TypeVar("T")
 Source = Any
 """Anything that `checked_vector` converts: a tensor, lists of numbers, a list of tensors, or an array."""
 Named = Tensor | dict[int, Tensor]
@@ -57,31 +55,16 @@ def checked_vector(source: Source, who: str, dims: Sequence[int] = (1,)) -> Tens
             hint = "; it is [1, ...], as a trace gives states: take [0] of it"
         raise ValueError(f"{who}: the shape is {list(tensor.shape)}; expected {allowed}, and not empty{hint}")
     tensor = tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
-    largest = largest_magnitude(tensor)
-    if not isfinite(largest):
-        kind = "NaN" if isnan(largest) else "Inf, or a number beyond float32"
+    if not tensor.isfinite().all():
+        kind = "NaN" if tensor.isnan().any() else "Inf, or a number beyond float32"
         raise ValueError(f"{who}: it holds {kind}")
     return tensor
 
 
-def largest_magnitude(vector: Tensor) -> float:
-    """The largest magnitude of a tensor's numbers, NaN if there is one. Kept with the tensor."""
-    return _kept(vector, "_largest_magnitude", lambda: vector.abs().max().item())
-
-
-def content_hash(vector: Tensor) -> bytes:
-    """SHA-256 of the numbers of a tensor on the CPU. Kept with the tensor, for requests that share it."""
-    return _kept(vector, "_content_hash", lambda: hashlib.sha256(vector.contiguous().numpy().data).digest())
-
-
-def _kept(tensor: Tensor, name: str, compute: Callable[[], T]) -> T:
-    """What is computed of a tensor, until its numbers change."""
-    version = 0 if tensor.is_inference() else tensor._version  # made in inference mode, it has none
-    found: tuple[int, T] | None = getattr(tensor, name, None)
-    if found is None or found[0] != version:
-        found = version, compute()
-        setattr(tensor, name, found)
-    return found[1]
+def content_hash(tensor: Tensor) -> bytes:
+    """SHA-256 of the bytes of a tensor's numbers, of any dtype and on any device."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).digest()
 
 
 def _as_tensor(source: Any) -> Tensor:

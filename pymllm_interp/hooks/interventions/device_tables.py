@@ -80,7 +80,7 @@ class DeviceTables:
         """Upload staged vectors and rows, without waiting for the device."""
         if staged := self.pool.take_staged():
             pool_rows = np.concatenate([np.arange(first, first + len(vectors)) for first, vectors in staged.items()])
-            index, on_device = upload(self.device, pool_rows, torch.cat(list(staged.values())))
+            index, on_device = upload(self.device, pool_rows, torch.cat(list(staged.values())).float())
             self.tables.vectors.index_copy_(0, index, on_device)
         if not self._staged:
             return

@@ -23,7 +23,7 @@ from ...layers.edits.codes import OpWords
 from ..heads import Heads
 from ..positions import Positions, Window
 from ..site import Site
-from ..vector_files import Source, largest_magnitude
+from ..vector_files import Source
 from .by_position import in_order_of_windows, of_positions
 from .op import Gate, Missing, Op, row_norms
 
@@ -93,7 +93,7 @@ class Steer(Op):
     def written(self) -> Iterator[tuple[str, float]]:
         """``scale * vector``, unless it is rescaled to the state's norm."""
         if self.norm == "none":
-            yield "scale * vector", self.scale * largest_magnitude(self.vector)
+            yield "scale * vector", self.scale * self.vector.abs().max().item()
 
     def fit(self, windows: tuple[Window, ...], prompt_len: int) -> Self:
         """With a vector for each position, the op with these in the order of the windows' positions.
@@ -184,7 +184,7 @@ class Patch(Op):
 
     def written(self) -> Iterator[tuple[str, float]]:
         """The values."""
-        yield "values", largest_magnitude(self.values)
+        yield "values", self.values.abs().max().item()
 
     def fit(self, windows: tuple[Window, ...], prompt_len: int) -> Self:
         """The patch with its rows in the order of the windows' positions.

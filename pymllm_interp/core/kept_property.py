@@ -1,0 +1,32 @@
+"""`kept_property`: `functools.cached_property` without a lock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, Self, TypeVar, overload
+
+T = TypeVar("T")
+
+
+class kept_property(Generic[T]):  # used as a decorator, like `property`
+    """A property that is computed once for an object. Threads that ask at the same time may each compute it.
+
+    Up to Python 3.11 a `cached_property` has one lock for all objects. Two that need each other's values, from the other end,
+    wait for each other forever; and threads wait while one of them hashes.
+    """
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self._compute, self.__doc__ = compute, compute.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+    def __get__(self, instance: object | None, owner: type) -> Self | T:
+        if instance is None:
+            return self
+        value = instance.__dict__[self._name] = self._compute(instance)
+        return value
