@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import uvicorn
 
 from .app import create_app, sweep
+from .failures import EngineError
 from .settings import ServeSettings
 from .state import ServerState
 
@@ -131,7 +132,11 @@ def banner(settings: ServeSettings, host: str, port: int) -> str:
 
 
 def run(settings: ServeSettings) -> int:
-    """Serve until SIGTERM or Ctrl-C. Returns the exit status: 0, or 3 where the engine ended and was not to be started again."""
+    """Serve until SIGTERM or Ctrl-C. Returns the exit status: 0, or 3 where the engine ended and was not to be started again.
+
+    Raises:
+        ValueError, OSError: the model or the address cannot be served.
+    """
     handler, root = logging.StreamHandler(sys.stderr), logging.getLogger()
     handler.setFormatter(JsonLines())
     before, level = root.handlers, root.level
@@ -148,5 +153,9 @@ def _run(settings: ServeSettings) -> int:
     bound = listen(settings.host, settings.port)
     try:
         return asyncio.run(_serve(settings, bound))
+    except EngineError as error:
+        if error.failure.is_a("ValueError", "TypeError", "OSError", "ImportError"):
+            raise ValueError(str(error)) from error
+        raise
     finally:
         bound.close()

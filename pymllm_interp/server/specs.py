@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..config import DTYPES
+from ..core.device import DTYPES
 from ..core.arguments import PromptError, shown
 from ..hooks.captures.features import Features
 from ..hooks.captures.lens import Lens

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ...config import DTYPES
+from ...core.device import DTYPES
 from ...core.arguments import check_names, shown
 from ..site import Site
 from .configurations import Read, gemma_scope, gemma_scope_2, llama_scope, of_config
