@@ -1,4 +1,4 @@
-"""Exceptions as data. Imports neither torch nor nnsight: the HTTP process passes failures on; `remote_errors` makes them exceptions."""
+"""Exceptions as data, which the HTTP process passes on; `remote_errors` makes them exceptions again. Imports no torch."""
 
 from __future__ import annotations
 

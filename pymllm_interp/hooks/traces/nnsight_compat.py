@@ -18,8 +18,8 @@ if version("nnsight") not in SUPPORTED:
         f'pip install "nnsight=={SUPPORTED[-1]}"'
     )
 
-# nnsight gives every object a `save`. anyio refuses classes of typed attributes where one has no annotation: before 4.16 in the class
-# itself, since then in a base class. Web servers and clients define such classes late, in the same process.
+# nnsight gives every object a `save`. anyio refuses classes of typed attributes where one has no annotation: before 4.16 in
+# the class itself, since then in a base class. Web servers and clients define such classes late, in the same process.
 with suppress(ImportError):
     from anyio import TypedAttributeSet
 
