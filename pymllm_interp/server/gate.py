@@ -8,19 +8,23 @@ import logging
 import re
 import time
 import uuid
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError
 from .gate_words import TRACE_PATH, TRACE_TYPE
-from .settings import is_loopback
+from .origins import check_origin, is_local
 from .state import ServerState, denied
 from .trust import Client, Trust
 
 access_log = logging.getLogger("pymllm_interp.access")
 BODY_SECONDS = 60.0
 """How long a client may take for the next part of a body."""
+SINGLE = (b"host", b"origin", b"authorization", b"content-type", b"content-length")
+"""Headers that a request has once at most."""
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 _GROUPS = re.compile(r"(/v1/interp/(?:vectors|activations))/.*")
 
@@ -56,14 +60,18 @@ class Gate:
 
     def _checked(self, scope: Scope, headers: dict[str, str], receive: Receive, passage: _Passage) -> Receive:
         path, state = scope["path"], self._state
+        _check_single(scope["headers"])
+        keys = state.settings.keys
+        if keys.anybody:
+            check_origin(scope["method"], headers, state.settings.allowed_origins)
         if path.startswith("/v1"):
-            client = state.settings.keys.client(headers.get("authorization"))
+            local = is_local(headers, (scope.get("client") or ("", 0))[0])
+            client = keys.client(headers.get("authorization"), local)
             if client is None:
                 raise ApiError(
                     401, "a key is needed: Authorization: Bearer KEY" if "authorization" not in headers else "the key is not known",
                     code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
                 )  # fmt: skip
-            client = self._of_this_machine(client, headers)
             scope["state"]["client"], passage.client = client, client.name
             if path == TRACE_PATH:
                 self._check_trace(client, headers)
@@ -77,14 +85,6 @@ class Gate:
         if length.isdecimal() and int(length) > limit:
             raise _too_large(limit, name)
         return _Body(receive, limit, name)
-
-    def _of_this_machine(self, client: Client, headers: dict[str, str]) -> Client:
-        """Without keys, code is taken under this machine's own names alone: a web page could give itself another name of it."""
-        host = headers.get("host", "")
-        name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        if self._state.settings.keys.anybody and client.trust is Trust.CODE and not is_loopback(name.strip("[]")):
-            return Client(client.name, Trust.DECLARED)
-        return client
 
     def _check_trace(self, client: Client, headers: dict[str, str]) -> None:
         if client.trust < Trust.CODE:
@@ -125,6 +125,14 @@ class _Body:
             if self._size > self._limit:
                 raise BodyError(_too_large(self._limit, self._name))
         return message
+
+
+def _check_single(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Of a header given twice, this process and a proxy before it could each read another one."""
+    names = Counter(name.lower() for name, _ in headers)
+    for name in SINGLE:
+        if names[name] > 1:
+            raise ApiError(400, f"{names[name]} headers {name.decode()}; at most one is expected")
 
 
 def _check_json(headers: dict[str, str]) -> None:

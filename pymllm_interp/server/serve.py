@@ -39,6 +39,7 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         OSError: the address cannot be used.
     """
+    host = host.removeprefix("[").removesuffix("]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(
         family, socket.SOCK_STREAM, socket.IPPROTO_TCP
@@ -96,7 +97,7 @@ async def _serve(settings: ServeSettings, bound: socket.socket) -> int:
         await state.start()
         config = uvicorn.Config(
             create_app(state), log_config=None, access_log=False, timeout_graceful_shutdown=5, timeout_keep_alive=30,
-            server_header=False, ws="none",
+            server_header=False, ws="none", proxy_headers=False,
         )  # fmt: skip
         host, port = bound.getsockname()[:2]
         server = DrainingServer(config, state, lambda: print(banner(settings, host, port), flush=True))
@@ -147,6 +148,7 @@ def run(settings: ServeSettings) -> int:
 def _run(settings: ServeSettings) -> int:
     bound = listen(settings.host, settings.port)
     try:
+        settings.check_address(bound.getsockname()[0])  # what a name such as localhost stands for on this machine
         return asyncio.run(_serve(settings, bound))
     finally:
         bound.close()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .origins import is_loopback
 from .trust import Keys, Trust
 
 MIB = 1 << 20
@@ -59,6 +60,8 @@ class ServeSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     """0: any free port."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages that may use a server without keys; "*": all."""
     keys: Keys = field(default_factory=lambda: Keys([]))
     limits: ServeLimits = field(default_factory=ServeLimits)
     store: Path | None = None
@@ -74,13 +77,19 @@ class ServeSettings:
             raise ValueError(f"on_engine_exit={self.on_engine_exit!r}: expected 'restart' or 'exit'")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port={self.port}: expected 0 (any free one) to 65535")
-        if self.keys.anybody and self.keys.keyless is Trust.CODE and not is_loopback(self.host):
+        self.check_address(self.host)
+
+    def check_address(self, address: str) -> None:
+        """Refuse to run code for other machines' users without keys.
+
+        Args:
+            address: that the server listens on, or will.
+
+        Raises:
+            ValueError: other machines can reach it, and all clients may send code.
+        """
+        if self.keys.anybody and self.keys.keyless is Trust.CODE and not is_loopback(address):
             raise ValueError(
-                f"host={self.host!r} is reachable from other machines, and there are no keys: code would run for anybody. "
+                f"host={address!r} is reachable from other machines, and there are no keys: code would run for anybody. "
                 "Give keys (--keys FILE) and name those that may send code, or listen on 127.0.0.1"
             )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that listens on `host`."""
-    return host in ("localhost", "::1") or host.startswith("127.")

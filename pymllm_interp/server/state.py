@@ -18,7 +18,7 @@ from .messages import AskStats
 from .metrics import Metrics
 from .settings import ServeSettings
 from .store import ActivationStore
-from .trust import Client, Trust
+from .trust import STRANGERS, Client, Trust
 
 RATE_SECONDS = 5.0
 """Span that the tokens per second are measured over."""
@@ -145,6 +145,11 @@ def require(request: Request, trust: Trust) -> Client:
 def denied(client: Client, trust: Trust) -> ApiError:
     """The answer to a client whose key has not the right."""
     asked, has = trust.name.lower(), client.trust.name.lower()
+    if client.name == STRANGERS:
+        how = "a server without keys gives it to clients on its own machine, at http://127.0.0.1; for others, give it keys (--keys)"
+        return ApiError(
+            403, f"this needs the right {asked!r}, and {has!r} is what clients have here: {how}", code="not_allowed"
+        )
     how = {
         Trust.DECLARED: "the operator's key file grants it (a line 'name key declared')",
         Trust.CODE: f"the operator grants it with --allow-code-from {client.name}",

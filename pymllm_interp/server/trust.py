@@ -11,6 +11,8 @@ from pathlib import Path
 
 ANYBODY = "anybody"
 """The name of clients without a key, where there are no keys."""
+STRANGERS = "strangers"
+"""The name of those among them that are not this machine's user."""
 
 
 class Trust(IntEnum):
@@ -76,13 +78,16 @@ class Keys:
         """Whether clients need no key."""
         return not self._keys
 
-    def client(self, authorization: str | None) -> Client | None:
+    def client(self, authorization: str | None, local: bool = True) -> Client | None:
         """The sender of a request with this Authorization header; None: no key, or a wrong one.
 
         All keys are compared, each in constant time: how long it takes says nothing of them.
+
+        Args:
+            local: this machine's user sent it (`origins.is_local`). Without keys, others have the right `plain` only.
         """
         if self.anybody:
-            return Client(ANYBODY, self.keyless)
+            return Client(ANYBODY, self.keyless) if local else Client(STRANGERS, Trust.PLAIN)
         scheme, _, secret = (authorization or "").partition(" ")
         digest, found = _digest(secret.strip() if scheme.lower() == "bearer" else ""), None
         for key in self._keys:
