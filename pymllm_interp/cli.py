@@ -13,7 +13,8 @@ SERVE_LIMITS: dict[str, tuple[type, float]] = {
     "max_body_bytes": (int, 64 << 20), "max_trace_bytes": (int, 64 << 20), "max_concurrent": (int, 256), "max_traces": (int, 32),
     "max_prompts": (int, 1024), "max_vectors": (int, 256), "max_vector_bytes": (int, 64 << 20), "inline_bytes": (int, 256 << 10),
     "max_store_bytes": (int, 4 << 30), "store_seconds": (float, 300.0), "trace_timeout": (float, 600.0),
-    "max_queued_bytes": (int, 256 << 20),
+    "max_queued_bytes": (int, 256 << 20), "max_connections": (int, 2048), "idle_seconds": (float, 30.0),
+    "header_seconds": (float, 10.0), "max_header_bytes": (int, 64 << 10),
 }  # fmt: skip
 """Limits of a server -> type and default; those of server/settings.py, which are not imported for --help."""
 

@@ -86,15 +86,17 @@ def _read(stream, lines: queue.Queue[str], log: list[str]) -> None:
 
 @contextmanager
 def serving(
-    model: str | Path, *options: str, keys: str | None = KEY_FILE, folder: Path | None = None
+    model: str | Path, *options: str, keys: str | None = KEY_FILE, folder: Path | None = None, files: int | None = None
 ) -> Iterator[Server]:
     """A server of a model, until the end of the body.
 
     Args:
         keys: the key file's content; None: no keys.
         folder: for the key file.
+        files: that the server's processes may have open, each.
     """
-    command = [sys.executable, "-m", "pymllm_interp.cli", "serve", str(model), "--port", "0", "--dtype", "float32"]
+    command = ["prlimit", f"--nofile={files}"] if files else []
+    command += [sys.executable, "-m", "pymllm_interp.cli", "serve", str(model), "--port", "0", "--dtype", "float32"]
     if keys is not None:
         assert folder is not None
         (folder / "keys").write_text(keys)

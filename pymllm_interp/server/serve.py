@@ -11,10 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import uvicorn
 
 from .app import create_app, sweep
+from .connections import OutOfFiles, http_config, with_room_for_files
 from .settings import ServeSettings
 from .state import ServerState
 
@@ -95,10 +97,8 @@ async def _serve(settings: ServeSettings, bound: socket.socket) -> int:
     tasks: list[asyncio.Task[None]] = []
     try:
         await state.start()
-        config = uvicorn.Config(
-            create_app(state), log_config=None, access_log=False, timeout_graceful_shutdown=5, timeout_keep_alive=30,
-            server_header=False, ws="none", proxy_headers=False,
-        )  # fmt: skip
+        config = http_config(create_app(state), settings.limits)
+        asyncio.get_running_loop().set_exception_handler(OutOfFiles())
         host, port = bound.getsockname()[:2]
         server = DrainingServer(config, state, lambda: print(banner(settings, host, port), flush=True))
         tasks.append(asyncio.create_task(sweep(state)))
@@ -146,6 +146,8 @@ def run(settings: ServeSettings) -> int:
 
 
 def _run(settings: ServeSettings) -> int:
+    most = with_room_for_files(settings.limits.max_connections)
+    settings = replace(settings, limits=replace(settings.limits, max_connections=most))
     bound = listen(settings.host, settings.port)
     try:
         settings.check_address(bound.getsockname()[0])  # what a name such as localhost stands for on this machine

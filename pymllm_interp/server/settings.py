@@ -38,6 +38,14 @@ class ServeLimits:
     """How long captured states wait to be fetched."""
     trace_timeout: float = 600.0
     """Seconds of a whole trace. `trace_step_timeout` of the engine bounds each visit of a block."""
+    max_connections: int = 2048
+    """Beyond it, the connection that has waited longest for a request is closed; 503 if all have one that runs."""
+    idle_seconds: float = 30.0
+    """How long a connection may wait for a request."""
+    header_seconds: float = 10.0
+    """From the first byte of a request to the end of its headers."""
+    max_header_bytes: int = 64 * 1024
+    """Of a request's line and headers."""
     max_queued_bytes: int = 256 * MIB
     """Results that wait for one slow client; beyond it, its call ends."""
 
