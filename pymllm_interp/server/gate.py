@@ -26,7 +26,6 @@ BODY_SECONDS = 60.0
 SINGLE = (b"host", b"origin", b"authorization", b"content-type", b"content-length")
 """Headers that a request has once at most."""
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
-_GROUPS = re.compile(r"(/v1/interp/(?:vectors|activations))/.*")
 
 
 class Gate:
@@ -42,8 +41,8 @@ class Gate:
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         given = headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        passage = _Passage(self._state, scope["path"], request_id, send)
+        request_id = uuid.uuid4().hex
+        passage = _Passage(self._state, scope["path"], request_id, given if _REQUEST_ID.fullmatch(given) else "", send)
         scope.setdefault("state", {}).update(request_id=request_id, passage=passage, started=passage.started)
         try:
             body = self._checked(scope, headers, receive, passage)
@@ -151,12 +150,17 @@ def _too_large(limit: int, name: str) -> ApiError:
 class _Passage:
     """One request on its way: its status, and what is noted of it.
 
+    Args:
+        request_id: ours, which names what is stored of the request.
+        given_id: the client's X-Request-Id, which is sent back and logged, and names nothing here.
+
     Attributes:
         notes: further fields of its log line.
     """
 
-    def __init__(self, state: ServerState, path: str, request_id: str, send: Send) -> None:
-        self._state, self._path, self._request_id, self._send = state, path, request_id, send
+    def __init__(self, state: ServerState, path: str, request_id: str, given_id: str, send: Send) -> None:
+        self._state, self._path, self._send = state, path, send
+        self._request_id, self._given_id = request_id, given_id
         self.started, self.status, self.client = time.perf_counter(), 0, ""
         self.notes: dict[str, Any] = {}
 
@@ -164,18 +168,21 @@ class _Passage:
         """Send a part of the response, its request id in the headers."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self._request_id.encode())]
+            message["headers"] = [
+                *message.get("headers", ()),
+                (b"x-request-id", (self._given_id or self._request_id).encode()),
+            ]
         await self._send(message)
 
     def log(self, scope: Scope) -> None:
         """Count the request, and log it."""
         seconds, metrics = time.perf_counter() - self.started, self._state.metrics
-        route = scope.get("route")
-        path = _GROUPS.sub(r"\1", self._path) if route is not None or self.status < 400 else "other"
-        metrics.answers[path, self.status] += 1
+        metrics.answers[getattr(scope.get("route"), "path", "other"), self.status] += 1
         metrics.latency.add(seconds)
         entry = {
             "request_id": self._request_id, "client": self.client, "method": scope["method"], "path": self._path,
             "status": self.status, "ms": round(1000 * seconds, 2), **self.notes,
         }  # fmt: skip
+        if self._given_id:
+            entry["client_request_id"] = self._given_id
         access_log.info(json.dumps(entry), extra={"fields": entry})

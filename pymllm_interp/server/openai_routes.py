@@ -22,7 +22,7 @@ from .generation import Generation, Piece, Prompt
 from .openai_format import Format
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
 from .schema import plain
-from .state import ServerState, require
+from .state import ServerState, check_priority, require
 from .trust import Client, Trust
 
 T = TypeVar("T")
@@ -159,6 +159,7 @@ async def _serve(
     echo: bool,
 ) -> Response:  # fmt: skip
     client = require(request, Trust.DECLARED if body.hooked else Trust.PLAIN)
+    check_priority(client, [body.priority or 0])
     format_ = Format(
         kind, state.settings.name, request.state.request_id, state, client, return_token_ids=bool(body.return_token_ids),
         logprobs=logprobs, top=top, echo=echo,

@@ -109,6 +109,7 @@ async def _serve(settings: ServeSettings, bound: socket.socket) -> int:
         for task in tasks:
             task.cancel()
         await state.engine.shutdown()
+        state.store.close()
 
 
 async def _exit_with_engine(state: ServerState, server: uvicorn.Server) -> None:

@@ -34,6 +34,8 @@ class ServeLimits:
     """Captured states of a completion up to this size are in the response, as base64."""
     max_store_bytes: int = 4096 * MIB
     """Of captured states that wait to be fetched."""
+    max_store_bytes_per_key: int = 2048 * MIB
+    """Of one key's among them."""
     store_seconds: float = 300.0
     """How long captured states wait to be fetched."""
     trace_timeout: float = 600.0
@@ -72,6 +74,8 @@ class ServeSettings:
     """Origins of web pages that may use a server without keys; "*": all."""
     keys: Keys = field(default_factory=lambda: Keys([]))
     limits: ServeLimits = field(default_factory=ServeLimits)
+    shared_prefix_cache: bool = False
+    """Whether keys share KV. If so, each can learn from `cached_tokens` and from times which prompts others sent."""
     store: Path | None = None
     """Folder of captured states that wait to be fetched; None: a temporary one."""
     on_engine_exit: str = "restart"

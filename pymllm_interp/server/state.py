@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,6 +50,7 @@ class ServerState:
 
     async def start(self) -> None:
         """Start the engine, and load its tokenizer."""
+        self.store.open()
         await self.engine.start()
         folder = self.engine.tokenizer_folder
         if folder.exists():
@@ -140,6 +141,37 @@ def require(request: Request, trust: Trust) -> Client:
     if client.trust < trust:
         raise denied(client, trust)
     return client
+
+
+def require_operator(request: Request) -> Client:
+    """The client, if it is an operator.
+
+    Raises:
+        ApiError: it is none.
+    """
+    client = client_of(request)
+    if not client.operator:
+        how = (
+            f"start the server with --operator {client.name}"
+            if client.name != STRANGERS
+            else "send it from the server's machine"
+        )
+        raise ApiError(403, f"this acts on all clients, and {client.name!r} is no operator: {how}", code="not_allowed")
+    return client
+
+
+def check_priority(client: Client, priorities: Iterable[int]) -> None:
+    """Refuse to let a client with the right `plain` go before others.
+
+    Raises:
+        ApiError: a priority below 0, which is everybody's.
+    """
+    first = min(priorities, default=0)
+    if first < 0 and client.trust < Trust.DECLARED:
+        raise ApiError(
+            403, f"priority={first}: with the right 'plain', {client.name!r} may ask for 0 or more, which goes after others; a key "
+            "with the right 'declared' may ask for less", "priority", "not_allowed",
+        )  # fmt: skip
 
 
 def denied(client: Client, trust: Trust) -> ApiError:
