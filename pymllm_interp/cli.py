@@ -13,8 +13,10 @@ from typing import Any
 SERVE_LIMITS: dict[str, tuple[type, float]] = {
     "max_body_bytes": (int, 64 << 20), "max_trace_bytes": (int, 64 << 20), "max_concurrent": (int, 256), "max_traces": (int, 32),
     "max_prompts": (int, 1024), "max_vectors": (int, 256), "max_vector_bytes": (int, 64 << 20), "inline_bytes": (int, 256 << 10),
-    "max_store_bytes": (int, 4 << 30), "store_seconds": (float, 300.0), "trace_timeout": (float, 600.0),
-    "max_queued_bytes": (int, 256 << 20),
+    "max_store_bytes": (int, 4 << 30), "max_store_bytes_per_key": (int, 2 << 30),
+    "store_seconds": (float, 300.0), "trace_timeout": (float, 600.0),
+    "max_queued_bytes": (int, 256 << 20), "max_connections": (int, 2048), "idle_seconds": (float, 30.0),
+    "header_seconds": (float, 10.0), "max_header_bytes": (int, 64 << 10),
 }  # fmt: skip
 """Limits of a server -> type and default; those of server/settings.py, which are not imported for --help."""
 
@@ -87,6 +89,15 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         "--allow-code-from", action="append", metavar="NAME",
         help="the key of this name may send traces, which are arbitrary code; repeatable. Without --keys: 'anybody', if the "
         "server listens on this machine alone (docs/security.md)",
+    )  # fmt: skip
+    serve.add_argument(
+        "--operator", action="append", metavar="NAME",
+        help="the key of this name may do what all clients feel, such as emptying the prefix cache; repeatable. Without --keys: "
+        "clients on this machine",
+    )  # fmt: skip
+    serve.add_argument(
+        "--shared-prefix-cache", action="store_true",
+        help="keys share the KV of equal prompts, and can tell by cached_tokens and by times what others asked",
     )  # fmt: skip
     serve.add_argument("--store", type=Path, metavar="FOLDER", help="for captured states that wait to be fetched")
     serve.add_argument(

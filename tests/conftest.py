@@ -338,6 +338,15 @@ def served_folder(model_folder: Callable[[str], Path], tmp_path_factory: pytest.
 @pytest.fixture(scope="session")
 def server(served_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of the llama folder, with the keys of helpers_server.py."""
-    options = ["--allow-code-from", "code", "--inline-bytes", "20000", "--option", "trace_step_timeout=3"]
+    options = [
+        "--allow-code-from",
+        "code",
+        "--operator",
+        "code",
+        "--inline-bytes",
+        "20000",
+        "--option",
+        "trace_step_timeout=3",
+    ]
     with serving(served_folder, *options, folder=tmp_path_factory.mktemp("keys")) as found:
         yield found

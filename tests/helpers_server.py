@@ -94,6 +94,7 @@ def serving(
     folder: Path | None = None,
     python: str = sys.executable,
     engine_python: str | None = None,
+    files: int | None = None,
 ) -> Iterator[Server]:
     """A server of a model, until the end of the body.
 
@@ -102,6 +103,7 @@ def serving(
         folder: for the key file.
         python: the interpreter of the HTTP process.
         engine_python: the interpreter of the engine process, where it is another one.
+        files: that the server's processes may have open, each.
     """
     main = ["-m", "pymllm_interp.cli"]
     if engine_python is not None:  # the engine process is started by sys.executable
@@ -109,7 +111,8 @@ def serving(
             "-c",
             f"import sys; sys.executable = {engine_python!r}; from pymllm_interp.cli import main; sys.exit(main())",
         ]
-    command = [python, *main, "serve", str(model), "--port", "0", "--dtype", "float32"]
+    command = ["prlimit", f"--nofile={files}"] if files else []
+    command += [python, *main, "serve", str(model), "--port", "0", "--dtype", "float32"]
     if keys is not None:
         assert folder is not None
         (folder / "keys").write_text(keys)

@@ -253,20 +253,21 @@ def test_the_asynchronous_client_works_in_a_process_that_has_this_package(server
     assert asyncio.run(ask(name)) == lm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=5))[0].text
 
 
-def test_request_ids_are_kept_and_logged(server):
+def test_request_ids_of_clients_are_sent_back_and_logged_and_name_nothing(server):
     with server.client() as client:
         answer = client.post(
             "/v1/completions", json={"prompt": "w1", "max_tokens": 1}, headers={"X-Request-Id": "mine-17"}
         )
-        assert answer.headers["x-request-id"] == "mine-17" and answer.json()["id"] == "cmpl-mine-17"
+        assert answer.headers["x-request-id"] == "mine-17" and "mine" not in answer.json()["id"]
         other = client.get("/v1/models", headers={"X-Request-Id": "two\tparts"}).headers["x-request-id"]
         assert len(other) == 32
     deadline, found = time.monotonic() + 30, []
     while not found and time.monotonic() < deadline:  # the line is written after the answer
         time.sleep(0.02)
         entries = [json.loads(line) for line in list(server.log) if line.startswith("{")]
-        found = [entry for entry in entries if entry.get("request_id") == "mine-17"]
+        found = [entry for entry in entries if entry.get("client_request_id") == "mine-17"]
     (entry,) = found
+    assert answer.json()["id"] == f"cmpl-{entry['request_id']}"
     assert entry["client"] == "code" and entry["status"] == 200 and entry["generated_tokens"] == 1
     assert not any(key in line for key in KEYS.values() for line in list(server.log))
 

@@ -109,7 +109,6 @@ def test_a_refused_body_is_not_even_received(server: Server):
         ("PUT", "/v1/interp/vectors/x", {}),
         ("GET", "/v1/interp/vectors", None),
         ("POST", "/v1/interp/generate", {"prompts": [[1]], "params": [{}], "captures": [["resid_post.0"]]}),
-        ("POST", "/v1/interp/reset_prefix_cache", None),
     ],
 )  # fmt: skip
 def test_a_plain_key_generates_and_declares_nothing(server: Server, method, path, body):

@@ -72,6 +72,8 @@ class Request:
     """Requests with lower numbers are scheduled first."""
     cache_salt: str | None = None
     """Requests share KV with those of the same salt only."""
+    cache_owner: str | None = None
+    """Whose request it is: requests share KV with those of the same owner only."""
     stream: bool = False
     """Whether an event is emitted for each token."""
     live_objects: Any = None

@@ -5,6 +5,7 @@
 | plain | everything, with all |
 | with interventions | pages before its first edit with all; later ones with requests that make the same edits there |
 | with a `cache_salt` | everything, with requests of the same salt |
+| of a server's client | as above, with requests of the same client |
 | with captures, gates or `prompt_logprobs` | as above; computes from the first position that is asked for |
 | traced, alone, with gradients | nothing: what a block does to its KV is not known |
 """
@@ -77,7 +78,9 @@ class PrefixSharing:
             if namespaces and namespaces[0][0] * size < request.prompt_len:
                 kind = EDITED
         if request.cache_salt is not None:
-            kind, namespaces = SALTED, _salted(namespaces, request.cache_salt)
+            kind, namespaces = SALTED, _salted(namespaces, "salt", request.cache_salt)
+        if request.cache_owner is not None:
+            namespaces = _salted(namespaces, "owner", request.cache_owner)
         return Prefix(RadixKey(request.prompt_token_ids, size, namespaces), kind)
 
     def weights_changed(self) -> bool:
@@ -161,10 +164,14 @@ class PrefixSharing:
         }
 
 
-def _salted(namespaces: list[tuple[int, Any]], salt: str) -> list[tuple[int, Any]]:
-    """The same namespaces, with a salt in that of the first page: no other page of the tree follows it."""
+def _salted(namespaces: list[tuple[int, Any]], kind: str, salt: str) -> list[tuple[int, Any]]:
+    """The same namespaces, with a salt in that of the first page: no other page of the tree follows it.
+
+    Args:
+        kind: of salt. Salts of different kinds differ.
+    """
     first = namespaces[0][1] if namespaces and namespaces[0][0] == 0 else None
     rest = [entry for entry in namespaces if entry[0] > 0]
     if not rest or rest[0][0] > 1:
         rest.insert(0, (1, first))
-    return [(0, ("salt", salt, first)), *rest]
+    return [(0, (kind, salt, first)), *rest]

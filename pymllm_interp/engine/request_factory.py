@@ -57,6 +57,7 @@ class RequestFactory:
         tokenizer: or None, where prompts are token ids.
         defaults: the model's sampling parameters, for requests without any, and its end-of-sequence ids.
         seed: of requests that bring none.
+        cache_owner: whose requests they are, where they share no KV with others'.
 
     Attributes:
         vectors: vectors by name, for interventions that give a name in a vector's place.
@@ -69,7 +70,9 @@ class RequestFactory:
         tokenizer: Any,
         defaults: GenerationDefaults,
         seed: int,
+        cache_owner: str | None = None,
     ) -> None:
+        self.cache_owner = cache_owner
         self.runner, self.tokenizer, self.defaults, self.seed = runner, tokenizer, defaults, seed
         self.vectors = VectorRegistry(runner.model_spec)
         assert runner.saes is not None
@@ -223,6 +226,7 @@ class RequestFactory:
                     sample_index=index,
                     deadline=None if timeout is None else time.monotonic() + timeout,
                     eos_token_ids=stops,
+                    cache_owner=self.cache_owner,
                     forward_only=forward_only,
                     logprobs=None if params.logprobs is None else [],
                     prompt_logprobs=None if params.prompt_logprobs is None or index else [None],

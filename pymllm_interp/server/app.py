@@ -130,4 +130,4 @@ async def sweep(state: ServerState, seconds: float = 5.0) -> None:
     """Delete captured states that are too old, for ever."""
     while True:
         await asyncio.sleep(min(seconds, state.limits.store_seconds))
-        state.store.sweep()
+        state.store.sweep_folder()

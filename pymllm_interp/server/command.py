@@ -30,6 +30,7 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
     limits = {field.name: getattr(args, field.name) for field in fields(ServeLimits)}
     return ServeSettings(
         model=model, server=server, name=args.served_model_name or Path(args.model).name, host=args.host, port=args.port,
-        keys=read_keys(args.keys, args.allow_code_from or ()), limits=ServeLimits(**limits), store=args.store,
+        keys=read_keys(args.keys, args.allow_code_from or (), args.operator or ()), limits=ServeLimits(**limits), store=args.store,
+        shared_prefix_cache=args.shared_prefix_cache,
         on_engine_exit=args.on_engine_exit, drain_seconds=args.drain_seconds, log_level=args.log_level,
     )  # fmt: skip

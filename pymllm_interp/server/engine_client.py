@@ -116,7 +116,6 @@ class EngineClient:
         Raises:
             Exception: what its model or engine raised; EngineDiedError where it just ended.
         """
-        self.store.mkdir(parents=True, exist_ok=True)
         await self._start()
         self._tasks.append(asyncio.create_task(self._watch()))
 
@@ -133,6 +132,7 @@ class EngineClient:
             **ends, "model": self.settings.model, "server": self.settings.server, "store": str(self.store),
             "tokenizer": str(self.tokenizer_folder), "inline_bytes": self.settings.limits.inline_bytes,
             "log_level": self.settings.log_level, "parent": os.getpid(),
+            "shared_prefix_cache": self.settings.shared_prefix_cache,
         }  # fmt: skip
         self.process = process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "pymllm_interp.server.engine_process", stdin=asyncio.subprocess.PIPE

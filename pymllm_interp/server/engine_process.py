@@ -184,7 +184,9 @@ def serve(settings: dict[str, Any]) -> None:
     outgoing.connect(settings["events"])
     outbox = Outbox(outgoing.send, Path(settings["store"]), settings["inline_bytes"])
     try:
-        served = ServedModel(ModelConfig(**settings["model"]), ServerConfig(**settings["server"]))
+        served = ServedModel(
+            ModelConfig(**settings["model"]), ServerConfig(**settings["server"]), settings["shared_prefix_cache"]
+        )
     except Exception as error:
         outbox.put(m.Failed(0, failure_of(error)))
         outbox.close()

@@ -8,21 +8,24 @@ import logging
 import re
 import time
 import uuid
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError
 from .gate_words import TRACE_PATH, TRACE_TYPE
-from .settings import is_loopback
+from .origins import check_origin, is_local
 from .state import ServerState, denied
 from .trust import Client, Trust
 
 access_log = logging.getLogger("pymllm_interp.access")
 BODY_SECONDS = 60.0
 """How long a client may take for the next part of a body."""
+SINGLE = (b"host", b"origin", b"authorization", b"content-type", b"content-length")
+"""Headers that a request has once at most."""
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
-_GROUPS = re.compile(r"(/v1/interp/(?:vectors|activations))/.*")
 
 
 class Gate:
@@ -38,8 +41,8 @@ class Gate:
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         given = headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        passage = _Passage(self._state, scope["path"], request_id, send)
+        request_id = uuid.uuid4().hex
+        passage = _Passage(self._state, scope["path"], request_id, given if _REQUEST_ID.fullmatch(given) else "", send)
         scope.setdefault("state", {}).update(request_id=request_id, passage=passage, started=passage.started)
         try:
             body = self._checked(scope, headers, receive, passage)
@@ -56,14 +59,18 @@ class Gate:
 
     def _checked(self, scope: Scope, headers: dict[str, str], receive: Receive, passage: _Passage) -> Receive:
         path, state = scope["path"], self._state
+        _check_single(scope["headers"])
+        keys = state.settings.keys
+        if keys.anybody:
+            check_origin(scope["method"], headers, state.settings.allowed_origins)
         if path.startswith("/v1"):
-            client = state.settings.keys.client(headers.get("authorization"))
+            local = is_local(headers, (scope.get("client") or ("", 0))[0])
+            client = keys.client(headers.get("authorization"), local)
             if client is None:
                 raise ApiError(
                     401, "a key is needed: Authorization: Bearer KEY" if "authorization" not in headers else "the key is not known",
                     code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
                 )  # fmt: skip
-            client = self._of_this_machine(client, headers)
             scope["state"]["client"], passage.client = client, client.name
             if path == TRACE_PATH:
                 self._check_trace(client, headers)
@@ -77,14 +84,6 @@ class Gate:
         if length.isdecimal() and int(length) > limit:
             raise _too_large(limit, name)
         return _Body(receive, limit, name)
-
-    def _of_this_machine(self, client: Client, headers: dict[str, str]) -> Client:
-        """Without keys, code is taken under this machine's own names alone: a web page could give itself another name of it."""
-        host = headers.get("host", "")
-        name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        if self._state.settings.keys.anybody and client.trust is Trust.CODE and not is_loopback(name.strip("[]")):
-            return Client(client.name, Trust.DECLARED)
-        return client
 
     def _check_trace(self, client: Client, headers: dict[str, str]) -> None:
         if client.trust < Trust.CODE:
@@ -127,6 +126,14 @@ class _Body:
         return message
 
 
+def _check_single(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Of a header given twice, this process and a proxy before it could each read another one."""
+    names = Counter(name.lower() for name, _ in headers)
+    for name in SINGLE:
+        if names[name] > 1:
+            raise ApiError(400, f"{names[name]} headers {name.decode()}; at most one is expected")
+
+
 def _check_json(headers: dict[str, str]) -> None:
     """A web page of another site can send bodies without a type, or of a form's types, but not JSON: a browser asks first."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -143,12 +150,17 @@ def _too_large(limit: int, name: str) -> ApiError:
 class _Passage:
     """One request on its way: its status, and what is noted of it.
 
+    Args:
+        request_id: ours, which names what is stored of the request.
+        given_id: the client's X-Request-Id, which is sent back and logged, and names nothing here.
+
     Attributes:
         notes: further fields of its log line.
     """
 
-    def __init__(self, state: ServerState, path: str, request_id: str, send: Send) -> None:
-        self._state, self._path, self._request_id, self._send = state, path, request_id, send
+    def __init__(self, state: ServerState, path: str, request_id: str, given_id: str, send: Send) -> None:
+        self._state, self._path, self._send = state, path, send
+        self._request_id, self._given_id = request_id, given_id
         self.started, self.status, self.client = time.perf_counter(), 0, ""
         self.notes: dict[str, Any] = {}
 
@@ -156,18 +168,21 @@ class _Passage:
         """Send a part of the response, its request id in the headers."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self._request_id.encode())]
+            message["headers"] = [
+                *message.get("headers", ()),
+                (b"x-request-id", (self._given_id or self._request_id).encode()),
+            ]
         await self._send(message)
 
     def log(self, scope: Scope) -> None:
         """Count the request, and log it."""
         seconds, metrics = time.perf_counter() - self.started, self._state.metrics
-        route = scope.get("route")
-        path = _GROUPS.sub(r"\1", self._path) if route is not None or self.status < 400 else "other"
-        metrics.answers[path, self.status] += 1
+        metrics.answers[getattr(scope.get("route"), "path", "other"), self.status] += 1
         metrics.latency.add(seconds)
         entry = {
             "request_id": self._request_id, "client": self.client, "method": scope["method"], "path": self._path,
             "status": self.status, "ms": round(1000 * seconds, 2), **self.notes,
         }  # fmt: skip
+        if self._given_id:
+            entry["client_request_id"] = self._given_id
         access_log.info(json.dumps(entry), extra={"fields": entry})

@@ -26,7 +26,7 @@ from .failures import failure_of
 from .frames import frame_start, framed
 from .gate_words import TRACE_PATH
 from .protocol import AbortRequest, LensRequest, TokenRequest
-from .state import ServerState, client_of, require
+from .state import ServerState, check_priority, client_of, require, require_operator
 from .trust import Client, Trust
 
 FRAMES = "application/x-pymllm-frames"
@@ -51,6 +51,7 @@ def interp_routes(state: ServerState) -> APIRouter:
             "version": __version__,
             "client": client.name,
             "trust": client.trust.name.lower(),
+            "operator": client.operator,
         }
 
     @router.get("/v1/interp/tokenizer")
@@ -69,8 +70,8 @@ def interp_routes(state: ServerState) -> APIRouter:
 
     @router.post("/v1/interp/reset_prefix_cache")
     async def reset_prefix_cache(request: Request) -> dict[str, Any]:
-        """Forget the KV that the prefix cache keeps."""
-        require(request, Trust.DECLARED)
+        """Forget the KV that the prefix cache keeps, of all clients: for operators."""
+        require_operator(request)
         await state.engine.ask(m.ResetPrefixCache)
         return {}
 
@@ -194,6 +195,7 @@ def _stream_routes(router: APIRouter, state: ServerState) -> None:
     async def generate(body: TokenRequest, request: Request) -> Response:
         """Generate from token ids. The answer is a stream of frames, with token ids; `LM.connect` makes outputs of them."""
         client = require(request, Trust.CODE if body.edits else _trust_of(body))
+        check_priority(client, body.priority or ())
         count = sum(int((params or {}).get("n") or 1) for params in body.params)
         if count > state.limits.max_prompts:
             raise ApiError(400, f"{count} completions were asked for; at most {state.limits.max_prompts} (max_prompts)")

@@ -36,7 +36,7 @@ class Metrics:
     """What the HTTP process counts.
 
     Attributes:
-        answers: (path, status) -> requests.
+        answers: (template of the route, status) -> requests. Paths of clients are none: they may be as many as they like.
         totals: other counts, by name.
         latency: of requests, in seconds.
         first_token: of streams, in seconds.
@@ -63,7 +63,7 @@ class Metrics:
     def _own(self, gauges: Mapping[str, float]) -> Iterator[str]:
         yield from _head("http_requests_total", "counter", "Requests by path and status.")
         for (path, status), count in sorted(self.answers.items()):
-            yield f'{PREFIX}http_requests_total{{path="{path}",status="{status}"}} {count}'
+            yield _line("http_requests_total", count, path=path, status=status)
         for name, count in sorted(self.totals.items()):
             yield from _one(f"{name}_total", "counter", count)
         for name, value in gauges.items():
@@ -84,18 +84,28 @@ def _of_engine(stats: Mapping[str, Any]) -> Iterator[str]:
     yield from _head("steps_by_execution_total", "counter", "Steps by how they ran, and why.")
     for how, count in sorted(stats["execution"].items()):
         mode, _, why = how.partition(": ")
-        yield f'{PREFIX}steps_by_execution_total{{execution="{mode}",reason="{why}"}} {count}'
+        yield _line("steps_by_execution_total", count, execution=mode, reason=why)
     cache = stats.get("prefix_cache") or {}
     for name in ("asked_tokens", "cached_tokens"):
         found = cache.get(name) or {}
         yield from _head(f"prefix_cache_{name}_total", "counter", "Prompt tokens, by what the request edits.")
         for kind, count in sorted(found.items()):
-            yield f'{PREFIX}prefix_cache_{name}_total{{kind="{kind}"}} {count}'
+            yield _line(f"prefix_cache_{name}_total", count, kind=kind)
 
 
 def _head(name: str, kind: str, text: str) -> Iterator[str]:
     yield f"# HELP {PREFIX}{name} {text}"
     yield f"# TYPE {PREFIX}{name} {kind}"
+
+
+def _line(name: str, value: float, **labels: object) -> str:
+    """A value with labels, escaped as Prometheus' text format says."""
+    shown = ",".join(f'{label}="{_escaped(str(text))}"' for label, text in labels.items())
+    return f"{PREFIX}{name}{{{shown}}} {value}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def _one(name: str, kind: str, value: float) -> Iterator[str]:

@@ -20,7 +20,7 @@ from .failures import EngineError
 from .generation import Generation, Piece, Prompt
 from .openai_format import Format
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
-from .state import ServerState, require
+from .state import ServerState, check_priority, require
 from .trust import Client, Trust
 
 T = TypeVar("T")
@@ -158,6 +158,7 @@ async def _serve(
     echo: bool,
 ) -> Response:  # fmt: skip
     client = require(request, Trust.DECLARED if body.hooked else Trust.PLAIN)
+    check_priority(client, [body.priority or 0])
     format_ = Format(
         kind, state.settings.name, request.state.request_id, state, client, return_token_ids=bool(body.return_token_ids),
         logprobs=logprobs, top=top, echo=echo,

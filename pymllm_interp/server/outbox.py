@@ -86,7 +86,7 @@ class Outbox:
         return None
 
     def _write(self, message: Finished, found: Activations) -> None:
-        path = self._store / f"{os.getpid()}-{message.call}-{message.request}.safetensors"
+        path = self._store / f"pymllm-interp-{os.getpid()}-{message.call}-{message.request}.safetensors"
         try:
             found.save(path)
             message.captured = Captured(path.stat().st_size, _shapes(found), file=path.name)

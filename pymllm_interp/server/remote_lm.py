@@ -108,7 +108,7 @@ class RemoteLM(LM):
         return self._info
 
     def reset_prefix_cache(self) -> None:
-        """Forget the KV that the server's prefix cache keeps."""
+        """Forget the KV that the server's prefix cache keeps, of all clients. Servers do it for operators (`serve --operator`)."""
         self.engine.ask("POST", "/v1/interp/reset_prefix_cache")
 
     def harvest(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,10 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import uvicorn
 
 from .app import create_app, sweep
+from .connections import OutOfFiles, http_config, with_room_for_files
 from .failures import EngineError
 from .settings import ServeSettings
 from .state import ServerState
@@ -40,6 +42,7 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         OSError: the address cannot be used.
     """
+    host = host.removeprefix("[").removesuffix("]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(
         family, socket.SOCK_STREAM, socket.IPPROTO_TCP
@@ -95,10 +98,8 @@ async def _serve(settings: ServeSettings, bound: socket.socket) -> int:
     tasks: list[asyncio.Task[None]] = []
     try:
         await state.start()
-        config = uvicorn.Config(
-            create_app(state), log_config=None, access_log=False, timeout_graceful_shutdown=5, timeout_keep_alive=30,
-            server_header=False, ws="none",
-        )  # fmt: skip
+        config = http_config(create_app(state), settings.limits)
+        asyncio.get_running_loop().set_exception_handler(OutOfFiles())
         host, port = bound.getsockname()[:2]
         server = DrainingServer(config, state, lambda: print(banner(settings, host, port), flush=True))
         tasks.append(asyncio.create_task(sweep(state)))
@@ -109,6 +110,7 @@ async def _serve(settings: ServeSettings, bound: socket.socket) -> int:
         for task in tasks:
             task.cancel()
         await state.engine.shutdown()
+        state.store.close()
 
 
 async def _exit_with_engine(state: ServerState, server: uvicorn.Server) -> None:
@@ -150,8 +152,11 @@ def run(settings: ServeSettings) -> int:
 
 
 def _run(settings: ServeSettings) -> int:
+    most = with_room_for_files(settings.limits.max_connections)
+    settings = replace(settings, limits=replace(settings.limits, max_connections=most))
     bound = listen(settings.host, settings.port)
     try:
+        settings.check_address(bound.getsockname()[0])  # what a name such as localhost stands for on this machine
         return asyncio.run(_serve(settings, bound))
     except EngineError as error:
         if error.failure.is_a("ValueError", "TypeError", "OSError", "ImportError"):

@@ -32,13 +32,15 @@ class ServedModel(TraceCalls, ForwardCalls, TokenCalls):  # pyright: ignore[repo
 
     Args:
         model, server: configuration, as of `LM`.
+        shared_prefix_cache: whether owners share KV. If not, none can learn from `cached_tokens` or times what others asked.
 
     Attributes:
         engine: serves the requests.
         tokenizer: a transformers tokenizer, or None.
     """
 
-    def __init__(self, model: ModelConfig, server: ServerConfig) -> None:
+    def __init__(self, model: ModelConfig, server: ServerConfig, shared_prefix_cache: bool = False) -> None:
+        self._shared_prefix_cache = shared_prefix_cache
         self.runner = InterpModelRunner(server, model, wrap=None)
         self.engine = Engine(self.runner)
         open_engines.track(self.engine)
@@ -57,7 +59,8 @@ class ServedModel(TraceCalls, ForwardCalls, TokenCalls):  # pyright: ignore[repo
         """Makes the requests of one owner, with the owner's named vectors."""
         if owner not in self._factories:
             seed = self.runner.model_config.seed
-            self._factories[owner] = RequestFactory(self.runner, self.tokenizer, self._defaults, seed)
+            cache_owner = None if self._shared_prefix_cache else owner
+            self._factories[owner] = RequestFactory(self.runner, self.tokenizer, self._defaults, seed, cache_owner)
         return self._factories[owner]
 
     def of(self, owner: str, edits: list[Any]) -> ServedModel:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .origins import is_loopback
 from .trust import Keys, Trust
 
 MIB = 1 << 20
@@ -33,10 +34,20 @@ class ServeLimits:
     """Captured states of a completion up to this size are in the response, as base64."""
     max_store_bytes: int = 4096 * MIB
     """Of captured states that wait to be fetched."""
+    max_store_bytes_per_key: int = 2048 * MIB
+    """Of one key's among them."""
     store_seconds: float = 300.0
     """How long captured states wait to be fetched."""
     trace_timeout: float = 600.0
     """Seconds of a whole trace. `trace_step_timeout` of the engine bounds each visit of a block."""
+    max_connections: int = 2048
+    """Beyond it, the connection that has waited longest for a request is closed; 503 if all have one that runs."""
+    idle_seconds: float = 30.0
+    """How long a connection may wait for a request."""
+    header_seconds: float = 10.0
+    """From the first byte of a request to the end of its headers."""
+    max_header_bytes: int = 64 * 1024
+    """Of a request's line and headers."""
     max_queued_bytes: int = 256 * MIB
     """Results that wait for one slow client; beyond it, its call ends."""
 
@@ -59,8 +70,12 @@ class ServeSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     """0: any free port."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages that may use a server without keys; "*": all."""
     keys: Keys = field(default_factory=lambda: Keys([]))
     limits: ServeLimits = field(default_factory=ServeLimits)
+    shared_prefix_cache: bool = False
+    """Whether keys share KV. If so, each can learn from `cached_tokens` and from times which prompts others sent."""
     store: Path | None = None
     """Folder of captured states that wait to be fetched; None: a temporary one."""
     on_engine_exit: str = "restart"
@@ -74,13 +89,19 @@ class ServeSettings:
             raise ValueError(f"on_engine_exit={self.on_engine_exit!r}: expected 'restart' or 'exit'")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port={self.port}: expected 0 (any free one) to 65535")
-        if self.keys.anybody and self.keys.keyless is Trust.CODE and not is_loopback(self.host):
+        self.check_address(self.host)
+
+    def check_address(self, address: str) -> None:
+        """Refuse to run code for other machines' users without keys.
+
+        Args:
+            address: that the server listens on, or will.
+
+        Raises:
+            ValueError: other machines can reach it, and all clients may send code.
+        """
+        if self.keys.anybody and self.keys.keyless is Trust.CODE and not is_loopback(address):
             raise ValueError(
-                f"host={self.host!r} is reachable from other machines, and there are no keys: code would run for anybody. "
+                f"host={address!r} is reachable from other machines, and there are no keys: code would run for anybody. "
                 "Give keys (--keys FILE) and name those that may send code, or listen on 127.0.0.1"
             )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that listens on `host`."""
-    return host in ("localhost", "::1") or host.startswith("127.")

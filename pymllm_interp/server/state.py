@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from .metrics import Metrics
 from .settings import ServeSettings
 from .store import ActivationStore
 from .tokenizer import import_library, load_tokenizer
-from .trust import Client, Trust
+from .trust import STRANGERS, Client, Trust
 
 RATE_SECONDS = 5.0
 """Span that the tokens per second are measured over."""
@@ -50,6 +50,7 @@ class ServerState:
 
     async def start(self) -> None:
         """Start the engine, and load its tokenizer."""
+        self.store.open()
         importing = asyncio.create_task(asyncio.to_thread(import_library))  # seconds, beside the engine's start
         await self.engine.start()
         await importing
@@ -144,9 +145,45 @@ def require(request: Request, trust: Trust) -> Client:
     return client
 
 
+def require_operator(request: Request) -> Client:
+    """The client, if it is an operator.
+
+    Raises:
+        ApiError: it is none.
+    """
+    client = client_of(request)
+    if not client.operator:
+        how = (
+            f"start the server with --operator {client.name}"
+            if client.name != STRANGERS
+            else "send it from the server's machine"
+        )
+        raise ApiError(403, f"this acts on all clients, and {client.name!r} is no operator: {how}", code="not_allowed")
+    return client
+
+
+def check_priority(client: Client, priorities: Iterable[int]) -> None:
+    """Refuse to let a client with the right `plain` go before others.
+
+    Raises:
+        ApiError: a priority below 0, which is everybody's.
+    """
+    first = min(priorities, default=0)
+    if first < 0 and client.trust < Trust.DECLARED:
+        raise ApiError(
+            403, f"priority={first}: with the right 'plain', {client.name!r} may ask for 0 or more, which goes after others; a key "
+            "with the right 'declared' may ask for less", "priority", "not_allowed",
+        )  # fmt: skip
+
+
 def denied(client: Client, trust: Trust) -> ApiError:
     """The answer to a client whose key has not the right."""
     asked, has = trust.name.lower(), client.trust.name.lower()
+    if client.name == STRANGERS:
+        how = "a server without keys gives it to clients on its own machine, at http://127.0.0.1; for others, give it keys (--keys)"
+        return ApiError(
+            403, f"this needs the right {asked!r}, and {has!r} is what clients have here: {how}", code="not_allowed"
+        )
     how = {
         Trust.DECLARED: "the operator's key file grants it (a line 'name key declared')",
         Trust.CODE: f"the operator grants it with --allow-code-from {client.name}",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +15,9 @@ from typing import Any
 from .errors import ApiError
 from .messages import Captured
 from .settings import ServeLimits
+
+FILE_NAME = re.compile(r"pymllm-interp-\d+-\d+-\d+\.safetensors")
+"""Names of the engine process's files (`outbox.Outbox`). Other files of the folder are the operator's."""
 
 
 @dataclass
@@ -29,17 +36,56 @@ class ActivationStore:
 
     Args:
         folder: of the files.
-        limits: bytes of all files, and how long they are kept.
+        limits: bytes of all files and of one owner's, and how long they are kept.
     """
 
     def __init__(self, folder: Path, limits: ServeLimits, now: Callable[[], float] = time.time) -> None:
         self._folder, self._limits, self._now = folder, limits, now
         self._stored: dict[str, Stored] = {}
+        self._lock: int | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all files."""
         return sum(stored.size for stored in self._stored.values())
+
+    def open(self) -> None:
+        """Take the folder for this server alone, and delete what an earlier one left in it.
+
+        Raises:
+            OSError: another server has it.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self._folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.close()
+            raise OSError(
+                f"{self._folder} is the store of another server that runs: give each one its own (--store)"
+            ) from error
+        except OSError:  # the file system has no locks
+            pass
+        self._clean(0.0)
+
+    def close(self) -> None:
+        """Give the folder back."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _clean(self, seconds: float) -> None:
+        """Delete files of this age that no client was told of: their request, server or engine process ended first."""
+        kept = {stored.path.name for stored in self._stored.values()}
+        for path in self._folder.glob("*.safetensors"):
+            with contextlib.suppress(FileNotFoundError):
+                old = self._now() - path.stat().st_mtime >= seconds
+                if old and FILE_NAME.fullmatch(path.name) and path.name not in kept:
+                    path.unlink()
+
+    def bytes_of(self, owner: str) -> int:
+        """Bytes of an owner's files."""
+        return sum(stored.size for stored in self._stored.values() if stored.owner == owner)
 
     @property
     def num_files(self) -> int:
@@ -55,14 +101,19 @@ class ActivationStore:
         assert captured.file is not None
         path = self._folder / captured.file
         self.sweep()
-        if self.num_bytes + captured.size > self._limits.max_store_bytes:
-            path.unlink(missing_ok=True)
-            raise ApiError(
-                429,
-                f"the captured states take {captured.size} bytes, and {self.num_bytes} of the store's "
-                f"{self._limits.max_store_bytes} (max_store_bytes) are taken: fetch and DELETE what waits, or capture less",
-                code="store_full",
-            )
+        limits = self._limits
+        for taken, most, whose, limit in (
+            (self.bytes_of(owner), limits.max_store_bytes_per_key, f"{owner!r}'s", "max_store_bytes_per_key"),
+            (self.num_bytes, limits.max_store_bytes, "the store's", "max_store_bytes"),
+        ):
+            if taken + captured.size > most:
+                path.unlink(missing_ok=True)
+                raise ApiError(
+                    429,
+                    f"the captured states take {captured.size} bytes, and {taken} of {whose} {most} ({limit}) are taken: fetch "
+                    "and DELETE what waits, or capture less",
+                    code="store_full",
+                )
         self._stored[name] = stored = Stored(path, captured.size, owner, self._now() + self._limits.store_seconds)
         return stored
 
@@ -92,6 +143,11 @@ class ActivationStore:
         now = self._now()
         for name in [name for name, stored in self._stored.items() if stored.expires <= now]:
             self.drop(name)
+
+    def sweep_folder(self) -> None:
+        """`sweep`, and delete old files that no client was told of."""
+        self.sweep()
+        self._clean(self._limits.store_seconds)
 
     def forget(self, captured: Captured | None) -> None:
         """Delete a file that nobody will ask for."""

@@ -11,6 +11,8 @@ from pathlib import Path
 
 ANYBODY = "anybody"
 """The name of clients without a key, where there are no keys."""
+STRANGERS = "strangers"
+"""The name of those among them that are not this machine's user."""
 
 
 class Trust(IntEnum):
@@ -40,10 +42,15 @@ class Trust(IntEnum):
 
 @dataclass(frozen=True)
 class Client:
-    """Who sent a request. Clients of one name share their vectors and limits."""
+    """Who sent a request. Clients of one name share their vectors and limits.
+
+    Attributes:
+        operator: may do what all clients feel. No level of trust includes it.
+    """
 
     name: str
     trust: Trust
+    operator: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,11 +60,12 @@ class Key:
     name: str
     digest: bytes
     trust: Trust
+    operator: bool = False
 
     @classmethod
-    def of(cls, name: str, secret: str, trust: Trust = Trust.DECLARED) -> Key:
+    def of(cls, name: str, secret: str, trust: Trust = Trust.DECLARED, operator: bool = False) -> Key:
         """A key of these words."""
-        return cls(name, _digest(secret), trust)
+        return cls(name, _digest(secret), trust, operator)
 
 
 class Keys:
@@ -76,18 +84,21 @@ class Keys:
         """Whether clients need no key."""
         return not self._keys
 
-    def client(self, authorization: str | None) -> Client | None:
+    def client(self, authorization: str | None, local: bool = True) -> Client | None:
         """The sender of a request with this Authorization header; None: no key, or a wrong one.
 
         All keys are compared, each in constant time: how long it takes says nothing of them.
+
+        Args:
+            local: this machine's user sent it (`origins.is_local`). Without keys, others have the right `plain` only.
         """
         if self.anybody:
-            return Client(ANYBODY, self.keyless)
+            return Client(ANYBODY, self.keyless, operator=True) if local else Client(STRANGERS, Trust.PLAIN)
         scheme, _, secret = (authorization or "").partition(" ")
         digest, found = _digest(secret.strip() if scheme.lower() == "bearer" else ""), None
         for key in self._keys:
             if hmac.compare_digest(key.digest, digest):
-                found = Client(key.name, key.trust)
+                found = Client(key.name, key.trust, key.operator)
         return found
 
     def names(self) -> list[str]:
@@ -95,18 +106,19 @@ class Keys:
         return [key.name for key in self._keys]
 
 
-def read_keys(file: Path | None, allow_code_from: Iterable[str]) -> Keys:
+def read_keys(file: Path | None, allow_code_from: Iterable[str], operators: Iterable[str] = ()) -> Keys:
     """The keys of a file with lines ``name key [plain | declared]``; ``#`` begins a comment.
 
     Args:
         allow_code_from: names of keys that may send code. "anybody": all clients of a server without keys, which must then listen
             on this machine alone.
+        operators: names of keys of operators. Without keys, this machine's user is one.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: a line that is none, a name or key given twice, or a name without a key.
     """
-    allowed, keys = set(allow_code_from), list[Key]()
+    allowed, leading, keys = set(allow_code_from), set(operators), list[Key]()
     for number, line in enumerate(file.read_text().splitlines() if file else (), 1):
         words = line.partition("#")[0].split()
         if not words:
@@ -117,7 +129,7 @@ def read_keys(file: Path | None, allow_code_from: Iterable[str]) -> Keys:
         trust = Trust.of(words[2]) if len(words) == 3 else Trust.DECLARED
         if trust is Trust.CODE:
             raise ValueError(f"{where}: code is allowed by --allow-code-from {words[0]}, not in this file")
-        key = Key.of(words[0], words[1], Trust.CODE if words[0] in allowed else trust)
+        key = Key.of(words[0], words[1], Trust.CODE if words[0] in allowed else trust, words[0] in leading)
         if len(words[1]) < 8:
             raise ValueError(f"{where}: the key of {key.name} has fewer than 8 characters")
         if any(key.name == other.name or key.digest == other.digest for other in keys):
@@ -125,10 +137,13 @@ def read_keys(file: Path | None, allow_code_from: Iterable[str]) -> Keys:
         keys.append(key)
     if file is not None and not keys:
         raise ValueError(f"{file} has no keys")
-    unknown = allowed - {key.name for key in keys} - ({ANYBODY} if not keys else set())
-    if unknown:
-        known = ", ".join(key.name for key in keys) or f"{ANYBODY} (no keys were given)"
-        raise ValueError(f"--allow-code-from {', '.join(sorted(unknown))}: no such key; there is {known}")
+    for option, given, more in (
+        ("allow-code-from", allowed, {ANYBODY} if not keys else set()),
+        ("operator", leading, set()),
+    ):
+        if unknown := given - {key.name for key in keys} - more:
+            known = ", ".join(key.name for key in keys) or f"{ANYBODY} (no keys were given)"
+            raise ValueError(f"--{option} {', '.join(sorted(unknown))}: no such key; there is {known}")
     return Keys(keys, Trust.CODE if ANYBODY in allowed else Trust.DECLARED)
 
 
