@@ -32,13 +32,15 @@ SHIFTS = """(() => {
     })()"""
 # WCAG's contrast of each element's text with the nearest background behind it.
 CONTRASTS = """(() => {
-    const rgb = (color) => { const [r, g, b, a] = color.match(/[\\d.e-]+/g).map(Number), unit = color.startsWith('color(') ? 1 : 255;
+    const rgb = (color) => {
+        const [r, g, b, a] = color.match(/[\\d.e-]+/g).map(Number), unit = color.startsWith('color(') ? 1 : 255;
         return [r / unit, g / unit, b / unit, a ?? 1]; };
     const light = ([r, g, b]) => [r, g, b].map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
         .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
     const behind = (one) => { const found = rgb(getComputedStyle(one).backgroundColor);
         return found[3] > 0 ? found : behind(one.parentElement); };
-    return [...document.querySelectorAll('h1, h2, a, label, button, #busy, .text span, pre, .heat, th, #cell, #error')].map((one) => {
+    const texts = document.querySelectorAll('h1, h2, a, label, button, #busy, .text span, pre, .heat, th, #cell, #error');
+    return [...texts].map((one) => {
         const [low, high] = [light(behind(one)), light(rgb(getComputedStyle(one).color))].sort((a, b) => a - b);
         return [one.tagName + '#' + one.id, (high + 0.05) / (low + 0.05)]; }); })()"""
 
