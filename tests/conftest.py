@@ -127,6 +127,19 @@ def frozen() -> None:
     gc.freeze()
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many tests of the server's page ran: they need a browser, and a skipped one says why."""
+    found = {
+        kind: [one for one in terminalreporter.getreports(kind) if "test_server_page.py" in one.nodeid]
+        for kind in ("passed", "failed", "error", "skipped")
+    }
+    if any(found.values()):
+        skipped = found.pop("skipped")
+        terminalreporter.write_line(f"tests of the page: {sum(map(len, found.values()))} ran, {len(skipped)} skipped")
+        for one in skipped:
+            terminalreporter.write_line(f"  {one.nodeid}: {one.longrepr[2] if one.longrepr else ''}")
+
+
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # so that what libraries made is let go of as they expect it
 

@@ -19,6 +19,8 @@ import httpx
 
 import pymllm_interp
 
+SECONDS = 600
+"""How long what a server does may take, on a machine that is busy with other work."""
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w1{% endif %}"
 KEYS = {"plain": "plain-key-0000", "declared": "declared-key-0000", "other": "other-key-0000", "code": "code-key-0000"}
 KEY_FILE = f"""
@@ -40,7 +42,7 @@ class Server:
 
     def client(self, key: str | None = "code", **kwargs) -> httpx.Client:
         headers = {} if key is None else {"Authorization": f"Bearer {KEYS.get(key, key)}"}
-        return httpx.Client(base_url=self.url, timeout=60, headers=headers | kwargs.pop("headers", {}), **kwargs)
+        return httpx.Client(base_url=self.url, timeout=SECONDS, headers=headers | kwargs.pop("headers", {}), **kwargs)
 
     def engine_pid(self) -> int:
         """The server's one child."""
@@ -49,10 +51,10 @@ class Server:
         return int(found[0])
 
     def metric(self, name: str) -> float:
-        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        text = httpx.get(f"{self.url}/metrics", timeout=SECONDS).text
         return sum(float(value) for value in re.findall(rf"^pymllm_interp_{name}(?:{{.*}})? ([\d.e+-]+)$", text, re.M))
 
-    def wait_until_idle(self, seconds: float = 30) -> None:
+    def wait_until_idle(self, seconds: float = SECONDS) -> None:
         """No request runs, and all of the KV is free."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -62,18 +64,18 @@ class Server:
             time.sleep(0.05)
         raise AssertionError(httpx.get(f"{self.url}/metrics").text)
 
-    def wait_until_healthy(self, seconds: float = 90) -> None:
+    def wait_until_healthy(self, seconds: float = SECONDS) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             try:
-                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                if httpx.get(f"{self.url}/health", timeout=SECONDS).status_code == 200:
                     return
             except httpx.TransportError:
                 pass
             time.sleep(0.1)
         raise AssertionError("\n".join(self.log[-30:]))
 
-    def end(self, seconds: float = 30) -> int:
+    def end(self, seconds: float = SECONDS) -> int:
         """SIGTERM; the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -128,7 +130,7 @@ def serving(
     for stream, into in ((process.stdout, lines), (process.stderr, errors)):
         threading.Thread(target=_read, args=(stream, into, server.log), daemon=True).start()
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + SECONDS
         while not server.url:
             assert process.poll() is None and time.monotonic() < deadline, "\n".join(server.log)
             try:
@@ -141,7 +143,7 @@ def serving(
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(20)
+                process.wait(120)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -2,58 +2,201 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+
 import pytest
-from helpers_browser import CHROMIUM, browsing
+from helpers_browser import CHROMIUM, Page, browsing
 from helpers_server import KEYS, Server
 
 from pymllm_interp import LM, SamplingParams
 
+in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+PROMPT = "w3 w14 w15 w9"
+FILL = f"""(() => {{
+    const set = (id, value) => {{ const one = document.getElementById(id); one.value = value;
+        one.dispatchEvent(new Event('input')); one.dispatchEvent(new Event('change')); }};
+    set('key', '{KEYS["declared"]}'); set('prompt', '{PROMPT}'); set('towards', 'w1 w2'); set('away', 'w40 w50 w60');
+    set('max-tokens', 100); set('scale', 30); }})()"""
+OBSERVE = """(() => {
+    window.shown = { plain: [], steered: [] };
+    for (const id of ['plain', 'steered']) {
+        const text = document.getElementById(id);
+        new MutationObserver(() => { if (text.ariaBusy === 'true') shown[id].push(text.textContent); })
+            .observe(text, { childList: true, subtree: true, characterData: true });
+    } })()"""
+SHIFTS = """(() => {
+    const seen = new PerformanceObserver(() => {});
+    seen.observe({ type: 'layout-shift', buffered: true });
+    return seen.takeRecords().map((one) => one.sources.map(({ node }) => `${node?.nodeName}#${node?.id}`).join());
+    })()"""
+# WCAG's contrast of each element's text with the nearest background behind it.
+CONTRASTS = """(() => {
+    const rgb = (color) => {
+        const [r, g, b, a] = color.match(/[\\d.e-]+/g).map(Number), unit = color.startsWith('color(') ? 1 : 255;
+        return [r / unit, g / unit, b / unit, a ?? 1]; };
+    const light = ([r, g, b]) => [r, g, b].map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+    const behind = (one) => { const found = rgb(getComputedStyle(one).backgroundColor);
+        return found[3] > 0 ? found : behind(one.parentElement); };
+    const texts = document.querySelectorAll('h1, h2, a, label, button, #busy, .text span, pre, .heat, th, #cell, #error');
+    return [...texts].map((one) => {
+        const [low, high] = [light(behind(one)), light(rgb(getComputedStyle(one).color))].sort((a, b) => a - b);
+        return [one.tagName + '#' + one.id, (high + 0.05) / (low + 0.05)]; }); })()"""
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-def test_the_page_generates_plain_and_steered_text_and_shows_a_lens(server: Server, tmp_path):
-    with browsing(f"{server.url}/", tmp_path / "profile") as page:
-        page.wait_for("document.getElementById('busy').textContent.includes('tok/s')")
-        assert page.run("document.getElementById('key-field').hidden") is False
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with browsing(tmp_path_factory.mktemp("browser") / "profile") as page:
+        yield page
+
+
+@pytest.fixture
+def page(browser: Page, server: Server) -> Page:
+    """The page, loaded, of a server that is ready; the form is filled, and layers are known."""
+    browser.screen(1200, "light")
+    browser.open(f"{server.url}/")
+    browser.wait_for("document.body.dataset.state === 'ready'")
+    assert browser.run("document.getElementById('key').disabled") is False
+    browser.run(FILL)
+    browser.wait_for("document.getElementById('layer').max === '2'")
+    browser.run("document.getElementById('layer').value = 1")
+    return browser
+
+
+def done(button: str) -> str:
+    return f"document.getElementById('{button}').ariaDisabled === 'false'"
+
+
+def text_of(page: Page, name: str) -> str:
+    return page.run(f"document.getElementById('{name}').textContent")
+
+
+@in_browser
+def test_both_texts_stream_while_a_lens_is_awaited(page: Page, server: Server) -> None:
+    page.run(OBSERVE)
+    page.send("Fetch.enable", patterns=[{"urlPattern": "*/v1/interp/lens"}])
+    page.run("document.getElementById('lens').click()")
+    paused = page.event("Fetch.requestPaused")["requestId"]
+    page.run("document.getElementById('run').click()")
+    page.wait_for(done("run"))
+    with LM.connect(server.url, api_key=KEYS["code"]) as lm:
+        params = SamplingParams(temperature=0, repetition_penalty=1.1, max_tokens=100)
+        plain = PROMPT + lm.generate([PROMPT], params)[0].text
+        with lm.trace(PROMPT):
+            tops = lm.lm_head.output[0].argmax(-1).save()
+        words = [lm.tokenizer.decode([token]) for token in tops.tolist()]
+    assert text_of(page, "plain") == plain
+    steered = text_of(page, "steered")
+    assert steered.startswith(PROMPT) and steered != plain
+    assert "Steer at resid_post.1: 4 prompt rows, 99 generated" in text_of(page, "receipt")
+    for name, whole in (("plain", plain), ("steered", steered)):
+        parts = list(dict.fromkeys(page.run(f"shown.{name}")))
+        assert len(set(parts) - {PROMPT, whole}) > 1, parts  # it grew, and not in one step
+        assert parts == sorted(parts, key=len) and all(whole.startswith(part) for part in parts)
+    assert page.run("document.getElementById('lens-section').hidden")
+    page.send("Fetch.disable")  # lets it pass
+    assert paused
+    page.wait_for(done("lens"))
+    assert page.run("document.querySelectorAll('#heatmap td').length") == 12  # 3 layers of 4 tokens
+    top_row = "[...document.querySelectorAll('#heatmap tbody tr:first-child td')].map((cell) => cell.textContent)"
+    assert page.run(top_row) == words
+    assert text_of(page, "error") == ""
+    assert page.run(
+        "document.getElementById('chart').getContext('2d').getImageData(0, 0, 360, 56).data.some((v) => v > 0)"
+    )
+    assert page.run(SHIFTS) == []
+    assert page.problems == []
+
+
+@in_browser
+def test_the_lens_legend_has_the_colours_of_the_cells(page: Page) -> None:
+    page.run("document.getElementById('lens').click()")
+    page.wait_for(done("lens"))
+    legend, cells = (
         page.run(
-            f"""(() => {{
-            const set = (id, value) => {{ const one = document.getElementById(id); one.value = value;
-                one.dispatchEvent(new Event('input')); one.dispatchEvent(new Event('change')); }};
-            set('key', '{KEYS["declared"]}'); set('prompt', 'w3 w14 w15 w9'); set('towards', 'w1 w2'); set('away', 'w40 w50 w60');
-            set('max-tokens', 8); set('scale', 30); }})()"""
+            f"[...document.querySelectorAll('{where}')].map((one) => [one.{field}, getComputedStyle(one).backgroundColor])"
         )
-        page.wait_for("Number(document.getElementById('layer').max) === 2")
-        page.run("document.getElementById('layer').value = 1")
-        page.run("document.getElementById('run').click()")
-        page.wait_for("document.getElementById('receipt').textContent.includes('Steer at resid_post.1')")
-        page.wait_for("!document.getElementById('run').disabled")
-        plain, steered = (page.run(f"document.getElementById('{name}').textContent") for name in ("plain", "steered"))
-        with LM.connect(server.url, api_key=KEYS["declared"]) as lm:
-            params = SamplingParams(temperature=0, repetition_penalty=1.1, max_tokens=8)
-            assert plain == "w3 w14 w15 w9" + lm.generate(["w3 w14 w15 w9"], params)[0].text
-        assert steered.startswith("w3 w14 w15 w9") and steered != plain
-        page.run("document.getElementById('lens').click()")
-        page.wait_for("document.querySelectorAll('#heatmap td').length === 12")  # 3 layers of 4 tokens
-        words = page.run(
-            "[...document.querySelectorAll('#heatmap tbody tr:first-child td')].map((cell) => cell.textContent)"
-        )
-        with LM.connect(server.url, api_key=KEYS["code"]) as lm:
-            with lm.trace("w3 w14 w15 w9"):
-                tops = lm.lm_head.output[0].argmax(-1).save()
-            assert words == [lm.tokenizer.decode([token]) for token in tops.tolist()]
-        assert page.run("document.getElementById('error').textContent") == ""
-        assert page.run(
-            "document.getElementById('chart').getContext('2d').getImageData(0, 0, 360, 56).data.some((v) => v > 0)"
-        )
-        # Until the key is there, the page is told that it is needed: the browser notes these answers.
-        assert not [problem for problem in page.problems if "401" not in problem], page.problems
+        for where, field in (("#legend span", "textContent"), ("#heatmap td", "title"))
+    )
+    assert [text for text, _ in legend] == ["0 %", "25 %", "50 %", "75 %", "100 %"]
+    reds = [red_of(color) for _, color in legend]
+    assert reds == sorted(reds, reverse=True) and reds[0] - reds[-1] > 0.3
+    for title, color in cells:
+        percent = float(re.findall(r" ([\d.]+) %", title)[0])
+        assert red_of(color) == pytest.approx(reds[0] + (reds[-1] - reds[0]) * percent / 100, abs=0.01), title
+    assert "Probability of the token" in page.run("document.getElementById('lens-section').innerText")
+
+
+def red_of(color: str) -> float:
+    """Of a computed colour: `color(srgb 1 1 1)`."""
+    assert color.startswith("color(srgb "), color
+    return float(color.split()[1])
+
+
+@in_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1200, 375])
+def test_the_page_fits_and_is_readable(width: int, scheme: str, page: Page) -> None:
+    page.screen(width, scheme)
+    for button in ("run", "lens"):
+        page.run(f"document.getElementById('{button}').click()")
+        page.wait_for(done(button))
+    assert page.run("matchMedia('(prefers-color-scheme: dark)').matches") is (scheme == "dark")
+    assert page.run("[innerWidth, document.documentElement.scrollWidth <= innerWidth]") == [width, True]
+    contrasts = page.run(CONTRASTS)
+    assert len(contrasts) > 40 and not [found for found in contrasts if found[1] < 4.5]
+
+
+@in_browser
+def test_the_page_is_used_by_keyboard_alone(page: Page) -> None:
+    fields = "[...document.querySelectorAll('input, select, textarea')]"
+    assert page.run(f"{fields}.filter((one) => !one.labels.length).map((one) => one.id)") == []
+    order = []
+    while (focused := page.run("document.activeElement.id || document.activeElement.href")) != "lens":
+        page.press("Tab")
+        order.append(focused)
+    wanted = ["prompt", "kind", "layer", "scale", "max-tokens", "key", "towards", "away", "vector", "run"]
+    assert order[-len(wanted) :] == wanted
+    page.press("Enter")
+    page.wait_for(done("lens"))
+    assert page.run("document.activeElement.id") == "lens"  # a disabled button would have lost it
+    page.press("Tab")  # the first cell: the last layer's, of the first token
+    page.press("ArrowDown")
+    page.press("ArrowRight")
+    page.press("ArrowUp")
+    page.press("ArrowUp")  # there is nothing above
+    shown = text_of(page, "cell")
+    assert shown.startswith('Layer 2, after "w14"') and shown == page.run("document.activeElement.title")
+    assert page.run("document.querySelectorAll('#heatmap td[tabindex=\"0\"]').length") == 1
+
+
+@in_browser
+def test_a_key_that_is_not_known_is_said_once(browser: Page, server: Server) -> None:
+    browser.open(f"{server.url}/")
+    browser.wait_for("document.body.dataset.state === 'ready'")
+    browser.run("document.getElementById('key').value = 'wrong'")
+    browser.run("document.getElementById('key').dispatchEvent(new Event('change'))")
+    browser.wait_for("document.getElementById('error').textContent === 'the key is not known'")
+    chart = "history.length"
+    looked = browser.run(chart)
+    browser.wait_for(f"{chart} > {looked} + 1")
+    problems = [browser.problems.pop() for _ in range(len(browser.problems))]
+    assert len(problems) == 1 and "401" in problems[0]
 
 
 def test_the_page_needs_no_key_and_no_other_server(server: Server):
     with server.client(None) as client:
         index = client.get("/")
-        assert index.status_code == 200 and "default-src 'self'" in index.headers["content-security-policy"]
+        policy = index.headers["content-security-policy"]
+        assert index.status_code == 200 and "default-src 'self'" in policy and "unsafe" not in policy
         for name in ("app.js", "style.css"):
             found = client.get(f"/static/{name}")
             assert found.status_code == 200 and "http://" not in found.text and "https://" not in found.text
         assert client.get("/static/..%2fapp.py").status_code == 404
         assert client.get("/status").json()["model"]
+        for path in ("/favicon.ico", "/static/favicon.svg"):
+            icon = client.get(path)
+            assert icon.status_code == 200 and icon.headers["content-type"].startswith("image/svg+xml")
+            assert icon.content.startswith(b"<svg ") and len(icon.content) < 1000
+        assert 'rel="icon" href="/favicon.ico"' in index.text

@@ -25,9 +25,9 @@ DESCRIPTION = (
     "OpenAI's API, with vLLM's further fields. `interventions` and `capture` of a request edit and read its hidden states; "
     "docs/serving.md of the repository has examples."
 )
-SCRIPTS = {"app.js": "text/javascript", "style.css": "text/css"}
+SCRIPTS = {"app.js": "text/javascript", "style.css": "text/css", "favicon.svg": "image/svg+xml"}
 """Files of the page -> their types."""
-CONTENT_POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'"
+CONTENT_POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
 def create_app(state: ServerState) -> FastAPI:
@@ -94,6 +94,10 @@ def _add_pages(app: FastAPI, state: ServerState) -> None:
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
         return HTMLResponse(_file("index.html"), headers={"Content-Security-Policy": CONTENT_POLICY})
+
+    @app.get("/favicon.ico", include_in_schema=False)
+    async def icon() -> Response:
+        return await script("favicon.svg")
 
     @app.get("/static/{name}", include_in_schema=False)
     async def script(name: str) -> Response:

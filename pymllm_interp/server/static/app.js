@@ -1,6 +1,5 @@
 "use strict";
 const $ = (id) => document.getElementById(id);
-let capabilities = null;
 
 function headers() {
   const found = { "Content-Type": "application/json" };
@@ -14,14 +13,35 @@ async function call(path, body) {
   if (!response.ok) {
     let message = `${response.status}`;
     try { message = (await response.json()).error.message; } catch { /* no JSON */ }
-    throw new Error(message);
+    throw Object.assign(new Error(message), { status: response.status });
   }
   return response;
+}
+
+// What a button starts, once at a time. A button that is disabled would lose the keyboard's focus.
+async function once(button, work) {
+  if (button.getAttribute("aria-disabled") === "true") return;
+  button.setAttribute("aria-disabled", "true");
+  $("error").textContent = "";
+  try {
+    await work();
+  } catch (error) {
+    $("error").textContent = error.message;
+  } finally {
+    button.setAttribute("aria-disabled", "false");
+  }
 }
 
 // -- how busy the server is ---------------------------------------------------------------
 
 const history = [];
+
+async function watch() {
+  for (;;) {
+    await refresh();
+    await new Promise((resolve) => setTimeout(resolve, 1000));
+  }
+}
 
 async function refresh() {
   try {
@@ -32,13 +52,16 @@ async function refresh() {
       ? `${status.running} running, ${status.waiting} waiting · ${status.tokens_per_second} tok/s · KV ${used} % · ` +
         `${status.steps} steps, ${status.hooked_steps} with traces`
       : "the engine is starting";
-    $("key-field").hidden = !status.keys;
+    $("key").disabled = !status.keys;
+    if (status.keys) $("key").placeholder = "needed";
     history.push(status.tokens_per_second);
     if (history.length > 120) history.shift();
     draw();
-    if (status.ready && capabilities === null) await describe();
+    if (status.ready && (!status.keys || $("key").value)) await describe();
+    document.body.dataset.state = status.ready ? "ready" : "starting";
   } catch {
     $("busy").textContent = "no answer";
+    document.body.dataset.state = "no-answer";
   }
 }
 
@@ -53,17 +76,28 @@ function draw() {
   pen.stroke();
 }
 
+let describedFor = null; // the key that the server was asked with: once, unless it could not answer
+
 async function describe() {
+  const key = $("key").value;
+  if (key === describedFor) return;
+  describedFor = key;
   try {
-    capabilities = await (await call("/v1/interp/capabilities")).json();
-  } catch {
-    return; // a key is needed
+    const { num_layers: count } = await (await call("/v1/interp/capabilities")).json();
+    const stored = await (await call("/v1/interp/vectors")).json();
+    if (key !== describedFor) return; // of an earlier key
+    if (Number($("layer").max) !== count - 1) setLayers(count);
+    $("vectors").replaceChildren(...stored.vectors.map((vector) => new Option(vector.name)));
+  } catch (error) {
+    if (key !== describedFor) return;
+    if (error.status === 401 || error.status === 403) $("error").textContent = error.message;
+    else describedFor = null;
   }
-  $("layer").max = capabilities.num_layers - 1;
-  $("layer").value = Math.floor(capabilities.num_layers / 2);
-  $("layer-shown").textContent = $("layer").value;
-  const stored = await (await call("/v1/interp/vectors")).json();
-  $("vectors").replaceChildren(...stored.vectors.map((vector) => new Option(vector.name)));
+}
+
+function setLayers(count) {
+  $("layer").max = count - 1;
+  $("layer-shown").textContent = $("layer").value = Math.floor(count / 2);
 }
 
 // -- vectors --------------------------------------------------------------------------------
@@ -119,14 +153,14 @@ function show(id, prompt) {
   return (choice) => { after.textContent += choice.text; };
 }
 
-async function generate(event) {
-  event.preventDefault();
-  $("error").textContent = $("receipt").textContent = "";
-  $("run").disabled = true;
+async function generate() {
+  $("receipt").textContent = "";
+  const prompt = $("prompt").value, site = `${$("kind").value}.${$("layer").value}`;
+  const body = { prompt, max_tokens: Number($("max-tokens").value), temperature: 0, repetition_penalty: 1.1 };
+  const texts = [$("plain"), $("steered")];
+  const plain = show("plain", prompt), steered = show("steered", prompt);
+  texts.forEach((text) => text.setAttribute("aria-busy", "true")); // read aloud when it is whole
   try {
-    const prompt = $("prompt").value, site = `${$("kind").value}.${$("layer").value}`;
-    const body = { prompt, max_tokens: Number($("max-tokens").value), temperature: 0, repetition_penalty: 1.1 };
-    const plain = show("plain", prompt), steered = show("steered", prompt);
     const op = { op: "steer", site, vector: await direction(site), scale: Number($("scale").value) };
     await Promise.all([
       stream(body, plain),
@@ -135,10 +169,8 @@ async function generate(event) {
         if (choice.receipt) $("receipt").textContent = receipt(choice.receipt);
       }),
     ]);
-  } catch (error) {
-    $("error").textContent = error.message;
   } finally {
-    $("run").disabled = false;
+    texts.forEach((text) => text.setAttribute("aria-busy", "false"));
   }
 }
 
@@ -151,42 +183,64 @@ function receipt(found) {
 // -- logit lens ---------------------------------------------------------------------------------
 
 async function lens() {
-  $("error").textContent = "";
-  $("lens").disabled = true;
-  try {
-    const found = await (await call("/v1/interp/lens", { prompt: $("prompt").value, top: 3 })).json();
-    const head = document.createElement("tr");
-    head.append(cell("th", "layer"), ...found.tokens.map((token) => cell("th", token)));
-    const rows = found.layers.map((row, layer) => {
-      const line = document.createElement("tr");
-      line.append(cell("th", String(layer)), ...row.map((top) => {
-        const one = cell("td", top[0].token);
-        one.style.background = `rgb(40 103 178 / ${Math.round(90 * top[0].prob)}%)`;
-        one.title = top.map(({ token, prob }) => `${JSON.stringify(token)} ${(100 * prob).toFixed(1)} %`).join("\n");
-        return one;
-      }));
-      return line;
-    });
-    const body = document.createElement("tbody");
-    body.append(...rows.reverse());
-    $("heatmap").replaceChildren(head, body);
-    $("lens-section").hidden = false;
-  } catch (error) {
-    $("error").textContent = error.message;
-  } finally {
-    $("lens").disabled = false;
-  }
+  const found = await (await call("/v1/interp/lens", { prompt: $("prompt").value, top: 3 })).json();
+  const head = document.createElement("thead"), body = document.createElement("tbody");
+  head.append(line(cell("th", "layer"), found.tokens.map((token) => cell("th", token))));
+  body.append(...found.layers.map((row, layer) => line(cell("th", String(layer)), row.map((top, position) => {
+    const one = shaded(cell("td", top[0].token), top[0].prob), after = JSON.stringify(found.tokens[position]);
+    const tops = top.map(({ token, prob }) => `${JSON.stringify(token)} ${(100 * prob).toFixed(1)} %`);
+    one.title = `Layer ${layer}, after ${after}: ${tops.join(", ")}`;
+    one.tabIndex = -1;
+    return one;
+  }))).reverse());
+  body.rows[0].cells[1].tabIndex = 0;
+  $("heatmap").replaceChildren(head, body);
+  $("lens-section").hidden = false;
+}
+
+function line(first, others) {
+  const found = document.createElement("tr");
+  found.append(first, ...others);
+  return found;
 }
 
 function cell(kind, text) {
   const found = document.createElement(kind);
-  found.textContent = text.replace("\n", "⏎");
+  found.textContent = text.trim() ? text.replaceAll("\n", "⏎") : text.replaceAll("\n", "⏎").replaceAll(" ", "␣");
   return found;
 }
 
-$("form").addEventListener("submit", generate);
-$("lens").addEventListener("click", lens);
+function shaded(element, probability) {
+  element.classList.add("heat");
+  element.style.setProperty("--percent", 100 * probability);
+  return element;
+}
+
+$("legend").append(...[0, 0.25, 0.5, 0.75, 1].map((probability) => shaded(cell("span", `${100 * probability} %`), probability)));
+
+// One cell is in the order of Tab; the arrow keys move from there.
+const MOVES = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+
+function move(event) {
+  const from = event.target.closest("td"), step = MOVES[event.key];
+  if (!from || !step) return;
+  event.preventDefault();
+  const to = from.closest("tbody").rows[from.parentElement.sectionRowIndex + step[0]]?.cells[from.cellIndex + step[1]];
+  if (to?.tagName !== "TD") return;
+  from.tabIndex = -1;
+  to.tabIndex = 0;
+  to.focus();
+}
+
+function explain(event) {
+  const one = event.target.closest("td");
+  if (one) $("cell").textContent = one.title;
+}
+
+$("form").addEventListener("submit", (event) => { event.preventDefault(); once($("run"), generate); });
+$("lens").addEventListener("click", () => once($("lens"), lens));
+$("heatmap").addEventListener("keydown", move);
+for (const kind of ["focusin", "mouseover", "click"]) $("heatmap").addEventListener(kind, explain);
 $("layer").addEventListener("input", () => { $("layer-shown").textContent = $("layer").value; });
-$("key").addEventListener("change", () => { capabilities = null; refresh(); });
-refresh();
-setInterval(refresh, 1000);
+$("key").addEventListener("change", () => { $("error").textContent = ""; describe(); });
+watch();
