@@ -24,7 +24,7 @@ from .engine_client import Call, settings_of_limits
 from .errors import ApiError, api_error
 from .failures import failure_of
 from .gate_words import TRACE_PATH
-from .protocol import AbortRequest, LensRequest, TokenRequest
+from .protocol import AbortRequest, EmptyRequest, LensRequest, TokenRequest
 from .schema import plain
 from .state import ServerState, client_of, require
 from .trust import Client, Trust
@@ -69,7 +69,7 @@ def interp_routes(state: ServerState) -> APIRouter:
         return await state.stats() or {}
 
     @router.post("/v1/interp/reset_prefix_cache")
-    async def reset_prefix_cache(request: Request) -> dict[str, Any]:
+    async def reset_prefix_cache(request: Request, body: EmptyRequest | None = None) -> dict[str, Any]:
         """Forget the KV that the prefix cache keeps."""
         require(request, Trust.DECLARED)
         await state.engine.ask(m.ResetPrefixCache)
