@@ -102,7 +102,7 @@ NEUTRAL = [
 @pytest.mark.parametrize("body", [{}, {"messages": MESSAGES}], ids=["completion", "chat"])
 def test_all_neutral_values_pass_at_once(post, body):
     """Clients send whole sets of defaults."""
-    for fields in (dict(NEUTRAL), {name: None for name in REFUSED}):
+    for fields in (dict(NEUTRAL), dict.fromkeys(REFUSED)):
         response = post(**body, **fields, max_tokens=1)
         assert response.status_code == 200, response.text
 
@@ -134,13 +134,13 @@ def test_refusals_reach_the_client(post):
 
 def test_bookkeeping_has_the_types_of_openai(post):
     good = {
-        "store": False, "metadata": {"run": "7"}, "user": "ada", "service_tier": "auto", "safety_identifier": "a", "prompt_cache_key": "b",
-        "prompt_cache_retention": "24h",
+        "store": False, "metadata": {"run": "7"}, "user": "ada", "service_tier": "auto", "safety_identifier": "a",
+        "prompt_cache_key": "b", "prompt_cache_retention": "24h",
     }  # fmt: skip
     assert post(max_tokens=1, **good).status_code == 200
     bad = {
-        "store": "yes", "metadata": {"run": 7}, "user": 5, "service_tier": "best", "safety_identifier": [], "prompt_cache_key": {},
-        "prompt_cache_retention": "1h",
+        "store": "yes", "metadata": {"run": 7}, "user": 5, "service_tier": "best", "safety_identifier": [],
+        "prompt_cache_key": {}, "prompt_cache_retention": "1h",
     }  # fmt: skip
     for name, value in bad.items():
         assert name in message_of(post(max_tokens=1, **{name: value}))

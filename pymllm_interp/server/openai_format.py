@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import time
+from codecs import getincrementaldecoder
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from ..engine.detokenizer import Detokenizer
 from . import messages as m
 from .generation import Piece, Prompt
 from .state import ServerState
-from .token_text import token_bytes, token_word
+from .token_text import is_text, token_bytes, token_word
 from .trust import Client
 
 LOWEST = -9999.0
@@ -39,7 +40,7 @@ class Format:
         self.return_token_ids, self.logprobs, self._top, self.echo = return_token_ids, logprobs, top, echo
         self.chat = kind == "chatcmpl"
         self.created = int(time.time())
-        self._texts: dict[int, _Text] = {}
+        self._texts: dict[int, TextSoFar] = {}
 
     def envelope(self, choices: list[dict[str, Any]], chunk: bool) -> dict[str, Any]:
         """A response, or a chunk of a stream."""
@@ -116,7 +117,7 @@ class Format:
         if self.chat:
             return {"content": [self._chat_entry(t, e) for t, e in zip(ids, entries, strict=True) if e]}
         words = [self._word(token) for token in ids]
-        text = self._texts.setdefault(index, _Text(self._state.tokenizer, prompt.params.skip_special_tokens))
+        text = self._texts.setdefault(index, TextSoFar(self._state.tokenizer, prompt.params.skip_special_tokens))
         return {
             "tokens": words,
             "token_logprobs": [None if e is None else finite(e[t].logprob) for t, e in zip(ids, entries, strict=True)],
@@ -143,20 +144,27 @@ class Format:
         return "" if self._state.tokenizer is None else self._state.tokenizer.decode(prompt.token_ids)
 
 
-class _Text:
+class TextSoFar:
     """The text of a choice's tokens so far, which says where each token begins in it."""
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, skip_special_tokens)
         self._token_ids: list[int] = []
+        self._parts, self._held = getincrementaldecoder("utf-8")("replace"), 0
 
     def add(self, token: int) -> int:
-        """Take the next token; the number of characters before it, of which a part of one is none."""
+        """Take the next token; the number of characters before it. A character that has begun is not among them."""
         if self._detokenizer is None:
             return 0
-        start = len(self._detokenizer.text)
+        start = len(self._detokenizer.text) + self._held
         self._token_ids.append(token)
-        self._detokenizer.push(self._token_ids)
+        own = token_bytes(self._tokenizer, token)
+        if self._detokenizer.push(self._token_ids):
+            self._parts.reset()
+            self._held = 0
+        elif not is_text(own):  # the detokenizer holds parts of characters back, and what turned out to be none
+            self._held += len(self._parts.decode(own))
         return start
 
 

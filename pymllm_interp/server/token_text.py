@@ -31,13 +31,21 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
     return bytes(byte for byte in found if byte is not None) if None not in found else text.encode()
 
 
+def is_text(data: bytes) -> bool:
+    """Whether the bytes are whole characters."""
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def token_word(data: bytes, prefix: str = "") -> str:
     """A token's text; for a part of a character its bytes, as OpenAI writes them: `\\xf0\\x9f`.
 
     Args:
         prefix: before such bytes; completions have "bytes:".
     """
-    try:
+    if is_text(data):
         return data.decode()
-    except UnicodeDecodeError:
-        return prefix + "".join(chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in data)
+    return prefix + "".join(chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in data)
