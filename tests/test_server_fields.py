@@ -14,7 +14,7 @@ from openai import BadRequestError, OpenAI
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from pymllm_interp import SamplingParams
+from pymllm_interp import LM, SamplingParams
 from pymllm_interp.server.protocol import ChatRequest, CompletionRequest, StreamOptions
 from pymllm_interp.server.refused_fields import REFUSED
 
@@ -161,6 +161,26 @@ def test_a_route_without_fields_refuses_them(server):
         path = "/v1/interp/reset_prefix_cache"
         assert client.post(path).status_code == client.post(path, json={}).status_code == 200
         assert "reset_running_requests" in message_of(client.post(path, json={"reset_running_requests": True}))
+
+
+def test_token_sets_are_those_of_local_calls(server, post, lm_of):
+    fields = {"allowed_token_ids": [5, 6, 7], "bad_words": ["w5 w6"], "truncate_prompt_tokens": 2}
+    params = {"temperature": 1.0, "seed": 3, "max_tokens": 20, "n": 2, **fields}
+    (local,) = lm_of("llama").generate([PROMPT], SamplingParams(**params))
+    found = post(**params, return_token_ids=True, echo=True).json()
+    assert [choice["token_ids"] for choice in found["choices"]] == [one.token_ids for one in local.outputs]
+    assert found["usage"]["prompt_tokens"] == 2 and found["choices"][0]["prompt_token_ids"] == [15, 9]
+    assert found["choices"][0]["text"].startswith("w15w9w")
+    chat = post(messages=MESSAGES, **(params | {"truncate_prompt_tokens": 1})).json()
+    assert chat["usage"]["prompt_tokens"] == 1
+    with LM.connect(server.url, api_key=KEYS["declared"]) as lm:
+        (remote,) = lm.generate([PROMPT], SamplingParams(**params))
+    assert [one.token_ids for one in remote.outputs] == [one.token_ids for one in local.outputs]
+    assert remote.prompt_token_ids == local.prompt_token_ids == [15, 9]
+    assert "vocabulary ends at 96" in message_of(post(allowed_token_ids=[97]))
+    assert "at least one token id" in message_of(post(allowed_token_ids=[]))
+    assert "not only spaces" in message_of(post(bad_words=[" "]))
+    assert "truncate_prompt_tokens" in message_of(post(truncate_prompt_tokens=0))
 
 
 # -- the documented table ---------------------------------------------------------------------

@@ -14,8 +14,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from ..core.arguments import PromptError
-from ..engine.chat import render
+from ..core.sampling_params import SamplingParams
+from ..engine.chat import RenderedPrompt, render
 from ..engine.prompts import rendered
+from ..engine.request_limits import truncated
 from . import messages as m
 from .errors import ApiError, api_error
 from .failures import exception_of
@@ -116,7 +118,12 @@ async def _prompts(state: ServerState, body: GenerationRequest, max_tokens: int 
         raise ApiError(
             400, f"{len(found)} prompts with n={params.n}; at most {state.limits.max_prompts} (max_prompts)", "prompt"
         )
-    return [Prompt(one.text, one.token_ids, params) for one in found]
+    return [_prompt(state, one, params) for one in found]
+
+
+def _prompt(state: ServerState, read: RenderedPrompt, params: SamplingParams) -> Prompt:
+    ids = truncated(read.token_ids, params, state.info["limits"]["max_model_len"])
+    return Prompt(read.text if len(ids) == len(read.token_ids) else None, ids, params)
 
 
 def _texts(state: ServerState, body: CompletionRequest) -> list[Any]:

@@ -15,7 +15,7 @@ from .schema import CaptureField, InterventionField, Strict
 SAME_NAMES = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "stop",
     "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "prompt_logprobs", "include_stop_str_in_output",
-    "skip_special_tokens", "skip_reading_prefix_cache",
+    "skip_special_tokens", "skip_reading_prefix_cache", "allowed_token_ids", "bad_words", "truncate_prompt_tokens",
 )  # fmt: skip
 """Fields with the name that they have in SamplingParams."""
 
@@ -68,6 +68,9 @@ class GenerationRequest(Strict):
     ignore_eos: bool | None = None
     min_tokens: StrictInt | None = None
     stop_token_ids: list[StrictInt] | None = None
+    allowed_token_ids: list[StrictInt] | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: StrictInt | None = Field(None, description="keep the prompt's last tokens; -1: what fits")
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     skip_reading_prefix_cache: bool | None = None

@@ -72,6 +72,7 @@ REFUSED: dict[str, Refused] = {
     "stream_interval": Refused("a stream has an event for each token", (1,)),
     "structural_tag": Refused(unsupported.STRUCTURED),
     "thinking_token_budget": Refused(_REASONING, (-1,)),
+    "truncation_side": Refused("truncate_prompt_tokens keeps the last tokens", ("left",)),
     "use_beam_search": Refused(_BEAMS, (False,)),
     "vllm_xargs": Refused("there are no extensions of vLLM's", ({},)),
     "watermarking": Refused("texts are not watermarked", (False,)),
