@@ -648,3 +648,98 @@ def test_chunked_prompt_logprobs_equal_the_shifted_log_softmax(chunk):
 def test_logprobs_of_another_length_are_refused():
     with pytest.raises(ValueError, match=r"token_ids has shape \(2,\) and num 3 entries; logits has 3 rows"):
         gather_logprobs(torch.zeros(3, 5), torch.zeros(2, dtype=torch.int64), [1, 1, 1])
+
+
+# --- allowed tokens and bad words ---
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_only_allowed_tokens_are_sampled(device):
+    logits = random_logits(4, 50, seed=3).to(device)
+    requests = [
+        make_request(temperature=0, allowed_token_ids=[7, 3, 7]),
+        make_request(temperature=0),
+        make_request(seed=4, temperature=5.0, allowed_token_ids=[0, 49, 20, 21], top_k=3),
+        make_request(seed=9, temperature=1.0),
+    ]
+    free = sample(logits, [requests[1], make_request(seed=9, temperature=1.0)][:1] * 4)
+    found = sample(logits, requests)
+    assert found[0] == (7 if logits[0, 7] > logits[0, 3] else 3)
+    assert found[1] == free[1]
+    assert found[2] in (0, 49, 20, 21)
+    assert found[3] == sample(logits[3:], requests[3:])[0]
+
+
+def test_allowed_tokens_hold_whatever_bias_and_penalties_say():
+    logits = random_logits(1, 30)
+    request = make_request(
+        output=[4, 4, 5], temperature=0, allowed_token_ids=[4, 5], logit_bias={9: 1e9, 5: 1.0}, repetition_penalty=1.2,
+        presence_penalty=2,
+    )  # fmt: skip
+    assert sample(logits, [request])[0] in (4, 5)
+    with pytest.raises(ValueError, match="allowed_token_ids names a token outside 0 to 29"):
+        sample(logits, [make_request(allowed_token_ids=[30])])
+
+
+def test_allowed_tokens_leave_the_draw_to_the_seed():
+    """A row draws what it would draw if the others had no probability: the same noise, inverted over the same weights."""
+    logits = random_logits(1, 40, seed=8)
+    allowed = [1, 5, 9, 13, 30]
+    masked = torch.full_like(logits, -torch.inf)
+    masked[:, allowed] = logits[:, allowed]
+    for seed in range(20):
+        request = make_request(seed=seed, temperature=1.3)
+        assert sample(logits, [make_request(seed=seed, temperature=1.3, allowed_token_ids=allowed)]) == sample(
+            masked, [request]
+        )
+
+
+def test_a_bad_word_is_not_completed():
+    logits = torch.zeros(1, 20)
+    logits[0, 7], logits[0, 8] = 5.0, 4.0
+    words = ((7,), (3, 4, 8), (9, 8))
+
+    def next_token(output: list[int], words: tuple[tuple[int, ...], ...] = words) -> int:
+        request = make_request(output=output, temperature=0, bad_words=["x"])
+        request.bad_words = words
+        return sample(logits, [request])[0]
+
+    assert next_token([]) == 8
+    assert next_token([4]) == 8
+    assert next_token([3, 4]) == 0
+    assert next_token([3, 3, 4]) == 0
+    assert next_token([4, 3]) == 8
+    assert next_token([9]) == 0
+    assert next_token([9, 1]) == 8
+    assert next_token([], words[1:]) == 7
+
+
+def test_requests_without_token_sets_have_none_in_the_batch():
+    plain = [make_request(temperature=1.0), make_request(temperature=0)]
+    batch = SamplingBatch.from_requests(plain, 50, "cpu")
+    assert batch.allowed is None and batch.logit_bias is None
+    assert not plain[0].needs_tokens
+    single, double = make_request(bad_words=["a"]), make_request(bad_words=["a"])
+    single.bad_words, double.bad_words = ((3,),), ((3, 4),)
+    assert (single.needs_tokens, double.needs_tokens) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"allowed_token_ids": []}, "at least one token id"),
+        ({"allowed_token_ids": [1.5]}, "at least one token id"),
+        ({"allowed_token_ids": 3}, "at least one token id"),
+        ({"bad_words": "word"}, "a list of strings"),
+        ({"bad_words": [""]}, "not only spaces"),
+        ({"bad_words": ["  "]}, "not only spaces"),
+        ({"bad_words": ["a" * 257]}, "1 to 256 characters"),
+        ({"bad_words": ["a"] * 1025}, "at most 1024 words"),
+        ({"truncate_prompt_tokens": 0}, "-1, at least 1, or None"),
+        ({"truncate_prompt_tokens": -2}, "-1, at least 1, or None"),
+        ({"truncate_prompt_tokens": True}, "a whole number, or None"),
+    ],
+)
+def test_token_sets_that_cannot_be(params, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**params)

@@ -45,7 +45,7 @@ OF_REQUESTS = [
     ("V9", "inputs_embeds", torch.zeros(1), "multimodal inputs"),
     ("V10", "assistant_model", "tiny", "speculative decoding"),
     ("V14", "pooling_params", {}, "pooling and embedding"),
-    ("V21", "guided_decoding", {"json": {}}, "structured outputs.*logit_bias, or a trace"),
+    ("V21", "guided_decoding", {"json": {}}, "structured outputs.*allowed_token_ids or logit_bias, or a trace"),
     ("V21", "structured_outputs", {}, "structured outputs"),
     ("V22", "lora_request", "name", "LoRA adapters"),
 ]

@@ -54,6 +54,8 @@ class Request:
     """`time.monotonic()` at which the request ends with "timeout"."""
     eos_token_ids: frozenset[int] = frozenset()
     """Token ids that end the generation: the model's, unless `ignore_eos`, and the caller's."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token ids of `params.bad_words`."""
     trace: Any = None
     """Its trace (hooks.traces.trace.RequestTrace), or None."""
     declared: Any = None
@@ -189,9 +191,10 @@ class Request:
     def needs_tokens(self) -> bool:
         """Whether the next step cannot be prepared before the host has read this step's token.
 
-        Penalties count the token, and the requests of a gang are scheduled together while they have not finished.
+        Penalties count the token, bad words of several tokens compare it, and the requests of a gang are scheduled together
+        while they have not finished.
         """
-        return self.params.penalised or bool(self.gang)
+        return self.params.penalised or bool(self.gang) or any(len(word) > 1 for word in self.bad_words)
 
     def scheduled(self, num_tokens: int) -> ScheduledRequest:
         """The request's part of a step that computes its next `num_tokens` tokens."""
@@ -216,4 +219,5 @@ class Request:
             seed=self.seed,
             sample_index=self.sample_index,
             eos_token_ids=self.eos_token_ids,
+            bad_words=self.bad_words,
         )

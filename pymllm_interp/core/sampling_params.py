@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property, wraps
@@ -13,10 +14,11 @@ from ..core import unsupported
 from .arguments import check_names
 
 MAX_LOGPROBS = 64
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 1024, 256
 ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "eos_token_id": "stop_token_ids"}
 """transformers' names, which the `with` form of generate takes as they are -> ours."""
 _NO_BEAMS = "there is no beam search; n draws as many completions"
-_NO_BANS = "here it is logit_bias: {token_id: -1e4} keeps a token out"
+_BANS = "here it is bad_words, for words; logit_bias={token_id: -1e4} keeps a token out"
 ELSEWHERE = {
     **{alias: f"here it is {name}" for alias, name in ALIASES.items()},
     "max_completion_tokens": "here it is max_tokens",
@@ -26,7 +28,7 @@ ELSEWHERE = {
     "stop_strings": "here it is stop",
     "top_logprobs": "here it is logprobs",
     **dict.fromkeys(("num_beams", "use_beam_search", "best_of", "length_penalty", "early_stopping"), _NO_BEAMS),
-    **dict.fromkeys(("bad_words", "bad_words_ids", "suppress_tokens"), _NO_BANS),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens"), _BANS),
     **unsupported.OF_REQUESTS,
 }
 """What transformers', vLLM's and OpenAI's users write -> what to do."""
@@ -91,6 +93,12 @@ class SamplingParams:
     """The same for each prompt token."""
     logit_bias: dict[int, float] | None = None
     """Added to the logits of these tokens."""
+    allowed_token_ids: list[int] | tuple[int, ...] | None = None
+    """No other token is sampled."""
+    bad_words: list[str] | tuple[str, ...] | None = None
+    """Words that are not generated: the last token of each is not sampled after the others. With and without a space before."""
+    truncate_prompt_tokens: int | None = None
+    """Keep this many of the prompt's last tokens; -1 keeps what the context holds beside max_tokens."""
     include_stop_str_in_output: bool = False
     """Leave the stop string in the text."""
     skip_special_tokens: bool = True
@@ -105,7 +113,7 @@ class SamplingParams:
                 raise ValueError(f"SamplingParams({spec.name}={value}): a finite number is expected")
         for name in ("n", "top_k", "min_tokens"):
             self._check(name, _is_whole(getattr(self, name)), "a whole number")
-        for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
+        for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
             self._check(name, getattr(self, name) is None or _is_whole(getattr(self, name)), "a whole number, or None")
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
@@ -118,6 +126,7 @@ class SamplingParams:
             and all(_is_whole(token) and isinstance(bias, Real) for token, bias in self.logit_bias.items())
         )
         self._check("logit_bias", biases, "a dict from token id to number")
+        self._check_token_sets()
         self._check("n", self.n >= 1, "at least 1")
         self._check("temperature", self.temperature >= 0, "0 (greedy) or above")
         self._check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
@@ -139,6 +148,23 @@ class SamplingParams:
         if any(not text for text in self.stop_strings):
             raise ValueError("SamplingParams(stop=...): an empty stop string would end every generation at once")
 
+    def _check_token_sets(self) -> None:
+        allowed, words, kept = self.allowed_token_ids, self.bad_words, self.truncate_prompt_tokens
+        self._check(
+            "allowed_token_ids",
+            allowed is None or (_all(allowed, _is_whole) and len(allowed) > 0),
+            "at least one token id",
+        )
+        self._check("bad_words", words is None or _all(words, lambda word: isinstance(word, str)), "a list of strings")
+        if len(words or ()) > MAX_BAD_WORDS:
+            raise ValueError(f"SamplingParams(bad_words=...): at most {MAX_BAD_WORDS} words, got {len(words or ())}")
+        for word in words or ():
+            if not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
+                raise ValueError(
+                    f"SamplingParams(bad_words=[{word[:40]!r}]): expected 1 to {MAX_BAD_WORD_CHARS} characters, not only spaces"
+                )
+        self._check("truncate_prompt_tokens", kept is None or kept == -1 or kept >= 1, "-1, at least 1, or None")
+
     def _check(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
             raise ValueError(f"SamplingParams({name}={getattr(self, name)!r}): expected {expected}")
@@ -156,8 +182,13 @@ class SamplingParams:
     @cached_property
     def plain(self) -> bool:
         """Whether the most likely token is taken, and nothing else is asked for."""
-        changed = self.penalised or self.logit_bias or self.min_tokens > 0
+        changed = self.penalised or self.logit_bias or self.min_tokens > 0 or self.allowed_token_ids or self.bad_words
         return self.greedy and self.logprobs is None and not changed
+
+    @cached_property
+    def allowed(self) -> array[int]:
+        """`allowed_token_ids`, each once, as int64."""
+        return array("q", dict.fromkeys(self.allowed_token_ids or ()))
 
     @cached_property
     def penalised(self) -> bool:

@@ -32,6 +32,8 @@ class NewRequest:
     sample_index: int = 0
     """Index among the prompt's `n` completions."""
     eos_token_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token ids of `params.bad_words`."""
 
 
 class ScheduledRequest(NamedTuple):

@@ -27,7 +27,9 @@ POOLING = (
     "pooling and embedding tasks are not supported: capture hidden states with lm.generate(prompts, "
     "SamplingParams(max_tokens=0), capture=['final_norm']) and pool them"
 )
-STRUCTURED = "structured outputs are not supported: use logit_bias, or a trace that masks lm.logits"
+STRUCTURED = (
+    "structured outputs are not supported: use allowed_token_ids or logit_bias, or a trace that masks lm.logits"
+)
 MULTIMODAL = "multimodal inputs are not supported: the models here take text, or token ids"
 KV_QUANTISATION = "a quantised KV cache is not supported: kv_cache_dtype='bfloat16' takes half of float32"
 QUANTISATION = "quantised weights are not supported: bfloat16 is, and a .gguf file is dequantised"

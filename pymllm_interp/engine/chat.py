@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -77,6 +78,11 @@ def render(
         raise PromptError(
             f"{what} has tools, which the model's chat template does not mention: describe them in a message"
         )
+    for name in chat_template_kwargs or ():
+        if not re.search(rf"\b{re.escape(name)}\b", str(template)):
+            raise PromptError(
+                f"{what}: chat_template_kwargs names {name!r}, which the chat template does not mention: leave it out"
+            )
     for i, message in enumerate(messages):
         if not isinstance(message.get("content"), str | None) and not isinstance(message.get("content"), list):
             raise PromptError(f"{what}: the content of message {i} is a {type(message['content']).__name__}, not text")

@@ -60,15 +60,19 @@ class Completion:
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens) if tokenizer is not None else None
         self._emitted = self._emitted_chars = 0
 
-    def token_piece(self, token_id: int) -> StreamPiece | None:
-        """The text that a new token adds; None where it is held back. Text that may turn out a stop string is."""
+    def token_piece(self, token_id: int, hold: bool = True) -> StreamPiece | None:
+        """The text that a new token adds. A part of a character is held back, and what may turn out a stop string.
+
+        Args:
+            hold: None where all of the text is held back, so that the next piece has this token too; else a piece without text.
+        """
         self._token_ids.append(token_id)
         if self._detokenizer is None:
             return self._piece("", 0, None)
         self._detokenizer.push(self._token_ids)
         text = self._detokenizer.text
         end = len(text) - self._held_back(text)
-        return None if end <= self._emitted_chars else self._piece(text, end, None)
+        return None if hold and end <= self._emitted_chars else self._piece(text, end, None)
 
     def last_piece(self, finished: FinishedEvent) -> StreamPiece:
         """The rest of the text, with what belongs to the completion as a whole."""

@@ -30,13 +30,14 @@ from ..models.fingerprint import ServedWeights
 from ..runner.device_memory import free_bytes, long_pass_bytes
 from ..runner.interp_model_runner import InterpModelRunner
 from .alone import check_gang
+from .bad_words import bad_word_ids, check_allowed
 from .chat import RenderedPrompt
 from .detokenizer import StopStrings
 from .generation_defaults import IGNORED, GenerationDefaults
 from .pipe import GeneratedText
 from .prompt_batch import prompts_of, repeated
 from .prompts import params_for, rendered, warn_of_flat_list
-from .request_limits import max_tokens_of
+from .request_limits import max_tokens_of, truncated
 from .request_options import RequestOptions, check_trace_options, checked_salt, priorities_of
 
 FORWARD = SamplingParams(temperature=0.0, max_tokens=1)
@@ -172,6 +173,7 @@ class RequestFactory:
         for i, (prompt, param, what) in enumerate(zip(prompts, params, names, strict=True)):
             text, ids = self.tokens(prompt, what)
             param = param or self.defaults.fitting(self.limits.max_model_len - len(ids))
+            ids = truncated(ids, param, self.limits.max_model_len)
             if traces is not None and param.n > 1:
                 raise PromptError(
                     f"{what} asks for n={param.n}, but this model has edits, which follow one generation each"
@@ -206,6 +208,9 @@ class RequestFactory:
         Raises:
             PromptError: the request can never be served; the message names the limit and its setting.
         """
+        bad_words: tuple[tuple[int, ...], ...] = ()
+        if params.bad_words:
+            bad_words = bad_word_ids(self.tokenizer, params.bad_words, self.limits.vocab_size, what)
         max_tokens = max_tokens_of(self.limits, self.tokenizer, prompt_token_ids, params, what, forward_only)
         if timeout is not None and not timeout > 0:
             raise PromptError(f"timeout={timeout}: expected seconds above 0, or None")
@@ -214,6 +219,7 @@ class RequestFactory:
         stops = frozenset() if params.ignore_eos else self.defaults.eos_token_ids
         if params.stop_token_ids:
             stops |= frozenset(params.stop_token_ids)
+        check_allowed(params, bad_words, stops, what)
         requests: list[Request] = []
         for index in range(params.n):
             requests.append(
@@ -227,6 +233,7 @@ class RequestFactory:
                     deadline=None if timeout is None else time.monotonic() + timeout,
                     eos_token_ids=stops,
                     cache_owner=self.cache_owner,
+                    bad_words=bad_words,
                     forward_only=forward_only,
                     logprobs=None if params.logprobs is None else [],
                     prompt_logprobs=None if params.prompt_logprobs is None or index else [None],
@@ -461,6 +468,8 @@ class RequestFactory:
                     params = sampling[key] = defaults.of_trace(kwargs, lengths)
         if params.max_tokens == 0:
             raise PromptError(f"{what}: max_tokens=0 generates nothing: use `with lm.trace(prompt):`")
+        if params.truncate_prompt_tokens is not None:
+            raise PromptError(f"{what}: truncate_prompt_tokens is not for traces: cut the prompt before it is traced")
         if params.n > 1:
             raise PromptError(f"{what} asks for n={params.n}: a trace follows one generation; use one invoke for each")
         (request,) = self.requests(ids, params, what=what, timeout=timeout, forward_only=mode == "trace")

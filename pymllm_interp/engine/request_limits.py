@@ -45,10 +45,18 @@ def max_tokens_of(
         )
     if params.stop_strings and tokenizer is None:
         raise PromptError(f"{what}: stop strings need a tokenizer, and this model has none: use stop_token_ids")
-    for name, tokens in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids or ())):
-        for token in tokens:
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        for token in getattr(params, name) or ():
             if not 0 <= token < limits.vocab_size:
                 raise PromptError(
                     f"{what}: {name} names token id {token}, the vocabulary ends at {limits.vocab_size - 1}"
                 )
     return max_tokens
+
+
+def truncated(ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
+    """A prompt's token ids after `truncate_prompt_tokens`: its last ones."""
+    kept = params.truncate_prompt_tokens
+    if kept == -1:
+        kept = max(1, max_model_len - (params.max_tokens if params.max_tokens is not None else 1))
+    return ids if kept is None or len(ids) <= kept else ids[-kept:]

@@ -20,17 +20,18 @@ class RunningRequest:
     """A request in the table, as sampling reads it (`sampling.SamplingBatch`).
 
     Attributes:
-        request_id, row, prompt_len, params, seed, sample_index, eos_token_ids: see `NewRequest`.
+        request_id, row, prompt_len, params, seed, sample_index, eos_token_ids, bad_words: see `NewRequest`.
     """
 
     __slots__ = (
-        "_table", "eos_token_ids", "params", "prompt_len", "request_id", "row", "sample_index", "seed",
+        "_table", "bad_words", "eos_token_ids", "params", "prompt_len", "request_id", "row", "sample_index", "seed",
     )  # fmt: skip
 
     def __init__(self, new: NewRequest, table: RequestState) -> None:
         self.request_id, self.row, self.prompt_len = new.request_id, new.row, new.prompt_len
         self.params: SamplingParams = new.params
         self.seed, self.sample_index, self.eos_token_ids = new.seed, new.sample_index, new.eos_token_ids
+        self.bad_words = new.bad_words
         self._table = table
 
     @property

@@ -4,7 +4,8 @@
     output = sampler(logits, SamplingBatch.from_requests(requests, logits.shape[-1], logits.device))
     output.token_ids  # [rows] int32
 
-The order is vLLM's: raw log probabilities, logit bias and min_tokens, penalties, temperature, top_k, top_p, min_p, draw.
+The order is: raw log probabilities, logit bias, min_tokens and bad words, penalties, allowed tokens, temperature, top_k, top_p,
+min_p, draw.
 A row's token depends on its logits and its key (seed, sample index, generated index) alone.
 """
 
@@ -102,8 +103,8 @@ def sample_tokens(
 
 
 def _adjusted(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """The logits after bias, min_tokens and penalties: a float32 copy, or `logits` themselves where there are none."""
-    if batch.logit_bias is None and batch.penalties is None:
+    """The logits after bias, bans and penalties: a float32 copy, or `logits` themselves where there are none."""
+    if batch.logit_bias is None and batch.penalties is None and batch.allowed is None:
         return logits
     scores = logits.to(torch.float32, copy=True)
     if batch.logit_bias is not None:
@@ -111,6 +112,8 @@ def _adjusted(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         scores[rows, tokens] += values
     if batch.penalties is not None:
         batch.penalties.apply_(scores)
+    if batch.allowed is not None:
+        batch.allowed.apply_(scores)
     return scores
 
 

@@ -22,6 +22,19 @@ class LogitBias(NamedTuple):
     values: torch.Tensor  # [m] float32, -inf for tokens that may not be sampled yet
 
 
+class AllowedTokens(NamedTuple):
+    """The only tokens that `k` rows of a batch may sample."""
+
+    rows: torch.Tensor  # [k] int64
+    tokens: torch.Tensor  # [k, most] int64; shorter lists repeat their first token
+
+    def apply_(self, scores: torch.Tensor) -> None:
+        """Set all others in `scores` [batch, vocab] to -inf."""
+        some = scores.index_select(0, self.rows)
+        kept = torch.full_like(some, -torch.inf).scatter_(1, self.tokens, some.gather(1, self.tokens))
+        scores.index_copy_(0, self.rows, kept)
+
+
 @dataclass
 class SamplingBatch:
     """Sampling parameters by row, on the logits' device. A field is None where no row asks for it.
@@ -39,7 +52,8 @@ class SamplingBatch:
     top_ps:         torch.Tensor | None = None  # [rows] float32
     min_ps:         torch.Tensor | None = None  # [rows] float32
     filter_width:   int | None          = None  # filters.filter_width of top_ks and top_ps; None: the whole vocabulary
-    logit_bias:     LogitBias | None    = None  # with -inf for the tokens that min_tokens forbids
+    logit_bias:     LogitBias | None    = None  # with -inf for the tokens that min_tokens and bad_words forbid
+    allowed:        AllowedTokens | None = None
     penalties:      PenaltyBatch | None = None
     num_logprobs:   list[int | None]    = field(default_factory=list)  # by row; empty: none asks
     # fmt: on
@@ -64,6 +78,7 @@ class SamplingBatch:
         batch = cls(
             rows=len(requests),
             logit_bias=_logit_bias(requests, vocab_size, device),
+            allowed=_allowed(requests, vocab_size, device),
             penalties=PenaltyBatch.from_requests(requests, vocab_size, device),
         )
         if any(request.params.logprobs is not None for request in requests):
@@ -102,7 +117,9 @@ def _int64(seed: int) -> int:
 
 
 def _logit_bias(requests: Sequence[SamplingRequest], vocab_size: int, device: torch.device) -> LogitBias | None:
-    """The requests' `logit_bias`, and -inf for the end tokens of requests with fewer than `min_tokens` generated ones."""
+    """The requests' `logit_bias`, and -inf for the end tokens of requests with fewer than `min_tokens` generated ones, and for
+    tokens that would complete a bad word.
+    """
     rows, tokens, values = [], [], []
     for row, request in enumerate(requests):
         bias = dict(request.params.logit_bias or {})
@@ -115,6 +132,8 @@ def _logit_bias(requests: Sequence[SamplingRequest], vocab_size: int, device: to
         if request.num_generated < request.params.min_tokens:
             # An id past the logits cannot be sampled in any case.
             bias |= dict.fromkeys((t for t in request.eos_token_ids if 0 <= t < vocab_size), float("-inf"))
+        if request.bad_words:
+            bias |= dict.fromkeys(_completing(request), float("-inf"))
         rows += [row] * len(bias)
         tokens += bias.keys()
         values += bias.values()
@@ -122,3 +141,28 @@ def _logit_bias(requests: Sequence[SamplingRequest], vocab_size: int, device: to
         return None
     places, biases = upload(device, torch.tensor([rows, tokens]), torch.tensor(values, dtype=torch.float32))
     return LogitBias(places[0], places[1], biases)
+
+
+def _completing(request: SamplingRequest) -> set[int]:
+    """Tokens that would complete one of the request's bad words."""
+    longest = max(len(word) for word in request.bad_words)
+    last = list(request.output_token_ids[-(longest - 1) :]) if longest > 1 else []
+    return {word[-1] for word in request.bad_words if list(word[:-1]) == last[len(last) - len(word) + 1 :]}
+
+
+def _allowed(requests: Sequence[SamplingRequest], vocab_size: int, device: torch.device) -> AllowedTokens | None:
+    """The requests' `allowed_token_ids`; None where no request has any."""
+    params = [(row, request.params) for row, request in enumerate(requests)]
+    found = [(row, torch.frombuffer(p.allowed, dtype=torch.int64)) for row, p in params if p.allowed_token_ids]
+    if not found:
+        return None
+    for row, tokens in found:
+        if not 0 <= tokens.min() <= tokens.max() < vocab_size:
+            raise ValueError(
+                f"request {requests[row].request_id!r}: allowed_token_ids names a token outside 0 to {vocab_size - 1}, the "
+                "vocabulary of the logits"
+            )
+    most = max(len(tokens) for _, tokens in found)
+    padded = torch.stack([torch.cat([tokens, tokens[:1].expand(most - len(tokens))]) for _, tokens in found])
+    rows, tokens = upload(device, torch.tensor([row for row, _ in found]), padded)
+    return AllowedTokens(rows, tokens)

@@ -41,11 +41,16 @@ class SamplingRequest(Protocol):
         ...
 
     @property
+    def bad_words(self) -> Sequence[Sequence[int]]:
+        """Sequences of token ids that are not generated."""
+        ...
+
+    @property
     def prompt_token_ids(self) -> Sequence[int]:
         """Read for the repetition penalty alone."""
         ...
 
     @property
     def output_token_ids(self) -> Sequence[int]:
-        """Read for penalties alone; all generated tokens then."""
+        """Read for penalties and bad words of several tokens alone; all generated tokens then."""
         ...

@@ -90,22 +90,18 @@ class Generation:
         return cls(engine, tokenizer, prompts, call)
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """New text, as it comes; the last piece of each completion has its end.
+        """A piece for each token of a stream, which may have no text yet; the last piece of each completion has its end.
 
         Raises:
             Exception: the engine process ended, or the client reads too slowly.
         """
-        waiting: dict[int, list[dict[int, Logprob]]] = {}
         while self._left:
             message = await self._call.next()
             if isinstance(message, m.Token):
-                logprobs = waiting.setdefault(message.request, [])
-                if message.logprobs is not None:
-                    logprobs.append(_logprobs(message.logprobs))
-                piece = self._completions[message.request].token_piece(message.token_id)
-                if piece is not None:
-                    yield self._piece(message.request, piece, logprobs)
-                    waiting[message.request] = []
+                piece = self._completions[message.request].token_piece(message.token_id, hold=False)
+                assert piece is not None
+                logprobs = [] if message.logprobs is None else [_logprobs(message.logprobs)]
+                yield self._piece(message.request, piece, logprobs)
             elif isinstance(message, m.Finished):
                 self._left -= 1
                 known = self._completions[message.request]._emitted

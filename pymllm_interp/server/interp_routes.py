@@ -25,7 +25,7 @@ from .errors import ApiError, api_error
 from .failures import failure_of
 from .frames import frame_start, framed
 from .gate_words import TRACE_PATH
-from .protocol import AbortRequest, LensRequest, TokenRequest
+from .protocol import AbortRequest, EmptyRequest, LensRequest, TokenRequest
 from .state import ServerState, check_priority, client_of, require, require_operator
 from .trust import Client, Trust
 
@@ -69,7 +69,7 @@ def interp_routes(state: ServerState) -> APIRouter:
         return await state.stats() or {}
 
     @router.post("/v1/interp/reset_prefix_cache")
-    async def reset_prefix_cache(request: Request) -> dict[str, Any]:
+    async def reset_prefix_cache(request: Request, body: EmptyRequest | None = None) -> dict[str, Any]:
         """Forget the KV that the prefix cache keeps, of all clients: for operators."""
         require_operator(request)
         await state.engine.ask(m.ResetPrefixCache)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import base64
 import time
+from codecs import getincrementaldecoder
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core.output import Logprob
+from ..engine.detokenizer import Detokenizer
 from . import messages as m
 from .generation import Piece, Prompt
 from .state import ServerState
+from .token_text import is_text, token_bytes, token_word
 from .trust import Client
 
 LOWEST = -9999.0
@@ -37,7 +40,7 @@ class Format:
         self.return_token_ids, self.logprobs, self._top, self.echo = return_token_ids, logprobs, top, echo
         self.chat = kind == "chatcmpl"
         self.created = int(time.time())
-        self._offsets: dict[int, int] = {}
+        self._texts: dict[int, TextSoFar] = {}
 
     def envelope(self, choices: list[dict[str, Any]], chunk: bool) -> dict[str, Any]:
         """A response, or a chunk of a stream."""
@@ -100,10 +103,7 @@ class Format:
         read = sum(len(prompt.token_ids) for prompt in prompts)
         made = sum(len(end.token_ids) for end in ends.values())
         cached = sum(end.num_cached_tokens for (_, sample), end in ends.items() if sample == 0)
-        return {
-            "prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }  # fmt: skip
+        return usage_of(read, made) | {"prompt_tokens_details": {"cached_tokens": cached}}
 
     # -- log probabilities ------------------------------------------------------------------
 
@@ -117,17 +117,14 @@ class Format:
         if self.chat:
             return {"content": [self._chat_entry(t, e) for t, e in zip(ids, entries, strict=True) if e]}
         words = [self._word(token) for token in ids]
-        offsets = []
-        for word in words:
-            offsets.append(self._offsets.get(index, 0))
-            self._offsets[index] = offsets[-1] + len(word)
+        text = self._texts.setdefault(index, TextSoFar(self._state.tokenizer, prompt.params.skip_special_tokens))
         return {
             "tokens": words,
             "token_logprobs": [None if e is None else finite(e[t].logprob) for t, e in zip(ids, entries, strict=True)],
             "top_logprobs": [
                 None if e is None else {self._word(t): finite(v.logprob) for t, v in e.items()} for e in entries
             ],
-            "text_offset": offsets,
+            "text_offset": [text.add(token) for token in ids],
         }
 
     def _chat_entry(self, token: int, entry: Mapping[int, Logprob]) -> dict[str, Any]:
@@ -135,17 +132,45 @@ class Format:
         return self._chat_token(token, entry[token]) | {"top_logprobs": [self._chat_token(*one) for one in top]}
 
     def _chat_token(self, token: int, value: Logprob) -> dict[str, Any]:
-        word = self._word(token)
-        return {"token": word, "logprob": finite(value.logprob), "bytes": list(word.encode())}
+        own = token_bytes(self._state.tokenizer, token)
+        return {"token": token_word(own), "logprob": finite(value.logprob), "bytes": list(own)}
 
     def _word(self, token: int) -> str:
-        tokenizer = self._state.tokenizer
-        return str(token) if tokenizer is None else tokenizer.decode([token])
+        return token_word(token_bytes(self._state.tokenizer, token), "" if self.chat else "bytes:")
 
     def _text_of(self, prompt: Prompt) -> str:
         if prompt.text is not None:
             return prompt.text
         return "" if self._state.tokenizer is None else self._state.tokenizer.decode(prompt.token_ids)
+
+
+class TextSoFar:
+    """The text of a choice's tokens so far, which says where each token begins in it."""
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, skip_special_tokens)
+        self._token_ids: list[int] = []
+        self._parts, self._held = getincrementaldecoder("utf-8")("replace"), 0
+
+    def add(self, token: int) -> int:
+        """Take the next token; the number of characters before it. A character that has begun is not among them."""
+        if self._detokenizer is None:
+            return 0
+        start = len(self._detokenizer.text) + self._held
+        self._token_ids.append(token)
+        own = token_bytes(self._tokenizer, token)
+        if self._detokenizer.push(self._token_ids):
+            self._parts.reset()
+            self._held = 0
+        elif not is_text(own):  # the detokenizer holds parts of characters back, and what turned out to be none
+            self._held += len(self._parts.decode(own))
+        return start
+
+
+def usage_of(read: int, made: int) -> dict[str, Any]:
+    """Counts of tokens of prompts, and of completions."""
+    return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
 
 
 def finite(value: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
@@ -13,12 +14,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from ..core.arguments import PromptError
+from ..core.sampling_params import SamplingParams
 from ..engine.chat import RenderedPrompt, render, tokenized
+from ..engine.request_limits import truncated
 from . import messages as m
 from .errors import ApiError, api_error
 from .failures import EngineError
 from .generation import Generation, Piece, Prompt
-from .openai_format import Format
+from .openai_format import Format, usage_of
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
 from .state import ServerState, check_priority, require
 from .trust import Client, Trust
@@ -113,7 +116,12 @@ async def _prompts(state: ServerState, body: GenerationRequest, max_tokens: int 
         raise ApiError(
             400, f"{len(found)} prompts with n={params.n}; at most {state.limits.max_prompts} (max_prompts)", "prompt"
         )
-    return [Prompt(one.text, one.token_ids, params) for one in found]
+    return [_prompt(state, one, params) for one in found]
+
+
+def _prompt(state: ServerState, read: RenderedPrompt, params: SamplingParams) -> Prompt:
+    ids = truncated(read.token_ids, params, state.info["limits"]["max_model_len"])
+    return Prompt(read.text if len(ids) == len(read.token_ids) else None, ids, params)
 
 
 def _texts(state: ServerState, body: CompletionRequest) -> list[Any]:
@@ -201,6 +209,7 @@ class _Work:
         self._started = request.state.started
         self._n = prompts[0].params.n if prompts else 1
         self._ends: dict[tuple[int, int], m.Finished] = {}
+        self._made: Counter[int] = Counter()
 
     async def _start(self, stream: bool) -> Generation:
         body, prompts = self._body, self._prompts
@@ -257,8 +266,6 @@ class _Work:
 
     async def stream(self) -> AsyncIterator[bytes]:
         """The server-sent events of a stream. The first one comes when the request is accepted."""
-        options = self._body.stream_options
-        usage = options is not None and options.include_usage
         with ExitStack() as stack:
             stack.enter_context(self._state.admitted(self._client, len(self._prompts) * self._n))
             generation = await self._start(stream=True)
@@ -267,7 +274,7 @@ class _Work:
             if self._format.chat:
                 for index in range(self._n):
                     empty = Piece(0, index, "", [], [])
-                    yield self._event(self._format.envelope([self._choice(empty, True, True)], chunk=True), usage)
+                    yield self._event(empty, first=True)
                     begun.add(index)
             else:
                 yield b": accepted\n\n"
@@ -280,24 +287,32 @@ class _Work:
                         self._notes["first_token_ms"] = round(1000 * seconds, 2)
                     self._take_end(piece)
                     index = self._index(piece)
-                    choice = self._choice(piece, index not in begun, chunk=True)
+                    yield self._event(piece, first=index not in begun)
                     begun.add(index)
-                    yield self._event(self._format.envelope([choice], chunk=True), usage)
-                if usage:
+                if self._body.stream_options is not None and self._body.stream_options.usage:
                     last = self._format.envelope([], chunk=True)
-                    yield self._event(last | {"usage": self._format.usage(self._prompts, self._ends)}, False)
+                    yield _data(last | {"usage": self._format.usage(self._prompts, self._ends)})
             except Exception as error:
-                yield b"data: " + json.dumps(api_error(error, refused=False).body()).encode() + b"\n\n"
+                yield _data(api_error(error, refused=False).body())
             yield b"data: [DONE]\n\n"
 
-    def _event(self, chunk: dict[str, Any], usage: bool) -> bytes:
-        """An event. With include_usage, all but the last have a usage of null."""
-        if usage:
-            chunk["usage"] = None
-        return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+    def _event(self, piece: Piece, first: bool) -> bytes:
+        """A piece's event. With include_usage its usage is null, or with continuous_usage_stats that of its choice so far."""
+        index, options = self._index(piece), self._body.stream_options
+        chunk = self._format.envelope([self._choice(piece, first, chunk=True)], chunk=True)
+        self._made[index] += len(piece.token_ids)
+        if options is not None and options.usage:
+            read = len(self._prompts[piece.prompt].token_ids)
+            chunk["usage"] = usage_of(read, self._made[index]) if options.continuous_usage_stats else None
+        return _data(chunk)
 
     def _closed(self, generation: Generation) -> None:
         self._notes["generated_tokens"] = sum(len(end.token_ids) for end in self._ends.values())
         if generation.unfinished:
             self._state.metrics.totals["disconnects"] += 1
         generation.close()
+
+
+def _data(value: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"

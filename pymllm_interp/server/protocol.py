@@ -5,27 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, WithJsonSchema, model_validator
 
-from ..core import unsupported
 from ..core.arguments import PromptError
 from ..core.sampling_params import SamplingParams
+from .refused_fields import without_neutral
 
 SAME_NAMES = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "stop",
     "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "prompt_logprobs", "include_stop_str_in_output",
-    "skip_special_tokens", "skip_reading_prefix_cache",
+    "skip_special_tokens", "skip_reading_prefix_cache", "allowed_token_ids", "bad_words", "truncate_prompt_tokens",
 )  # fmt: skip
 """Fields with the name that they have in SamplingParams."""
-ELSEWHERE: dict[str, str] = {
-    **unsupported.OF_REQUESTS,
-    "best_of": "there is no best_of: n draws as many completions",
-    "suffix": "suffix is not supported: the models here continue a prompt",
-    "functions": "functions is OpenAI's old name: use tools",
-    "guided_json": unsupported.STRUCTURED,
-    "use_beam_search": "there is no beam search; n draws as many completions",
-}
-"""Fields of other servers -> what serves here."""
+
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+"""OpenAI's: up to 16 pairs of strings."""
 
 
 COMPONENT = "x-component"
@@ -44,8 +40,22 @@ class Strict(BaseModel):
 class StreamOptions(Strict):
     """What else a stream has."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = Field(None, description="a last chunk with the usage of the whole request")
+    continuous_usage_stats: bool | None = Field(
+        None, description="the usage so far in each chunk, as vLLM sends it; includes include_usage"
+    )
+    include_obfuscation: Literal[False] | None = Field(None, description="of OpenAI's: events are not padded here")
+
+    @model_validator(mode="after")
+    def _check(self) -> StreamOptions:
+        if self.continuous_usage_stats and self.include_usage is False:
+            raise ValueError("continuous_usage_stats needs include_usage: leave it out, or set it to true")
+        return self
+
+    @property
+    def usage(self) -> bool:
+        """Whether the stream ends with the usage."""
+        return bool(self.include_usage or self.continuous_usage_stats)
 
 
 class GenerationRequest(Strict):
@@ -63,7 +73,6 @@ class GenerationRequest(Strict):
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: Any = None
 
     top_k: StrictInt | None = None
     min_p: float | None = None
@@ -71,6 +80,9 @@ class GenerationRequest(Strict):
     ignore_eos: bool | None = None
     min_tokens: StrictInt | None = None
     stop_token_ids: list[StrictInt] | None = None
+    allowed_token_ids: list[StrictInt] | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: StrictInt | None = Field(None, description="keep the prompt's last tokens; -1: what fits")
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     skip_reading_prefix_cache: bool | None = None
@@ -90,20 +102,25 @@ class GenerationRequest(Strict):
     )
 
     # Accepted, and without effect: OpenAI's bookkeeping.
-    store: Any = None
-    metadata: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
+    user: str | None = None
+    store: StrictBool | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _known(cls, given: Any) -> Any:
         """Say what serves in the place of fields of other servers."""
-        for name in given if isinstance(given, Mapping) else ():
-            if name not in cls.model_fields and name in ELSEWHERE:
-                raise ValueError(f"{name}: {ELSEWHERE[name]}")
-        return given
+        return without_neutral(given, cls.model_fields) if isinstance(given, Mapping) else given
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream=true")
+        return self
 
     @property
     def hooked(self) -> bool:
@@ -192,8 +209,9 @@ class ChatRequest(GenerationRequest):
     top_logprobs: StrictInt | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: Any = None
-    response_format: dict[str, Any] | None = None
+    parallel_tool_calls: Literal[True] | None = Field(
+        None, description="the model writes as many tool calls as it does"
+    )
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -202,8 +220,6 @@ class ChatRequest(GenerationRequest):
     def _check(self) -> ChatRequest:
         if self.max_completion_tokens is not None:
             self.max_tokens = self.max_completion_tokens
-        if self.response_format not in (None, {"type": "text"}):
-            raise ValueError(f"response_format: {unsupported.STRUCTURED}")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
         return self
@@ -244,6 +260,10 @@ class LensRequest(Strict):
 
     prompt: str | list[StrictInt]
     top: StrictInt = Field(3, ge=1, le=20, description="tokens of each layer and position")
+
+
+class EmptyRequest(Strict):
+    """The body of a route that takes no fields."""
 
 
 class AbortRequest(Strict):

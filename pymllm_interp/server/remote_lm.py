@@ -25,6 +25,7 @@ from ..engine.handle import RequestHandle
 from ..engine.lm import LM
 from ..engine.prompts import params_for, warn_of_flat_list
 from ..engine.request_factory import RequestFactory
+from ..engine.request_limits import truncated
 from ..engine.request_options import RequestOptions, checked_salt, priorities_of
 from ..hooks.declared import captures_for_each_prompt, for_each_prompt
 from ..hooks.traces.envoy import TracedModel
@@ -163,9 +164,10 @@ class RemoteLM(LM):
         subscribers: list[tuple[str, RequestHandle]] = []
         for i, one in enumerate(read):
             own = SamplingParams(**_params_of(accepted["params"][i]))
+            ids = truncated(one.token_ids, own, self._factory.limits.max_model_len)
             requests = [
                 Request(
-                    f"{frames.call}-{i}-{j}", one.token_ids, own, accepted["max_tokens"][i], own.seed or 0, j,
+                    f"{frames.call}-{i}-{j}", ids, own, accepted["max_tokens"][i], own.seed or 0, j,
                     stream=streaming, logprobs=None if own.logprobs is None else [],
                 )
                 for j in range(own.n)

@@ -1,0 +1,61 @@
+"""`SamplingParams.bad_words` as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+from ..core.arguments import PromptError
+from ..core.sampling_params import SamplingParams
+
+
+def bad_word_ids(tokenizer: Any, words: Sequence[str], vocab_size: int, what: str) -> tuple[tuple[int, ...], ...]:
+    """The token ids of words, without and with a space before them, as in vLLM.
+
+    The form with a space counts where it is as many tokens, and begins with another one.
+
+    Args:
+        what: names the prompt in messages.
+
+    Raises:
+        PromptError: no tokenizer, or a word that has no tokens, or some outside the vocabulary.
+    """
+    if tokenizer is None:
+        raise PromptError(f"{what}: bad_words needs a tokenizer, and this model has none: use allowed_token_ids")
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        plain, spaced = (
+            tuple(tokenizer(before + word.lstrip(), add_special_tokens=False)["input_ids"]) for before in ("", " ")
+        )
+        if not plain or max(plain) >= vocab_size:
+            raise PromptError(
+                f"{what}: bad_words has {word!r}, whose tokens are {list(plain)}; the vocabulary ends at {vocab_size - 1}"
+            )
+        found[plain] = None
+        if len(spaced) == len(plain) and spaced[0] != plain[0] and max(spaced) < vocab_size:
+            found[spaced] = None
+    return tuple(found)
+
+
+def check_allowed(
+    params: SamplingParams, bad_words: Sequence[Sequence[int]], ends: AbstractSet[int], what: str
+) -> None:
+    """Check that `allowed_token_ids` leaves a token to sample at the first step.
+
+    Args:
+        ends: tokens that end the generation, which `min_tokens` forbids.
+
+    Raises:
+        PromptError: it leaves none.
+    """
+    if params.allowed_token_ids is None:
+        return
+    banned = {word[0] for word in bad_words if len(word) == 1}
+    if params.min_tokens > 0:
+        banned |= ends
+    if banned.issuperset(params.allowed_token_ids):
+        raise PromptError(
+            f"{what}: allowed_token_ids leaves no token: bad_words, or min_tokens={params.min_tokens} (which forbids the tokens "
+            "that end the generation), forbid all of them"
+        )
