@@ -57,7 +57,8 @@ class ServedModel(TraceCalls, ForwardCalls, TokenCalls):  # pyright: ignore[repo
         """Makes the requests of one owner, with the owner's named vectors."""
         if owner not in self._factories:
             seed = self.runner.model_config.seed
-            self._factories[owner] = RequestFactory(self.runner, self.tokenizer, self._defaults, seed)
+            made = RequestFactory(self.runner, self.tokenizer, self._defaults, seed)
+            return self._factories.setdefault(owner, made)  # another thread may have made one
         return self._factories[owner]
 
     def of(self, owner: str, edits: list[Any]) -> ServedModel:
