@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+SHOWN = 200
+"""Characters of a value in a message."""
+
 
 class PromptError(ValueError):
     """A prompt, or a parameter beside it, that cannot be served."""
@@ -23,17 +26,39 @@ def check_names(who: str, given: Iterable[str], known: Sequence[str], elsewhere:
     """
     for name in given:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
+            near = get_close_matches(name[:SHOWN], known, n=1)
             hint = elsewhere.get(name) or (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}")
-            raise TypeError(f"{who}() has no argument {name!r}: {hint}")
+            raise TypeError(f"{who}() has no argument {shown(name)}: {hint}")
 
 
 def shown(value: Any) -> str:
-    """`value` as messages show it: tensors and arrays by shape and dtype, all else by its repr, cut at 200 characters."""
+    """`value` as messages show it: tensors and arrays by shape and dtype, all else by its repr, cut at 200 characters.
+
+    Of a long value only the beginning is read.
+    """
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{type(value).__name__}(shape={list(value.shape)}, dtype={value.dtype})"
     if isinstance(value, list | tuple) and any(hasattr(item, "dtype") for item in value[:3]):
         rest = ", ..." if len(value) > 3 else ""
         return f"[{', '.join(map(shown, value[:3]))}{rest}]"
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    text = repr(_beginning(value, [SHOWN]))
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def _beginning(value: Any, room: list[int]) -> Any:
+    """A value with as much of its strings and containers as a message shows.
+
+    Args:
+        room: how many more containers and items are read.
+    """
+    if isinstance(value, str | bytes):
+        return value[: SHOWN + 1] if len(value) > SHOWN else value
+    if type(value) not in (list, tuple, dict):
+        return value
+    items = []
+    for item in value.items() if isinstance(value, dict) else value:
+        room[0] -= 1
+        if room[0] < 0:
+            break
+        items.append(_beginning(item, room))
+    return type(value)(items)

@@ -1,8 +1,23 @@
-"""What an engine can take."""
+"""What an engine and a request can take."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+MAX_POSITION = (1 << 30) - 1
+"""Largest position that a spec may name: positions are int32 on the device."""
+MAX_LISTED = 1 << 20
+"""Most positions in one list or mask. Ranges and slices have no such limit."""
+MAX_SPECS = 1024
+"""Most interventions, and most captures, of one prompt."""
+MAX_NAMED = 1024
+"""Most heads, layers or tokens in one list, and most layers of one object of vectors."""
+MAX_SITE_LENGTH = 1024
+"""Most characters of a site's name or pattern."""
+MAX_KNOCKOUTS = 128
+"""Most knockouts of a request."""
+MAX_KNOCKOUT_RUNS = 1024
+"""Most runs of evenly spaced positions in the knockouts of a request."""
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,15 @@ from numbers import Real
 from typing import Any, TypeVar
 
 from ..core import unsupported
-from .arguments import check_names
+from .arguments import check_names, shown
 
 MAX_LOGPROBS = 64
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 1024, 256
+MAX_N = 16384
+MAX_TOKEN_IDS = 1024
+"""Most entries of `logit_bias`, and of `stop_token_ids`."""
+MAX_STOPS, MAX_STOP_CHARACTERS = 64, 4096
+"""Most stop strings, and most characters of all of them. Each new token is compared with them."""
 ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "eos_token_id": "stop_token_ids"}
 """transformers' names, which the `with` form of generate takes as they are -> ours."""
 _NO_BEAMS = "there is no beam search; n draws as many completions"
@@ -118,6 +123,7 @@ class SamplingParams:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
             self._check(name, isinstance(value, Real) and not isinstance(value, bool), "a number")
+        self._check_sizes()
         strings = self.stop is None or isinstance(self.stop, str) or _all(self.stop, lambda text: isinstance(text, str))
         self._check("stop", strings, "a string, or a list of strings")
         self._check("stop_token_ids", self.stop_token_ids is None or _all(self.stop_token_ids, _is_whole), "token ids")
@@ -127,7 +133,7 @@ class SamplingParams:
         )
         self._check("logit_bias", biases, "a dict from token id to number")
         self._check_token_sets()
-        self._check("n", self.n >= 1, "at least 1")
+        self._check("n", 1 <= self.n <= MAX_N, f"at least 1, and at most {MAX_N}")
         self._check("temperature", self.temperature >= 0, "0 (greedy) or above")
         self._check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         self._check("top_k", self.top_k >= -1 and self.top_k == int(self.top_k), "-1 or 0 (all tokens), or a count")
@@ -165,9 +171,24 @@ class SamplingParams:
                 )
         self._check("truncate_prompt_tokens", kept is None or kept == -1 or kept >= 1, "-1, at least 1, or None")
 
+    def _check_sizes(self) -> None:
+        """Refuse long lists before they are walked."""
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        for name, value, most in (
+            ("stop_token_ids", self.stop_token_ids, MAX_TOKEN_IDS), ("logit_bias", self.logit_bias, MAX_TOKEN_IDS),
+            ("stop", stops, MAX_STOPS),
+        ):  # fmt: skip
+            if isinstance(value, list | tuple | dict) and len(value) > most:
+                raise ValueError(f"SamplingParams({name}=...): {len(value)} entries; expected at most {most}")
+        characters = sum(len(text) for text in stops if isinstance(text, str)) if isinstance(stops, list | tuple) else 0
+        if characters > MAX_STOP_CHARACTERS:
+            raise ValueError(
+                f"SamplingParams(stop=...): {characters} characters; expected at most {MAX_STOP_CHARACTERS} in all"
+            )
+
     def _check(self, name: str, holds: bool, expected: str) -> None:
         if not holds:
-            raise ValueError(f"SamplingParams({name}={getattr(self, name)!r}): expected {expected}")
+            raise ValueError(f"SamplingParams({name}={shown(getattr(self, name))}): expected {expected}")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -92,6 +92,6 @@ def render(
             add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
             **(chat_template_kwargs or {}),
         )  # fmt: skip
-    except (TemplateError, ValueError, TypeError) as error:
+    except (TemplateError, ValueError, TypeError, RecursionError) as error:
         raise PromptError(f"{what}: the chat template refuses this conversation: {error}") from error
     return RenderedPrompt(text, tokenizer(text, add_special_tokens=False)["input_ids"])

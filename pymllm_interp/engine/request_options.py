@@ -7,9 +7,12 @@ from difflib import get_close_matches
 from typing import Any, TypedDict
 
 from ..core import unsupported
-from ..core.arguments import PromptError, check_names
+from ..core.arguments import PromptError, check_names, shown
 from ..core.sampling_params import ALIASES, ELSEWHERE, SamplingParams
 from ..hooks.positions import is_whole
+
+MAX_SALT = 1024
+"""Most characters of a `cache_salt`."""
 
 
 class RequestOptions(TypedDict, total=False):
@@ -67,14 +70,16 @@ def priorities_of(given: Any, prompts: int) -> list[int]:
     """
     found = list(given) if isinstance(given, list | tuple) else [given or 0] * prompts
     if len(found) != prompts or not all(is_whole(priority) for priority in found):
-        raise PromptError(f"priority={given!r}: a whole number is expected, or one for each of the {prompts} prompts")
+        raise PromptError(
+            f"priority={shown(given)}: a whole number is expected, or one for each of the {prompts} prompts"
+        )
     return found
 
 
 def checked_salt(given: Any) -> str | None:
     """The `cache_salt`. Raises PromptError, unless it is a string that is not empty, or None."""
-    if given is not None and not (isinstance(given, str) and given):
-        raise PromptError(f"cache_salt={given!r}: a string that is not empty is expected, or None")
+    if given is not None and not (isinstance(given, str) and 0 < len(given) <= MAX_SALT):
+        raise PromptError(f"cache_salt={shown(given)}: expected a string of 1 to {MAX_SALT} characters, or None")
     return given
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -11,6 +12,7 @@ import torch
 
 from ..attention.cut_edges import RequestCuts
 from ..core.arguments import shown
+from ..core.limits import MAX_SPECS
 from ..core.model_spec import INNER_SITES, LOGITS, ModelSpec, site_index
 from ..layers.edits.codes import MAX_HEADS
 from .binding import Bound, at_logits, bind, lists_for_prompts, stream_of
@@ -51,6 +53,14 @@ class DeclaredLimits:
             raise ValueError(
                 f"{site}: on CUDA the passes of this engine have no kernels for {site.kind!r}; build it with "
                 f"LM(..., inner_sites={tuple(sorted({*self.inner_sites, site.kind}))})"
+            )
+
+    def check_count(self, site: Site, count: int) -> None:
+        """Raise ValueError for more interventions at a site than are held."""
+        if count > self.max_interventions_per_site:
+            raise ValueError(
+                f"{site} has {count} interventions, counting each run of evenly spaced positions and gates; at most "
+                f"{self.max_interventions_per_site} are held (max_interventions_per_site): raise it, or use fewer runs"
             )
 
     def check_op(self, op: Op, site: Site) -> None:
@@ -108,6 +118,7 @@ def for_each_prompt(given: Any, prompts: int) -> list[list[Intervention]]:
         ValueError: anything else.
     """
     found = lists_for_prompts(given, prompts, "interventions")
+    _check_counts(found, "interventions")
     for i, entry in enumerate(found):
         for spec in entry:
             if not isinstance(spec, Intervention):
@@ -127,10 +138,9 @@ def captures_for_each_prompt(given: Any, prompts: int) -> list[list[Capture]]:
     Raises:
         ValueError: anything else.
     """
-    found = [
-        [_capture_of(spec) if isinstance(spec, str | Site) else spec for spec in entry]
-        for entry in lists_for_prompts(given, prompts, "capture")
-    ]
+    lists = lists_for_prompts(given, prompts, "capture")
+    _check_counts(lists, "capture")
+    found = [[_capture_of(spec) if isinstance(spec, str | Site) else spec for spec in entry] for entry in lists]
     for i, entry in enumerate(found):
         for spec in entry:
             if not isinstance(spec, Capture):
@@ -138,6 +148,12 @@ def captures_for_each_prompt(given: Any, prompts: int) -> list[list[Capture]]:
                     f"capture{_of(i, found)}: {shown(spec)} is not one; expected a site, or Capture(site, ...)"
                 )
     return found
+
+
+def _check_counts(lists: list[list[Any]], what: str) -> None:
+    for i, entry in enumerate(lists):
+        if len(entry) > MAX_SPECS:
+            raise ValueError(f"{what}{_of(i, lists)} has {len(entry)} entries; a prompt takes at most {MAX_SPECS}")
 
 
 def _of(index: int, lists: list[list[Any]]) -> str:
@@ -266,6 +282,7 @@ class Declared:
                 or captures that may exceed the memory of a request's results.
         """
         placed: list[tuple[int, bool, PlacedOp]] = []
+        counts: Counter[int] = Counter()
         gates = RequestGates(model, prompt_len, limits.device_tables)
         knockouts = bind_knockouts([s for s in specs if isinstance(s, Knockout)], model, prompt_len, longest)
         for spec in (spec for spec in specs if isinstance(spec, Op)):
@@ -274,6 +291,9 @@ class Declared:
                 later = bound.site.kind == "resid_pre"
                 limits.check_op(bound.spec, bound.site)
                 site = site_index(bound.site, model.num_hidden_layers)
+                if not bound.spec.identity:
+                    counts[site] += len(bound.windows)
+                    limits.check_count(bound.site, counts[site])
                 flag = gates.flag_of(bound.spec, bound.site)
                 placed.append((site, later, PlacedOp(bound.spec, bound.site, bound.windows, bound.missing, flag)))
         ops: dict[int, list[PlacedOp]] = {}
@@ -289,12 +309,7 @@ class Declared:
             site = site_index(bound.site, model.num_hidden_layers)
             ops.setdefault(site, []).append(PlacedOp(read, bound.site, bound.windows, flag=flag))
         for found in ops.values():
-            count = sum(len(op.windows) for op in found)
-            if count > limits.max_interventions_per_site:
-                raise ValueError(
-                    f"{found[0].site} has {count} interventions, counting each run of evenly spaced positions and gates; at most "
-                    f"{limits.max_interventions_per_site} are held (max_interventions_per_site): raise it, or use fewer runs"
-                )
+            limits.check_count(found[0].site, sum(len(op.windows) for op in found))
         states = [spec for spec in captures if not is_pattern(spec)]
         patterns = None
         if len(states) < len(captures):

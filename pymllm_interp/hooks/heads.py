@@ -7,11 +7,13 @@ state, with zeros at all other heads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from ..core.arguments import shown
+from ..core.limits import MAX_NAMED
 from ..core.model_spec import HEAD_SITES, PATTERN, ModelSpec
 from .positions import is_whole
 
@@ -29,11 +31,18 @@ def checked_heads(heads: Heads, kind: str) -> tuple[int, ...] | None:
         return None
     if kind not in (*HEAD_SITES, PATTERN):
         raise ValueError(f"heads={shown(heads)}: {kind} has no heads; {', '.join(HEAD_SITES)} have")
+    count = heads.numel() if isinstance(heads, Tensor) else len(heads) if _is_list(heads) else 1
+    if count > MAX_NAMED:
+        raise ValueError(f"heads names {count} heads; at most {MAX_NAMED}")
     found = heads.tolist() if isinstance(heads, Tensor) else heads
-    found = list(found) if isinstance(found, Sequence) and not isinstance(found, str) else [found]
+    found = list(found) if _is_list(found) else [found]
     if not found or not all(is_whole(head) for head in found):
         raise ValueError(f"heads={shown(heads)}: expected a whole number, or a list of them that is not empty")
     return tuple(int(head) for head in found)
+
+
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def heads_in(heads: Sequence[int], model: ModelSpec, kind: str) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..core.limits import MAX_NAMED
 from .site import Site
 from .vector_files import checked_vector
 
@@ -26,6 +27,8 @@ class LayerVectors:
         Raises:
             ValueError: no layers, a layer that is not a whole number, or what `checked_vector` refuses.
         """
+        if len(vectors) > MAX_NAMED:
+            raise ValueError(f"{who}: vectors of {len(vectors)} layers; at most {MAX_NAMED}")
         wrong = [layer for layer in vectors if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0]
         if wrong or not vectors:
             raise ValueError(

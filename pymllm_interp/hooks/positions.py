@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from math import prod
 from numbers import Integral
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..core.arguments import shown
+from ..core.limits import MAX_LISTED, MAX_POSITION
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class Generated:
         step: distance between positions.
 
     Raises:
-        ValueError: an argument is not a whole number, ``start < 0``, ``stop <= start``, or ``step < 1``.
+        ValueError: an argument is not a whole number or too large, ``start < 0``, ``stop <= start``, or ``step < 1``.
     """
 
     start: int = 0
@@ -36,6 +41,8 @@ class Generated:
     def __post_init__(self) -> None:
         if not all(is_whole(value) for value in (self.start, 0 if self.stop is None else self.stop, self.step)):
             raise ValueError(f"{self}: whole numbers are expected")
+        if max(self.start, self.stop or 0, self.step) > MAX_POSITION:
+            raise ValueError(f"{self}: positions go up to {MAX_POSITION}")
         if self.start < 0 or self.step < 1 or (self.stop is not None and self.stop <= self.start):
             raise ValueError(
                 f"{self}: expected 0 <= start < stop, and step >= 1; how many tokens come is not known before"
@@ -128,16 +135,25 @@ def windows_of(positions: Positions, prompt_len: int, missing: str = "error") ->
             return ()
         if not selected:
             raise ValueError(f"{positions} selects nothing of a prompt of {prompt_len} tokens")
-        return (Window(selected.start, selected.stop, selected.step),)
+        return (Window(selected.start, selected[-1] + 1, selected.step if len(selected) > 1 else 1),)
     if missing == "skip":
-        positions = tuple(index for index in positions if -prompt_len <= index < prompt_len)
+        positions = existing(positions, prompt_len)
     return progressions(sorted(absolute_positions(positions, prompt_len)))
 
 
 def missing_of(positions: Positions, prompt_len: int) -> int:
     """Number of named positions that a prompt does not have."""
     indexes = positions if isinstance(positions, tuple | range) else ()
-    return sum(not -prompt_len <= index < prompt_len for index in indexes)
+    return len(indexes) - len(existing(indexes, prompt_len))
+
+
+def existing(indexes: _Indexes, prompt_len: int) -> _Indexes:
+    """The indexes that a prompt has, in the order given. A range stays a range, and is not walked."""
+    if not isinstance(indexes, range):
+        return tuple(index for index in indexes if -prompt_len <= index < prompt_len)
+    ascending = indexes if indexes.step > 0 else indexes[::-1]
+    first, stop = bisect_left(ascending, -prompt_len), bisect_left(ascending, prompt_len)
+    return indexes[first:stop] if indexes.step > 0 else indexes[len(indexes) - stop : len(indexes) - first]
 
 
 def ordinals_of(windows: tuple[Window, ...], positions: Tensor) -> Tensor:
@@ -160,6 +176,14 @@ def ordinals_of(windows: tuple[Window, ...], positions: Tensor) -> Tensor:
     return ordinals
 
 
+def selected(windows: Iterable[Window], stop: int) -> np.ndarray:
+    """Which of the positions from 0 to `stop` are in the windows: [stop] bool."""
+    found = np.zeros(stop, dtype=bool)
+    for window in windows:
+        found[window.start : window.stop : window.step] = True
+    return found
+
+
 def is_whole(value: object) -> bool:
     """Whether `value` is an integer, and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
@@ -179,13 +203,9 @@ def checked_positions(positions: Positions) -> Literal["all", "prompt", "generat
         if not whole or (positions.step is not None and positions.step < 1):
             raise ValueError(f"positions={positions}: a slice has whole numbers, and a step of at least 1")
         return positions
-    given: Any = positions
-    listed = given.tolist() if hasattr(given, "tolist") else given  # a tensor, or an array
-    indexes: Any = listed if isinstance(listed, range | list | tuple) else (listed,)
-    if isinstance(indexes, Masked):
-        return indexes
-    if len(indexes) and all(isinstance(index, bool) for index in indexes) and indexes is listed:
-        indexes = Masked.of(indexes)
+    if isinstance(positions, range):
+        return _checked_range(positions)
+    indexes = _listed(positions)
     if not all(is_whole(index) for index in indexes):
         hint = "; the last one of the prompt is -1" if isinstance(positions, str) and positions == "last" else ""
         raise ValueError(
@@ -194,7 +214,39 @@ def checked_positions(positions: Positions) -> Literal["all", "prompt", "generat
         )
     if not len(indexes):
         raise ValueError(f"positions={shown(positions)} selects nothing")
-    return indexes if isinstance(indexes, range | Masked) else tuple(int(index) for index in indexes)
+    if isinstance(indexes, Masked):
+        return indexes
+    largest = max(map(abs, indexes))
+    if largest > MAX_POSITION:
+        raise ValueError(f"positions={shown(positions)}: {largest} is too large; positions go up to {MAX_POSITION}")
+    return tuple(int(index) for index in indexes)
+
+
+def _checked_range(positions: range) -> range:
+    if not positions:
+        raise ValueError(f"positions={positions} selects nothing")
+    if max(abs(positions[0]), abs(positions[-1])) > MAX_POSITION:
+        raise ValueError(f"positions={positions}: positions go up to {MAX_POSITION}")
+    return positions
+
+
+def _listed(positions: Any) -> Sequence[Any]:
+    """A number, list, tensor or array as a sequence; booleans as the positions that they select."""
+    count = prod(positions.shape) if hasattr(positions, "tolist") else len(positions) if _is_list(positions) else 1
+    if count > MAX_LISTED:
+        raise ValueError(
+            f"positions lists {count} positions; at most {MAX_LISTED} can be listed: use a range or a slice"
+        )
+    listed: Any = positions.tolist() if hasattr(positions, "tolist") else positions
+    if isinstance(listed, Masked):
+        return listed
+    if _is_list(listed):
+        return Masked.of(listed) if listed and all(isinstance(index, bool) for index in listed) else listed
+    return (listed,)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list | tuple)
 
 
 def absolute_positions(indexes: _Indexes, prompt_len: int) -> list[int]:
@@ -205,17 +257,22 @@ def absolute_positions(indexes: _Indexes, prompt_len: int) -> list[int]:
     """
     if isinstance(indexes, Masked) and indexes.length != prompt_len:
         raise ValueError(f"the mask has {indexes.length} positions, and the prompt {prompt_len} tokens")
-    beyond = [index for index in indexes if not -prompt_len <= index < prompt_len]
+    indexes = indexes[: 2 * prompt_len + 1]  # of so many, one is beyond the prompt or named twice
+    beyond = list(islice((index for index in indexes if not -prompt_len <= index < prompt_len), 5))
     if beyond:
         raise ValueError(
-            f"positions [{', '.join(map(str, beyond[:5]))}] are beyond the prompt, which has {prompt_len} tokens; "
+            f"positions [{', '.join(map(str, beyond))}] are beyond the prompt, which has {prompt_len} tokens; "
             "Generated(...) means those that follow it, and missing='skip' leaves them out"
         )
     absolute = [index + prompt_len if index < 0 else index for index in indexes]
     if len(set(absolute)) < len(absolute):
-        twice = next(position for position in absolute if absolute.count(position) > 1)
-        raise ValueError(f"position {twice} is named twice in a prompt of {prompt_len} tokens")
+        raise ValueError(f"position {_first_repeated(absolute)} is named twice in a prompt of {prompt_len} tokens")
     return absolute
+
+
+def _first_repeated(values: Iterable[int]) -> int | None:
+    seen: set[int] = set()
+    return next((value for value in values if value in seen or seen.add(value)), None)
 
 
 def progressions(positions: list[int]) -> tuple[Window, ...]:

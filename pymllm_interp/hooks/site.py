@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 
+from ..core.arguments import shown
+from ..core.limits import MAX_SITE_LENGTH
 from ..core.model_spec import FAMILIES, NUMBERED_SITES, PATTERN, Family
 
 KINDS = (
@@ -180,6 +182,10 @@ def canonical(pattern: str | Site) -> str:
     Raises:
         ValueError: as `Site.parse`, or malformed braces.
     """
+    if len(str(pattern)) > MAX_SITE_LENGTH:
+        raise ValueError(
+            f"the site {shown(str(pattern))} has {len(str(pattern))} characters; at most {MAX_SITE_LENGTH}"
+        )
     kind, layers = _look_up(str(pattern))
     if layers is None:
         return kind
@@ -263,7 +269,7 @@ def _look_up(text: str) -> tuple[str, str | None]:
     number = re.fullmatch(r"(\D*?)[_. ]?(\d+)", text)
     written, layers = (f"{number[1]}.{number[2]}", number[2]) if number and layers is None else (text, layers)
     known = [known.replace("{}", layers or "0") for known, kind in NAMES.items() if kind in NUMBERED_SITES]
-    near = get_close_matches(written, known, n=3, cutoff=0.5)
+    near = get_close_matches(written[:80], known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ValueError(f"unknown site {text!r}; {hint}Kinds are {', '.join(k for k in KINDS if k in NUMBERED_SITES)}")
 

@@ -186,7 +186,7 @@ class PlacedSpec(Spec):
     @property
     def name(self) -> str:
         """The spec's name in error messages."""
-        return f"{type(self).__name__}({str(self.site)!r})"
+        return f"{type(self).__name__}({shown(str(self.site))})"
 
     def written(self) -> Iterator[tuple[str, float]]:
         """(what, largest magnitude) of the numbers written into any state; the model's dtype must hold them."""

@@ -44,11 +44,12 @@ def create_app(state: ServerState) -> FastAPI:
 
 def _document(app: FastAPI, state: ServerState) -> dict[str, Any]:
     """The OpenAPI document, with the schemas that the engine process knows."""
-    if app.openapi_schema is None:
+    known = app.openapi_schema
+    if known is None:
         found = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         found["components"]["schemas"] |= state.engine.schemas
-        app.openapi_schema = _with_references(found)
-    return app.openapi_schema
+        known = app.openapi_schema = _with_references(found)
+    return known
 
 
 def _with_references(part: Any) -> Any:

@@ -15,7 +15,9 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -27,11 +29,12 @@ from safetensors.torch import load
 
 from ..config import ModelConfig, ServerConfig
 from ..core.arguments import PromptError
-from ..core.sampling_params import SamplingParams
+from ..core.sampling_params import MAX_TOKEN_IDS, SamplingParams
 from ..hooks.traces.trace import RequestTrace
 from . import messages as m
 from .failures import failure_of
 from .outbox import CallEvents, Outbox
+from .request_sizes import Sizes
 from .schema import components
 from .served_model import ServedModel
 from .specs import capture_of, intervention_of
@@ -40,6 +43,8 @@ from .trace_runs import TraceRuns
 logger = logging.getLogger(__name__)
 POLL_MS = 500
 """How often the process looks whether its parent lives."""
+SUBMITTERS = 4
+"""Threads that make and submit requests."""
 
 
 class EngineServer:
@@ -53,9 +58,12 @@ class EngineServer:
     def __init__(self, model: ServedModel, outbox: Outbox) -> None:
         self.model, self.outbox = model, outbox
         self.traces = TraceRuns(model, outbox)
+        self._lock = threading.Lock()
         self._calls: dict[int, list[str]] = {}
+        self._starting: dict[int, list[m.Abort]] = {}  # calls that are being submitted -> aborts that came meanwhile
+        self._submitters = ThreadPoolExecutor(SUBMITTERS, "pymllm-interp-submit")
         self._handlers: dict[type, Callable[[Any], Any]] = {
-            m.Submit: self._submit,
+            m.Submit: self._start,
             m.Abort: self._abort,
             m.PutVector: self._put_vector,
             m.DropVector: self._drop_vector,
@@ -79,10 +87,31 @@ class EngineServer:
         limits = self.model.factory("").limits
         return self.model.engine.stats() | {"kv_tokens": limits.kv_tokens, "traces": self.traces.num_running}
 
+    def close(self) -> None:
+        """End what runs."""
+        self._submitters.shutdown(cancel_futures=True)
+        self.traces.close()
+
+    def _start(self, message: m.Submit) -> None:
+        """Have a call submitted by another thread: it may take long, and other messages do not wait for it."""
+        self._starting[message.call] = []
+        self._submitters.submit(self._serve, message)
+
+    def _serve(self, message: m.Submit) -> None:
+        try:
+            self._submit(message)
+        except BaseException as error:  # persistent edits are code, which may raise anything
+            self.outbox.put(m.Failed(message.call, failure_of(error)))
+        with self._lock:
+            aborts = self._starting.pop(message.call)
+        for abort in aborts:
+            self._abort(abort)
+
     def _submit(self, message: m.Submit) -> None:
         model, factory = self.model, self.model.factory(message.owner)
+        self._check_sizes(message, factory.limits.max_model_len)
         edits = self.traces.edits_of(message.edits)
-        params = [None if given is None else _params(given) for given in message.params]
+        params = _for_each([None if given is None else _params(given) for given in message.params], message.prompts)
         names = message.names or [
             f"prompt {i}" if len(message.prompts) > 1 else "the prompt" for i in range(len(params))
         ]
@@ -91,7 +120,8 @@ class EngineServer:
             ("interventions", message.interventions, intervention_of), ("capture", message.captures, capture_of)
         ):  # fmt: skip
             if given:
-                options[key] = [[read(one, f"{key}[{i}]") for i, one in enumerate(ops)] for ops in given]
+                lists = [[read(one, f"{key}[{i}]") for i, one in enumerate(ops)] for ops in given]
+                options[key] = _for_each(lists, message.prompts)
         passes = model.pass_options(edits, {})
         traces = (lambda: RequestTrace(None, edits, options=passes)) if edits else None
         if any(one is None for one in params):
@@ -116,12 +146,30 @@ class EngineServer:
             self._calls.pop(message.call, None)
             raise
 
+    def _check_sizes(self, message: m.Submit, max_model_len: int) -> None:
+        """Refuse what is larger than it can be, before it is walked."""
+        for i, ids in enumerate(message.prompts):
+            if len(ids) > max_model_len:
+                what = message.names[i] if message.names else f"prompt {i}"
+                raise PromptError(
+                    f"{what} has {len(ids)} tokens, but the context holds {max_model_len} (max_model_len)"
+                )
+        count = len(message.prompts)
+        for field, given in (("interventions", message.interventions), ("capture", message.captures)):
+            Sizes(count if len(given) == 1 else 1, max_model_len).check(given, field)
+
     def _ended(self, call: int) -> None:
         self._calls.pop(call, None)
 
     def _abort(self, message: m.Abort) -> None:
+        with self._lock:
+            if (waiting := self._starting.get(message.call)) is not None:
+                waiting.append(message)
+                return
         ids = self._calls.get(message.call, [])
-        self.model.engine.abort(ids if message.requests is None else [ids[i] for i in message.requests if i < len(ids)])
+        self.model.engine.abort(
+            ids if message.requests is None else [ids[i] for i in message.requests if 0 <= i < len(ids)]
+        )
         self.traces.abort(message.call)
 
     def _put_vector(self, message: m.PutVector) -> m.Answer:
@@ -167,8 +215,13 @@ def _vectors_of(body: bytes, what: str) -> Any:
     return next(iter(tensors.values()))
 
 
+def _for_each(given: list[Any], prompts: list[Any]) -> list[Any]:
+    """One entry for each prompt, where there may be one for all."""
+    return given * len(prompts) if len(given) == 1 else given
+
+
 def _params(given: dict[str, Any]) -> SamplingParams:
-    if isinstance(biases := given.get("logit_bias"), dict):
+    if isinstance(biases := given.get("logit_bias"), dict) and len(biases) <= MAX_TOKEN_IDS:
         given = given | {"logit_bias": {int(token): bias for token, bias in biases.items()}}
     return SamplingParams(**given)
 
@@ -206,7 +259,7 @@ def serve(settings: dict[str, Any]) -> None:
                 break
             server.handle(message)
     finally:
-        server.traces.close()
+        server.close()
         served.engine.shutdown()
         outbox.close()
         context.destroy(linger=1000)

@@ -61,12 +61,17 @@ def api_error(error: BaseException, refused: bool) -> ApiError:
     return ApiError(500, f"{failure.type}: {message}", code=failure.type)
 
 
+def _weight(error: Any) -> tuple[int, bool]:
+    """How much an error says: one deep inside more than one that another form was expected, a list's own more than others'."""
+    return len(error["loc"]), error["type"] == "value_error" and isinstance(error.get("input"), list)
+
+
 def validation_error(errors: Sequence[Any]) -> ApiError:
     """What a client is told of a request that does not fit the schema: the first thing that is wrong, and where."""
-    chosen = max(errors, key=lambda error: len(error["loc"]), default=None)
+    chosen = max(errors, key=_weight, default=None)
     if chosen is None:
         return ApiError(400, "the request does not fit the schema")
-    place = ".".join(str(part) for part in chosen["loc"] if part != "body")
+    place = ".".join(str(part) for part in chosen["loc"] if part != "body" and not str(part).startswith("function-"))
     text = str(chosen["msg"]).removeprefix("Value error, ")
     if chosen["type"] == "extra_forbidden":
         text = "there is no such field; /docs lists those that there are"

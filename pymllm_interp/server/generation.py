@@ -76,9 +76,10 @@ class Generation:
         Raises:
             Exception: what the engine refuses them with.
         """
-        params: list[dict[str, Any] | None] = [
-            {name: getattr(prompt.params, name) for name in _FIELDS} for prompt in prompts
-        ]
+        given = [prompt.params for prompt in prompts]
+        if all(params is given[0] for params in given):
+            given = given[:1]  # once for all
+        params: list[dict[str, Any] | None] = [{name: getattr(one, name) for name in _FIELDS} for one in given]
         ids = [prompt.token_ids for prompt in prompts]
         call = engine.open(lambda number: m.Submit(number, owner, ids, params, stream=stream, **more))
         try:

@@ -20,6 +20,7 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from .. import __version__
 from ..engine.chat import tokenized
 from . import messages as m
+from .body import JsonRoute
 from .engine_client import Call, settings_of_limits
 from .errors import ApiError, api_error
 from .failures import failure_of
@@ -38,7 +39,7 @@ _NAME = re.compile(r"\w[\w ./-]{0,127}")
 
 def interp_routes(state: ServerState) -> APIRouter:
     """The routes."""
-    router = APIRouter(tags=["Interpretability"])
+    router = APIRouter(tags=["Interpretability"], route_class=JsonRoute)
 
     @router.get("/v1/interp/capabilities")
     async def capabilities(request: Request) -> dict[str, Any]:

@@ -32,9 +32,9 @@ class Submit(Message):
     prompts: list[list[int]]
     """Token ids."""
     params: list[dict[str, Any] | None]
-    """Fields of SamplingParams for each prompt; None: the model's defaults."""
+    """Fields of SamplingParams for each prompt, or once for all; None: the model's defaults."""
     interventions: list[list[dict[str, Any]]] = []
-    """For each prompt, as `specs.to_json` writes them; empty: none."""
+    """For each prompt, or once for all, as `specs.to_json` writes them; empty: none."""
     captures: list[list[Any]] = []
     options: dict[str, Any] = {}
     """`timeout`, `priority` (one for each prompt) and `cache_salt`."""

@@ -6,9 +6,9 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import ExitStack
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -18,10 +18,12 @@ from ..core.sampling_params import SamplingParams
 from ..engine.chat import RenderedPrompt, render, tokenized
 from ..engine.request_limits import truncated
 from . import messages as m
+from .body import JsonRoute
 from .errors import ApiError, api_error
 from .failures import EngineError
 from .generation import Generation, Piece, Prompt
 from .openai_format import Format, usage_of
+from .prompt_text import check_length, last_part
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
 from .state import ServerState, check_priority, require
 from .trust import Client, Trust
@@ -60,7 +62,7 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
 
 def openai_routes(state: ServerState) -> APIRouter:
     """The routes."""
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -79,16 +81,15 @@ def openai_routes(state: ServerState) -> APIRouter:
             body.prompt_logprobs = body.logprobs
         if body.echo and body.stream and logprobs:
             raise ApiError(400, "echo with logprobs is not streamed: leave out stream, or one of them", param="echo")
-        prompts = await _prompts(state, body, COMPLETION_TOKENS, lambda: _texts(state, body))
-        return await _serve(state, body, request, prompts, "cmpl", logprobs, body.logprobs or 0, bool(body.echo))
+        given = body.prompts()
+        asked = _asked(state, body, len(given), COMPLETION_TOKENS, lambda: _texts(state, body, given))
+        return await _serve(state, body, request, asked, "cmpl", logprobs, body.logprobs or 0, bool(body.echo))
 
     @router.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Write the next message of a conversation, by the model's chat template."""
-        prompts = await _prompts(state, body, None, lambda: [_conversation(state, body)])
-        return await _serve(
-            state, body, request, prompts, "chatcmpl", bool(body.logprobs), body.top_logprobs or 0, False
-        )
+        asked = _asked(state, body, 1, None, lambda: [_conversation(state, body)])
+        return await _serve(state, body, request, asked, "chatcmpl", bool(body.logprobs), body.top_logprobs or 0, False)
 
     return router
 
@@ -107,16 +108,30 @@ def _check_model(state: ServerState, name: str | None) -> None:
         raise ApiError(404, f"there is no model {name!r}; this server has {known[0]!r}", "model", "model_not_found")
 
 
-async def _prompts(state: ServerState, body: GenerationRequest, max_tokens: int | None, read: Any) -> list[Prompt]:
-    """The tokenized prompts, with their sampling parameters."""
+class _Asked(NamedTuple):
+    """What a request asks for, before its prompts are tokenized."""
+
+    prompts: int
+    params: SamplingParams
+    read: Callable[[], list[RenderedPrompt]]
+    """Tokenizes the prompts: takes long."""
+
+
+def _asked(
+    state: ServerState, body: GenerationRequest, count: int, max_tokens: int | None, read: Callable[[], list[RenderedPrompt]]
+) -> _Asked:  # fmt: skip
+    """What is asked for.
+
+    Raises:
+        ApiError: another model, or more prompts than a request may have.
+    """
     _check_model(state, body.model)
     params = body.sampling_params(state.info["sampling_defaults"], max_tokens)
-    found = await asyncio.to_thread(read)
-    if len(found) * params.n > state.limits.max_prompts:
+    if count * params.n > state.limits.max_prompts:
         raise ApiError(
-            400, f"{len(found)} prompts with n={params.n}; at most {state.limits.max_prompts} (max_prompts)", "prompt"
+            400, f"{count} prompts with n={params.n}; at most {state.limits.max_prompts} (max_prompts)", "prompt"
         )
-    return [_prompt(state, one, params) for one in found]
+    return _Asked(count, params, read)
 
 
 def _prompt(state: ServerState, read: RenderedPrompt, params: SamplingParams) -> Prompt:
@@ -124,11 +139,15 @@ def _prompt(state: ServerState, read: RenderedPrompt, params: SamplingParams) ->
     return Prompt(read.text if len(ids) == len(read.token_ids) else None, ids, params)
 
 
-def _texts(state: ServerState, body: CompletionRequest) -> list[Any]:
-    given, found = body.prompts(), []
+def _texts(state: ServerState, body: CompletionRequest, given: list[Any]) -> list[RenderedPrompt]:
+    found, room = [], state.info["limits"]["max_model_len"]
     for i, prompt in enumerate(given):
         name = f"prompt {i}" if len(given) > 1 else "the prompt"
         if isinstance(prompt, str):
+            if body.truncate_prompt_tokens is None:
+                check_length(state.tokenizer, len(prompt), room, name)
+            else:
+                prompt = last_part(state.tokenizer, prompt, room)
             special = body.add_special_tokens is not False
             found.append(tokenized(state.tokenizer, prompt, name, add_special_tokens=special))
         else:
@@ -138,6 +157,8 @@ def _texts(state: ServerState, body: CompletionRequest) -> list[Any]:
 
 def _conversation(state: ServerState, body: ChatRequest) -> Any:
     messages = [_message(i, message.model_dump(exclude_unset=True)) for i, message in enumerate(body.messages)]
+    characters = sum(len(message.get("content") or "") for message in messages)
+    check_length(state.tokenizer, characters, state.info["limits"]["max_model_len"], "messages")
     return render(
         state.tokenizer, messages, "the conversation",
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
@@ -162,7 +183,7 @@ def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _serve(
-    state: ServerState, body: GenerationRequest, request: Request, prompts: list[Prompt], kind: str, logprobs: bool, top: int,
+    state: ServerState, body: GenerationRequest, request: Request, asked: _Asked, kind: str, logprobs: bool, top: int,
     echo: bool,
 ) -> Response:  # fmt: skip
     client = require(request, Trust.DECLARED if body.hooked else Trust.PLAIN)
@@ -172,8 +193,7 @@ async def _serve(
         logprobs=logprobs, top=top, echo=echo,
     )  # fmt: skip
     state.metrics.totals["hooked_requests"] += body.hooked
-    state.metrics.totals["prompt_tokens"] += sum(len(prompt.token_ids) for prompt in prompts)
-    work = _Work(state, body, request, client, prompts, format_)
+    work = _Work(state, body, request, client, asked, format_)
     if body.stream:
         stream = work.stream()
         first = await anext(stream)  # what the engine refuses is an answer of its own
@@ -200,32 +220,36 @@ class _Work:
     """One request, from its prompts to its answer."""
 
     def __init__(
-        self, state: ServerState, body: GenerationRequest, request: Request, client: Client, prompts: Sequence[Prompt],
-        format_: Format,
+        self, state: ServerState, body: GenerationRequest, request: Request, client: Client, asked: _Asked, format_: Format
     ) -> None:  # fmt: skip
         self._state, self._body, self._client = state, body, client
-        self._prompts, self._format = prompts, format_
+        self._asked, self._format = asked, format_
+        self._prompts: list[Prompt] = []
         self._notes = request.state.passage.notes
         self._started = request.state.started
-        self._n = prompts[0].params.n if prompts else 1
+        self._n = asked.params.n
         self._ends: dict[tuple[int, int], m.Finished] = {}
         self._made: Counter[int] = Counter()
 
+    def _admitted(self) -> AbstractContextManager[None]:
+        return self._state.admitted(self._client, self._asked.prompts * self._n)
+
     async def _start(self, stream: bool) -> Generation:
-        body, prompts = self._body, self._prompts
+        """Tokenize the prompts and submit them. The request is admitted already."""
+        body = self._body
         hooks: dict[str, Any] = {}
         for name, field in (("interventions", body.interventions), ("captures", body.capture)):
             if field:
-                hooks[name] = [field] * len(prompts)
+                hooks[name] = [field]  # once for all prompts
         options: dict[str, Any] = {"timeout": body.timeout, "cache_salt": body.cache_salt}
         if body.priority is not None:
-            options["priority"] = [body.priority] * len(prompts)
-        self._notes |= {
-            "prompt_tokens": sum(len(p.token_ids) for p in prompts),
-            "hooked": body.hooked,
-            "stream": stream,
-        }
+            options["priority"] = [body.priority] * self._asked.prompts
         try:
+            read = await asyncio.to_thread(self._asked.read)
+            prompts = self._prompts = [_prompt(self._state, one, self._asked.params) for one in read]
+            tokens = sum(len(prompt.token_ids) for prompt in prompts)
+            self._state.metrics.totals["prompt_tokens"] += tokens
+            self._notes |= {"prompt_tokens": tokens, "hooked": body.hooked, "stream": stream}
             return await Generation.start(
                 self._state.engine, self._state.tokenizer, prompts, self._client.name, stream, options=options, **hooks
             )
@@ -247,7 +271,7 @@ class _Work:
 
     async def whole(self) -> dict[str, Any]:
         """The response of a request that is not streamed."""
-        with self._state.admitted(self._client, len(self._prompts) * self._n):
+        with self._admitted():
             generation = await self._start(stream=False)
             choices: dict[int, dict[str, Any]] = {}
             try:
@@ -267,7 +291,7 @@ class _Work:
     async def stream(self) -> AsyncIterator[bytes]:
         """The server-sent events of a stream. The first one comes when the request is accepted."""
         with ExitStack() as stack:
-            stack.enter_context(self._state.admitted(self._client, len(self._prompts) * self._n))
+            stack.enter_context(self._admitted())
             generation = await self._start(stream=True)
             stack.callback(self._closed, generation)
             begun: set[int] = set()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, WithJsonSchema, model_validator
 
 from ..core.arguments import PromptError
-from ..core.sampling_params import SamplingParams
+from ..core.limits import MAX_LISTED, MAX_SPECS
+from ..core.sampling_params import MAX_BAD_WORDS, MAX_STOPS, MAX_TOKEN_IDS, SamplingParams
+from .body import at_most, checked
 from .refused_fields import without_neutral
+from .request_sizes import MAX_CALL_SPECS
 
 SAME_NAMES = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "stop",
@@ -17,13 +20,14 @@ SAME_NAMES = (
     "skip_special_tokens", "skip_reading_prefix_cache", "allowed_token_ids", "bad_words", "truncate_prompt_tokens",
 )  # fmt: skip
 """Fields with the name that they have in SamplingParams."""
-
+MAX_MESSAGES, MAX_TOOLS = 4096, 128
+"""Most messages of a conversation, or parts of one, and most tools."""
+MAX_FIELDS = 64
+"""Most fields of an object: each unknown one would be an error."""
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
 """OpenAI's: up to 16 pairs of strings."""
-
-
 COMPONENT = "x-component"
 """Marks a schema that the engine process knows (schema.py), by its name there."""
 InterventionField = Annotated[dict[str, Any], WithJsonSchema({COMPONENT: "Intervention"})]
@@ -35,6 +39,13 @@ class Strict(BaseModel):
     """An object without further fields."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and len(given) > MAX_FIELDS:
+            raise ValueError(f"an object with {len(given)} fields; at most {MAX_FIELDS}")
+        return given
 
 
 class StreamOptions(Strict):
@@ -68,9 +79,9 @@ class GenerationRequest(Strict):
     top_p: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_TOKEN_IDS)] = None
     seed: StrictInt | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], at_most(MAX_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -79,9 +90,9 @@ class GenerationRequest(Strict):
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
     min_tokens: StrictInt | None = None
-    stop_token_ids: list[StrictInt] | None = None
-    allowed_token_ids: list[StrictInt] | None = None
-    bad_words: list[str] | None = None
+    stop_token_ids: Annotated[list[StrictInt] | None, at_most(MAX_TOKEN_IDS)] = None
+    allowed_token_ids: Annotated[list[StrictInt] | None, at_most(MAX_LISTED)] = None
+    bad_words: Annotated[list[str] | None, at_most(MAX_BAD_WORDS)] = None
     truncate_prompt_tokens: StrictInt | None = Field(None, description="keep the prompt's last tokens; -1: what fits")
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -94,10 +105,10 @@ class GenerationRequest(Strict):
         None, description='seconds, after which the completion ends with finish_reason "timeout"'
     )
 
-    interventions: list[InterventionField] | None = Field(
+    interventions: Annotated[list[InterventionField] | None, at_most(MAX_SPECS)] = Field(
         None, description="applied to each prompt and completion, in order"
     )
-    capture: list[CaptureField] | None = Field(
+    capture: Annotated[list[CaptureField] | None, at_most(MAX_SPECS)] = Field(
         None, description="sites, or captures; the states are each choice's activations"
     )
 
@@ -167,7 +178,7 @@ class CompletionRequest(GenerationRequest):
             }
         }
     )  # fmt: skip
-    prompt: str | list[str] | list[StrictInt] | list[list[StrictInt]]
+    prompt: checked(str, list[str], list[int], list[list[int]])  # pyright: ignore[reportInvalidTypeForm]
     logprobs: StrictInt | None = Field(None, description="log probabilities of this many tokens at each position")
     echo: bool | None = Field(
         None, description="the prompt before the completion, with its log probabilities if asked for"
@@ -190,7 +201,7 @@ class Message(Strict):
 
     model_config = ConfigDict(extra="allow")
     role: str
-    content: str | list[Any] | None = None
+    content: str | Annotated[list[Any], at_most(MAX_MESSAGES)] | None = None
 
 
 class ChatRequest(GenerationRequest):
@@ -203,11 +214,11 @@ class ChatRequest(GenerationRequest):
             }
         }
     )  # fmt: skip
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], at_most(MAX_MESSAGES)] = Field(min_length=1)
     max_completion_tokens: StrictInt | None = Field(None, ge=0)
     logprobs: bool | None = None
     top_logprobs: StrictInt | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]] | None, at_most(MAX_TOOLS)] = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Literal[True] | None = Field(
         None, description="the model writes as many tool calls as it does"
@@ -229,26 +240,37 @@ class ChatRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
+T = TypeVar("T")
+_Lists = list[Annotated[list[T], at_most(MAX_SPECS)]]
+_FOR_EACH = "a list for each prompt, or one for all, or none"
+
+
 class TokenRequest(Strict):
     """`POST /v1/interp/generate`: what `LM.connect` sends. The answer is a stream of token ids."""
 
-    prompts: list[list[StrictInt]] = Field(min_length=1)
-    params: list[dict[str, Any] | None] = Field(description="fields of SamplingParams, one object for each prompt")
-    interventions: list[list[InterventionField]] = Field(default=[], description="one list for each prompt, or none")
-    captures: list[list[CaptureField]] = Field(default=[], description="one list for each prompt, or none")
-    priority: list[StrictInt] | None = None
+    prompts: checked(list[list[int]])  # pyright: ignore[reportInvalidTypeForm]
+    params: checked(  # pyright: ignore[reportInvalidTypeForm]
+        list[dict[str, Any] | None], description="fields of SamplingParams: an object for each prompt, or one for all"
+    )
+    interventions: Annotated[_Lists[InterventionField], at_most(MAX_CALL_SPECS)] = Field(
+        default=[], description=_FOR_EACH
+    )
+    captures: Annotated[_Lists[CaptureField], at_most(MAX_CALL_SPECS)] = Field(default=[], description=_FOR_EACH)
+    priority: checked(list[int], None) = None  # pyright: ignore[reportInvalidTypeForm]
     cache_salt: str | None = None
     timeout: float | None = None
-    names: list[str] | None = Field(None, description="of the prompts, for messages")
+    names: checked(list[str], None, description="of the prompts, for messages") = None  # pyright: ignore[reportInvalidTypeForm]
     stream: bool = False
     prompt_logits: bool = False
     edits: str = Field("", description="base64 of persistent edits, which are code")
 
     @model_validator(mode="after")
     def _check(self) -> TokenRequest:
+        if not self.prompts:
+            raise ValueError("prompts: one at least is expected")
         for name in ("params", "interventions", "captures", "priority", "names"):
-            value = getattr(self, name)
-            if (value or name == "params") and len(value) != len(self.prompts):
+            value, shared = getattr(self, name), name in ("params", "interventions", "captures")
+            if (value or name == "params") and len(value) != len(self.prompts) and not (shared and len(value) == 1):
                 raise ValueError(
                     f"{name}: one for each of the {len(self.prompts)} prompts is expected, got {len(value)}"
                 )
@@ -258,7 +280,7 @@ class TokenRequest(Strict):
 class LensRequest(Strict):
     """`POST /v1/interp/lens`."""
 
-    prompt: str | list[StrictInt]
+    prompt: checked(str, list[int])  # pyright: ignore[reportInvalidTypeForm]
     top: StrictInt = Field(3, ge=1, le=20, description="tokens of each layer and position")
 
 
@@ -270,4 +292,4 @@ class AbortRequest(Strict):
     """`POST /v1/interp/abort`."""
 
     call: StrictInt = Field(description="the number in the first frame of the stream")
-    requests: list[Annotated[StrictInt, Field(ge=0)]] | None = Field(None, description="by number; null: all of them")
+    requests: checked(list[int], None, description="by number; null: all of them") = None  # pyright: ignore[reportInvalidTypeForm]

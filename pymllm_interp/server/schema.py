@@ -11,33 +11,37 @@ from inspect import getdoc
 from operator import or_
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool, StrictInt, TypeAdapter, create_model
+from pydantic import Field, StrictInt, TypeAdapter, create_model
 
 from ..core.device import DTYPES
+from ..core.limits import MAX_NAMED
 from ..hooks.captures.spec import Capture
 from ..hooks.interventions.op import SCOPES, Gate
-from ..hooks.interventions.set_feature import MODES, SetFeature
+from ..hooks.interventions.set_feature import MAX_FEATURES, MODES, SetFeature
 from ..hooks.interventions.specs import NORMS
 from ..hooks.spec import MISSING as MISSING_POSITIONS
+from .body import at_most, checked
 from .protocol import Strict
-from .specs import OPS, REDUCTIONS, WIRE_DTYPES
+from .specs import MAX_DIMS, OPS, REDUCTIONS, WIRE_DTYPES
 
 
 class InlineVector(Strict):
     """A tensor's values in the request."""
 
     dtype: Literal[tuple(WIRE_DTYPES)]  # pyright: ignore[reportInvalidTypeForm]
-    shape: list[Annotated[StrictInt, Field(ge=0, le=1 << 32)]]
+    shape: Annotated[
+        list[Annotated[StrictInt, Field(ge=1, le=1 << 32)]], at_most(MAX_DIMS), Field(min_length=1, max_length=MAX_DIMS)
+    ]
     data: str = Field(description="base64 of the values, little-endian, in row order")
 
 
-Values = list[float] | list[list[float]] | list[list[list[float]]]
+Values = checked(list[float], list[list[float]], list[list[list[float]]])
 
 
 class LayersVector(Strict):
     """A vector for each layer that the site selects."""
 
-    layers: dict[str, InlineVector | Values] = Field(min_length=1)
+    layers: Annotated[dict[str, InlineVector | Values], at_most(MAX_NAMED), Field(min_length=1)]
 
 
 class GeneratedRange(Strict):
@@ -57,13 +61,13 @@ class GeneratedPositions(Strict):
 class SlicePositions(Strict):
     """Positions of the prompt, as Python slices a list: [start, stop, step]."""
 
-    slice: Annotated[list[StrictInt | None], Field(min_length=1, max_length=3)]
+    slice: Annotated[list[StrictInt | None], at_most(3), Field(min_length=1, max_length=3)]
 
 
 class RangePositions(Strict):
     """Positions of the prompt: [start, stop, step]."""
 
-    range: Annotated[list[StrictInt], Field(min_length=1, max_length=3)]
+    range: Annotated[list[StrictInt], at_most(3), Field(min_length=1, max_length=3)]
 
 
 Vector = Annotated[
@@ -73,8 +77,7 @@ Vector = Annotated[
 PositionsField = Annotated[
     Literal["all", "prompt", "generated"]
     | StrictInt
-    | list[StrictInt]
-    | list[StrictBool]
+    | checked(list[int], list[bool])
     | GeneratedPositions
     | SlicePositions
     | RangePositions,
@@ -95,7 +98,8 @@ def _model(cls: type[Any], known: dict[str, Any], **tags: str) -> Any:
     return create_model(cls.__name__, __base__=Strict, __doc__=doc, **parts)
 
 
-_HEADS = StrictInt | list[StrictInt] | None
+_NUMBERS = Annotated[list[StrictInt], at_most(MAX_NAMED)]
+_HEADS = StrictInt | _NUMBERS | None
 _KNOWN: dict[str, Any] = {
     "site": Annotated[
         str, Field(description="resid_post.12, resid_post.*, resid_post.{0,4}, blocks.12.hook_resid_post, ...")
@@ -108,15 +112,16 @@ _KNOWN: dict[str, Any] = {
     "missing": Literal[MISSING_POSITIONS],  # pyright: ignore[reportInvalidTypeForm]
     "scope": Literal[SCOPES],  # pyright: ignore[reportInvalidTypeForm]
     "features": Annotated[
-        dict[str, float | list[float | None]],
+        dict[str, float | Annotated[list[float | None], at_most(2)]],
+        at_most(MAX_FEATURES),
         Field(min_length=1, description="feature -> value, or [low, high] with clamp"),
     ],
     "mode": Literal[MODES],  # pyright: ignore[reportInvalidTypeForm]
     "heads": _HEADS,
-    "layer": StrictInt | list[StrictInt] | Literal["*"],
+    "layer": StrictInt | _NUMBERS | Literal["*"],
     "top_k": StrictInt | None,  # pyright: ignore[reportOperatorIssue]
     "sae": Annotated[str, Field(description="the name of an SAE that the server has (--sae NAME=PATH)")],
-    "tokens": list[StrictInt] | None,
+    "tokens": _NUMBERS | None,
     "transport": Annotated[str | None, Field(description="null: a server has the logit lens alone")],
     "dtype": Literal[tuple(DTYPES)] | None,  # pyright: ignore
 }
@@ -137,8 +142,9 @@ CaptureModel: Any = _model(Capture, _KNOWN)
 
 def components() -> dict[str, Any]:
     """Schemas of the OpenAPI document: `Intervention`, `CaptureSpec`, and what these refer to."""
-    intervention = Annotated[reduce(or_, OP_MODELS.values()), Field(discriminator="op")]
-    adapters = {"Intervention": TypeAdapter[Any](intervention), "CaptureSpec": TypeAdapter[Any](str | CaptureModel)}
+    intervention: Any = Annotated[reduce(or_, OP_MODELS.values()), Field(discriminator="op")]
+    capture: Any = str | CaptureModel
+    adapters = {"Intervention": TypeAdapter(intervention), "CaptureSpec": TypeAdapter(capture)}
     schemas, shared = TypeAdapter.json_schemas(
         [(name, "validation", adapter) for name, adapter in adapters.items()],
         ref_template="#/components/schemas/{model}",

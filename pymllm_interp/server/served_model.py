@@ -60,7 +60,8 @@ class ServedModel(TraceCalls, ForwardCalls, TokenCalls):  # pyright: ignore[repo
         if owner not in self._factories:
             seed = self.runner.model_config.seed
             cache_owner = None if self._shared_prefix_cache else owner
-            self._factories[owner] = RequestFactory(self.runner, self.tokenizer, self._defaults, seed, cache_owner)
+            made = RequestFactory(self.runner, self.tokenizer, self._defaults, seed, cache_owner)
+            return self._factories.setdefault(owner, made)  # another thread may have made one
         return self._factories[owner]
 
     def of(self, owner: str, edits: list[Any]) -> ServedModel:

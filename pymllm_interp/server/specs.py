@@ -25,12 +25,13 @@ from ..hooks.captures.spec import Capture, Project
 from ..hooks.interventions.knockout import Knockout
 from ..hooks.interventions.op import Gate, Op
 from ..hooks.interventions.projections import Ablate, Clamp
-from ..hooks.interventions.set_feature import SetFeature
+from ..hooks.interventions.set_feature import MAX_FEATURES, SetFeature
 from ..hooks.interventions.specs import Patch, Scale, Steer
 from ..hooks.layer_vectors import LayerVectors
 from ..hooks.positions import Generated, Masked
 from ..hooks.site import Site
 from ..hooks.spec import Spec, as_argument
+from .request_sizes import VECTORS
 
 OPS: dict[str, type[Op] | type[Knockout]] = {
     cls.__name__.lower(): cls for cls in (Steer, Ablate, Clamp, Scale, Patch, SetFeature, Knockout)
@@ -40,7 +41,8 @@ WIRE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": t
 """Dtypes of inline vectors."""
 REDUCTIONS: dict[str, type[Reduction]] = {cls.__name__.lower(): cls for cls in (Project, Features, Lens)}
 """Reductions by their `type` in JSON; without one it is a projection."""
-_VECTORS = {"vector", "directions", "direction", "values", "probe"}
+MAX_DIMS = 4
+"""Most dimensions of an inline vector."""
 
 
 LOCAL = {
@@ -70,12 +72,12 @@ def vector_of(value: Any, what: str) -> Any:
             return torch.tensor(value, dtype=torch.float32)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise PromptError(f"{what}: not a list of numbers, nor equally long lists of them ({error})") from None
-    if isinstance(value, Mapping) and set(value) == {"layers"}:
+    if isinstance(value, Mapping) and len(value) == 1 and "layers" in value:
         try:
             return {int(layer): vector_of(vector, f"{what}[{layer}]") for layer, vector in value["layers"].items()}
         except (AttributeError, ValueError) as error:
             raise PromptError(f"{what}: layers is an object from layer to vector ({error})") from None
-    if not isinstance(value, Mapping) or set(value) != {"dtype", "shape", "data"}:
+    if not isinstance(value, Mapping) or len(value) != 3 or set(value) != {"dtype", "shape", "data"}:
         raise PromptError(
             f"{what}: expected a name, a list of numbers, {{'dtype', 'shape', 'data'}} with base64, or {{'layers': {{...}}}}"
         )
@@ -86,9 +88,11 @@ def _inline(value: Mapping[str, Any], what: str) -> torch.Tensor:
     dtype, shape = WIRE_DTYPES.get(value["dtype"]), value["shape"]
     if dtype is None:
         raise PromptError(f"{what}: dtype {shown(value['dtype'])}; expected one of {', '.join(WIRE_DTYPES)}")
-    sizes = isinstance(shape, Sequence) and all(isinstance(size, int) and 0 <= size < 1 << 40 for size in shape)
-    if not sizes or isinstance(shape, str):
-        raise PromptError(f"{what}: shape {shown(shape)}; expected a list of whole numbers")
+    sizes = isinstance(shape, Sequence) and all(
+        isinstance(size, int) and 0 < size < 1 << 40 for size in shape[:MAX_DIMS]
+    )
+    if not sizes or isinstance(shape, str) or len(shape) > MAX_DIMS:
+        raise PromptError(f"{what}: shape {shown(shape)}; expected a list of 1 to {MAX_DIMS} whole numbers above 0")
     try:
         raw = base64.b64decode(value["data"], validate=True)
     except (binascii.Error, TypeError, ValueError) as error:
@@ -222,7 +226,7 @@ def _made(cls: type[Any], given: Any, what: str) -> Any:
 
 
 def _value_of(name: str, value: Any, what: str) -> Any:
-    if name in _VECTORS:
+    if name in VECTORS:
         return vector_of(value, what)
     if name == "when" and isinstance(value, Mapping):
         return _made(Gate, value, what)
@@ -238,6 +242,8 @@ def _value_of(name: str, value: Any, what: str) -> Any:
     if name in ("positions", "from_", "to"):
         return positions_of(value, what)
     if name == "features" and isinstance(value, Mapping):
+        if len(value) > MAX_FEATURES:
+            raise PromptError(f"{what} has {len(value)} features; at most {MAX_FEATURES}: use several interventions")
         wrong = [feature for feature in value if not str(feature).isdecimal()]
         if wrong:
             raise PromptError(f"{what}: {shown(wrong[0])} is not the number of a feature")

@@ -24,6 +24,9 @@ MAX_RUNS = 16
 With more runs all records get the largest size, so that few slices select the states.
 """
 
+MAX_GROUPS = 256
+"""Most different positions, dtypes and reductions among the captures of a request: each takes memory for every position."""
+
 
 class Alike:
     """The layout of the records of a generated position, one object for requests that have the same.
@@ -99,6 +102,11 @@ class Captures:
                 assert isinstance(spec, Capture)
                 alike = bound.windows, spec.dtype, spec.reduce, prod(shape), normed
                 if alike not in groups:
+                    if len(groups) == MAX_GROUPS:
+                        raise ValueError(
+                            f"{spec.name}: the captures of a request have more than {MAX_GROUPS} different positions, dtypes and "
+                            "reductions: capture more of them alike"
+                        )
                     reading = reading_of(spec, normed, prod(shape), dtype, readout)
                     groups[alike] = Group(spec, bound.windows, prod(shape), dtype, prompt_len, longest, reading)
                 group = groups[alike]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...core.limits import MAX_NAMED
 from ...core.model_spec import ModelSpec
 from ...core.upload import upload
 from ...sampling.top_k import top_k
@@ -48,8 +49,11 @@ class Lens(Reduction):
 
     def __post_init__(self) -> None:
         self._check("top_k", is_whole(self.top_k) and self.top_k >= 0, "a whole number from 0 on")
+        self._check("top_k", self.top_k <= MAX_NAMED, f"at most {MAX_NAMED}")
         tokens = self.tokens.tolist() if isinstance(self.tokens, Tensor) else self.tokens
         if tokens is not None:
+            if isinstance(tokens, Sequence) and len(tokens) > MAX_NAMED:
+                raise ValueError(f"{self.name}: tokens has {len(tokens)} ids; at most {MAX_NAMED}")
             self._check("tokens", isinstance(tokens, Sequence) and not isinstance(tokens, str), "ids of tokens")
             self._set("tokens", tuple(tokens))
             self._check("tokens", all(is_whole(token) and token >= 0 for token in tokens), "ids of tokens, from 0 on")

@@ -16,7 +16,7 @@ from ...attention.patterns import PatternRead
 from ...core.model_spec import PATTERN, ModelSpec
 from ...core.unsupported import UnsupportedModelError
 from ..heads import heads_in
-from ..positions import missing_of, ordinals_of, windows_of
+from ..positions import missing_of, selected, windows_of
 from ..site import expand
 from .activations import Activations
 from .spec import Capture
@@ -92,7 +92,7 @@ class PatternCaptures:
                 windows = windows_of(spec.positions, prompt_len, spec.missing)
             except ValueError as error:
                 raise ValueError(f"{spec.name}: {error}") from None
-            wanted = (ordinals_of(windows, torch.arange(longest)) >= 0).numpy()
+            wanted = selected(windows, longest)
             dtype = spec.dtype if isinstance(spec.dtype, torch.dtype) else model.dtype
             for site in sites:
                 layer = site.layer or 0

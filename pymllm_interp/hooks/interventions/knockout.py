@@ -9,20 +9,23 @@ weights of the others sum to one. What a token reads through earlier tokens, or 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from ...attention.cut_edges import Cut, RequestCuts
 from ...attention.patterns import PatternRead
+from ...core.limits import MAX_KNOCKOUT_RUNS, MAX_KNOCKOUTS, MAX_NAMED
 from ...core.model_spec import ModelSpec
 from ...core.unsupported import UnsupportedModelError
-from ..positions import Positions, Window, checked_positions, is_whole, ordinals_of, windows_of
+from ..positions import Positions, Window, checked_positions, is_whole, selected, windows_of
 from ..spec import PlacedSpec
 from .op import Op
+
+MAX_QUERY_GROUPS = 1024
+"""Most groups of queries, alike in the knockouts that act on them, that are looked at for queries without a key."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +56,10 @@ class Knockout(PlacedSpec):
 
     def _set_numbers(self, name: str, expected: str) -> None:
         given: Any = getattr(self, name)
-        numbers = (given,) if is_whole(given) else tuple(given) if isinstance(given, list | tuple | range) else ()
+        listed = isinstance(given, list | tuple | range)
+        if listed and len(given) > MAX_NAMED:
+            raise ValueError(f"{type(self).__name__}: {name} names {len(given)}; at most {MAX_NAMED}")
+        numbers = (given,) if is_whole(given) else tuple(given) if listed else ()
         self._check(name, bool(numbers) and all(map(is_whole, numbers)), expected)
         self._set(name, numbers)
 
@@ -153,15 +159,22 @@ def bind_knockouts(specs: Iterable[Knockout], model: ModelSpec, prompt_len: int,
         raise UnsupportedModelError(
             f"{specs[0].name}: {model.family.name} models compute attention in their own modules, whose edges cannot be cut"
         )
-    bound = [BoundKnockout.of(spec, model, prompt_len) for spec in specs]
-    checks: dict[tuple[tuple[BoundKnockout, ...], int | None], int] = {}  # knockouts that act together -> layer
-    for layer in sorted({layer for knockout in bound for layer in knockout.layers}):
-        at_layer = [knockout for knockout in bound if layer in knockout.layers]
-        for head in _heads_of(at_layer):
-            together = tuple(k for k in at_layer if k.heads is None or head in k.heads)
-            checks.setdefault((together, model.sliding_windows[layer]), layer)
-    for (together, window), layer in checks.items():
-        position = _left_with_nothing(together, window, longest)
+    if len(specs) > MAX_KNOCKOUTS:
+        raise ValueError(f"interventions has {len(specs)} knockouts; a request takes at most {MAX_KNOCKOUTS}")
+    bound: list[BoundKnockout] = []
+    runs = 0
+    for spec in specs:
+        bound.append(found := BoundKnockout.of(spec, model, prompt_len))
+        runs += len(found.queries) + len(found.keys)
+        if runs > MAX_KNOCKOUT_RUNS:
+            raise ValueError(
+                f"{spec.name}: the knockouts of a request have at most {MAX_KNOCKOUT_RUNS} runs of evenly spaced positions, "
+                "in from_ and to: use fewer runs"
+            )
+    room = MAX_QUERY_GROUPS
+    for (together, window), layer in _together(bound, model).items():
+        position, used = _left_with_nothing(together, window, longest, room)
+        room -= used
         if position is not None:
             raise ValueError(
                 f"{together[0].spec.name}: position {position} would attend to nothing at layer {layer}, so its attention has no "
@@ -190,15 +203,46 @@ def request_cuts(
     return RequestCuts(index, first_row, start, num_rows, cuts, reads) if cuts or reads else None
 
 
-def _heads_of(knockouts: Iterable[BoundKnockout]) -> Iterator[int]:
-    """The heads that a knockout names, and -1 for all others."""
-    yield -1
-    for knockout in knockouts:
-        yield from knockout.heads or ()
+def _together(
+    bound: Sequence[BoundKnockout], model: ModelSpec
+) -> dict[tuple[tuple[BoundKnockout, ...], int | None], int]:
+    """(knockouts that act together at a head, sliding window) -> the first such layer."""
+    by_layer: dict[int, list[int]] = {}
+    for i, knockout in enumerate(bound):
+        for layer in knockout.layers:
+            by_layer.setdefault(layer, []).append(i)
+    found: dict[tuple[tuple[int, ...], int | None], int] = {}
+    done: set[tuple[tuple[int, ...], int | None]] = set()
+    for layer, numbers in sorted(by_layer.items()):
+        alike = tuple(numbers), model.sliding_windows[layer]
+        if alike in done:
+            continue
+        done.add(alike)
+        heads = {head for i in numbers for head in bound[i].heads or ()}
+        for head in (-1, *sorted(heads)):  # -1: one that no knockout names
+            acting = tuple(i for i in numbers if (own := bound[i].heads) is None or head in own)
+            found.setdefault((acting, alike[1]), layer)
+    return {(tuple(bound[i] for i in acting), window): layer for (acting, window), layer in found.items()}
 
 
-def _left_with_nothing(knockouts: Sequence[BoundKnockout], window: int | None, longest: int) -> int | None:
-    """The first position that has all of its keys cut, or None. Each position is a key of itself."""
+def _left_with_nothing(
+    knockouts: Sequence[BoundKnockout], window: int | None, longest: int, room: int
+) -> tuple[int | None, int]:
+    """The first position that has all of its keys cut, or None. Each position is a key of itself.
+
+    Queries that the same knockouts act on are looked at together.
+
+    Args:
+        room: most groups of such queries.
+
+    Returns:
+        The position, and how many groups were looked at.
+
+    Raises:
+        ValueError: more groups than that.
+    """
+    if not knockouts:
+        return None, 0
     positions = np.arange(longest)
     ends = [(_inside(k.queries, 0, longest), _inside(k.keys, 0, longest)) for k in knockouts]
     cut_from_itself, cut_from_any = np.zeros((2, longest), dtype=bool)
@@ -207,20 +251,30 @@ def _left_with_nothing(knockouts: Sequence[BoundKnockout], window: int | None, l
         cut_from_any |= keys
     never_cut = np.maximum.accumulate(np.where(cut_from_any, -1, positions))
     none_seen = never_cut < (0 if window is None else np.maximum(0, positions - window + 1))
-    for position in positions[cut_from_itself & none_seen]:
-        first = 0 if window is None else max(0, position - window + 1)
-        cut = np.zeros(position + 1 - first, dtype=bool)
-        for queries, keys in ends:
-            if queries[position]:
-                cut |= keys[first : position + 1]
-        if cut.all():
-            return int(position)
-    return None
+    suspects = positions[cut_from_itself & none_seen]
+    acting = np.packbits([queries[suspects] for queries, _ in ends], axis=0).T
+    kinds, kind_of = np.unique(acting, axis=0, return_inverse=True)
+    if len(kinds) > room:
+        raise ValueError(
+            f"{knockouts[0].spec.name}: the knockouts of a request overlap in more than {MAX_QUERY_GROUPS} different ways: use "
+            "fewer, or make their from_ alike"
+        )
+    found: list[int] = []
+    for kind, bits in enumerate(kinds):
+        own = suspects[kind_of.reshape(-1) == kind]
+        cut = np.zeros(longest, dtype=bool)
+        for acts, (_, keys) in zip(np.unpackbits(bits, count=len(ends)), ends, strict=True):
+            if acts:
+                cut |= keys
+        first_seen = 0 if window is None else np.maximum(0, own - window + 1)
+        lost = own[np.maximum.accumulate(np.where(cut, -1, positions))[own] < first_seen]
+        found += [int(position) for position in lost[:1]]
+    return min(found, default=None), len(kinds)
 
 
 def _inside(windows: tuple[Window, ...], start: int, stop: int) -> np.ndarray:
     """Which positions from `start` to `stop` are in the windows: [stop - start] bool."""
-    return (ordinals_of(windows, torch.arange(start, stop)) >= 0).numpy()
+    return selected(windows, stop)[start:]
 
 
 def _indexes(spec: Knockout, name: str, count: int, of: str) -> tuple[int, ...]:

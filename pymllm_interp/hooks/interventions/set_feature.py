@@ -72,6 +72,8 @@ class SetFeature(Op):
 
     def _checked_features(self) -> tuple[tuple[int, Any], ...]:
         pairs = self.features.items() if isinstance(self.features, Mapping) else self.features
+        if hasattr(pairs, "__len__") and len(pairs) > MAX_FEATURES:
+            raise ValueError(f"{self.name}: features has {len(pairs)}; at most {MAX_FEATURES}: use several SetFeature")
         what = "{feature: value}" if self.mode != "clamp" else "{feature: (low, high)}"
         try:
             pairs = sorted((feature, value) for feature, value in pairs)
@@ -80,7 +82,6 @@ class SetFeature(Op):
         numbers = bool(pairs) and all(is_whole(feature) and feature >= 0 for feature, _ in pairs)
         self._check("features", numbers, what)
         found = tuple((int(feature), self._checked_value(feature, value)) for feature, value in pairs)
-        self._check("features", len(found) <= MAX_FEATURES, f"at most {MAX_FEATURES} features; use several SetFeature")
         return found
 
     def _checked_value(self, feature: int, value: Any) -> float | tuple[float | None, float | None]:

@@ -1,0 +1,113 @@
+"""Bodies of requests as JSON: parsed within limits, off the event loop, and large lists checked up to their first error.
+
+A parser builds an object for each value, and pydantic an error for each wrong one: both are bounded before they are built.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
+
+import msgspec
+from fastapi.routing import APIRoute
+from pydantic import BeforeValidator, PlainValidator, TypeAdapter, WithJsonSchema
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+MAX_MARKS = {b"{": 1 << 16, b"[": 1 << 16, b'"': 1 << 20, b",": 1 << 22}
+"""Characters that begin or part the values of JSON -> most of them in a body. Those in texts count, too."""
+SMALL = 1 << 16
+"""Bytes of a body that is parsed on the event loop."""
+PART = 1 << 20
+
+
+def parse(body: bytes) -> Any:
+    """A body's JSON.
+
+    Raises:
+        HTTPException: more values than are parsed, or nested too deeply.
+        json.JSONDecodeError: it is no JSON.
+    """
+    for mark, most in MAX_MARKS.items() if len(body) > SMALL else ():
+        # In parts, so that other threads run between them.
+        found = sum(body.count(mark, start, start + PART) for start in range(0, len(body), PART))
+        if found > most:
+            raise HTTPException(400, f"the body has {found} times {mark.decode()}; at most {most}")
+    try:
+        return msgspec.json.decode(body)
+    except RecursionError:
+        raise HTTPException(400, "the body is nested too deeply") from None
+    except ValueError as error:
+        raise json.JSONDecodeError(str(error), "", 0) from error
+
+
+class JsonRequest(Request):
+    """A request whose JSON is read by `parse`."""
+
+    async def json(self) -> Any:
+        """The body's JSON."""
+        body = await self.body()
+        return parse(body) if len(body) <= SMALL else await asyncio.to_thread(parse, body)
+
+
+class JsonRoute(APIRoute):
+    """A route whose requests are `JsonRequest`s."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """What answers a request."""
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await handler(JsonRequest(request.scope, request.receive))
+
+        return handle
+
+
+def checked(*kinds: Any, description: str | None = None) -> Any:
+    """The type of a field that is one of these, checked up to its first error. Its schema is that of their union."""
+    union: Any = kinds[0]
+    for kind in kinds[1:]:
+        union |= kind
+
+    def check(value: Any) -> Any:
+        errors = []
+        for kind in kinds:
+            try:
+                return msgspec.convert(value, kind)
+            except msgspec.ValidationError as error:
+                errors.append(str(error))
+        meant = _meant(value, kinds)
+        error = max(errors, key=len) if meant is None else errors[meant]
+        raise ValueError(f"expected {' or '.join(map(_shown, kinds))}; {error}")
+
+    schema = TypeAdapter(union).json_schema() | ({} if description is None else {"description": description})
+    return Annotated[Any, PlainValidator(check), WithJsonSchema(schema)]
+
+
+def _shown(kind: Any) -> str:
+    return kind.__name__ if type(kind) is type else str(kind)
+
+
+def _meant(value: Any, kinds: tuple[Any, ...]) -> int | None:
+    """The number of the kind that takes a list's first item, if there is one."""
+    for i, kind in enumerate(kinds):
+        try:
+            msgspec.convert(value[:1] if isinstance(value, list) else value, kind)
+            return i
+        except msgspec.ValidationError:
+            pass
+    return None
+
+
+def at_most(count: int) -> Any:
+    """Refuses longer lists and objects before their items are looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > count:
+            raise ValueError(f"{len(value)} entries; at most {count}")
+        return value
+
+    return BeforeValidator(check)
