@@ -11,7 +11,7 @@ from inspect import getdoc
 from operator import or_
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictInt, TypeAdapter, create_model
+from pydantic import Field, StrictBool, StrictInt, TypeAdapter, create_model
 
 from ..core.device import DTYPES
 from ..core.limits import MAX_NAMED
@@ -20,7 +20,6 @@ from ..hooks.interventions.op import SCOPES, Gate
 from ..hooks.interventions.set_feature import MAX_FEATURES, MODES, SetFeature
 from ..hooks.interventions.specs import NORMS
 from ..hooks.spec import MISSING as MISSING_POSITIONS
-from .body import at_most, checked
 from .protocol import Strict
 from .specs import MAX_DIMS, OPS, REDUCTIONS, WIRE_DTYPES
 
@@ -29,19 +28,17 @@ class InlineVector(Strict):
     """A tensor's values in the request."""
 
     dtype: Literal[tuple(WIRE_DTYPES)]  # pyright: ignore[reportInvalidTypeForm]
-    shape: Annotated[
-        list[Annotated[StrictInt, Field(ge=1, le=1 << 32)]], at_most(MAX_DIMS), Field(min_length=1, max_length=MAX_DIMS)
-    ]
+    shape: list[Annotated[StrictInt, Field(ge=1, le=1 << 32)]] = Field(min_length=1, max_length=MAX_DIMS)
     data: str = Field(description="base64 of the values, little-endian, in row order")
 
 
-Values = checked(list[float], list[list[float]], list[list[list[float]]])
+Values = list[float] | list[list[float]] | list[list[list[float]]]
 
 
 class LayersVector(Strict):
     """A vector for each layer that the site selects."""
 
-    layers: Annotated[dict[str, InlineVector | Values], at_most(MAX_NAMED), Field(min_length=1)]
+    layers: dict[str, InlineVector | Values] = Field(min_length=1, max_length=MAX_NAMED)
 
 
 class GeneratedRange(Strict):
@@ -61,13 +58,13 @@ class GeneratedPositions(Strict):
 class SlicePositions(Strict):
     """Positions of the prompt, as Python slices a list: [start, stop, step]."""
 
-    slice: Annotated[list[StrictInt | None], at_most(3), Field(min_length=1, max_length=3)]
+    slice: Annotated[list[StrictInt | None], Field(min_length=1, max_length=3)]
 
 
 class RangePositions(Strict):
     """Positions of the prompt: [start, stop, step]."""
 
-    range: Annotated[list[StrictInt], at_most(3), Field(min_length=1, max_length=3)]
+    range: Annotated[list[StrictInt], Field(min_length=1, max_length=3)]
 
 
 Vector = Annotated[
@@ -77,7 +74,8 @@ Vector = Annotated[
 PositionsField = Annotated[
     Literal["all", "prompt", "generated"]
     | StrictInt
-    | checked(list[int], list[bool])
+    | list[StrictInt]
+    | list[StrictBool]
     | GeneratedPositions
     | SlicePositions
     | RangePositions,
@@ -98,7 +96,7 @@ def _model(cls: type[Any], known: dict[str, Any], **tags: str) -> Any:
     return create_model(cls.__name__, __base__=Strict, __doc__=doc, **parts)
 
 
-_NUMBERS = Annotated[list[StrictInt], at_most(MAX_NAMED)]
+_NUMBERS: Any = Annotated[list[StrictInt], Field(max_length=MAX_NAMED)]
 _HEADS = StrictInt | _NUMBERS | None
 _KNOWN: dict[str, Any] = {
     "site": Annotated[
@@ -112,9 +110,8 @@ _KNOWN: dict[str, Any] = {
     "missing": Literal[MISSING_POSITIONS],  # pyright: ignore[reportInvalidTypeForm]
     "scope": Literal[SCOPES],  # pyright: ignore[reportInvalidTypeForm]
     "features": Annotated[
-        dict[str, float | Annotated[list[float | None], at_most(2)]],
-        at_most(MAX_FEATURES),
-        Field(min_length=1, description="feature -> value, or [low, high] with clamp"),
+        dict[str, float | list[float | None]],
+        Field(min_length=1, max_length=MAX_FEATURES, description="feature -> value, or [low, high] with clamp"),
     ],
     "mode": Literal[MODES],  # pyright: ignore[reportInvalidTypeForm]
     "heads": _HEADS,
