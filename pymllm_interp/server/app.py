@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from .. import __version__
@@ -23,14 +24,18 @@ DESCRIPTION = (
     "OpenAI's API, with vLLM's further fields. `interventions` and `capture` of a request edit and read its hidden states; "
     "docs/serving.md of the repository has examples."
 )
-SCRIPTS = {"app.js": "text/javascript", "style.css": "text/css"}
-"""Files of the page -> their types."""
+SCRIPTS = {"app.js": "text/javascript", "docs.js": "text/javascript", "style.css": "text/css"}
+"""Files of the pages -> their types."""
 CONTENT_POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'"
 
 
 def create_app(state: ServerState) -> FastAPI:
     """The application over a server's state."""
-    app = FastAPI(title="pymllm-interp", version=__version__, description=DESCRIPTION)
+    app = FastAPI(
+        title="pymllm-interp", version=__version__, description=DESCRIPTION,
+        docs_url=None, redoc_url=None,  # they load scripts of other hosts
+        redirect_slashes=False,  # a redirect names the host that the client named
+    )  # fmt: skip
     app.include_router(openai_routes(state))
     app.include_router(interp_routes(state))
     _add_pages(app, state)
@@ -74,6 +79,10 @@ def _add_pages(app: FastAPI, state: ServerState) -> None:
     async def index() -> Response:
         return HTMLResponse(_file("index.html"), headers={"Content-Security-Policy": CONTENT_POLICY})
 
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return HTMLResponse(_file("docs.html"), headers={"Content-Security-Policy": CONTENT_POLICY})
+
     @app.get("/static/{name}", include_in_schema=False)
     async def script(name: str) -> Response:
         if name not in SCRIPTS:
@@ -100,6 +109,10 @@ def _add_errors(app: FastAPI) -> None:
 
     async def refused(request: Request, error: Exception) -> Response:
         return api_error(error, refused=True).response()
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # nobody reads it
 
     for kind in (ValueError, TypeError, EngineClosedError):
         app.add_exception_handler(kind, refused)

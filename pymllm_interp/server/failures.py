@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import builtins
 import re
+import sys
+import sysconfig
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 from ..core.arguments import PromptError
@@ -40,6 +43,15 @@ OURS["EngineDiedError"] = EngineClosedError
 """Exceptions that a client gets back as what they are, beside Python's own."""
 
 
+MOST_FRAMES = 64
+"""Frames of a failure at most."""
+LAST_LINE = (1 << 31) - 1
+"""The largest line number that a traceback can have."""
+_FOLDERS = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[1]),
+)
+"""Folders of the server's own files."""
 _ORIGIN = re.compile(r" \[[0-9a-f]{16}\]$|^\[[^\]]*:\d+\] ")
 """What the server (`Sources`) and nnsight (for functions) add to the names of files."""
 
@@ -51,11 +63,25 @@ class RemoteError(RuntimeError):
 def failure_of(error: BaseException) -> Failure:
     """An exception as data."""
     found = block_traceback(error)
-    entries = traceback.extract_tb(found) if found is not None else ()
-    frames = [(_ORIGIN.sub("", entry.filename), entry.lineno or 1, entry.name) for entry in entries]
+    frames = [_frame(frame, line) for frame, line in traceback.walk_tb(found)]
     bases = [cls.__name__ for cls in type(error).__mro__[1:] if cls.__module__ == "builtins"]
     message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    return Failure(type(error).__name__, message, list(getattr(error, "__notes__", ())), frames, bases)
+    return Failure(type(error).__name__, message, list(getattr(error, "__notes__", ())), _ends(frames), bases)
+
+
+def _frame(frame: FrameType, line: int | None) -> tuple[str, int, str]:
+    """A frame of a traceback. Of the client's own file it has the path; of the server's files, the module."""
+    path, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
+    shown = _ORIGIN.sub("", path)
+    servers = path.startswith(_FOLDERS) or path == getattr(sys.modules.get(module), "__file__", None)
+    if shown == path and servers:
+        shown = f"<{module}>"
+    return shown, line or 1, frame.f_code.co_name
+
+
+def _ends(frames: Sequence[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
+    """The outermost and the innermost frames of a deep recursion."""
+    return [*frames[: MOST_FRAMES // 2], *frames[MOST_FRAMES // 2 :][-MOST_FRAMES // 2 :]]
 
 
 def exception_of(failure: Failure) -> BaseException:
@@ -73,10 +99,16 @@ def exception_of(failure: Failure) -> BaseException:
 
 
 def _traceback_of(frames: Sequence[tuple[str, int, str]]) -> TracebackType | None:
-    """A traceback with these lines, which are most often those of the client's own files."""
+    """A traceback with these lines, which are most often those of the client's own files.
+
+    Who sends them is not trusted: a line number is a number, and never a source of so many lines.
+    """
     found = None
-    for filename, line, name in reversed(frames):
-        code = compile("\n" * (line - 1) + "raise RuntimeError", filename, "exec").replace(co_name=name)
+    for filename, line, name in reversed(_ends(frames)):
+        line = max(1, min(int(line), LAST_LINE))
+        code = compile("raise RuntimeError", str(filename).replace("\0", ""), "exec").replace(
+            co_name=str(name), co_firstlineno=line
+        )
         try:
             exec(code, {"__name__": "block"})
         except RuntimeError as raised:

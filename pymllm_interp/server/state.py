@@ -19,6 +19,7 @@ from .metrics import Metrics
 from .settings import ServeSettings
 from .store import ActivationStore
 from .trust import STRANGERS, Client, Trust
+from .uploads import Uploads
 
 RATE_SECONDS = 5.0
 """Span that the tokens per second are measured over."""
@@ -40,6 +41,7 @@ class ServerState:
         self.metrics = Metrics()
         self.engine = EngineClient(settings, self._engine_exited)
         self.store = ActivationStore(self.engine.store, settings.limits)
+        self.uploads = Uploads(settings.limits, self.engine.vectors)
         self.tokenizer: Any = None
         self.draining = False
         self.exiting = asyncio.Event()
