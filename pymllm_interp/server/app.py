@@ -47,8 +47,9 @@ def create_app(state: ServerState) -> FastAPI:
 def _add_pages(app: FastAPI, state: ServerState) -> None:
     @app.get("/health", tags=["Operation"])
     async def health() -> Response:
-        """200 while the engine serves; 503 while it starts, or the server ends."""
-        word = "ending" if state.draining else "ok" if state.engine.ready else "starting"
+        """200 while the engine serves; 503 while it starts or is stuck, or the server ends."""
+        word = "ok" if state.engine.ready else "starting"
+        word = "ending" if state.draining else "stuck" if state.liveness.stuck else word
         return JSONResponse({"status": word, "engine_restarts": state.engine.restarts}, 200 if word == "ok" else 503)
 
     @app.get("/metrics", tags=["Operation"])

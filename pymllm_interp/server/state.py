@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from .engine_client import EngineClient, EngineDiedError
 from .errors import ApiError
+from .liveness import Liveness
 from .messages import AskStats
 from .metrics import Metrics
 from .settings import ServeSettings
@@ -41,6 +42,7 @@ class ServerState:
         self.metrics = Metrics()
         self.engine = EngineClient(settings, self._engine_exited)
         self.store = ActivationStore(self.engine.store, settings.limits)
+        self.liveness = Liveness(self.engine, settings.limits)
         self.uploads = Uploads(settings.limits, self.engine.vectors)
         self.tokenizer: Any = None
         self.draining = False
