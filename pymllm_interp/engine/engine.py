@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,6 +36,17 @@ from .warm_up import warm_up
 logger = logging.getLogger(__name__)
 
 
+class Progress(NamedTuple):
+    """How far an engine is."""
+
+    progress: str
+    """Another one whenever a step, a command or a block of a trace has ended."""
+    busy: bool
+    """Whether there is anything to do."""
+    in_block: bool
+    """Whether a block of a trace runs."""
+
+
 class Engine:
     """Serves requests on a thread of its own, which the runner is initialised on too.
 
@@ -53,7 +64,7 @@ class Engine:
 
     def __init__(self, runner: InterpModelRunner) -> None:
         self.runner = runner
-        self.num_steps = self.num_overlapped_steps = 0
+        self.num_steps = self.num_overlapped_steps = self.num_turns = 0
         self._in_flight: tuple[SchedulerOutput, AsyncOutput] | None = None
         self._subscribers: dict[str, tuple[Request, Subscriber]] = {}
         self._events: list[tuple[Subscriber, Event]] = []
@@ -134,6 +145,11 @@ class Engine:
         steps = {"steps": self.num_steps, "overlapped_steps": self.num_overlapped_steps}
         return steps | runner_counters(self.runner) | self.scheduler.counters()
 
+    def progress(self) -> Progress:
+        """How far the engine is, for those that look whether it is stuck. Takes no lock, and may be called from any thread."""
+        done = f"{self.num_turns} {self.runner.interleaver.blocks.seconds}"
+        return Progress(done, self._has_work() or bool(self._inbox), self._watchdog.running is not None)
+
     def check_open(self) -> None:
         """Raises EngineClosedError where requests cannot be submitted: after `shutdown`, and in a forked child."""
         if self.forked is not None:
@@ -209,6 +225,7 @@ class Engine:
     def _run(self) -> None:
         try:
             while self._take_commands():
+                self.num_turns += 1
                 self._expire()
                 self._send_events()
                 if self._has_work():

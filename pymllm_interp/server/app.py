@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from .. import __version__
@@ -25,14 +26,20 @@ DESCRIPTION = (
     "OpenAI's API, with vLLM's further fields. `interventions` and `capture` of a request edit and read its hidden states; "
     "docs/serving.md of the repository has examples."
 )
-SCRIPTS = {"app.js": "text/javascript", "style.css": "text/css", "favicon.svg": "image/svg+xml"}
-"""Files of the page -> their types."""
+SCRIPTS = {
+    "app.js": "text/javascript", "docs.js": "text/javascript", "style.css": "text/css", "favicon.svg": "image/svg+xml",
+}  # fmt: skip
+"""Files of the pages -> their types."""
 CONTENT_POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
 def create_app(state: ServerState) -> FastAPI:
     """The application over a server's state."""
-    app = FastAPI(title="pymllm-interp", version=__version__, description=DESCRIPTION)
+    app = FastAPI(
+        title="pymllm-interp", version=__version__, description=DESCRIPTION,
+        docs_url=None, redoc_url=None,  # they load scripts of other hosts
+        redirect_slashes=False,  # a redirect names the host that the client named
+    )  # fmt: skip
     app.include_router(openai_routes(state))
     app.include_router(interp_routes(state))
     app.openapi = lambda: _document(app, state)
@@ -64,8 +71,9 @@ def _with_references(part: Any) -> Any:
 def _add_pages(app: FastAPI, state: ServerState) -> None:
     @app.get("/health", tags=["Operation"])
     async def health() -> Response:
-        """200 while the engine serves; 503 while it starts, or the server ends."""
-        word = "ending" if state.draining else "ok" if state.engine.ready else "starting"
+        """200 while the engine serves; 503 while it starts or is stuck, or the server ends."""
+        word = "ok" if state.engine.ready else "starting"
+        word = "ending" if state.draining else "stuck" if state.liveness.stuck else word
         return JSONResponse({"status": word, "engine_restarts": state.engine.restarts}, 200 if word == "ok" else 503)
 
     @app.get("/metrics", tags=["Operation"])
@@ -100,6 +108,10 @@ def _add_pages(app: FastAPI, state: ServerState) -> None:
     async def icon() -> Response:
         return await script("favicon.svg")
 
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return HTMLResponse(_file("docs.html"), headers={"Content-Security-Policy": CONTENT_POLICY})
+
     @app.get("/static/{name}", include_in_schema=False)
     async def script(name: str) -> Response:
         if name not in SCRIPTS:
@@ -126,6 +138,10 @@ def _add_errors(app: FastAPI) -> None:
 
     async def refused(request: Request, error: Exception) -> Response:
         return api_error(error, refused=True).response()
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # nobody reads it
 
     for kind in (ValueError, TypeError, EngineClosedError):
         app.add_exception_handler(kind, refused)

@@ -70,6 +70,7 @@ class EngineServer:
             m.RunTrace: self.traces.run,
             m.AskLens: self.traces.lens,
             m.AskStats: lambda message: m.Answer(message.call, self.stats()),
+            m.AskProgress: lambda message: m.Answer(message.call, self.model.engine.progress()._asdict()),
             m.ResetPrefixCache: self._reset_prefix_cache,
         }
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
+import sysconfig
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
 
 from ..hooks.traces.caller_frames import block_traceback
 
@@ -39,6 +44,13 @@ class EngineError(Exception):
         self.failure = failure
 
 
+MOST_FRAMES = 64
+"""Frames of a failure at most."""
+_FOLDERS = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[1]),
+)
+"""Folders of the server's own files."""
 _ORIGIN = re.compile(r" \[[0-9a-f]{16}\]$|^\[[^\]]*:\d+\] ")
 """What the server (`Sources`) and nnsight (for functions) add to the names of files."""
 
@@ -48,8 +60,22 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, EngineError):
         return error.failure
     found = block_traceback(error)
-    entries = traceback.extract_tb(found) if found is not None else ()
-    frames = [(_ORIGIN.sub("", entry.filename), entry.lineno or 1, entry.name) for entry in entries]
+    frames = [_frame(frame, line) for frame, line in traceback.walk_tb(found)]
     bases = [cls.__name__ for cls in type(error).__mro__[1:] if cls.__module__ == "builtins"]
     message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    return Failure(type(error).__name__, message, list(getattr(error, "__notes__", ())), frames, bases)
+    return Failure(type(error).__name__, message, list(getattr(error, "__notes__", ())), ends(frames), bases)
+
+
+def _frame(frame: FrameType, line: int | None) -> tuple[str, int, str]:
+    """A frame of a traceback. Of the client's own file it has the path; of the server's files, the module."""
+    path, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))
+    shown = _ORIGIN.sub("", path)
+    servers = path.startswith(_FOLDERS) or path == getattr(sys.modules.get(module), "__file__", None)
+    if shown == path and servers:
+        shown = f"<{module}>"
+    return shown, line or 1, frame.f_code.co_name
+
+
+def ends(frames: Sequence[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
+    """The outermost and the innermost frames of a deep recursion."""
+    return [*frames[: MOST_FRAMES // 2], *frames[MOST_FRAMES // 2 :][-MOST_FRAMES // 2 :]]

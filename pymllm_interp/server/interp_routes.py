@@ -131,24 +131,13 @@ def _vector_routes(router: APIRouter, state: ServerState) -> None:
             raise ApiError(
                 400, f"{name[:80]!r} is no name for a vector: letters, digits, spaces, and ._/- inside", "name"
             )
-        body = await request.body()
-        others = {other: v for other, v in state.engine.vectors(client.name).items() if other != name}
-        size = sum(len(vector.body) for vector in others.values())
-        if len(others) >= state.limits.max_vectors:
-            raise ApiError(
-                429, f"{client.name!r} has {len(others)} vectors, as many as it may (max_vectors): DELETE some"
-            )
-        if size + len(body) > state.limits.max_vector_bytes:
-            raise ApiError(
-                413, f"{client.name!r} has vectors of {size} bytes; with {len(body)} more they exceed "
-                f"{state.limits.max_vector_bytes} (max_vector_bytes)",
-            )  # fmt: skip
-        try:
-            return await state.engine.put_vector(
-                client.name, name, body, "gguf" if body[:4] == b"GGUF" else "safetensors"
-            )
-        except Exception as error:
-            raise api_error(error, refused=True) from error
+        with state.uploads.reserved(client.name, name) as upload:
+            body = await state.uploads.body(upload, request)
+            kind = "gguf" if body[:4] == b"GGUF" else "safetensors"
+            try:
+                return await state.engine.put_vector(client.name, name, body, kind)
+            except Exception as error:
+                raise api_error(error, refused=True) from error
 
     @router.get("/v1/interp/vectors/{name:path}")
     async def get(name: str, request: Request) -> Response:

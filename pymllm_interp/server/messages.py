@@ -92,6 +92,10 @@ class AskStats(Message):
     """Answered by `Answer` with the engine's counters."""
 
 
+class AskProgress(Message):
+    """Answered by `Answer` with `Engine.progress`, as JSON."""
+
+
 class ResetPrefixCache(Message):
     """Forget the KV that the prefix cache keeps. Answered by `Answer`."""
 
@@ -174,7 +178,9 @@ class Failed(Message):
     failure: Failure
 
 
-ToEngine = Submit | Abort | PutVector | DropVector | RunTrace | AskLens | AskStats | ResetPrefixCache | Stop
+ToEngine = (
+    Submit | Abort | PutVector | DropVector | RunTrace | AskLens | AskStats | AskProgress | ResetPrefixCache | Stop
+)
 FromEngine = Ready | Accepted | Token | Finished | Frame | Answer | Failed
 
 encoder = msgspec.msgpack.Encoder()

@@ -12,7 +12,7 @@ from ..core.closed import EngineClosedError
 from ..hooks.captures.activations import CaptureError
 from ..hooks.traces.errors import EditError, GangError, TraceError, TraceTimeoutError
 from ..hooks.traces.nnsight_compat import OutOfOrderError
-from .failures import Failure
+from .failures import Failure, ends
 
 _CLASSES: tuple[type[BaseException], ...] = (
     PromptError, EngineClosedError, CaptureError, EditError, GangError, TraceError, TraceTimeoutError, OutOfOrderError,
@@ -20,6 +20,10 @@ _CLASSES: tuple[type[BaseException], ...] = (
 OURS: dict[str, type[BaseException]] = {cls.__name__: cls for cls in _CLASSES}
 OURS["EngineDiedError"] = EngineClosedError
 """Exceptions that a client gets back as what they are, beside Python's own."""
+
+
+LAST_LINE = (1 << 31) - 1
+"""The largest line number that a traceback can have."""
 
 
 class RemoteError(RuntimeError):
@@ -41,10 +45,16 @@ def exception_of(failure: Failure) -> BaseException:
 
 
 def _traceback_of(frames: Sequence[tuple[str, int, str]]) -> TracebackType | None:
-    """A traceback with these lines, which are most often those of the client's own files."""
+    """A traceback with these lines, which are most often those of the client's own files.
+
+    Who sends them is not trusted: a line number is a number, and never a source of so many lines.
+    """
     found = None
-    for filename, line, name in reversed(frames):
-        code = compile("\n" * (line - 1) + "raise RuntimeError", filename, "exec").replace(co_name=name)
+    for filename, line, name in reversed(ends(frames)):
+        line = max(1, min(int(line), LAST_LINE))
+        code = compile("raise RuntimeError", str(filename).replace("\0", ""), "exec").replace(
+            co_name=str(name), co_firstlineno=line
+        )
         try:
             exec(code, {"__name__": "block"})
         except RuntimeError as raised:

@@ -103,6 +103,7 @@ async def _serve(settings: ServeSettings, bound: socket.socket) -> int:
         host, port = bound.getsockname()[:2]
         server = DrainingServer(config, state, lambda: print(banner(settings, host, port), flush=True))
         tasks.append(asyncio.create_task(sweep(state)))
+        tasks.append(asyncio.create_task(state.liveness.watch()))
         tasks.append(asyncio.create_task(_exit_with_engine(state, server)))
         await server.serve(sockets=[bound])
         return 3 if state.exiting.is_set() else 0

@@ -40,6 +40,10 @@ class ServeLimits:
     """How long captured states wait to be fetched."""
     trace_timeout: float = 600.0
     """Seconds of a whole trace. `trace_step_timeout` of the engine bounds each visit of a block."""
+    engine_message_seconds: float = 60.0
+    """How long the engine process may take to answer a question of the server's; then it is ended (liveness.py)."""
+    engine_step_seconds: float = 300.0
+    """How long a step of the engine may take; then its process is ended."""
     max_connections: int = 2048
     """Beyond it, the connection that has waited longest for a request is closed; 503 if all have one that runs."""
     idle_seconds: float = 30.0

@@ -13,12 +13,14 @@ from starlette.requests import Request
 
 from .engine_client import EngineClient, EngineDiedError
 from .errors import ApiError
+from .liveness import Liveness
 from .messages import AskStats
 from .metrics import Metrics
 from .settings import ServeSettings
 from .store import ActivationStore
 from .tokenizer import import_library, load_tokenizer
 from .trust import STRANGERS, Client, Trust
+from .uploads import Uploads
 
 RATE_SECONDS = 5.0
 """Span that the tokens per second are measured over."""
@@ -40,6 +42,8 @@ class ServerState:
         self.metrics = Metrics()
         self.engine = EngineClient(settings, self._engine_exited)
         self.store = ActivationStore(self.engine.store, settings.limits)
+        self.liveness = Liveness(self.engine, settings.limits)
+        self.uploads = Uploads(settings.limits, self.engine.vectors)
         self.tokenizer: Any = None
         self.draining = False
         self.exiting = asyncio.Event()

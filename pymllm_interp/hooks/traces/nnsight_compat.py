@@ -56,6 +56,7 @@ from nnsight.intervention.serialization import (  # noqa: E402
     CustomCloudUnpickler,
     code_reduce,
 )
+from nnsight.intervention.serialization import _load_function as load_function  # noqa: E402
 from nnsight.intervention.source import (  # noqa: E402
     NO_SKIP,
     Controller,
@@ -133,6 +134,7 @@ __all__ = [
     "install_controller",
     "install_source",
     "instrument",
+    "load_function",
     "make_op",
     "mark",
     "push_result",
