@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from .. import __version__
@@ -18,6 +19,7 @@ from .gate import Gate
 from .interp_routes import interp_routes
 from .openai_routes import openai_routes
 from .state import ServerState
+from .tokenize_routes import tokenize_routes
 
 DESCRIPTION = (
     "OpenAI's API, with vLLM's further fields. `interventions` and `capture` of a request edit and read its hidden states; "
@@ -30,12 +32,21 @@ CONTENT_POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 
 
 def create_app(state: ServerState) -> FastAPI:
     """The application over a server's state."""
-    app = FastAPI(title="pymllm-interp", version=__version__, description=DESCRIPTION)
+    settings = state.settings
+    app = FastAPI(
+        title="pymllm-interp", version=__version__, description=DESCRIPTION, root_path=settings.root_path
+    )  # fmt: skip
     app.include_router(openai_routes(state))
+    app.include_router(tokenize_routes(state))
     app.include_router(interp_routes(state))
     _add_pages(app, state)
     _add_errors(app)
     app.add_middleware(Gate, state=state)
+    if settings.allowed_origins:  # around the gate: a browser asks without a key, and reads errors too
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=settings.allowed_methods,
+            allow_headers=settings.allowed_headers, allow_credentials=settings.allow_credentials,
+        )  # fmt: skip
     return app
 
 
@@ -45,6 +56,21 @@ def _add_pages(app: FastAPI, state: ServerState) -> None:
         """200 while the engine serves; 503 while it starts, or the server ends."""
         word = "ending" if state.draining else "ok" if state.engine.ready else "starting"
         return JSONResponse({"status": word, "engine_restarts": state.engine.restarts}, 200 if word == "ok" else 503)
+
+    @app.api_route("/ping", methods=["GET", "POST"], tags=["Operation"])
+    async def ping() -> Response:
+        """`/health` as SageMaker asks for it."""
+        return await health()
+
+    @app.get("/version", tags=["Operation"])
+    async def version() -> dict[str, Any]:
+        """The server's version."""
+        return {"version": __version__}
+
+    @app.get("/load", tags=["Operation"])
+    async def load() -> dict[str, Any]:
+        """How many requests and traces run."""
+        return {"server_load": state.num_running}
 
     @app.get("/metrics", tags=["Operation"])
     async def metrics() -> Response:

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError
-from .gate_words import TRACE_PATH, TRACE_TYPE
+from .gate_words import GUARDED, TRACE_PATH, TRACE_TYPE
 from .settings import is_loopback
 from .state import ServerState, denied
 from .trust import Client, Trust
@@ -39,7 +39,7 @@ class Gate:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        passage = _Passage(self._state, scope["path"], request_id, send)
+        passage = _Passage(self._state, _route_path(scope), request_id, send)
         scope.setdefault("state", {}).update(request_id=request_id, passage=passage, started=passage.started)
         try:
             body = self._checked(scope, headers, receive, passage)
@@ -55,8 +55,8 @@ class Gate:
             passage.log(scope)
 
     def _checked(self, scope: Scope, headers: dict[str, str], receive: Receive, passage: _Passage) -> Receive:
-        path, state = scope["path"], self._state
-        if path.startswith("/v1"):
+        path, state = _route_path(scope), self._state
+        if path.startswith(GUARDED):
             client = state.settings.keys.client(headers.get("authorization"))
             if client is None:
                 raise ApiError(
@@ -91,6 +91,13 @@ class Gate:
             raise denied(client, Trust.CODE)
         if headers.get("content-type") != TRACE_TYPE:
             raise ApiError(415, f"a trace has the content type {TRACE_TYPE}")
+
+
+def _route_path(scope: Scope) -> str:
+    """The path that the router looks at: a proxy may have left the root path before it."""
+    path, root = scope["path"], scope.get("root_path", "")
+    rest = path[len(root) :]
+    return rest if root and path.startswith(root) and rest[:1] in ("", "/") else path
 
 
 class BodyError(BaseException):

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
+from ..core.closed import EngineClosedError
 from .app import create_app, sweep
 from .settings import ServeSettings
 from .state import ServerState
@@ -86,7 +87,10 @@ class DrainingServer(uvicorn.Server):
             logger.info("ending; %d requests run, and have %g s", state.num_running, state.settings.drain_seconds)
         while state.num_running and time.monotonic() < deadline and not self.force_exit:
             await asyncio.sleep(0.05)
-        await super().shutdown(sockets)
+        if state.num_running and not self.force_exit:
+            logger.warning("%d requests still run, and end with an error", state.num_running)
+            state.engine.fail_calls(EngineClosedError("the server ended before the request had; send it again"))
+        await super().shutdown(sockets)  # which waits while the answers leave
 
 
 async def _serve(settings: ServeSettings, bound: socket.socket) -> int:
@@ -96,7 +100,9 @@ async def _serve(settings: ServeSettings, bound: socket.socket) -> int:
         await state.start()
         config = uvicorn.Config(
             create_app(state), log_config=None, access_log=False, timeout_graceful_shutdown=5, timeout_keep_alive=30,
-            server_header=False, ws="none",
+            server_header=False, ws="none", ssl_cert_reqs=settings.ssl_cert_reqs,
+            ssl_keyfile=settings.ssl_keyfile, ssl_certfile=settings.ssl_certfile,
+            ssl_ca_certs=None if settings.ssl_ca_certs is None else str(settings.ssl_ca_certs),
         )  # fmt: skip
         host, port = bound.getsockname()[:2]
         server = DrainingServer(config, state, lambda: print(banner(settings, host, port), flush=True))
@@ -119,7 +125,7 @@ async def _exit_with_engine(state: ServerState, server: uvicorn.Server) -> None:
 def banner(settings: ServeSettings, host: str, port: int) -> str:
     """What the operator reads first: the address, and how to use it."""
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    url = f"http://{shown}:{port}"
+    url = f"http{'s' if settings.ssl_certfile else ''}://{shown}:{port}"
     key = "" if settings.keys.anybody else " -H 'Authorization: Bearer KEY'"
     python = "" if settings.keys.anybody else ', api_key="KEY"'
     return (

@@ -25,7 +25,7 @@ const history = [];
 
 async function refresh() {
   try {
-    const status = await (await fetch("/status")).json();
+    const status = await (await fetch("status")).json();
     $("model").textContent = status.model;
     const used = status.kv_tokens ? Math.round(100 * (1 - status.free_kv_tokens / status.kv_tokens)) : 0;
     $("busy").textContent = status.ready
@@ -55,14 +55,14 @@ function draw() {
 
 async function describe() {
   try {
-    capabilities = await (await call("/v1/interp/capabilities")).json();
+    capabilities = await (await call("v1/interp/capabilities")).json();
   } catch {
     return; // a key is needed
   }
   $("layer").max = capabilities.num_layers - 1;
   $("layer").value = Math.floor(capabilities.num_layers / 2);
   $("layer-shown").textContent = $("layer").value;
-  const stored = await (await call("/v1/interp/vectors")).json();
+  const stored = await (await call("v1/interp/vectors")).json();
   $("vectors").replaceChildren(...stored.vectors.map((vector) => new Option(vector.name)));
 }
 
@@ -78,7 +78,7 @@ function tensorOf(base64, name) {
 
 async function meanState(text, site) {
   const body = { prompt: text, max_tokens: 0, capture: [{ site, positions: "prompt", reduce: "mean", dtype: "float32" }] };
-  const found = (await (await call("/v1/completions", body)).json()).choices[0].activations;
+  const found = (await (await call("v1/completions", body)).json()).choices[0].activations;
   return tensorOf(found.data, site);
 }
 
@@ -94,7 +94,7 @@ async function direction(site) {
 // -- both texts, as they come -----------------------------------------------------------------
 
 async function stream(body, onChoice) {
-  const reader = (await call("/v1/completions", { ...body, stream: true })).body.pipeThrough(new TextDecoderStream()).getReader();
+  const reader = (await call("v1/completions", { ...body, stream: true })).body.pipeThrough(new TextDecoderStream()).getReader();
   let waiting = "";
   for (;;) {
     const { value, done } = await reader.read();
@@ -154,7 +154,7 @@ async function lens() {
   $("error").textContent = "";
   $("lens").disabled = true;
   try {
-    const found = await (await call("/v1/interp/lens", { prompt: $("prompt").value, top: 3 })).json();
+    const found = await (await call("v1/interp/lens", { prompt: $("prompt").value, top: 3 })).json();
     const head = document.createElement("tr");
     head.append(cell("th", "layer"), ...found.tokens.map((token) => cell("th", token)));
     const rows = found.layers.map((row, layer) => {
