@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .vllm_flags import hint_of
+from .core.vllm_flags import hint_of
 
 SERVE_LIMITS: dict[str, tuple[type, float]] = {
     "max_body_bytes": (int, 64 << 20), "max_trace_bytes": (int, 64 << 20), "max_concurrent": (int, 256), "max_traces": (int, 32),

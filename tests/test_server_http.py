@@ -49,8 +49,8 @@ def secure(served_folder, certificate, tmp_path_factory) -> Iterator[Server]:
     template = tmp_path_factory.mktemp("template") / "chat.jinja"
     template.write_text(TEMPLATE)
     options = [
-        "--ssl-keyfile", certificate / "key.pem", "--ssl-certfile", certificate / "cert.pem", "--api-key", FIRST, "--api-key", SECOND,
-        "--chat-template", template, "--root-path", "/llm", "--allowed-origins", json.dumps([ORIGIN]), "--drain-seconds", "0.5",
+        "--ssl-keyfile", certificate / "key.pem", "--ssl-certfile", certificate / "cert.pem",
+        "--api-key", FIRST, "--api-key", SECOND, "--chat-template", template, "--root-path", "/llm", "--allowed-origins", json.dumps([ORIGIN]), "--drain-seconds", "0.5",
     ]  # fmt: skip
     with serving(served_folder, *map(str, options), keys=None) as server:
         assert server.url.startswith("https://")
@@ -249,7 +249,7 @@ def test_a_flag_of_vllm_is_answered_with_what_serves_here(options, hint, capsys)
 
 def test_hinted_options_exist_and_other_flags_are_errors(capsys):
     from pymllm_interp.config import ModelConfig, ServerConfig
-    from pymllm_interp.vllm_flags import OTHERS, RENAMED, SAME
+    from pymllm_interp.core.vllm_flags import OTHERS, RENAMED, SAME
 
     known = {*ModelConfig.__dataclass_fields__, *ServerConfig.__dataclass_fields__}
     assert {*SAME, *RENAMED.values()} <= known

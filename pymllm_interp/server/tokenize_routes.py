@@ -50,11 +50,10 @@ def _token_ids(state: ServerState, body: TokenizeRequest) -> list[int]:
     if state.tokenizer is None:
         raise ApiError(400, "this model has no tokenizer: prompts are token ids", "prompt")
     if body.messages is None:
-        special = body.add_special_tokens is not False
-        (found,) = _texts(state, CompletionRequest(prompt=body.prompt or "", add_special_tokens=special))
+        fields = body.model_dump(include={"prompt", "add_special_tokens"})
+        (found,) = _texts(state, CompletionRequest.model_validate(fields))
         return found.token_ids
-    chat = ChatRequest(
-        messages=body.messages, add_generation_prompt=body.add_generation_prompt, tools=body.tools,
-        continue_final_message=body.continue_final_message, chat_template_kwargs=body.chat_template_kwargs,
+    fields = body.model_dump(
+        exclude={"model", "prompt", "add_special_tokens", "return_token_strs"}, exclude_unset=True
     )  # fmt: skip
-    return _conversation(state, chat).token_ids
+    return _conversation(state, ChatRequest.model_validate(fields)).token_ids

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .core import unsupported
+from . import unsupported
 
 _ONE_DEVICE = "one device holds the model; --device cuda:N chooses it"
 _NO_TOOLS = "tool calls are not parsed: the text has them as the model writes them"
