@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
+
+from .core.vllm_flags import hint_of
 
 SERVE_LIMITS: dict[str, tuple[type, float]] = {
     "max_body_bytes": (int, 64 << 20), "max_trace_bytes": (int, 64 << 20), "max_concurrent": (int, 256), "max_traces": (int, 32),
@@ -24,7 +27,13 @@ SERVE_LIMITS: dict[str, tuple[type, float]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, or 2 with one line on stderr where it cannot be done."""
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        if args.command == "serve" and (hint := hint_of(unknown)):
+            print(f"pymllm-interp serve: {hint}", file=sys.stderr)
+            return 2
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return args.run(args)
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -87,6 +96,11 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--port", type=int, default=8000, help="0 takes any free port (default: %(default)s)")
     serve.add_argument("--keys", type=Path, metavar="FILE", help="API keys: lines 'name key [plain | declared]'")
     serve.add_argument(
+        "--api-key", action="append", metavar="KEY",
+        help="a key without a name, with the right 'declared'; repeatable. PYMLLM_INTERP_API_KEY gives one that other users of "
+        "this machine do not see",
+    )  # fmt: skip
+    serve.add_argument(
         "--allow-code-from", action="append", metavar="NAME",
         help="the key of this name may send traces, which are arbitrary code; repeatable. Without --keys: 'anybody', if the "
         "server listens on this machine alone (docs/security.md)",
@@ -119,10 +133,32 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         "--sae", type=_named_path, action="append", metavar="NAME=PATH",
         help="a sparse autoencoder that captures may name, a file or folder of SAE.load; repeatable",
     )  # fmt: skip
+    serve.add_argument("--chat-template", type=Path, metavar="FILE", help="a Jinja template in place of the model's")
+    _add_http(serve.add_argument_group("HTTP, with vLLM's names"))
     limits = serve.add_argument_group("limits, each answered with a 4xx (docs/serving.md)")
     for name, (kind, default) in SERVE_LIMITS.items():
         option = f"--{name.replace('_', '-')}"
         limits.add_argument(option, dest=name, type=kind, default=default, metavar="N", help=f"(default: {default})")
+
+
+def _add_http(group: argparse._ArgumentGroup) -> None:
+    for name, what in (
+        ("--ssl-keyfile", "private key of --ssl-certfile"),
+        ("--ssl-certfile", "certificate: clients use https"),
+        ("--ssl-ca-certs", "certificates that clients' are checked against"),
+    ):
+        group.add_argument(name, type=Path, metavar="FILE", help=what)
+    group.add_argument(
+        "--ssl-cert-reqs", type=int, choices=[0, 1, 2], default=0, help="2: clients need a certificate (default: 0)"
+    )
+    for name, default, what in (
+        ("--allowed-origins", (), "origins whose web pages may use the server (CORS; default: none)"),
+        ("--allowed-methods", ("*",), "their methods (default: all)"),
+        ("--allowed-headers", ("*",), "their headers (default: all)"),
+    ):
+        group.add_argument(name, type=_strings, default=default, metavar="JSON", help=f"{what}: '[\"https://...\"]'")
+    group.add_argument("--allow-credentials", action="store_true", help="they may send cookies and the like")
+    group.add_argument("--root-path", default="", metavar="PATH", help="where a proxy serves this server, such as /llm")
 
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:
@@ -186,6 +222,17 @@ def _named_path(text: str) -> tuple[str, str]:
     if not (equals and name and path):
         raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=PATH")
     return name, path
+
+
+def _strings(text: str) -> tuple[str, ...]:
+    """A JSON list of strings."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(value, str) for value in found):
+        raise argparse.ArgumentTypeError(f"""{text!r}: expected a JSON list of strings, such as '["*"]'""")
+    return tuple(found)
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -134,7 +134,7 @@ def serving(
         while not server.url:
             assert process.poll() is None and time.monotonic() < deadline, "\n".join(server.log)
             try:
-                found = re.search(r"is served at (http://\S+)", lines.get(timeout=0.2))
+                found = re.search(r"is served at (https?://\S+)", lines.get(timeout=0.2))
             except queue.Empty:
                 continue
             server.url = found[1] if found else ""

@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
@@ -21,6 +22,7 @@ from .interp_routes import interp_routes
 from .openai_routes import openai_routes
 from .protocol import COMPONENT
 from .state import ServerState
+from .tokenize_routes import tokenize_routes
 
 DESCRIPTION = (
     "OpenAI's API, with vLLM's further fields. `interventions` and `capture` of a request edit and read its hidden states; "
@@ -35,17 +37,24 @@ CONTENT_POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame
 
 def create_app(state: ServerState) -> FastAPI:
     """The application over a server's state."""
+    settings = state.settings
     app = FastAPI(
-        title="pymllm-interp", version=__version__, description=DESCRIPTION,
+        title="pymllm-interp", version=__version__, description=DESCRIPTION, root_path=settings.root_path,
         docs_url=None, redoc_url=None,  # they load scripts of other hosts
         redirect_slashes=False,  # a redirect names the host that the client named
     )  # fmt: skip
     app.include_router(openai_routes(state))
+    app.include_router(tokenize_routes(state))
     app.include_router(interp_routes(state))
     app.openapi = lambda: _document(app, state)
     _add_pages(app, state)
     _add_errors(app)
     app.add_middleware(Gate, state=state)
+    if settings.allowed_origins:  # around the gate: a browser asks without a key, and reads errors too
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=settings.allowed_methods,
+            allow_headers=settings.allowed_headers, allow_credentials=settings.allow_credentials,
+        )  # fmt: skip
     return app
 
 
@@ -75,6 +84,21 @@ def _add_pages(app: FastAPI, state: ServerState) -> None:
         word = "ok" if state.engine.ready else "starting"
         word = "ending" if state.draining else "stuck" if state.liveness.stuck else word
         return JSONResponse({"status": word, "engine_restarts": state.engine.restarts}, 200 if word == "ok" else 503)
+
+    @app.api_route("/ping", methods=["GET", "POST"], tags=["Operation"])
+    async def ping() -> Response:
+        """`/health` as SageMaker asks for it."""
+        return await health()
+
+    @app.get("/version", tags=["Operation"])
+    async def version() -> dict[str, Any]:
+        """The server's version."""
+        return {"version": __version__}
+
+    @app.get("/load", tags=["Operation"])
+    async def load() -> dict[str, Any]:
+        """How many requests and traces run."""
+        return {"server_load": state.num_running}
 
     @app.get("/metrics", tags=["Operation"])
     async def metrics() -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,14 @@ from ..config import ModelConfig, ServerConfig
 from ..core.arguments import check_names
 from .settings import ServeLimits, ServeSettings
 from .trust import read_keys
+
+KEY_VARIABLE = "PYMLLM_INTERP_API_KEY"
+"""Environment variable with a key, where no --api-key is given."""
+HTTP_OPTIONS = (
+    "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "allowed_origins", "allowed_methods", "allowed_headers",
+    "allow_credentials",
+)  # fmt: skip
+"""Fields of ServeSettings with the name of their option."""
 
 
 def settings_of(args: argparse.Namespace) -> ServeSettings:
@@ -28,9 +37,15 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
     ModelConfig(**model)
     ServerConfig(**server)
     limits = {field.name: getattr(args, field.name) for field in fields(ServeLimits)}
+    given = os.environ.pop(KEY_VARIABLE, "")  # not for the engine process, which may run clients' code
+    secrets = args.api_key or ([given] if given else [])
+    template = args.chat_template.read_text() if args.chat_template else None
+    if template is not None and not template.strip():
+        raise ValueError(f"--chat-template {args.chat_template}: the file is empty")
     return ServeSettings(
         model=model, server=server, name=args.served_model_name or Path(args.model).name, host=args.host, port=args.port,
-        keys=read_keys(args.keys, args.allow_code_from or (), args.operator or ()), limits=ServeLimits(**limits), store=args.store,
-        shared_prefix_cache=args.shared_prefix_cache,
+        keys=read_keys(args.keys, args.allow_code_from or (), args.operator or (), secrets), limits=ServeLimits(**limits),
+        store=args.store, shared_prefix_cache=args.shared_prefix_cache,
         on_engine_exit=args.on_engine_exit, drain_seconds=args.drain_seconds, log_level=args.log_level,
+        chat_template=template, root_path=args.root_path, **{name: getattr(args, name) for name in HTTP_OPTIONS},
     )  # fmt: skip

@@ -18,7 +18,7 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from .errors import ApiError
-from .settings import ServeLimits
+from .settings import ServeLimits, ServeSettings
 
 logger = logging.getLogger("pymllm_interp.server")
 BACKLOG = 256
@@ -170,12 +170,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-def http_config(app: Any, limits: ServeLimits) -> Config:
+def http_config(app: Any, settings: ServeSettings) -> Config:
     """uvicorn's settings, with connections that are bounded."""
-    protocol: Any = partial(BoundedProtocol, resting=Resting(limits))
+    protocol: Any = partial(BoundedProtocol, resting=Resting(settings.limits))
     return Config(
         app, http=protocol, log_config=None, access_log=False, timeout_graceful_shutdown=5, backlog=BACKLOG,
-        server_header=False, ws="none", proxy_headers=False,
+        server_header=False, ws="none", proxy_headers=False, ssl_cert_reqs=settings.ssl_cert_reqs,
+        ssl_keyfile=settings.ssl_keyfile, ssl_certfile=settings.ssl_certfile,
+        ssl_ca_certs=None if settings.ssl_ca_certs is None else str(settings.ssl_ca_certs),
     )  # fmt: skip
 
 

@@ -133,6 +133,7 @@ class EngineClient:
             "tokenizer": str(self.tokenizer_folder), "inline_bytes": self.settings.limits.inline_bytes,
             "log_level": self.settings.log_level, "parent": os.getpid(),
             "shared_prefix_cache": self.settings.shared_prefix_cache,
+            "chat_template": self.settings.chat_template,
         }  # fmt: skip
         self.process = process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "pymllm_interp.server.engine_process", stdin=asyncio.subprocess.PIPE
@@ -173,11 +174,8 @@ class EngineClient:
             if self._closing:
                 return
             self.info = None
-            error = EngineDiedError(f"the engine process ended with status {status}; the request is lost")
             logger.error("the engine process ended with status %s", status, extra={"event": "engine_exit"})
-            calls, self._calls = self._calls, {}
-            for call in calls.values():
-                call.put(error)
+            self.fail_calls(EngineDiedError(f"the engine process ended with status {status}; the request is lost"))
             self._on_exit()
             if self.settings.on_engine_exit == "exit":
                 return
@@ -224,6 +222,12 @@ class EngineClient:
     def abort(self, call: int, requests: list[int] | None) -> None:
         """End a call, or some of its requests. Its last messages still come."""
         self._send(m.Abort(call, requests))
+
+    def fail_calls(self, error: EngineClosedError) -> None:
+        """End all calls with an error."""
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.put(error)
 
     async def ask(self, make: Callable[[int], m.ToEngine]) -> Any:
         """The answer to a call that has one.

@@ -241,6 +241,10 @@ def serve(settings: dict[str, Any]) -> None:
         served = ServedModel(
             ModelConfig(**settings["model"]), ServerConfig(**settings["server"]), settings["shared_prefix_cache"]
         )
+        if settings["chat_template"] is not None:
+            if served.tokenizer is None:
+                raise ValueError("--chat-template: this model has no tokenizer")
+            served.tokenizer.chat_template = settings["chat_template"]
     except Exception as error:
         outbox.put(m.Failed(0, failure_of(error)))
         outbox.close()

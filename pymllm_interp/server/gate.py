@@ -15,7 +15,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError
-from .gate_words import TRACE_PATH, TRACE_TYPE
+from .gate_words import GUARDED, TRACE_PATH, TRACE_TYPE
 from .origins import check_origin, is_local
 from .state import ServerState, denied
 from .trust import Client, Trust
@@ -42,7 +42,8 @@ class Gate:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         given = headers.get("x-request-id", "")
         request_id = uuid.uuid4().hex
-        passage = _Passage(self._state, scope["path"], request_id, given if _REQUEST_ID.fullmatch(given) else "", send)
+        given = given if _REQUEST_ID.fullmatch(given) else ""
+        passage = _Passage(self._state, _route_path(scope), request_id, given, send)
         scope.setdefault("state", {}).update(request_id=request_id, passage=passage, started=passage.started)
         try:
             body = self._checked(scope, headers, receive, passage)
@@ -58,12 +59,12 @@ class Gate:
             passage.log(scope)
 
     def _checked(self, scope: Scope, headers: dict[str, str], receive: Receive, passage: _Passage) -> Receive:
-        path, state = scope["path"], self._state
+        path, state = _route_path(scope), self._state
         _check_single(scope["headers"])
         keys = state.settings.keys
         if keys.anybody:
             check_origin(scope["method"], headers, state.settings.allowed_origins)
-        if path.startswith("/v1"):
+        if path.startswith(GUARDED):
             local = is_local(headers, (scope.get("client") or ("", 0))[0])
             client = keys.client(headers.get("authorization"), local)
             if client is None:
@@ -90,6 +91,13 @@ class Gate:
             raise denied(client, Trust.CODE)
         if headers.get("content-type") != TRACE_TYPE:
             raise ApiError(415, f"a trace has the content type {TRACE_TYPE}")
+
+
+def _route_path(scope: Scope) -> str:
+    """The path that the router looks at: a proxy may have left the root path before it."""
+    path, root = scope["path"], scope.get("root_path", "")
+    rest = path[len(root) :]
+    return rest if root and path.startswith(root) and rest[:1] in ("", "/") else path
 
 
 class BodyError(BaseException):

@@ -277,6 +277,40 @@ class TokenRequest(Strict):
         return self
 
 
+class TokenizeRequest(Strict):
+    """`POST /tokenize`: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_special_tokens: StrictBool | None = Field(None, description="of a text; true unless it says false")
+    return_token_strs: StrictBool | None = Field(None, description="token_strs, the tokens as the vocabulary has them")
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        return without_neutral(given, cls.model_fields) if isinstance(given, Mapping) else given
+
+    @model_validator(mode="after")
+    def _check(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("expected prompt, a text, or messages, a conversation, and not both")
+        if self.messages is not None and self.add_special_tokens:
+            raise ValueError("add_special_tokens: the chat template writes the special tokens of a conversation")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[StrictInt]
+
+
 class LensRequest(Strict):
     """`POST /v1/interp/lens`."""
 

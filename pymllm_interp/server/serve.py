@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import uvicorn
 
+from ..core.closed import EngineClosedError
 from .app import create_app, sweep
 from .connections import OutOfFiles, http_config, with_room_for_files
 from .failures import EngineError
@@ -90,7 +91,10 @@ class DrainingServer(uvicorn.Server):
             logger.info("ending; %d requests run, and have %g s", state.num_running, state.settings.drain_seconds)
         while state.num_running and time.monotonic() < deadline and not self.force_exit:
             await asyncio.sleep(0.05)
-        await super().shutdown(sockets)
+        if state.num_running and not self.force_exit:
+            logger.warning("%d requests still run, and end with an error", state.num_running)
+            state.engine.fail_calls(EngineClosedError("the server ended before the request had; send it again"))
+        await super().shutdown(sockets)  # which waits while the answers leave
 
 
 async def _serve(settings: ServeSettings, bound: socket.socket) -> int:
@@ -98,7 +102,7 @@ async def _serve(settings: ServeSettings, bound: socket.socket) -> int:
     tasks: list[asyncio.Task[None]] = []
     try:
         await state.start()
-        config = http_config(create_app(state), settings.limits)
+        config = http_config(create_app(state), settings)
         asyncio.get_running_loop().set_exception_handler(OutOfFiles())
         host, port = bound.getsockname()[:2]
         server = DrainingServer(config, state, lambda: print(banner(settings, host, port), flush=True))
@@ -123,7 +127,7 @@ async def _exit_with_engine(state: ServerState, server: uvicorn.Server) -> None:
 def banner(settings: ServeSettings, host: str, port: int) -> str:
     """What the operator reads first: the address, and how to use it."""
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    url = f"http://{shown}:{port}"
+    url = f"http{'s' if settings.ssl_certfile else ''}://{shown}:{port}"
     key = "" if settings.keys.anybody else " -H 'Authorization: Bearer KEY'"
     python = "" if settings.keys.anybody else ', api_key="KEY"'
     return (

@@ -74,8 +74,6 @@ class ServeSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     """0: any free port."""
-    allowed_origins: tuple[str, ...] = ()
-    """Origins of web pages that may use a server without keys; "*": all."""
     keys: Keys = field(default_factory=lambda: Keys([]))
     limits: ServeLimits = field(default_factory=ServeLimits)
     shared_prefix_cache: bool = False
@@ -87,12 +85,37 @@ class ServeSettings:
     drain_seconds: float = 30.0
     """After SIGTERM, how long running requests may take to end."""
     log_level: str = "info"
+    chat_template: str | None = None
+    """A Jinja template in place of the tokenizer's."""
+    root_path: str = ""
+    """Path under which a proxy serves this server, such as "/llm"."""
+    ssl_keyfile: Path | None = None
+    """Of TLS, as the next three; they are uvicorn's."""
+    ssl_certfile: Path | None = None
+    ssl_ca_certs: Path | None = None
+    """Certificates that clients' are checked against."""
+    ssl_cert_reqs: int = 0
+    """Whether clients need a certificate: 0 no, 1 they may have one, 2 yes."""
+    allowed_origins: tuple[str, ...] = ()
+    """Web pages of these origins may use the server (CORS), also one without keys; "*": of all. The next three say how."""
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
 
     def __post_init__(self) -> None:
         if self.on_engine_exit not in ("restart", "exit"):
             raise ValueError(f"on_engine_exit={self.on_engine_exit!r}: expected 'restart' or 'exit'")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port={self.port}: expected 0 (any free one) to 65535")
+        self._check_tls()
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ValueError(
+                f"root_path={self.root_path!r}: expected a path such as '/llm', without a slash at its end"
+            )
+        if "*" in self.allowed_origins and self.keys.anybody and self.keys.keyless is Trust.CODE:
+            raise ValueError(
+                "allowed_origins has '*', and there are no keys: any web page would run code here. Name the origins, or give keys"
+            )
         self.check_address(self.host)
 
     def check_address(self, address: str) -> None:
@@ -109,3 +132,15 @@ class ServeSettings:
                 f"host={address!r} is reachable from other machines, and there are no keys: code would run for anybody. "
                 "Give keys (--keys FILE) and name those that may send code, or listen on 127.0.0.1"
             )
+
+    def _check_tls(self) -> None:
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs or self.ssl_cert_reqs):
+            raise ValueError("ssl_keyfile, ssl_ca_certs and ssl_cert_reqs need ssl_certfile, the server's certificate")
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ValueError(
+                f"ssl_cert_reqs={self.ssl_cert_reqs} needs ssl_ca_certs, which clients' certificates are checked against"
+            )
+        for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
+            file: Path | None = getattr(self, name)
+            if file is not None and not file.is_file():
+                raise ValueError(f"{name}={str(file)!r}: there is no such file")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -106,31 +106,29 @@ class Keys:
         return [key.name for key in self._keys]
 
 
-def read_keys(file: Path | None, allow_code_from: Iterable[str], operators: Iterable[str] = ()) -> Keys:
+API_KEY = "api-key"
+"""Name of the first key without one; the next are api-key-2, and so on."""
+
+
+def read_keys(
+    file: Path | None, allow_code_from: Iterable[str], operators: Iterable[str] = (), secrets: Sequence[str] = ()
+) -> Keys:
     """The keys of a file with lines ``name key [plain | declared]``; ``#`` begins a comment.
 
     Args:
         allow_code_from: names of keys that may send code. "anybody": all clients of a server without keys, which must then listen
             on this machine alone.
         operators: names of keys of operators. Without keys, this machine's user is one.
+        secrets: further keys, without names, with the right `declared`.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: a line that is none, a name or key given twice, or a name without a key.
     """
     allowed, leading, keys = set(allow_code_from), set(operators), list[Key]()
-    for number, line in enumerate(file.read_text().splitlines() if file else (), 1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        where = f"{file}:{number}"
-        if len(words) not in (2, 3):
-            raise ValueError(f"{where}: expected 'name key [plain | declared]', got {len(words)} words")
-        trust = Trust.of(words[2]) if len(words) == 3 else Trust.DECLARED
-        if trust is Trust.CODE:
-            raise ValueError(f"{where}: code is allowed by --allow-code-from {words[0]}, not in this file")
-        key = Key.of(words[0], words[1], Trust.CODE if words[0] in allowed else trust, words[0] in leading)
-        if len(words[1]) < 8:
+    for where, name, secret, trust in [*_lines_of(file), *_unnamed(secrets)]:
+        key = Key.of(name, secret, Trust.CODE if name in allowed else trust, name in leading)
+        if len(secret) < 8:
             raise ValueError(f"{where}: the key of {key.name} has fewer than 8 characters")
         if any(key.name == other.name or key.digest == other.digest for other in keys):
             raise ValueError(f"{where}: the name or the key is there already")
@@ -145,6 +143,26 @@ def read_keys(file: Path | None, allow_code_from: Iterable[str], operators: Iter
             known = ", ".join(key.name for key in keys) or f"{ANYBODY} (no keys were given)"
             raise ValueError(f"--{option} {', '.join(sorted(unknown))}: no such key; there is {known}")
     return Keys(keys, Trust.CODE if ANYBODY in allowed else Trust.DECLARED)
+
+
+def _lines_of(file: Path | None) -> Iterator[tuple[str, str, str, Trust]]:
+    """(where, name, key, right) of each line."""
+    for number, line in enumerate(file.read_text().splitlines() if file else (), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"{file}:{number}"
+        if len(words) not in (2, 3):
+            raise ValueError(f"{where}: expected 'name key [plain | declared]', got {len(words)} words")
+        trust = Trust.of(words[2]) if len(words) == 3 else Trust.DECLARED
+        if trust is Trust.CODE:
+            raise ValueError(f"{where}: code is allowed by --allow-code-from {words[0]}, not in this file")
+        yield where, words[0], words[1], trust
+
+
+def _unnamed(secrets: Sequence[str]) -> Iterator[tuple[str, str, str, Trust]]:
+    for number, secret in enumerate(secrets, 1):
+        yield "--api-key", API_KEY if number == 1 else f"{API_KEY}-{number}", secret, Trust.DECLARED
 
 
 def _digest(secret: str) -> bytes:

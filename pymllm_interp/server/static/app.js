@@ -45,7 +45,7 @@ async function watch() {
 
 async function refresh() {
   try {
-    const status = await (await fetch("/status")).json();
+    const status = await (await fetch("status")).json();
     $("model").textContent = status.model;
     const used = status.kv_tokens ? Math.round(100 * (1 - status.free_kv_tokens / status.kv_tokens)) : 0;
     $("busy").textContent = status.ready
@@ -83,8 +83,8 @@ async function describe() {
   if (key === describedFor) return;
   describedFor = key;
   try {
-    const { num_layers: count } = await (await call("/v1/interp/capabilities")).json();
-    const stored = await (await call("/v1/interp/vectors")).json();
+    const { num_layers: count } = await (await call("v1/interp/capabilities")).json();
+    const stored = await (await call("v1/interp/vectors")).json();
     if (key !== describedFor) return; // of an earlier key
     if (Number($("layer").max) !== count - 1) setLayers(count);
     $("vectors").replaceChildren(...stored.vectors.map((vector) => new Option(vector.name)));
@@ -112,7 +112,7 @@ function tensorOf(base64, name) {
 
 async function meanState(text, site) {
   const body = { prompt: text, max_tokens: 0, capture: [{ site, positions: "prompt", reduce: "mean", dtype: "float32" }] };
-  const found = (await (await call("/v1/completions", body)).json()).choices[0].activations;
+  const found = (await (await call("v1/completions", body)).json()).choices[0].activations;
   return tensorOf(found.data, site);
 }
 
@@ -128,7 +128,7 @@ async function direction(site) {
 // -- both texts, as they come -----------------------------------------------------------------
 
 async function stream(body, onChoice) {
-  const reader = (await call("/v1/completions", { ...body, stream: true })).body.pipeThrough(new TextDecoderStream()).getReader();
+  const reader = (await call("v1/completions", { ...body, stream: true })).body.pipeThrough(new TextDecoderStream()).getReader();
   let waiting = "";
   for (;;) {
     const { value, done } = await reader.read();
@@ -183,7 +183,7 @@ function receipt(found) {
 // -- logit lens ---------------------------------------------------------------------------------
 
 async function lens() {
-  const found = await (await call("/v1/interp/lens", { prompt: $("prompt").value, top: 3 })).json();
+  const found = await (await call("v1/interp/lens", { prompt: $("prompt").value, top: 3 })).json();
   const head = document.createElement("thead"), body = document.createElement("tbody");
   head.append(line(cell("th", "layer"), found.tokens.map((token) => cell("th", token))));
   body.append(...found.layers.map((row, layer) => line(cell("th", String(layer)), row.map((top, position) => {

@@ -38,7 +38,7 @@ function route(path, method, operation) {
 }
 
 async function draw() {
-  const found = await (await fetch("/openapi.json")).json();
+  const found = await (await fetch("openapi.json")).json();
   document.getElementById("about").textContent = `${found.info.title} ${found.info.version}. ${found.info.description || ""}`;
   for (const [path, methods] of Object.entries(found.paths)) {
     for (const [method, operation] of Object.entries(methods)) {

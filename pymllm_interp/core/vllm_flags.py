@@ -1,0 +1,77 @@
+"""Flags of `vllm serve` that have another name here, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from . import unsupported
+
+_ONE_DEVICE = "one device holds the model; --device cuda:N chooses it"
+_NO_TOOLS = "tool calls are not parsed: the text has them as the model writes them"
+_LOG = "--log-level sets what is logged; prompts and texts never are"
+
+SAME: dict[str, str] = {
+    "max_model_len": "", "seed": "", "kv_cache_dtype": "", "enable_prefix_caching": "True",
+    "gpu_memory_utilization": "", "async_scheduling": "True", "scheduling_policy": "", "generation_config": "", "load_format": "",
+    "logprobs_mode": "", "attention_backend": "",
+}  # fmt: skip
+"""Arguments of LM with vLLM's name, which `--option` sets -> the value of a flag without one."""
+RENAMED: dict[str, str] = {
+    "block_size": "page_size", "max_num_batched_tokens": "max_num_tokens", "max_num_seqs": "max_running_requests",
+    "model_impl": "impl",
+}  # fmt: skip
+"""vLLM's name -> the argument of LM."""
+OTHERS: dict[str, str] = {
+    "all2all_backend": unsupported.EXPERT_PARALLEL,
+    "api_server_count": "one process serves HTTP",
+    "chat_template_content_format": "templates get the text of a message",
+    "compilation_config": "use --option enable_torch_compile=True",
+    "config": "options are those of the command line",
+    "cpu_offload_gb": "weights stay on the device: bfloat16 takes half of float32",
+    "disable_log_requests": _LOG,
+    "disable_log_stats": "/metrics has the counters, and nothing of them is logged",
+    "disable_uvicorn_access_log": _LOG,
+    "download_dir": "the environment variable HF_HOME says where models are",
+    "enable_auto_tool_choice": _NO_TOOLS,
+    "enable_chunked_prefill": "use --option schedule_policy=NAME",
+    "enable_log_requests": _LOG,
+    "enable_server_load_tracking": "/load is always there",
+    "enforce_eager": "use --option disable_cuda_graph=True",
+    "headless": "one process serves HTTP, and one the engine",
+    "max_logprobs": "at most 64 log probabilities are given, whatever the options",
+    "model": "the model is the first argument: pymllm-interp serve MODEL",
+    "no_enable_prefix_caching": "use --option enable_prefix_caching=False",
+    "revision": "give the folder of a revision: hf download MODEL --revision R prints it",
+    "served_model_names": "use --served-model-name",
+    "swap_space": "swapped KV takes what host memory it needs",
+    "tensor_parallel_size": f"tensor parallelism is not supported: {_ONE_DEVICE}",
+    "tokenizer": "the tokenizer is the model's: put its files into the model's folder",
+    "tool_call_parser": _NO_TOOLS,
+    "trust_remote_code": "code of a model's folder is not run: its architecture must be one of transformers'",
+    "uds": "listen on 127.0.0.1 (--host), behind a proxy",
+    "uvicorn_log_level": _LOG,
+}
+"""vLLM's name -> what serves here."""
+SHORT = {
+    "-tp": "tensor_parallel_size",
+    "-pp": "pipeline_parallel_size",
+    "-dp": "data_parallel_size",
+    "-q": "quantization",
+}
+
+
+def hint_of(arguments: Sequence[str]) -> str | None:
+    """What to write in place of the first of vLLM's flags; None: none of them is."""
+    for i, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        name = SHORT.get(flag, flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else "")
+        following = arguments[i + 1] if i + 1 < len(arguments) and not arguments[i + 1].startswith("-") else ""
+        if hint := _hint(name, value if equals else following):
+            return f"{flag}: {hint}"
+    return None
+
+
+def _hint(name: str, value: str) -> str | None:
+    if name in SAME or name in RENAMED:
+        return f"here it is --option {RENAMED.get(name, name)}={value or SAME.get(name) or 'VALUE'}"
+    return OTHERS.get(name) or unsupported.OPTIONS.get(name)
