@@ -52,11 +52,12 @@ class EngineServer:
     Args:
         model: what is served.
         outbox: where answers go.
+        queued_bytes: results of a trace that may wait for its client, before the trace does.
     """
 
-    def __init__(self, model: ServedModel, outbox: Outbox) -> None:
+    def __init__(self, model: ServedModel, outbox: Outbox, queued_bytes: int = 1 << 28) -> None:
         self.model, self.outbox = model, outbox
-        self.traces = TraceRuns(model, outbox)
+        self.traces = TraceRuns(model, outbox, queued_bytes)
         self._lock = threading.Lock()
         self._calls: dict[int, list[str]] = {}
         self._starting: dict[int, list[m.Abort]] = {}  # calls that are being submitted -> aborts that came meanwhile
@@ -67,7 +68,7 @@ class EngineServer:
             m.PutVector: self._put_vector,
             m.DropVector: self._drop_vector,
             m.RunTrace: self.traces.run,
-            m.AskLens: self.traces.lens,
+            m.Read: self.traces.was_read,
             m.AskStats: lambda message: m.Answer(message.call, self.stats()),
             m.ResetPrefixCache: self._reset_prefix_cache,
         }
@@ -243,7 +244,7 @@ def serve(settings: dict[str, Any]) -> None:
         raise SystemExit(1) from error
     if served.tokenizer is not None:
         served.tokenizer.save_pretrained(settings["tokenizer"])
-    server = EngineServer(served, outbox)
+    server = EngineServer(served, outbox, settings["queued_bytes"])
     gc.collect()
     gc.freeze()  # modules and weights stay for good: a full collection over them would stop all requests for 0.2 s
     outbox.put(m.Ready(0, served.describe()))

@@ -18,13 +18,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 
 from .. import __version__
-from ..engine.prompts import rendered
 from . import messages as m
 from .body import JsonRoute
 from .engine_client import Call, settings_of_limits
 from .errors import ApiError, api_error
 from .failures import failure_of
 from .gate_words import TRACE_PATH
+from .lens import logit_lens
+from .openai_routes import DisconnectedError, while_connected
 from .protocol import AbortRequest, LensRequest, TokenRequest
 from .schema import plain
 from .state import ServerState, client_of, require
@@ -34,7 +35,7 @@ from .values import frame_start, framed
 FRAMES = "application/x-pymllm-frames"
 """Content type of streams of frames (`values.framed`)."""
 PART = 1 << 20
-"""Bytes of a stored file that are sent at a time."""
+"""Bytes that are sent at a time."""
 _NAME = re.compile(r"\w[\w ./-]{0,127}")
 
 
@@ -77,24 +78,15 @@ def interp_routes(state: ServerState) -> APIRouter:
         return {}
 
     @router.post("/v1/interp/lens")
-    async def lens(body: LensRequest, request: Request) -> dict[str, Any]:
+    async def lens(body: LensRequest, request: Request) -> Response:
         """The logit lens of a prompt: the next token that each layer predicts, at each position."""
         client = require(request, Trust.DECLARED)
-        read = await asyncio.to_thread(rendered, state.tokenizer, body.prompt, "the prompt")
-        ids = read.token_ids
-        with state.admitted(client, 1):
-            try:
-                layers = await state.engine.ask(lambda number: m.AskLens(number, client.name, ids, body.top))
-            except Exception as error:
-                raise api_error(error, refused=True) from error
-
-        def word(token: int) -> str:
-            return str(token) if state.tokenizer is None else state.tokenizer.decode([token])
-
-        return {
-            "tokens": [word(token) for token in ids],
-            "layers": [[[{"token": word(t), "prob": p} for t, p in top] for top in row] for row in layers],
-        }
+        try:
+            found = await while_connected(request, logit_lens(state, body, client))
+        except DisconnectedError:
+            state.metrics.totals["disconnects"] += 1
+            return Response(status_code=499)
+        return Response(found, media_type="application/json")
 
     _vector_routes(router, state)
     _activation_routes(router, state)
@@ -272,11 +264,13 @@ async def _traced(state: ServerState, client: Client, payload: bytes) -> AsyncIt
             while not over:
                 message = await call.next()
                 over = isinstance(message, m.Answer)
-                yield (
-                    framed(message.header, message.body)
-                    if isinstance(message, m.Frame)
-                    else framed(b'{"type":"done"}', b"")
-                )
+                if not isinstance(message, m.Frame):
+                    yield framed(b'{"type":"done"}', b"")
+                    continue
+                yield frame_start(message.header, len(message.body))
+                for start in range(0, len(message.body), PART):  # so that a slow client holds what follows
+                    yield message.body[start : start + PART]
+                state.engine.was_read(call, len(message.body))
     except Exception as error:
         over = not (call is not None and call.overrun)
         yield _failed(error, refused=False)
