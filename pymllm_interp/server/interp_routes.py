@@ -18,6 +18,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 
 from .. import __version__
+from ..core.arguments import shown
 from . import messages as m
 from .body import JsonRoute
 from .engine_client import Call, settings_of_limits
@@ -187,7 +188,12 @@ def _stream_routes(router: APIRouter, state: ServerState) -> None:
     async def generate(body: TokenRequest, request: Request) -> Response:
         """Generate from token ids. The answer is a stream of frames, with token ids; `LM.connect` makes outputs of them."""
         client = require(request, Trust.CODE if body.edits else _trust_of(body))
-        count = sum(int((params or {}).get("n") or 1) for params in body.params)
+        if len(body.prompts) > state.limits.max_prompts:
+            raise ApiError(
+                400, f"{len(body.prompts)} prompts; at most {state.limits.max_prompts} (max_prompts)", "prompts"
+            )
+        given = body.params * len(body.prompts) if len(body.params) == 1 else body.params
+        count = sum(map(_completions, given))
         if count > state.limits.max_prompts:
             raise ApiError(400, f"{count} completions were asked for; at most {state.limits.max_prompts} (max_prompts)")
         try:
@@ -222,6 +228,14 @@ def _stream_routes(router: APIRouter, state: ServerState) -> None:
         payload = await request.body()
         state.metrics.totals["traces"] += 1
         return _streamed(_traced(state, client, payload))
+
+
+def _completions(params: dict[str, Any] | None) -> int:
+    """Completions of a prompt."""
+    n = (params or {}).get("n", 1)
+    if type(n) is not int or n < 1:
+        raise ApiError(400, f"n={shown(n)}: expected a whole number from 1 on", "params")
+    return n
 
 
 def _trust_of(body: TokenRequest) -> Trust:

@@ -54,7 +54,7 @@ Values = checked(list[float], list[list[float]], list[list[list[float]]])
 class LayersVector(Strict):
     """A vector for each layer that the site selects."""
 
-    layers: Annotated[dict[str, InlineVector | Values], at_most(MAX_NAMED), Field(min_length=1)]
+    layers: Annotated[dict[str, InlineVector | Values], at_most(MAX_NAMED), Field(min_length=1)]  # pyright: ignore[reportInvalidTypeForm]
 
 
 class GeneratedRange(Strict):
@@ -134,7 +134,7 @@ _KNOWN: dict[str, Any] = {
     "layer": StrictInt | _NUMBERS | Literal["*"],
     "top_k": StrictInt | None,  # pyright: ignore[reportOperatorIssue]
     "sae": Annotated[str, Field(description="the name of an SAE that the server has (--sae NAME=PATH)")],
-    "tokens": _NUMBERS | None,
+    "tokens": _NUMBERS | None,  # pyright: ignore[reportOperatorIssue]
     "transport": Annotated[str | None, Field(description="null: a server has the logit lens alone")],
     "dtype": Literal[tuple(DTYPES)] | None,  # pyright: ignore
 }
