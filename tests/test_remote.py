@@ -359,3 +359,23 @@ def test_who_may_connect(server):
             plain.generate("w1", SamplingParams(max_tokens=1), capture=["resid_post.0"])
         with pytest.raises(PermissionError, match="--allow-code-from plain"), plain.trace("w1"):
             plain.model.layers[0].output.save()
+
+
+class Doubler:
+    def change(self, state):
+        return state * 2
+
+
+class Plus(Doubler):
+    def change(self, state):
+        with self.lm.trace(PROMPT):
+            changed = super().change(self.lm.model.layers[0].output).save()
+        return changed
+
+
+def test_super_without_arguments_is_that_of_the_method_around_the_block(lm):
+    plus = Plus()
+    plus.lm = lm
+    with lm.trace(PROMPT):
+        state = lm.model.layers[0].output.save()
+    torch.testing.assert_close(plus.change(None), state * 2)

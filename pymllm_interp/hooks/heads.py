@@ -34,8 +34,8 @@ def checked_heads(heads: Heads, kind: str) -> tuple[int, ...] | None:
     count = heads.numel() if isinstance(heads, Tensor) else len(heads) if _is_list(heads) else 1
     if count > MAX_NAMED:
         raise ValueError(f"heads names {count} heads; at most {MAX_NAMED}")
-    found = heads.tolist() if isinstance(heads, Tensor) else heads
-    found = list(found) if _is_list(found) else [found]
+    given: Any = heads.tolist() if isinstance(heads, Tensor) else heads
+    found: list[Any] = list(given) if _is_list(given) else [given]
     if not found or not all(is_whole(head) for head in found):
         raise ValueError(f"heads={shown(heads)}: expected a whole number, or a list of them that is not empty")
     return tuple(int(head) for head in found)

@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from itertools import count
@@ -45,39 +46,54 @@ class Call:
     def __init__(self, number: int, limit: int) -> None:
         self.number, self._limit = number, limit
         self._messages: asyncio.Queue[m.FromEngine | BaseException] = asyncio.Queue()
-        self._waiting = 0
+        self._sizes: deque[int] = deque()  # of the message that the client reads, and of those behind it
+        self._total, self._reading = 0, False
         self.overrun = False
 
     def put(self, message: m.FromEngine | BaseException) -> None:
-        """Take the next message."""
+        """Take the next message. One message may be larger than the limit; those behind it may not."""
         if self.overrun:
             return
-        self._waiting += _size(message)
-        if self._waiting > self._limit:
+        size = _size(message)
+        self._sizes.append(size)
+        self._total += size
+        if self._total - self._sizes[0] > self._limit:
             self.overrun = True
             message = SlowReaderError(f"more than {self._limit} bytes wait for a client that does not read them")
         self._messages.put_nowait(message)
 
     async def next(self) -> m.FromEngine:
-        """The next message.
+        """The next message. The one before it was passed on to the client.
 
         Raises:
             Exception: what the engine process answered with, or how it ended.
         """
+        if self._reading:
+            self._total -= self._sizes.popleft()
+        self._reading = False
         message = await self._messages.get()
+        self._reading = True
         if isinstance(message, BaseException):
             raise message
-        self._waiting -= _size(message)
         if isinstance(message, m.Failed):
             raise EngineError(message.failure)
         return message
 
 
+ENTRY_BYTES = 64
+"""Bytes of a token or a log probability that waits, about."""
+
+
 def _size(message: Any) -> int:
     if isinstance(message, m.Frame):
         return len(message.header) + len(message.body)
-    captured = message.captured if isinstance(message, m.Finished) else None
-    return 0 if captured is None or captured.data is None else len(captured.data)
+    if isinstance(message, m.Token):
+        return ENTRY_BYTES * (1 + len(message.logprobs or ()))
+    if not isinstance(message, m.Finished):
+        return 0
+    entries = [*(message.logprobs or ()), *(message.prompt_logprobs or ())]
+    states = message.captured.data if message.captured is not None else None
+    return ENTRY_BYTES * (len(message.token_ids) + sum(len(entry or ()) for entry in entries)) + len(states or b"")
 
 
 class EngineClient:
@@ -106,7 +122,10 @@ class EngineClient:
         self._context = zmq.asyncio.Context()
         self._calls: dict[int, Call] = {}
         self._numbers = count(1)
-        self._tasks: list[asyncio.Task[Any]] = []
+        self._watcher: asyncio.Task[Any] | None = None
+        self._receiver: asyncio.Task[Any] | None = None
+        self._sockets: list[zmq.asyncio.Socket] = []
+        self._ends: dict[str, str] = {}
         self._closing = False
         self._vectors: dict[tuple[str, str], m.PutVector] = {}
 
@@ -117,12 +136,23 @@ class EngineClient:
             Exception: what its model or engine raised; EngineDiedError where it just ended.
         """
         await self._start()
-        self._tasks.append(asyncio.create_task(self._watch()))
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def _disconnect(self) -> None:
+        """Close what the engine process before this one was reached by."""
+        if self._receiver is not None:
+            self._receiver.cancel()
+            await asyncio.gather(self._receiver, return_exceptions=True)
+        for socket in self._sockets:
+            socket.close(linger=0)
+        for end in self._ends.values():
+            Path(end.removeprefix("ipc://")).unlink(missing_ok=True)
 
     async def _start(self) -> None:
+        await self._disconnect()
         number = next(self._numbers)
-        ends = {name: f"ipc://{self.folder}/{name}-{number}" for name in ("requests", "events")}
-        self._out, incoming = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
+        ends = self._ends = {name: f"ipc://{self.folder}/{name}-{number}" for name in ("requests", "events")}
+        self._out, incoming = self._sockets = [self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)]
         for socket in (self._out, incoming):
             socket.set_hwm(0)
             socket.setsockopt(zmq.LINGER, 0)
@@ -131,7 +161,7 @@ class EngineClient:
         settings = {
             **ends, "model": self.settings.model, "server": self.settings.server, "store": str(self.store),
             "tokenizer": str(self.tokenizer_folder), "inline_bytes": self.settings.limits.inline_bytes,
-            "log_level": self.settings.log_level, "parent": os.getpid(),
+            "queued_bytes": self.settings.limits.max_queued_bytes, "log_level": self.settings.log_level, "parent": os.getpid(),
             "shared_prefix_cache": self.settings.shared_prefix_cache,
             "chat_template": self.settings.chat_template,
         }  # fmt: skip
@@ -141,8 +171,9 @@ class EngineClient:
         assert process.stdin is not None
         process.stdin.write(json.dumps(settings).encode() + b"\n")
         await process.stdin.drain()
+        process.stdin.close()
         ready = self._calls[0] = Call(0, 1 << 40)
-        self._tasks.append(asyncio.create_task(self._receive(incoming)))
+        self._receiver = asyncio.create_task(self._receive(incoming))
         ended, answered = asyncio.create_task(process.wait()), asyncio.create_task(ready.next())
         await asyncio.wait((ended, answered), return_when=asyncio.FIRST_COMPLETED)
         if not answered.done():
@@ -221,7 +252,13 @@ class EngineClient:
 
     def abort(self, call: int, requests: list[int] | None) -> None:
         """End a call, or some of its requests. Its last messages still come."""
-        self._send(m.Abort(call, requests))
+        if call in self._calls:
+            self._send(m.Abort(call, requests))
+
+    def was_read(self, call: Call, size: int) -> None:
+        """The client has read frames of a trace."""
+        if call.number in self._calls:
+            self._send(m.Read(call.number, size))
 
     def fail_calls(self, error: EngineClosedError) -> None:
         """End all calls with an error."""
@@ -265,7 +302,7 @@ class EngineClient:
         except OverflowError as error:
             raise ValueError("a whole number of the request has more than 64 bits") from error
         except RecursionError as error:
-            raise ValueError("the request's lists or objects are nested too deep") from error
+            raise ValueError("the request is nested too deeply") from error
 
     def kill(self) -> None:
         """End the engine process at once. What follows is as where it ends by itself."""
@@ -282,9 +319,10 @@ class EngineClient:
             except TimeoutError:
                 self.process.kill()
                 await self.process.wait()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        await self._disconnect()
         self._context.destroy(linger=0)
         shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from safetensors.torch import load
 
 from ..config import ModelConfig, ServerConfig
 from ..core.arguments import PromptError
+from ..core.limits import MAX_NAMED
 from ..core.sampling_params import MAX_TOKEN_IDS, SamplingParams
 from ..hooks.traces.trace import RequestTrace
 from . import messages as m
@@ -53,35 +54,47 @@ class EngineServer:
     Args:
         model: what is served.
         outbox: where answers go.
+        queued_bytes: results of a trace that may wait for its client, before the trace does.
     """
 
-    def __init__(self, model: ServedModel, outbox: Outbox) -> None:
+    def __init__(self, model: ServedModel, outbox: Outbox, queued_bytes: int = 1 << 28) -> None:
         self.model, self.outbox = model, outbox
-        self.traces = TraceRuns(model, outbox)
+        self.traces = TraceRuns(model, outbox, queued_bytes)
         self._lock = threading.Lock()
         self._calls: dict[int, list[str]] = {}
         self._starting: dict[int, list[m.Abort]] = {}  # calls that are being submitted -> aborts that came meanwhile
         self._submitters = ThreadPoolExecutor(SUBMITTERS, "pymllm-interp-submit")
+        self._orders = ThreadPoolExecutor(1, "pymllm-interp-orders")
+        self._stored: dict[str, Future[None]] = {}  # owner -> its newest order of a vector
         self._handlers: dict[type, Callable[[Any], Any]] = {
             m.Submit: self._start,
             m.Abort: self._abort,
-            m.PutVector: self._put_vector,
-            m.DropVector: self._drop_vector,
+            m.PutVector: partial(self._later, self._put_vector),
+            m.DropVector: partial(self._later, self._drop_vector),
             m.RunTrace: self.traces.run,
-            m.AskLens: self.traces.lens,
+            m.Read: self.traces.was_read,
             m.AskStats: lambda message: m.Answer(message.call, self.stats()),
             m.AskProgress: lambda message: m.Answer(message.call, self.model.engine.progress()._asdict()),
-            m.ResetPrefixCache: self._reset_prefix_cache,
+            m.ResetPrefixCache: partial(self._later, self._reset_prefix_cache),
         }
 
     def handle(self, message: m.ToEngine) -> None:
-        """Answer a message. What it raises is the answer."""
+        """Answer a message. What it raises is the answer. What takes long is left to other threads."""
+        self._answer(self._handlers[type(message)], message)
+
+    def _answer(self, handler: Callable[[Any], Any], message: Any) -> None:
         try:
-            answer = self._handlers[type(message)](message)
+            answer = handler(message)
         except Exception as error:
             answer = m.Failed(message.call, failure_of(error))
         if answer is not None:
             self.outbox.put(answer)
+
+    def _later(self, handler: Callable[[Any], Any], message: Any) -> None:
+        """Have a message answered by the thread that reads vectors, in order."""
+        done = self._orders.submit(self._answer, handler, message)
+        if isinstance(message, m.PutVector | m.DropVector):
+            self._stored[message.owner] = done
 
     def stats(self) -> dict[str, Any]:
         """The engine's counters."""
@@ -90,16 +103,19 @@ class EngineServer:
 
     def close(self) -> None:
         """End what runs."""
-        self._submitters.shutdown(cancel_futures=True)
+        self._submitters.shutdown(wait=False, cancel_futures=True)
+        self._orders.shutdown(wait=False, cancel_futures=True)
         self.traces.close()
 
     def _start(self, message: m.Submit) -> None:
         """Have a call submitted by another thread: it may take long, and other messages do not wait for it."""
         self._starting[message.call] = []
-        self._submitters.submit(self._serve, message)
+        self._submitters.submit(self._serve, message, self._stored.get(message.owner))
 
-    def _serve(self, message: m.Submit) -> None:
+    def _serve(self, message: m.Submit, stored: Future[None] | None) -> None:
         try:
+            if stored is not None:
+                stored.result()  # vectors that came before the call
             self._submit(message)
         except BaseException as error:  # persistent edits are code, which may raise anything
             self.outbox.put(m.Failed(message.call, failure_of(error)))
@@ -113,9 +129,7 @@ class EngineServer:
         self._check_sizes(message, factory.limits.max_model_len)
         edits = self.traces.edits_of(message.edits)
         params = _for_each([None if given is None else _params(given) for given in message.params], message.prompts)
-        names = message.names or [
-            f"prompt {i}" if len(message.prompts) > 1 else "the prompt" for i in range(len(params))
-        ]
+        names = _names(message)
         options: Any = dict(message.options)
         for key, given, read in (
             ("interventions", message.interventions, intervention_of), ("capture", message.captures, capture_of)
@@ -151,7 +165,7 @@ class EngineServer:
         """Refuse what is larger than it can be, before it is walked."""
         for i, ids in enumerate(message.prompts):
             if len(ids) > max_model_len:
-                what = message.names[i] if message.names else f"prompt {i}"
+                what = _names(message)[i]
                 raise PromptError(
                     f"{what} has {len(ids)} tokens, but the context holds {max_model_len} (max_model_len)"
                 )
@@ -202,6 +216,8 @@ class EngineServer:
 
 def _vectors_of(body: bytes, what: str) -> Any:
     """The one tensor of a safetensors file, or {layer: tensor}."""
+    if (count := body.count(b'"data_offsets"', 0, 1 << 20)) > MAX_NAMED:
+        raise PromptError(f"{what}: the file has {count} tensors; at most {MAX_NAMED}")
     try:
         tensors = load(body)
     except SafetensorError as error:
@@ -214,6 +230,12 @@ def _vectors_of(body: bytes, what: str) -> Any:
             f"{what}: one tensor is expected, or one for each layer (layer.0, ...), not {sorted(tensors)[:8]}"
         )
     return next(iter(tensors.values()))
+
+
+def _names(message: m.Submit) -> list[str]:
+    """Names of the prompts, for messages."""
+    count = len(message.prompts)
+    return message.names or [f"prompt {i}" if count > 1 else "the prompt" for i in range(count)]
 
 
 def _for_each(given: list[Any], prompts: list[Any]) -> list[Any]:
@@ -251,7 +273,7 @@ def serve(settings: dict[str, Any]) -> None:
         raise SystemExit(1) from error
     if served.tokenizer is not None:
         served.tokenizer.save_pretrained(settings["tokenizer"])
-    server = EngineServer(served, outbox)
+    server = EngineServer(served, outbox, settings["queued_bytes"])
     gc.collect()
     gc.freeze()  # modules and weights stay for good: a full collection over them would stop all requests for 0.2 s
     outbox.put(m.Ready(0, served.describe(), components()))

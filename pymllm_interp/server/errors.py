@@ -71,7 +71,9 @@ def validation_error(errors: Sequence[Any]) -> ApiError:
     chosen = max(errors, key=_weight, default=None)
     if chosen is None:
         return ApiError(400, "the request does not fit the schema")
-    place = ".".join(str(part) for part in chosen["loc"] if part != "body" and not str(part).startswith("function-"))
+    place = ".".join(
+        str(part)[:80] for part in chosen["loc"] if part != "body" and not str(part).startswith("function-")
+    )
     text = str(chosen["msg"]).removeprefix("Value error, ")
     if chosen["type"] == "extra_forbidden":
         text = "there is no such field; /docs lists those that there are"

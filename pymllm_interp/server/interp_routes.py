@@ -18,7 +18,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 
 from .. import __version__
-from ..engine.chat import tokenized
+from ..core.arguments import shown
 from . import messages as m
 from .body import JsonRoute
 from .engine_client import Call, settings_of_limits
@@ -26,6 +26,8 @@ from .errors import ApiError, api_error
 from .failures import failure_of
 from .frames import frame_start, framed
 from .gate_words import TRACE_PATH
+from .lens import logit_lens
+from .openai_routes import DisconnectedError, while_connected
 from .protocol import AbortRequest, EmptyRequest, LensRequest, TokenRequest
 from .state import ServerState, check_priority, client_of, require, require_operator
 from .trust import Client, Trust
@@ -33,7 +35,7 @@ from .trust import Client, Trust
 FRAMES = "application/x-pymllm-frames"
 """Content type of streams of frames (`values.framed`)."""
 PART = 1 << 20
-"""Bytes of a stored file that are sent at a time."""
+"""Bytes that are sent at a time."""
 _NAME = re.compile(r"\w[\w ./-]{0,127}")
 
 
@@ -77,25 +79,15 @@ def interp_routes(state: ServerState) -> APIRouter:
         return {}
 
     @router.post("/v1/interp/lens")
-    async def lens(body: LensRequest, request: Request) -> dict[str, Any]:
+    async def lens(body: LensRequest, request: Request) -> Response:
         """The logit lens of a prompt: the next token that each layer predicts, at each position."""
         client = require(request, Trust.DECLARED)
-        ids = body.prompt
-        if isinstance(ids, str):
-            ids = (await asyncio.to_thread(tokenized, state.tokenizer, ids, "the prompt")).token_ids
-        with state.admitted(client, 1):
-            try:
-                layers = await state.engine.ask(lambda number: m.AskLens(number, client.name, ids, body.top))
-            except Exception as error:
-                raise api_error(error, refused=True) from error
-
-        def word(token: int) -> str:
-            return str(token) if state.tokenizer is None else state.tokenizer.decode([token])
-
-        return {
-            "tokens": [word(token) for token in ids],
-            "layers": [[[{"token": word(t), "prob": p} for t, p in top] for top in row] for row in layers],
-        }
+        try:
+            found = await while_connected(request, logit_lens(state, body, client))
+        except DisconnectedError:
+            state.metrics.totals["disconnects"] += 1
+            return Response(status_code=499)
+        return Response(found, media_type="application/json")
 
     _vector_routes(router, state)
     _activation_routes(router, state)
@@ -186,7 +178,12 @@ def _stream_routes(router: APIRouter, state: ServerState) -> None:
         """Generate from token ids. The answer is a stream of frames, with token ids; `LM.connect` makes outputs of them."""
         client = require(request, Trust.CODE if body.edits else _trust_of(body))
         check_priority(client, body.priority or ())
-        count = sum(int((params or {}).get("n") or 1) for params in body.params)
+        if len(body.prompts) > state.limits.max_prompts:
+            raise ApiError(
+                400, f"{len(body.prompts)} prompts; at most {state.limits.max_prompts} (max_prompts)", "prompts"
+            )
+        given = body.params * len(body.prompts) if len(body.params) == 1 else body.params
+        count = sum(map(_completions, given))
         if count > state.limits.max_prompts:
             raise ApiError(400, f"{count} completions were asked for; at most {state.limits.max_prompts} (max_prompts)")
         try:
@@ -221,6 +218,14 @@ def _stream_routes(router: APIRouter, state: ServerState) -> None:
         payload = await request.body()
         state.metrics.totals["traces"] += 1
         return _streamed(_traced(state, client, payload))
+
+
+def _completions(params: dict[str, Any] | None) -> int:
+    """Completions of a prompt."""
+    n = (params or {}).get("n", 1)
+    if type(n) is not int or n < 1:
+        raise ApiError(400, f"n={shown(n)}: expected a whole number from 1 on", "params")
+    return n
 
 
 def _trust_of(body: TokenRequest) -> Trust:
@@ -263,11 +268,13 @@ async def _traced(state: ServerState, client: Client, payload: bytes) -> AsyncIt
             while not over:
                 message = await call.next()
                 over = isinstance(message, m.Answer)
-                yield (
-                    framed(message.header, message.body)
-                    if isinstance(message, m.Frame)
-                    else framed(b'{"type":"done"}', b"")
-                )
+                if not isinstance(message, m.Frame):
+                    yield framed(b'{"type":"done"}', b"")
+                    continue
+                yield frame_start(message.header, len(message.body))
+                for start in range(0, len(message.body), PART):  # so that a slow client holds what follows
+                    yield message.body[start : start + PART]
+                state.engine.was_read(call, len(message.body))
     except Exception as error:
         over = not (call is not None and call.overrun)
         yield _failed(error, refused=False)

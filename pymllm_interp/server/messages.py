@@ -80,12 +80,10 @@ class RunTrace(Message):
     """Seconds for the whole trace."""
 
 
-class AskLens(Message):
-    """Answered by `Answer` with what each layer would say next (`lens.logit_lens`)."""
+class Read(Message):
+    """The client has read frames of the call, of so many bytes: its trace may send more."""
 
-    owner: str
-    token_ids: list[int]
-    top: int
+    size: int
 
 
 class AskStats(Message):
@@ -178,9 +176,7 @@ class Failed(Message):
     failure: Failure
 
 
-ToEngine = (
-    Submit | Abort | PutVector | DropVector | RunTrace | AskLens | AskStats | AskProgress | ResetPrefixCache | Stop
-)
+ToEngine = Submit | Abort | PutVector | DropVector | RunTrace | Read | AskStats | AskProgress | ResetPrefixCache | Stop
 FromEngine = Ready | Accepted | Token | Finished | Frame | Answer | Failed
 
 encoder = msgspec.msgpack.Encoder()

@@ -154,7 +154,9 @@ def run_remotely(model: Any, mode: str, inputs: tuple, kwargs: dict[str, Any]) -
 
 def _block_of(tracer: Any) -> dict[str, Any]:
     frame = tracer.info.frame
-    return block_to_data(tracer.node, frame.f_code.co_filename, frame.f_code.co_name, frame.f_globals, frame.f_locals)
+    code = frame.f_code
+    first = code.co_varnames[0] if code.co_argcount else None
+    return block_to_data(tracer.node, code.co_filename, code.co_name, frame.f_globals, frame.f_locals, first)
 
 
 def _bind(tracer: Any, header: Mapping[str, Any], values: Values) -> None:

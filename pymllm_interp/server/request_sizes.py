@@ -65,7 +65,7 @@ class Sizes:
             self._check_vector(spec.get(name), f"{what}.{name}")
         for name in ("when", "reduce"):
             if isinstance(value := spec.get(name), Mapping):
-                self._check_spec(value | {"when": None, "reduce": None}, f"{what}.{name}")
+                self._check_spec({**value, "when": None, "reduce": None}, f"{what}.{name}")
 
     def _check_positions(self, count: int, what: str) -> None:
         _check_count(

@@ -118,7 +118,7 @@ _KNOWN: dict[str, Any] = {
     "layer": StrictInt | _NUMBERS | Literal["*"],
     "top_k": StrictInt | None,  # pyright: ignore[reportOperatorIssue]
     "sae": Annotated[str, Field(description="the name of an SAE that the server has (--sae NAME=PATH)")],
-    "tokens": _NUMBERS | None,
+    "tokens": _NUMBERS | None,  # pyright: ignore[reportOperatorIssue]
     "transport": Annotated[str | None, Field(description="null: a server has the logit lens alone")],
     "dtype": Literal[tuple(DTYPES)] | None,  # pyright: ignore
 }

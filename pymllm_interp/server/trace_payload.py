@@ -14,7 +14,7 @@ import linecache
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
 from typing import Any
 
@@ -63,12 +63,44 @@ def _checked_line(line: int) -> int:
 
 
 def block_to_data(
-    node: Any, filename: str, name: str, glbls: Mapping[str, Any], lcls: Mapping[str, Any]
-) -> dict[str, Any]:
-    """A block with the names that it reads from around it."""
+    node: Any, filename: str, name: str, glbls: Mapping[str, Any], lcls: Mapping[str, Any],
+    first_argument: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """A block with the names that it reads from around it.
+
+    Args:
+        first_argument: name of the first argument of the function around it, for `super()`.
+    """
     with AST_LOCK:
-        source, used_globals, used_locals = code_reduce(source_of_block(node, filename), dict_of(glbls), dict(lcls))
+        text = source_of_block(node, filename)
+        if first_argument is not None and "__class__" in lcls:
+            text = with_arguments_of_super(text, first_argument)
+        source, used_globals, used_locals = code_reduce(text, dict_of(glbls), dict(lcls))
     return {"source": source, "filename": filename, "name": name, "globals": used_globals, "locals": used_locals}
+
+
+def with_arguments_of_super(source: str, first: str) -> str:
+    """A block's source with ``super(__class__, first)`` for ``super()``, whose own arguments a method's frame would give."""
+    lines = source.encode().split(b"\n")
+    places = [
+        (call.end_lineno, call.end_col_offset)
+        for call in _calls_of_super(ast.parse(source))
+        if not call.args + call.keywords
+    ]
+    for line, end in sorted(places, reverse=True):
+        text = lines[line - 1]
+        lines[line - 1] = text[: end - 1] + b"__class__, " + first.encode() + text[end - 1 :]
+    return b"\n".join(lines).decode()
+
+
+def _calls_of_super(node: ast.AST) -> Iterator[Any]:
+    """Calls of `super` in a block, without those of functions and classes in it, which have their own arguments."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            continue
+        if isinstance(child, ast.Call) and isinstance(child.func, ast.Name) and child.func.id == "super":
+            yield child
+        yield from _calls_of_super(child)
 
 
 def dict_of(names: Mapping[str, Any]) -> Any:

@@ -19,7 +19,6 @@ from ..hooks.traces.session import SessionTracer
 from ..hooks.traces.tracer import EngineTracer
 from . import messages as m
 from .failures import failure_of
-from .lens import logit_lens
 from .outbox import Outbox
 from .receipts import receipt_to_json
 from .served_model import ServedModel
@@ -27,6 +26,8 @@ from .trace_payload import Sources, envoy_at, frame_for, is_envoy_id, load
 from .values import Tree, pack
 
 logger = logging.getLogger(__name__)
+WAKE_SECONDS = 0.2
+"""How often a trace that waits for its client looks whether it is ended."""
 
 
 class RunEndedError(BaseException):
@@ -39,10 +40,12 @@ class Run:
     Args:
         call: its number.
         abort: ends requests.
+        limit: bytes of results that may wait for its client.
     """
 
-    def __init__(self, call: int, abort: Callable[[list[str]], None]) -> None:
-        self.call, self._abort = call, abort
+    def __init__(self, call: int, abort: Callable[[list[str]], None], limit: int) -> None:
+        self.call, self._abort, self._limit = call, abort, limit
+        self._unread, self._read = 0, threading.Condition()
         self._lock, self._requests = threading.Lock(), list[str]()
         self._thread: int | None = None
         self._over = self._posted = self.late = False
@@ -54,6 +57,19 @@ class Run:
     def sent(self, handles: list[RequestHandle]) -> None:
         """Requests were submitted."""
         self._requests += [request.request_id for handle in handles for request in handle.requests]
+
+    def send(self, size: int, wait: bool) -> None:
+        """Count a result of so many bytes; with `wait`, once its client has read enough of those before it."""
+        with self._read:
+            while wait and self._unread and self._unread + size > self._limit and not self._posted:
+                self._read.wait(WAKE_SECONDS)  # between two waits it can be ended
+            self._unread += size
+
+    def was_read(self, size: int) -> None:
+        """The client has read results."""
+        with self._read:
+            self._unread -= size
+            self._read.notify_all()
 
     def end(self, late: bool = False) -> None:
         """Abort the requests, and raise RunEndedError in the thread: between two of its bytecodes, once it does not wait any more.
@@ -85,10 +101,11 @@ class TraceRuns:
     Args:
         model: what they are written against.
         outbox: where their results go.
+        queued_bytes: results of a trace that may wait for its client.
     """
 
-    def __init__(self, model: ServedModel, outbox: Outbox) -> None:
-        self._model, self._outbox = model, outbox
+    def __init__(self, model: ServedModel, outbox: Outbox, queued_bytes: int) -> None:
+        self._model, self._outbox, self._queued_bytes = model, outbox, queued_bytes
         self._sources = Sources()
         self._runs: dict[int, Run] = {}
 
@@ -99,23 +116,15 @@ class TraceRuns:
 
     def run(self, message: m.RunTrace) -> None:
         """Start a trace. Returns at once."""
-        run = self._runs[message.call] = Run(message.call, self._model.engine.abort)
+        run = self._runs[message.call] = Run(message.call, self._model.engine.abort, self._queued_bytes)
         threading.Thread(
             target=self._serve, args=(run, message), name=f"pymllm-interp-trace-{message.call}", daemon=True
         ).start()
 
-    def lens(self, message: m.AskLens) -> None:
-        """Start a logit lens. Its block is the server's own."""
-
-        def serve() -> None:
-            try:
-                model = self._model.of(message.owner, [])
-                answer: Any = m.Answer(message.call, logit_lens(model, message.token_ids, message.top))
-            except Exception as error:
-                answer = m.Failed(message.call, failure_of(error))
-            self._outbox.put(answer)
-
-        threading.Thread(target=serve, name=f"pymllm-interp-lens-{message.call}", daemon=True).start()
+    def was_read(self, message: m.Read) -> None:
+        """A client has read results of its trace."""
+        if (run := self._runs.get(message.call)) is not None:
+            run.was_read(message.size)
 
     def abort(self, call: int) -> None:
         """End a trace whose client is gone."""
@@ -174,7 +183,7 @@ class TraceRuns:
             named.model(number)._edits = [self._edit(edit) for edit in load(edits, named.find)["edits"]]
         if content["kind"] == "run":
             found = named.model(content["model"])._run(content["mode"], content["args"], content["kwargs"])
-            self._send_result(run.call, None, {"result": found})
+            self._send_result(run, None, {"result": found})
             return
         code, node = self._sources.compiled(content["block"])
         frame, names = frame_for(content["block"], code)
@@ -182,7 +191,7 @@ class TraceRuns:
         if isinstance(tracer, ServedTracer):
             kwargs = content["kwargs"]
             if content["steps"]:
-                kwargs["on_step"] = lambda step, saved: self._send_step(run.call, step, saved)
+                kwargs["on_step"] = lambda step, saved: self._send_step(run, step, saved)
             tracer.__init__(named.model(content["model"]), content["mode"], *content["args"], **kwargs)
         else:
             tracer.__init__()
@@ -192,9 +201,9 @@ class TraceRuns:
             tracer.execute(code)
         finally:
             dec()
-            self._send_result(run.call, tracer, names.bound)
+            self._send_result(run, tracer, names.bound)
 
-    def _send_result(self, call: int, tracer: Any, bound: Mapping[str, Any]) -> None:
+    def _send_result(self, run: Run, tracer: Any, bound: Mapping[str, Any]) -> None:
         """What the block saved, also before it failed."""
         tree, header = Tree(), {"type": "result", "receipts": [], "captures": [], "warnings": []}
         header["names"] = {name: tree.of(value, name) for name, value in bound.items()}
@@ -202,9 +211,11 @@ class TraceRuns:
             header["receipts"] = [receipt_to_json(receipt) for receipt in tracer.receipts]
             header["captures"] = [tree.of(found, "captures") for found in tracer.captures]
             header["warnings"] = tracer.texts
-        self._outbox.put(m.Frame(call, *pack(header, tree.tensors)))
+        frame = m.Frame(run.call, *pack(header, tree.tensors))
+        run.send(len(frame.body), wait=True)
+        self._outbox.put(frame)
 
-    def _send_step(self, call: int, step: int, saved: Mapping[str, Any]) -> None:
+    def _send_step(self, run: Run, step: int, saved: Mapping[str, Any]) -> None:
         """What is saved so far; they are copies, which the outbox's thread packs."""
 
         def frame() -> m.Frame:
@@ -214,7 +225,9 @@ class TraceRuns:
                 "step": step,
                 "names": {name: tree.of(value, name) for name, value in saved.items()},
             }
-            return m.Frame(call, *pack(header, tree.tensors))
+            found = m.Frame(run.call, *pack(header, tree.tensors))
+            run.send(len(found.body), wait=False)
+            return found
 
         self._outbox.put(frame)
 

@@ -1,0 +1,109 @@
+"""Results on their way to clients: large ones, slow readers, and what an engine that is started again leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers_server import KEYS, serving
+
+from pymllm_interp import LM
+from pymllm_interp.server import messages as m
+from pymllm_interp.server.engine_client import Call, SlowReaderError
+from pymllm_interp.server.trace_payload import with_arguments_of_super
+from pymllm_interp.server.trace_runs import Run
+
+
+def frame(size: int) -> m.Frame:
+    return m.Frame(1, b"", b"x" * size)
+
+
+def test_a_message_above_the_limit_reaches_a_client_that_reads() -> None:
+    async def run() -> None:
+        call = Call(1, limit=100)
+        call.put(frame(1000))
+        call.put(m.Answer(1))  # comes at once, before the client has read the first
+        assert isinstance(await call.next(), m.Frame)
+        call.put(frame(100))
+        assert isinstance(await call.next(), m.Answer)
+        assert isinstance(await call.next(), m.Frame)
+        call.put(frame(1000))  # behind one of 100 that is read
+        with pytest.raises(SlowReaderError):
+            await call.next()
+
+    asyncio.run(run())
+
+
+def test_what_waits_for_a_client_that_does_not_read_is_bounded() -> None:
+    """Tokens and log probabilities count, too."""
+    for message in (frame(60), m.Token(1, 0, 5, {i: (0.0, i) for i in range(3)}), m.Finished(1, 0, [1] * 3, "stop")):
+        call, kept = Call(1, limit=10_000), 0
+        while not call.overrun:
+            call.put(message)
+            kept += 1
+        assert 10 < kept < 200
+        call.put(message)
+        assert call._messages.qsize() == kept
+
+
+def test_a_trace_waits_until_its_client_has_read_enough() -> None:
+    run, sent = Run(1, lambda ids: None, 100), threading.Event()
+    run.send(1000, wait=True)  # nothing waits: whatever its size
+
+    def more() -> None:
+        run.send(50, wait=True)
+        sent.set()
+
+    thread = threading.Thread(target=more)
+    thread.start()
+    assert not sent.wait(0.5)
+    run.was_read(1000)
+    assert sent.wait(60)
+    thread.join()
+
+
+def test_arguments_are_written_into_super_at_the_level_of_the_block() -> None:
+    source = 'x = "é"; y = super().f(super(), super(A, b))\ndef g(self):\n    return super().g()\nif x: super( )\n'
+    assert with_arguments_of_super(source, "self") == (
+        'x = "é"; y = super(__class__, self).f(super(__class__, self), super(A, b))\n'
+        "def g(self):\n    return super().g()\nif x: super( __class__, self)\n"
+    )
+
+
+def descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+@pytest.mark.slow
+def test_large_results_arrive_and_restarts_leave_nothing_behind(
+    served_folder: Path, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    options = ("--allow-code-from", "code", "--max-queued-bytes", "1000000")
+    with serving(served_folder, *options, folder=tmp_path) as server:
+        with LM.connect(server.url, api_key=KEYS["code"]) as lm:
+            with lm.trace("w1 w2"):
+                large = torch.full((700_000,), 2.0).save()  # 2.8 MB
+            assert large.shape == (700_000,) and large[-1] == 2
+        counts = []
+        for restart in range(3):
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            deadline = time.monotonic() + 300
+            while server.metric("engine_restarts") <= restart or not server.metric("engine_ready"):
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+            (folder,) = tmp_path.glob("pymllm-interp-*")
+            counts.append(
+                (
+                    descriptors(server.process.pid),
+                    sorted(path.name for path in folder.iterdir() if path.is_dir()),
+                    sum(1 for path in folder.iterdir() if path.is_socket()),
+                )
+            )
+        assert counts[0] == counts[1] == counts[2], counts
