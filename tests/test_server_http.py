@@ -50,8 +50,8 @@ def secure(served_folder, certificate, tmp_path_factory) -> Iterator[Server]:
     template.write_text(TEMPLATE)
     options = [
         "--ssl-keyfile", certificate / "key.pem", "--ssl-certfile", certificate / "cert.pem",
-        "--api-key", FIRST, "--api-key", SECOND, "--chat-template", template, "--root-path", "/llm",
-        "--allowed-origins", json.dumps([ORIGIN]), "--drain-seconds", "0.5",
+        "--api-key", FIRST, "--api-key", SECOND, "--chat-template", template,
+        "--root-path", "/llm", "--allowed-origins", json.dumps([ORIGIN]), "--drain-seconds", "0.5",
     ]  # fmt: skip
     with serving(served_folder, *map(str, options), keys=None) as server:
         assert server.url.startswith("https://")
