@@ -100,7 +100,7 @@ def test_layers_come_before_positions_at_a_pattern() -> None:
         (lambda w: Steer("resid_post.1", torch.ones(2, w + 1), positions=[0, 1]), r"vector has \d+ values; at resid_post"),
         (lambda w: Steer("resid_post.1", torch.eye(w)[:2] * torch.tensor([[1], [0]]), positions=[0, 1], norm="match"),
          r"vector is zero in row 1"),
-        (lambda w: Steer("z.1", torch.ones(2, w), positions=[0, 1]), r"z"),
+        (lambda w: Steer("z.1", torch.ones(2, w), positions=[0, 1]), r"vector has 144 values; at z the model has 72"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(make: Any, error: str) -> None:

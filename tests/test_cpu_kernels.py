@@ -225,16 +225,34 @@ def test_a_decode_pass_has_the_bits_of_the_pass_by_modules_and_of_each_request_a
         assert torch.equal(found["fused"], found["alone"])
 
 
+class Called:
+    """The kernels, with the names of those that were called."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(kernels, name)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.names.add(name)
+            return value(*args, **kwargs)
+
+        return noted if callable(value) else value
+
+
 def test_decode_equals_plain_torch(runner, monkeypatch):
     prompts = {i: random_ids(n, seed=i) for i, n in enumerate((1, 4, 9, 23))}
-    found = []
-    for way in ("kernels", "torch"):
-        if way == "torch":
-            monkeypatch.setattr(cpu_dispatch, "cpu_kernels", lambda: None)
+    found, called = [], Called()
+    for way, dispatched in (("kernels", called), ("torch", None)):
+        monkeypatch.setattr(cpu_dispatch, "cpu_kernels", lambda dispatched=dispatched: dispatched)
+        called.names.clear()
         hand = ByHand(runner)
         hand.extend(prompts)
         batch = hand.batch({i: [5 + i] for i in prompts}, ForwardMode.DECODE)
         found.append(runner.forward(batch).next_token_logits.float())
+        used = {"rms_norm", "rope_and_write", "silu_mul", "gemm"}
+        assert called.names >= used if dispatched else not called.names, (way, called.names)
     scale = found[1].abs().max().item()
     assert_close(found[0], found[1], rtol=0, atol=scale * (1e-5 if runner.dtype is torch.float32 else 0.05))
 

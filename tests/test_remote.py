@@ -330,20 +330,30 @@ def test_asynchronous_traces_and_their_cancelling(lm, server):
     assert [h.shape for h in asyncio.run(both())] == [(72,), (72,)]
 
     async def cancelled() -> None:
-        async def long() -> None:
-            async with lm.generate(PROMPT, max_new_tokens=100, ignore_eos=True) as tracer:
-                for _ in tracer.iter[:]:
-                    __import__("time").sleep(0.05)
-                    lm.model.layers[0].output.sum()
+        first = asyncio.Event()
+        steps = SavedSteps()
 
-        task = asyncio.create_task(long())
-        await asyncio.sleep(0.5)
+        async def look() -> None:
+            async for _ in steps:
+                first.set()
+
+        async def long() -> None:  # 100 s of it, were it not cancelled
+            async with lm.generate(PROMPT, max_new_tokens=100, ignore_eos=True, on_step=steps) as tracer:
+                for _ in tracer.iter[:]:
+                    __import__("time").sleep(1)
+                    total = lm.model.layers[0].output.sum().save()  # noqa: F841
+
+        looking, task = asyncio.create_task(look()), asyncio.create_task(long())
+        await first.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        looking.cancel()
 
+    before = server.metric("steps_total")
     asyncio.run(cancelled())
     server.wait_until_idle()
+    assert server.metric("steps_total") - before < 100
 
 
 def test_who_may_connect(server):

@@ -8,12 +8,13 @@ import json
 import re
 import threading
 import time
+from contextlib import suppress
 
 import httpx
 import openai
 import pytest
 import torch
-from helpers_server import KEYS
+from helpers_server import KEYS, SECONDS
 from openai import OpenAI
 
 from pymllm_interp import LM, Capture, SamplingParams, Scale, Steer
@@ -261,7 +262,7 @@ def test_request_ids_of_clients_are_sent_back_and_logged_and_name_nothing(server
         assert answer.headers["x-request-id"] == "mine-17" and "mine" not in answer.json()["id"]
         other = client.get("/v1/models", headers={"X-Request-Id": "two\tparts"}).headers["x-request-id"]
         assert len(other) == 32
-    deadline, found = time.monotonic() + 30, []
+    deadline, found = time.monotonic() + SECONDS, []
     while not found and time.monotonic() < deadline:  # the line is written after the answer
         time.sleep(0.02)
         entries = [json.loads(line) for line in list(server.log) if line.startswith("{")]
@@ -290,17 +291,37 @@ def test_many_clients_at_once_get_what_each_gets_alone(api, lm):
     assert found == expected
 
 
-def test_a_client_that_goes_away_frees_everything(server):
+def test_a_client_that_goes_away_frees_everything(server, tmp_path):
+    """Beside a trace that makes each step slow: the requests' 100 steps would take 20 s."""
+    slow, begun = tmp_path / "slow", threading.Event()
+    slow.touch()
+    path = str(slow)
+
+    def trace() -> None:
+        with LM.connect(server.url, api_key=KEYS["code"]) as lm:
+            noted = lambda step, saved: begun.set()  # noqa: E731
+            with lm.generate(PROMPT, max_new_tokens=100, ignore_eos=True, on_step=noted) as tracer:
+                for _ in tracer.iter[:]:
+                    __import__("time").sleep(0.2 * __import__("os").path.exists(path))
+                    total = lm.model.layers[0].output.sum().save()  # noqa: F841
+
+    thread = threading.Thread(target=trace)
+    thread.start()
+    assert begun.wait(SECONDS)
     body = {"prompt": PROMPT, "max_tokens": 100, "ignore_eos": True, "n": 8}
     for stream in (True, False):
-        try:
-            with (
-                server.client() as client,
-                client.stream("POST", "/v1/completions", json=body | {"stream": stream}, timeout=0.3),
-            ):
-                pass
-        except httpx.TimeoutException:
-            pass
+        steps, accepted = server.metric("steps_total"), threading.Event()
+        with server.client() as client, suppress(httpx.TimeoutException):
+            limits = httpx.Timeout(SECONDS, read=SECONDS if stream else 1)
+            with client.stream("POST", "/v1/completions", json=body | {"stream": stream}, timeout=limits) as response:
+                next(response.iter_raw())
+                accepted.set()
+        assert accepted.is_set() == stream  # the other one has sent nothing yet
+        while server.metric("requests_running") + server.metric("requests_waiting") > 1:  # the trace
+            time.sleep(0.05)
+        assert server.metric("steps_total") - steps < 100
+    slow.unlink()
+    thread.join()
     server.wait_until_idle()
     assert server.metric("kv_tokens_free") == server.metric("kv_tokens")
 
