@@ -378,6 +378,30 @@ def test_stop_token_ids_end_a_generation_after_min_tokens(lm_of: LmOf) -> None:
     out = lm.generate([prompt], SamplingParams(max_tokens=12, seed=4, stop_token_ids=[stop, 96]))[0]
     assert out.token_ids == plain[: plain.index(stop) + 1] and out.finish_reason == "stop"
     assert out.outputs[0].stop_reason == stop and out.text == lm.tokenizer.decode(out.token_ids[:-1])
+    params = SamplingParams(max_tokens=12, seed=4, stop_token_ids=[stop], include_stop_str_in_output=True)
+    out = lm.generate([prompt], params)[0]
+    assert out.text == lm.tokenizer.decode(out.token_ids) and out.outputs[0].stop_reason == stop
+    word = lm.tokenizer.decode([stop])
+    out = lm.generate([prompt], replace(params, stop=[word]))[0]
+    assert (out.text.endswith(word), out.outputs[0].stop_reason) == (True, word), "vLLM looks at the text that it keeps"
+
+
+def test_the_main_end_of_sequence_token_is_no_stop_reason(with_eos: tuple[LM, LM, list[int], list[int]]) -> None:
+    """As in vLLM, where further ones of generation_config.json are stop tokens."""
+    one, two, prompt, plain = with_eos
+    out = one.generate([prompt], greedy(max_tokens=20))[0]
+    first = plain.index(plain[4])
+    assert (out.token_ids, out.finish_reason, out.outputs[0].stop_reason) == (plain[: first + 1], "stop", None)
+    assert out.text == one.tokenizer.decode(plain[:first])
+    kept = one.generate([prompt], greedy(max_tokens=20, include_stop_str_in_output=True))[0]
+    assert kept.text == one.tokenizer.decode(plain[: first + 1])
+    named = one.generate([prompt], greedy(max_tokens=20, ignore_eos=True, stop_token_ids=[plain[4]]))[0]
+    assert named.outputs[0].stop_reason == plain[4]
+    *_, piece = one.stream(prompt, greedy(max_tokens=20))
+    assert piece.finish_reason == "stop"
+    ended = two.generate([prompt], greedy(max_tokens=20))[0]
+    token, least = ended.token_ids[-1], min(plain[3], plain[6])
+    assert token in (plain[3], plain[6]) and ended.outputs[0].stop_reason == (None if token == least else token)
 
 
 @pytest.fixture(scope="module")

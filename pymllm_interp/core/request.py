@@ -54,6 +54,8 @@ class Request:
     """`time.monotonic()` at which the request ends with "timeout"."""
     eos_token_ids: frozenset[int] = frozenset()
     """Token ids that end the generation: the model's, unless `ignore_eos`, and the caller's."""
+    eos_token_id: int | None = None
+    """The model's main one, which ends it without a `stop_reason`, as in vLLM."""
     trace: Any = None
     """Its trace (hooks.traces.trace.RequestTrace), or None."""
     declared: Any = None
@@ -116,6 +118,8 @@ class Request:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    num_hidden_tokens: int = 0
+    """Tokens at the end that the text leaves out."""
     receipt: Any = None
     """What was applied (hooks.receipt.Receipt), where something was declared or traced."""
     activations: Any = None

@@ -92,7 +92,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     """Added to the logits of these tokens."""
     include_stop_str_in_output: bool = False
-    """Leave the stop string in the text."""
+    """Leave the stop string in the text, and that of a token which ended the generation."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     skip_reading_prefix_cache: bool = False

@@ -395,7 +395,7 @@ class Scheduler:
         count += 1
         may_stop = count >= request.params.min_tokens
         if request.request_id not in output.stopped and token in request.eos_token_ids and may_stop:
-            request.stop_reason = token
+            _stop_by(request, token)
             return "stop"
         if request.stop_checker is not None:
             request.stop_reason = request.stop_checker.push(request.output_token_ids, may_stop)
@@ -484,6 +484,16 @@ class Scheduler:
         """Every page and row is free or held by one live request. Raises AssertionError otherwise."""
         self.kv.check_integrity(self.running, [*self.swapped, *self.waiting])
         assert set(self.requests) == {request.request_id for request in self.live}, "requests and queues differ"
+
+
+def _stop_by(request: Request, token: int) -> None:
+    """A token ends the request. Its text is looked at where it is kept, as in vLLM."""
+    request.stop_reason = None if token == request.eos_token_id else token
+    if not request.params.include_stop_str_in_output:
+        request.num_hidden_tokens = 1
+    elif request.stop_checker is not None:
+        found = request.stop_checker.push(request.output_token_ids, True)
+        request.stop_reason = request.stop_reason if found is None else found
 
 
 def _in_prompt(request: Request) -> bool:

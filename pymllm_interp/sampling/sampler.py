@@ -4,7 +4,7 @@
     output = sampler(logits, SamplingBatch.from_requests(requests, logits.shape[-1], logits.device))
     output.token_ids  # [rows] int32
 
-The order is vLLM's: raw log probabilities, logit bias and min_tokens, penalties, temperature, top_k, top_p, min_p, draw.
+The order is vLLM's: raw log probabilities, logit bias and min_tokens, penalties, temperature, min_p, top_k, top_p, draw.
 A row's token depends on its logits and its key (seed, sample index, generated index) alone.
 """
 

@@ -132,6 +132,7 @@ def event_of(message: m.Finished) -> FinishedEvent:
     """The message as the engine's event, without what was captured."""
     return FinishedEvent(
         "", message.token_ids, message.finish_reason, message.stop_reason, message.text_length,
+        message.num_hidden_tokens,
         error=None if message.failure is None else exception_of(message.failure),
     )  # fmt: skip
 

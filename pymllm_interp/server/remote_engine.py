@@ -250,6 +250,7 @@ def event_of(header: dict[str, Any], body: bytes, request_id: str) -> Event:
         header["finish_reason"],
         header.get("stop_reason"),
         header.get("text_length"),
+        header.get("num_hidden_tokens", 0),
         logprobs=None if logprobs is None else [_logprobs(entry) or {} for entry in logprobs],
         prompt_logprobs=None if prompt is None else [_logprobs(entry) for entry in prompt],
         activations=Activations.from_bytes(body) if body else None,
