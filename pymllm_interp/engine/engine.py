@@ -24,9 +24,11 @@ from ..core.events import Event, Subscriber, TokenEvent
 from ..core.out_of_memory import is_out_of_memory
 from ..core.request import Request
 from ..core.step import ModelRunnerOutput, SchedulerOutput
+from ..hooks.traces.trace import RequestTrace
 from ..hooks.traces.watchdog import Watchdog
 from ..runner.async_output import AsyncOutput
 from ..runner.interp_model_runner import InterpModelRunner
+from .callbacks import Callbacks
 from .kv_manager import KVManager
 from .scheduler import Scheduler
 from .step_results import append_logprobs, finished_event, out_of_memory_error, runner_counters
@@ -34,6 +36,11 @@ from .step_times import StepPacing, StepTimes
 from .warm_up import warm_up
 
 logger = logging.getLogger(__name__)
+
+MAX_STEPS_BEHIND = 256
+"""Calls of an `on_step` that may wait: their values are held until then."""
+CLOSING_SECONDS = 5.0
+"""How long a closing engine waits for callbacks."""
 
 
 class Engine:
@@ -67,6 +74,7 @@ class Engine:
         config = runner.server_config
         self._async = self._waits_for_room = False
         self._pacing = StepPacing(StepTimes())
+        self._callbacks = Callbacks()
         self._watchdog = Watchdog(config.trace_step_warning, config.trace_step_timeout)
         ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._start, args=(ready,), name="pymllm-interp-engine", daemon=True)
@@ -84,16 +92,13 @@ class Engine:
 
         def add() -> None:
             for requests, subscriber in groups:
-                for request in requests:
-                    self._subscribers[request.request_id] = request, subscriber
-                    if request.declared is not None:
-                        self._declared.add(request.request_id)
-                    if request.stream:
-                        self._streaming.add(request.request_id)
-                self.runner.attach(requests)
-                self.scheduler.add(requests)
+                self._add(requests, subscriber)
 
         self._post(add)
+
+    def call_back(self, function: Callable[[], None]) -> None:
+        """Run a caller's function beside the engine's thread, after those that were given before."""
+        self._callbacks.put(self, function)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests with finish_reason "abort". Finished and unknown ones are left as they are."""
@@ -151,7 +156,7 @@ class Engine:
             if self._closing is None:
                 self._closing = EngineClosedError("the engine was shut down")
             self._wake.notify()
-        if not self.on_engine_thread:
+        if not (self.on_engine_thread or self._callbacks.on_thread):
             self._thread.join()
 
     def release(self) -> None:
@@ -194,7 +199,7 @@ class Engine:
         runner.initialize()
         if runner.device.startswith("cuda"):
             warm_up(runner)
-        runner.interleaver.watchdog = self._watchdog
+        runner.interleaver.watchdog, runner.interleaver.call_back = self._watchdog, self._call_on_step
         asked = runner.server_config.async_scheduling
         self._async = runner.device.startswith("cuda") if asked is None else asked
         if self._async:
@@ -236,8 +241,29 @@ class Engine:
         if commands:
             self._waits_for_room = False
         for command in commands:
-            command()
+            self._run_command(command)
         return self._closing is None
+
+    @staticmethod
+    def _run_command(command: Callable[[], None]) -> None:
+        """Commands answer for their own errors; one that does not stops neither the engine nor those behind it."""
+        try:
+            command()
+        except BaseException:
+            logger.exception("a command of the engine failed")
+
+    def _add(self, requests: Sequence[Request], subscriber: Subscriber) -> None:
+        for request in requests:
+            self._subscribers[request.request_id] = request, subscriber
+            if request.declared is not None:
+                self._declared.add(request.request_id)
+            if request.stream:
+                self._streaming.add(request.request_id)
+        self.scheduler.add(requests)
+        try:
+            self.runner.attach(requests)
+        except BaseException as error:
+            self._fail(list(requests), error)
 
     def _seconds_left(self) -> float:
         """Seconds to wait for requests before the next step: the device has enough to do. Blocks of traces need them."""
@@ -360,7 +386,7 @@ class Engine:
         for subscriber, event in events:
             try:
                 subscriber.put(event)
-            except Exception:
+            except BaseException:  # SystemExit of a subscriber, too: the events behind it are others'
                 logger.exception("an event of request %s could not be delivered", event.request_id)
 
     def _blame(self, step: SchedulerOutput, error: Exception) -> None:
@@ -381,7 +407,7 @@ class Engine:
             torch.cuda.empty_cache()
         self.scheduler.failed(step)
 
-    def _fail(self, requests: list[Request], error: Exception) -> None:
+    def _fail(self, requests: list[Request], error: BaseException) -> None:
         for request in requests:
             if not request.finished:
                 request.error = error
@@ -407,22 +433,59 @@ class Engine:
         else:
             ending = [request]
         if request.trace is not None:
-            self.runner.finish_nnsight(ending)
+            try:
+                self.runner.finish_nnsight(ending)
+            except BaseException as error:
+                for member in ending:
+                    member.error = member.error or error
         for member in ending:
             self._tell(member)
 
     def _tell(self, request: Request) -> None:
+        """Answer a request, after the calls of its trace's `on_step`."""
+        if request.trace is not None and self._callbacks.num_waiting(request.trace):
+            self._callbacks.put(request.trace, partial(self._call_soon, partial(self._tell_now, request)))
+        else:
+            self._tell_now(request)
+
+    def _tell_now(self, request: Request) -> None:
         if request.trace is not None:
             request.error = request.error or request.trace.error
             request.warnings += request.trace.warnings
         if request.declared is None:
             self._answer(request)
             return
-        arrived = self.runner.finish_declared(request)
+        try:
+            arrived = self.runner.finish_declared(request)
+        except BaseException as error:
+            request.error = request.error or error
+            self._answer(request)
+            return
         if arrived.done():
             self._answer(request, arrived)
         else:
             arrived.add_done_callback(lambda done: self._call_soon(partial(self._answer, request, done)))
+
+    def _call_on_step(self, trace: RequestTrace, call: Callable[[], None]) -> None:
+        """Call a trace's `on_step` beside the engine's thread. Its error ends the trace's requests."""
+        if self._callbacks.num_waiting(trace) >= MAX_STEPS_BEHIND:
+            raise RuntimeError(
+                f"request {trace.request_id}: its on_step is {MAX_STEPS_BEHIND} steps behind, and their saved values are held; "
+                "let it hand them to another thread, or save less"
+            )
+
+        def run() -> None:
+            try:
+                call()
+            except BaseException as error:
+                self._call_soon(partial(self._fail_trace, trace, error))
+
+        self._callbacks.put(trace, run)
+
+    def _fail_trace(self, trace: RequestTrace, error: BaseException) -> None:
+        if trace.error is None:
+            trace.fail(error)
+        self._end([self._subscribers[rid][0] for rid in trace.request_ids if rid in self._subscribers], "error")
 
     def _call_soon(self, command: Callable[[], None]) -> None:
         """Run `command` on the engine's thread, while it closes too: at once, where it is called there."""
@@ -462,13 +525,15 @@ class Engine:
                 self.runner.capture_ring.wait()
         except Exception:
             logger.exception("captured states of the closing engine are lost")
+        self._callbacks.close(CLOSING_SECONDS)
         self._empty_inbox()
         for request, _ in list(self._subscribers.values()):  # something failed between its end and the answer
             request.error = self._closed_error(request)
             self._answer(request)
         self._send_events()
         self._watchdog.close()
-        self.runner.interleaver.sync_previous_step = None  # it holds this engine, which holds the runner
+        # They hold this engine, which holds the runner.
+        self.runner.interleaver.sync_previous_step = self.runner.interleaver.call_back = None
         self.runner.shutdown()
 
     def _end_all(self) -> None:
@@ -476,7 +541,7 @@ class Engine:
             request.error = self._closed_error(request)
             try:
                 self._end([request], "abort")
-            except Exception:
+            except BaseException:
                 logger.exception("request %s could not be wound up", request.request_id)
 
     def _closed_error(self, request: Request) -> EngineClosedError:
@@ -484,7 +549,4 @@ class Engine:
 
     def _empty_inbox(self) -> None:
         while self._inbox:
-            try:
-                self._inbox.popleft()()
-            except Exception:
-                logger.exception("a command of the closing engine failed")
+            self._run_command(self._inbox.popleft())

@@ -42,6 +42,10 @@ class EngineClient(Protocol):
         """End requests with finish_reason "abort"."""
         ...
 
+    def call_back(self, function: Callable[[], None]) -> None:
+        """Run a caller's function on a thread for callbacks."""
+        ...
+
     @property
     def on_engine_thread(self) -> bool:
         """Whether the caller runs on the engine's thread."""
@@ -143,7 +147,7 @@ class RequestHandle:
             with suppress(RuntimeError):  # the loop is closed: nobody waits
                 loop.call_soon_threadsafe(wake)
 
-        self.add_done_callback(on_end)
+        self._ended.add_done_callback(lambda _: on_end())
         try:
             await woken
         except asyncio.CancelledError:
@@ -189,8 +193,11 @@ class RequestHandle:
         self._engine.abort([request.request_id for request in self.requests])
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when all completions have ended, on the engine's thread; at once, if they have."""
-        self._ended.add_done_callback(lambda _: callback())
+        """Call `callback` when all completions have ended, on a thread for callbacks; at once, if they have."""
+        if self._ended.done():
+            callback()
+        else:
+            self._ended.add_done_callback(lambda _: self._engine.call_back(callback))
 
     def __iter__(self) -> Iterator[StreamPiece]:
         self._check_streaming("lm.stream(...)")

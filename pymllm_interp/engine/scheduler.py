@@ -373,7 +373,10 @@ class Scheduler:
             request.num_pending -= entry.samples
             if not entry.decodes:
                 request.prompt_computed = max(request.prompt_computed, entry.start + entry.num_tokens)
-            reason = self._take(request, token, output)
+            try:
+                reason = self._take(request, token, output)
+            except BaseException as error:  # a tokenizer's, while stop strings are looked for
+                request.error, reason = error, "error"
             if reason is not None:
                 self.finish(request, reason)
                 ended.append(request)
