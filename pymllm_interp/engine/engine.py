@@ -12,8 +12,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,8 +40,14 @@ logger = logging.getLogger(__name__)
 
 MAX_STEPS_BEHIND = 256
 """Calls of an `on_step` that may wait: their values are held until then."""
+OVERDUE_SECONDS = 0.5
+"""How long after their time requests end at the latest, while a block holds up the thread."""
 CLOSING_SECONDS = 5.0
 """How long a closing engine waits for callbacks."""
+
+
+class EngineThread(threading.Thread):
+    """The thread of an engine. Nothing that runs on it may wait for a request, of whichever engine."""
 
 
 class Engine:
@@ -50,7 +57,7 @@ class Engine:
     cores made a decode step 35 % slower.
 
     Args:
-        runner: not yet initialised. What its `initialize` raises, this raises.
+        runner: not yet initialised. `start` does that.
 
     Attributes:
         forked: what calls raise in a forked child, where the thread does not exist; None in the engine's own process.
@@ -75,11 +82,20 @@ class Engine:
         self._async = self._waits_for_room = False
         self._pacing = StepPacing(StepTimes())
         self._callbacks = Callbacks()
-        self._watchdog = Watchdog(config.trace_step_warning, config.trace_step_timeout)
-        ready: Future[None] = Future()
-        self._thread = threading.Thread(target=self._start, args=(ready,), name="pymllm-interp-engine", daemon=True)
+        self._watchdog = Watchdog(
+            config.trace_step_warning, config.trace_step_timeout, self._end_waits, self._end_stuck
+        )
+        self._ready: Future[None] = Future()
+        self._thread = EngineThread(target=self._start, name="pymllm-interp-engine", daemon=True)
+
+    def start(self) -> None:
+        """Initialise the runner on the thread, and serve. What the runner's `initialize` raises, this raises.
+
+        Whoever has made the engine calls `shutdown` after an error, also one that interrupts the wait: the thread holds the
+        weights and the pool until then.
+        """
         self._thread.start()
-        ready.result()
+        self._ready.result()
 
     # -- callers -----------------------------------------------------------------
 
@@ -91,10 +107,18 @@ class Engine:
         """`submit` of several groups of requests, so that one step may take all of them."""
 
         def add() -> None:
-            for requests, subscriber in groups:
-                self._add(requests, subscriber)
+            for requests, _ in groups:
+                self._add(requests)
 
-        self._post(add)
+        # Known from now on: a block may hold up the thread for longer than they wait.
+        known = {request.request_id: (request, subscriber) for requests, subscriber in groups for request in requests}
+        self._subscribers |= known
+        try:
+            self._post(add)
+        except BaseException:
+            for request_id in known:
+                self._subscribers.pop(request_id, None)
+            raise
 
     def call_back(self, function: Callable[[], None]) -> None:
         """Run a caller's function beside the engine's thread, after those that were given before."""
@@ -104,16 +128,23 @@ class Engine:
         """End requests with finish_reason "abort". Finished and unknown ones are left as they are."""
 
         def end() -> None:
-            found = [self._subscribers[rid][0] for rid in request_ids if rid in self._subscribers]
-            self._end(found, "abort")
+            self._end(self._known(request_ids), "abort")
 
         with contextlib.suppress(EngineClosedError):  # closing ends them all
             self._post(end)
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Run `function` on the engine's thread and return what it returns: between steps, or at once where it is called there."""
-        if self.on_engine_thread:
+        """Run `function` on the engine's thread and return what it returns: between steps, or at once where it is called there.
+
+        Raises:
+            RuntimeError: called on another engine's thread, which must not wait.
+        """
+        if self._on_own_thread:
             return function()
+        if self.on_engine_thread:
+            raise RuntimeError(
+                "this waits for an engine inside a block of another one, which may be waiting for this one"
+            )
         done, box = threading.Event(), []
 
         def run() -> None:
@@ -148,16 +179,27 @@ class Engine:
 
     @property
     def on_engine_thread(self) -> bool:
+        """Whether the caller runs on the thread of an engine of this process: of this one, or of another."""
+        return isinstance(threading.current_thread(), EngineThread)
+
+    @property
+    def _on_own_thread(self) -> bool:
         return threading.current_thread() is self._thread
 
-    def shutdown(self) -> None:
-        """End what runs, stop the thread and release the runner. A second call does nothing."""
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End what runs, stop the thread and release the runner. Does not wait inside blocks and callbacks.
+
+        Raises:
+            TimeoutError: the thread has not ended after `timeout` seconds. It ends as soon as it can.
+        """
         with self._wake:
             if self._closing is None:
                 self._closing = EngineClosedError("the engine was shut down")
             self._wake.notify()
-        if not (self.on_engine_thread or self._callbacks.on_thread):
-            self._thread.join()
+        if self._thread.ident is not None and not (self.on_engine_thread or self._callbacks.on_thread):
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                raise TimeoutError(f"the engine has not ended after {timeout} s: {self._watchdog.culprit}")
 
     def release(self) -> None:
         """The client is gone: end the thread when the last request has ended. Does not wait; finalizers call it."""
@@ -183,8 +225,10 @@ class Engine:
 
     # -- the thread -----------------------------------------------------------------
 
-    def _start(self, ready: Future[None]) -> None:
+    def _start(self) -> None:
+        ready = self._ready
         try:
+            self.check_open()  # nobody waits any more
             self._initialize()
         except BaseException as error:
             self._closing = error
@@ -252,9 +296,8 @@ class Engine:
         except BaseException:
             logger.exception("a command of the engine failed")
 
-    def _add(self, requests: Sequence[Request], subscriber: Subscriber) -> None:
+    def _add(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            self._subscribers[request.request_id] = request, subscriber
             if request.declared is not None:
                 self._declared.add(request.request_id)
             if request.stream:
@@ -485,11 +528,38 @@ class Engine:
     def _fail_trace(self, trace: RequestTrace, error: BaseException) -> None:
         if trace.error is None:
             trace.fail(error)
-        self._end([self._subscribers[rid][0] for rid in trace.request_ids if rid in self._subscribers], "error")
+        self._end(self._known(trace.request_ids), "error")
+
+    def _known(self, request_ids: Iterable[str]) -> list[Request]:
+        """Those of the requests that the scheduler has."""
+        return [found for rid in request_ids if (found := self.scheduler.requests.get(rid)) is not None]
+
+    # -- while a block holds up the thread, on the watchdog's ------------------------------------
+
+    def _end_waits(self) -> None:
+        """End the waits for requests whose time is over. The thread winds them up when it comes to it."""
+        now = time.monotonic() - OVERDUE_SECONDS
+        for request, _ in list(self._subscribers.values()):
+            if request.deadline is not None and request.deadline < now:
+                self._end_wait(request, "timeout")
+
+    def _end_stuck(self, trace: RequestTrace, error: BaseException) -> None:
+        """End the waits for the requests of a block that cannot be ended."""
+        for request, _ in list(self._subscribers.values()):
+            if request.trace is trace:
+                request.error = error
+                self._end_wait(request, "error")
+
+    def _end_wait(self, request: Request, reason: str) -> None:
+        found = self._subscribers.pop(request.request_id, None)
+        if found is not None:  # else the thread has answered it meanwhile
+            request.finish_reason = reason
+            event = finished_event(request)
+            found[1].put(replace(event, token_ids=list(event.token_ids)))
 
     def _call_soon(self, command: Callable[[], None]) -> None:
         """Run `command` on the engine's thread, while it closes too: at once, where it is called there."""
-        if self.on_engine_thread:
+        if self._on_own_thread:
             command()
             return
         with self._wake:

@@ -48,7 +48,7 @@ class EngineClient(Protocol):
 
     @property
     def on_engine_thread(self) -> bool:
-        """Whether the caller runs on the engine's thread."""
+        """Whether the caller runs on an engine's thread."""
         ...
 
 
@@ -111,7 +111,7 @@ class RequestHandle:
 
         Raises:
             TimeoutError: after `timeout` seconds; the request goes on.
-            RuntimeError: called on the engine's thread, which would wait for itself.
+            RuntimeError: called on an engine's thread, which must not wait.
         """
         self._refuse_engine_thread()
         try:
@@ -262,8 +262,8 @@ class RequestHandle:
         self._refuse_fork()
         if not self.done and self._engine.on_engine_thread:
             raise RuntimeError(
-                f"request {self.requests[0].request_id} is waited for inside the block of a trace or a callback, where the "
-                "engine would wait for itself: submit it there, and wait for it outside"
+                f"request {self.requests[0].request_id} is waited for inside the block of a trace, on the thread of an engine: it "
+                "would wait for itself, or for an engine that waits for it. Submit it there, and wait for it outside"
             )
 
     def _raise(self) -> None:
