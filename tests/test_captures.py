@@ -1376,10 +1376,7 @@ class Capturing(Simulation):
         self.goes_on.set()
         self.ring.wait()
         for request in self.capturing:
-            count = request.prompt_len + len(request.output_token_ids) - 1
-            if not request.output_token_ids:
-                count = min(request.num_computed_tokens, request.prompt_len)
-            ids = request.all_token_ids[:count]
+            ids = request.all_token_ids[: request.computed_once]
             captures = request.declared.captures
             found = captures.activations(ids)
             for name in found:

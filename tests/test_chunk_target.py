@@ -31,10 +31,10 @@ def simulation(target_ms: float | None) -> Simulation:
 def chunks(sim: Simulation, request: Request) -> list[int]:
     """Tokens of the request's prompt in each step, until it decodes."""
     found = []
-    while request.num_computed_tokens < request.prompt_len:
-        before = request.num_computed_tokens
+    while request.kv_len < request.prompt_len:
+        before = request.kv_len
         sim.step()
-        found.append(request.num_computed_tokens - before)
+        found.append(request.kv_len - before)
     return found
 
 

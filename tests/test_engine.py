@@ -30,6 +30,7 @@ from pymllm_interp import LM, RequestOutput, SamplingParams
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.sampling_params import ELSEWHERE as SAMPLING_ELSEWHERE
 from pymllm_interp.core.step import SchedulerOutput
+from pymllm_interp.engine.detokenizer import StopStrings
 from pymllm_interp.engine.handle import RequestError
 from pymllm_interp.engine.lm import ELSEWHERE
 
@@ -378,6 +379,30 @@ def test_stop_token_ids_end_a_generation_after_min_tokens(lm_of: LmOf) -> None:
     out = lm.generate([prompt], SamplingParams(max_tokens=12, seed=4, stop_token_ids=[stop, 96]))[0]
     assert out.token_ids == plain[: plain.index(stop) + 1] and out.finish_reason == "stop"
     assert out.outputs[0].stop_reason == stop and out.text == lm.tokenizer.decode(out.token_ids[:-1])
+    params = SamplingParams(max_tokens=12, seed=4, stop_token_ids=[stop], include_stop_str_in_output=True)
+    out = lm.generate([prompt], params)[0]
+    assert out.text == lm.tokenizer.decode(out.token_ids) and out.outputs[0].stop_reason == stop
+    word = lm.tokenizer.decode([stop])
+    out = lm.generate([prompt], replace(params, stop=[word]))[0]
+    assert (out.text.endswith(word), out.outputs[0].stop_reason) == (True, word), "vLLM looks at the text that it keeps"
+
+
+def test_the_main_end_of_sequence_token_is_no_stop_reason(with_eos: tuple[LM, LM, list[int], list[int]]) -> None:
+    """As in vLLM, where further ones of generation_config.json are stop tokens."""
+    one, two, prompt, plain = with_eos
+    out = one.generate([prompt], greedy(max_tokens=20))[0]
+    first = plain.index(plain[4])
+    assert (out.token_ids, out.finish_reason, out.outputs[0].stop_reason) == (plain[: first + 1], "stop", None)
+    assert out.text == one.tokenizer.decode(plain[:first])
+    kept = one.generate([prompt], greedy(max_tokens=20, include_stop_str_in_output=True))[0]
+    assert kept.text == one.tokenizer.decode(plain[: first + 1])
+    named = one.generate([prompt], greedy(max_tokens=20, ignore_eos=True, stop_token_ids=[plain[4]]))[0]
+    assert named.outputs[0].stop_reason == plain[4]
+    *_, piece = one.stream(prompt, greedy(max_tokens=20))
+    assert piece.finish_reason == "stop"
+    ended = two.generate([prompt], greedy(max_tokens=20))[0]
+    token, least = ended.token_ids[-1], min(plain[3], plain[6])
+    assert token in (plain[3], plain[6]) and ended.outputs[0].stop_reason == (None if token == least else token)
 
 
 @pytest.fixture(scope="module")
@@ -570,7 +595,8 @@ def test_a_handle_waits_cancels_and_calls_back(lm_of: LmOf) -> None:
         assert not handle.done
         cancelled = lm.submit([4], greedy(max_tokens=100))
         cancelled.cancel()
-    assert len(handle.result(WAIT).token_ids) == 8 and handle.done and called == [1]
+    assert len(handle.result(WAIT).token_ids) == 8 and handle.done
+    until(lambda: called == [1])
     handle.add_done_callback(lambda: called.append(2))
     assert called == [1, 2]
     handle.cancel()  # a finished request stays as it is
@@ -623,6 +649,98 @@ def test_a_callback_that_raises_hurts_nobody(lm_of: LmOf) -> None:
         handle.add_done_callback(lambda: 1 / 0)
     assert handle.result(WAIT).finish_reason == "length"
     assert lm.generate([[1, 2]], GREEDY)[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit, MemoryError])
+def test_what_a_callback_raises_reaches_no_other_request(error: type[BaseException], lm_of: LmOf) -> None:
+    """Requests that end in the same step, and a subscriber of one's own that raises in the midst of their events."""
+    lm, called = lm_of("llama"), []
+
+    def fails() -> None:
+        called.append(1)
+        raise error("of a caller")
+
+    with held(lm):
+        handles = [lm.submit([1, i], GREEDY) for i in range(4)]
+        handles[0].add_done_callback(fails)
+        handles[1].put = lambda event: fails()  # pyright: ignore[reportAttributeAccessIssue]
+    assert [handles[i].result(WAIT).finish_reason for i in (0, 2, 3)] == ["length"] * 3
+    until(lambda: len(called) == 2)
+
+    with pytest.raises(error, match="of a caller"):
+        with lm.generate([1, 2], max_new_tokens=3, on_step=lambda step, saved: fails()):
+            lm.model.layers[0].output.save()
+    assert lm.generate([[1, 2]], GREEDY)[0].finish_reason == "length"
+    assert_idle(lm)
+
+
+def test_a_tokenizer_that_fails_ends_the_request_whose_stop_strings_are_looked_for(lm_of: LmOf) -> None:
+    lm = lm_of("llama")
+
+    class Fails:
+        def decode(self, *args: Any, **kwargs: Any) -> str:
+            raise KeyError("no such token")
+
+    with held(lm):
+        handles = [lm.submit([1, i], greedy(stop=["never"])) for i in range(3)]
+        handles[1].requests[0].stop_checker = StopStrings(Fails(), handles[1].requests[0].params)
+    with pytest.raises(RequestError, match="no such token"):
+        handles[1].result(WAIT)
+    assert [handles[i].result(WAIT).finish_reason for i in (0, 2)] == ["length"] * 2
+    assert_idle(lm)
+
+
+def test_a_request_that_cannot_be_attached_ends_and_the_commands_behind_it_are_run(
+    lm_of: LmOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = lm_of("llama")
+    attach = lm.runner.attach
+    failing: list[str] = []
+
+    def attach_others(requests: Any) -> None:
+        if {request.request_id for request in requests} & set(failing):
+            raise SystemExit("not this one")
+        attach(requests)
+
+    monkeypatch.setattr(lm.runner, "attach", attach_others)
+    with held(lm):
+        handles = [lm.submit([1, i], GREEDY, capture=["resid_post.0"]) for i in range(3)]
+        failing.append(handles[1].requests[0].request_id)
+    assert [handles[i].result(WAIT).finish_reason for i in (0, 2)] == ["length"] * 2
+    handles[1].wait(WAIT)
+    assert isinstance(handles[1].error, SystemExit)
+    assert_idle(lm)
+
+
+def test_a_callback_that_blocks_holds_up_nobody(model_folder: Callable[[str], Path], caplog: Any) -> None:
+    """Not the engine, not the callbacks of a trace, and its own engine's end for a bounded time only."""
+    goes_on, begun, seen = threading.Event(), threading.Event(), []
+    with LM(model_folder("llama"), dtype="float32", device="cpu") as lm:
+        handle = lm.submit([1, 2], GREEDY)
+        with held(lm):
+            handle = lm.submit([1, 2], GREEDY)
+            handle.add_done_callback(lambda: begun.set() or (goes_on.wait() and None))
+        assert begun.wait(WAIT) and handle.result(WAIT).finish_reason == "length"
+        with lm.generate([1, 2], max_new_tokens=3, on_step=lambda step, _: seen.append(step)):
+            lm.model.layers[0].output.save()
+        assert seen == [0, 1, 2]
+        assert lm.generate([[1, 2]], GREEDY)[0].finish_reason == "length"
+    assert "a callback still runs" in caplog.text
+    goes_on.set()
+
+
+def test_a_callback_may_wait_for_other_requests_and_end_the_engine(model_folder: Callable[[str], Path]) -> None:
+    found: list[Any] = []
+    lm = LM(model_folder("llama"), dtype="float32", device="cpu")
+
+    def finish() -> None:
+        found.extend(lm.generate([[3]], GREEDY))
+        lm.shutdown()
+
+    with held(lm):
+        lm.submit([1, 2], GREEDY).add_done_callback(finish)
+    lm.engine._thread.join(WAIT)
+    assert not lm.engine._thread.is_alive() and found[0].finish_reason == "length"
 
 
 # -- several at once ------------------------------------------------------------------

@@ -127,7 +127,8 @@ def gradients(model: Any, path: str) -> dict[str, torch.Tensor]:
     with model.trace(PROMPT):
         found = dict().save()
         h = first(model.get(path.rpartition(".")[0]).output)
-        h.requires_grad_(True)
+        if not isinstance(model, LM):  # ours begins the graph at the embedding
+            h.requires_grad_(True)
         logits = model.output.logits
         with logits[0, -1].square().sum().backward():
             found["grad"] = h.grad
@@ -154,3 +155,41 @@ def test_weights_of_a_batch_are_nobodys(pair: Pair) -> None:
     with pair.lm.trace(PROMPT):
         output = pair.lm.get(pair.attention).output.save()
     assert output[1] is None
+
+
+@pytest.mark.parametrize(
+    "family", ["olmo2", "mixtral", "olmoe", "gpt_oss", "phi", "opt", "gpt_bigcode", "llama", "gemma3_text"]
+)
+def test_gradients_of_each_layer_are_transformers(family: str) -> None:
+    """Of models that run by their class, with ``loss.backward()``, ``grad=True`` and `lm.attribute`, and nothing else said."""
+    config = tiny_config(family)
+    options: dict[str, Any] = {"load_format": "dummy", "impl": "transformers", "device": "cpu", "dtype": "float32"}
+    with LM(hf_config=config, kv_cache_tokens=256, **options) as lm:
+        oracle: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+        oracle.requires_grad_(False).load_state_dict(lm.runner.get_model().state_dict())
+        layers, states = [f"{lm.model_spec.family.layers}.{i}" for i in range(lm.model_spec.num_hidden_layers)], []
+        embedding = oracle.get_input_embeddings()
+        handles = [embedding.register_forward_hook(lambda module, args, out: out.clone().requires_grad_().clone())]
+
+        def keep(module: Any, args: Any, out: Any) -> None:
+            first(out).retain_grad()
+            states.append(first(out))
+
+        handles += [oracle.get_submodule(path).register_forward_hook(keep) for path in layers]
+        with torch.enable_grad():
+            oracle(torch.tensor([PROMPT]), use_cache=False).logits[0, -1].square().sum().backward()
+        for handle in handles:
+            handle.remove()
+        with lm.trace(PROMPT):
+            found = list().save()  # pyright: ignore[reportAttributeAccessIssue]
+            hidden = [first(lm.get(path).output) for path in layers]
+            with lm.output.logits[0, -1].square().sum().backward():
+                found.extend(h.grad for h in reversed(hidden))
+        for ours, theirs in zip(reversed(found), states, strict=True):
+            assert theirs.grad is not None and theirs.grad.abs().max() > 0
+            torch.testing.assert_close(ours, theirs.grad, rtol=1e-3, atol=1e-4 * theirs.grad.abs().max().item())
+        with lm.trace(PROMPT, grad=True):
+            asked = [first(lm.get(layers[0]).output).requires_grad].save()  # pyright: ignore
+        assert asked == [True]
+        scores = lm.attribute(PROMPT, [*PROMPT[:-1], 7], metric=(4, 11), sites="resid_post.*")
+        assert all(scores[f"resid_post.{i}"].abs().max() > 0 for i in range(len(layers)))

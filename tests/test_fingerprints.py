@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CONFIGS, random_model
+from family_configs import tiny_config
 
 from pymllm_interp import LM, Capture, Gate, SamplingParams, Scale, Steer
 from pymllm_interp.engine.handle import EngineClosedError
@@ -104,6 +106,40 @@ def test_a_fingerprint_follows_edits_of_the_weights_and_their_undoing(path: str,
             weight.copy_(kept)
             assert lm.model_fingerprint == first and lm.weights_version > version
         assert len(seen) == len(EDITS) + 1
+
+
+def test_persistent_buffers_belong_to_the_weights() -> None:
+    """A router's bias picks the experts: edits of it change the model, and KV that was computed before is not used again."""
+    options: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "page_size": 4}
+    with LM("deepseek", hf_config=tiny_config("deepseek_v3"), **options) as lm:
+        prompt, bias = (
+            list(range(1, 18)),
+            next(b for n, b in lm._module.named_buffers() if n.endswith("correction_bias")),
+        )
+        router = next(m for m in lm._module.modules() if getattr(m, "e_score_correction_bias", None) is bias)
+        (before,) = lm.generate([prompt], ONE, capture=["resid_post.-1"])
+        kept, seen, version = bias.clone(), {lm.model_fingerprint}, lm.weights_version
+        edits: list[Callable[[], Any]] = [
+            lambda: bias.add_(torch.arange(len(bias)) % 2 * 9),
+            lambda: setattr(router, "e_score_correction_bias", -bias),
+            lambda: bias.data.mul_(2),
+            lambda: router.register_buffer("e_score_correction_bias", kept + torch.arange(len(bias)) % 3),
+        ]
+        for edit in edits:
+            edit()
+            assert lm.weights_version > version and router.e_score_correction_bias is bias
+            version = lm.weights_version
+            assert lm.model_fingerprint == model_fingerprint(lm._module, lm.hf_config) not in seen
+            seen.add(lm.model_fingerprint)
+            (out,) = lm.generate([prompt], ONE)
+            assert out.num_cached_tokens == 0, "KV of other weights"
+        bias.copy_(kept)
+        (after,) = lm.generate([prompt], ONE, capture=["resid_post.-1"])
+        assert after.receipt.model == before.receipt.model
+        assert torch.equal(after.activations["resid_post.-1"], before.activations["resid_post.-1"])
+        with pytest.raises(ValueError, match="shape"):
+            router.e_score_correction_bias = bias[:1]
+        assert type(deepcopy(router).e_score_correction_bias) is torch.Tensor
 
 
 def test_an_edit_that_torch_does_not_count_is_seen_when_it_is_counted_by_hand(model_folder: Any) -> None:

@@ -31,6 +31,8 @@ from pymllm_interp.core.arguments import PromptError
 from pymllm_interp.harvest.reader import Harvest, open_harvest
 from pymllm_interp.harvest.result import HarvestError
 from pymllm_interp.harvest.size import expected_bytes
+from pymllm_interp.hooks.captures.activations import CaptureError
+from pymllm_interp.hooks.captures.group import Group
 from pymllm_interp.hooks.captures.spec import Project
 from pymllm_interp.hooks.declared_stage import DeclaredStage
 
@@ -134,6 +136,51 @@ def test_states_that_come_through_the_ring_are_the_same(
         assert torch.equal(ring.document_ids(site)[:], none.document_ids(site)[:])
         assert torch.equal(ring.positions(site)[:], none.positions(site)[:])
         close(ring[site][:], none[site][:])
+
+
+def test_no_row_is_lost_where_the_kv_pool_is_full(lm_of: Any, tmp_path: Path) -> None:
+    """Documents beside requests that generate, in a pool too small for both, with steps launched ahead of their tokens."""
+    lm, documents = (
+        lm_of("llama", kv_cache_tokens=72, page_size=4, max_num_tokens=24, async_scheduling=True),
+        corpus(60, 14),
+    )
+
+    def traffic() -> list[Any]:
+        return [lm.submit([1, 2, 3, i], SamplingParams(max_tokens=40, temperature=0)) for i in range(8)]
+
+    handles, before = traffic(), lm.engine.stats()["preempted"]
+    result = lm.harvest(iter(documents), capture=["resid_post.*"], out=tmp_path / "out")
+    harvest = open_harvest(tmp_path / "out")
+    assert harvest.document_ids()[:].tolist() == [i for i, ids in enumerate(documents) for _ in ids]
+    assert result.rows == dict.fromkeys(harvest.sites, sum(map(len, documents))) and not result.skipped
+    handles += traffic()
+    outs = lm.forward(documents)
+    assert [len(out.logits) for out in outs] == [len(ids) for ids in documents]
+    assert [len(handle.result().token_ids) for handle in handles] == [40] * 16
+    stats = lm.engine.stats()
+    assert stats["preempted"] > before and stats["overlapped_steps"] > 0, "the traffic was too light"
+
+
+def test_a_document_with_too_few_rows_is_an_error_and_never_silent(
+    lm_of: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A layer's rows of one document do not arrive."""
+    lm, capture = lm_of("llama"), Group.capture
+
+    def lose_some(group: Group, column: int, rows: torch.Tensor, ordinals: torch.Tensor) -> None:
+        lost = len(rows) == 9 and str(group.names[column]) == "resid_post.1"
+        capture(group, column, rows[:4] if lost else rows, ordinals[:4] if lost else ordinals)
+
+    monkeypatch.setattr(Group, "capture", lose_some)
+    documents, wanted = [[1, 2, 3], [5] * 9, [4, 5]], "resid_post.1: 4 of 9 rows"
+    with pytest.raises(HarvestError, match=wanted):
+        lm.harvest(iter(documents), capture=["resid_post.*"], out=tmp_path / "raise")
+    result = lm.harvest(iter(documents), capture=["resid_post.*"], out=tmp_path / "skip", on_error="skip")
+    assert list(result.skipped) == [1] and wanted in result.skipped[1] and set(result.rows.values()) == {5}
+    outs = lm.generate([[5] * 9, [4, 5]], SamplingParams(max_tokens=2, temperature=0), capture=["resid_post.1"])
+    with pytest.raises(CaptureError, match=r"resid_post\.1: 5 of 10 rows"):
+        outs[0].activations["resid_post.1"]
+    assert len(outs[1].activations["resid_post.1"]) == 3 and "rows" in outs[0].warnings[0]
 
 
 def test_shards_are_safetensors_of_whole_documents_and_of_the_size_that_was_asked_for(

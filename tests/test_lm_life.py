@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,13 +26,25 @@ from pymllm_interp import LM, SamplingParams, Scale, Steer
 from pymllm_interp.config import ServerConfig
 from pymllm_interp.core.events import FinishedEvent
 from pymllm_interp.core.request import Request
+from pymllm_interp.engine import lm as lm_module
+from pymllm_interp.engine import open_engines
+from pymllm_interp.engine.engine import Engine
 from pymllm_interp.engine.handle import EngineClosedError, RequestHandle
+from pymllm_interp.engine.request_factory import RequestFactory
 from pymllm_interp.hooks.captures.ring import CaptureRing
 from pymllm_interp.hooks.declared_stage import DeclaredStage
 from pymllm_interp.runner import device_memory
+from pymllm_interp.runner.interp_model_runner import InterpModelRunner
 
 SHORT = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0)
 LONG = SamplingParams(max_tokens=90, ignore_eos=True, temperature=0, logprobs=1)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def engine_threads() -> set[threading.Thread]:
@@ -64,6 +78,133 @@ def test_an_lm_that_cannot_be_made_leaves_no_engine(rename: Any, model_folder: C
     with pytest.raises((TypeError, AttributeError, ValueError)):
         LM(model_folder("llama"), device="cpu", rename=rename)
     assert engine_threads() == before
+
+
+def test_a_block_that_waits_for_a_lock_ends_no_wait_but_its_own(model_folder: Callable[[str], Path]) -> None:
+    """Nothing can end it. Requests with a time limit end, submitted before it or behind it, and so does its own call."""
+    with LM(model_folder("llama"), device="cpu", trace_step_warning=0.05, trace_step_timeout=0.1) as lm:
+        lock, begun, found = threading.Lock(), threading.Event(), []
+
+        def trace() -> None:
+            try:
+                with lm.trace([1, 2]):
+                    lm.model.layers[0].output.save()
+                    begun.set()
+                    with lock:
+                        pass
+            except TimeoutError as error:
+                found.append(str(error))
+
+        with held(lm):
+            before = lm.submit([1, 2, 3], LONG, timeout=0.6)
+            lock.acquire()
+            thread = threading.Thread(target=trace)
+            thread.start()
+            while not lm.engine._inbox:
+                pass
+        assert begun.wait(60)
+        behind, patient = lm.submit([4], SHORT, timeout=0.2), lm.submit([5], SHORT)
+        assert behind.result(60).finish_reason == "timeout"
+        assert before.result(60).finish_reason in ("timeout", "length")
+        thread.join(60)
+        assert "cannot be ended: it waits for a lock" in found[0]
+        assert not patient.done
+        with pytest.raises(TimeoutError, match="the block of request"):
+            lm.shutdown(timeout=0.05)
+        lock.release()
+        with pytest.raises(EngineClosedError):
+            patient.result(60)
+
+
+def test_a_block_that_returns_late_leaves_its_engine_whole(model_folder: Callable[[str], Path]) -> None:
+    with LM(model_folder("llama"), device="cpu", trace_step_warning=0.05, trace_step_timeout=0.1) as lm:
+        goes_on = threading.Event()
+        with pytest.raises(TimeoutError, match="cannot be ended"):
+            with lm.generate([1, 2], max_new_tokens=2):
+                lm.model.layers[0].output.save()
+                goes_on.wait()
+        late = lm.submit([4], SHORT, timeout=0.1)
+        assert late.result(60).finish_reason == "timeout"
+        goes_on.set()
+        assert lm.submit([4], SHORT).result(60).finish_reason == "length"
+        lm.engine.call(lm.engine.scheduler.check_integrity)
+        assert not lm.engine.scheduler.live and not lm.engine._subscribers
+
+
+def test_engines_whose_blocks_call_each_other_are_told_so(model_folder: Callable[[str], Path]) -> None:
+    with LM(model_folder("llama"), device="cpu") as one, LM(model_folder("llama"), device="cpu") as two:
+        handle = two.submit([1], SHORT)
+        handle.wait(60)
+        for wait in (
+            lambda: two.generate([[1]], SHORT),
+            lambda: two.trace([1], trace=False),
+            lambda: two.engine.call(int),
+            lambda: next(two.stream([1], SHORT)),
+        ):
+            with pytest.raises(RuntimeError, match=r"thread of an engine|engine's thread|another one"):
+                with one.trace([1, 2]):
+                    one.model.layers[0].output.save()
+                    wait()
+        with one.trace([1, 2]):  # what does not wait is allowed
+            begun = [two.submit([1], SHORT), handle.result().finish_reason].save()
+        assert begun[0].result(60).finish_reason == begun[1] == "length"
+
+
+def test_a_process_ends_though_a_block_waits_for_ever(model_folder: Callable[[str], Path]) -> None:
+    script = """
+        import sys, threading
+        from pymllm_interp import LM
+        from pymllm_interp.engine import open_engines
+        open_engines.EXIT_SECONDS = 0.2
+        lm, lock, begun = LM(sys.argv[1], device="cpu"), threading.Lock(), threading.Event()
+        lock.acquire()
+
+        def trace():
+            with lm.trace([1, 2]):
+                lm.model.layers[0].output.save()
+                begun.set()
+                lock.acquire()
+
+        threading.Thread(target=trace, daemon=True).start()
+        assert begun.wait(100)
+        """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(model_folder("llama"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and "waits for a lock; the process ends without it" in done.stderr, done.stderr[-2000:]
+
+
+INTERRUPTED = [
+    (InterpModelRunner, "load_model"), (InterpModelRunner, "init_memory_pool"), (InterpModelRunner, "init_cuda_graphs"),
+    (Engine, "start"), (Engine, "_initialize"), (open_engines, "track"), (open_engines, "release_with"),
+    (lm_module, "load_tokenizer"), (RequestFactory, "__init__"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("owner", "name"), INTERRUPTED)
+def test_ctrl_c_while_an_lm_is_made_leaves_neither_thread_nor_weights(
+    owner: Any, name: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main thread is interrupted in the midst of it, wherever its work is done; the model is released in the end."""
+    before, models, real = engine_threads(), [], getattr(owner, name)
+    load = InterpModelRunner.load_model
+
+    def noted(runner: Any, *args: Any, **kwargs: Any) -> None:
+        load(runner, *args, **kwargs)
+        models.append(weakref.ref(runner.model))
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        found = (noted if name == "load_model" else real)(*args, **kwargs)
+        _thread.interrupt_main()
+        return found
+
+    monkeypatch.setattr(InterpModelRunner, "load_model", noted)
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        LM(model_folder("llama"), device="cpu")
+        time.sleep(10)
+    until(lambda: engine_threads() == before)
+    gc.collect()
+    assert [model() for model in models] == [None] * len(models)
 
 
 def test_the_output_of_a_request_that_runs_has_its_tokens_so_far(lm_of: Callable[..., LM]) -> None:
@@ -597,7 +738,8 @@ def test_a_forked_child_that_never_uses_the_lm_ends(model_folder: Callable[[str]
     script = (
         FORK
         + """
-    import gc
+    import _thread
+import gc
     running = lm.submit([1, 2], long)
     child = os.fork()
     if child == 0:

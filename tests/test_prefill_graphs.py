@@ -124,7 +124,6 @@ def test_gradients_and_all_hidden_states_are_those_of_the_prompt_alone(device: s
     lm, prompt = load(device), random_ids(19, seed=6)
     with lm.trace(prompt):
         h = lm.model.layers[0].output
-        h.requires_grad_(True)
         h.retain_grad()
         with lm.lm_head.output.sum().backward():
             gradient = h.grad.save()

@@ -570,12 +570,12 @@ def test_v43_counters_agree_with_the_requests_after_every_mixed_step(model_folde
         for entry in schedule.scheduled:
             request = next(request for request in requests if request.request_id == entry.request_id)
             row = states.req_id_to_index[request.request_id]
-            assert states.num_computed_tokens(request.request_id) == request.num_computed_tokens
+            assert states.num_computed_tokens(request.request_id) == request.kv_len
             tokens = known[request.request_id]
             assert states.total_len[row] == len(tokens)
             assert states.all_token_ids[row, : len(tokens)].tolist() == tokens
             token = output.sampled_token_ids[output.req_id_to_index[request.request_id]]
-            assert (token is None) == (request.num_computed_tokens < request.prompt_len)
+            assert (token is None) == (request.kv_len < request.prompt_len)
             if token is not None:
                 assert states.last_sampled_tokens[row] == token == request.output_token_ids[-1]
     assert any(request.output_token_ids for request in requests)

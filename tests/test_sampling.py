@@ -23,7 +23,7 @@ from pymllm_interp.sampling import (
     sample_tokens,
     uniform_noise,
 )
-from pymllm_interp.sampling.filters import PROBE, filter_width, filtered_weights
+from pymllm_interp.sampling.filters import PROBE, filter_width, filtered_weights, kept_tokens
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MASK = 2**64 - 1
@@ -69,12 +69,12 @@ def reference_kept(logits: np.ndarray, temperature: float, top_k: int, top_p: fl
     """The tokens of one row that the filters keep, by a plain sort (for logits without equals)."""
     order = np.argsort(-logits)
     probs = np.exp((logits - logits.max()).astype(np.float64) / temperature)
+    order = order[probs[order] >= max(min_p, 2.0**-40)]
     if 0 < top_k < len(logits):
         order = order[:top_k]
     probs = probs / probs[order].sum()
     before = np.cumsum(probs[order]) - probs[order]
-    order = order[before < top_p] if top_p < 1 else order
-    return set(order[probs[order] >= max(min_p, 2.0**-40) * probs.max()].tolist())
+    return set((order[before < top_p] if top_p < 1 else order).tolist())
 
 
 # --- noise ---
@@ -164,6 +164,15 @@ def test_kept_tokens_equal_numpy_reference_in_mixed_batches(vocab, scale, device
     for row, (k, p, m) in enumerate(options):
         kept = set(weights[row].nonzero().flatten().tolist())
         assert kept == reference_kept(logits[row].numpy(), 0.8, k, p, m), (k, p, m)
+
+
+def test_top_p_counts_the_tokens_that_min_p_leaves() -> None:
+    """As in vLLM: of 0.5, 0.3, 0.1, 0.1 min_p keeps two, 0.625 and 0.375 of what is left, and 0.6 is reached by the first."""
+    scores = torch.tensor([[0.5, 0.3, 0.1, 0.1]]).div(0.5).log()
+    limits = {"top_ps": torch.tensor([0.6]), "min_ps": torch.tensor([0.3])}
+    assert filtered_weights(scores, **limits).gt(0).tolist() == [[True, False, False, False]]
+    assert kept_tokens(scores, **limits).tolist() == [[True, False, False, False]]
+    assert filtered_weights(scores, top_ps=limits["top_ps"]).gt(0).tolist() == [[True, True, False, False]]
 
 
 def test_filters_keep_all_equals_of_the_last_token_kept():

@@ -160,7 +160,9 @@ class Simulation:
     def step(self) -> SchedulerOutput:
         scheduler = self.scheduler
         decoding = [r for r in scheduler.running if r.is_decoding]
+        awaiting = [r for r in scheduler.running if r.num_pending and r.num_generated >= r.max_tokens]
         step = scheduler.schedule()
+        assert all(r.status is RequestStatus.RUNNING for r in awaiting), "preempted, and all of it is computed"
         scheduler.check_integrity()
         self.check_step(step)
         self.check_sat_out(decoding, step)
@@ -197,7 +199,7 @@ class Simulation:
                 f"{request.num_pending} unread tokens of {request.request_id}"
             )
             if request.status is not RequestStatus.SWAPPED:
-                self.check_kv(request, request.num_computed_tokens)
+                self.check_kv(request, request.kv_len)
 
     def draw(self, request: Request) -> int:
         token = EOS if self.random.random() < self.eos_rate else self.random.randrange(1, 1000)
@@ -210,7 +212,7 @@ class Simulation:
             if not self.scheduler.has_work():
                 break
             self.step()
-        left = [(r.request_id, r.status, r.num_computed_tokens, r.num_tokens) for r in self.scheduler.live]
+        left = [(r.request_id, r.status, r.kv_len, r.num_tokens) for r in self.scheduler.live]
         assert not left, f"after {limit} steps there are {left}"
         assert self.kv.num_available_pages == self.num_pages and self.rows.available_size() == self.rows.size
         for request in self.requests:
@@ -236,7 +238,7 @@ class Simulation:
             assert row == request.req_pool_idx
             assert request.status is RequestStatus.RUNNING and request.req_pool_idx
             assert decodes or not request.num_pending, "a prompt is laid out on the host, which must know its tokens"
-            assert start == request.num_computed_tokens and 1 <= num_tokens <= request.num_tokens - start
+            assert start == request.kv_len and 1 <= num_tokens <= request.num_tokens - start
             assert len(request.pages) * self.page_size >= start + num_tokens
             assert 0 not in self.allocator.slots_of(request.pages, 0, start + num_tokens) and 0 not in request.pages
             if request.trace is not None:
@@ -264,7 +266,7 @@ class Simulation:
         assert max(self.sat_out.values(), default=0) <= 1, f"decode starves: {self.sat_out}"
 
     def check_progress(self, request: Request) -> None:
-        before, now = self.computed.get(request.request_id, 0), request.num_computed_tokens
+        before, now = self.computed.get(request.request_id, 0), request.kv_len
         self.computed[request.request_id] = now
         if request.trace is not None:
             assert now >= before, f"traced {request.request_id} went back from {before} to {now}"
@@ -425,6 +427,21 @@ def test_plain_requests_give_way_before_traced_ones_and_the_latest_first() -> No
     assert first.num_preemptions <= last.num_preemptions
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_request_that_awaits_its_only_token_does_not_give_way(seed: int) -> None:
+    """Prompts without generation beside requests that generate, with steps launched ahead; the simulation looks at the victims."""
+    sim = Simulation(num_pages=18, page_size=2, max_num_tokens=12, seed=seed, eos_rate=0, ahead=True)
+    for i in range(20):
+        sim.add(2, 14)
+        prompts = sim.add(3 + i % 7, 1, n=2)
+        sim.step()
+        sim.step()
+        assert all(request.computed_once <= request.prompt_len for request in prompts)
+    sim.run(sim.limit())
+    assert sim.scheduler.num_preempted > 0
+    assert all(r.computed_once == r.prompt_len + r.accepted_len - 1 for r in sim.requests)
+
+
 def test_a_familys_prompt_is_computed_once_but_for_its_last_page() -> None:
     sim = Simulation(num_pages=30, page_size=4, max_num_tokens=8, eos_rate=0)
     family = sim.add(19, 5, n=4)
@@ -468,7 +485,7 @@ def test_decode_goes_on_beside_a_long_prompt(policy: str) -> None:
     while not short.finished:
         sim.step()
         steps += 1
-    assert steps <= (11 if policy == "mixed" else 22) and long.num_computed_tokens > 0
+    assert steps <= (11 if policy == "mixed" else 22) and long.kv_len > 0
     sim.run(100)
 
 
@@ -480,7 +497,7 @@ def test_a_traced_prompt_gets_a_pass_beside_many_that_decode() -> None:
     (traced,) = sim.add(8, 2, traced=True)
     sim.step()
     sim.step()
-    assert traced.num_computed_tokens >= 8
+    assert traced.kv_len >= 8
     sim.run(200)
 
 
@@ -612,7 +629,7 @@ def lose_a_row(sim: Simulation, request: Request) -> None:
 
 
 def claim_kv_that_no_page_holds(sim: Simulation, request: Request) -> None:
-    request.num_computed_tokens = CONTEXT
+    request.kv_len = CONTEXT
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from collections.abc import Iterator
@@ -15,10 +16,11 @@ from conftest import CONFIGS, held
 from helpers_declared import hooked, lms
 from helpers_runner import random_ids
 
-from pymllm_interp import SAE, Gate, SamplingParams, SetFeature, Steer
+from pymllm_interp import SAE, Capture, Features, Gate, Lens, SamplingParams, SetFeature, Steer
 from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.hooks.declared import Declared, DeclaredLimits
 from pymllm_interp.hooks.interventions.reference import apply
+from pymllm_interp.hooks.lenses import TunedLens
 from pymllm_interp.hooks.saes.registry import SAERegistry
 from pymllm_interp.server.specs import intervention_of, to_json
 
@@ -311,3 +313,45 @@ def test_http_carries_names_and_refuses_saes() -> None:
         to_json(SetFeature(sae_of("standard"), {0: 1.0}))
     with pytest.raises(ValueError, match=r"'x' is not the number of a feature"):
         intervention_of({"op": "setfeature", "sae": "sea", "features": {"x": 1}})
+
+
+@pytest.mark.parametrize("architecture", ["jumprelu"] if torch.cuda.is_available() else ["jumprelu", "topk"])
+def test_an_sae_that_is_edited_in_place_is_read_anew(architecture: str, lm_of: Any) -> None:
+    """By specs that were used before the edit, by captures, and in the prefix cache."""
+    lm, sae = lm_of("llama", page_size=4), sae_of(architecture)
+    spec, capture = SetFeature(sae, {3: 5.0, 7: 2.0}), Capture(sae.site, reduce=Features(sae, top_k=4))
+    prompt, plain = list(range(1, 18)), Capture("resid_post.2")
+
+    def run(spec: SetFeature, capture: Capture) -> tuple[Any, ...]:
+        params = SamplingParams(max_tokens=2, temperature=0, logprobs=1)
+        (steered,) = lm.generate([prompt], params, interventions=[spec], capture=[plain])
+        (read,) = lm.generate([prompt], params, capture=[capture])
+        found = steered.activations["resid_post.2"], read.activations[sae.site], read.activations.indexes[sae.site]
+        return found, steered.receipt.spec, read.receipt.spec, sae.fingerprint
+
+    def fresh() -> SAE:
+        return dataclasses.replace(sae, **{name: tensor.clone() for name, tensor in sae.tensors()})
+
+    before = run(spec, capture)
+    sae.W_enc.mul_(-1)
+    sae.b_dec[:5] += 3
+    sae.W_dec[3] += 1
+    after, other = run(spec, capture), fresh()
+    wanted = run(SetFeature(other, {3: 5.0, 7: 2.0}), Capture(sae.site, reduce=Features(other, top_k=4)))
+    for found, expected, earlier in zip(after[0], wanted[0], before[0], strict=True):
+        assert torch.equal(found, expected) and not torch.equal(found, earlier)
+    assert after[1:3] == wanted[1:3] and after[3] == other.fingerprint
+    assert not set(after[1:]) & set(before[1:])
+
+
+def test_a_lens_that_is_edited_in_place_is_read_anew(lm_of: Any) -> None:
+    lm, width = lm_of("llama"), lm_of("llama").runner.model_spec.hidden_size
+    lens = TunedLens({i: torch.eye(width) for i in range(3)}, {i: torch.zeros(width) for i in range(3)})
+    capture, found = Capture("resid_pre.1", reduce=Lens(top_k=3, transport=lens)), []
+    for edit in (lambda: None, lambda: lens.matrices[1].mul_(-4), lambda: lens.biases[1].add_(2)):
+        edit()
+        (out,) = lm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), capture=[capture])
+        wanted = type(lens)(lens.matrices, lens.biases)
+        assert lens.fingerprint == wanted.fingerprint
+        found.append((lens.fingerprint, out.receipt.spec, out.activations["resid_pre.1"].sum().item()))
+    assert all(len(set(values)) == 3 for values in zip(*found, strict=True)), found

@@ -28,9 +28,11 @@ class FinishedEvent:
     finish_reason: str
     """stop, length, abort, timeout or error."""
     stop_reason: int | str | None = None
-    """The stop string or token id, where that was the reason."""
+    """The stop string or token id, where that was the reason; None for the model's main end-of-sequence token."""
     text_length: int | None = None
     """Characters of the text that are kept, where a stop string ended it; None: all."""
+    num_hidden_tokens: int = 0
+    """Tokens at the end that the text leaves out: the one that stopped the generation."""
     logprobs: list[dict[int, Logprob]] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     activations: Any = None

@@ -24,13 +24,13 @@ class CompletionOutput(Shown):
 
     index: int
     text: str
-    """Without the stop string and, by default, special tokens."""
+    """Without what stopped it, unless `include_stop_str_in_output`, and, by default, special tokens."""
     token_ids: list[int]
     """With the token that stopped the generation."""
     finish_reason: str | None = None
     """stop, length, abort, timeout or error; None while it runs."""
     stop_reason: int | str | None = None
-    """The stop string or token id, where that was the reason."""
+    """The stop string or token id, where that was the reason; None for the model's main end-of-sequence token."""
     logprobs: list[dict[int, Logprob]] | None = None
     error: BaseException | None = None
     activations: Any = None

@@ -56,6 +56,8 @@ class Request:
     """Token ids that end the generation: the model's, unless `ignore_eos`, and the caller's."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token ids of `params.bad_words`."""
+    eos_token_id: int | None = None
+    """The model's main one, which ends it without a `stop_reason`, as in vLLM."""
     trace: Any = None
     """Its trace (hooks.traces.trace.RequestTrace), or None."""
     declared: Any = None
@@ -90,8 +92,10 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     num_pending: int = 0
     """Tokens that a launched step samples and the host has not read yet."""
-    num_computed_tokens: int = 0
-    """Positions that have KV, or get it in a launched step."""
+    kv_len: int = 0
+    """Positions that have KV, or get it in a launched step. A preemption resets it."""
+    prompt_computed: int = 0
+    """Positions up to which the prompt was computed, in steps whose tokens were read. See `computed_once`."""
     req_pool_idx: int | None = None
     """Row of the request table, while it runs."""
     pages: list[int] = field(default_factory=list)
@@ -108,8 +112,6 @@ class Request:
     arrival: int = 0
     prefix: Any = None
     """What it shares (engine.prefix_sharing.Prefix), since it was first considered."""
-    num_launched_tokens: int = 0
-    """Positions that were computed at least once, in launched steps."""
     num_cached_tokens: int = 0
     """Positions whose KV was in the prefix cache when it was first admitted."""
     not_reused: str = ""
@@ -120,6 +122,8 @@ class Request:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    num_hidden_tokens: int = 0
+    """Tokens at the end that the text leaves out."""
     receipt: Any = None
     """What was applied (hooks.receipt.Receipt), where something was declared or traced."""
     activations: Any = None
@@ -136,6 +140,31 @@ class Request:
         return len(self.prompt_token_ids)
 
     @property
+    def accepted_len(self) -> int:
+        """Generated tokens that the host has read and kept."""
+        return len(self.output_token_ids)
+
+    @property
+    def computed_once(self) -> int:
+        """Positions computed at least once, in steps whose tokens were read. Results report these; a preemption keeps them."""
+        accepted = len(self.output_token_ids)
+        return self.prompt_len + accepted - 1 if accepted else self.prompt_computed
+
+    @property
+    def expected_len(self) -> int | None:
+        """Positions that results must report; None where the request ended before its prompt was complete, or by an error."""
+        if self.finish_reason == "error":
+            return None
+        if self.output_token_ids or self.finish_reason in ("stop", "length"):
+            return self.prompt_len + max(len(self.output_token_ids) - 1, 0)
+        return None
+
+    @property
+    def awaits_last_token(self) -> bool:
+        """Whether a launched step computes all that is left of it: it ends when that step's token is read."""
+        return self.num_generated >= self.max_tokens
+
+    @property
     def num_generated(self) -> int:
         """Generated tokens, with those that the host has not read yet."""
         return len(self.output_token_ids) + self.num_pending
@@ -148,7 +177,7 @@ class Request:
     @property
     def num_tokens_left(self) -> int:
         """Tokens to compute before the next one can be sampled; 0 where none is to be sampled any more."""
-        return 0 if self.num_generated >= self.max_tokens else self.num_tokens - self.num_computed_tokens
+        return 0 if self.awaits_last_token else self.num_tokens - self.kv_len
 
     @property
     def all_token_ids(self) -> list[int]:
@@ -163,7 +192,7 @@ class Request:
     @property
     def num_known_tokens(self) -> int:
         """Positions that have KV, but for the last sampled token's, which may belong to a step that is dropped."""
-        return min(self.num_computed_tokens, self.prompt_len + max(len(self.output_token_ids) - 1, 0))
+        return min(self.kv_len, self.prompt_len + max(len(self.output_token_ids) - 1, 0))
 
     @property
     def logits_from(self) -> int:
@@ -184,7 +213,7 @@ class Request:
     def is_decoding(self) -> bool:
         """Whether one token is left to compute: the last one sampled."""
         generated = len(self.output_token_ids) + self.num_pending
-        computed = self.num_computed_tokens
+        computed = self.kv_len
         return 0 < generated < self.max_tokens and len(self.prompt_token_ids) + generated - computed == 1
 
     @property
@@ -199,7 +228,7 @@ class Request:
     def scheduled(self, num_tokens: int) -> ScheduledRequest:
         """The request's part of a step that computes its next `num_tokens` tokens."""
         assert self.req_pool_idx is not None, "a scheduled request has a row"
-        start = self.num_computed_tokens
+        start = self.kv_len
         samples = start + num_tokens == self.num_tokens
         logit_rows = num_tokens if self.all_logits else int(samples)
         return ScheduledRequest(
@@ -214,7 +243,7 @@ class Request:
             row=self.req_pool_idx,
             prompt_len=self.prompt_len,
             token_ids=self.all_token_ids,
-            num_computed_tokens=self.num_computed_tokens,
+            num_computed_tokens=self.kv_len,
             params=self.params,
             seed=self.seed,
             sample_index=self.sample_index,

@@ -105,7 +105,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     """Keep this many of the prompt's last tokens; -1 keeps what the context holds beside max_tokens."""
     include_stop_str_in_output: bool = False
-    """Leave the stop string in the text."""
+    """Leave the stop string in the text, and that of a token which ended the generation."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     skip_reading_prefix_cache: bool = False

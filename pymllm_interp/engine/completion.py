@@ -99,10 +99,10 @@ class Completion:
         return longest
 
     def text(self, end: FinishedEvent) -> str:
-        """The text: without the stop string, and without the token that stopped it."""
+        """The text: without the stop string, and without the token that stopped it, unless these are asked for."""
         if self._tokenizer is None:
             return ""
-        ids = end.token_ids[:-1] if isinstance(end.stop_reason, int) else end.token_ids
+        ids = end.token_ids[: len(end.token_ids) - end.num_hidden_tokens]
         text = self._tokenizer.decode(ids, skip_special_tokens=self._params.skip_special_tokens)
         return text if end.text_length is None else text[: end.text_length]
 

@@ -12,8 +12,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,9 +25,11 @@ from ..core.events import Event, Subscriber, TokenEvent
 from ..core.out_of_memory import is_out_of_memory
 from ..core.request import Request
 from ..core.step import ModelRunnerOutput, SchedulerOutput
+from ..hooks.traces.trace import RequestTrace
 from ..hooks.traces.watchdog import Watchdog
 from ..runner.async_output import AsyncOutput
 from ..runner.interp_model_runner import InterpModelRunner
+from .callbacks import Callbacks
 from .kv_manager import KVManager
 from .scheduler import Scheduler
 from .step_results import append_logprobs, finished_event, out_of_memory_error, runner_counters
@@ -34,6 +37,17 @@ from .step_times import StepPacing, StepTimes
 from .warm_up import warm_up
 
 logger = logging.getLogger(__name__)
+
+MAX_STEPS_BEHIND = 256
+"""Calls of an `on_step` that may wait: their values are held until then."""
+OVERDUE_SECONDS = 0.5
+"""How long after their time requests end at the latest, while a block holds up the thread."""
+CLOSING_SECONDS = 5.0
+"""How long a closing engine waits for callbacks."""
+
+
+class EngineThread(threading.Thread):
+    """The thread of an engine. Nothing that runs on it may wait for a request, of whichever engine."""
 
 
 class Progress(NamedTuple):
@@ -54,7 +68,7 @@ class Engine:
     cores made a decode step 35 % slower.
 
     Args:
-        runner: not yet initialised. What its `initialize` raises, this raises.
+        runner: not yet initialised. `start` does that.
 
     Attributes:
         forked: what calls raise in a forked child, where the thread does not exist; None in the engine's own process.
@@ -78,11 +92,21 @@ class Engine:
         config = runner.server_config
         self._async = self._waits_for_room = False
         self._pacing = StepPacing(StepTimes())
-        self._watchdog = Watchdog(config.trace_step_warning, config.trace_step_timeout)
-        ready: Future[None] = Future()
-        self._thread = threading.Thread(target=self._start, args=(ready,), name="pymllm-interp-engine", daemon=True)
+        self._callbacks = Callbacks()
+        self._watchdog = Watchdog(
+            config.trace_step_warning, config.trace_step_timeout, self._end_waits, self._end_stuck
+        )
+        self._ready: Future[None] = Future()
+        self._thread = EngineThread(target=self._start, name="pymllm-interp-engine", daemon=True)
+
+    def start(self) -> None:
+        """Initialise the runner on the thread, and serve. What the runner's `initialize` raises, this raises.
+
+        Whoever has made the engine calls `shutdown` after an error, also one that interrupts the wait: the thread holds the
+        weights and the pool until then.
+        """
         self._thread.start()
-        ready.result()
+        self._ready.result()
 
     # -- callers -----------------------------------------------------------------
 
@@ -94,32 +118,44 @@ class Engine:
         """`submit` of several groups of requests, so that one step may take all of them."""
 
         def add() -> None:
-            for requests, subscriber in groups:
-                for request in requests:
-                    self._subscribers[request.request_id] = request, subscriber
-                    if request.declared is not None:
-                        self._declared.add(request.request_id)
-                    if request.stream:
-                        self._streaming.add(request.request_id)
-                self.runner.attach(requests)
-                self.scheduler.add(requests)
+            for requests, _ in groups:
+                self._add(requests)
 
-        self._post(add)
+        # Known from now on: a block may hold up the thread for longer than they wait.
+        known = {request.request_id: (request, subscriber) for requests, subscriber in groups for request in requests}
+        self._subscribers |= known
+        try:
+            self._post(add)
+        except BaseException:
+            for request_id in known:
+                self._subscribers.pop(request_id, None)
+            raise
+
+    def call_back(self, function: Callable[[], None]) -> None:
+        """Run a caller's function beside the engine's thread, after those that were given before."""
+        self._callbacks.put(self, function)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests with finish_reason "abort". Finished and unknown ones are left as they are."""
 
         def end() -> None:
-            found = [self._subscribers[rid][0] for rid in request_ids if rid in self._subscribers]
-            self._end(found, "abort")
+            self._end(self._known(request_ids), "abort")
 
         with contextlib.suppress(EngineClosedError):  # closing ends them all
             self._post(end)
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Run `function` on the engine's thread and return what it returns: between steps, or at once where it is called there."""
-        if self.on_engine_thread:
+        """Run `function` on the engine's thread and return what it returns: between steps, or at once where it is called there.
+
+        Raises:
+            RuntimeError: called on another engine's thread, which must not wait.
+        """
+        if self._on_own_thread:
             return function()
+        if self.on_engine_thread:
+            raise RuntimeError(
+                "this waits for an engine inside a block of another one, which may be waiting for this one"
+            )
         done, box = threading.Event(), []
 
         def run() -> None:
@@ -159,16 +195,27 @@ class Engine:
 
     @property
     def on_engine_thread(self) -> bool:
+        """Whether the caller runs on the thread of an engine of this process: of this one, or of another."""
+        return isinstance(threading.current_thread(), EngineThread)
+
+    @property
+    def _on_own_thread(self) -> bool:
         return threading.current_thread() is self._thread
 
-    def shutdown(self) -> None:
-        """End what runs, stop the thread and release the runner. A second call does nothing."""
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End what runs, stop the thread and release the runner. Does not wait inside blocks and callbacks.
+
+        Raises:
+            TimeoutError: the thread has not ended after `timeout` seconds. It ends as soon as it can.
+        """
         with self._wake:
             if self._closing is None:
                 self._closing = EngineClosedError("the engine was shut down")
             self._wake.notify()
-        if not self.on_engine_thread:
-            self._thread.join()
+        if self._thread.ident is not None and not (self.on_engine_thread or self._callbacks.on_thread):
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                raise TimeoutError(f"the engine has not ended after {timeout} s: {self._watchdog.culprit}")
 
     def release(self) -> None:
         """The client is gone: end the thread when the last request has ended. Does not wait; finalizers call it."""
@@ -194,8 +241,10 @@ class Engine:
 
     # -- the thread -----------------------------------------------------------------
 
-    def _start(self, ready: Future[None]) -> None:
+    def _start(self) -> None:
+        ready = self._ready
         try:
+            self.check_open()  # nobody waits any more
             self._initialize()
         except BaseException as error:
             self._closing = error
@@ -210,7 +259,7 @@ class Engine:
         runner.initialize()
         if runner.device.startswith("cuda"):
             warm_up(runner)
-        runner.interleaver.watchdog = self._watchdog
+        runner.interleaver.watchdog, runner.interleaver.call_back = self._watchdog, self._call_on_step
         asked = runner.server_config.async_scheduling
         self._async = runner.device.startswith("cuda") if asked is None else asked
         if self._async:
@@ -253,8 +302,28 @@ class Engine:
         if commands:
             self._waits_for_room = False
         for command in commands:
-            command()
+            self._run_command(command)
         return self._closing is None
+
+    @staticmethod
+    def _run_command(command: Callable[[], None]) -> None:
+        """Commands answer for their own errors; one that does not stops neither the engine nor those behind it."""
+        try:
+            command()
+        except BaseException:
+            logger.exception("a command of the engine failed")
+
+    def _add(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.declared is not None:
+                self._declared.add(request.request_id)
+            if request.stream:
+                self._streaming.add(request.request_id)
+        self.scheduler.add(requests)
+        try:
+            self.runner.attach(requests)
+        except BaseException as error:
+            self._fail(list(requests), error)
 
     def _seconds_left(self) -> float:
         """Seconds to wait for requests before the next step: the device has enough to do. Blocks of traces need them."""
@@ -377,7 +446,7 @@ class Engine:
         for subscriber, event in events:
             try:
                 subscriber.put(event)
-            except Exception:
+            except BaseException:  # SystemExit of a subscriber, too: the events behind it are others'
                 logger.exception("an event of request %s could not be delivered", event.request_id)
 
     def _blame(self, step: SchedulerOutput, error: Exception) -> None:
@@ -398,7 +467,7 @@ class Engine:
             torch.cuda.empty_cache()
         self.scheduler.failed(step)
 
-    def _fail(self, requests: list[Request], error: Exception) -> None:
+    def _fail(self, requests: list[Request], error: BaseException) -> None:
         for request in requests:
             if not request.finished:
                 request.error = error
@@ -424,26 +493,90 @@ class Engine:
         else:
             ending = [request]
         if request.trace is not None:
-            self.runner.finish_nnsight(ending)
+            try:
+                self.runner.finish_nnsight(ending)
+            except BaseException as error:
+                for member in ending:
+                    member.error = member.error or error
         for member in ending:
             self._tell(member)
 
     def _tell(self, request: Request) -> None:
+        """Answer a request, after the calls of its trace's `on_step`."""
+        if request.trace is not None and self._callbacks.num_waiting(request.trace):
+            self._callbacks.put(request.trace, partial(self._call_soon, partial(self._tell_now, request)))
+        else:
+            self._tell_now(request)
+
+    def _tell_now(self, request: Request) -> None:
         if request.trace is not None:
             request.error = request.error or request.trace.error
             request.warnings += request.trace.warnings
         if request.declared is None:
             self._answer(request)
             return
-        arrived = self.runner.finish_declared(request)
+        try:
+            arrived = self.runner.finish_declared(request)
+        except BaseException as error:
+            request.error = request.error or error
+            self._answer(request)
+            return
         if arrived.done():
             self._answer(request, arrived)
         else:
             arrived.add_done_callback(lambda done: self._call_soon(partial(self._answer, request, done)))
 
+    def _call_on_step(self, trace: RequestTrace, call: Callable[[], None]) -> None:
+        """Call a trace's `on_step` beside the engine's thread. Its error ends the trace's requests."""
+        if self._callbacks.num_waiting(trace) >= MAX_STEPS_BEHIND:
+            raise RuntimeError(
+                f"request {trace.request_id}: its on_step is {MAX_STEPS_BEHIND} steps behind, and their saved values are held; "
+                "let it hand them to another thread, or save less"
+            )
+
+        def run() -> None:
+            try:
+                call()
+            except BaseException as error:
+                self._call_soon(partial(self._fail_trace, trace, error))
+
+        self._callbacks.put(trace, run)
+
+    def _fail_trace(self, trace: RequestTrace, error: BaseException) -> None:
+        if trace.error is None:
+            trace.fail(error)
+        self._end(self._known(trace.request_ids), "error")
+
+    def _known(self, request_ids: Iterable[str]) -> list[Request]:
+        """Those of the requests that the scheduler has."""
+        return [found for rid in request_ids if (found := self.scheduler.requests.get(rid)) is not None]
+
+    # -- while a block holds up the thread, on the watchdog's ------------------------------------
+
+    def _end_waits(self) -> None:
+        """End the waits for requests whose time is over. The thread winds them up when it comes to it."""
+        now = time.monotonic() - OVERDUE_SECONDS
+        for request, _ in list(self._subscribers.values()):
+            if request.deadline is not None and request.deadline < now:
+                self._end_wait(request, "timeout")
+
+    def _end_stuck(self, trace: RequestTrace, error: BaseException) -> None:
+        """End the waits for the requests of a block that cannot be ended."""
+        for request, _ in list(self._subscribers.values()):
+            if request.trace is trace:
+                request.error = error
+                self._end_wait(request, "error")
+
+    def _end_wait(self, request: Request, reason: str) -> None:
+        found = self._subscribers.pop(request.request_id, None)
+        if found is not None:  # else the thread has answered it meanwhile
+            request.finish_reason = reason
+            event = finished_event(request)
+            found[1].put(replace(event, token_ids=list(event.token_ids)))
+
     def _call_soon(self, command: Callable[[], None]) -> None:
         """Run `command` on the engine's thread, while it closes too: at once, where it is called there."""
-        if self.on_engine_thread:
+        if self._on_own_thread:
             command()
             return
         with self._wake:
@@ -479,13 +612,15 @@ class Engine:
                 self.runner.capture_ring.wait()
         except Exception:
             logger.exception("captured states of the closing engine are lost")
+        self._callbacks.close(CLOSING_SECONDS)
         self._empty_inbox()
         for request, _ in list(self._subscribers.values()):  # something failed between its end and the answer
             request.error = self._closed_error(request)
             self._answer(request)
         self._send_events()
         self._watchdog.close()
-        self.runner.interleaver.sync_previous_step = None  # it holds this engine, which holds the runner
+        # They hold this engine, which holds the runner.
+        self.runner.interleaver.sync_previous_step = self.runner.interleaver.call_back = None
         self.runner.shutdown()
 
     def _end_all(self) -> None:
@@ -493,7 +628,7 @@ class Engine:
             request.error = self._closed_error(request)
             try:
                 self._end([request], "abort")
-            except Exception:
+            except BaseException:
                 logger.exception("request %s could not be wound up", request.request_id)
 
     def _closed_error(self, request: Request) -> EngineClosedError:
@@ -501,7 +636,4 @@ class Engine:
 
     def _empty_inbox(self) -> None:
         while self._inbox:
-            try:
-                self._inbox.popleft()()
-            except Exception:
-                logger.exception("a command of the closing engine failed")
+            self._run_command(self._inbox.popleft())

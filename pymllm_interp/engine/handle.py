@@ -43,9 +43,13 @@ class EngineClient(Protocol):
         """End requests with finish_reason "abort"."""
         ...
 
+    def call_back(self, function: Callable[[], None]) -> None:
+        """Run a caller's function on a thread for callbacks."""
+        ...
+
     @property
     def on_engine_thread(self) -> bool:
-        """Whether the caller runs on the engine's thread."""
+        """Whether the caller runs on an engine's thread."""
         ...
 
 
@@ -108,7 +112,7 @@ class RequestHandle:
 
         Raises:
             TimeoutError: after `timeout` seconds; the request goes on.
-            RuntimeError: called on the engine's thread, which would wait for itself.
+            RuntimeError: called on an engine's thread, which must not wait.
         """
         self._refuse_engine_thread()
         try:
@@ -144,7 +148,7 @@ class RequestHandle:
             with suppress(RuntimeError):  # the loop is closed: nobody waits
                 loop.call_soon_threadsafe(wake)
 
-        self.add_done_callback(on_end)
+        self._ended.add_done_callback(lambda _: on_end())
         try:
             await woken
         except asyncio.CancelledError:
@@ -190,8 +194,11 @@ class RequestHandle:
         self._engine.abort([request.request_id for request in self.requests])
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when all completions have ended, on the engine's thread; at once, if they have."""
-        self._ended.add_done_callback(lambda _: callback())
+        """Call `callback` when all completions have ended, on a thread for callbacks; at once, if they have."""
+        if self._ended.done():
+            callback()
+        else:
+            self._ended.add_done_callback(lambda _: self._engine.call_back(callback))
 
     def __iter__(self) -> Iterator[StreamPiece]:
         self._check_streaming("lm.stream(...)")
@@ -256,8 +263,8 @@ class RequestHandle:
         self._refuse_fork()
         if not self.done and self._engine.on_engine_thread:
             raise RuntimeError(
-                f"request {self.requests[0].request_id} is waited for inside the block of a trace or a callback, where the "
-                "engine would wait for itself: submit it there, and wait for it outside"
+                f"request {self.requests[0].request_id} is waited for inside the block of a trace, on the thread of an engine: it "
+                "would wait for itself, or for an engine that waits for it. Submit it there, and wait for it outside"
             )
 
     def _raise(self) -> None:

@@ -109,7 +109,7 @@ class KVManager:
         if match is not None:
             request.prefix.node = self._tree.hold(match)
             request.pages, request.num_shared_pages = list(match.pages), len(match.pages)
-            request.num_computed_tokens = len(match.pages) * self.page_size
+            request.kv_len = len(match.pages) * self.page_size
         grown = self.grow(request, request.num_tokens)
         assert grown, "fits() counted the pages"
         self.resend(request)
@@ -123,7 +123,7 @@ class KVManager:
     def withdraw(self, request: Request) -> None:
         """Undo `admit`."""
         self.release(request, keep=False)
-        request.num_computed_tokens = 0
+        request.kv_len = 0
 
     def release(self, request: Request, keep: bool = True) -> None:
         """Take back the request's row and pages. A second call does nothing.
@@ -217,7 +217,7 @@ class KVManager:
         Raises:
             RuntimeError, MemoryError: no memory for the copy.
         """
-        request.host_kv = self.kv_pool.swap_out(self._slots(request, request.num_computed_tokens))
+        request.host_kv = self.kv_pool.swap_out(self._slots(request, request.kv_len))
 
     def swap_in(self, request: Request) -> None:
         """Copy the request's KV from host memory to its pages.
@@ -225,7 +225,7 @@ class KVManager:
         Raises:
             RuntimeError, MemoryError: no memory for the copy.
         """
-        self.kv_pool.swap_in(self._slots(request, request.num_computed_tokens), request.host_kv)
+        self.kv_pool.swap_in(self._slots(request, request.kv_len), request.host_kv)
         request.host_kv = None
 
     def _slots(self, request: Request, stop: int) -> np.ndarray:
@@ -248,11 +248,11 @@ class KVManager:
         assert self.rows.available_size() + len(rows) == self.rows.size, "rows leaked"
         for request in running:
             held = len(request.pages) * self.page_size
-            assert request.num_computed_tokens <= held, request.request_id
+            assert request.kv_len <= held, request.request_id
             if request.num_shared_pages:
                 path = [page for node in reversed(list(request.prefix.node.path())) for page in node.pages]
                 assert path == request.pages[: request.num_shared_pages], f"{request.request_id} holds other pages"
         wrong = [r.request_id for r in idle if r.req_pool_idx is not None or r.pages]
         assert not wrong, f"rows or pages held by requests that do not run: {wrong}"
-        started = [r for r in idle if r.num_computed_tokens and r.status is not RequestStatus.SWAPPED]
+        started = [r for r in idle if r.kv_len and r.status is not RequestStatus.SWAPPED]
         assert not started, f"{[r.request_id for r in started]} wait, and have KV"

@@ -133,15 +133,18 @@ class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore
         try:
             self.engine = engine = Engine(self.runner)
             open_engines.track(engine)
+            engine.start()
             self._init_client(rename, envoys, seed)
             open_engines.release_with(self._factory, engine)  # copies of this LM (`lm.edit()`) have it, too
         except BaseException as error:
-            if engine is not None:
-                engine.shutdown()
-            # A notebook keeps the error, which holds this frame and those below.
-            self.__dict__.clear()
-            engine = None
-            clear_frames(error.__traceback__)
+            try:
+                if engine is not None:
+                    engine.shutdown()  # a second Ctrl-C ends this wait; the thread then ends by itself
+            finally:
+                # A notebook keeps the error, which holds this frame and those below.
+                self.__dict__.clear()
+                engine = None
+                clear_frames(error.__traceback__)
             raise
 
     def _init_client(self, rename: dict[Any, Any] | None, envoys: dict[Any, Any] | None, seed: int) -> None:
@@ -320,14 +323,20 @@ class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore
 
     # -- life ----------------------------------------------------------------------------
 
-    def shutdown(self) -> None:
+    def shutdown(self, timeout: float | None = None) -> None:
         """End what runs, and release all but the weights, which the tree shows: they go with the last reference (`del lm`).
 
         A second call does nothing.
+
+        Args:
+            timeout: seconds to wait for the end; None: as long as it takes. A block that waits for a lock may take for ever.
+
+        Raises:
+            TimeoutError: it takes longer. It goes on by itself.
         """
         engine = self.__dict__.get("engine")
         if engine is not None:
-            engine.shutdown()
+            engine.shutdown(timeout)
 
     def __enter__(self) -> LM:
         return self

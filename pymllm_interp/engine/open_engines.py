@@ -10,6 +10,8 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import sys
+import time
 import weakref
 
 from .engine import Engine
@@ -17,6 +19,8 @@ from .handle import EngineClosedError
 
 _open: weakref.WeakSet[Engine] = weakref.WeakSet()
 _process = os.getpid()
+EXIT_SECONDS = 30.0
+"""How long the end of the process waits for its engines."""
 
 
 def track(engine: Engine) -> None:
@@ -39,8 +43,12 @@ def wait_for_released() -> None:
 
 @atexit.register
 def _shutdown_all() -> None:
+    deadline = time.monotonic() + EXIT_SECONDS
     for engine in list(_open):
-        engine.shutdown()
+        try:
+            engine.shutdown(max(0.0, deadline - time.monotonic()))
+        except TimeoutError as error:
+            print(f"pymllm-interp: {error}; the process ends without it", file=sys.stderr)
 
 
 def _after_fork() -> None:

@@ -108,7 +108,7 @@ class PrefixSharing:
     @staticmethod
     def _reusable(request: Request) -> tuple[int, str]:
         """(positions that need not be computed, why no more)."""
-        limit, seen = request.num_tokens - 1, request.num_launched_tokens
+        limit, seen = request.num_tokens - 1, request.computed_once
         if request.all_logits and seen < request.prompt_len:
             return min(limit, seen), "logits of the prompt"
         if request.params.skip_reading_prefix_cache:
@@ -123,7 +123,7 @@ class PrefixSharing:
         """Count a request that starts with so many tokens of the tree."""
         prefix = self.prefix_of(request)
         if request.num_preemptions:
-            self.num_recomputed += max(request.num_launched_tokens - num_cached, 0)
+            self.num_recomputed += max(request.computed_once - num_cached, 0)
             return
         self._asked[prefix.kind] += request.num_tokens
         self._cached[prefix.kind] += num_cached

@@ -100,6 +100,12 @@ class RequestFactory:
                 return found
         return min(self.defaults.eos_token_ids, default=0)
 
+    @cached_property
+    def eos_token_id(self) -> int | None:
+        """The main end-of-sequence token: the tokenizer's, as in vLLM, or else the least of the model's."""
+        found = getattr(self.tokenizer, "eos_token_id", None)
+        return min(self.defaults.eos_token_ids, default=None) if found is None else found
+
     @property
     def weights(self) -> ServedWeights:
         """Fingerprint and version of the model's weights."""
@@ -234,6 +240,7 @@ class RequestFactory:
                     eos_token_ids=stops,
                     cache_owner=self.cache_owner,
                     bad_words=bad_words,
+                    eos_token_id=None if params.ignore_eos else self.eos_token_id,
                     forward_only=forward_only,
                     logprobs=None if params.logprobs is None else [],
                     prompt_logprobs=None if params.prompt_logprobs is None or index else [None],

@@ -208,7 +208,7 @@ class Scheduler:
         for request in decoding:
             if request.status is not RequestStatus.RUNNING or request in sit_out:
                 continue
-            computed = request.num_computed_tokens
+            computed = request.kv_len
             if computed < len(request.pages) * page_size or self._ensure_pages(request, 1, step):
                 row: int = request.req_pool_idx  # pyright: ignore[reportAssignmentType]
                 step.scheduled.append(ScheduledRequest(request.request_id, row, 1, computed, True, True, 1))
@@ -274,10 +274,10 @@ class Scheduler:
                     self.kv.withdraw(member)
                     continue
                 tokens = member.num_tokens_left if whole else room
-                self.kv.sharing.admitted(member, member.num_computed_tokens)
+                self.kv.sharing.admitted(member, member.kv_len)
                 self._enter(member)
                 step.scheduled.append(member.scheduled(tokens))
-                self.kv.share(member, member.num_computed_tokens + tokens)
+                self.kv.share(member, member.kv_len + tokens)
                 budget -= tokens
             if room and request.alone:
                 return
@@ -337,7 +337,7 @@ class Scheduler:
         for request_id, _, num_tokens, _, samples, _, _ in step.scheduled:
             request = self.requests.get(request_id)
             if request is not None:
-                request.num_computed_tokens += num_tokens
+                request.kv_len += num_tokens
                 request.num_pending += samples
         self._entering.clear()
         self.kv.sent()
@@ -371,7 +371,12 @@ class Scheduler:
             if request is None:
                 continue
             request.num_pending -= entry.samples
-            reason = self._take(request, token, output)
+            if not entry.decodes:
+                request.prompt_computed = max(request.prompt_computed, entry.start + entry.num_tokens)
+            try:
+                reason = self._take(request, token, output)
+            except BaseException as error:  # a tokenizer's, while stop strings are looked for
+                request.error, reason = error, "error"
             if reason is not None:
                 self.finish(request, reason)
                 ended.append(request)
@@ -393,7 +398,7 @@ class Scheduler:
         count += 1
         may_stop = count >= request.params.min_tokens
         if request.request_id not in output.stopped and token in request.eos_token_ids and may_stop:
-            request.stop_reason = token
+            _stop_by(request, token)
             return "stop"
         if request.stop_checker is not None:
             request.stop_reason = request.stop_checker.push(request.output_token_ids, may_stop)
@@ -405,16 +410,20 @@ class Scheduler:
 
     def _ensure_pages(self, request: Request, tokens: int, step: SchedulerOutput) -> bool:
         """Pages for `tokens` more positions, if others must be preempted for them. False: the request itself was."""
-        while not self.kv.grow(request, request.num_computed_tokens + tokens):
+        while not self.kv.grow(request, request.kv_len + tokens):
             self._preempt(self._victim(), step)
             if request.status is not RequestStatus.RUNNING:
                 return False
         return True
 
     def _victim(self) -> Request:
-        """The request to preempt: the latest of the lowest priority, of the plain ones if there are any."""
-        plain = [r for r in self.running if r.trace is None]
-        return max(plain or self.running, key=lambda r: (r.priority, r.arrival))
+        """The request to preempt: the latest of the lowest priority, of the plain ones if there are any.
+
+        None that awaits its last token: it gives its pages back when that is read, and would be computed again for nothing.
+        """
+        running = [r for r in self.running if not r.awaits_last_token]
+        plain = [r for r in running if r.trace is None]
+        return max(plain or running, key=lambda r: (r.priority, r.arrival))
 
     def _preempt(self, request: Request, step: SchedulerOutput) -> None:
         """Preempt a request, with the other requests of its gang."""
@@ -441,8 +450,7 @@ class Scheduler:
         self.running.remove(request)
         self._release(request)
         self._preempted_ids.add(request.request_id)
-        request.num_launched_tokens = max(request.num_launched_tokens, request.num_computed_tokens)
-        request.num_computed_tokens = 0
+        request.kv_len = 0
         request.status = RequestStatus.WAITING
         self.waiting.add(request)
 
@@ -459,7 +467,7 @@ class Scheduler:
         for member in self._unit(request):
             member.error = torch.OutOfMemoryError(
                 f"request {request.request_id} was preempted, and there was no memory to swap the KV of its "
-                f"{request.num_computed_tokens} tokens to the host or back; the engine goes on. What helps: fewer requests at "
+                f"{request.kv_len} tokens to the host or back; the engine goes on. What helps: fewer requests at "
                 f"once (max_running_requests, now {self.max_running}), or a larger KV pool\n{reason}"
             )
             self.finish(member, "error")
@@ -479,6 +487,16 @@ class Scheduler:
         """Every page and row is free or held by one live request. Raises AssertionError otherwise."""
         self.kv.check_integrity(self.running, [*self.swapped, *self.waiting])
         assert set(self.requests) == {request.request_id for request in self.live}, "requests and queues differ"
+
+
+def _stop_by(request: Request, token: int) -> None:
+    """A token ends the request. Its text is looked at where it is kept, as in vLLM."""
+    request.stop_reason = None if token == request.eos_token_id else token
+    if not request.params.include_stop_str_in_output:
+        request.num_hidden_tokens = 1
+    elif request.stop_checker is not None:
+        found = request.stop_checker.push(request.output_token_ids, True)
+        request.stop_reason = request.stop_reason if found is None else found
 
 
 def _in_prompt(request: Request) -> bool:

@@ -48,6 +48,7 @@ def finished_event(request: Request) -> FinishedEvent:
         token_ids=request.output_token_ids,
         finish_reason=request.finish_reason or "error",
         stop_reason=request.stop_reason,
+        num_hidden_tokens=request.num_hidden_tokens,
         text_length=None if checker is None else checker.text_length,
         logprobs=request.logprobs,
         prompt_logprobs=request.prompt_logprobs,

@@ -78,7 +78,9 @@ class TraceCalls(TracedModel):
 
     def run_traces(self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]) -> None:
         if self.engine.on_engine_thread:
-            raise RuntimeError("a trace cannot be opened inside the block of another: use a session, or invokes")
+            raise RuntimeError(
+                "a trace cannot be opened inside the block of another, of this LM or of another: use a session, or invokes"
+            )
         self.engine.check_open()
         requests = self._factory.for_traces(mode, traces, inputs)
         handles = [RequestHandle(None, [request], None, self.engine) for request in requests]

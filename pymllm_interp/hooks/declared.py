@@ -16,7 +16,7 @@ from ..core.limits import MAX_SPECS
 from ..core.model_spec import INNER_SITES, LOGITS, ModelSpec, site_index
 from ..layers.edits.codes import MAX_HEADS
 from .binding import Bound, at_logits, bind, lists_for_prompts, stream_of
-from .captures.activations import Activations
+from .captures.activations import Activations, CaptureError, lost
 from .captures.captures import Captures
 from .captures.patterns import PatternCaptures, is_pattern
 from .captures.reduction import Readout
@@ -79,6 +79,7 @@ class DeclaredLimits:
         """The index of an SAE, or of an equal one, among the encoders of a site; None where it is none of them."""
         for i, known in enumerate(self.encoders.get(site, ())):
             if known is sae or known.fingerprint == sae.fingerprint:
+                known.refresh()
                 return i
         return None
 
@@ -341,14 +342,32 @@ class Declared:
             return min(gated), "a gate is counted"
         return captured, "" if captured is None else "captured"
 
-    def activations(self, token_ids: list[int]) -> Activations | None:
-        """The captured states and patterns of the positions of `token_ids`; None without captures."""
+    def activations(self, token_ids: list[int], expected: int | None = None) -> Activations | None:
+        """The captured states and patterns of the positions of `token_ids`; None without captures.
+
+        Args:
+            expected: positions that must have been computed. Where a site has not all of their rows, the result is an error.
+        """
+        if expected is not None and (error := self._shortfall(expected)) is not None:
+            return lost(error)
         found = None if self.captures is None else self.captures.activations(token_ids)
         if self.patterns is not None:
             found = Activations(self.patterns.num_layers) if found is None else found
             if found.error is None:
                 self.patterns.add_to(found, token_ids)
         return found
+
+    def _shortfall(self, expected: int) -> CaptureError | None:
+        """What to raise where a site has not all rows of the first `expected` positions, and none is known to be lost."""
+        if self.captures is not None and self.captures.error is not None:
+            return None
+        sources = [captured for captured in (self.captures, self.patterns) if captured is not None]
+        short = [f"{site}: {got} of {rows} rows" for c in sources for site, got, rows in c.shortfalls(expected)]
+        if not short:
+            return None
+        return CaptureError(
+            f"captured states did not arrive, of {'; '.join(short)}: an error of the engine, please report it"
+        )
 
     def attention_cuts(self, index: int, first_row: int, start: int, num_rows: int) -> RequestCuts | None:
         """`request_cuts` of a pass."""
@@ -357,8 +376,6 @@ class Declared:
 
     def captured(self, num_positions: int) -> list[Captured]:
         """Number of captured rows by site, among the first `num_positions` positions."""
-        if self.captures is not None and self.captures.error is not None:
-            return []
         sources = [captured for captured in (self.captures, self.patterns) if captured is not None]
         return [Captured(*counted) for captured in sources for counted in captured.counts(num_positions)]
 

@@ -210,9 +210,7 @@ class DeclaredStage:
         self._cutting.pop(request.request_id, None)
         self.leave_tables(request.request_id)
         self.release(declared)
-        counted = request.prompt_len + len(request.output_token_ids) - 1  # even if preempted since
-        if not request.output_token_ids:
-            counted = min(request.num_computed_tokens, request.prompt_len)
+        counted, expected = request.computed_once, request.expected_len
         receipt = request.receipt
         receipt.spec = fingerprint_of(*declared.given)
         receipt.interventions, receipt.preemptions = declared.applied(counted), request.num_preemptions
@@ -222,8 +220,11 @@ class DeclaredStage:
 
         def complete() -> None:
             try:
-                found = declared.activations(token_ids)
-                request.receipt.captures = declared.captured(counted)  # which counts what results leave out
+                found = declared.activations(token_ids, expected)
+                if found is not None and found.error is not None:
+                    request.warnings += [] if str(found.error) in request.warnings else [str(found.error)]
+                else:
+                    request.receipt.captures = declared.captured(counted)  # which counts what results leave out
                 arrived.set_result(found)
             except Exception as error:
                 arrived.set_exception(error)

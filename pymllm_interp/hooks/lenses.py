@@ -11,13 +11,13 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from ..core.kept_property import version_of, versioned_property
 from ..core.model_spec import ModelSpec
 from .saes.formats import read_tensors
 from .site import Site
@@ -57,9 +57,14 @@ class _Transport:
         """Of the states."""
         return next(iter(self.matrices.values())).shape[0]
 
-    @cached_property
+    @property
+    def version(self) -> int:
+        """Grows with every edit of its maps in place that torch counts."""
+        return version_of((*self.matrices.values(), *self.biases.values()))
+
+    @versioned_property
     def fingerprint(self) -> str:
-        """SHA-256 of the content: 64 hexadecimal digits."""
+        """SHA-256 of the content, as it is now: 64 hexadecimal digits."""
         digest = hashlib.sha256(type(self).__name__.encode())
         for parts in (self.matrices, self.biases):
             for layer, tensor in parts.items():
@@ -97,9 +102,13 @@ class _Transport:
     def _mapped(self, rows: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
         raise NotImplementedError
 
+    @versioned_property
+    def _on_devices(self) -> dict[torch.device, dict[int, tuple[Tensor, Tensor | None]]]:
+        """The maps on devices, where they stay: device -> layer -> (matrix, bias)."""
+        return {}
+
     def _on(self, device: torch.device) -> dict[int, tuple[Tensor, Tensor | None]]:
-        """The maps on a device, where they stay."""
-        kept = self.__dict__.setdefault("_kept", {})
+        kept = self._on_devices
         if device not in kept:
             biases = {layer: bias.to(device) for layer, bias in self.biases.items()}
             kept[device] = {layer: (matrix.to(device), biases.get(layer)) for layer, matrix in self.matrices.items()}

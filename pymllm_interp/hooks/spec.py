@@ -32,6 +32,10 @@ class _Content(NamedTuple):
     arguments: list[tuple[str, Any]]
     tensors: list[tuple[str, Tensor]]
     specs: list[tuple[str, Spec]]
+    followed: list[Any]
+    """SAEs and lenses, which may be edited in place."""
+    version: int
+    """Of these, when the spec was first read."""
 
     @classmethod
     def of(cls, spec: Spec) -> _Content:
@@ -41,6 +45,8 @@ class _Content(NamedTuple):
             found,
             [(name, value) for name, value in others if isinstance(value, Tensor)],
             [(name, value) for name, value in others if isinstance(value, Spec)],
+            followed := [value for _, value in others if hasattr(value, "version")],
+            sum([value.version for value in followed]),
         )
 
 
@@ -85,6 +91,12 @@ class Spec:
             if any(value.names()):
                 changes[name] = value.filled(vectors)
         return replace(self, **changes)  # pyright: ignore[reportArgumentType, reportReturnType, reportCallIssue]
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether an SAE or a lens of it was edited in place since the spec was first read. `replace(spec)` reads it anew."""
+        content = self._content()
+        return bool(content.followed) and content.version != sum([value.version for value in content.followed])
 
     @kept_property
     def fingerprint(self) -> str:

@@ -21,7 +21,7 @@ Not seen by any of this: writes to ``module._modules`` and other private attribu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import cache
 from types import new_class
@@ -43,6 +43,12 @@ HOOKS = (
     "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook",
     "register_backward_hook",
 )  # fmt: skip
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, buffer) of those that belong to the weights, as a router's bias does. Others follow from the config."""
+    saved = model.state_dict(keep_vars=True)
+    return ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
 class Weight(nn.Parameter):
@@ -91,7 +97,7 @@ class Weight(nn.Parameter):
         )
 
 
-def write(weight: Weight, value: Any) -> None:
+def write(weight: Weight | WeightBuffer, value: Any) -> None:
     """Copy `value` into a weight.
 
     Raises:
@@ -111,6 +117,22 @@ def write(weight: Weight, value: Any) -> None:
         if value.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr():
             value = value.clone()  # a view of the weight itself, such as its transpose
         weight.copy_(value)
+
+
+class WeightBuffer(torch.Tensor):
+    """A persistent buffer of a sealed module: part of the weights, though not trained. It keeps its memory, too."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # as a parameter's: results are ordinary tensors
+    is_tied = False
+    path = "a copy of a buffer"
+
+    data = Weight.data
+    set_ = Weight.set_
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """An ordinary tensor."""
+        copied = memo[id(self)] = self.detach().clone()
+        return copied
 
 
 class Sealed(nn.Module):
@@ -160,8 +182,10 @@ class Sealed(nn.Module):
             return
         weight = self._parameters.get(name)
         if weight is None:
+            weight = self._buffers.get(name)
+        if weight is None:
             self._refuse_replacement(name)
-        assert isinstance(weight, Weight)
+        assert isinstance(weight, Weight | WeightBuffer)
         if weight.is_tied:
             raise NotImplementedError(
                 f"`{weight.path}` is tied: another module has the same weight, and both would change. Where that is meant, write "
@@ -194,6 +218,13 @@ class Sealed(nn.Module):
                 "write `weight[:] = x`",
             )
         super().register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """Attach a buffer under a new name; a persistent one of the model's own is written in place."""
+        if name in self.sealed_names:
+            setattr(self, name, tensor)
+            return
+        super().register_buffer(name, tensor, persistent)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A copy that is not served: it follows torch's rules."""
@@ -252,7 +283,7 @@ def _sealed_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def seal(model: nn.Module) -> None:
-    """Apply the rules above to all modules and parameters of a loaded model. Their objects stay the same."""
+    """Apply the rules above to all modules, parameters and persistent buffers of a loaded model. Their objects stay the same."""
     named = list(model.named_parameters(remove_duplicate=False))
     times: dict[int, int] = {}
     for _, parameter in named:
@@ -261,9 +292,14 @@ def seal(model: nn.Module) -> None:
         parameter.__class__ = Weight
         assert isinstance(parameter, Weight)
         parameter.path, parameter.is_tied = path, times[id(parameter)] > 1
+    for path, buffer in persistent_buffers(model):
+        buffer.__class__ = WeightBuffer
+        assert isinstance(buffer, WeightBuffer)
+        buffer.path = path
     for path, module in model.named_modules():
+        buffers = {name for name, buffer in module._buffers.items() if isinstance(buffer, WeightBuffer)}
         attributes = {name for name in vars(module) if not name.startswith("_") and name != "training"}
-        names = frozenset(attributes | {*module._modules, *module._parameters})
+        names = frozenset(attributes | buffers | {*module._modules, *module._parameters})
         vars(module).update(sealed_path=path, sealed_names=names)
         module.__class__ = _sealed_class(type(module))
 

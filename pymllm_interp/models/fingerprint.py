@@ -1,4 +1,4 @@
-"""A model's fingerprint: a hash of all its weights, their dtypes, and the config.
+"""A model's fingerprint: a hash of all its weights and persistent buffers, their dtypes, and the config.
 
 Each tensor is reduced to a checksum: a weighted sum of its bits modulo 2**64. The sum does not depend on the order of its
 terms, so the fingerprint is equal on every device. A gigabyte takes about half a second on a CPU. The fingerprint is not
@@ -18,6 +18,8 @@ import json
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
+
+from ..layers.seal import persistent_buffers
 
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
 """Device -> elements per step: as many as fit in a CPU's cache, or saturate a GPU."""
@@ -44,13 +46,13 @@ class ServedWeights:
     """The fingerprint of a model whose weights may be edited. Only edited weights are summed again.
 
     Args:
-        model: its parameters are edited in place, never replaced.
+        model: its parameters and persistent buffers are edited in place, never replaced.
         config: its transformers config, as the model was built from it. Later edits of it do not count.
     """
 
     def __init__(self, model: nn.Module, config: PretrainedConfig) -> None:
         self._settings = _settings(config)
-        self._named = sorted(model.named_parameters())
+        self._named = sorted([*model.named_parameters(), *persistent_buffers(model)])
         self._checksums: dict[str, tuple[int, int]] = {}  # name -> (version, checksum)
         self._last: tuple[int, str] | None = None  # (version, fingerprint)
 

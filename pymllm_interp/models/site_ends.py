@@ -69,6 +69,8 @@ class SiteEnds:
         self.slices: dict[int, QKVSlice] = {}
         self.has_weights = False
         """Whether the second output holds the attention weights of all requests of a pass, also without being asked for."""
+        self.begins_graph = False
+        """Whether it is the token embedding. Weights require no gradients, so the autograd graph begins at its output."""
         self.has_controller = False
         """Whether a controller calls `before_forward` and `after_forward`."""
         self._first_inner = final_norm_site(num_layers) + 1
@@ -92,6 +94,8 @@ class SiteEnds:
 
     def after_forward(self, output: Any) -> Any:
         """The module's output after the ops, without attention weights of a whole batch."""
+        if self.begins_graph and torch.is_grad_enabled():
+            output = output.requires_grad_().clone()  # no leaf: the model and blocks may go on with it in place
         if self.has_weights and isinstance(output, tuple) and not _is_eager(current_batch()):
             output = (output[0], None, *output[2:])
         if self.slices and current_site_ops() is not None:
@@ -201,13 +205,15 @@ def install(model: nn.Module, spec: ModelSpec, cached: bool = False) -> None:
                 setattr(at(path.format(layer)), end, site)
     if "embed" not in points:
         at(points["resid_pre"].module.format(0)).input = EMBED_SITE
+    embedding = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
+    at(next(path for path, module in modules.items() if module is embedding)).begins_graph = True
     attentions = {path: module for path, module in modules.items() if hasattr(module, "paged_calls")}
     for path in attentions if cached else ():
         at(path).has_weights = True
     for module, found in ends.items():
         if found.input is not None:
             module.register_forward_pre_hook(found.pre_hook, with_kwargs=True)
-        if found.output is not None or found.slices or found.has_weights:
+        if found.output is not None or found.slices or found.has_weights or found.begins_graph:
             module.register_forward_hook(found.hook)
     for layer in range(num_layers):
         block = modules[f"{spec.family.layers}.{layer}"]

@@ -1,4 +1,4 @@
-"""top_k, top_p and min_p, over probabilities in fixed point.
+"""min_p, top_k and top_p, over probabilities in fixed point.
 
 A token's weight is ``floor(exp(score - max score) * 2**40)`` as int64. Integer sums are exact in any order. So the tokens that
 a row keeps and draws do not depend on the other rows, on the sort, or on the device's scan. The last bits of float sums would
@@ -42,18 +42,18 @@ def filtered_weights(
     min_ps: torch.Tensor | None = None,  # [rows] float32
     width: int | None = None,  # from `filter_width`; None: the whole vocabulary
 ) -> torch.Tensor:
-    """Each token's weight after top_k, then top_p over the tokens that are left, then min_p; 0 for dropped tokens.
+    """Each token's weight after min_p and top_k, then top_p over the tokens that are left; 0 for dropped tokens.
 
     Returns:
         [rows, vocab] int64. A row with NaN scores gives weights without meaning, and no error.
     """
     probs = scores.exp()
     weights = (probs * ONE).to(torch.int64)
+    if min_ps is not None:
+        weights.masked_fill_(probs < min_ps[:, None], 0)
     if top_ks is not None or top_ps is not None:
         floor = _floor(scores, weights, top_ks, top_ps, width or scores.shape[1])
         weights.masked_fill_(scores < floor[:, None], 0)
-    if min_ps is not None:
-        weights.masked_fill_(probs < min_ps[:, None], 0)
     return weights
 
 
@@ -65,12 +65,11 @@ def kept_tokens(
     width: int | None = None,
 ) -> torch.Tensor:
     """The tokens that the filters of `filtered_weights` keep, however small their weight: [rows, vocab] bool."""
-    kept = torch.ones_like(scores, dtype=torch.bool)
+    probs = scores.exp()
+    kept = torch.ones_like(scores, dtype=torch.bool) if min_ps is None else probs >= min_ps[:, None]
     if top_ks is not None or top_ps is not None:
-        weights = (scores.exp() * ONE).to(torch.int64)
+        weights = (probs * ONE).to(torch.int64).masked_fill_(~kept, 0)
         kept &= scores >= _floor(scores, weights, top_ks, top_ps, width or scores.shape[1])[:, None]
-    if min_ps is not None:
-        kept &= scores.exp() >= min_ps[:, None]
     return kept
 
 

@@ -4,8 +4,8 @@
     output = sampler(logits, SamplingBatch.from_requests(requests, logits.shape[-1], logits.device))
     output.token_ids  # [rows] int32
 
-The order is: raw log probabilities, logit bias, min_tokens and bad words, penalties, allowed tokens, temperature, top_k, top_p,
-min_p, draw.
+The order is vLLM's: raw log probabilities, logit bias, min_tokens and bad words, penalties, allowed tokens, temperature, min_p,
+top_k, top_p, draw.
 A row's token depends on its logits and its key (seed, sample index, generated index) alone.
 """
 

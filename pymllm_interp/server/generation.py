@@ -126,7 +126,14 @@ class Generation:
 
 def event_of(message: m.Finished) -> FinishedEvent:
     """What `Completion` reads of the message, as the engine's event."""
-    return FinishedEvent("", message.token_ids, message.finish_reason, message.stop_reason, message.text_length)
+    return FinishedEvent(
+        "",
+        message.token_ids,
+        message.finish_reason,
+        message.stop_reason,
+        message.text_length,
+        message.num_hidden_tokens,
+    )
 
 
 def _logprobs(found: m.Logprobs) -> dict[int, Logprob]:

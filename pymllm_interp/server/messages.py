@@ -148,6 +148,7 @@ class Finished(Message):
     finish_reason: str
     stop_reason: int | str | None = None
     text_length: int | None = None
+    num_hidden_tokens: int = 0
     logprobs: list[Logprobs] | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
     captured: Captured | None = None

@@ -129,6 +129,7 @@ class CallEvents:
             event.finish_reason,
             stop_reason=event.stop_reason,
             text_length=event.text_length,
+            num_hidden_tokens=event.num_hidden_tokens,
             logprobs=None if event.logprobs is None else [_logprobs(entry) or {} for entry in event.logprobs],
             prompt_logprobs=None if prompt is None else [_logprobs(entry) for entry in prompt],
             receipt=None if event.receipt is None else receipt_to_json(event.receipt),

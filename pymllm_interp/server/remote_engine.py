@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -13,6 +13,7 @@ from ..core.arguments import PromptError
 from ..core.closed import EngineClosedError
 from ..core.events import Event, FinishedEvent, TokenEvent
 from ..core.output import Logprob
+from ..engine.callbacks import Callbacks
 from ..hooks.captures.activations import Activations
 from .failures import Failure
 from .frames import FRAME_PREFIX, frame_sizes
@@ -110,7 +111,12 @@ class RemoteEngine:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
         )  # fmt: skip
         self._closed = False
+        self._callbacks = Callbacks()
         self._calls: dict[str, tuple[Frames, int]] = {}
+
+    def call_back(self, function: Callable[[], None]) -> None:
+        """Run a caller's function on a thread for callbacks."""
+        self._callbacks.put(self, function)
 
     # -- answers ---------------------------------------------------------------------------
 
@@ -251,6 +257,7 @@ def event_of(header: dict[str, Any], body: bytes, request_id: str) -> Event:
         header["finish_reason"],
         header.get("stop_reason"),
         header.get("text_length"),
+        header.get("num_hidden_tokens", 0),
         logprobs=None if logprobs is None else [_logprobs(entry) or {} for entry in logprobs],
         prompt_logprobs=None if prompt is None else [_logprobs(entry) for entry in prompt],
         activations=Activations.from_bytes(body) if body else None,

@@ -186,7 +186,7 @@ class RemoteLM(LM):
         """Traces run on the server (`RemoteTracer`)."""
         raise NotImplementedError("a remote model's traces run on its server")
 
-    def shutdown(self) -> None:
+    def shutdown(self, timeout: float | None = None) -> None:
         """Close the connection. The server goes on."""
         engine = self.__dict__.get("engine")
         if engine is not None:

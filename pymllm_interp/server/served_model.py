@@ -44,6 +44,7 @@ class ServedModel(TraceCalls, ForwardCalls, TokenCalls):  # pyright: ignore[repo
         self.runner = InterpModelRunner(server, model, wrap=None)
         self.engine = Engine(self.runner)
         open_engines.track(self.engine)
+        self.engine.start()
         seal(self.runner.get_model())
         super().__init__(self.runner.get_model(), interleaver=self.runner.interleaver)
         self.runner.attach_model(self)

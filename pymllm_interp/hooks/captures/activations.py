@@ -227,6 +227,13 @@ class Activations(BySite):
         return self.__dict__
 
 
+def lost(error: CaptureError) -> Activations:
+    """The activations of a request whose states are lost: reading any raises `error`."""
+    found = Activations(num_layers=0)
+    found.error = error
+    return found
+
+
 def _is_own(rows: torch.Tensor) -> bool:
     """Whether a tensor is contiguous, and its memory holds nothing else."""
     return rows.is_contiguous() and rows.untyped_storage().nbytes() == rows.nbytes

@@ -97,7 +97,7 @@ class RingAdmission:
 
     def _take_part(self, request: Request, tokens: int) -> int:
         captures = ring_captures(request)
-        sizes = 0 if captures is None else captures.reserved_sizes(request.num_computed_tokens, tokens)
+        sizes = 0 if captures is None else captures.reserved_sizes(request.kv_len, tokens)
         ends = np.cumsum(np.broadcast_to(sizes, tokens))
         first, share = int(ends[0]), self._allocator.size // PROMPTS_SHARE
         limit = min(self._free, max(share - self._of_prompts, 0) if self._of_prompts else max(share, first))
@@ -137,4 +137,4 @@ def ring_captures(request: Request) -> Captures | None:
 def _reserved_size(request: Request, count: int) -> int:
     """Ring elements for the next `count` positions of a request."""
     captures = ring_captures(request)
-    return 0 if captures is None else captures.reserved_size(request.num_computed_tokens, count)
+    return 0 if captures is None else captures.reserved_size(request.kv_len, count)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from math import prod
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -11,7 +12,8 @@ import numpy as np
 import torch
 
 from ..binding import Bound
-from .activations import Activations, CaptureError
+from ..site import Site
+from .activations import Activations, CaptureError, lost
 from .group import Group, SmallRow
 from .reading import Pending, reading_of
 from .reduction import Readout, Reduction
@@ -303,22 +305,24 @@ class Captures:
         """All positions before `stop` were copied."""
         self._copied = stop
 
+    def shortfalls(self, num_positions: int) -> Iterator[tuple[Site, int, int]]:
+        """(site, delivered rows, expected rows) of each site with too few rows of the first `num_positions` positions."""
+        return chain.from_iterable(group.shortfalls(num_positions, self._copied) for group in self.groups)
+
     def activations(self, token_ids: Sequence[int]) -> Activations:
         """The result.
 
         Args:
             token_ids: of the positions that the request computed.
         """
-        found = Activations(self._num_layers)
-        found.error = self.error
         if self.error is not None:
-            return found
+            return lost(self.error)
+        found = Activations(self._num_layers)
         tokens = torch.tensor(token_ids, dtype=torch.int64)
         try:
             columns = {id(group): group.finish(len(tokens), self._copied) for group in self.groups}
         except (MemoryError, RuntimeError) as error:  # out of memory
-            found.error = CaptureError(f"captured states are lost: {error}")
-            return found
+            return lost(CaptureError(f"captured states are lost: {error}"))
         tokens_at = {key: tokens[columns[key][0][1]] for key in columns}
         for name in self._in_order():
             group, column = self._columns[name]

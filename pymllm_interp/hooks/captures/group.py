@@ -15,7 +15,7 @@ On a CPU, a pass hands the rows of each site to `Group.capture`. On CUDA, kernel
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -119,7 +119,8 @@ class Group:
         self._kept = KeptRows(
             spec, self.num_positions, self._kept_width, self.width, self._sent_dtype, result_dtype, states
         )
-        self._filled: Counter[int] = Counter()  # by column: rows that `capture` has kept
+        self._filled: Counter[int] = Counter()  # by column: the ordinal after the last row that `capture` has kept
+        self._num_kept: Counter[int] = Counter()  # by column: rows that `capture` has kept
 
     @property
     def num_positions(self) -> int:
@@ -187,6 +188,7 @@ class Group:
             sent = as_integers(sent.cpu())
             self._kept.keep(int(found[0]), sent[:, None], slice(column, column + 1))
             self._filled[column] = int(found[-1]) + 1
+            self._num_kept[column] += len(found)
 
     def write(
         self, states: torch.Tensor, probes: torch.Tensor | None, memory: torch.Tensor, place: int, stride: int
@@ -294,6 +296,15 @@ class Group:
         if len(whole):
             self._kept.keep(ordinal, self._states_of(packed[start:stop].reshape(len(whole), -1)))
         return stop
+
+    def shortfalls(self, num_positions: int, copied: int) -> Iterator[tuple[Site, int, int]]:
+        """(site, delivered rows, expected rows) of each site with too few rows of the first `num_positions` positions."""
+        expected = int((self.ordinals[:num_positions] >= 0).sum())
+        copied_rows = int((self.ordinals[:copied] >= 0).sum())
+        for column, site in enumerate(self.names):
+            delivered = max(self._num_kept[column], copied_rows)
+            if delivered < expected:
+                yield site, delivered, expected
 
     def finish(self, num_positions: int, copied: int) -> list[tuple[Reduced, torch.Tensor]]:
         """The result: (rows and what comes with them, positions) of each column.

@@ -17,7 +17,7 @@ from ...core.model_spec import PATTERN, ModelSpec
 from ...core.unsupported import UnsupportedModelError
 from ..heads import heads_in
 from ..positions import missing_of, selected, windows_of
-from ..site import expand
+from ..site import Site, expand
 from .activations import Activations
 from .spec import Capture
 
@@ -145,6 +145,14 @@ class PatternCaptures:
             )
             for number, layer in sorted(self._layers.items())
         ]
+
+    def shortfalls(self, num_positions: int) -> Iterator[tuple[Site, int, int]]:
+        """(site, delivered rows, expected rows) of each layer with too few rows of the first `num_positions` positions."""
+        for number, layer in sorted(self._layers.items()):
+            delivered = sum(position < num_positions for position in layer.rows)
+            expected = int(layer.wanted[:num_positions].sum())
+            if delivered < expected:
+                yield Site(PATTERN, number), delivered, expected
 
     def add_to(self, found: Activations, token_ids: Sequence[int]) -> None:
         """Add the patterns of a request's positions to its activations."""

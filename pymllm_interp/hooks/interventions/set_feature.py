@@ -132,6 +132,7 @@ class SetFeature(Op):
         ``n4 * a + n5``, within n6 and n7. Of a top-k SAE, `SAE.top_k_threshold` is in place of n3.
         """
         assert isinstance(self.sae, SAE)
+        self._content()  # which notes the SAE's version
         sae, ids = self.sae, torch.tensor([feature for feature, _ in self.features])
 
         def of(tensor: Tensor) -> Tensor:

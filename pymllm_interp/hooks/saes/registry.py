@@ -35,7 +35,7 @@ class SAERegistry(MutableMapping[str, SAE]):
     def __init__(self, model: ModelSpec, device: torch.device | str) -> None:
         self._model, self._device = model, device
         self._saes: dict[str, SAE] = {}
-        self._moved: WeakKeyDictionary[SAE, SAE] = WeakKeyDictionary()  # those that specs hold themselves
+        self._moved: WeakKeyDictionary[SAE, tuple[int, SAE]] = WeakKeyDictionary()  # (version, copy on the device)
 
     def __setitem__(self, name: str, source: SAE | str | Path | Any) -> None:
         """Store an SAE under `name`.
@@ -82,6 +82,8 @@ class SAERegistry(MutableMapping[str, SAE]):
     def resolved(self, spec: SpecT) -> SpecT:
         """A spec with SAEs on the model's device, in place of names and of SAEs elsewhere; itself where it has none.
 
+        Of an SAE or a lens that was edited in place since the spec was first read, the spec reads what it holds now.
+
         Raises:
             ValueError: an unknown name.
         """
@@ -91,7 +93,7 @@ class SAERegistry(MutableMapping[str, SAE]):
         for name, value in spec._content().specs:
             changes[name] = self.resolved(value)
         changes = {name: value for name, value in changes.items() if value is not getattr(spec, name)}
-        return replace(spec, **changes) if changes else spec  # pyright: ignore[reportArgumentType, reportReturnType, reportCallIssue]
+        return replace(spec, **changes) if changes or spec.is_stale else spec  # pyright: ignore[reportArgumentType, reportReturnType, reportCallIssue]
 
     def _on_device(self, sae: SAE | str, who: str) -> SAE:
         if isinstance(sae, str):
@@ -102,12 +104,13 @@ class SAERegistry(MutableMapping[str, SAE]):
         return self._copy_of(sae)
 
     def _copy_of(self, sae: SAE) -> SAE:
-        """The SAE on the device; one object for each SAE."""
-        found = self._moved.get(sae)
-        if found is None:
+        """The SAE on the device; one object for each SAE, until it is edited."""
+        version = sae.version
+        known, found = self._moved.get(sae, (-1, sae))
+        if known != version:
             found = sae.to(self._device)
             if found is not sae:  # a value that is its own key would never be dropped
-                self._moved[sae] = found
+                self._moved[sae] = version, found
         return found
 
     def close(self) -> None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from importlib import import_module
 from math import inf
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
+from ...core.kept_property import version_of, versioned_property
 from ..site import Site, canonical
 from ..vector_files import checked_vector
 
@@ -170,9 +170,14 @@ class SAE:
         """Of its tensors."""
         return self.W_enc.device
 
-    @cached_property
+    @property
+    def version(self) -> int:
+        """Grows with every edit of its tensors in place that torch counts."""
+        return version_of(tensor for _, tensor in self.tensors())
+
+    @versioned_property
     def fingerprint(self) -> str:
-        """SHA-256 of the content: 64 hexadecimal digits."""
+        """SHA-256 of the content, as it is now: 64 hexadecimal digits."""
         digest = hashlib.sha256()
         for part in fields(self):
             value = getattr(self, part.name)
@@ -198,10 +203,7 @@ class SAE:
         moved: dict[str, Any] = {name: tensor.to(device, dtype) for name, tensor in self.tensors()}
         if all(moved[name] is tensor for name, tensor in self.tensors()):
             return self
-        made = replace(self, **moved)
-        if made.dtype is self.dtype and "fingerprint" in self.__dict__:
-            made.__dict__["fingerprint"] = self.fingerprint
-        return made
+        return replace(self, **moved)
 
     # -- maths ---------------------------------------------------------------------------
 
@@ -233,13 +235,19 @@ class SAE:
         pre = _products_float32(x.detach(), self.W_enc) + self._shift
         return pre.topk(self.k + 1, dim=-1).values[..., -2:].mean(-1)
 
-    @cached_property
+    @versioned_property
     def _shift(self) -> Tensor:
-        """[d_sae] float32: what is added to the products of the encoder with a whole state."""
-        bias = self.b_enc.float()
-        if not self.subtract_b_dec:
-            return bias
-        return bias - _products_float32(self.b_dec[None], self.W_enc)[0]
+        """[d_sae] float32: what is added to the products of the encoder with a whole state. Captured passes keep its address."""
+        with torch.no_grad():
+            shift = self.b_enc.to(torch.float32, copy=True)
+            if self.subtract_b_dec:
+                shift -= _products_float32(self.b_dec[None], self.W_enc)[0]
+            kept: Tensor = self.__dict__.setdefault("_shift_memory", shift)
+            return kept.copy_(shift)
+
+    def refresh(self) -> None:
+        """Compute anew what passes keep of it, if it was edited in place since."""
+        self._shift  # noqa: B018
 
     def _products(self, x: Tensor) -> Tensor:
         """The products [..., d_sae] of the encoder with states, without its bias, in new memory."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -54,6 +55,7 @@ class EngineInterleaver(Interleaver):
         thread: the thread whose modules hand over their values during a pass; else None.
         sync_previous_step: called before a pass serves its first value, so that no block of a request that the previous
             step ended is served. None where steps are not overlapped.
+        call_back: calls a trace's `on_step` on another thread; None: it is called at once.
         samples, streamer: locations of a step's tokens: as they were drawn, and as the generation goes on with them.
         result_locations: locations of a finished request's result.
         run_locations: locations that the runner serves, not a module: the step's logits and samples.
@@ -80,6 +82,7 @@ class EngineInterleaver(Interleaver):
         self.blocks = BlockRunner(self.points)
         self.nan_check = NaNCheck()
         self.sync_previous_step: Callable[[], None] | None = None
+        self.call_back: Callable[[RequestTrace, Callable[[], None]], None] | None = None
         self._synced = True
         self._in_order = False  # blocks that see the rows of others are served in the order of the invokes
         self._row_memory: list[torch.Tensor] = []
@@ -220,9 +223,23 @@ class EngineInterleaver(Interleaver):
         self.nan_check.end_pass()
         for trace in self.traces:
             if trace.on_step is not None:
-                _call_on_step(trace)
+                self._call_on_step(trace)
         self.traces, self.pass_options = [], NONE
         self.points.end_pass()
+
+    def _call_on_step(self, trace: RequestTrace) -> None:
+        """Hand copies of what is saved so far to `on_step`, on another thread where there is one for callbacks."""
+        if trace.on_step is None or trace.ended:
+            return
+        try:
+            saved = trace.saves.transfer.copies_of(trace.saved_names())
+            call = partial(trace.on_step, trace.visits.passes - 1, saved)
+            if self.call_back is None:
+                call()
+            else:
+                self.call_back(trace, call)
+        except BaseException as raised:
+            trace.fail(raised)
 
     # -- what the pass asks (HookQuery) --------------------------------------------
 
@@ -361,12 +378,3 @@ def _fill_caches(caches: Iterable[tuple[Block, Any, tuple[str, str]]], shared: S
         if block.trace.error is None:
             served = without_batch(shared.rows_of(block.trace.rows))
             cache.observe_selected(slot, apply(served, torch.Tensor.clone, torch.Tensor))
-
-
-def _call_on_step(trace: RequestTrace) -> None:
-    """Call `on_step` with copies of what is saved so far."""
-    if trace.on_step is not None and not trace.ended:
-        try:
-            trace.on_step(trace.visits.passes - 1, trace.saves.transfer.copies_of(trace.saved_names()))
-        except Exception as raised:
-            trace.fail(raised)

@@ -73,7 +73,7 @@ class RequestTrace:
         grad: run the pass alone and with gradients, whether or not a block names autograd.
         options: how the request's passes run.
         transfer: of the ``with`` block's saves; None leaves them where they are.
-        on_step: called after each pass with its number and copies of the saved values by name, on the engine's thread.
+        on_step: called after each pass with its number and copies of the saved values by name, beside the engine's thread.
 
     Attributes:
         trace_id: shared by the requests of one ``with`` block.

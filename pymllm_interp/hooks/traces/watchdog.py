@@ -1,7 +1,8 @@
 """`Watchdog`: reports a block that runs too long, then ends it. A block runs on the engine's thread, and holds up every request.
 
 The watchdog raises an exception in the engine's thread, and only while the block that overran is running. The exception
-arrives between two bytecodes; native code (a long matrix product, `time.sleep`) returns first.
+arrives between two bytecodes; native code (a long matrix product, `time.sleep`, a wait for a lock) returns first. A block that
+cannot be ended holds up every request until then, but no caller that has a time limit, and not its own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from math import inf
 from typing import Any
 
 from .errors import TraceTimeoutError
@@ -22,6 +25,10 @@ _Run = list[Any]
 """[trace whose block runs, when the watchdog first saw it (`time.monotonic()`) or None]"""
 
 
+def _ignore(*_: Any) -> None:
+    pass
+
+
 class Watchdog:
     """Watches the block that runs now.
 
@@ -31,13 +38,23 @@ class Watchdog:
     Args:
         warn_after: seconds after which a run is reported, once for each trace.
         end_after: seconds after which a run is ended with a `TraceTimeoutError`; None for never.
+        held_up: called again and again while a block runs on, on the watchdog's thread.
+        stuck: called with a trace whose block cannot be ended, and its error, on the watchdog's thread.
 
     Attributes:
         running: the block that runs now, or None.
         posted: an exception is on its way to the engine's thread.
     """
 
-    def __init__(self, warn_after: float, end_after: float | None) -> None:
+    def __init__(
+        self,
+        warn_after: float,
+        end_after: float | None,
+        held_up: Callable[[], None] = _ignore,
+        stuck: Callable[[RequestTrace, BaseException], None] = _ignore,
+    ) -> None:
+        self._held_up, self._stuck = held_up, stuck
+        self._posted_at = 0.0
         self.warn_after, self.end_after = warn_after, end_after
         self.running: _Run | None = None
         self.posted = False
@@ -47,6 +64,12 @@ class Watchdog:
         self._reported: weakref.WeakSet[RequestTrace] = weakref.WeakSet()
         # CPython instantiates it on arrival, which tells us that it has arrived.
         self._exception = type("TraceTimeoutError", (TraceTimeoutError,), {"__init__": lambda _: self._arrived()})
+
+    @property
+    def culprit(self) -> str:
+        """What holds up the engine's thread, in words."""
+        run = self.running
+        return "a step runs" if run is None else f"the block of request {run[0].request_id} runs, or waits for a lock"
 
     def watch(self) -> None:
         """Start watching. Called on the engine's thread, before blocks run on it."""
@@ -87,12 +110,14 @@ class Watchdog:
             run[1] = time.monotonic()
             return
         elapsed = time.monotonic() - since
+        self._held_up()
         if elapsed > self.warn_after and trace not in self._reported:
             self._reported.add(trace)
             text = f"request {trace.request_id}: its block has held up the engine for {elapsed:.1f} s"
             logger.warning("%s", text)
             trace.warn(text)
         if self.end_after is not None and elapsed > self.end_after and not self.posted:
+            self._posted_at = time.monotonic()
             self.posted = True  # before the look at `running`: a block that stops running now waits in `drain`
             if self.running is run:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
@@ -100,3 +125,9 @@ class Watchdog:
                 )
             else:
                 self.posted = False
+        elif self.end_after is not None and self.posted and time.monotonic() - self._posted_at > self.end_after:
+            self._posted_at = inf  # once
+            self._stuck(trace, TraceTimeoutError(
+                f"request {trace.request_id}: its block ran for more than trace_step_timeout={self.end_after} s, and cannot be "
+                "ended: it waits for a lock, or runs native code. The engine goes on when that returns"
+            ))  # fmt: skip

@@ -1,0 +1,88 @@
+"""`Callbacks`: runs callers' functions beside the engine's thread, which serves everybody and must not wait for them."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+
+logger = logging.getLogger(__name__)
+
+MAX_THREADS = 8
+"""Owners whose functions run at the same time."""
+
+
+class Callbacks:
+    """Runs functions on daemon threads of its own: those of one owner in order, those of several at the same time.
+
+    Threads start when they are first needed. Whatever a function raises is logged, and goes no further.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[Hashable, deque[Callable[[], None]]] = {}
+        self._ready: queue.SimpleQueue[Hashable | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def put(self, owner: Hashable, function: Callable[[], None]) -> None:
+        """Run a function after those of the same owner."""
+        with self._lock:
+            if self._closed and owner not in self._waiting:
+                threading.Thread(target=_guarded, args=(function,), daemon=True).start()
+                return
+            if owner in self._waiting:
+                self._waiting[owner].append(function)
+                return
+            self._waiting[owner] = deque([function])
+            if len(self._threads) < min(len(self._waiting), MAX_THREADS):
+                thread = threading.Thread(target=self._run, name="pymllm-interp-callbacks", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._ready.put(owner)
+
+    @property
+    def on_thread(self) -> bool:
+        """Whether the caller is one of the functions."""
+        return threading.current_thread() in self._threads
+
+    def num_waiting(self, owner: Hashable) -> int:
+        """Functions of an owner that have not ended."""
+        with self._lock:
+            return len(self._waiting.get(owner, ()))
+
+    def close(self, timeout: float) -> None:
+        """Let what is queued run, and end the threads; give up after `timeout` seconds. A second call does nothing."""
+        with self._lock:
+            closed, self._closed = self._closed, True
+            threads = list(self._threads)
+        if closed:
+            return
+        deadline = time.monotonic() + timeout
+        for _ in threads:
+            self._ready.put(None)
+        for thread in threads:
+            if not self.on_thread:
+                thread.join(max(0.0, deadline - time.monotonic()))
+        if not self.on_thread and any(thread.is_alive() for thread in threads):
+            logger.warning("a callback still runs %.1f s after the engine's end: it is left to itself", timeout)
+
+    def _run(self) -> None:
+        while (owner := self._ready.get()) is not None:
+            left = self._waiting[owner]
+            while left:
+                _guarded(left[0])
+                with self._lock:
+                    left.popleft()
+                    if not left:
+                        del self._waiting[owner]
+
+
+def _guarded(function: Callable[[], None]) -> None:
+    try:
+        function()
+    except BaseException:
+        logger.exception("a callback failed")
