@@ -7,6 +7,7 @@ import ast
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 SERVE_LIMITS: dict[str, tuple[type, float]] = {
@@ -229,8 +230,17 @@ def _serve(args: argparse.Namespace) -> int:
         from .server.command import settings_of
         from .server.serve import run
     except ModuleNotFoundError as error:
-        raise ImportError(f"{error}; the server needs more packages: pip install 'pymllm-interp[serve]'") from error
+        raise ImportError(f"{error}; {_remedy(error)}") from error
     return run(settings_of(args))
+
+
+def _remedy(error: ModuleNotFoundError) -> str:
+    """What to install where the server's imports fail: our extra, or what one of its packages lacks."""
+    frames = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_tb(error.__traceback__)]
+    importer = next((name for name in reversed(frames) if name and name != "importlib"), "")
+    if importer in ("", "pymllm_interp"):
+        return "the server needs more packages: pip install 'pymllm-interp[serve]'"
+    return f"the installed {importer} needs it: install what `pip check` reports, or another version of {importer}"
 
 
 def _bench(args: argparse.Namespace) -> int:

@@ -1,68 +1,19 @@
-"""Configuration: two frozen dataclasses, validated on construction."""
+"""Configuration: two frozen dataclasses, validated on construction. Imports no torch: the HTTP process reads them, too."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from .core.arguments import shown
-from .core.model_spec import INNER_SITES
+from .core.families import INNER_SITES
 
-DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-}
+if TYPE_CHECKING:
+    import torch
 
-
-def resolve_dtype(dtype: str | torch.dtype, device: str) -> torch.dtype:
-    """The torch dtype that `dtype` names. "auto" is float32 on the CPU and bfloat16 on CUDA.
-
-    Raises:
-        ValueError: an unknown name.
-    """
-    if isinstance(dtype, torch.dtype):
-        if dtype not in DTYPES.values():
-            raise ValueError(f"dtype {dtype} is not supported; use one of {sorted(DTYPES)} or 'auto'")
-        return dtype
-    if dtype == "auto":
-        return torch.float32 if device == "cpu" else torch.bfloat16
-    if dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}; use one of {sorted(DTYPES)} or 'auto'")
-    return DTYPES[dtype]
-
-
-def resolve_device(device: str) -> str:
-    """ "cpu" or "cuda[:n]"; "auto" is CUDA where there is one.
-
-    Raises:
-        RuntimeError: CUDA is asked for and not available, or has no such device.
-        ValueError: another kind of device.
-    """
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    kind, colon, index = device.partition(":")
-    if device != "cpu" and (kind != "cuda" or (colon and not index.isdecimal())):
-        raise ValueError(f"device={device!r} is not supported; use 'cpu', 'cuda', 'cuda:N' or 'auto'")
-    if kind == "cuda" and not torch.cuda.is_available():
-        cause = (
-            "look for the driver (nvidia-smi) and at CUDA_VISIBLE_DEVICES"
-            if torch.version.cuda
-            else "install a CUDA build of torch"
-        )
-        raise RuntimeError(
-            f"device={device!r}, but torch sees no CUDA device (torch {torch.__version__}); use device='cpu', or {cause}"
-        )
-    if index and int(index) >= torch.cuda.device_count():
-        raise RuntimeError(f"device={device!r}, but the last CUDA device is 'cuda:{torch.cuda.device_count() - 1}'")
-    return device
+DTYPE_NAMES = ("float32", "fp32", "float16", "fp16", "half", "bfloat16", "bf16")
+"""Names of the dtypes of models and KV pools, beside "auto"."""
 
 
 def _positive(owner: object, *names: str) -> None:
@@ -105,8 +56,9 @@ class ModelConfig:
             raise ValueError(f"ModelConfig(saes={shown(self.saes)}): expected {{name: SAE, file or folder}}")
         _one_of(self, "load_format", ("auto", "safetensors", "gguf", "dummy"))
         _one_of(self, "impl", ("auto", "native", "transformers"))
-        if not isinstance(self.dtype, torch.dtype) and self.dtype != "auto" and self.dtype not in DTYPES:
-            raise ValueError(f"unknown dtype {self.dtype!r}; use one of {sorted(DTYPES)} or 'auto'")
+        torch_dtype = type(self.dtype).__module__ == "torch"
+        if not torch_dtype and self.dtype not in ("auto", *DTYPE_NAMES):
+            raise ValueError(f"unknown dtype {self.dtype!r}; use one of {sorted(DTYPE_NAMES)} or 'auto'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,8 +152,8 @@ class ServerConfig:
             raise ValueError(
                 f"kv_cache_dtype={self.kv_cache_dtype!r}: a quantised KV cache is not supported; 'bfloat16' takes half of float32"
             )
-        if self.kv_cache_dtype != "auto" and self.kv_cache_dtype not in DTYPES:
-            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: expected 'auto' or one of {sorted(DTYPES)}")
+        if self.kv_cache_dtype not in ("auto", *DTYPE_NAMES):
+            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: expected 'auto' or one of {sorted(DTYPE_NAMES)}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization}: expected above 0 and at most 1")
         for name, unit in (("trace_step_warning", "s"), ("trace_step_timeout", "s"), ("max_itl_ms", "ms")):

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from pymllm_interp.hooks.captures.activations import Activations
 
 CLEAR = 2e-3
 """Requests whose tokens are nearer to a tie are left out: their greedy text may depend on the batch (README, limits)."""
-KINDS = ("plain", "plain", "steered", "capturing", "traced")
+KINDS = ("plain", "plain", "steered", "capturing", "traced", "lens")
 
 
 @dataclass
@@ -61,6 +62,8 @@ class Job:
 
     def margin(self, client: httpx.Client, lm: LM) -> float:
         """The least distance, in log probability, of a token to the next best: how far the last bits are from changing it."""
+        if self.kind == "lens":
+            return inf  # its probabilities are compared, not its tokens
         if self.kind == "traced":
             layer = self.layer
             with lm.generate(self.prompt, max_new_tokens=self.max_tokens, ignore_eos=True) as tracer:
@@ -79,7 +82,15 @@ class Job:
 
     def run(self, client: httpx.Client, lm: LM) -> Any:
         """The answer: text and states."""
+        if self.kind == "lens":
+            return self._lens(client)
         return self._trace(lm) if self.kind == "traced" else self._stream(client)
+
+    def _lens(self, client: httpx.Client) -> Any:
+        answer = client.post("/v1/interp/lens", json={"prompt": self.prompt, "top": 2})
+        assert answer.status_code == 200, answer.text
+        found = answer.json()
+        return found["tokens"], torch.tensor([[[t["prob"] for t in top] for top in row] for row in found["layers"]])
 
     def _stream(self, client: httpx.Client) -> Any:
         text, states, done = "", None, False

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import httpx
 
+import pymllm_interp
+
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w1{% endif %}"
 KEYS = {"plain": "plain-key-0000", "declared": "declared-key-0000", "other": "other-key-0000", "code": "code-key-0000"}
 KEY_FILE = f"""
@@ -86,7 +88,13 @@ def _read(stream, lines: queue.Queue[str], log: list[str]) -> None:
 
 @contextmanager
 def serving(
-    model: str | Path, *options: str, keys: str | None = KEY_FILE, folder: Path | None = None, files: int | None = None
+    model: str | Path,
+    *options: str,
+    keys: str | None = KEY_FILE,
+    folder: Path | None = None,
+    python: str = sys.executable,
+    engine_python: str | None = None,
+    files: int | None = None,
 ) -> Iterator[Server]:
     """A server of a model, until the end of the body.
 
@@ -94,14 +102,23 @@ def serving(
         keys: the key file's content; None: no keys.
         folder: for the key file.
         files: that the server's processes may have open, each.
+        python: the interpreter of the HTTP process.
+        engine_python: the interpreter of the engine process, where it is another one.
     """
+    main = ["-m", "pymllm_interp.cli"]
+    if engine_python is not None:  # the engine process is started by sys.executable
+        main = [
+            "-c",
+            f"import sys; sys.executable = {engine_python!r}; from pymllm_interp.cli import main; sys.exit(main())",
+        ]
     command = ["prlimit", f"--nofile={files}"] if files else []
-    command += [sys.executable, "-m", "pymllm_interp.cli", "serve", str(model), "--port", "0", "--dtype", "float32"]
+    command += [python, *main, "serve", str(model), "--port", "0", "--dtype", "float32"]
     if keys is not None:
         assert folder is not None
         (folder / "keys").write_text(keys)
         command += ["--keys", str(folder / "keys")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    paths = sys.path if python == sys.executable else [str(Path(pymllm_interp.__file__).parents[1])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     process = subprocess.Popen(
         [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )

@@ -29,7 +29,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.attention import FlashInferAttnBackend, TorchAttnBackend
 from pymllm_interp.attention.flashinfer_backend import WORKSPACE_BYTES
-from pymllm_interp.config import resolve_device
+from pymllm_interp.core.device import resolve_device
 from pymllm_interp.core.out_of_memory import is_out_of_memory
 from pymllm_interp.engine.handle import RequestError
 from pymllm_interp.models.llama import LlamaForCausalLM

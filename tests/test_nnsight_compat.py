@@ -201,10 +201,23 @@ def test_a_serialised_block_names_its_envoys_by_path(lm_of) -> None:
     assert h.shape == (1, 3, 72)
 
 
+OLD_ANYIO = """
+from anyio import TypedAttributeSet
+
+def check(cls):  # as anyio 4.15 does: annotations of the class itself
+    for name in dir(cls):
+        if not name.startswith("_") and name not in getattr(cls, "__annotations__", {}):
+            raise TypeError(f"Attribute {name!r} is missing its type annotation")
+
+TypedAttributeSet.__init_subclass__ = classmethod(check)
+"""
+
+
+@pytest.mark.parametrize("anyio", ["", OLD_ANYIO], ids=["installed", "4.15"])
 @pytest.mark.parametrize("first", ["nnsight", "pymllm_interp.engine.lm"])
-def test_http_clients_import_after_nnsight(first: str) -> None:
+def test_http_clients_import_after_nnsight(first: str, anyio: str) -> None:
     """nnsight gives every object a `save`, which anyio refuses in classes that it defines late."""
-    late = "anyio.abc, anyio._backends._asyncio, anyio.streams.tls, anyio.from_thread"
-    code = f"import {first}, nnsight, pymllm_interp.engine.lm, {late}"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    late = "anyio.abc, anyio._backends._asyncio, anyio.streams.tls, anyio.from_thread, anyio.streams.file"
+    code = f"{anyio}\nimport {first}, nnsight, pymllm_interp.engine.lm, {late}"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert found.returncode == 0, found.stderr[-2000:]

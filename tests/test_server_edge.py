@@ -19,7 +19,8 @@ from safetensors.torch import save
 
 from pymllm_interp import LM
 from pymllm_interp.hooks.traces.nnsight_compat import load_function
-from pymllm_interp.server.failures import MOST_FRAMES, Failure, exception_of, failure_of
+from pymllm_interp.server.failures import MOST_FRAMES, Failure, failure_of
+from pymllm_interp.server.remote_errors import exception_of
 from pymllm_interp.server.trace_payload import load
 
 # -- vectors on their way ------------------------------------------------------------------

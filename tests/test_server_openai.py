@@ -212,7 +212,7 @@ def test_named_vectors_are_stored_listed_fetched_and_private(api, server, lm, tm
         ({"temperature": -1}, "temperature"),
         ({"interventions": [{"op": "stear", "site": "x"}]}, "steer"),
         ({"interventions": [{"op": "scale", "site": "resid_post.99", "factor": 2}]}, "resid_post"),
-        ({"interventions": [{"op": "scale", "site": "resid_post.1", "factor": 2, "position": 1}]}, "no such field"),
+        ({"interventions": [{"op": "scale", "site": "resid_post.1", "factor": 2, "position": 1}]}, "has no field 'position'"),
         ({"capture": ["residue.1"]}, "residue"),
         ({"max_tokens": 100000}, "max_model_len|context"),
         ({"guided_json": {}}, "structured outputs are not supported"),

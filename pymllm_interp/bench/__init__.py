@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ..config import resolve_device
+from ..core.device import resolve_device
 from .common import default_path, describe_machine, random_prompts, write
 from .cpu import CpuSettings, run_cpu
 from .gpu import GpuSettings, Model, records

@@ -10,6 +10,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
+INNER_SITES = ("q", "k", "v", "z", "mlp_act")
+"""Kinds of inner sites that each layer has."""
+HEAD_SITES = ("q", "k", "v", "z")
+"""Kinds of sites whose state is split into attention heads, [heads, head_dim]."""
+PATTERN = "pattern"
+"""Attention patterns: they can be captured, and are no state of a point of the pass."""
+LOGITS = "logits"
+STREAM_SITES = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm")
+"""Kinds of sites on the residual stream."""
+NUMBERED_SITES = (*STREAM_SITES, *INNER_SITES, LOGITS)
+"""Kinds of sites that have numbers: declared interventions and captures act at these."""
+
 
 class SiteLike(Protocol):
     """A kind of site, and its layer (None for kinds without layers)."""

@@ -25,21 +25,24 @@ from typing import Any
 
 import torch
 
-from .families import FAMILIES, Family, SiteLike, SitePoint
+from .families import (
+    FAMILIES,
+    HEAD_SITES,
+    INNER_SITES,
+    LOGITS,
+    NUMBERED_SITES,
+    PATTERN,
+    STREAM_SITES,
+    Family,
+    SiteLike,
+    SitePoint,
+)
 
-__all__ = ["FAMILIES", "Family", "ModelSpec", "SiteLike", "SitePoint"]
+__all__ = [
+    "FAMILIES", "HEAD_SITES", "INNER_SITES", "LOGITS", "NUMBERED_SITES", "PATTERN", "STREAM_SITES", "Family", "ModelSpec",
+    "SiteLike", "SitePoint",
+]  # fmt: skip
 
-INNER_SITES = ("q", "k", "v", "z", "mlp_act")
-"""Kinds of inner sites that each layer has."""
-HEAD_SITES = ("q", "k", "v", "z")
-"""Kinds of sites whose state is split into attention heads, [heads, head_dim]."""
-PATTERN = "pattern"
-"""Attention patterns: they can be captured, and are no state of a point of the pass."""
-LOGITS = "logits"
-STREAM_SITES = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm")
-"""Kinds of sites on the residual stream."""
-NUMBERED_SITES = (*STREAM_SITES, *INNER_SITES, LOGITS)
-"""Kinds of sites that have numbers: declared interventions and captures act at these."""
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """RoPE scalings with frequencies that depend on the length of the sequence."""
 

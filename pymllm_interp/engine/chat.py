@@ -1,4 +1,4 @@
-"""Conversations as prompts: messages, rendered by the tokenizer's chat template."""
+"""Text and conversations as token ids, by the tokenizer and its chat template. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,6 +22,24 @@ def is_conversation(prompt: Any) -> bool:
     if not isinstance(prompt, list | tuple) or not prompt:
         return False
     return all(isinstance(message, Mapping) and "role" in message for message in prompt)
+
+
+def tokenized(tokenizer: Any, text: str, what: str, *, add_special_tokens: bool = True) -> RenderedPrompt:
+    """A text and its token ids.
+
+    Raises:
+        PromptError: no tokenizer, or a lone surrogate in the text.
+    """
+    if tokenizer is None:
+        raise PromptError(f"{what} is text, but this model has no tokenizer: pass a list of token ids")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"{what} has a lone surrogate, {text[error.start]!r}, at character {error.start}, which no tokenizer reads: "
+            "prompt.encode('utf-8', 'replace').decode() replaces it"
+        ) from None
+    return RenderedPrompt(text, tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
 
 def render(

@@ -7,7 +7,6 @@ from typing import Any
 from ..core.events import FinishedEvent
 from ..core.output import CompletionOutput, Logprob
 from ..core.sampling_params import SamplingParams
-from ..hooks.captures.activations import NOTHING
 from .detokenizer import Detokenizer
 
 
@@ -49,10 +48,14 @@ class Completion:
         index: among the prompt's `n` completions.
         params: its sampling parameters.
         tokenizer: a transformers tokenizer, or None, without which there is no text.
+        nothing: the activations of a completion without captures.
     """
 
-    def __init__(self, request_id: str, index: int, params: SamplingParams, tokenizer: Any) -> None:
+    def __init__(
+        self, request_id: str, index: int, params: SamplingParams, tokenizer: Any, nothing: Any = None
+    ) -> None:
         self.request_id, self.index, self._params, self._tokenizer = request_id, index, params, tokenizer
+        self._nothing = nothing
         self._token_ids: list[int] = []
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens) if tokenizer is not None else None
         self._emitted = self._emitted_chars = 0
@@ -72,7 +75,7 @@ class Completion:
         self._token_ids = finished.token_ids
         text = self.text(finished)
         piece = self._piece(text, len(text), finished.finish_reason)
-        piece.activations, piece.receipt = _activations(finished), finished.receipt
+        piece.activations, piece.receipt = self._activations(finished), finished.receipt
         return piece
 
     def _piece(self, text: str, end: int, finish_reason: str | None) -> StreamPiece:
@@ -109,14 +112,12 @@ class Completion:
             stop_reason=end.stop_reason,
             logprobs=None if end.logprobs is None else [decoded(entry, self._tokenizer) for entry in end.logprobs],
             error=end.error,
-            activations=_activations(end),
+            activations=self._activations(end),
             receipt=end.receipt,
         )
 
-
-def _activations(end: FinishedEvent) -> Any:
-    """What was captured; empty where nothing was."""
-    return NOTHING if end.activations is None else end.activations
+    def _activations(self, end: FinishedEvent) -> Any:
+        return self._nothing if end.activations is None else end.activations
 
 
 def decoded(entry: dict[int, Logprob], tokenizer: Any) -> dict[int, Logprob]:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -29,22 +29,11 @@ from ..runner.async_output import AsyncOutput
 from ..runner.interp_model_runner import InterpModelRunner
 from .kv_manager import KVManager
 from .scheduler import Scheduler
-from .step_results import append_logprobs, finished_event, out_of_memory_error, runner_counters
+from .step_results import Progress, append_logprobs, finished_event, out_of_memory_error, runner_counters
 from .step_times import StepPacing, StepTimes
 from .warm_up import warm_up
 
 logger = logging.getLogger(__name__)
-
-
-class Progress(NamedTuple):
-    """How far an engine is."""
-
-    progress: str
-    """Another one whenever a step, a command or a block of a trace has ended."""
-    busy: bool
-    """Whether there is anything to do."""
-    in_block: bool
-    """Whether a block of a trace runs."""
 
 
 class Engine:

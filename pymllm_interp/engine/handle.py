@@ -13,6 +13,7 @@ from ..core.closed import EngineClosedError
 from ..core.events import Event, FinishedEvent, TokenEvent
 from ..core.output import RequestOutput
 from ..core.request import Request
+from ..hooks.captures.activations import NOTHING
 from .completion import Completion, StreamPiece, decoded
 
 
@@ -77,7 +78,7 @@ class RequestHandle:
         self._logprobs_mode = logprobs_mode
         self._tokenizer, self._engine, self._streaming = tokenizer, engine, streaming
         self._completions = {
-            r.request_id: Completion(r.request_id, r.sample_index, r.params, tokenizer) for r in requests
+            r.request_id: Completion(r.request_id, r.sample_index, r.params, tokenizer, NOTHING) for r in requests
         }
         self._finished: dict[str, FinishedEvent] = {}
         self._ended: Future[None] = Future()

@@ -11,7 +11,7 @@ from ..core.arguments import PromptError
 from ..core.sampling_params import SamplingParams
 from ..hooks.interventions.knockout import Intervention
 from ..hooks.traces.caller_frames import warn_at_caller
-from .chat import RenderedPrompt, is_conversation, render
+from .chat import RenderedPrompt, is_conversation, render, tokenized
 from .prompt_batch import rows_of, split, vllm_prompt
 
 BYTES = bytes | bytearray | memoryview
@@ -45,16 +45,7 @@ def rendered(tokenizer: Any, prompt: Any, what: str) -> RenderedPrompt:
         return rendered(tokenizer, inner, what)
     if not isinstance(prompt, str):
         return RenderedPrompt(None, ids_of(prompt, what))
-    if tokenizer is None:
-        raise PromptError(f"{what} is text, but this model has no tokenizer: pass a list of token ids")
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise PromptError(
-            f"{what} has a lone surrogate, {prompt[error.start]!r}, at character {error.start}, which no tokenizer reads: "
-            "prompt.encode('utf-8', 'replace').decode() replaces it"
-        ) from None
-    return RenderedPrompt(prompt, tokenizer(prompt)["input_ids"])
+    return tokenized(tokenizer, prompt, what)
 
 
 def ids_of(prompt: Any, what: str) -> list[int]:

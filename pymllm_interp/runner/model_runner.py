@@ -23,7 +23,8 @@ import torch
 
 from ..attention import create_attention_backend
 from ..attention.attention_backend import AttentionBackend
-from ..config import ModelConfig, ServerConfig, resolve_device, resolve_dtype
+from ..config import ModelConfig, ServerConfig
+from ..core.device import resolve_device, resolve_dtype
 from ..core.forward_batch import ForwardBatch
 from ..core.model_spec import ModelSpec
 from ..core.out_of_memory import within_memory

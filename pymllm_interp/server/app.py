@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
@@ -18,6 +19,7 @@ from .errors import ApiError, api_error, validation_error
 from .gate import Gate
 from .interp_routes import interp_routes
 from .openai_routes import openai_routes
+from .protocol import COMPONENT
 from .state import ServerState
 
 DESCRIPTION = (
@@ -38,10 +40,29 @@ def create_app(state: ServerState) -> FastAPI:
     )  # fmt: skip
     app.include_router(openai_routes(state))
     app.include_router(interp_routes(state))
+    app.openapi = lambda: _document(app, state)
     _add_pages(app, state)
     _add_errors(app)
     app.add_middleware(Gate, state=state)
     return app
+
+
+def _document(app: FastAPI, state: ServerState) -> dict[str, Any]:
+    """The OpenAPI document, with the schemas that the engine process knows."""
+    if app.openapi_schema is None:
+        found = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        found["components"]["schemas"] |= state.engine.schemas
+        app.openapi_schema = _with_references(found)
+    return app.openapi_schema
+
+
+def _with_references(part: Any) -> Any:
+    """A part of the document, with references in place of marked schemas."""
+    if isinstance(part, dict):
+        if COMPONENT in part:
+            return {"$ref": f"#/components/schemas/{part[COMPONENT]}"}
+        return {name: _with_references(value) for name, value in part.items()}
+    return [_with_references(value) for value in part] if isinstance(part, list) else part
 
 
 def _add_pages(app: FastAPI, state: ServerState) -> None:

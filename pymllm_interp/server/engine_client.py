@@ -20,7 +20,7 @@ import zmq.asyncio
 
 from ..core.closed import EngineClosedError
 from . import messages as m
-from .failures import exception_of
+from .failures import EngineError
 from .settings import ServeSettings
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Call:
             raise message
         self._waiting -= _size(message)
         if isinstance(message, m.Failed):
-            raise exception_of(message.failure)
+            raise EngineError(message.failure)
         return message
 
 
@@ -89,6 +89,7 @@ class EngineClient:
 
     Attributes:
         info: what the engine process said of itself (`ServedModel.describe`); None until it is ready.
+        schemas: of interventions and captures, for the OpenAPI document.
         folder: for sockets and files, readable by this user alone.
         restarts: how often the engine process was started again.
     """
@@ -96,6 +97,7 @@ class EngineClient:
     def __init__(self, settings: ServeSettings, on_exit: Callable[[], Any]) -> None:
         self.settings, self._on_exit = settings, on_exit
         self.info: dict[str, Any] | None = None
+        self.schemas: dict[str, Any] = {}
         self.folder = Path(tempfile.mkdtemp(prefix="pymllm-interp-"))
         self.store = settings.store or self.folder / "store"
         self.tokenizer_folder = self.folder / "tokenizer"
@@ -152,7 +154,7 @@ class EngineClient:
         assert isinstance(message, m.Ready)
         for vector in self._vectors.values():
             self._send(vector)
-        self.info = message.info
+        self.info, self.schemas = message.info, message.schemas
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         while True:
@@ -258,6 +260,8 @@ class EngineClient:
             self._out.send(m.encoder.encode(message))
         except OverflowError as error:
             raise ValueError("a whole number of the request has more than 64 bits") from error
+        except RecursionError as error:
+            raise ValueError("the request's lists or objects are nested too deep") from error
 
     def kill(self) -> None:
         """End the engine process at once. What follows is as where it ends by itself."""

@@ -32,6 +32,7 @@ from ..hooks.traces.trace import RequestTrace
 from . import messages as m
 from .failures import failure_of
 from .outbox import CallEvents, Outbox
+from .schema import components
 from .served_model import ServedModel
 from .specs import capture_of, intervention_of
 from .trace_runs import TraceRuns
@@ -196,7 +197,7 @@ def serve(settings: dict[str, Any]) -> None:
     server = EngineServer(served, outbox)
     gc.collect()
     gc.freeze()  # modules and weights stay for good: a full collection over them would stop all requests for 0.2 s
-    outbox.put(m.Ready(0, served.describe()))
+    outbox.put(m.Ready(0, served.describe(), components()))
     try:
         while os.getppid() == settings["parent"]:  # which may have ended while the model was loaded
             if not incoming.poll(POLL_MS):

@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from ..core.closed import EngineClosedError
+from .failures import failure_of
 
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -48,18 +48,17 @@ def api_error(error: BaseException, refused: bool) -> ApiError:
     Args:
         refused: the request was refused, and nothing ran: wrong values are the client's then.
     """
-    message = f"{error}" if str(error) else type(error).__name__
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, EngineClosedError):
+    failure = failure_of(error)
+    message = failure.message or failure.type
+    if failure.is_a("EngineClosedError", "EngineDiedError"):
         return ApiError(503, message, code="engine_unavailable", headers={"Retry-After": "5"})
-    if isinstance(error, KeyError):
-        message = str(error.args[0]) if error.args else message
-    if refused and isinstance(error, ValueError | TypeError | KeyError):
+    if refused and failure.is_a("ValueError", "TypeError", "KeyError"):
         return ApiError(400, message, code="refused")
-    if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+    if failure.is_a("OSError") and not failure.is_a("TimeoutError"):
         return ApiError(507, message, code="store_failed")
-    return ApiError(500, f"{type(error).__name__}: {message}", code=type(error).__name__)
+    return ApiError(500, f"{failure.type}: {message}", code=failure.type)
 
 
 def validation_error(errors: Sequence[Any]) -> ApiError:

@@ -13,7 +13,6 @@ from ..core.sampling_params import SamplingParams
 from ..engine.completion import Completion, StreamPiece
 from . import messages as m
 from .engine_client import Call, EngineClient
-from .failures import exception_of
 
 _FIELDS = {field.name for field in fields(SamplingParams)}
 
@@ -129,11 +128,8 @@ class Generation:
 
 
 def event_of(message: m.Finished) -> FinishedEvent:
-    """The message as the engine's event, without what was captured."""
-    return FinishedEvent(
-        "", message.token_ids, message.finish_reason, message.stop_reason, message.text_length,
-        error=None if message.failure is None else exception_of(message.failure),
-    )  # fmt: skip
+    """What `Completion` reads of the message, as the engine's event."""
+    return FinishedEvent("", message.token_ids, message.finish_reason, message.stop_reason, message.text_length)
 
 
 def _logprobs(found: m.Logprobs) -> dict[int, Logprob]:

@@ -18,17 +18,16 @@ from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 
 from .. import __version__
-from ..engine.prompts import rendered
+from ..engine.chat import tokenized
 from . import messages as m
 from .engine_client import Call, settings_of_limits
 from .errors import ApiError, api_error
 from .failures import failure_of
+from .frames import frame_start, framed
 from .gate_words import TRACE_PATH
 from .protocol import AbortRequest, LensRequest, TokenRequest
-from .schema import plain
 from .state import ServerState, check_priority, client_of, require, require_operator
 from .trust import Client, Trust
-from .values import frame_start, framed
 
 FRAMES = "application/x-pymllm-frames"
 """Content type of streams of frames (`values.framed`)."""
@@ -80,8 +79,9 @@ def interp_routes(state: ServerState) -> APIRouter:
     async def lens(body: LensRequest, request: Request) -> dict[str, Any]:
         """The logit lens of a prompt: the next token that each layer predicts, at each position."""
         client = require(request, Trust.DECLARED)
-        read = await asyncio.to_thread(rendered, state.tokenizer, body.prompt, "the prompt")
-        ids = read.token_ids
+        ids = body.prompt
+        if isinstance(ids, str):
+            ids = (await asyncio.to_thread(tokenized, state.tokenizer, ids, "the prompt")).token_ids
         with state.admitted(client, 1):
             try:
                 layers = await state.engine.ask(lambda number: m.AskLens(number, client.name, ids, body.top))
@@ -198,8 +198,8 @@ def _stream_routes(router: APIRouter, state: ServerState) -> None:
 
         def make(number: int) -> m.Submit:
             return m.Submit(
-                number, client.name, body.prompts, body.params, interventions=[plain(ops) for ops in body.interventions],
-                captures=[plain(specs) for specs in body.captures], options=options, names=body.names, stream=body.stream,
+                number, client.name, body.prompts, body.params, interventions=body.interventions,
+                captures=body.captures, options=options, names=body.names, stream=body.stream,
                 prompt_logits=body.prompt_logits, edits=edits,
             )  # fmt: skip
 

@@ -111,6 +111,8 @@ class Ready(Message):
     """The engine runs. `info` is what clients may know of it (`engine_process.describe`)."""
 
     info: dict[str, Any]
+    schemas: dict[str, Any]
+    """Of interventions and captures, for the OpenAPI document (`schema.components`)."""
 
 
 class Accepted(Message):

@@ -13,15 +13,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from ..core.arguments import PromptError
-from ..engine.chat import render
-from ..engine.prompts import rendered
+from ..engine.chat import RenderedPrompt, render, tokenized
 from . import messages as m
 from .errors import ApiError, api_error
-from .failures import exception_of
+from .failures import EngineError
 from .generation import Generation, Piece, Prompt
 from .openai_format import Format
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
-from .schema import plain
 from .state import ServerState, check_priority, require
 from .trust import Client, Trust
 
@@ -122,10 +120,11 @@ def _texts(state: ServerState, body: CompletionRequest) -> list[Any]:
     given, found = body.prompts(), []
     for i, prompt in enumerate(given):
         name = f"prompt {i}" if len(given) > 1 else "the prompt"
-        one = rendered(state.tokenizer, prompt, name)
-        if isinstance(prompt, str) and body.add_special_tokens is False:
-            one = one._replace(token_ids=state.tokenizer(prompt, add_special_tokens=False)["input_ids"])
-        found.append(one)
+        if isinstance(prompt, str):
+            special = body.add_special_tokens is not False
+            found.append(tokenized(state.tokenizer, prompt, name, add_special_tokens=special))
+        else:
+            found.append(RenderedPrompt(None, prompt))
     return found
 
 
@@ -208,7 +207,7 @@ class _Work:
         hooks: dict[str, Any] = {}
         for name, field in (("interventions", body.interventions), ("captures", body.capture)):
             if field:
-                hooks[name] = [plain(field)] * len(prompts)
+                hooks[name] = [field] * len(prompts)
         options: dict[str, Any] = {"timeout": body.timeout, "cache_salt": body.cache_salt}
         if body.priority is not None:
             options["priority"] = [body.priority] * len(prompts)
@@ -235,7 +234,7 @@ class _Work:
             self._ends[piece.prompt, piece.sample] = piece.end
             if piece.end.failure is not None:
                 self._state.store.forget(piece.end.captured)
-                raise api_error(exception_of(piece.end.failure), refused=False)
+                raise api_error(EngineError(piece.end.failure), refused=False)
 
     async def whole(self) -> dict[str, Any]:
         """The response of a request that is not streamed."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, StrictInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, WithJsonSchema, model_validator
 
 from ..core import unsupported
 from ..core.arguments import PromptError
 from ..core.sampling_params import SamplingParams
-from .schema import CaptureField, InterventionField, Strict
 
 SAME_NAMES = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "stop",
@@ -27,6 +26,19 @@ ELSEWHERE: dict[str, str] = {
     "use_beam_search": "there is no beam search; n draws as many completions",
 }
 """Fields of other servers -> what serves here."""
+
+
+COMPONENT = "x-component"
+"""Marks a schema that the engine process knows (schema.py), by its name there."""
+InterventionField = Annotated[dict[str, Any], WithJsonSchema({COMPONENT: "Intervention"})]
+CaptureField = Annotated[str | dict[str, Any], WithJsonSchema({COMPONENT: "CaptureSpec"})]
+"""Read by the engine process, whose objects check them."""
+
+
+class Strict(BaseModel):
+    """An object without further fields."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 class StreamOptions(Strict):

@@ -14,9 +14,10 @@ from ..core.closed import EngineClosedError
 from ..core.events import Event, FinishedEvent, TokenEvent
 from ..core.output import Logprob
 from ..hooks.captures.activations import Activations
-from .failures import Failure, exception_of
+from .failures import Failure
+from .frames import FRAME_PREFIX, frame_sizes
 from .receipts import receipt_of
-from .values import FRAME_PREFIX, frame_sizes
+from .remote_errors import exception_of
 
 ANSWER_SECONDS = 60.0
 """For calls with one short answer."""

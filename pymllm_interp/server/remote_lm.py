@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from .. import __version__
-from ..config import DTYPES
+from ..core.device import DTYPES
 from ..core.limits import EngineLimits
 from ..core.request import Request
 from ..core.sampling_params import SamplingParams

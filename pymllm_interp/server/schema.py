@@ -1,4 +1,7 @@
-"""The JSON schema of interventions and captures, made of the Python objects' own fields (specs.py reads the same JSON)."""
+"""The JSON schema of interventions and captures, made of the Python objects' own fields (specs.py reads the same JSON).
+
+The engine process makes it, and tells the HTTP process, which has no torch and so not the objects. The objects check requests.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,18 @@ from dataclasses import MISSING, fields
 from functools import reduce
 from inspect import getdoc
 from operator import or_
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, create_model
+from pydantic import Field, StrictBool, StrictInt, TypeAdapter, create_model
 
-from ..config import DTYPES
+from ..core.device import DTYPES
 from ..hooks.captures.spec import Capture
 from ..hooks.interventions.op import SCOPES, Gate
 from ..hooks.interventions.set_feature import MODES, SetFeature
 from ..hooks.interventions.specs import NORMS
 from ..hooks.spec import MISSING as MISSING_POSITIONS
+from .protocol import Strict
 from .specs import OPS, REDUCTIONS, WIRE_DTYPES
-
-
-class Strict(BaseModel):
-    """An object without further fields."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 class InlineVector(Strict):
@@ -136,14 +134,13 @@ OP_MODELS: dict[str, Any] = {
 }
 CaptureModel: Any = _model(Capture, _KNOWN)
 
-if TYPE_CHECKING:
-    InterventionField = BaseModel
-    CaptureField = str | BaseModel
-else:
-    InterventionField = Annotated[reduce(or_, OP_MODELS.values()), Field(discriminator="op")]
-    CaptureField = str | CaptureModel
 
-
-def plain(models: list[Any]) -> list[Any]:
-    """Validated models as JSON again, with the fields that were given."""
-    return [model.model_dump(exclude_unset=True) if isinstance(model, BaseModel) else model for model in models]
+def components() -> dict[str, Any]:
+    """Schemas of the OpenAPI document: `Intervention`, `CaptureSpec`, and what these refer to."""
+    intervention = Annotated[reduce(or_, OP_MODELS.values()), Field(discriminator="op")]
+    adapters = {"Intervention": TypeAdapter[Any](intervention), "CaptureSpec": TypeAdapter[Any](str | CaptureModel)}
+    schemas, shared = TypeAdapter.json_schemas(
+        [(name, "validation", adapter) for name, adapter in adapters.items()],
+        ref_template="#/components/schemas/{model}",
+    )
+    return {name: schema for (name, _), schema in schemas.items()} | shared["$defs"]

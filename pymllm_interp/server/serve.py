@@ -17,6 +17,7 @@ import uvicorn
 
 from .app import create_app, sweep
 from .connections import OutOfFiles, http_config, with_room_for_files
+from .failures import EngineError
 from .settings import ServeSettings
 from .state import ServerState
 
@@ -134,7 +135,11 @@ def banner(settings: ServeSettings, host: str, port: int) -> str:
 
 
 def run(settings: ServeSettings) -> int:
-    """Serve until SIGTERM or Ctrl-C. Returns the exit status: 0, or 3 where the engine ended and was not to be started again."""
+    """Serve until SIGTERM or Ctrl-C. Returns the exit status: 0, or 3 where the engine ended and was not to be started again.
+
+    Raises:
+        ValueError, OSError: the model or the address cannot be served.
+    """
     handler, root = logging.StreamHandler(sys.stderr), logging.getLogger()
     handler.setFormatter(JsonLines())
     before, level = root.handlers, root.level
@@ -154,5 +159,9 @@ def _run(settings: ServeSettings) -> int:
     try:
         settings.check_address(bound.getsockname()[0])  # what a name such as localhost stands for on this machine
         return asyncio.run(_serve(settings, bound))
+    except EngineError as error:
+        if error.failure.is_a("ValueError", "TypeError", "OSError", "ImportError"):
+            raise ValueError(str(error)) from error
+        raise
     finally:
         bound.close()

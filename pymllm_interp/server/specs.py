@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ..config import DTYPES
 from ..core.arguments import PromptError, shown
+from ..core.device import DTYPES
 from ..hooks.captures.features import Features
 from ..hooks.captures.lens import Lens
 from ..hooks.captures.reduction import Reduction

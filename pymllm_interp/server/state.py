@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from starlette.requests import Request
-from transformers import AutoTokenizer
 
 from .engine_client import EngineClient, EngineDiedError
 from .errors import ApiError
@@ -19,6 +18,7 @@ from .messages import AskStats
 from .metrics import Metrics
 from .settings import ServeSettings
 from .store import ActivationStore
+from .tokenizer import import_library, load_tokenizer
 from .trust import STRANGERS, Client, Trust
 from .uploads import Uploads
 
@@ -55,10 +55,12 @@ class ServerState:
     async def start(self) -> None:
         """Start the engine, and load its tokenizer."""
         self.store.open()
+        importing = asyncio.create_task(asyncio.to_thread(import_library))  # seconds, beside the engine's start
         await self.engine.start()
+        await importing
         folder = self.engine.tokenizer_folder
         if folder.exists():
-            self.tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, folder, local_files_only=True)
+            self.tokenizer = await asyncio.to_thread(load_tokenizer, folder)
 
     def _engine_exited(self) -> None:
         if self.settings.on_engine_exit == "exit":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import json
-import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -177,25 +176,6 @@ def _output(name: str, fields: dict[str, Any]) -> Any:
 def pack(header: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, bytes]:
     """A frame's two parts: the header as JSON, and the tensors as safetensors."""
     return json.dumps(header, separators=(",", ":")).encode(), save(dict(tensors)) if tensors else b""
-
-
-def framed(header: bytes, body: bytes) -> bytes:
-    """A frame as it travels over HTTP: both lengths (little-endian, 4 and 8 bytes), the header, the body."""
-    return frame_start(header, len(body)) + body
-
-
-def frame_start(header: bytes, size: int) -> bytes:
-    """A frame without its body of `size` bytes."""
-    return struct.pack("<IQ", len(header), size) + header
-
-
-FRAME_PREFIX = 12
-"""Bytes of a frame before its header."""
-
-
-def frame_sizes(prefix: bytes) -> tuple[int, int]:
-    """Lengths of a frame's header and body."""
-    return struct.unpack("<IQ", prefix)
 
 
 def tensors_of(body: bytes) -> dict[str, torch.Tensor]:

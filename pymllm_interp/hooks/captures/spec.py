@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from ...config import DTYPES
+from ...core.device import DTYPES
 from ...core.model_spec import LOGITS, ModelSpec
 from ..heads import Heads
 from ..interventions.projections import MAX_RANK

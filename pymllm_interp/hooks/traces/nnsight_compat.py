@@ -18,12 +18,18 @@ if version("nnsight") not in SUPPORTED:
         f'pip install "nnsight=={SUPPORTED[-1]}"'
     )
 
-# nnsight gives every object a `save`. anyio then refuses classes whose attributes it checks for annotations, unless `save` has one:
-# web servers and clients import these late, in the same process.
+# nnsight gives every object a `save`. anyio refuses classes of typed attributes where one has no annotation: before 4.16 in
+# the class itself, since then in a base class. Web servers and clients define such classes late, in the same process.
 with suppress(ImportError):
-    from anyio._core._typedattr import TypedAttributeSet
+    from anyio import TypedAttributeSet
 
-    TypedAttributeSet.__annotations__ = {**getattr(TypedAttributeSet, "__annotations__", {}), "save": object}
+    _check_annotations = TypedAttributeSet.__init_subclass__.__func__  # pyright: ignore[reportFunctionMemberAccess]
+
+    def _with_save(cls: type) -> None:
+        cls.__annotations__ = {"save": object, **getattr(cls, "__annotations__", {})}
+        _check_annotations(cls)
+
+    TypedAttributeSet.__init_subclass__ = classmethod(_with_save)  # pyright: ignore[reportAttributeAccessIssue]
 
 # Documented.
 from nnsight import NNsightDeprecationWarning  # noqa: E402

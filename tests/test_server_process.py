@@ -1,0 +1,71 @@
+"""The HTTP process: small, without torch and nnsight, on the oldest and the newest versions of what it declares."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers_server import Server
+
+from pymllm_interp.cli import main
+
+IMPORTS = """
+import sys
+import pymllm_interp.cli, pymllm_interp.server.command, pymllm_interp.server.serve
+from pymllm_interp.server.tokenizer import load_tokenizer
+
+tokenizer = load_tokenizer(__import__("pathlib").Path(sys.argv[1]))
+text = tokenizer.decode(tokenizer("w1 w2")["input_ids"])
+tokenizer.apply_chat_template([{"role": "user", "content": "w3"}], tokenize=False)
+print(text, sorted({"torch", "nnsight", "greenlet"} & sys.modules.keys()))
+"""
+
+
+def run(code: str, *args: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code, *args]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_the_http_process_imports_neither_torch_nor_nnsight(served_folder: Path):
+    found = run(IMPORTS, str(served_folder))
+    assert found.stdout.strip() == "w1w2 []", found.stderr[-2000:]
+
+
+def test_a_server_that_served_everything_has_not_loaded_torch(server: Server):
+    """The running process, after requests of each kind."""
+    body = {"prompt": "w1 w2", "max_tokens": 2, "interventions": [{"op": "scale", "site": "resid_post.0", "factor": 2}]}
+    with server.client() as client:
+        for path, more in (
+            ("/v1/completions", {"capture": ["resid_post.1"]}), ("/v1/completions", {"interventions": [{"op": "none"}]}),
+            ("/v1/completions", {"stream": True, "logprobs": 2}),
+        ):  # fmt: skip
+            assert client.post(path, json=body | more).status_code in (200, 400)
+        chat = {"messages": [{"role": "user", "content": "w3"}], "max_tokens": 2}
+        assert client.post("/v1/chat/completions", json=chat).status_code == 200
+        assert client.post("/v1/interp/lens", json={"prompt": "w1"}).status_code == 200
+    maps = Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert "httptools" in maps and "libtorch" not in maps
+    assert "libtorch" in Path(f"/proc/{server.engine_pid()}/maps").read_text()
+
+
+@pytest.mark.parametrize(
+    ("missing", "remedy"),
+    [("starlette", "the installed fastapi needs it"), ("uvicorn", "pip install 'pymllm-interp[serve]'")],
+)
+def test_a_missing_package_is_told_with_the_package_that_needs_it(missing: str, remedy: str):
+    code = f"import sys; sys.modules[{missing!r}] = None; from pymllm_interp.cli import main; print(main(['serve', 'demo']))"
+    found = run(code)
+    assert found.stdout.strip() == "2", (found.stdout, found.stderr[-2000:])
+    assert missing in found.stderr and remedy in found.stderr, found.stderr
+
+
+def test_a_model_that_is_none_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """What the engine process raised reaches the command line as its message."""
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["serve", str(tmp_path), "--port", "0"]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("pymllm-interp serve: ") and "Traceback" not in error
