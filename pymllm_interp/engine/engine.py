@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -32,7 +32,7 @@ from ..runner.interp_model_runner import InterpModelRunner
 from .callbacks import Callbacks
 from .kv_manager import KVManager
 from .scheduler import Scheduler
-from .step_results import append_logprobs, finished_event, out_of_memory_error, runner_counters
+from .step_results import Progress, append_logprobs, finished_event, out_of_memory_error, runner_counters
 from .step_times import StepPacing, StepTimes
 from .warm_up import warm_up
 
@@ -48,17 +48,6 @@ CLOSING_SECONDS = 5.0
 
 class EngineThread(threading.Thread):
     """The thread of an engine. Nothing that runs on it may wait for a request, of whichever engine."""
-
-
-class Progress(NamedTuple):
-    """How far an engine is."""
-
-    progress: str
-    """Another one whenever a step, a command or a block of a trace has ended."""
-    busy: bool
-    """Whether there is anything to do."""
-    in_block: bool
-    """Whether a block of a trace runs."""
 
 
 class Engine:

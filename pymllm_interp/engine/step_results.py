@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +13,17 @@ from ..core.output import Logprob
 from ..core.request import Request
 from ..core.step import ModelRunnerOutput, SampledLogprobs, SchedulerOutput
 from ..runner.interp_model_runner import InterpModelRunner
+
+
+class Progress(NamedTuple):
+    """How far an engine is."""
+
+    progress: str
+    """Another one whenever a step, a command or a block of a trace has ended."""
+    busy: bool
+    """Whether there is anything to do."""
+    in_block: bool
+    """Whether a block of a trace runs."""
 
 
 def logprobs_by_token(sampled: SampledLogprobs) -> dict[int, Logprob]:

@@ -14,6 +14,8 @@ from ..hooks.traces.errors import EditError, GangError, TraceError, TraceTimeout
 from ..hooks.traces.nnsight_compat import OutOfOrderError
 from .failures import Failure, ends
 
+LAST_LINE = (1 << 31) - 1
+"""The largest line number that a traceback can have."""
 _CLASSES: tuple[type[BaseException], ...] = (
     PromptError, EngineClosedError, CaptureError, EditError, GangError, TraceError, TraceTimeoutError, OutOfOrderError,
 )  # fmt: skip
