@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -274,12 +274,6 @@ class EngineClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._context.destroy(linger=0)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-async def messages_of(call: Call) -> AsyncIterator[m.FromEngine]:
-    """A call's messages, without end."""
-    while True:
-        yield await call.next()
 
 
 def settings_of_limits(settings: ServeSettings) -> dict[str, Any]:
