@@ -169,7 +169,7 @@ def test_g02_during_a_capture_traces_wait_and_traced_passes_are_refused_on_that_
         with lm.generate(prompt, max_new_tokens=5) as tracer:
             for _ in tracer.iter[:]:
                 lm.model.layers[1].output.save()
-        thread.join(60)
+        thread.join(600)
         assert tracer.receipt.steps["segments"] >= 3, "one step may hold the prompt of the other trace"
     assert seen == [(True, True, False)]
     torch.testing.assert_close(states[0], expected_states, rtol=0, atol=1e-5)
