@@ -322,14 +322,14 @@ def held(lm: LM) -> Iterator[Callable[[int], None]]:
     stands, goes_on = threading.Event(), threading.Event()
 
     def arrived(count: int) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while len(lm.engine._inbox) < count:
             assert time.monotonic() < deadline, f"{len(lm.engine._inbox)} of {count} submissions have come"
             time.sleep(0.001)
 
-    holder = threading.Thread(target=lm.engine.call, args=(lambda: stands.set() or goes_on.wait(120),))
+    holder = threading.Thread(target=lm.engine.call, args=(lambda: stands.set() or goes_on.wait(600),))
     holder.start()
-    assert stands.wait(120)
+    assert stands.wait(600)
     try:
         yield arrived
     finally:
@@ -352,14 +352,7 @@ def served_folder(model_folder: Callable[[str], Path], tmp_path_factory: pytest.
 def server(served_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of the llama folder, with the keys of helpers_server.py."""
     options = [
-        "--allow-code-from",
-        "code",
-        "--operator",
-        "code",
-        "--inline-bytes",
-        "20000",
-        "--option",
-        "trace_step_timeout=3",
-    ]
+        "--allow-code-from", "code", "--operator", "code", "--inline-bytes", "20000", "--option", "trace_step_timeout=60",
+    ]  # fmt: skip
     with serving(served_folder, *options, folder=tmp_path_factory.mktemp("keys")) as found:
         yield found

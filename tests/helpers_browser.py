@@ -131,7 +131,7 @@ def browsing(profile: Path) -> Iterator[Page]:
     finally:
         process.terminate()
         try:
-            process.wait(60)
+            process.wait(120)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -48,7 +48,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 pytestmark = [pytest.mark.gpu] if CUDA else []
 INFO = ModelSpec.of(CONFIGS["llama"](), torch.float32)
-WAIT = 120.0
+WAIT = 600
 
 
 @pytest.fixture(scope="module", params=WAYS)

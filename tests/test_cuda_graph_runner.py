@@ -30,8 +30,10 @@ from pymllm_interp.runner import graph_capture
 from pymllm_interp.runner.cuda_graph_runner import (
     CudaGraphRunner,
     freeze_gc,
+    get_global_graph_memory_pool,
     is_capture_mode,
     model_capture_mode,
+    set_global_graph_memory_pool,
 )
 from pymllm_interp.runner.input_batch import InputBuffers
 from pymllm_interp.runner.partition import Execution, Partition
@@ -167,7 +169,7 @@ def test_g02_during_a_capture_traces_wait_and_traced_passes_are_refused_on_that_
         with lm.generate(prompt, max_new_tokens=5) as tracer:
             for _ in tracer.iter[:]:
                 lm.model.layers[1].output.save()
-        thread.join(60)
+        thread.join(600)
         assert tracer.receipt.steps["segments"] >= 3, "one step may hold the prompt of the other trace"
     assert seen == [(True, True, False)]
     torch.testing.assert_close(states[0], expected_states, rtol=0, atol=1e-5)
@@ -601,6 +603,45 @@ def test_g08_gpu_padded_rows_write_to_nobody(cuda_runner):
     graphs_of(runner).replay(batch)
     changed = (kv != before).flatten(3).any(-1).any(0).any(0).nonzero().squeeze(1).tolist()
     assert set(changed) <= {0, *batch.out_cache_loc.tolist()}
+    release(hand)
+
+
+def test_g1_graphs_are_captured_into_the_pool_that_is_given_else_the_global_one_else_their_own(monkeypatch):
+    pools = []
+
+    def noted(plan: Any, run: Any, pool: Any) -> Any:
+        pools.append(pool)
+        return record(plan, run, pool)
+
+    use_eager_captures(monkeypatch)
+    record = graph_capture.record
+    monkeypatch.setattr(graph_capture, "record", noted)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: object())
+    runner = make_runner(CONFIGS["llama"](), max_running_requests=2)
+    assert get_global_graph_memory_pool() is None
+    assert CudaGraphRunner(runner, [1, 2]).pool is None and graph_capture.memory_pool("cpu") is None
+    own = [graph_capture.memory_pool("cuda:0") for _ in range(2)]
+    assert None not in own and own[0] is not own[1]
+    try:
+        set_global_graph_memory_pool((0, 7))
+        assert get_global_graph_memory_pool() == (0, 7) == graph_capture.memory_pool("cuda:0")
+        shared, explicit = CudaGraphRunner(runner, [1, 2]), CudaGraphRunner(runner, [1], pool=(0, 8))
+    finally:
+        set_global_graph_memory_pool(None)
+    assert shared.pool == (0, 7) and explicit.pool == (0, 8)
+    assert pools == [None, None, (0, 7), (0, 7), (0, 8)]
+    assert CudaGraphRunner(runner, [1]).pool is None
+
+
+@pytest.mark.gpu
+def test_g1_gpu_runners_of_one_pool_give_what_those_of_their_own_give():
+    runner = cuda_runner("bfloat16", page_size=16)
+    hand, pool = ByHand(runner), torch.cuda.graph_pool_handle()
+    batch = decode_batch(runner, 4, hand)
+    expected = CudaGraphRunner(runner, [4]).replay(batch).next_token_logits
+    for sharing in [CudaGraphRunner(runner, [4], pool=pool) for _ in range(2)]:
+        assert torch.equal(sharing.replay(batch).next_token_logits, expected)
+        sharing.shutdown()
     release(hand)
 
 

@@ -19,7 +19,7 @@ from pymllm_interp.engine.handle import RequestHandle
 from pymllm_interp.hooks.interventions.op import Op
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gemma2"]
-WAIT = 60.0
+WAIT = 600
 
 
 @torch.no_grad()

@@ -487,7 +487,7 @@ def test_many_such_generations_at_once_beside_plain_ones_end_as_they_do_alone(pa
         handles = [lm.submit(prompt, params) for prompt in prompts]
         arrived(2 * len(prompts))
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     assert all(map(torch.equal, found, expected))
     assert [handle.result().token_ids for handle in handles] == plain
 
@@ -504,7 +504,7 @@ def test_it_survives_a_full_pool(model_folder: Callable[..., Any]) -> None:
             handle = lm.submit(OTHER, SamplingParams(temperature=0, max_tokens=40))
             arrived(3)
         for thread in threads:
-            thread.join(60)
+            thread.join(600)
         assert handle.result().token_ids == plain
         assert len(found) == 2
         for weights, tokens in found:

@@ -523,7 +523,7 @@ def test_specs_are_hashed_from_several_threads_at_once() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(15)
+        thread.join(600)
     assert len(ended) == 4, "they wait for each other"
 
 

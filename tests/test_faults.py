@@ -418,7 +418,7 @@ def test_a_traced_request_that_gives_way_and_finds_no_memory_ends_and_no_other(w
                     thread.start()
                 arrived(3)
             for thread in threads:
-                thread.join(60)
+                thread.join(600)
 
         all_at_once()
         expected = dict(found)

@@ -26,7 +26,7 @@ from pymllm_interp.server.specs import intervention_of, to_json
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 CAPTURE = ["resid_post.*", "final_norm"]
-WAIT = 60.0
+WAIT = 600
 MODEL = ModelSpec.of(CONFIGS["llama"](), torch.float32)
 LIMITS = DeclaredLimits(8, 999, 1 << 24)
 PAIRS = [

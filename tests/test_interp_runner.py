@@ -47,7 +47,7 @@ def held(lm: LM, submissions: int) -> Iterator[None]:
             time.sleep(0.001)
         gate.set()
 
-    lm.engine._post(lambda: gate.wait(20) and None)
+    lm.engine._post(lambda: gate.wait(600) and None)
     while lm.engine._inbox:  # until the engine is at the gate
         time.sleep(0.001)
     watcher = threading.Thread(target=open_gate)
@@ -68,7 +68,7 @@ def plain_beside(lm: LM, block: Callable[[], Any]) -> tuple[list[Any], Any]:
             given: Any = block()
         except Exception as error:
             given = error
-    outputs = [handle.result(timeout=20) for handle in handles]
+    outputs = [handle.result(timeout=600) for handle in handles]
     return [(out.token_ids, out.logprobs, out.finish_reason) for out in outputs], given
 
 

@@ -345,7 +345,7 @@ def test_segments_with_cut_edges_take_turns_with_a_trace_that_runs_alone(model_f
                     thread.start()
                 arrived(6)
             for thread in [*threads, *later]:
-                thread.join(60)
+                thread.join(600)
             assert [handle.result().token_ids for handle in handles] == [cut.token_ids] * 2
             assert len(found) == 2 and all(torch.equal(tokens, alone) for tokens in found)
             assert cut.receipt.steps == {"replay": 1, "segments": 5}
@@ -367,7 +367,7 @@ def test_split_steps_are_cut(lm_of: Callable[..., LM], oracle: Callable[[str], P
         thread = threading.Thread(target=trace)
         thread.start()
         arrived(2)
-    thread.join(60)
+    thread.join(600)
     assert handle.result().token_ids == expected(oracle("llama"), OTHER, specs, 6)[0]
     assert found[0][0] == expected(oracle("llama"), PROMPT, specs, 6)[0] and found[0][1]["split"] == 5
 

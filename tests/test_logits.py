@@ -36,7 +36,7 @@ CUDA = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu] if CUDA else []
 TIGHT: dict[str, Any] = {"kv_cache_tokens": 80, "page_size": 4, "max_num_tokens": 16, "inner_sites": INNER_SITES}
 """Prompts in chunks, and requests that give way."""
-WAIT = 120.0
+WAIT = 600
 
 
 @pytest.fixture(scope="module", params=[way for way in WAYS if way != "tables"])  # which graphs read, too

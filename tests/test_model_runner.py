@@ -598,6 +598,8 @@ def test_r24_penalties_equal_a_loop_and_leave_the_logits(runner):
         "token_histories": [[int(t)] for t in kept.argmax(-1)],
     }
     assert not (sampled(runner, logits, penalty_params=strong) == kept.argmax(-1)).any()
+    with pytest.raises(ValueError, match="token_histories has 2 lists, logits has 3 rows"):
+        sampled(runner, logits, penalty_params={**params, "token_histories": [[], []]})
 
 
 @pytest.mark.parametrize("batch", [0, 1, 5])

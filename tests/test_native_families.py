@@ -27,7 +27,7 @@ from pymllm_interp.hooks.site import WITHOUT_LAYER
 FAMILIES = ["gpt2", "gpt_neox", "gemma2", "gemma3_text"]
 PROMPT, OTHERS = random_ids(9, seed=1), [random_ids(4, seed=2), random_ids(17, seed=3)]
 CLOSE: Any = {"rtol": 1e-4, "atol": 1e-4}
-WAIT = 60.0
+WAIT = 600
 
 Load = Callable[..., LM]
 

@@ -21,7 +21,7 @@ from pymllm_interp.server.specs import capture_of, to_json
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "gpt_neox"]
 PARAMS = SamplingParams(temperature=0, max_tokens=5)
-WAIT = 60.0
+WAIT = 600
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ FULL = (LENGTH - 1) // PAGE * PAGE
 WIDTH = CONFIGS["llama"]().hidden_size
 STRONG, OTHER = 8 * vector(WIDTH, 1), 8 * vector(WIDTH, 2)
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=3)
-WAIT = 120
+WAIT = 600
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

@@ -23,7 +23,7 @@ from pymllm_interp.core.output import RequestOutput
 WIDTH = CONFIGS["llama"]().hidden_size
 VECTORS = [4 * vector(WIDTH, seed) for seed in range(2)]
 BASES = [[random.Random(seed).randrange(VOCAB - 2) for seed in range(start, start + 48)] for start in (0, 100)]
-WAIT = 120
+WAIT = 600
 SERVERS = {
     "in turn": {},
     "ahead": {"async_scheduling": True},

@@ -17,7 +17,6 @@ from pymllm_interp.sampling import (
     PenaltyBatch,
     Sampler,
     SamplingBatch,
-    apply_penalties,
     gather_logprobs,
     prompt_logprobs,
     sample_tokens,
@@ -334,7 +333,6 @@ def test_a_batch_holds_only_what_a_row_asks_for():
 
 def test_empty_batches():
     assert sample(torch.empty(0, 50), []) == []
-    assert apply_penalties(torch.empty(0, 50), None, None, None, []).shape == (0, 50)
     assert gather_logprobs(torch.empty(0, 50), torch.empty(0, dtype=torch.int32), []).tolists() == []
     none = torch.empty(0)
     for limits in ({}, {"temperatures": none}, {"temperatures": none, "top_ps": none, "top_ks": none.int()}):
@@ -483,21 +481,24 @@ def test_penalty_batch_equals_loop_reference_on_its_rows_alone():
     assert torch.equal(scores[0], logits[0])
 
 
+NAMES = ("repetition_penalties", "frequency_penalties", "presence_penalties")
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_apply_penalties_equals_loop_reference_and_leaves_its_input(dtype, device):
-    logits = random_logits(6, 23).to(device, dtype)
-    before = logits.clone()
+def test_penalties_of_histories_equal_the_loop_reference(device):
+    logits = random_logits(6, 23).to(device)
     histories = [[], [0], [22, 22, 22, 1], [5, 6, 5], list(range(23)), [7] * 40]
-    repetition, frequency, presence = torch.tensor(PENALTIES, device=device).unbind(1)
-    result = apply_penalties(logits, repetition, frequency, presence, histories)
+    strengths = dict(zip(NAMES, torch.tensor(PENALTIES, device=device).unbind(1), strict=True))
+    scores = logits.clone()
+    PenaltyBatch.from_histories(histories, strengths, 23, device).apply_(scores)
     expected = [
         reference_penalties(row, [], history, *penalties)
-        for row, history, penalties in zip(logits.float().cpu(), histories, PENALTIES, strict=True)
+        for row, history, penalties in zip(logits.cpu(), histories, PENALTIES, strict=True)
     ]
-    torch.testing.assert_close(result.cpu(), torch.stack(expected), rtol=1e-6, atol=1e-5)
-    assert torch.equal(logits, before)
-    assert torch.equal(apply_penalties(logits, None, None, None, histories), logits.float())
+    torch.testing.assert_close(scores.cpu(), torch.stack(expected), rtol=1e-6, atol=1e-5)
+    scores = logits.clone()
+    PenaltyBatch.from_histories(histories, dict.fromkeys(NAMES), 23, device).apply_(scores)
+    assert torch.equal(scores, logits)
 
 
 def test_penalties_reach_the_sampled_token():
@@ -508,15 +509,13 @@ def test_penalties_reach_the_sampled_token():
 
 def test_what_lies_outside_the_vocabulary_is_refused():
     with pytest.raises(ValueError, match="token 23; expected 0 to 22"):
-        apply_penalties(torch.zeros(1, 23), None, None, None, [[4, 23]])
+        PenaltyBatch.from_histories([[4, 23]], {}, 23, "cpu")
     with pytest.raises(ValueError, match="token -1; expected 0 to 22"):
-        apply_penalties(torch.zeros(1, 23), None, None, None, [[-1]])
+        PenaltyBatch.from_histories([[-1]], {}, 23, "cpu")
     with pytest.raises(ValueError, match="request 'r6': logit_bias names token 23"):
         SamplingBatch.from_requests([make_request(seed=6, logit_bias={23: 1.0})], 23, "cpu")
-    with pytest.raises(ValueError, match="token_histories has 2 lists, logits has 1 rows"):
-        apply_penalties(torch.zeros(1, 23), None, None, None, [[], []])
     with pytest.raises(ValueError, match=r"frequency_penalties has shape \(2,\), expected \(1,\)"):
-        apply_penalties(torch.zeros(1, 23), None, torch.ones(2), None, [[]])
+        PenaltyBatch.from_histories([[]], {"frequency_penalties": torch.ones(2)}, 23, "cpu")
 
 
 # --- log probabilities ---

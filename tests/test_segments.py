@@ -31,7 +31,7 @@ from pymllm_interp.runner import graph_capture, model_runner
 from pymllm_interp.runner.segments import Segments
 
 PROMPT, OTHERS = random_ids(9, seed=1), [random_ids(4, seed=2), random_ids(17, seed=3)]
-WAIT = 60.0
+WAIT = 600
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 """Between batch shapes: products and attention round by them."""
 

@@ -34,7 +34,7 @@ LONG = {"prompt": "w3 w14 w15", "max_tokens": 120, "ignore_eos": True, "stream":
 
 def raw(server: Server) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=20)
+    return socket.create_connection((host, int(port)), timeout=600)
 
 
 def post_bytes(path: str, body: bytes, length: int | None = None, kind: str = "application/json") -> bytes:
@@ -238,13 +238,13 @@ def check_sigterm(server: Server) -> None:
         with server.client() as client, client.stream("POST", "/v1/completions", json=LONG | {"seed": i}) as stream:
             for number, line in enumerate(stream.iter_lines()):
                 if number == 2:
-                    begun.wait(30)
+                    begun.wait(600)
                 texts[i] += line + "\n"
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
     for thread in threads:
         thread.start()
-    begun.wait(30)
+    begun.wait(600)
     assert server.end(60) == 0
     for thread in threads:
         thread.join()
@@ -273,7 +273,7 @@ def test_a_full_disk_costs_the_request_and_an_engines_end_may_end_the_server(ser
             assert len(client.get(small.json()["choices"][0]["activations"]["url"]).content) > 1000
         assert server.metric("store_files") == 1
         os.kill(server.engine_pid(), signal.SIGKILL)
-        assert server.process.wait(30) == 3  # as --on-engine-exit asks
+        assert server.process.wait(600) == 3  # as --on-engine-exit asks
     finally:
         found.__exit__(None, None, None)
 
@@ -291,14 +291,14 @@ def test_an_engine_whose_parent_is_killed_ends_by_itself(served_folder, loaded):
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         if loaded:
             process.stdout.readline()  # the address
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while not (found := children_of(process.pid)):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         (pid,) = found
         process.kill()
         process.wait()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while time.monotonic() < deadline:
             try:
                 os.kill(pid, 0)

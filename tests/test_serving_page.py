@@ -45,7 +45,7 @@ def test_the_transcript_was_run(demo: Server) -> None:
     assert len(commands) >= 3
     for command, shown in commands:
         run = subprocess.run(
-            ["bash", "-c", command.replace(ADDRESS, demo.url)], capture_output=True, text=True, timeout=60
+            ["bash", "-c", command.replace(ADDRESS, demo.url)], capture_output=True, text=True, timeout=600
         )
         got, wanted = (VOLATILE.sub(r'"\1": ...', part).split() for part in (run.stdout, shown))
         assert got == wanted, f"{command}\n{run.stdout}"

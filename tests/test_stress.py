@@ -194,12 +194,12 @@ def stress(lm_of: Any, oracle: Any, seed: int, count: int, **server: Any) -> Non
     for handle in cancelled:
         handle.cancel()
     for timer in timers:
-        timer.join(timeout=120)
+        timer.join(timeout=600)
         assert not timer.is_alive(), "a trace hangs"
-    assert [h.result(timeout=60).token_ids for h in handles] == [generated for _, generated in plain]
+    assert [h.result(timeout=600).token_ids for h in handles] == [generated for _, generated in plain]
     for request, handle in zip(declared, with_specs, strict=True):
-        request.check(handle.result(timeout=60), oracle("llama"))
-    assert all(h.result(timeout=60).finish_reason in ("abort", "length") for h in cancelled)
+        request.check(handle.result(timeout=600), oracle("llama"))
+    assert all(h.result(timeout=600).finish_reason in ("abort", "length") for h in cancelled)
     for plan, reference in zip(plans, references, strict=True):
         assert_same(plan, reference)
     after = lm.engine.stats()

@@ -288,26 +288,26 @@ def test_a_trace_inside_of_a_block_is_refused_and_the_engine_lives(lm: LM) -> No
 
 
 def test_a_block_that_never_returns_is_reported_and_ended_while_others_go_on(lm_of) -> None:
-    lm = lm_of("llama", trace_step_warning=0.05, trace_step_timeout=0.3)
+    lm = lm_of("llama", trace_step_warning=0.05, trace_step_timeout=2.0)
     wanted = lm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=8))[0].token_ids
     handle = lm.submit(PROMPT, SamplingParams(temperature=0, max_tokens=8))
     with (
         pytest.warns(UserWarning, match="held up the engine"),
-        pytest.raises(TraceTimeoutError, match=r"trace_step_timeout=0\.3") as caught,
+        pytest.raises(TraceTimeoutError, match=r"trace_step_timeout=2\.0") as caught,
     ):
         with lm.trace(PROMPT):
             h = lm.model.layers[0].output
             while h is not None:
                 pass
     assert any("while h" in line or "pass" in line for line in lines_of(caught.value))
-    assert handle.result(timeout=30).token_ids == wanted
+    assert handle.result(timeout=600).token_ids == wanted
     with lm.trace(PROMPT):
         h = lm.model.layers[0].output.save()
     assert h.shape == (1, 5, 72)
 
 
 def test_a_slow_block_that_ends_is_only_reported(lm_of) -> None:
-    lm = lm_of("llama", trace_step_warning=0.05, trace_step_timeout=0.3)
+    lm = lm_of("llama", trace_step_warning=0.05, trace_step_timeout=600.0)
     with pytest.warns(UserWarning, match="held up the engine"), lm.trace(PROMPT):
         h = lm.model.layers[0].output.save()
         time.sleep(0.2)
@@ -359,9 +359,9 @@ def test_shutdown_ends_a_trace_in_flight(model_folder) -> None:
 
     thread = threading.Thread(target=client)
     thread.start()
-    assert started.wait(20)
+    assert started.wait(600)
     lm.shutdown()
-    thread.join(20)
+    thread.join(600)
     assert not thread.is_alive() and isinstance(caught[0], RuntimeError) and "shut down" in str(caught[0])
     with pytest.raises(RuntimeError, match="takes no more requests"), lm.trace(PROMPT):
         lm.model.layers[0].output.save()

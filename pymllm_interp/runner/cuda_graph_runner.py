@@ -33,10 +33,24 @@ from ..mem_cache.kv_pool import KVPool
 from ..mem_cache.memory_pool import ReqToTokenPool
 from ..models.base import CausalLM
 from . import graph_capture
-from .graph_capture import Capturing, freeze_gc, is_capture_mode, model_capture_mode
+from .graph_capture import (
+    Capturing,
+    freeze_gc,
+    get_global_graph_memory_pool,
+    is_capture_mode,
+    model_capture_mode,
+    set_global_graph_memory_pool,
+)
 from .input_batch import PAD_SEQ_LEN, InputBuffers
 
-__all__ = ["CudaGraphRunner", "freeze_gc", "is_capture_mode", "model_capture_mode"]
+__all__ = [
+    "CudaGraphRunner",
+    "freeze_gc",
+    "get_global_graph_memory_pool",
+    "is_capture_mode",
+    "model_capture_mode",
+    "set_global_graph_memory_pool",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +81,7 @@ class CudaGraphRunner:
         model_runner: initialised: model, pools and attention backend are there.
         sizes: batch sizes to capture; None is `capture_batch_sizes` up to `max_running_requests`.
         declares: capture the declared ops, too.
+        pool: the memory pool of the graphs; None: the global one, where there is one, else a new one.
 
     Attributes:
         graphs, output_buffers: by batch size; a buffer holds logits and hidden states of the last replay.
@@ -80,7 +95,14 @@ class CudaGraphRunner:
         RuntimeError: the runner is not initialised, or a capture failed (with what to change).
     """
 
-    def __init__(self, model_runner: GraphOwner, sizes: list[int] | None = None, *, declares: bool = True) -> None:
+    def __init__(
+        self,
+        model_runner: GraphOwner,
+        sizes: list[int] | None = None,
+        *,
+        declares: bool = True,
+        pool: tuple | None = None,
+    ) -> None:
         parts = ("model", "req_to_token_pool", "token_to_kv_pool", "attn_backend")
         missing = [name for name in parts if getattr(model_runner, name) is None]
         if missing:
@@ -102,7 +124,8 @@ class CudaGraphRunner:
         self.seq_len_fill_value = PAD_SEQ_LEN
         self.buffers = model_runner.input_buffers
         self.memory_usage = 0
-        self.pool: tuple | None = None
+        # By default no engine shares it with another one, whose graphs may be replayed before this one has read its logits.
+        self.pool = pool or graph_capture.memory_pool(self.device)
         self._batches: dict[int, ForwardBatch] = {}
         self.capture()
 
@@ -143,8 +166,6 @@ class CudaGraphRunner:
     def capture(self) -> None:
         """Capture every size, largest first: smaller graphs reuse its memory."""
         started, free = time.perf_counter(), free_memory(self.device)
-        # No engine shares it with another one, whose graphs may be replayed before this one has read its logits.
-        self.pool = torch.cuda.graph_pool_handle() if self.device.startswith("cuda") else None
         bs = self.max_bs
         try:
             self.attn_backend.init_cuda_graph_state(self.max_bs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ..core.step import LogitsProcessorOutput
 from ..mem_cache.kv_pool import KVPool
 from ..mem_cache.memory_pool import ReqToTokenPool
 from ..models.base import CausalLM
-from ..sampling import apply_penalties, gather_logprobs, sample_tokens
+from ..sampling import PenaltyBatch, Sampler, SamplingBatch
 from .cuda_graph_runner import CudaGraphRunner
 from .partition import Execution
 from .prefill_graphs import PrefillGraphs
@@ -35,6 +36,7 @@ class ForwardPasses:
     plain_graphs: CudaGraphRunner | None
     prefill_graphs: PrefillGraphs | None
     forward_pass_id: int
+    sampler: Sampler
 
     def get_model(self) -> CausalLM:
         """The loaded model."""
@@ -184,7 +186,7 @@ class ForwardPasses:
         top_ks: torch.Tensor | None = None,
         penalty_params: dict[str, Any] | None = None,
     ) -> torch.Tensor:
-        """Next token ids, int32 [batch]. Greedy without temperatures, or where they are 0.
+        """Next token ids, int32 [batch], by the sampler of the engine's steps. Greedy without temperatures, or where they are 0.
 
         Args:
             temperatures, top_ps, top_ks: [batch]; a top_k of -1 or 0 keeps all tokens.
@@ -193,12 +195,27 @@ class ForwardPasses:
 
         A batch with `return_logprob` gets `logits_output.next_token_logprobs`, under the raw logits.
         """
-        logits = raw = logits_output.next_token_logits
+        logits = logits_output.next_token_logits
+        batch = SamplingBatch(rows=len(logits), temperatures=temperatures, top_ps=top_ps, top_ks=top_ks)
+        if temperatures is not None:
+            zeros = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+            batch.seeds = torch.randint(2**62, zeros.shape, device=logits.device)
+            batch.sample_indices = batch.gen_indices = zeros
         if penalty_params is not None:
-            logits = apply_penalties(logits, **penalty_params)
-        token_ids = sample_tokens(logits, temperatures, top_ps, top_ks)
+            batch.penalties = _penalties(logits, **penalty_params)
         if forward_batch.return_logprob:
-            top = forward_batch.top_logprobs_nums or [0] * forward_batch.batch_size
-            entries = gather_logprobs(raw, token_ids, top).tolists()
+            batch.num_logprobs = list(forward_batch.top_logprobs_nums or [0] * len(logits))
+        output = self.sampler(logits, batch)
+        if output.logprobs is not None:
+            entries = output.logprobs.tolists()
             logits_output.next_token_logprobs = [entry for entry in entries if entry is not None]
-        return token_ids
+        return output.token_ids
+
+
+def _penalties(
+    logits: torch.Tensor, token_histories: Sequence[Sequence[int]], **strengths: torch.Tensor | None
+) -> PenaltyBatch:
+    rows, vocab = logits.shape
+    if len(token_histories) != rows:
+        raise ValueError(f"token_histories has {len(token_histories)} lists, logits has {rows} rows: give one for each")
+    return PenaltyBatch.from_histories(token_histories, strengths, vocab, logits.device)

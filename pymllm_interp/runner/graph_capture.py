@@ -51,6 +51,34 @@ def model_capture_mode(owner: Capturing | None = None) -> Iterator[None]:
             owner.is_capturing = owner_before
 
 
+_shared_pool: tuple | None = None
+
+
+def get_global_graph_memory_pool() -> tuple | None:
+    """The memory pool that the graphs of all runners made from now on share; None: each runner has its own."""
+    return _shared_pool
+
+
+def set_global_graph_memory_pool(pool: tuple | None) -> None:
+    """Let the runners made from now on capture into one memory pool: they take the memory of the largest.
+
+    A replay overwrites what another graph of the pool has left there. So this is for engines that never run at the same time;
+    by default each runner has its own pool.
+
+    Args:
+        pool: a handle of `torch.cuda.graph_pool_handle()`; None: own pools again.
+    """
+    global _shared_pool
+    _shared_pool = pool
+
+
+def memory_pool(device: str) -> tuple | None:
+    """The pool for a new runner's graphs: the global one, else a new one. None off CUDA."""
+    if _shared_pool is not None or not device.startswith("cuda"):
+        return _shared_pool
+    return torch.cuda.graph_pool_handle()
+
+
 @contextmanager
 def freeze_gc() -> Iterator[None]:
     """Keep the garbage collector from freeing device memory in the middle of a capture."""

@@ -123,9 +123,9 @@ class PrefillGraphs:
     def _capture(self) -> None:
         """Capture every size, largest first: smaller graphs reuse its memory."""
         started, free = time.perf_counter(), free_memory(self.model_runner.device)
-        on_cuda, size = self.model_runner.device.startswith("cuda"), self.sizes[-1]
-        # A pool of their own: tensors live from one graph to the next, and another engine may replay its graphs in between.
-        pool = torch.cuda.graph_pool_handle() if on_cuda else None
+        size = self.sizes[-1]
+        # By default of their own: tensors live from one graph to the next, and another engine may replay its graphs in between.
+        pool = graph_capture.memory_pool(self.model_runner.device)
         try:
             with graph_capture.freeze_gc(), model_capture_mode(self.model_runner):
                 for size in reversed(self.sizes):

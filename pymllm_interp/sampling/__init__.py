@@ -2,7 +2,7 @@
 
 from .logprobs import LogprobTensors, gather_logprobs, prompt_logprobs
 from .noise import uniform_noise
-from .penalties import PenaltyBatch, apply_penalties
+from .penalties import PenaltyBatch
 from .sampler import Sampler, SamplerOutput, sample_tokens
 from .sampling_batch import LogitBias, SamplingBatch
 from .sampling_request import SamplingRequest
@@ -15,7 +15,6 @@ __all__ = [
     "SamplerOutput",
     "SamplingBatch",
     "SamplingRequest",
-    "apply_penalties",
     "gather_logprobs",
     "prompt_logprobs",
     "sample_tokens",

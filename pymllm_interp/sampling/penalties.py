@@ -40,22 +40,16 @@ def count_tokens(token_lists: Sequence[Sequence[int]], vocab_size: int, device: 
 def _penalised(
     scores: torch.Tensor,  # [k, vocab] float32
     output_counts: torch.Tensor,  # [k, vocab] int32
-    prompt_mask: torch.Tensor | None,  # [k, vocab] bool
-    repetition: torch.Tensor | None,  # [k] float32, as the next two
-    frequency: torch.Tensor | None,
-    presence: torch.Tensor | None,
+    prompt_mask: torch.Tensor,  # [k, vocab] bool
+    repetition: torch.Tensor,  # [k] float32, as the next two
+    frequency: torch.Tensor,
+    presence: torch.Tensor,
 ) -> torch.Tensor:
     """The penalised scores, in fresh memory: `scores` is not changed."""
     present = output_counts > 0
-    if repetition is not None:
-        seen = present if prompt_mask is None else present | prompt_mask
-        factor = torch.where(seen, repetition[:, None], 1.0)
-        scores = torch.where(scores > 0, scores / factor, scores * factor)
-    if frequency is not None:
-        scores = scores - frequency[:, None] * output_counts
-    if presence is not None:
-        scores = scores - presence[:, None] * present
-    return scores
+    factor = torch.where(present | prompt_mask, repetition[:, None], 1.0)
+    scores = torch.where(scores > 0, scores / factor, scores * factor)
+    return scores - frequency[:, None] * output_counts - presence[:, None] * present
 
 
 @dataclass
@@ -99,6 +93,38 @@ class PenaltyBatch:
             output_counts=count_tokens([request.output_token_ids for request in asking], vocab_size, device),
         )
 
+    @classmethod
+    def from_histories(
+        cls,
+        histories: Sequence[Sequence[int]],
+        strengths: dict[str, torch.Tensor | None],
+        vocab_size: int,
+        device: torch.device | str,
+    ) -> PenaltyBatch:
+        """The penalties of all rows, for tokens that count as output.
+
+        Args:
+            histories: the tokens of each row.
+            strengths: `repetition_penalties`, `frequency_penalties`, `presence_penalties`: [rows] each; None: off.
+
+        Raises:
+            ValueError: a length other than that of `histories`, or a token outside the vocabulary.
+        """
+        rows = len(histories)
+        for name, values in strengths.items():
+            if values is not None and values.shape != (rows,):
+                raise ValueError(f"{name} has shape {tuple(values.shape)}, expected ({rows},): one value for each row")
+        off = {"repetition_penalties": 1.0, "frequency_penalties": 0.0, "presence_penalties": 0.0}
+        repetition, frequency, presence = (
+            torch.full((rows,), neutral, device=device)
+            if (given := strengths.get(name)) is None
+            else given.to(device, torch.float32)
+            for name, neutral in off.items()
+        )
+        counts = count_tokens(histories, vocab_size, device)
+        every = torch.arange(rows, device=device)
+        return cls(every, repetition, frequency, presence, torch.zeros_like(counts, dtype=torch.bool), counts)
+
     def apply_(self, scores: torch.Tensor) -> None:
         """Penalise this batch's rows of `scores` [batch, vocab] float32 in place."""
         penalised = _penalised(
@@ -110,37 +136,3 @@ class PenaltyBatch:
             self.presence,
         )
         scores.index_copy_(0, self.rows, penalised)
-
-
-def apply_penalties(
-    logits: torch.Tensor,  # [batch, vocab]
-    repetition_penalties: torch.Tensor | None,  # [batch], as the next two; None: off
-    frequency_penalties: torch.Tensor | None,
-    presence_penalties: torch.Tensor | None,
-    token_histories: Sequence[Sequence[int]],
-) -> torch.Tensor:
-    """Penalise each row for the tokens of its history, which count as output for all three penalties.
-
-    Returns:
-        [batch, vocab] float32; `logits` is not changed.
-
-    Raises:
-        ValueError: a length other than the batch's, or a token outside the vocabulary.
-    """
-    batch, vocab = logits.shape
-    if len(token_histories) != batch:
-        raise ValueError(
-            f"token_histories has {len(token_histories)} lists, logits has {batch} rows: give one for each"
-        )
-    penalties = {
-        "repetition_penalties": repetition_penalties,
-        "frequency_penalties": frequency_penalties,
-        "presence_penalties": presence_penalties,
-    }
-    for name, values in penalties.items():
-        if values is not None and values.shape != (batch,):
-            raise ValueError(f"{name} has shape {tuple(values.shape)}, expected ({batch},): one value for each row")
-    counts = count_tokens(token_histories, vocab, logits.device)
-    scores = logits.to(torch.float32, copy=True)
-    on_device = [None if values is None else values.to(scores) for values in penalties.values()]
-    return _penalised(scores, counts, None, *on_device)

@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -325,12 +325,6 @@ class EngineClient:
         await self._disconnect()
         self._context.destroy(linger=0)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-async def messages_of(call: Call) -> AsyncIterator[m.FromEngine]:
-    """A call's messages, without end."""
-    while True:
-        yield await call.next()
 
 
 def settings_of_limits(settings: ServeSettings) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import queue
@@ -151,8 +150,3 @@ def _shapes(found: Activations) -> dict[str, list[int]]:
 def _without_states(message: Finished, error: Exception) -> Finished:
     message.failure, message.captured = failure_of(error), None
     return message
-
-
-def json_bytes(value: Any) -> bytes:
-    """JSON in as few bytes as it takes."""
-    return json.dumps(value, separators=(",", ":")).encode()
