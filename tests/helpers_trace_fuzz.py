@@ -80,18 +80,18 @@ def a_trace(rng: random.Random, layers: int, generates: bool, most: int = 4) -> 
             for _ in range(rng.randint(1, most))
         ]
         new = rng.randint(1, steps + 2) if generates else 1
-        invokes.append(Invoke(prompts, _acts(rng, layers, new, order), new))
+        invokes.append(Invoke(prompts, random_acts(rng, layers, new, order), new))
     if rng.random() < 0.5:
         place = rng.randint(0, len(invokes))
         new = max(own.new_tokens for own in invokes)
-        invokes.insert(place, Invoke([], _acts(rng, layers, new, 0, whole=True), new))
+        invokes.insert(place, Invoke([], random_acts(rng, layers, new, 0, whole=True), new))
     for order, own in enumerate(invokes):
         for act in own.acts:
             act.order = order
     return invokes
 
 
-def _acts(rng: random.Random, layers: int, steps: int, order: int, whole: bool = False) -> list[Act]:
+def random_acts(rng: random.Random, layers: int, steps: int, order: int, whole: bool = False) -> list[Act]:
     places = {
         (rng.randrange(steps), rng.randrange(layers), rng.randrange(len(PARTS))) for _ in range(rng.randint(1, 4))
     }

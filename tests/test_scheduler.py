@@ -27,7 +27,7 @@ from pymllm_interp.core.sampling_params import SamplingParams
 from pymllm_interp.core.step import ModelRunnerOutput, SchedulerOutput
 from pymllm_interp.engine.kv_manager import KVManager
 from pymllm_interp.engine.prefix_sharing import PrefixSharing
-from pymllm_interp.engine.scheduler import Scheduler
+from pymllm_interp.engine.scheduler import MAX_OVERTAKEN_SWAPPED, Scheduler
 from pymllm_interp.engine.waiting_queue import MAX_OVERTAKEN
 from pymllm_interp.hooks.declared import Declared, DeclaredLimits
 from pymllm_interp.mem_cache.kv_pool import KVPool
@@ -415,6 +415,23 @@ def test_swapped_kv_comes_back_bit_for_bit_and_nothing_is_computed_twice() -> No
     for request in requests:
         shares = [e.num_tokens for step in sim.steps for e in step.scheduled if e.request_id == request.request_id]
         assert sum(shares) == request.prompt_len + 9 - 1 and shares[0] == 3
+
+
+def test_a_swapped_trace_blocks_only_so_many_admissions() -> None:
+    """What fits is admitted beside it; after `MAX_OVERTAKEN_SWAPPED` it comes first."""
+    sim = Simulation(num_pages=20, page_size=1, max_num_tokens=16, max_running=16, eos_rate=0)
+    sim.add(2, 18, traced=True)
+    (large,) = sim.add(10, 10, traced=True)
+    while large.status is not RequestStatus.SWAPPED:
+        sim.step()
+    small = [sim.add(1, 2)[0] for _ in range(MAX_OVERTAKEN_SWAPPED + 4)]
+    begun = 0
+    while large.status is RequestStatus.SWAPPED:
+        begun = sum(bool(request.prompt_computed) for request in small)
+        sim.step()
+    assert 2 <= begun <= MAX_OVERTAKEN_SWAPPED
+    sim.run(200)
+    assert large.finish_reason == "length"
 
 
 def test_plain_requests_give_way_before_traced_ones_and_the_latest_first() -> None:

@@ -6,14 +6,17 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from helpers_trace_fuzz import a_trace, check
+from conftest import held
+from helpers_trace_fuzz import Invoke, a_trace, check, random_acts
 
-from pymllm_interp import LM
+from pymllm_interp import LM, SamplingParams
 
+WAIT = 120.0
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
@@ -161,6 +164,34 @@ def test_random_traces_equal_solo_traces(lm_of: Callable[..., LM], engine: str, 
     lm = lm_of("qwen3", **ENGINES[engine])
     for seed in range(20):
         check(lm, a_trace(random.Random(seed), 2, generates), generates)
+    assert left_behind(lm) == {}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_random_traces_that_are_swapped_equal_solo_traces(lm_of: Callable[..., LM], ahead: bool) -> None:
+    """Several at once, beside plain requests, in a pool that holds less than half of them."""
+    lm, solo = lm_of("qwen3", kv_cache_tokens=64, page_size=4, async_scheduling=ahead), lm_of("qwen3")
+    before, plain = lm.engine.stats()["moved_to_host"], SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+    wanted = solo.generate([[i, i + 1, 7] for i in range(3)], plain)
+    for seed in range(3):
+        rng = random.Random(seed)
+        traces = [
+            [
+                Invoke([[rng.randrange(90) for _ in range(rng.randrange(1, 9))]], random_acts(rng, 2, 12, 0), 12)
+                for _ in range(rng.choice([1, 1, 2]))
+            ]
+            for _ in range(6)
+        ]
+        with ThreadPoolExecutor(6) as threads:
+            with held(lm) as arrived:
+                checks = [threads.submit(check, lm, invokes, True, solo) for invokes in traces]
+                arrived(6)
+                handles = [lm.submit([i, i + 1, 7], plain) for i in range(3)]
+            for each in checks:
+                each.result(WAIT)
+        assert [handle.result(WAIT).token_ids for handle in handles] == [out.token_ids for out in wanted]
+        lm.engine.call(lm.engine.scheduler.check_integrity)
+    assert lm.engine.stats()["moved_to_host"] - before > 8, "the pool was too large"
     assert left_behind(lm) == {}
 
 

@@ -25,6 +25,9 @@ from .kv_manager import KVManager
 from .step_times import StepTimes
 from .waiting_queue import WaitingQueue
 
+MAX_OVERTAKEN_SWAPPED = 8
+"""Requests that may be admitted while one waits in host memory: after so many, they wait for it."""
+
 
 class Scheduler:
     """Queues of live requests, and the step that each takes part in.
@@ -196,8 +199,8 @@ class Scheduler:
         return head[0].alone or tokens + decoding > self.max_num_tokens
 
     def _admissible_head(self) -> list[Request] | None:
-        """The requests to admit next, if rows and pages suffice and no request is swapped out; else None."""
-        if self.swapped or not self.waiting:
+        """The requests to admit next, if rows and pages suffice and none that is swapped out comes before; else None."""
+        if self._swapped_come_first or not self.waiting:
             return None
         unit = self._unit(self.waiting.in_order()[0])
         return unit if self._can_admit(unit) and self._ring_fits(unit) else None
@@ -249,7 +252,7 @@ class Scheduler:
 
     def _schedule_waiting(self, step: SchedulerOutput, budget: int) -> None:
         for request in self.waiting.in_order():
-            if budget <= 0 or self.swapped:
+            if budget <= 0 or self._swapped_come_first:
                 return
             if request.status is not RequestStatus.WAITING:
                 continue
@@ -286,12 +289,17 @@ class Scheduler:
         """Whether rows and pages are free for all tokens that the requests have so far, and the host knows the tokens.
 
         A request that was preempted a step after it sampled waits until its token has been read. One that was preempted also
-        waits for a page for each running request, so that it is not preempted again at once.
+        waits for a page for each running request, so that it is not preempted again at once; so do all while any is swapped out.
         """
         if any(r.num_pending for r in unit):
             return False
-        spare = len(self.running) if any(r.num_preemptions for r in unit) else 0
+        spare = len(self.running) if self.swapped or any(r.num_preemptions for r in unit) else 0
         return len(self.running) + len(unit) <= self.max_running and self.kv.fits(unit, spare)
+
+    @property
+    def _swapped_come_first(self) -> bool:
+        """Whether one that waits in host memory was overtaken so often that no request is admitted before it."""
+        return any(request.num_overtaken >= MAX_OVERTAKEN_SWAPPED for request in self.swapped)
 
     def _enter(self, request: Request) -> None:
         """An admitted request runs."""
@@ -299,6 +307,8 @@ class Scheduler:
             self.swapped.remove(request)
         else:
             self.waiting.admit(request)
+            for other in self.swapped:
+                other.num_overtaken += 1
         request.status = RequestStatus.RUNNING
         self.running.append(request)
         self._entering[request.request_id] = request
@@ -441,7 +451,7 @@ class Scheduler:
                 self.running.remove(member)
                 self._release(member)
                 self._preempted_ids.add(member.request_id)
-                member.status = RequestStatus.SWAPPED
+                member.status, member.num_overtaken = RequestStatus.SWAPPED, 0
                 self.swapped.append(member)
                 self.num_swapped += 1
 
