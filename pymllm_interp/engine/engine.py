@@ -136,9 +136,7 @@ class Engine(RequestEnds):
         if self._on_own_thread:
             return function()
         if self.on_engine_thread:
-            raise RuntimeError(
-                "this waits for an engine inside a block of another one, which may be waiting for this one"
-            )
+            raise RuntimeError("this waits for an engine inside a block of another, which may be waiting for this one")
         done, box = threading.Event(), []
 
         def run() -> None:
