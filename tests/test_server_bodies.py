@@ -10,9 +10,12 @@ from helpers_server import KEYS, Server
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
+from pymllm_interp.core.arguments import PromptError
 from pymllm_interp.server import protocol
 from pymllm_interp.server.body import MAX_MARKS, parse
 from pymllm_interp.server.errors import validation_error
+from pymllm_interp.server.request_sizes import Sizes
+from pymllm_interp.server.specs import capture_of, intervention_of
 
 MANY = 20_000
 ERRORS = 200
@@ -23,16 +26,20 @@ COMPLETION: list[dict[str, Any]] = [
     {"prompt": [{}] * MANY}, {"prompt": ["w1"] * MANY + [1]}, {"prompt": [1] * MANY + ["w1"]}, {"prompt": [[{}]] * MANY},
     {"stop": [1] * MANY}, {"stop_token_ids": ["x"] * MANY}, {"logit_bias": dict.fromkeys(map(str, range(MANY)), "x")},
     {"interventions": [1] * MANY}, {"capture": [1] * MANY}, {f"x{i}": 1 for i in range(MANY)},
-    *({"interventions": [STEER | field]} for field in (
-        {"vector": [{}] * MANY}, {"vector": [[{}] * MANY]}, {"vector": [1.0] * MANY + ["x"]},
-        {"vector": {"layers": {str(i): 1 for i in range(MANY)}}},
-        {"vector": {"dtype": "float32", "shape": ["x"] * MANY, "data": ""}},
+    {"interventions": [{f"x{i}": 1 for i in range(MANY)}] * 2000},
+]  # fmt: skip
+SPECS: list[tuple[str, dict[str, Any]]] = [
+    *(("interventions", STEER | field) for field in (
+        {"vector": [{}] * MANY}, {"vector": [[{}] * MANY]}, {"vector": [1.0] * MANY + ["x"]}, {"vector": [[1, 2], [3, "x"]]},
+        {"vector": {"layers": {str(i): 1 for i in range(MANY)}}}, {"op": "x" * MANY}, {"op": ["steer"] * MANY},
+        {"vector": {"dtype": "float32", "shape": ["x"] * MANY, "data": ""}}, {"positions": [True, 4]}, {"op": "nothing"},
         {"positions": ["x"] * MANY}, {"positions": [True] * MANY + [3]}, {"positions": {"range": ["x"] * MANY}},
-        {"positions": {"slice": ["x"] * MANY}}, {"heads": ["x"] * MANY}, {f"x{i}": 1 for i in range(MANY)},
+        {"positions": {"slice": ["x"] * MANY}}, {"heads": ["x"] * MANY}, {f"x{i}": 1 for i in range(MANY)}, {"x" * MANY: 1},
     )),
-    {"interventions": [{"op": "knockout", "layer": ["x"] * MANY, "from_": 0, "to": 0}]},
-    {"interventions": [{"op": "setfeature", "sae": "x", "features": dict.fromkeys(map(str, range(MANY)), "x")}]},
-    {"capture": [{"site": "embed", "reduce": {"type": "lens", "tokens": ["x"] * MANY}}]},
+    ("interventions", {"op": "knockout", "layer": ["x"] * MANY, "from_": 0, "to": 0}),
+    ("interventions", {"op": "setfeature", "sae": "x", "features": dict.fromkeys(map(str, range(MANY)), "x")}),
+    ("capture", {"site": "embed", "reduce": {"type": "lens", "tokens": ["x"] * MANY}}),
+    ("capture", {"site": "embed", "reduce": {"type": "x" * MANY}}), ("capture", {"site": "x" * MANY}),
 ]  # fmt: skip
 TOKENS: dict[str, Any] = {"prompts": [[1]], "params": [None]}
 BODIES: list[tuple[type[BaseModel], dict[str, Any]]] = [
@@ -66,9 +73,6 @@ def test_a_wrong_body_has_few_errors_and_one_short_message(number: int) -> None:
     [
         ({"prompt": ["a", "b", {}]}, r"prompt: .*Expected `str`, got `object` - at `\$\[2\]`"),
         ({"prompt": [[1, 2], [3, "x"]]}, r"prompt: .*Expected `int`, got `str` - at `\$\[1\]\[1\]`"),
-        ({"interventions": [STEER | {"vector": [[1, 2], [3, "x"]]}]}, r"vector: .*Expected `float`, got `str` - at `\$\[1\]\[1\]`"),
-        ({"interventions": [STEER | {"positions": [True, 4]}]}, r"positions: .*Expected `bool`, got `int` - at `\$\[1\]`"),
-        ({"interventions": [{"op": "nothing"}]}, "interventions.0: Input tag 'nothing'"),
         ({"interventions": [STEER] * 2000}, "interventions: 2000 entries; at most 1024"),
     ],
 )  # fmt: skip
@@ -79,14 +83,14 @@ def test_the_message_says_where_the_wrong_value_is(given: dict[str, Any], messag
         raise AssertionError(validation_error(raised.value.errors()).message)
 
 
-def test_values_are_kept_as_they_were_given() -> None:
-    given = {
-        "prompt": [[1, 2], [3]],
-        "interventions": [STEER | {"vector": [[1, 2.5]], "positions": [0, -1], "heads": [1]}],
-    }
-    body = protocol.CompletionRequest.model_validate(given)
-    assert body.prompts() == [[1, 2], [3]] and body.interventions is not None
-    assert body.interventions[0].model_dump(exclude_unset=True) == given["interventions"][0]
+@pytest.mark.parametrize("number", range(len(SPECS)))
+def test_a_wrong_spec_has_one_short_message(number: int) -> None:
+    """The engine process reads what is declared: by its sizes first, then by the objects themselves."""
+    field, spec = SPECS[number]
+    with pytest.raises(PromptError) as raised:
+        Sizes(1, 128).check([[spec]], field)
+        (intervention_of if field == "interventions" else capture_of)(spec, f"{field}[0]")
+    assert field in str(raised.value) and len(str(raised.value)) < 600, str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -12,36 +12,30 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from ..core.closed import EngineClosedError
-from ..core.events import Event, Subscriber, TokenEvent
+from ..core.events import Event, Subscriber
 from ..core.out_of_memory import is_out_of_memory
 from ..core.request import Request
 from ..core.step import ModelRunnerOutput, SchedulerOutput
-from ..hooks.traces.trace import RequestTrace
 from ..hooks.traces.watchdog import Watchdog
 from ..runner.async_output import AsyncOutput
 from ..runner.interp_model_runner import InterpModelRunner
 from .callbacks import Callbacks
 from .kv_manager import KVManager
+from .request_ends import RequestEnds
 from .scheduler import Scheduler
-from .step_results import Progress, append_logprobs, finished_event, out_of_memory_error, runner_counters
+from .step_results import Progress, append_logprobs, out_of_memory_error, runner_counters
 from .step_times import StepPacing, StepTimes
 from .warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
-MAX_STEPS_BEHIND = 256
-"""Calls of an `on_step` that may wait: their values are held until then."""
-OVERDUE_SECONDS = 0.5
-"""How long after their time requests end at the latest, while a block holds up the thread."""
 CLOSING_SECONDS = 5.0
 """How long a closing engine waits for callbacks."""
 
@@ -50,7 +44,7 @@ class EngineThread(threading.Thread):
     """The thread of an engine. Nothing that runs on it may wait for a request, of whichever engine."""
 
 
-class Engine:
+class Engine(RequestEnds):
     """Serves requests on a thread of its own, which the runner is initialised on too.
 
     On a CPU that matters: each thread that computes in parallel has OpenMP workers of its own, and two such threads on two
@@ -142,9 +136,7 @@ class Engine:
         if self._on_own_thread:
             return function()
         if self.on_engine_thread:
-            raise RuntimeError(
-                "this waits for an engine inside a block of another one, which may be waiting for this one"
-            )
+            raise RuntimeError("this waits for an engine inside a block of another, which may be waiting for this one")
         done, box = threading.Event(), []
 
         def run() -> None:
@@ -416,28 +408,6 @@ class Engine:
             if request is not None and request.declared is not None and request.trace is None:
                 request.receipt.steps[output.execution] += 1
 
-    def _emit_tokens(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Emit an event for each token of a request that streams and goes on."""
-        for entry, token in zip(step.scheduled, output.sampled_token_ids, strict=True):
-            request = self.scheduler.requests.get(entry.request_id)
-            if request is not None and request.stream and token is not None:
-                logprobs = request.logprobs[-1] if request.logprobs else None
-                self._emit(request.request_id, TokenEvent(request.request_id, token, logprobs))
-
-    def _emit(self, request_id: str, event: Event) -> None:
-        """Queue an event; `_send_events` sends it."""
-        found = self._subscribers.get(request_id)
-        if found is not None:
-            self._events.append((found[1], event))
-
-    def _send_events(self) -> None:
-        events, self._events = self._events, []
-        for subscriber, event in events:
-            try:
-                subscriber.put(event)
-            except BaseException:  # SystemExit of a subscriber, too: the events behind it are others'
-                logger.exception("an event of request %s could not be delivered", event.request_id)
-
     def _blame(self, step: SchedulerOutput, error: Exception) -> None:
         """A pass failed. Its traced requests cannot be run again, so they end; the others are run again.
 
@@ -456,113 +426,6 @@ class Engine:
             torch.cuda.empty_cache()
         self.scheduler.failed(step)
 
-    def _fail(self, requests: list[Request], error: BaseException) -> None:
-        for request in requests:
-            if not request.finished:
-                request.error = error
-        self._end(requests, "error")
-
-    def _expire(self) -> None:
-        now = time.monotonic()
-        late = [r for r in self.scheduler.live if r.deadline is not None and r.deadline < now]
-        self._end(late, "timeout")
-
-    def _end(self, requests: list[Request], reason: str) -> None:
-        for request in requests:
-            if not request.finished:
-                self.scheduler.finish(request, reason)
-                self._finished(request)
-
-    def _finished(self, request: Request) -> None:
-        """Wind up a request that the scheduler has ended, and tell its caller."""
-        if request.gang is not None:
-            if not all(member.finished for member in request.gang):
-                return  # its blocks may still wait for those of the others
-            ending, request.gang[:] = list(request.gang), []
-        else:
-            ending = [request]
-        if request.trace is not None:
-            try:
-                self.runner.finish_nnsight(ending)
-            except BaseException as error:
-                for member in ending:
-                    member.error = member.error or error
-        for member in ending:
-            self._tell(member)
-
-    def _tell(self, request: Request) -> None:
-        """Answer a request, after the calls of its trace's `on_step`."""
-        if request.trace is not None and self._callbacks.num_waiting(request.trace):
-            self._callbacks.put(request.trace, partial(self._call_soon, partial(self._tell_now, request)))
-        else:
-            self._tell_now(request)
-
-    def _tell_now(self, request: Request) -> None:
-        if request.trace is not None:
-            request.error = request.error or request.trace.error
-            request.warnings += request.trace.warnings
-        if request.declared is None:
-            self._answer(request)
-            return
-        try:
-            arrived = self.runner.finish_declared(request)
-        except BaseException as error:
-            request.error = request.error or error
-            self._answer(request)
-            return
-        if arrived.done():
-            self._answer(request, arrived)
-        else:
-            arrived.add_done_callback(lambda done: self._call_soon(partial(self._answer, request, done)))
-
-    def _call_on_step(self, trace: RequestTrace, call: Callable[[], None]) -> None:
-        """Call a trace's `on_step` beside the engine's thread. Its error ends the trace's requests."""
-        if self._callbacks.num_waiting(trace) >= MAX_STEPS_BEHIND:
-            raise RuntimeError(
-                f"request {trace.request_id}: its on_step is {MAX_STEPS_BEHIND} steps behind, and their saved values are held; "
-                "let it hand them to another thread, or save less"
-            )
-
-        def run() -> None:
-            try:
-                call()
-            except BaseException as error:
-                self._call_soon(partial(self._fail_trace, trace, error))
-
-        self._callbacks.put(trace, run)
-
-    def _fail_trace(self, trace: RequestTrace, error: BaseException) -> None:
-        if trace.error is None:
-            trace.fail(error)
-        self._end(self._known(trace.request_ids), "error")
-
-    def _known(self, request_ids: Iterable[str]) -> list[Request]:
-        """Those of the requests that the scheduler has."""
-        return [found for rid in request_ids if (found := self.scheduler.requests.get(rid)) is not None]
-
-    # -- while a block holds up the thread, on the watchdog's ------------------------------------
-
-    def _end_waits(self) -> None:
-        """End the waits for requests whose time is over. The thread winds them up when it comes to it."""
-        now = time.monotonic() - OVERDUE_SECONDS
-        for request, _ in list(self._subscribers.values()):
-            if request.deadline is not None and request.deadline < now:
-                self._end_wait(request, "timeout")
-
-    def _end_stuck(self, trace: RequestTrace, error: BaseException) -> None:
-        """End the waits for the requests of a block that cannot be ended."""
-        for request, _ in list(self._subscribers.values()):
-            if request.trace is trace:
-                request.error = error
-                self._end_wait(request, "error")
-
-    def _end_wait(self, request: Request, reason: str) -> None:
-        found = self._subscribers.pop(request.request_id, None)
-        if found is not None:  # else the thread has answered it meanwhile
-            request.finish_reason = reason
-            event = finished_event(request)
-            found[1].put(replace(event, token_ids=list(event.token_ids)))
-
     def _call_soon(self, command: Callable[[], None]) -> None:
         """Run `command` on the engine's thread, while it closes too: at once, where it is called there."""
         if self._on_own_thread:
@@ -571,21 +434,6 @@ class Engine:
         with self._wake:
             self._inbox.append(command)
             self._wake.notify()
-
-    def _answer(self, request: Request, captured: Future[Any] | None = None) -> None:
-        """Emit the request's last event.
-
-        Args:
-            captured: its activations, where it declared something.
-        """
-        if captured is not None:
-            error = captured.exception()
-            request.activations = captured.result() if error is None else None
-            request.error = request.error or error
-        self._declared.discard(request.request_id)
-        self._streaming.discard(request.request_id)
-        self._emit(request.request_id, finished_event(request))
-        self._subscribers.pop(request.request_id, None)
 
     def _wake_up(self) -> None:
         """Have the thread look for work: room in the ring was freed."""

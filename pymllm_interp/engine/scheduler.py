@@ -23,6 +23,7 @@ from ..hooks.captures.admission import RingAdmission
 from .alone import AloneTurns
 from .kv_manager import KVManager
 from .step_times import StepTimes
+from .stopping import take
 from .waiting_queue import WaitingQueue
 
 MAX_OVERTAKEN_SWAPPED = 8
@@ -384,37 +385,13 @@ class Scheduler:
             if not entry.decodes:
                 request.prompt_computed = max(request.prompt_computed, entry.start + entry.num_tokens)
             try:
-                reason = self._take(request, token, output)
+                reason = take(request, token, output, self._accepted)
             except BaseException as error:  # a tokenizer's, while stop strings are looked for
                 request.error, reason = error, "error"
             if reason is not None:
                 self.finish(request, reason)
                 ended.append(request)
         return ended
-
-    def _take(self, request: Request, token: int | None, output: ModelRunnerOutput) -> str | None:
-        """Append the token; the reason to end, or None."""
-        error = output.errors.get(request.request_id)
-        if error is not None:
-            request.error = error
-            return "error"
-        if token is None:
-            return None
-        if not request.generates:
-            return "length"
-        count = len(request.output_token_ids)
-        self._accepted.append((request.request_id, request.prompt_len + count, token))
-        request.output_token_ids.append(token)
-        count += 1
-        may_stop = count >= request.params.min_tokens
-        if request.request_id not in output.stopped and token in request.eos_token_ids and may_stop:
-            _stop_by(request, token)
-            return "stop"
-        if request.stop_checker is not None:
-            request.stop_reason = request.stop_checker.push(request.output_token_ids, may_stop)
-        if request.request_id in output.stopped or request.stop_reason is not None:
-            return "stop"
-        return "length" if count >= request.max_tokens else None
 
     # -- preemption ---------------------------------------------------------------------------
 
@@ -497,16 +474,6 @@ class Scheduler:
         """Every page and row is free or held by one live request. Raises AssertionError otherwise."""
         self.kv.check_integrity(self.running, [*self.swapped, *self.waiting])
         assert set(self.requests) == {request.request_id for request in self.live}, "requests and queues differ"
-
-
-def _stop_by(request: Request, token: int) -> None:
-    """A token ends the request. Its text is looked at where it is kept, as in vLLM."""
-    request.stop_reason = None if token == request.eos_token_id else token
-    if not request.params.include_stop_str_in_output:
-        request.num_hidden_tokens = 1
-    elif request.stop_checker is not None:
-        found = request.stop_checker.push(request.output_token_ids, True)
-        request.stop_reason = request.stop_reason if found is None else found
 
 
 def _in_prompt(request: Request) -> bool:

@@ -122,7 +122,8 @@ def write(weight: Weight | WeightBuffer, value: Any) -> None:
 class WeightBuffer(torch.Tensor):
     """A persistent buffer of a sealed module: part of the weights, though not trained. It keeps its memory, too."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # as a parameter's: results are ordinary tensors
+    # As a parameter's: results are ordinary tensors.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
     is_tied = False
     path = "a copy of a buffer"
 

@@ -1,0 +1,186 @@
+"""`RequestEnds`: the part of an engine that ends requests, and tells their subscribers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ..core.events import Event, Subscriber, TokenEvent
+from ..core.request import Request
+from ..core.step import ModelRunnerOutput, SchedulerOutput
+from ..hooks.traces.trace import RequestTrace
+from ..runner.interp_model_runner import InterpModelRunner
+from .callbacks import Callbacks
+from .scheduler import Scheduler
+from .step_results import finished_event
+
+logger = logging.getLogger(__name__)
+
+MAX_STEPS_BEHIND = 256
+"""Calls of an `on_step` that may wait: their values are held until then."""
+OVERDUE_SECONDS = 0.5
+"""How long after their time requests end at the latest, while a block holds up the thread."""
+
+
+class RequestEnds:
+    """Ends of requests, one by one: what goes wrong with one is its own error. Part of `Engine`, whose attributes these are."""
+
+    runner: InterpModelRunner
+    scheduler: Scheduler
+    _callbacks: Callbacks
+    _subscribers: dict[str, tuple[Request, Subscriber]]
+    _events: list[tuple[Subscriber, Event]]
+    _declared: set[str]
+    _streaming: set[str]
+
+    def _call_soon(self, command: Callable[[], None]) -> None:
+        raise NotImplementedError
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        late = [r for r in self.scheduler.live if r.deadline is not None and r.deadline < now]
+        self._end(late, "timeout")
+
+    def _fail(self, requests: list[Request], error: BaseException) -> None:
+        for request in requests:
+            if not request.finished:
+                request.error = error
+        self._end(requests, "error")
+
+    def _end(self, requests: list[Request], reason: str) -> None:
+        for request in requests:
+            if not request.finished:
+                self.scheduler.finish(request, reason)
+                self._finished(request)
+
+    def _known(self, request_ids: Iterable[str]) -> list[Request]:
+        """Those of the requests that the scheduler has."""
+        return [found for rid in request_ids if (found := self.scheduler.requests.get(rid)) is not None]
+
+    def _finished(self, request: Request) -> None:
+        """Wind up a request that the scheduler has ended, and tell its caller."""
+        if request.gang is not None:
+            if not all(member.finished for member in request.gang):
+                return  # its blocks may still wait for those of the others
+            ending, request.gang[:] = list(request.gang), []
+        else:
+            ending = [request]
+        if request.trace is not None:
+            try:
+                self.runner.finish_nnsight(ending)
+            except BaseException as error:
+                for member in ending:
+                    member.error = member.error or error
+        for member in ending:
+            self._tell(member)
+
+    def _tell(self, request: Request) -> None:
+        """Answer a request, after the calls of its trace's `on_step`."""
+        if request.trace is not None and self._callbacks.num_waiting(request.trace):
+            self._callbacks.put(request.trace, partial(self._call_soon, partial(self._tell_now, request)))
+        else:
+            self._tell_now(request)
+
+    def _tell_now(self, request: Request) -> None:
+        if request.trace is not None:
+            request.error = request.error or request.trace.error
+            request.warnings += request.trace.warnings
+        if request.declared is None:
+            self._answer(request)
+            return
+        try:
+            arrived = self.runner.finish_declared(request)
+        except BaseException as error:
+            request.error = request.error or error
+            self._answer(request)
+            return
+        if arrived.done():
+            self._answer(request, arrived)
+        else:
+            arrived.add_done_callback(lambda done: self._call_soon(partial(self._answer, request, done)))
+
+    def _answer(self, request: Request, captured: Future[Any] | None = None) -> None:
+        """Emit the request's last event.
+
+        Args:
+            captured: its activations, where it declared something.
+        """
+        if captured is not None:
+            error = captured.exception()
+            request.activations = captured.result() if error is None else None
+            request.error = request.error or error
+        self._declared.discard(request.request_id)
+        self._streaming.discard(request.request_id)
+        self._emit(request.request_id, finished_event(request))
+        self._subscribers.pop(request.request_id, None)
+
+    def _emit_tokens(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Emit an event for each token of a request that streams and goes on."""
+        for entry, token in zip(step.scheduled, output.sampled_token_ids, strict=True):
+            request = self.scheduler.requests.get(entry.request_id)
+            if request is not None and request.stream and token is not None:
+                logprobs = request.logprobs[-1] if request.logprobs else None
+                self._emit(request.request_id, TokenEvent(request.request_id, token, logprobs))
+
+    def _emit(self, request_id: str, event: Event) -> None:
+        """Queue an event; `_send_events` sends it."""
+        found = self._subscribers.get(request_id)
+        if found is not None:
+            self._events.append((found[1], event))
+
+    def _send_events(self) -> None:
+        events, self._events = self._events, []
+        for subscriber, event in events:
+            try:
+                subscriber.put(event)
+            except BaseException:  # SystemExit of a subscriber, too: the events behind it are others'
+                logger.exception("an event of request %s could not be delivered", event.request_id)
+
+    def _call_on_step(self, trace: RequestTrace, call: Callable[[], None]) -> None:
+        """Call a trace's `on_step` beside the engine's thread. Its error ends the trace's requests."""
+        if self._callbacks.num_waiting(trace) >= MAX_STEPS_BEHIND:
+            raise RuntimeError(
+                f"request {trace.request_id}: its on_step is {MAX_STEPS_BEHIND} steps behind, and their saved values are held; "
+                "let it hand them to another thread, or save less"
+            )
+
+        def run() -> None:
+            try:
+                call()
+            except BaseException as error:
+                self._call_soon(partial(self._fail_trace, trace, error))
+
+        self._callbacks.put(trace, run)
+
+    def _fail_trace(self, trace: RequestTrace, error: BaseException) -> None:
+        if trace.error is None:
+            trace.fail(error)
+        self._end(self._known(trace.request_ids), "error")
+
+    # -- while a block holds up the thread, on the watchdog's ------------------------------------
+
+    def _end_waits(self) -> None:
+        """End the waits for requests whose time is over. The thread winds them up when it comes to it."""
+        now = time.monotonic() - OVERDUE_SECONDS
+        for request, _ in list(self._subscribers.values()):
+            if request.deadline is not None and request.deadline < now:
+                self._end_wait(request, "timeout")
+
+    def _end_stuck(self, trace: RequestTrace, error: BaseException) -> None:
+        """End the waits for the requests of a block that cannot be ended."""
+        for request, _ in list(self._subscribers.values()):
+            if request.trace is trace:
+                request.error = error
+                self._end_wait(request, "error")
+
+    def _end_wait(self, request: Request, reason: str) -> None:
+        found = self._subscribers.pop(request.request_id, None)
+        if found is not None:  # else the thread has answered it meanwhile
+            request.finish_reason = reason
+            event = finished_event(request)
+            found[1].put(replace(event, token_ids=list(event.token_ids)))
