@@ -226,8 +226,7 @@ def snapshot(pool: KVPool) -> torch.Tensor:
 def test_pool_starts_as_zeros_and_has_the_dummy_page_on_top(page_size: int) -> None:
     pool = KVPool(3, 4 * page_size + page_size - 1, 2, 8, torch.bfloat16, "cpu", page_size)
     assert (pool.size, pool.num_slots) == (4 * page_size, 5 * page_size)
-    assert pool.bytes_per_token == 2 * 3 * 2 * 8 * 2
-    assert pool.nbytes == pool.num_slots * pool.bytes_per_token
+    assert pool.nbytes == pool.num_slots * 2 * 3 * 2 * 8 * 2
     for layer in range(3):
         for buffer, paged in zip(pool.get_kv(layer), pool.paged(layer), strict=True):
             assert buffer.shape == (5 * page_size, 2, 8) and buffer.is_contiguous() and not buffer.any()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from einops import rearrange
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge.driver_protocol import ForwardResult, Intervention, TensorLike
 from transformer_lens.model_bridge.sources._driver_base import DriverBase
@@ -113,7 +114,7 @@ class EngineDriver(DriverBase):
         values = {}
         for place in places:
             assert place.site is not None
-            rows_of = rows[place.site].transpose(1, 2) if place.is_pattern else rows[place.site]
+            rows_of = _by_heads(rows[place.site]) if place.is_pattern else rows[place.site]
             values[place.name] = self._part(place, place.captured_part, rows_of)
         return torch.stack([out.logits for out in outs]), values
 
@@ -163,7 +164,7 @@ class EngineDriver(DriverBase):
             logits = self.lm.output.logits.save()
         for place in patterns:
             rows = [activations[place.site] for activations in tracer.captures]
-            values[place.name] = torch.stack(rows).transpose(1, 2)
+            values[place.name] = _by_heads(torch.stack(rows))
         return logits, values
 
     def _visit(self, place: Place, edit: Edit | None) -> torch.Tensor:
@@ -219,3 +220,8 @@ def _rows(input_ids: Any) -> list[list[int]]:
     if ids.dim() not in (1, 2) or ids.numel() == 0:
         raise ValueError(f"token ids have shape {list(ids.shape)}; expected [batch, tokens], or [tokens]")
     return (ids if ids.dim() == 2 else ids[None]).tolist()
+
+
+def _by_heads(patterns: torch.Tensor) -> torch.Tensor:
+    """Captured patterns in TransformerLens' order."""
+    return rearrange(patterns, "prompts queries heads keys -> prompts heads queries keys")

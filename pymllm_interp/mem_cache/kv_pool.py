@@ -71,11 +71,6 @@ class KVPool:
     def nbytes(self) -> int:
         return self._kv.nbytes
 
-    @property
-    def bytes_per_token(self) -> int:
-        """K and V of one token in all layers."""
-        return self._kv.nbytes // self.num_slots
-
     def get_kv(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer, [num_slots, kv_heads, head_dim] each: the pool's own memory."""
         return self.k_buffer[layer_id], self.v_buffer[layer_id]

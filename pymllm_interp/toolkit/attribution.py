@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from einops import reduce
 
 from ..core.arguments import PromptError
 from ..core.model_spec import HEAD_SITES, LOGITS
@@ -63,7 +64,7 @@ def attribute(
 
 def _summed(products: torch.Tensor, kind: str) -> torch.Tensor:
     """[tokens, ...] -> [tokens], and [tokens, heads] at sites with heads."""
-    return products.sum(-1) if kind in HEAD_SITES else products.flatten(1).sum(-1)
+    return reduce(products, "tokens heads dim -> tokens heads" if kind in HEAD_SITES else "tokens ... -> tokens", "sum")
 
 
 # -- passes ---------------------------------------------------------------------------------

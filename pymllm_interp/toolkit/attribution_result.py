@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from einops import reduce
 from rich.table import Table
 
 from ..hooks.site import Site
@@ -124,9 +125,7 @@ class Attribution(Mapping[str, torch.Tensor]):
 
     def _by_position(self) -> torch.Tensor:
         """[sites, positions]: the sum over heads and neurons."""
-        return torch.stack(
-            [values.flatten(1).sum(1) if values.ndim > 1 else values for values in self._values.values()]
-        )
+        return torch.stack([reduce(values, "tokens ... -> tokens", "sum") for values in self._values.values()])
 
     def _repr_html_(self) -> str:
         return html_table(f"{self!r}; {self._caption()}", list(self._values), self.tokens, self._by_position())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from einops import rearrange
 
 from ..core.arguments import PromptError
 from ..core.sampling_params import SamplingParams
@@ -97,7 +98,8 @@ def contrast(
     outs = lm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1), capture=captures)
     vectors, equal = dict[int, torch.Tensor](), list[str]()
     for one in sites:
-        states = torch.stack([out.activations[str(one)].flatten().float() for out in outs]).unflatten(0, (-1, 2))
+        rows = [out.activations[str(one)].float() for out in outs]
+        states = rearrange(rows, "(pairs two) ... -> pairs two (...)", two=2)
         differences = states[:, 0] - states[:, 1]  # [pairs, width]
         vector = differences.mean(0) if method == "mean" else _component(differences)
         if differences.norm() <= NO_DIFFERENCE * states.norm() or not vector.norm() > 0:

@@ -8,6 +8,7 @@ from itertools import chain, product, repeat
 from typing import Any
 
 import torch
+from einops import rearrange
 from rich.console import Console
 from rich.progress import track
 
@@ -191,7 +192,10 @@ def _both_runs(
     """The states [layers, positions, width] of each prompt, and the logits [2, vocab] of their last positions."""
     captures = [*(Capture(site, positions=positions) for site in sites), LAST_LOGITS]
     outs = lm.generate(prompts, ONE, capture=captures)
-    states = [torch.stack([out.activations[str(site)].flatten(1) for site in sites]) for out in outs]
+    states = [
+        rearrange([out.activations[str(site)] for site in sites], "layers positions ... -> layers positions (...)")
+        for out in outs
+    ]
     return states, torch.cat([out.activations["logits"] for out in outs]).float()
 
 
@@ -231,7 +235,8 @@ def _patch(plan: Plan, place: Place, i: int, j: int, k: int) -> Patch:
     site, value = Site(plan.kind, plan.layers[i]), plan.state(place, i, j).float()
     if plan.heads is None:
         return Patch(site, value, positions=[plan.positions[j]])
-    of_head = value.view(plan.lm.model_spec.shape(plan.kind))[plan.heads[k]]
+    count, _ = plan.lm.model_spec.shape(plan.kind)
+    of_head = rearrange(value, "(heads dim) -> heads dim", heads=count)[plan.heads[k]]
     return Patch(site, of_head, positions=[plan.positions[j]], heads=[plan.heads[k]])
 
 

@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
+from einops import rearrange
 
 from ..binding import Bound
 from ..site import Site
@@ -329,7 +330,8 @@ class Captures:
             reduced, positions = columns[id(group)][column]
             rows, shape, self.cut[name] = reduced.rows, self._shapes[name], reduced.cut
             if len(shape) > 1 and not isinstance(group.spec.reduce, Reduction):
-                rows, heads = rows.unflatten(-1, shape), self._heads[name]
+                heads = self._heads[name]
+                rows = rearrange(rows, "rows (heads dim) -> rows heads dim", heads=shape[0])
                 rows = rows if heads is None else rows[:, list(heads)]
             found.add(name, rows, positions, tokens_at[id(group)], reduced.others)
         return found

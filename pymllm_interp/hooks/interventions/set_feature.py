@@ -10,6 +10,7 @@ from math import inf
 from typing import Any, Literal
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from ...core.model_spec import ModelSpec
@@ -158,7 +159,8 @@ class SetFeature(Op):
             else:
                 row[4] = 1.0
         padded = torch.nn.functional.pad(numbers, (0, sae.width - SCALARS))
-        return torch.stack([encoder, of(sae.W_dec), padded], 1).flatten(0, 1).float()
+        rows = [encoder, of(sae.W_dec), padded]
+        return rearrange(rows, "three features width -> (features three) width").float()
 
     @property
     def operands(self) -> tuple[Tensor, ...]:
