@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import torch
 
 import pymllm_interp
 
@@ -115,6 +116,8 @@ def serving(
         ]
     command = ["prlimit", f"--nofile={files}"] if files else []
     command += [python, *main, "serve", str(model), "--port", "0", "--dtype", "float32"]
+    if torch.cuda.is_available() and not any("kv_cache_tokens" in option for option in options):
+        command += ["--option", "kv_cache_tokens=65536"]  # several servers share the device
     if keys is not None:
         assert folder is not None
         (folder / "keys").write_text(keys)

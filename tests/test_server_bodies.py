@@ -39,7 +39,7 @@ SPECS: list[tuple[str, dict[str, Any]]] = [
     ("interventions", {"op": "knockout", "layer": ["x"] * MANY, "from_": 0, "to": 0}),
     ("interventions", {"op": "setfeature", "sae": "x", "features": dict.fromkeys(map(str, range(MANY)), "x")}),
     ("capture", {"site": "embed", "reduce": {"type": "lens", "tokens": ["x"] * MANY}}),
-    ("capture", {"site": "embed", "reduce": {"type": "x" * MANY}}), ("capture", {"site": "x" * MANY}),
+    ("capture", {"site": "embed", "reduce": {"type": ["lens"] * MANY}}), ("capture", {"site": "x" * MANY}),
 ]  # fmt: skip
 TOKENS: dict[str, Any] = {"prompts": [[1]], "params": [None]}
 BODIES: list[tuple[type[BaseModel], dict[str, Any]]] = [

@@ -131,16 +131,16 @@ def test_the_documentation_loads_nothing_of_other_hosts(server: Server):
         answer = httpx.get(f"{server.url}{path}", timeout=60)
         assert answer.status_code == 200 and answer.headers["content-security-policy"].startswith("default-src 'self'")
         links = re.findall(r'(?:src|href)="([^"]*)"', answer.text)
-        assert links and all(link.startswith(("/", "data:,")) and not link.startswith("//") for link in links)
+        assert links and not [link for link in links if ":" in link or link.startswith("//")]
         for link in links:
-            if link.startswith("/"):
-                assert httpx.get(f"{server.url}{link}", timeout=60).status_code == 200
+            assert httpx.get(f"{server.url}/{link.removeprefix('.')}", timeout=60).status_code == 200
     assert httpx.get(f"{server.url}/redoc", timeout=60).status_code == 404
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 def test_the_documentation_lists_routes_and_fields(server: Server, tmp_path):
-    with browsing(f"{server.url}/docs", tmp_path / "profile") as page:
+    with browsing(tmp_path / "profile") as page:
+        page.open(f"{server.url}/docs")
         page.wait_for("document.querySelectorAll('#routes article').length > 10")
         assert "POST /v1/completions" in page.run("document.getElementById('routes').textContent")
         assert "cache_salt" in page.run("document.getElementById('schemas').textContent")

@@ -157,7 +157,7 @@ def test_a_template_variable_that_nothing_reads_is_refused(post):
 
 
 def test_a_route_without_fields_refuses_them(server):
-    with server.client("declared") as client:
+    with server.client("code") as client:
         path = "/v1/interp/reset_prefix_cache"
         assert client.post(path).status_code == client.post(path, json={}).status_code == 200
         assert "reset_running_requests" in message_of(client.post(path, json={"reset_running_requests": True}))

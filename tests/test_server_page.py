@@ -199,4 +199,4 @@ def test_the_page_needs_no_key_and_no_other_server(server: Server):
             icon = client.get(path)
             assert icon.status_code == 200 and icon.headers["content-type"].startswith("image/svg+xml")
             assert icon.content.startswith(b"<svg ") and len(icon.content) < 1000
-        assert 'rel="icon" href="/favicon.ico"' in index.text
+        assert 'rel="icon" href="favicon.ico"' in index.text

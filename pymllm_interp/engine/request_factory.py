@@ -214,9 +214,8 @@ class RequestFactory:
         Raises:
             PromptError: the request can never be served; the message names the limit and its setting.
         """
-        bad_words: tuple[tuple[int, ...], ...] = ()
-        if params.bad_words:
-            bad_words = bad_word_ids(self.tokenizer, params.bad_words, self.limits.vocab_size, what)
+        words, size = params.bad_words, self.limits.vocab_size
+        bad_words = bad_word_ids(self.tokenizer, words, size, what) if words else ()
         max_tokens = max_tokens_of(self.limits, self.tokenizer, prompt_token_ids, params, what, forward_only)
         if timeout is not None and not timeout > 0:
             raise PromptError(f"timeout={timeout}: expected seconds above 0, or None")

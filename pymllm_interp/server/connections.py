@@ -18,7 +18,7 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from .errors import ApiError
-from .settings import ServeLimits, ServeSettings
+from .settings import ServeLimits
 
 logger = logging.getLogger("pymllm_interp.server")
 BACKLOG = 256
@@ -28,6 +28,8 @@ OTHER_FILES = 256
 PIPELINED = 64
 """Requests that may wait behind another one of their connection."""
 SECONDS_BETWEEN_REPORTS = 60.0
+LINGER_SECONDS = 1.0
+"""How long a refused connection stays open, for the client to read why."""
 
 
 class Resting:
@@ -71,12 +73,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self._resting, self._limits = resting, resting.limits
         self._head_timer: TimerHandle | None = None
         self._unparsed = self._head_bytes = 0
+        self._refused = False
 
     def connection_made(self, transport: BaseTransport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)  # pyright: ignore[reportArgumentType]
         if len(self.connections) > self._limits.max_connections and not self._resting.make_room():
             most = self._limits.max_connections
-            self._refuse(ApiError(503, f"{most} connections have running requests (max_connections)", code="busy"))
+            self._refuse(
+                ApiError(503, f"{most} connections have running requests (max_connections)", code="busy"), lingers=True
+            )
             return
         self._rest()
 
@@ -87,13 +92,16 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self._over:
+            self._unparsed += len(data)
+            if self._unparsed > self._limits.max_header_bytes:
+                self.transport.abort()
             return
         if self._idle and self._head_timer is None:
             self._head_timer = self.loop.call_later(self._limits.header_seconds, self._head_is_late)
         self._unparsed += len(data)
         super().data_received(data)
-        if self._unparsed > self._limits.max_header_bytes and not self.transport.is_closing():
+        if self._unparsed > self._limits.max_header_bytes and not self._over:
             self._refuse_head()
 
     @property
@@ -121,23 +129,23 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_head_timer()
         if self._head_bytes > self._limits.max_header_bytes or len(self.pipeline) >= PIPELINED:
             self._refuse_head()
-        if not self.transport.is_closing():
+        if not self._over:
             self._resting.remove(self)
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._unparsed = 0
-        if not self.transport.is_closing():
+        if not self._over:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._unparsed = 0
-        if not self.transport.is_closing():
+        if not self._over:
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._idle and not self.transport.is_closing():
+        if self._idle and not self._over:
             self._rest()
 
     # -- ends
@@ -161,23 +169,39 @@ class BoundedProtocol(HttpToolsProtocol):
         most = self._limits.max_header_bytes
         self._refuse(ApiError(431, f"the request's head is larger than {most} bytes (max_header_bytes)"))
 
-    def _refuse(self, error: ApiError) -> None:
-        """Answer, if nothing is on its way to the client, and close the connection."""
-        if self._idle and not self.transport.is_closing():
+    def _refuse(self, error: ApiError, lingers: bool = False) -> None:
+        """Answer, if nothing is on its way to the client, and close the connection.
+
+        Args:
+            lingers: first receive what the client is about to send: closed with bytes unread, a connection loses the answer.
+        """
+        if self._idle and not self._over:
             body = bytes(error.response().body)
             head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
             self.transport.write(STATUS_LINE[error.status] + head.encode() + body)
-        self.transport.close()
+        if lingers and self.transport.can_write_eof():  # TLS cannot
+            self._refused = True
+            self.transport.write_eof()
+            self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        else:
+            self.transport.close()
+
+    @property
+    def _over(self) -> bool:
+        """Whether nothing more is read of this connection."""
+        return self._refused or self.transport.is_closing()
 
 
-def http_config(app: Any, settings: ServeSettings) -> Config:
-    """uvicorn's settings, with connections that are bounded."""
-    protocol: Any = partial(BoundedProtocol, resting=Resting(settings.limits))
+def http_config(app: Any, limits: ServeLimits, **tls: Any) -> Config:
+    """uvicorn's settings, with connections that are bounded.
+
+    Args:
+        tls: uvicorn's `ssl_` options.
+    """
+    protocol: Any = partial(BoundedProtocol, resting=Resting(limits))
     return Config(
         app, http=protocol, log_config=None, access_log=False, timeout_graceful_shutdown=5, backlog=BACKLOG,
-        server_header=False, ws="none", proxy_headers=False, ssl_cert_reqs=settings.ssl_cert_reqs,
-        ssl_keyfile=settings.ssl_keyfile, ssl_certfile=settings.ssl_certfile,
-        ssl_ca_certs=None if settings.ssl_ca_certs is None else str(settings.ssl_ca_certs),
+        server_header=False, ws="none", proxy_headers=False, **tls,
     )  # fmt: skip
 
 

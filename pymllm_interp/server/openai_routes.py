@@ -70,7 +70,7 @@ def openai_routes(state: ServerState) -> APIRouter:
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        _check_model(state, name)
+        check_model(state, name)
         return _card(state)
 
     @router.post("/v1/completions")
@@ -82,13 +82,13 @@ def openai_routes(state: ServerState) -> APIRouter:
         if body.echo and body.stream and logprobs:
             raise ApiError(400, "echo with logprobs is not streamed: leave out stream, or one of them", param="echo")
         given = body.prompts()
-        asked = _asked(state, body, len(given), COMPLETION_TOKENS, lambda: _texts(state, body, given))
+        asked = _asked(state, body, len(given), COMPLETION_TOKENS, lambda: texts(state, body, given))
         return await _serve(state, body, request, asked, "cmpl", logprobs, body.logprobs or 0, bool(body.echo))
 
     @router.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Write the next message of a conversation, by the model's chat template."""
-        asked = _asked(state, body, 1, None, lambda: [_conversation(state, body)])
+        asked = _asked(state, body, 1, None, lambda: [conversation(state, body)])
         return await _serve(state, body, request, asked, "chatcmpl", bool(body.logprobs), body.top_logprobs or 0, False)
 
     return router
@@ -102,7 +102,7 @@ def _card(state: ServerState) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _check_model(state: ServerState, name: str | None) -> None:
+def check_model(state: ServerState, name: str | None) -> None:
     known = state.settings.name, state.info["model"]
     if name is not None and name not in known:
         raise ApiError(404, f"there is no model {name!r}; this server has {known[0]!r}", "model", "model_not_found")
@@ -125,7 +125,7 @@ def _asked(
     Raises:
         ApiError: another model, or more prompts than a request may have.
     """
-    _check_model(state, body.model)
+    check_model(state, body.model)
     params = body.sampling_params(state.info["sampling_defaults"], max_tokens)
     if count * params.n > state.limits.max_prompts:
         raise ApiError(
@@ -139,7 +139,7 @@ def _prompt(state: ServerState, read: RenderedPrompt, params: SamplingParams) ->
     return Prompt(read.text if len(ids) == len(read.token_ids) else None, ids, params)
 
 
-def _texts(state: ServerState, body: CompletionRequest, given: list[Any]) -> list[RenderedPrompt]:
+def texts(state: ServerState, body: CompletionRequest, given: list[Any]) -> list[RenderedPrompt]:
     found, room = [], state.info["limits"]["max_model_len"]
     for i, prompt in enumerate(given):
         name = f"prompt {i}" if len(given) > 1 else "the prompt"
@@ -155,7 +155,7 @@ def _texts(state: ServerState, body: CompletionRequest, given: list[Any]) -> lis
     return found
 
 
-def _conversation(state: ServerState, body: ChatRequest) -> Any:
+def conversation(state: ServerState, body: ChatRequest) -> Any:
     messages = [_message(i, message.model_dump(exclude_unset=True)) for i, message in enumerate(body.messages)]
     characters = sum(len(message.get("content") or "") for message in messages)
     check_length(state.tokenizer, characters, state.info["limits"]["max_model_len"], "messages")

@@ -102,7 +102,11 @@ async def _serve(settings: ServeSettings, bound: socket.socket) -> int:
     tasks: list[asyncio.Task[None]] = []
     try:
         await state.start()
-        config = http_config(create_app(state), settings)
+        config = http_config(
+            create_app(state), settings.limits, ssl_keyfile=settings.ssl_keyfile, ssl_certfile=settings.ssl_certfile,
+            ssl_ca_certs=None if settings.ssl_ca_certs is None else str(settings.ssl_ca_certs),
+            ssl_cert_reqs=settings.ssl_cert_reqs,
+        )  # fmt: skip
         asyncio.get_running_loop().set_exception_handler(OutOfFiles())
         host, port = bound.getsockname()[:2]
         server = DrainingServer(config, state, lambda: print(banner(settings, host, port), flush=True))

@@ -192,8 +192,8 @@ def intervention_of(value: Any, what: str = "interventions") -> Op | Knockout:
     Raises:
         PromptError: an unknown op or field, or what the op's class refuses.
     """
-    if not isinstance(value, Mapping) or value.get("op") not in OPS:
-        given = value.get("op") if isinstance(value, Mapping) else value
+    given = value.get("op") if isinstance(value, Mapping) else value
+    if not isinstance(value, Mapping) or not isinstance(given, str) or given not in OPS:
         raise PromptError(f"{what}: op is {shown(given)}; expected one of {', '.join(OPS)}")
     return _made(OPS[value["op"]], {name: part for name, part in value.items() if name != "op"}, what)
 
@@ -213,7 +213,7 @@ def _made(cls: type[Any], given: Any, what: str) -> Any:
     known = {field.name: field for field in fields(cls) if field.init}
     for name in given:
         if name not in known:
-            raise PromptError(f"{what}: {cls.__name__} has no field {name!r}; it has {', '.join(known)}")
+            raise PromptError(f"{what}: {cls.__name__} has no field {shown(name)}; it has {', '.join(known)}")
     for name, field in known.items():
         if field.default is MISSING and name not in given:
             raise PromptError(f"{what}: {cls.__name__} needs {name!r}")
@@ -232,7 +232,7 @@ def _value_of(name: str, value: Any, what: str) -> Any:
         return _made(Gate, value, what)
     if name == "reduce" and isinstance(value, Mapping):
         kind = value.get("type", "project")
-        if kind not in REDUCTIONS:
+        if not isinstance(kind, str) or kind not in REDUCTIONS:
             raise PromptError(f"{what}: type is {shown(kind)}; expected one of {', '.join(REDUCTIONS)}")
         return _made(REDUCTIONS[kind], {name: part for name, part in value.items() if name != "type"}, what)
     if name in LOCAL and not isinstance(value, str | None):

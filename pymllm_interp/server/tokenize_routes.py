@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from .errors import ApiError
-from .openai_routes import _check_model, _conversation, _texts
+from .openai_routes import check_model, conversation, texts
 from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .state import ServerState, require
 from .trust import Trust
@@ -21,7 +21,7 @@ def tokenize_routes(state: ServerState) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
         """The token ids of a text, or of a conversation as the chat template writes it."""
-        _check_model(state, body.model)
+        check_model(state, body.model)
         with state.admitted(require(request, Trust.PLAIN), 1):
             ids = await asyncio.to_thread(_token_ids, state, body)
             names = None
@@ -33,7 +33,7 @@ def tokenize_routes(state: ServerState) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
         """The text of token ids."""
-        _check_model(state, body.model)
+        check_model(state, body.model)
         if state.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer", "tokens")
         most = max(state.info["limits"]["vocab_size"], len(state.tokenizer))
@@ -51,9 +51,9 @@ def _token_ids(state: ServerState, body: TokenizeRequest) -> list[int]:
         raise ApiError(400, "this model has no tokenizer: prompts are token ids", "prompt")
     if body.messages is None:
         fields = body.model_dump(include={"prompt", "add_special_tokens"})
-        (found,) = _texts(state, CompletionRequest.model_validate(fields))
+        (found,) = texts(state, CompletionRequest.model_validate(fields), [body.prompt])
         return found.token_ids
     fields = body.model_dump(
         exclude={"model", "prompt", "add_special_tokens", "return_token_strs"}, exclude_unset=True
     )  # fmt: skip
-    return _conversation(state, ChatRequest.model_validate(fields)).token_ids
+    return conversation(state, ChatRequest.model_validate(fields)).token_ids
