@@ -54,6 +54,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 @pytest.fixture
 def page(browser: Page, server: Server) -> Page:
     """The page, loaded, of a server that is ready; the form is filled, and layers are known."""
+    browser.send("Fetch.disable")  # what a test that failed may have left
+    browser.problems.clear()
     browser.screen(1200, "light")
     browser.open(f"{server.url}/")
     browser.wait_for("document.body.dataset.state === 'ready'")
