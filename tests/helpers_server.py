@@ -118,6 +118,7 @@ def serving(
     command += [python, *main, "serve", str(model), "--port", "0", "--dtype", "float32"]
     if torch.cuda.is_available() and not any("kv_cache_tokens" in option for option in options):
         command += ["--option", "kv_cache_tokens=65536"]  # several servers share the device
+        command += ["--option", "inner_sites=('q', 'k', 'v', 'z', 'mlp_act')"]  # as a CPU has them
     if keys is not None:
         assert folder is not None
         (folder / "keys").write_text(keys)

@@ -251,7 +251,7 @@ def test_decode_equals_plain_torch(runner, monkeypatch):
         hand.extend(prompts)
         batch = hand.batch({i: [5 + i] for i in prompts}, ForwardMode.DECODE)
         found.append(runner.forward(batch).next_token_logits.float())
-        used = {"rms_norm", "rope_and_write", "silu_mul", "gemm"}
+        used = {"rms_norm", "rope_and_write", "silu_mul"} | ({"gemm"} if kernels.has_gemm(runner.dtype) else set())
         assert called.names >= used if dispatched else not called.names, (way, called.names)
     scale = found[1].abs().max().item()
     assert_close(found[0], found[1], rtol=0, atol=scale * (1e-5 if runner.dtype is torch.float32 else 0.05))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import sys
 import traceback
 
 import pytest
@@ -23,6 +25,7 @@ from pymllm_interp import (
     contrast,
 )
 from pymllm_interp.core.arguments import PromptError
+from pymllm_interp.server import trace_payload
 
 PROMPT = "w3 w14 w15 w9"
 
@@ -132,7 +135,7 @@ def test_functions_and_values_around_the_block_travel(lm, local):
         with model.generate(PROMPT, max_new_tokens=4) as tracer:
             steps = list().save()
             for _ in tracer.iter[:]:
-                layer.output[:] = helper(layer.output) + bias
+                layer.output[:] = helper(layer.output) + bias.to(layer.output.device)
                 steps.append(model.lm_head.output[0, -1].argmax())
             ids = tracer.result.save()
         found.append((torch.stack(steps), ids))
@@ -389,3 +392,20 @@ def test_super_without_arguments_is_that_of_the_method_around_the_block(lm):
     with lm.trace(PROMPT):
         state = lm.model.layers[0].output.save()
     torch.testing.assert_close(plus.change(None), state * 2)
+
+
+def test_functions_of_installed_packages_travel_by_name(tmp_path, monkeypatch):
+    """Also of packages in a folder of their own (`pip install --target`): the server has these, but not the caller's files."""
+    for folder in ("installed", "own"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{folder}_module.py").write_text("def double(x):\n    return 2 * x\n")
+        monkeypatch.syspath_prepend(str(tmp_path / folder))
+    (tmp_path / "installed" / "installed_module-1.0.dist-info").mkdir()
+    installed, own = importlib.import_module("installed_module"), importlib.import_module("own_module")
+    assert b"installed_module" in trace_payload.dump({"f": installed.double}, lambda obj: None)
+    payloads = [trace_payload.dump({"f": module.double}, lambda obj: None) for module in (installed, own)]
+    for name in ("installed_module", "own_module"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert trace_payload.load(payloads[1], lambda pid: None)["f"](4) == 8
+    with pytest.raises(ImportError):
+        trace_payload.load(payloads[0], lambda pid: None)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class Gemm:
         fits = x.shape[-1] == self.weight.shape[1]
         if fits and (kernels := cpu_kernels_for(x, self.weight)) is not None and kernels.has_gemm(x.dtype):
             return kernels.gemm(x, self.weight, self.bias)
-        if x.is_cpu and x.dtype is torch.bfloat16 and not torch.is_grad_enabled():
+        if x.is_cpu and x.dtype is torch.bfloat16 and _packs_bfloat16() and not torch.is_grad_enabled():
             return torch.ops.mkldnn._linear_pointwise(x, self._pack(), self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
 
@@ -79,6 +80,12 @@ class Gemm:
             self._versions = versions
         assert self._packed is not None
         return self._packed
+
+
+@cache
+def _packs_bfloat16() -> bool:
+    """Whether oneDNN has bfloat16 products for this CPU: it wants AVX-512 or the like."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def plain_copy(module: nn.Linear, memo: dict[int, Any]) -> nn.Linear:

@@ -15,6 +15,8 @@ import sys
 import sysconfig
 import types
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -137,8 +139,22 @@ def _by_value(obj: Any) -> None:
     path = getattr(module, "__file__", None)
     if module is None or path is None or module.__name__.partition(".")[0] in ("pymllm_interp", "nnsight"):
         return
-    if not path.startswith(_LIBRARIES) and module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+    if not _of_library(path, module.__name__) and module.__name__ not in cloudpickle.list_registry_pickle_by_value():
         cloudpickle.register_pickle_by_value(module)
+
+
+def _of_library(path: str, module: str) -> bool:
+    """Whether a module's file is installed: in one of Python's folders, or in another one where packages are, by their metadata."""
+    if path.startswith(_LIBRARIES):
+        return True
+    depth = module.count(".") + (Path(path).name == "__init__.py")
+    parents = Path(path).parents
+    return depth < len(parents) and _has_packages(parents[depth])
+
+
+@cache
+def _has_packages(folder: Path) -> bool:
+    return any(folder.glob("*.dist-info"))
 
 
 def dump(content: dict[str, Any], names: Callable[[Any], Any]) -> bytes:
