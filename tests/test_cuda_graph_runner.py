@@ -634,7 +634,7 @@ def test_g1_graphs_are_captured_into_the_pool_that_is_given_else_the_global_one_
 
 
 @pytest.mark.gpu
-def test_g1_gpu_runners_of_one_pool_give_what_those_of_their_own_give():
+def test_g1_gpu_runners_of_one_pool_give_what_those_of_their_own_give(cuda_runner):
     runner = cuda_runner("bfloat16", page_size=16)
     hand, pool = ByHand(runner), torch.cuda.graph_pool_handle()
     batch = decode_batch(runner, 4, hand)

@@ -739,7 +739,6 @@ def test_a_forked_child_that_never_uses_the_lm_ends(model_folder: Callable[[str]
         FORK
         + """
     import _thread
-import gc
     running = lm.submit([1, 2], long)
     child = os.fork()
     if child == 0:
@@ -752,3 +751,20 @@ import gc
     """
     )
     run_script(script, str(model_folder("llama")))
+
+
+def test_an_engine_that_was_shut_down_goes_with_its_last_reference() -> None:
+    """Cycles would keep the weights and the KV pool until a garbage collection, which device memory does not cause."""
+    with dummy(kv_cache_tokens=4096) as first:
+        plain(first)
+    lm = dummy(kv_cache_tokens=4096)
+    plain(lm)
+    gc.collect()
+    gc.disable()
+    try:
+        left = [weakref.ref(lm.engine), weakref.ref(lm.runner)]
+        lm.shutdown()
+        del lm
+        assert [ref() for ref in left] == [None, None]
+    finally:
+        gc.enable()

@@ -286,7 +286,7 @@ def test_names_are_resolved_when_a_request_is_submitted(lm: Any) -> None:
         (lambda: SetFeature(sae_of("standard"), {0: 1.0}, "clamp"), r"mode='clamp' takes \(low, high\)"),
         (lambda: SetFeature(sae_of("standard"), {0: (2.0, 1.0)}, "clamp"), r"takes \(low, high\), low <= high"),
         (lambda: SetFeature(sae_of("standard"), {0: 1.0}, "multiply"), "mode='multiply'"),
-        (lambda: SetFeature(sae_of("standard"), dict.fromkeys(range(33), 1.0)), "at most 32 features"),
+        (lambda: SetFeature(sae_of("standard"), dict.fromkeys(range(33), 1.0)), "at most 32"),
         (lambda: SetFeature(sae_of("standard", normalization="layer_norm"), {0: 1.0}), "its input is normalized"),
         (lambda: SetFeature(sae_of("standard", transcoder=True), {0: 1.0}), "a transcoder"),
         (lambda: SetFeature(sae_of("standard"), {0: 1.0}, site="resid_post.*"), "one site"),

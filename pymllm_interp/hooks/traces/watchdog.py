@@ -91,8 +91,9 @@ class Watchdog:
             pass
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching. What is called of the engine is dropped: it holds the runner, and that this watchdog."""
         self._closed.set()
+        self._held_up, self._stuck = _ignore, _ignore
 
     def _arrived(self) -> None:
         self.posted = False
