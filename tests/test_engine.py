@@ -984,7 +984,7 @@ def test_shutdown_in_the_midst_of_steps_gives_every_request_an_end(model_folder:
         assert handle.requests[0].finish_reason == "abort"
 
 
-def test_an_engine_that_dies_in_winding_up_answers_the_request_that_it_died_of(
+def test_an_error_in_winding_up_a_trace_is_its_own_requests(
     model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm, caught = fresh(model_folder), []
@@ -1007,9 +1007,8 @@ def test_an_engine_that_dies_in_winding_up_answers_the_request_that_it_died_of(
         until(lambda: len(lm.engine._inbox) == 2 or bool(caught))
     client.join(WAIT)
     assert not client.is_alive(), "its client waits for ever"
-    assert isinstance(caught[0], RuntimeError) and "boom in winding up" in str(caught[0])
-    with pytest.raises(RuntimeError, match="boom in winding up"):
-        plain.result(WAIT)
+    assert "boom in winding up" in str(caught[0])
+    assert len(plain.result(WAIT).token_ids) == 120
     lm.shutdown()
     assert lm.runner.model is None and not lm.engine._subscribers
 

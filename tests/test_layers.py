@@ -193,7 +193,7 @@ def test_rms_norm_equals_transformers(scale, dtype):
     x = (randn(1, 7, 40) * scale).to(dtype)
     kept = x.clone()
     # The order of sums differs, which may change the last bits.
-    tolerances = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 0.0}
+    tolerances = {"rtol": 3 * torch.finfo(dtype).eps, "atol": 0.0}
     torch.testing.assert_close(ours(x), theirs(x), **tolerances)
     assert torch.equal(rms_norm(x, ours.weight, 1e-6), ours(x))
     assert torch.equal(x, kept), "a norm does not write to what it reads"

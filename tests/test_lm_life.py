@@ -738,7 +738,7 @@ def test_a_forked_child_that_never_uses_the_lm_ends(model_folder: Callable[[str]
     script = (
         FORK
         + """
-    import _thread
+    import gc
     running = lm.submit([1, 2], long)
     child = os.fork()
     if child == 0:

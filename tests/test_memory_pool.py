@@ -253,7 +253,8 @@ def test_swap_round_trip_is_bit_exact_into_other_slots(page_size: int) -> None:
     before = snapshot(pool)
     source = list(range(page_size, 3 * page_size))
     host = pool.swap_out(source)
-    assert host.num_tokens == len(source) and host.nbytes == len(source) * pool.bytes_per_token
+    per_token = sum(buffer[0].nbytes for buffer in (*pool.k_buffer, *pool.v_buffer))
+    assert host.num_tokens == len(source) and host.nbytes == len(source) * per_token
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         buffer[page_size:].fill_(7.0)
     target = [slot + 2 * page_size for slot in reversed(source)]

@@ -11,6 +11,8 @@ from test_server_faults import text_of
 def check(server: Server, count: int, seed: int) -> None:
     before, pid = text_of(server), server.engine_pid()
     found = mutations(server, count, seed)
+    with server.client("declared") as client:
+        client.delete("/v1/interp/vectors/mutant")
     server.wait_until_idle()
     print(dict(found.statuses), f"slowest {found.slowest:.1f} s", [size >> 20 for size in found.rss])
     assert not found.problems, (len(found.problems), found.problems[:5])

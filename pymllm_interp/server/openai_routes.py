@@ -103,6 +103,7 @@ def _card(state: ServerState) -> dict[str, Any]:
 
 
 def check_model(state: ServerState, name: str | None) -> None:
+    """Raises ApiError for a model that is not served."""
     known = state.settings.name, state.info["model"]
     if name is not None and name not in known:
         raise ApiError(404, f"there is no model {name!r}; this server has {known[0]!r}", "model", "model_not_found")
@@ -140,6 +141,7 @@ def _prompt(state: ServerState, read: RenderedPrompt, params: SamplingParams) ->
 
 
 def texts(state: ServerState, body: CompletionRequest, given: list[Any]) -> list[RenderedPrompt]:
+    """The prompts of a completion, with their token ids."""
     found, room = [], state.info["limits"]["max_model_len"]
     for i, prompt in enumerate(given):
         name = f"prompt {i}" if len(given) > 1 else "the prompt"
@@ -156,6 +158,7 @@ def texts(state: ServerState, body: CompletionRequest, given: list[Any]) -> list
 
 
 def conversation(state: ServerState, body: ChatRequest) -> Any:
+    """A conversation as the chat template writes it, with its token ids."""
     messages = [_message(i, message.model_dump(exclude_unset=True)) for i, message in enumerate(body.messages)]
     characters = sum(len(message.get("content") or "") for message in messages)
     check_length(state.tokenizer, characters, state.info["limits"]["max_model_len"], "messages")
