@@ -359,3 +359,14 @@ def test_vectors_that_are_junk_are_refused(server: Server):
             assert answer.status_code in (200, 400), answer.text
         assert client.put("/v1/interp/vectors/junk", content=b"GGUF" + good).status_code == 400
         client.delete("/v1/interp/vectors/junk")
+
+
+@pytest.mark.slow
+def test_a_block_that_ends_the_process_costs_what_runs_and_the_engine_comes_back(own_server):
+    with own_server() as server, LM.connect(server.url, api_key=KEYS["code"]) as lm:
+        before, pid = text_of(server), server.engine_pid()
+        with pytest.raises(EngineClosedError, match="ended with status 7"), lm.trace("w1"):
+            lm.model.layers[0].output.sum()
+            __import__("os")._exit(7)
+        server.wait_until_healthy()
+        assert server.engine_pid() != pid and text_of(server) == before

@@ -74,7 +74,7 @@ def test_a_step_that_does_not_end_is_ended_and_a_block_that_hangs_is_not_taken_f
             time.sleep(6)  # idle for longer than a step may take
             works(server)
             assert health(server) == (200, 0) and server.engine_pid() == pid
-            with pytest.raises(Exception, match="ended with status -9|cannot be ended"), lm.trace("w1"):
+            with pytest.raises(Exception, match=r"ended with status -9|cannot be ended"), lm.trace("w1"):
                 lm.model.layers[0].output.sum()
                 __import__("time").sleep(100)  # native code: the watchdog's exception does not arrive
             wait_for(lambda: health(server) == (200, 1), server)
