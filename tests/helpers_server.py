@@ -22,6 +22,8 @@ import pymllm_interp
 
 SECONDS = 600
 """How long what a server does may take, on a machine that is busy with other work."""
+CLOSE = 1e-4 if torch.cuda.is_available() else 1e-5
+"""Tolerance of states that were computed in batches of other shapes."""
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w1{% endif %}"
 KEYS = {"plain": "plain-key-0000", "declared": "declared-key-0000", "other": "other-key-0000", "code": "code-key-0000"}
 KEY_FILE = f"""

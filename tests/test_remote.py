@@ -9,7 +9,7 @@ import traceback
 
 import pytest
 import torch
-from helpers_server import KEYS
+from helpers_server import CLOSE, KEYS
 
 from pymllm_interp import (
     LM,
@@ -64,7 +64,7 @@ def test_interventions_and_captures_are_the_local_ones(lm, local):
     assert found.token_ids == own.token_ids
     assert list(found.activations) == list(own.activations)
     for site in own.activations:
-        torch.testing.assert_close(found.activations[site], own.activations[site], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(found.activations[site], own.activations[site], atol=CLOSE, rtol=CLOSE)
         assert torch.equal(found.activations.positions[site], own.activations.positions[site])
     assert found.receipt.interventions == own.receipt.interventions and found.receipt.spec == own.receipt.spec
     torch.testing.assert_close(

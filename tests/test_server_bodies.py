@@ -131,6 +131,8 @@ def test_a_request_is_admitted_before_its_prompts_are_read(server: Server) -> No
         assert many.status_code == 400 and "max_prompts" in many.text
         tokens = client.post("/v1/completions", json={"prompt": [1] * 100_000, "max_tokens": 1})
         assert tokens.status_code == 400 and "100000 tokens" in tokens.text and "max_model_len" in tokens.text
+        kept = client.post("/v1/completions", json=long | {"truncate_prompt_tokens": 3, "return_token_ids": True})
+        assert kept.status_code == 200 and kept.json()["choices"][0]["prompt_token_ids"] == [1, 1, 1], kept.text
         running = {"prompt": "w1", "n": 256, "max_tokens": 100, "ignore_eos": True, "stream": True}
         with client.stream("POST", "/v1/completions", json=running) as stream:
             assert stream.status_code == 200

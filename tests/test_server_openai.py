@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 import torch
-from helpers_server import KEYS, SECONDS
+from helpers_server import CLOSE, KEYS, SECONDS
 from openai import OpenAI
 
 from pymllm_interp import LM, Capture, SamplingParams, Scale, Steer
@@ -160,7 +160,7 @@ def test_interventions_and_captures_act_as_the_objects_do(api, server, lm):
     assert choice.text == local.text
     states = Activations.from_bytes(base64.b64decode(choice.activations["data"]))
     for site in ("resid_post.2", "z.1"):
-        torch.testing.assert_close(states[site], local.activations[site], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(states[site], local.activations[site], atol=CLOSE, rtol=CLOSE)
         assert torch.equal(states.positions[site], local.activations.positions[site])
         assert torch.equal(states.token_ids[site], local.activations.token_ids[site])
     receipt = choice.receipt
