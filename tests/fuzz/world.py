@@ -152,7 +152,7 @@ def random_captures(rng: random.Random, model: ModelSpec) -> list[Any]:
         where, drawn = rng.choice(POSITIONS), rng.random()
         if drawn < 0.3:
             directions = vector(model.hidden_size, 7, 3)
-            found["resid_post"] = rng.choice([
+            found["stream"] = rng.choice([
                 OfSAE(), Capture("resid_post.1", where, reduce=Lens(top_k=0, tokens=[3, 7])),
                 Capture("resid_post.*", where, reduce=Project(directions)),
             ])  # fmt: skip
@@ -161,7 +161,11 @@ def random_captures(rng: random.Random, model: ModelSpec) -> list[Any]:
         else:
             site = rng.choice([*places(model, (*KINDS, *INNER_KINDS)), "resid_post.*", "mlp_out.*", "logits"])
             reduce = rng.choice([None, None, None, "mean", "last"])
-            found[site.partition(".")[0]] = Capture(site, where, reduce=reduce)
+            kind = site.partition(".")[0]
+            # Sites between layers have two names, and are captured once.
+            found["stream" if kind in ("embed", "resid_pre", "resid_post") else kind] = Capture(
+                site, where, reduce=reduce
+            )
     return list(found.values())
 
 
