@@ -73,8 +73,10 @@ def engines(folder: Path, way: Way) -> Iterator[tuple[LM, LM]]:
     with LM(folder, **given, **SOLO) as solo, pytest.MonkeyPatch.context() as patch:
         if way.graphs and not torch.cuda.is_available():
             use_eager_graphs(patch)
-        patch.setattr(DeclaredStage, "has_tables", way.tables)
-        with LM(folder, **given, **PRESSURE, **way.options) as pressed:
+        with pytest.MonkeyPatch.context() as built:
+            built.setattr(DeclaredStage, "has_tables", way.tables)
+            pressed = LM(folder, **given, **PRESSURE, **way.options)
+        with pressed:
             yield pressed, solo
 
 

@@ -18,7 +18,7 @@ from .results import Differs, compare, of_activations, of_output, of_receipt
 from .world import OF_PROMPTS, World, captures_of_prompts, random_captures, random_ops
 
 WORDS = 90
-STEMS = [[random.Random(i).randrange(WORDS) for _ in range(20)] for i in range(3)]
+STEMS = [random.Random(i).sample(range(WORDS), 20) for i in range(3)]
 """Beginnings that prompts share."""
 WAIT = 240.0
 """Seconds after which a wait counts as a hang."""
