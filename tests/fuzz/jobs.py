@@ -20,7 +20,7 @@ from .world import OF_PROMPTS, World, captures_of_prompts, random_captures, rand
 WORDS = 90
 STEMS = [random.Random(i).sample(range(WORDS), 20) for i in range(3)]
 """Beginnings that prompts share."""
-WAIT = 240.0
+WAIT = 600.0
 """Seconds after which a wait counts as a hang."""
 
 
