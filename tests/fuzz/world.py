@@ -161,6 +161,8 @@ def random_captures(rng: random.Random, model: ModelSpec) -> list[Any]:
         else:
             site = rng.choice([*places(model, (*KINDS, *INNER_KINDS)), "resid_post.*", "mlp_out.*", "logits"])
             reduce = rng.choice([None, None, None, "mean", "last"])
+            if site == "logits":
+                where = "all"  # where tokens are drawn
             kind = site.partition(".")[0]
             # Sites between layers have two names, and are captured once.
             found["stream" if kind in ("embed", "resid_pre", "resid_post") else kind] = Capture(
