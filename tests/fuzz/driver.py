@@ -148,19 +148,21 @@ def edited(rng: random.Random, under: World, alone: World) -> Iterator[None]:
     """A weight of both engines, and the SAE, are other ones meanwhile. Their identities follow, there and back."""
     pairs = list(zip(weights_of(under.lm), weights_of(alone.lm), strict=True))
     pair, before = pairs[0] if rng.random() < 0.5 else rng.choice(pairs), identities(under)
-    kept, kept_sae = pair[0].clone(), under.sae.W_dec.clone()
+    kept, of_sae = pair[0].clone(), [(tensor, tensor.clone()) for _, tensor in under.sae.tensors()]
     factor = 1 + torch.arange(kept.shape[-1]) % 2  # of every second value
     with torch.no_grad():
         for weight in pair:
-            weight.mul_(factor).add_(0.01 * factor)
-        under.sae.W_dec.mul_(-1)
+            weight.mul_(factor) if weight.dim() > 1 else weight.add_(factor)  # buffers begin at 0
+        for tensor, _ in of_sae:
+            tensor.mul_(0.5)
     if same := [name for name, now in identities(under).items() if now == before[name]]:
         raise Differs(f"{same} are as before, and a tensor of shape {list(kept.shape)} and the SAE were edited")
     yield
     with torch.no_grad():
         for weight in pair:
             weight.copy_(kept)
-        under.sae.W_dec.copy_(kept_sae)
+        for tensor, before_edit in of_sae:
+            tensor.copy_(before_edit)
     if (now := identities(under)) != before:
         raise Differs(f"identities are {now}, and were {before} before an edit that was taken back")
 

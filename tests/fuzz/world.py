@@ -124,7 +124,7 @@ def random_op(rng: random.Random, model: ModelSpec, positions: tuple[Any, ...] =
     if drawn < 0.1 and model.cuts_edges:
         return Knockout("*", from_=-1, to=-2)
     if drawn < 0.25:
-        return OfSAE(rng.randrange(FEATURES), rng.choice([0.0, 3.0, -1.0]))
+        return OfSAE(rng.randrange(3), rng.choice([0.0, 3.0]))  # few: they are used again after an edit
     site = rng.choice(places(model, (*KINDS, *INNER_KINDS)))
     width, seed = model.width(site.partition(".")[0]), rng.randrange(100)
     scale: float = rng.choice([0.5, 1.0, -2.0])
