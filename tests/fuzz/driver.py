@@ -66,12 +66,13 @@ def makers(rng: random.Random, model: ModelSpec, family: str) -> list[tuple[int,
 
 
 def random_jobs(rng: random.Random, model: ModelSpec, family: str, count: int) -> list[Job]:
-    """Four traces that do not fit the pool together, then one job of each kind, then others."""
+    """Four traces that do not fit the pool together, and one use of the SAE; then one job of each kind, then others."""
     weights, make = zip(*makers(rng, model, family), strict=True)
     each = [one() for one in make]
     rng.shuffle(each)
     others = [one() for one in rng.choices(make, weights, k=max(count - len(each), 0))]
-    return [*(Traced.long(rng, model) for _ in range(4)), *(each + others)[:count]]
+    first = [*(Traced.long(rng, model) for _ in range(4)), Generation.of_sae(rng)]
+    return first + (each + others)[:count]
 
 
 def attempt(job: Job, run: Callable[[World], Any], world: World) -> Any:

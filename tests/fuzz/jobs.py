@@ -15,7 +15,7 @@ from pymllm_interp import Capture, SamplingParams, open_harvest
 from pymllm_interp.core.model_spec import ModelSpec
 
 from .results import Differs, compare, of_activations, of_output, of_receipt
-from .world import OF_PROMPTS, World, captures_of_prompts, random_captures, random_ops
+from .world import OF_PROMPTS, OfSAE, World, captures_of_prompts, random_captures, random_ops
 
 WORDS = 90
 STEMS = [random.Random(i).sample(range(WORDS), 20) for i in range(3)]
@@ -86,6 +86,11 @@ class Generation(Job):
             options,
             **given,
         )
+
+    @classmethod
+    def of_sae(cls, rng: random.Random) -> Self:
+        """With specs of the SAE that all such jobs share."""
+        return cls([random_prompt(rng)], [random_params(rng)], [OfSAE(0, 3.0)], [OfSAE(), Capture("mlp_out.1")])
 
     @classmethod
     def of_prompts(cls, rng: random.Random, model: ModelSpec) -> Self:
