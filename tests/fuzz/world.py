@@ -160,7 +160,7 @@ def random_captures(rng: random.Random, model: ModelSpec) -> list[Any]:
             found["pattern"] = Capture("pattern.0", where)
         else:
             site = rng.choice([*places(model, (*KINDS, *INNER_KINDS)), "resid_post.*", "mlp_out.*", "logits"])
-            reduce = rng.choice([None, None, None, "mean", "last"])
+            reduce: Any = rng.choice([None, None, None, "mean", "last"])
             if site == "logits":
                 where = "all"  # where tokens are drawn
             kind = site.partition(".")[0]
