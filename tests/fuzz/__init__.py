@@ -7,7 +7,7 @@ Faults were put back one at a time, and `test_fuzz.py` was run with its seeds un
 
 | fault | reported |
 |---|---|
-| captured rows counted by `kv_len`, and requests preempted that await their token | seeds 2 and 4: forward passes with no logits |
+| captured rows counted by `kv_len`, and requests preempted that await their token | seed 2: a forward pass without logits |
 | persistent buffers outside of the fingerprint | seed 7: the model is as before, and was edited |
 | an SAE keeps its fingerprint after an edit in place | seed 0: the SAE is as before, and was edited |
 | specs keep what they read of an SAE before an edit | seed 0: tokens of a request with that spec |
