@@ -64,6 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--ahead", action="store_true", help="engines launch each step before they read the last one's tokens"
     )
+    parser.addoption("--fuzz-seeds", help="FIRST:END: the seeds of the slow fuzz (tests/fuzz)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

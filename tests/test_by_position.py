@@ -56,7 +56,7 @@ def test_rows_are_added_where_they_were_written_for(seed: int, lm: Any) -> None:
             [lm.submit(p, PARAMS, interventions=s, capture=capture) for p, s in zip(prompts, given, strict=True)]
             for given in (specs, singles)
         ]
-    for one, three in zip(*[[handle.result(60) for handle in group] for group in handles], strict=True):
+    for one, three in zip(*[[handle.result(600) for handle in group] for group in handles], strict=True):
         assert one.token_ids == three.token_ids
         for site in ["resid_post.0", "resid_post.2", "final_norm"]:
             torch.testing.assert_close(one.activations[site], three.activations[site], rtol=1e-5, atol=1e-5)

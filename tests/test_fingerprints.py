@@ -224,7 +224,7 @@ def test_a_first_declared_request_waits_for_no_step_and_is_told_of_a_shutdown(mo
         assert not goes_on.is_set(), "the engine stood still, and the request was made"
         goes_on.set()
         holder.join()
-        assert len(handle.result(60).receipt.model) == 64
+        assert len(handle.result(600).receipt.model) == 64
     closed = LM(model_folder("llama"), dtype="float32", device="cpu")
     closed.shutdown()
     with pytest.raises(EngineClosedError, match="was shut down"):

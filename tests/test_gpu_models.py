@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import CONFIGS, VOCAB, held, random_model
+from helpers_idle import left_behind
 from helpers_runner import random_ids
 from test_engine import WAIT, until
 from test_faults import DEVICES, ways
-from test_stress import assert_nothing_left, stress
+from test_stress import stress
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -353,7 +354,7 @@ def test_aborts_and_preemption_under_load_leave_every_slot_free(device, lm_of):
     after = lm.engine.stats()
     assert after["preempted"] > before["preempted"] and after["overlapped_steps"] > before["overlapped_steps"]
     assert [ids[0, len(prompts[0]) :].tolist() for ids in seen] == [expected[0][:20]] * 6
-    assert_nothing_left(lm)
+    assert left_behind(lm) == {}
 
 
 @pytest.mark.gpu

@@ -73,12 +73,12 @@ class InProcess:
             thread = threading.Thread(target=server.handle, args=(message,), name="messages")
             thread.start()
             thread.join()
-            answer = self.sent.get(timeout=120)
+            answer = self.sent.get(timeout=600)
         finally:
             threading.settrace(None)  # pyright: ignore[reportArgumentType]
         server.close()
         if isinstance(answer, m.Accepted):
-            assert isinstance(self.sent.get(timeout=120), m.Finished)
+            assert isinstance(self.sent.get(timeout=600), m.Finished)
         return answer, counted.counts.pop("messages"), max(counted.counts.values())
 
 
@@ -188,22 +188,22 @@ def test_messages_do_not_wait_for_a_call_that_is_being_submitted(engine: InProce
 
     def slow(*args: Any) -> Any:
         begun.set()
-        assert go.wait(60)
+        assert go.wait(600)
         return make(*args)
 
     factory.for_prompts = slow  # pyright: ignore[reportAttributeAccessIssue]
     long = {"max_tokens": 100, "ignore_eos": True}
     try:
         server.handle(m.Submit(7001, "slow", [[3, 14]], [long]))
-        assert begun.wait(60)
+        assert begun.wait(600)
         server.handle(m.AskStats(7002))
-        answer = engine.sent.get(timeout=60)
+        answer = engine.sent.get(timeout=600)
         assert isinstance(answer, m.Answer) and answer.call == 7002
         server.handle(m.Abort(7001))
     finally:
         go.set()
-    assert isinstance(engine.sent.get(timeout=60), m.Accepted)
-    while not isinstance(last := engine.sent.get(timeout=60), m.Finished):
+    assert isinstance(engine.sent.get(timeout=600), m.Accepted)
+    while not isinstance(last := engine.sent.get(timeout=600), m.Finished):
         pass
     assert last.finish_reason == "abort" and len(last.token_ids) < 100
     server.close()
@@ -213,9 +213,9 @@ def test_one_list_of_specs_and_parameters_stands_for_all_prompts(engine: InProce
     server = EngineServer(engine.served, engine.outbox)
     shared = m.Submit(8001, "", [[3], [4, 5]], [{"max_tokens": 2}], captures=[["resid_post.0"]])
     server.handle(shared)
-    accepted = engine.sent.get(timeout=60)
+    accepted = engine.sent.get(timeout=600)
     assert isinstance(accepted, m.Accepted) and accepted.max_tokens == [2, 2]
-    ends = [engine.sent.get(timeout=60) for _ in range(2)]
+    ends = [engine.sent.get(timeout=600) for _ in range(2)]
     assert all(isinstance(end, m.Finished) and end.captured is not None for end in ends), ends
     server.close()
 

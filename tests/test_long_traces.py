@@ -53,7 +53,7 @@ def test_a_long_traced_prompt_is_one_visit_beside_other_requests(family: str, lm
         for state, other in zip(seen, known, strict=True):
             torch.testing.assert_close(state, other, rtol=1e-4, atol=1e-4)
         assert torch.equal(out, same)
-        assert [handle.result(60).token_ids for handle in handles] == expected
+        assert [handle.result(600).token_ids for handle in handles] == expected
     lm.engine.call(lm.engine.scheduler.check_integrity)
 
 
@@ -105,7 +105,7 @@ def test_a_long_traced_prompt_on_the_device(model_folder: Callable[[str], Path])
             handle = lm.submit(ids(40, seed=4), greedy(12))
             with lm.trace(prompt, capture=["resid_post.0"]) as tracer:
                 state = lm.model.layers[1].output.save()
-            found.append((state.cpu(), tracer.activations["resid_post.0"], handle.result(60).token_ids))
+            found.append((state.cpu(), tracer.activations["resid_post.0"], handle.result(600).token_ids))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-4)
     assert found[0][2] == found[1][2]

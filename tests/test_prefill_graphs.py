@@ -57,8 +57,8 @@ def traffic(lm: LM, seed: int, **options: Any) -> list[Any]:
     for i, length in enumerate(lengths):
         handles.append(lm.submit(random_ids(length, seed=100 * seed + i), greedy(3 + i % 4, logprobs=2), **options))
         if i % 3 == 2:
-            handles[-2].result(60)
-    return [handle.result(60) for handle in handles]
+            handles[-2].result(600)
+    return [handle.result(600) for handle in handles]
 
 
 def test_sizes_to_capture() -> None:
@@ -202,7 +202,7 @@ def test_engines_of_one_process_prefill_at_once(model_folder: Callable[[str], Pa
             handles = [[lm.submit(p, greedy(3), capture=["resid_post.*"]) for p in prompts] for lm in (first, second)]
             for lm_handles, outs in zip(handles, expected, strict=True):
                 for handle, out in zip(lm_handles, outs, strict=True):
-                    got = handle.result(60)
+                    got = handle.result(600)
                     assert got.token_ids == out.token_ids
                     for site in out.activations:
                         a, b = got.activations[site].float(), out.activations[site].float()

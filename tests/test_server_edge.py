@@ -36,7 +36,7 @@ def tight(served_folder, tmp_path_factory):
 def begin_upload(server: Server, name: str, head: str) -> socket.socket:
     """A PUT whose body does not come."""
     host, port = server.url.removeprefix("http://").split(":")
-    found = socket.create_connection((host, int(port)), timeout=30)
+    found = socket.create_connection((host, int(port)), timeout=600)
     found.sendall(
         f"PUT /v1/interp/vectors/{name} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {KEYS['declared']}\r\n"
         f"Expect: 100-continue\r\n{head}\r\n\r\n".encode()
@@ -128,13 +128,13 @@ def test_an_error_shows_paths_of_the_clients_files_only(server: Server):
 
 def test_the_documentation_loads_nothing_of_other_hosts(server: Server):
     for path in ("/docs", "/"):
-        answer = httpx.get(f"{server.url}{path}", timeout=60)
+        answer = httpx.get(f"{server.url}{path}", timeout=600)
         assert answer.status_code == 200 and answer.headers["content-security-policy"].startswith("default-src 'self'")
         links = re.findall(r'(?:src|href)="([^"]*)"', answer.text)
         assert links and not [link for link in links if ":" in link or link.startswith("//")]
         for link in links:
-            assert httpx.get(f"{server.url}/{link.removeprefix('.')}", timeout=60).status_code == 200
-    assert httpx.get(f"{server.url}/redoc", timeout=60).status_code == 404
+            assert httpx.get(f"{server.url}/{link.removeprefix('.')}", timeout=600).status_code == 200
+    assert httpx.get(f"{server.url}/redoc", timeout=600).status_code == 404
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")

@@ -64,7 +64,7 @@ def test_a_trace_waits_until_its_client_has_read_enough() -> None:
     thread.start()
     assert not sent.wait(0.5)
     run.was_read(1000)
-    assert sent.wait(60)
+    assert sent.wait(600)
     thread.join()
 
 
@@ -94,7 +94,7 @@ def test_large_results_arrive_and_restarts_leave_nothing_behind(
         counts = []
         for restart in range(3):
             os.kill(server.engine_pid(), signal.SIGKILL)
-            deadline = time.monotonic() + 300
+            deadline = time.monotonic() + 600
             while server.metric("engine_restarts") <= restart or not server.metric("engine_ready"):
                 assert time.monotonic() < deadline
                 time.sleep(0.2)

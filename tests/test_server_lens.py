@@ -56,7 +56,7 @@ def test_a_client_that_leaves_ends_its_lens(server: Server) -> None:
     head = f"POST {LENS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nAuthorization: Bearer {KEYS['declared']}\r\n"
     before = server.metric("disconnects_total")
     for _ in range(20):
-        with socket.create_connection((host, int(port)), timeout=20) as connection:
+        with socket.create_connection((host, int(port)), timeout=600) as connection:
             connection.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
     server.wait_until_idle()
     assert server.metric("disconnects_total") > before

@@ -16,7 +16,7 @@ SERIES = re.compile(r'pymllm_interp_\w+(?:\{(?:\w+="(?:[^"\\\n]|\\[\\"n])*",?)+\
 
 
 def paths(server: Server) -> set[str]:
-    text = httpx.get(f"{server.url}/metrics", timeout=60).text
+    text = httpx.get(f"{server.url}/metrics", timeout=600).text
     assert all(SERIES.fullmatch(line) for line in text.splitlines() if not line.startswith("#"))
     return set(re.findall(r'http_requests_total\{path="([^"]*)"', text))
 

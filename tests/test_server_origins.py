@@ -74,7 +74,7 @@ def keyless(served_folder):
 
 
 def right(server: Server, **headers: str) -> str:
-    answer = httpx.get(f"{server.url}/v1/interp/capabilities", headers=headers, timeout=60)
+    answer = httpx.get(f"{server.url}/v1/interp/capabilities", headers=headers, timeout=600)
     assert answer.status_code == 200, answer.text
     return answer.json()["trust"]
 
@@ -91,7 +91,7 @@ def test_without_keys_rights_are_of_this_machine_only(keyless: Server):
 
 @pytest.mark.parametrize("origin", ["http://evil.com", "null"])
 def test_without_keys_a_foreign_page_changes_nothing_even_without_a_body(keyless: Server, origin):
-    with httpx.Client(base_url=keyless.url, headers={"Origin": origin}, timeout=60) as page:
+    with httpx.Client(base_url=keyless.url, headers={"Origin": origin}, timeout=600) as page:
         for method, path in (
             ("POST", "/v1/interp/reset_prefix_cache"),
             ("PUT", "/v1/interp/vectors/x"),
@@ -113,7 +113,7 @@ def test_a_key_is_enough_for_a_page_of_any_origin(server: Server):
 
 @pytest.mark.parametrize("name", ["Host", "Origin", "Authorization", "Content-Type"])
 def test_a_header_that_is_given_twice_is_refused(server: Server, name):
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=600)
     connection.putrequest("POST", "/v1/completions", skip_host=True)
     for value in ("127.0.0.1", "127.evil.com"):
         connection.putheader(name, value)

@@ -142,7 +142,7 @@ def test_engines_equal_a_hook_on_transformers(lm: Any, oracle: Any) -> None:
         handles = [
             lm.submit(p, params, interventions=s, capture=["final_norm"]) for p, s in zip(prompts, specs, strict=True)
         ]
-    outs = [handle.result(60) for handle in handles]
+    outs = [handle.result(600) for handle in handles]
     for prompt, (spec,), out in zip(prompts, specs, outs, strict=True):
         if spec.when is not None:
             continue  # test_gates.py; here they only share batches with the others
@@ -184,7 +184,7 @@ def test_passes_encode_the_top_k_saes_that_the_engine_was_built_with(way: str, m
                 specs[-1] = [SetFeature(name, features, op.mode, positions=positions)]
         with held(lm):
             handles = [lm.submit(p, params, interventions=s or ()) for p, s in zip(prompts, specs, strict=True)]
-        outs = [handle.result(60) for handle in handles]
+        outs = [handle.result(600) for handle in handles]
     for i, (prompt, spec, out) in enumerate(zip(prompts, specs, outs, strict=True)):
         ids = (prompt + out.token_ids)[:-1]
         at = torch.arange(len(ids))

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import random
 import threading
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import greenlet
 import pytest
 import torch
 from conftest import VOCAB, held, tiny_tokenizer
 from helpers_declared import hooked, random_specs, states_of
+from helpers_idle import left_behind
 from nnsight.modeling.transformers import TransformersModel
 
 from pymllm_interp import LM, SamplingParams
@@ -206,20 +205,7 @@ def stress(lm_of: Any, oracle: Any, seed: int, count: int, **server: Any) -> Non
     if server.get("hook_execution") == "split":
         assert any(how.startswith("split") for how in after["execution"]), after["execution"]
     assert after["preempted"] > before["preempted"] and after["moved_to_host"] > before["moved_to_host"]
-    assert_nothing_left(lm)
-
-
-def assert_nothing_left(lm: LM) -> None:
-    lm.engine.call(lm.engine.scheduler.check_integrity)
-    stats = lm.engine.stats()
-    assert (stats["running"], stats["waiting"], stats["swapped"]) == (0, 0, 0)
-    assert stats["free_kv_tokens"] == lm.runner.max_total_num_tokens
-    helper = lm.runner.nnsight_request_helper
-    assert not helper.num_prompts_in_mediator and not helper.attached
-    assert not lm.engine._subscribers and not lm.interleaver.points and not lm.interleaver.traces
-    gc.collect()
-    alive = [g for g in gc.get_objects() if isinstance(g, greenlet.greenlet) and hasattr(g, "mediator") and not g.dead]
-    assert not alive, "greenlets are left"
+    assert left_behind(lm) == {}
 
 
 SERVERS = [

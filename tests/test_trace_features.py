@@ -260,7 +260,7 @@ def test_gradients_run_alone_and_others_are_bit_equal(lm: LM) -> None:
     early, _ = gradients(lm)
     assert early.abs().sum() > 0
     for handle, reference in zip(handles, wanted, strict=True):
-        assert handle.result(30).token_ids == reference.token_ids
+        assert handle.result(600).token_ids == reference.token_ids
 
 
 def test_grad_is_asked_for_by_name_or_by_argument(lm: LM) -> None:
@@ -360,7 +360,7 @@ def test_saves_never_pin_the_batch(lm: LM) -> None:
             rows.append([h[0, -1], h])
             named[step] = (h[..., :3],)
     for handle in handles:
-        handle.result(30)
+        handle.result(600)
     kept = [t for pair in rows for t in pair] + [t for (t,) in named.values()]
     assert len(kept) == 18
     for tensor in kept:
@@ -1134,7 +1134,7 @@ def test_a_piece_is_cut_when_it_has_arrived_and_its_room_is_free_then() -> None:
     copies = cutter.cut(piece, Arrival())  # pyright: ignore[reportArgumentType]
     assert not copies.done()
     may_arrive.set()
-    assert [copied.sum() for copied in copies.result(30)] == [8, 8, 8] and cutter.reserve(96)
+    assert [copied.sum() for copied in copies.result(600)] == [8, 8, 8] and cutter.reserve(96)
 
 
 @pytest.mark.gpu

@@ -12,29 +12,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import held
+from helpers_idle import left_behind
 from helpers_trace_fuzz import Invoke, a_trace, check, random_acts
 
 from pymllm_interp import LM, SamplingParams
 
 WAIT = 120.0
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
-
-def left_behind(lm: LM) -> dict[str, Any]:
-    """What an idle engine holds of requests."""
-    runner, scheduler = lm.engine.runner, lm.engine.scheduler
-    helper, stage = runner.nnsight_request_helper, runner.declared_stage
-    assert stage is not None
-
-    def look() -> dict[str, Any]:
-        scheduler.check_integrity()
-        held = {f"helper.{name}": value for name, value in vars(helper).items() if name != "interleaver"}
-        held |= {"requests": scheduler.requests, "alone": scheduler._alone.requests, "live": stage._live}
-        held |= {"cutting": stage._cutting, "with gradients": stage._with_gradients, "events": lm.engine._subscribers}
-        held |= {"points": runner.interleaver.traces}
-        return {name: value for name, value in held.items() if value}
-
-    return lm.engine.call(look)
 
 
 @pytest.fixture

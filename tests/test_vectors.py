@@ -342,6 +342,6 @@ def test_requests_keep_what_a_name_stood_for_when_they_were_submitted(lm_of):
     lm.vectors["v"] = second
     two = lm.submit(prompt, params, interventions=named)
     del lm.vectors["v"]
-    assert [one.result(60).token_ids, two.result(60).token_ids] == wanted
+    assert [one.result(600).token_ids, two.result(600).token_ids] == wanted
     with pytest.raises(ValueError, match="no vector 'v'"):
         lm.submit(prompt, params, interventions=named)
