@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 import torch
 
-from ..core.arguments import PromptError
+from ..core.arguments import PromptError, shown
 from ..core.tables import Shown, Table
 from ..hooks.captures.activations import Activations
 from ..hooks.captures.spec import Capture
@@ -34,7 +34,7 @@ OF_TRANSFORMER_LENS = {
 """TransformerLens' keywords -> what to do."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ForwardOutput(Shown):
     """One forward pass over a prompt."""
 
@@ -47,6 +47,10 @@ class ForwardOutput(Shown):
     """What was captured, and the logits."""
     receipt: Any
     """What was applied, and how its steps ran (hooks.receipt.Receipt)."""
+
+    def __repr__(self) -> str:
+        prompt = "" if self.prompt is None else f"prompt={shown(self.prompt)}, "
+        return f"ForwardOutput({prompt}prompt_tokens={len(self.prompt_token_ids)}, activations={self.activations!r})"
 
     def table(self) -> Table:
         """The prompt, the logits' shape, what was captured and what was applied."""

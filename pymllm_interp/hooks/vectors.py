@@ -50,6 +50,7 @@ class VectorRegistry(MutableMapping[str, Named]):
         self._layers = model.num_hidden_layers
         self._widths = {model.width(kind): " * ".join(model.settings(kind)) for kind in model.family.points}
         self._vectors: dict[str, Named] = {}
+        self._made_for: dict[str, str] = {}
 
     def __setitem__(self, name: str, source: Source | Mapping[int, Source] | str | Path) -> None:
         """Store a copy of a tensor, of tensors by layer, or of a file's content under `name`.
@@ -64,6 +65,7 @@ class VectorRegistry(MutableMapping[str, Named]):
         who = f"vector {name!r}"
         if isinstance(source, str | Path):
             source = _of_file(Path(source))
+        self._made_for[name] = getattr(source, "model_fingerprint", "")
         if not isinstance(source, Mapping):
             self._vectors[name] = self._fitting(source, who)
             return
@@ -75,6 +77,10 @@ class VectorRegistry(MutableMapping[str, Named]):
         self._vectors[name] = {
             int(layer): self._fitting(vector, f"{who}, layer {layer}") for layer, vector in sorted(source.items())
         }
+
+    def made_for(self, name: str) -> str:
+        """Fingerprint of the model that a vector was made with; "" where it is not recorded."""
+        return self._made_for.get(name, "")
 
     def _fitting(self, source: Source, who: str) -> Tensor:
         vector = checked_vector(source, who, (1, 2))
@@ -105,6 +111,9 @@ class VectorRegistry(MutableMapping[str, Named]):
 
     def __len__(self) -> int:
         return len(self._vectors)
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
 
     def __repr__(self) -> str:
         return f"VectorRegistry({list(self)})"

@@ -103,6 +103,10 @@ class RemoteLM(LM):
         """Several traces that see each other's values, which run on the server as a whole: ``with lm.session():``."""
         return RemoteSession(self, device, **kwargs)
 
+    def _summary(self) -> str:
+        info = self._info
+        return f"RemoteLM({info['model']} at {self.engine.url}, {info['device']}, {info['dtype']}, engine: {self.engine.state})"
+
     @property
     def capabilities(self) -> dict[str, Any]:
         """What the server said of its model, limits and this key's rights."""

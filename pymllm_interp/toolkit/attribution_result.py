@@ -81,6 +81,9 @@ class Attribution(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._values)
 
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
+
     def stacked(self, kind: str) -> torch.Tensor:
         """The attributions of a kind of site, [layers, positions, ...], in the order of the layers."""
         found = [values for name, values in self._values.items() if name.partition(".")[0] == kind]
