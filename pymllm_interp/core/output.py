@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .arguments import shown
 from .tables import Shown, Table
+
+if TYPE_CHECKING:
+    from ..hooks.captures.activations import Activations
+    from ..hooks.receipt import Receipt
 
 
 class Logprob(NamedTuple):
@@ -109,12 +113,12 @@ class RequestOutput(Shown):
         return self.outputs[0].cumulative_logprob
 
     @property
-    def activations(self) -> Any:
+    def activations(self) -> Activations:
         """What was captured of the first completion."""
         return self.outputs[0].activations
 
     @property
-    def receipt(self) -> Any:
+    def receipt(self) -> Receipt | None:
         """What was applied for the first completion, and how its steps ran."""
         return self.outputs[0].receipt
 

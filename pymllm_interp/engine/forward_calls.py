@@ -18,6 +18,7 @@ from .prompts import as_prompts
 from .request_calls import RequestCalls, wait_for
 from .request_factory import PREFILL
 from .request_options import RequestOptions, check_options
+from .signatures import names_options
 from .site_hooks import HookFunction, placed_hooks, run_hooks
 
 OF_TRANSFORMER_LENS = {
@@ -66,6 +67,7 @@ class ForwardCalls(RequestCalls):
 
     runner: InterpModelRunner
 
+    @names_options()
     def forward(self, prompts: Any, **options: Unpack[RequestOptions]) -> list[ForwardOutput]:
         """One forward pass over each prompt: the logits of all positions, and what is captured.
 
@@ -94,6 +96,7 @@ class ForwardCalls(RequestCalls):
             for out in outs
         ]  # fmt: skip
 
+    @names_options("capture")
     def run_with_cache(
         self, prompts: Any, names_filter: NamesFilter = None, **options: Unpack[RequestOptions]
     ) -> tuple[torch.Tensor, ActivationCache]:
@@ -123,6 +126,7 @@ class ForwardCalls(RequestCalls):
             self.runner.model_spec.num_hidden_layers, states
         )
 
+    @names_options("capture")
     def run_with_hooks(
         self,
         prompts: Any,

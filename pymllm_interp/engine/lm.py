@@ -42,6 +42,7 @@ from .forward_calls import ForwardCalls
 from .generation_defaults import GenerationDefaults
 from .handle import RequestHandle
 from .request_factory import PREFILL, RequestFactory
+from .tab_completion import set_up_completion
 from .token_calls import TokenCalls
 from .toolkit_calls import ToolkitCalls
 from .trace_calls import TraceCalls
@@ -160,6 +161,7 @@ class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore
         defaults = GenerationDefaults.of(setting, self.hf_config, self.runner.source.folder)
         self._factory = RequestFactory(self.runner, self.tokenizer, defaults, seed)
         self.vectors, self.saes = self._factory.vectors, self._factory.saes
+        set_up_completion(type(self))
 
     def __repr__(self) -> str:
         """The model, its device and dtype and the engine's state; then the tree of modules."""
@@ -172,8 +174,8 @@ class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "an LM cannot be pickled or copied: it has an engine with threads and device memory. Make one in each process, LM(name), "
-            "or share one: `pymllm-interp serve` there, and LM.connect(url) in each process. Outputs and activations can be pickled"
+            "an LM cannot be pickled or copied: it has an engine, with threads and device memory. Make one in each process, or "
+            "serve one (pymllm-interp serve) and use LM.connect(url) in each. Outputs and their activations can be pickled"
         )
 
     @property
