@@ -29,6 +29,7 @@ from .vector_files import (
     _nearest,
     _of_file,
     checked_vector,
+    origin_of,
 )
 
 
@@ -63,11 +64,12 @@ class VectorRegistry(MutableMapping[str, Named]):
         if not isinstance(name, str) or not name:
             raise ValueError(f"a vector's name is a string that is not empty, not {name!r}")
         who = f"vector {name!r}"
+        made_for = getattr(source, "model_fingerprint", "")
         if isinstance(source, str | Path):
-            source = _of_file(Path(source))
-        self._made_for[name] = getattr(source, "model_fingerprint", "")
+            path = Path(source)
+            source, (_, made_for) = _of_file(path), origin_of(path)
         if not isinstance(source, Mapping):
-            self._vectors[name] = self._fitting(source, who)
+            self._vectors[name], self._made_for[name] = self._fitting(source, who), made_for
             return
         if not source:
             raise ValueError(f"{who}: there is no layer in it")
@@ -77,6 +79,7 @@ class VectorRegistry(MutableMapping[str, Named]):
         self._vectors[name] = {
             int(layer): self._fitting(vector, f"{who}, layer {layer}") for layer, vector in sorted(source.items())
         }
+        self._made_for[name] = made_for
 
     def made_for(self, name: str) -> str:
         """Fingerprint of the model that a vector was made with; "" where it is not recorded."""
