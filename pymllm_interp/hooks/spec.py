@@ -287,10 +287,11 @@ class PlacedSpec(Spec):
         return tuple(sites)
 
     def _set_place(self) -> None:
-        if not isinstance(self.site, str | Site):
-            layer = self.site if isinstance(self.site, int) and not isinstance(self.site, bool) else 12
+        given = self.site
+        if not isinstance(given, str | Site):
+            layer = given if isinstance(given, int) and not isinstance(given, bool) else 12
             raise ValueError(
-                f"{type(self).__name__}: site={shown(self.site)}; expected a site's name, such as 'resid_post.{layer}', or a Site"
+                f"{type(self).__name__}: site={shown(given)}; expected a site's name, such as 'resid_post.{layer}', or a Site"
             )
         try:
             self._set("site", canonical(self.site))
