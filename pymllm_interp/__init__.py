@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .hooks.traces.async_trace import SavedSteps
     from .runner.interp_model_runner import InterpModelRunner
     from .runner.model_runner import ModelRunner
-    from .toolkit.contrast import contrast
+    from .toolkit.contrast import ControlVectors, contrast
 
 __version__ = "0.1.0"
 
@@ -41,6 +41,7 @@ _HOMES = {
     "Capture": "hooks.captures.spec",
     "CaptureError": "hooks.captures.activations",
     "Clamp": "hooks.interventions.projections",
+    "ControlVectors": "toolkit.contrast",
     "Features": "hooks.captures.features",
     "Gate": "hooks.interventions.op",
     "Generated": "hooks.positions",
@@ -67,9 +68,10 @@ _HOMES = {
 }
 
 __all__ = [
-    "LM", "SAE", "Ablate", "Activations", "Capture", "CaptureError", "Clamp", "Features", "Gate", "Generated", "Harvest",
-    "HarvestError", "InterpModelRunner", "JacobianLens", "Knockout", "Lens", "ModelRunner", "Patch", "Project", "RequestOutput",
-    "SamplingParams", "SavedSteps", "Scale", "SetFeature", "Site", "Steer", "TunedLens", "contrast", "open_harvest",
+    "LM", "SAE", "Ablate", "Activations", "Capture", "CaptureError", "Clamp", "ControlVectors", "Features", "Gate", "Generated",
+    "Harvest", "HarvestError", "InterpModelRunner", "JacobianLens", "Knockout", "Lens", "ModelRunner", "Patch", "Project",
+    "RequestOutput", "SamplingParams", "SavedSteps", "Scale", "SetFeature", "Site", "Steer", "TunedLens", "contrast",
+    "open_harvest",
 ]  # fmt: skip
 
 

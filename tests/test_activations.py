@@ -13,7 +13,7 @@ from conftest import CONFIGS
 from helpers_declared import lms, prompt_of, vector
 from safetensors.torch import load_file, save_file
 
-from pymllm_interp import LM, Activations, Capture, Project, SamplingParams
+from pymllm_interp import LM, Activations, Capture, Lens, Project, SamplingParams
 from pymllm_interp.hooks.captures.activations import CaptureError
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
@@ -103,6 +103,23 @@ def test_layers_are_stacked_in_their_order(lm_of: Any) -> None:
         found.stack("mlp_out")
     with pytest.raises(KeyError, match=r"'attn_out.\*' was not captured; there is resid_post.0"):
         found.stack("attn_out")
+
+
+def test_what_reductions_add_is_stacked_as_the_states_are(lm_of: Any) -> None:
+    lens = Lens(top_k=3, tokens=[5, 9])
+    elsewhere = Capture("resid_post.2", reduce=lens, positions=[-1])
+    captures = [Capture("resid_post.{0,1}", reduce=lens, positions=[0]), elsewhere]
+    (out,) = lm_of("llama").generate([prompt_of(9, 1)], GREEDY, capture=[Capture("resid_post.*", reduce=lens)])
+    for found, width in (
+        (out.activations.indexes, 3), (out.activations.token_log_probs, 2), (out.activations.token_ranks, 2)
+    ):  # fmt: skip
+        assert found.layers("resid_post") == [0, 1, 2]
+        stacked = found.stack("resid_post")
+        assert stacked.shape[0] == 3 and stacked.shape[2] == width
+        assert torch.equal(stacked, torch.stack([found[f"resid_post.{layer}"] for layer in range(3)]))
+    (out,) = lm_of("llama").generate([prompt_of(9, 1)], SamplingParams(max_tokens=1), capture=captures)
+    with pytest.raises(ValueError, match=r"resid_post.2 and resid_post.0 were captured at different positions"):
+        out.activations.indexes.stack("resid_post")
 
 
 def test_lost_states_are_pickled_as_lost() -> None:

@@ -17,7 +17,7 @@ from pymllm_interp.config import ModelConfig, ServerConfig
 ROOT = Path(pymllm_interp.__file__).parent
 ORDER = (
     ("core",), ("config",), ("mem_cache",), ("attention",), ("layers",), ("sampling",), ("hooks",), ("models",), ("runner",),
-    ("harvest",), ("engine",), ("toolkit",), ("server",), ("cli", "bench", "demo", "doctor", "evals", "lens", "plots"),
+    ("harvest",), ("engine",), ("plots",), ("toolkit",), ("server",), ("cli", "bench", "demo", "doctor", "evals", "lens"),
 )  # fmt: skip
 """An import goes to an earlier place, or stays in its own."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import warnings
 from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import VOCAB
@@ -200,7 +202,9 @@ def test_an_attribution_shows_itself(lm_of):
     with pytest.raises(KeyError, match=r"there are z\.0"):
         found["resid_post.2"]
     pytest.importorskip("plotly")
-    assert len(found.plot().data[0].z) == 4
+    figure = found.plot().figure
+    assert len(figure.data[0].z) == 4 and list(figure.layout.yaxis.ticktext) == list(found)
+    assert figure.layout.yaxis.title.text == "site"
 
 
 @pytest.mark.local
@@ -319,3 +323,59 @@ def test_layer_0_has_no_place_in_a_control_vector(lm_of, tmp_path):
     pytest.importorskip("gguf")
     with pytest.raises(ValueError, match="layers start at 1"):
         contrast(lm_of("llama"), PAIRS).save(tmp_path / "all.gguf")
+
+
+def test_arithmetic_of_control_vectors_is_by_layer() -> None:
+    a = ControlVectors({1: torch.tensor([1.0, 2.0]), 2: torch.tensor([3.0, 5.0])}, "llama", "f")
+    b = ControlVectors({2: torch.tensor([10.0, 20.0]), 4: torch.tensor([7.0, 9.0])}, "llama", "f")
+    for found, wanted in (
+        (a + b, {1: [1.0, 2.0], 2: [13.0, 25.0], 4: [7.0, 9.0]}),
+        (a - b, {1: [1.0, 2.0], 2: [-7.0, -15.0], 4: [-7.0, -9.0]}),
+        (2 * a, {1: [2.0, 4.0], 2: [6.0, 10.0]}),
+        (a * np.float32(0.5), {1: [0.5, 1.0], 2: [1.5, 2.5]}),
+        (np.float64(2) * a, {1: [2.0, 4.0], 2: [6.0, 10.0]}),
+        (a / 2, {1: [0.5, 1.0], 2: [1.5, 2.5]}),
+        (-a, {1: [-1.0, -2.0], 2: [-3.0, -5.0]}),
+    ):
+        assert type(found) is ControlVectors and {i: vector.tolist() for i, vector in found.items()} == wanted
+        assert (found.model_hint, found.model_fingerprint) == ("llama", "f")
+    assert a[1].tolist() == [1, 2] and (a + b)[1] is not a[1]
+
+
+def test_arithmetic_of_control_vectors_refuses_what_it_does_not_take() -> None:
+    a = ControlVectors({1: torch.ones(2)}, "llama")
+    with pytest.raises(ValueError, match=r"widths are \[2, 3\]"):
+        a + ControlVectors({2: torch.ones(3)})
+    with pytest.raises(ZeroDivisionError):
+        a / 0
+    for call in (lambda: a + 1, lambda: a * "2", lambda: a * a, lambda: a - {1: torch.ones(2)}):  # pyright: ignore
+        with pytest.raises(TypeError):
+            call()
+    with pytest.warns(UserWarning, match="of different models are combined: their model_hints differ"):
+        a + ControlVectors({1: torch.ones(2)}, "qwen2")
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("given", ["vectors", "name", "gguf", "safetensors"])
+def test_vectors_of_another_model_warn(lm_of, tmp_path, given):
+    if given == "gguf":
+        pytest.importorskip("gguf")
+    lm, other = lm_of("llama"), lm_of("llama", dtype="bfloat16")
+    vectors: Any = contrast(lm, PAIRS, "resid_post.{1..-1}")
+    assert vectors.model_fingerprint == lm.model_fingerprint != other.model_fingerprint
+    if given in ("gguf", "safetensors"):
+        path = tmp_path / f"mood.{given}"
+        vectors.save(path)
+        vectors = path
+    if given != "vectors":
+        for one in (lm, other):
+            one.vectors["mood"] = vectors
+        vectors = "mood"
+    steer = [Steer("resid_post.{1..-1}", vectors, scale=2.0)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lm.generate([[5, 6, 7]], ONE, interventions=steer)
+    with pytest.warns(
+        UserWarning, match=r"Steer\('resid_post.\{1..-1\}'\): .* made with another model: its fingerprint begins"
+    ):
+        other.generate([[5, 6, 7]], ONE, interventions=steer)

@@ -47,6 +47,24 @@ def wait_until_idle(lm: LM) -> None:
         time.sleep(0.001)
 
 
+# -- nothing to do ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompts", [[], ()])
+@pytest.mark.parametrize("options", [{}, {"capture": ["resid_post.1"]}, {"interventions": [steer(1.0)]}])
+def test_no_prompts_make_no_outputs(prompts: Any, options: dict[str, Any], lm: LM) -> None:
+    assert lm.generate(prompts, GREEDY, **options) == []
+    assert lm.generate(prompts, [], **options) == [] == lm.generate(prompts, **options)
+    assert lm.chat(prompts, GREEDY, **options) == []
+    assert lm.forward(prompts, **options) == []
+    assert asyncio.run(lm.agenerate(prompts, GREEDY, **options)) == []
+    assert list(lm.imap(prompts, GREEDY, **options)) == []
+
+
+def test_no_runs_make_no_outputs(lm: LM) -> None:
+    assert lm.sweep([1, 2, 3], [], GREEDY) == []
+
+
 # -- failed requests -----------------------------------------------------------------------
 
 

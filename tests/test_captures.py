@@ -25,7 +25,7 @@ from helpers_declared import INNER, SITES, WAYS, lms, ops_at, place_of, prompt_o
 from helpers_runner import random_ids
 from test_scheduler import POLICIES, Simulation
 
-from pymllm_interp import LM, Ablate, Capture, Clamp, Generated, Patch, SamplingParams, Scale, Steer
+from pymllm_interp import LM, Ablate, Capture, Clamp, Generated, Patch, SamplingParams, Scale, Steer, open_harvest
 from pymllm_interp.core.model_spec import INNER_SITES, ModelSpec, site_index
 from pymllm_interp.core.request import Request
 from pymllm_interp.hooks.binding import bind
@@ -410,7 +410,10 @@ def test_a_row_that_was_computed_after_the_end_is_not_captured(lm_of: Any) -> No
 @pytest.mark.parametrize(
     ("capture", "message"),
     [
-        (["resid_post.1", "resid_post.*"], "resid_post.1 is captured twice"),
+        (
+            ["resid_post.1", Capture("resid_post.*", positions=[0])],
+            "resid_post.1 is captured twice, with different positions",
+        ),
         ([Capture("logits", positions="prompt")], "from position 2 on, the prompt's last.*prompt_logprobs=0"),
         ([3], "capture: 3 is not one"),
         ([["resid_post.0"], ["resid_post.1"]], "a list for each of the 1; got 2 of them$"),
@@ -419,6 +422,28 @@ def test_a_row_that_was_computed_after_the_end_is_not_captured(lm_of: Any) -> No
 def test_captures_that_cannot_be_served_are_refused(capture: Any, message: str, lm_of: Any) -> None:
     with pytest.raises(ValueError, match=message):
         lm_of("llama").generate([[1, 2, 3]], capture=capture)
+
+
+def test_sites_that_several_captures_name_alike_are_captured_once(lm_of: Any, tmp_path: Path) -> None:
+    lm, prompt, params = lm_of("llama"), prompt_of(6, 1), SamplingParams(temperature=0, max_tokens=3)
+    (whole,) = lm.generate([prompt], params, capture=["resid_post.*", "pattern.*"])
+    mean = Capture("mlp_out.0", reduce="mean")
+    twice = ["resid_post.1", mean, "pattern.1", "resid_post.*", Capture("blocks.1.hook_resid_post"), mean, "pattern.*"]
+    (out,) = lm.generate([prompt], params, capture=twice)
+    assert set(out.activations) == {*whole.activations, "mlp_out.0"}
+    for site in whole.activations:
+        assert torch.equal(out.activations[site], whole.activations[site]), site
+    names = [captured.site for captured in out.receipt.captures]
+    assert len(names) == len(set(names)) == len(out.activations)
+
+
+@pytest.mark.local
+def test_a_harvest_takes_sites_that_are_named_twice(lm_of: Any, tmp_path: Path) -> None:
+    lm, prompts = lm_of("llama"), [prompt_of(6, 1), prompt_of(4, 2)]
+    lm.harvest(prompts, capture=["resid_post.1", "resid_post.*"], out=tmp_path / "h", progress=False)
+    rows = open_harvest(tmp_path / "h")["resid_post.1"]
+    outs = lm.forward(prompts, capture=["resid_post.1"])
+    assert torch.equal(rows[:], torch.cat([out.activations["resid_post.1"] for out in outs]))
 
 
 def test_captures_that_would_outgrow_the_host_are_refused(lm_of: Any) -> None:

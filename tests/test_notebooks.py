@@ -9,6 +9,8 @@ import ast
 import asyncio
 import json
 import linecache
+import re
+import tomllib
 from importlib.util import find_spec
 from inspect import CO_COROUTINE
 from pathlib import Path
@@ -18,7 +20,7 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "examples" / "notebooks"
 NEEDS = {
-    "activation_patching": ["plotly"], "attribution": ["plotly"], "evaluation": ["inspect_ai", "lm_eval"],
+    "activation_patching": ["plotly"], "attribution": ["plotly"], "evaluation": ["inspect_ai", "ipywidgets", "lm_eval"],
     "logit_lens": ["plotly"], "sae_features": ["plotly"], "steering": [], "transformer_lens_names": ["plotly", "transformer_lens"],
 }  # fmt: skip
 """Notebook -> packages of extras that it imports."""
@@ -47,10 +49,14 @@ def run_cell(source: str, name: str, namespace: dict[str, Any]) -> Any:
     return value
 
 
+IN_A_KERNEL = ("ipywidgets",)
+"""Packages that a notebook needs in a kernel only."""
+
+
 @pytest.mark.local
 @pytest.mark.parametrize("name", sorted(NEEDS))
 def test_every_cell_runs_twice(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    missing = [package for package in NEEDS[name] if find_spec(package) is None]
+    missing = [package for package in NEEDS[name] if find_spec(package) is None and package not in IN_A_KERNEL]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed")
     namespace: dict[str, Any] = {"__name__": "__main__"}
@@ -68,17 +74,31 @@ def test_every_cell_runs_twice(name: str, capsys: pytest.CaptureFixture[str]) ->
             namespace["lm"].shutdown()
 
 
+@pytest.mark.parametrize("name", sorted(NEEDS))
+def test_the_install_line_has_what_the_notebook_needs(name: str) -> None:
+    (extras,) = re.findall(r"pip install -e \"\.\[([\w,]+)\]\"", "".join(cells_of(name)[0]["source"]))
+    known = tomllib.loads((FOLDER.parent.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    brought = {re.split(r"[<>=;]", line)[0].replace("-", "_") for extra in extras.split(",") for line in known[extra]}
+    assert {*NEEDS[name], "gguf"} <= brought
+
+
 @pytest.mark.local
-def test_a_notebook_runs_in_a_kernel() -> None:
+@pytest.mark.parametrize("name", ["logit_lens", "evaluation"])
+def test_a_notebook_runs_in_a_kernel(name: str) -> None:
+    missing = [package for package in NEEDS[name] if find_spec(package) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed")
     pytest.importorskip("ipykernel", reason='ipykernel is not installed: pip install -e ".[notebook]"')
     nbclient = pytest.importorskip("nbclient", reason='nbclient is not installed: pip install -e ".[notebook]"')
     import nbformat
 
-    notebook = nbformat.read(FOLDER / "logit_lens.ipynb", as_version=4)
+    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(FOLDER)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert any("text/html" in output.get("data", {}) for output in outputs)
-    assert not any(output.output_type == "error" for output in outputs)
+    assert outputs and not any(output.output_type == "error" for output in outputs)
+    if name == "logit_lens":
+        pages = [output.data["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+        assert pages and sum("plotly.js v" in page for page in pages) == 1
 
 
 def test_there_are_no_others_and_they_are_committed_without_outputs() -> None:

@@ -18,6 +18,7 @@ from transformers import LlamaConfig
 from pymllm_interp import LM, Patch, SamplingParams, Site, Steer
 from pymllm_interp.core.arguments import PromptError
 from pymllm_interp.core.closed import EngineClosedError
+from pymllm_interp.plots import Plot
 from pymllm_interp.toolkit.wavefront import WaveCell, Wavefront
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-4}
@@ -221,8 +222,9 @@ def test_it_shows_itself(lm_of):
         assert page.count("<tr>") == 4 and page.count("<td") == 18 and f"w{base[0]}" in page
         assert repr(sweep).startswith("PatchSweep(z, [3, 6")
     pytest.importorskip("plotly")
-    figure = sweep.plot()
-    assert len(figure.data[0].z) == 3 and len(figure.data[0].x) == 6
+    plot = sweep.plot()
+    assert isinstance(plot, Plot) and torch.tensor(plot.figure.data[0].z).shape == (3, 6)
+    assert plot.figure.layout.xaxis.ticktext == tuple(f"w{token} {i}" for i, token in enumerate(base))
 
 
 def test_the_bar_is_off_without_a_terminal(lm_of, capsys):

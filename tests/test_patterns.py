@@ -174,7 +174,7 @@ def test_passes_as_on_cuda_run_their_attention_by_kernel_where_a_row_is_wanted(i
         ([Capture("pattern.1", heads=[99])], r"there is no head 99; pattern has \d+ \(num_attention_heads\)"),
         ([Capture("pattern.1", reduce="mean")], "patterns are not reduced"),
         ([Capture("pattern.1", positions=[50])], "beyond the prompt"),
-        (["pattern.1", "pattern.*"], "pattern.1 is captured twice"),
+        (["pattern.1", Capture("pattern.*", heads=[0])], "pattern.1 is captured twice, in two ways"),
         (["attn_scores.1"], r"Capture\('pattern.3'\) reads attention patterns"),
     ],
 )  # fmt: skip

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from html import unescape
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 pytest.importorskip("plotly", reason='plotly is not installed: pip install -e ".[plot]"')
 
 from pymllm_interp import plots
+from pymllm_interp.plots.picture import picture_of
 
 TOKENS = ["the", " cat", "\n", " the", " <b>"]
 SHOWN = ["the", " cat", "\\n", " the", " &lt;b&gt;"]
@@ -72,6 +75,122 @@ def test_a_page_loads_nothing_and_tokens_are_no_markup(tmp_path: Path) -> None:
     assert not re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=", page)
     assert "</script><script>x" not in page
     assert plot._repr_html_().lstrip().startswith("<div") and "plotly.js v" in plot._repr_html_()
+
+
+def test_features_have_their_names() -> None:
+    values, indexes = torch.tensor([[3.0, 1.0], [2.0, 0.5]]), torch.tensor([[7, 9], [9, 7]])
+    plot = plots.feature_activations(values, indexes, ["a", "b"], names={7: "the <sea>", 8: "unseen"})
+    assert labels(plot, "yaxis") == ["7 the &lt;sea&gt;", "9"]
+
+
+# -- pictures --------------------------------------------------------------------------------
+
+
+def everything() -> dict[str, plots.Plot]:
+    """A figure of each kind."""
+    values = torch.rand(3, 5)
+    return {
+        "patterns": plots.attention_patterns(torch.rand(6, 5, 5), TOKENS, title="layer 3"),
+        "lens": plots.lens_heatmap([[f"{i}{j}" for j in range(5)] for i in range(3)], values, TOKENS),
+        "sweep": plots.sweep_heatmap(values - 0.5, TOKENS, title="a <b> $sweep$"),
+        "features": plots.feature_activations(values.T[:, :2], torch.arange(10).reshape(5, 2), TOKENS),
+        "bars": plots.attribution_bars([1.0, -2.0, 3.0], ["a", " <b>", "$c$"]),
+    }
+
+
+BEGINNINGS = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
+
+
+@pytest.mark.parametrize("name", ["patterns", "lens", "sweep", "features", "bars"])
+def test_pictures_are_written_by_suffix(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason='matplotlib is not installed: pip install -e ".[plot]"')
+    plot = everything()[name]
+    for suffix, beginning in BEGINNINGS.items():
+        path = tmp_path / f"figure{suffix}"
+        plot.save(path)
+        assert path.read_bytes().startswith(beginning) and path.stat().st_size > 3000
+    text = unescape((tmp_path / "figure.svg").read_text())
+    for label in ("a", " <b>", "$c$") if name == "bars" else TOKENS:
+        assert label.replace("\n", "\\n") in text
+    if name == "sweep":
+        assert "a <b> $sweep$" in text
+
+
+def test_a_picture_has_the_numbers_the_colours_and_the_rows_of_the_figure() -> None:
+    pytest.importorskip("matplotlib", reason='matplotlib is not installed: pip install -e ".[plot]"')
+    for name, plot in everything().items():
+        panels = picture_of(plot.figure).axes[: len(plot.figure.data)]
+        for panel, trace in zip(panels, plot.figure.data, strict=True):
+            if name == "bars":
+                assert [bar.get_height() for bar in panel.patches] == list(trace.y)
+                continue
+            (image,) = panel.images
+            torch.testing.assert_close(torch.tensor(image.get_array().data), torch.tensor(trace.z, dtype=torch.float64))
+            low, high = panel.get_ylim()  # plotly's first row is the lowest, unless the axis is reversed
+            assert (low > high) == (name in ("patterns", "features"))
+    panel, _ = picture_of(plots.sweep_heatmap([[-1.0, 0.0, 1.0]], ["a", "b", "c"]).figure).axes
+    shades = [panel.images[0].cmap(panel.images[0].norm(value)) for value in (-1, 0, 1)]
+    assert shades[0][2] > shades[0][0] and shades[2][0] > shades[2][2] and min(shades[1][:3]) > 0.9
+
+
+def test_what_is_no_picture_is_refused(tmp_path: Path) -> None:
+    plot = everything()["sweep"]
+    with pytest.raises(ValueError, match=r"the suffix says what is written: .html, .png, .svg, .pdf"):
+        plot.save(tmp_path / "figure.gif")
+    plot.figure.add_scatter(x=[1], y=[2])
+    with pytest.raises(ValueError, match=r"this figure has scatter: plot.figure.write_image\(path\) draws it"):
+        plot.save(tmp_path / "figure.png")
+    assert not list(tmp_path.iterdir())
+
+
+# -- notebooks -------------------------------------------------------------------------------
+
+
+def shown_by(kernel: Any, code: str, cell: str | None) -> list[str]:
+    """The HTML that a cell shows.
+
+    Args:
+        kernel: a client of a running one.
+        cell: its id, as a front end sends it.
+    """
+    message = kernel.session.msg(
+        "execute_request", {"code": code, "silent": False, "store_history": True, "allow_stdin": False}
+    )
+    message["metadata"] = {} if cell is None else {"cellId": cell}
+    kernel.shell_channel.send(message)
+    pages = []
+    while True:
+        answer = kernel.get_iopub_msg(timeout=120)
+        if answer["parent_header"].get("msg_id") != message["header"]["msg_id"]:
+            continue
+        assert answer["msg_type"] != "error", answer["content"]
+        if answer["msg_type"] in ("display_data", "execute_result"):
+            pages.append(answer["content"]["data"]["text/html"])
+        if answer["msg_type"] == "status" and answer["content"]["execution_state"] == "idle":
+            return pages
+
+
+def test_a_notebook_has_the_javascript_once() -> None:
+    pytest.importorskip("ipykernel", reason='ipykernel is not installed: pip install -e ".[notebook]"')
+    manager = pytest.importorskip("jupyter_client.manager", reason='not installed: pip install -e ".[notebook]"')
+    running, kernel = manager.start_new_kernel()
+    try:
+        two = (
+            "from pymllm_interp import plots\nplot = plots.sweep_heatmap([[1.0, 2.0]], ['a', 'b'])\ndisplay(plot)\nplot"
+        )
+
+        def carriers(code: str, cell: str | None) -> list[bool]:
+            return ["plotly.js v" in page for page in shown_by(kernel, code, cell)]
+
+        assert carriers(two, "first") == [True, False]
+        assert carriers("plot", "second") == [False] == carriers("plot", None)
+        (page,) = shown_by(kernel, "plot", "second")
+        assert len(page) < 50_000 and "Plotly.newPlot" in page and "Run all cells again" in page
+        assert carriers(two, "first") == [True, False]  # its output is replaced
+        assert carriers("plot", "second") == [False]
+    finally:
+        kernel.stop_channels()
+        running.shutdown_kernel(now=True)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

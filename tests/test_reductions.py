@@ -28,6 +28,7 @@ from pymllm_interp import (
     TunedLens,
     open_harvest,
 )  # fmt: skip
+from pymllm_interp.core.arguments import PromptError
 from pymllm_interp.core.model_spec import ModelSpec, site_index
 from pymllm_interp.hooks.binding import bind
 from pymllm_interp.hooks.captures.captures import Captures
@@ -140,7 +141,7 @@ def test_features_see_what_interventions_leave(lm_of: Any) -> None:
         (lambda w: Lens(top_k=98), "resid_post.1", "top_k=98; the vocabulary has 97 tokens"),
         (lambda w: Lens(tokens=[97]), "resid_post.1", "tokens holds 97; the vocabulary goes from 0 to 96"),
         (lambda w: Lens(top_k=0), "resid_post.1", "top_k=0; expected from 1 on, or tokens to look up"),
-        (lambda w: Lens(tokens=["a"]), "resid_post.1", "expected ids of tokens"),
+        (lambda w: Lens(tokens=[-1]), "resid_post.1", "expected token ids, from 0 on, or texts"),
         (lambda w: Lens(), "logits", "Lens: it reads states before the head"),
         (lambda w: Lens(transport=JacobianLens({0: torch.eye(w)})), "resid_post.1", "no map for resid_post.1; it has the layers 0"),
         (lambda w: Lens(transport=TunedLens({0: torch.eye(w + 1)})), "resid_pre.0", "is for another model: its width is 73"),
@@ -334,6 +335,39 @@ def test_a_lens_at_every_layer_is_the_final_norm_and_the_head(lm_of: Any, oracle
         else:
             assert found[site].shape == (9, 0)
             torch.testing.assert_close(found.token_log_probs[site], log_probs[:, [5]], rtol=1e-4, atol=1e-4)
+
+
+def test_a_lens_takes_the_text_of_tokens(lm_of: Any) -> None:
+    lm = lm_of("llama")
+    ids = [lm.to_single_token("w5"), 7]
+    named, numbered = (Capture("resid_post.*", reduce=Lens(tokens=tokens)) for tokens in (["w5", 7], ids))
+    with_text, with_ids = (
+        lm.generate([prompt_of(6, 0)], GREEDY, capture=[one])[0].activations for one in (named, numbered)
+    )
+    for site in with_ids:
+        assert torch.equal(with_text.token_log_probs[site], with_ids.token_log_probs[site])
+        assert torch.equal(with_text.token_ranks[site], with_ids.token_ranks[site])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (["w5 w6"], r"tokens holds 'w5 w6', which is 2 tokens, \['w5', 'w6'\]: name one of them, or its id"),
+        ([""], r"tokens holds '', which is 0 tokens"),
+    ],
+)
+def test_a_lens_refuses_text_that_is_not_one_token(tokens: list[str], message: str, lm_of: Any) -> None:
+    with pytest.raises(PromptError, match=message):
+        lm_of("llama").generate(
+            [prompt_of(6, 0)], GREEDY, capture=[Capture("resid_post.1", reduce=Lens(tokens=tokens))]
+        )
+
+
+def test_a_lens_takes_a_list_of_tokens() -> None:
+    with pytest.raises(
+        ValueError, match=r"tokens=' Paris'; expected a list of token ids or texts, such as \[' Paris'\]"
+    ):
+        Lens(tokens=" Paris")
 
 
 def test_transports_map_a_layers_state_to_the_last_ones(lm_of: Any, tmp_path: Any) -> None:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .arguments import shown
 from .tables import Shown, Table
+
+if TYPE_CHECKING:
+    from ..hooks.captures.activations import Activations
+    from ..hooks.receipt import Receipt
 
 
 class Logprob(NamedTuple):
@@ -18,7 +23,7 @@ class Logprob(NamedTuple):
     decoded_token: str | None = None
 
 
-@dataclass
+@dataclass(repr=False)
 class CompletionOutput(Shown):
     """One of a prompt's `n` completions."""
 
@@ -47,6 +52,15 @@ class CompletionOutput(Shown):
             return None
         return sum(entry[token].logprob for token, entry in zip(self.token_ids, self.logprobs, strict=True))
 
+    def __repr__(self) -> str:
+        parts = [f"index={self.index}", f"text={shown(self.text)}", f"tokens={len(self.token_ids)}"]
+        parts.append(f"finish_reason={self.finish_reason!r}")
+        if self.activations:
+            parts.append(f"activations={self.activations!r}")
+        if self.error is not None:
+            parts.append(f"error={shown(self.error)}")
+        return f"CompletionOutput({', '.join(parts)})"
+
     def table(self) -> Table:
         """The text, its tokens, why it ended, and what was captured."""
         return Table(f"completion {self.index}", ("", ""), self._rows())
@@ -65,7 +79,7 @@ class CompletionOutput(Shown):
         return rows if self.error is None else [*rows, ("error", repr(self.error))]
 
 
-@dataclass
+@dataclass(repr=False)
 class RequestOutput(Shown):
     """A prompt and its completions. `text`, `token_ids`, `finish_reason`, `logprobs`, `activations` and `receipt` are the first
     one's."""
@@ -99,12 +113,12 @@ class RequestOutput(Shown):
         return self.outputs[0].cumulative_logprob
 
     @property
-    def activations(self) -> Any:
+    def activations(self) -> Activations:
         """What was captured of the first completion."""
         return self.outputs[0].activations
 
     @property
-    def receipt(self) -> Any:
+    def receipt(self) -> Receipt | None:
         """What was applied for the first completion, and how its steps ran."""
         return self.outputs[0].receipt
 
@@ -127,6 +141,14 @@ class RequestOutput(Shown):
     def logprobs(self) -> list[dict[int, Logprob]] | None:
         """The first completion's log probabilities, a dict for each token; None where not asked for."""
         return self.outputs[0].logprobs
+
+    def __repr__(self) -> str:
+        prompt = "" if self.prompt is None else f"prompt={shown(self.prompt)}, "
+        running = "" if self.finished else ", finished=False"
+        return (
+            f"RequestOutput(request_id={self.request_id!r}, {prompt}prompt_tokens={len(self.prompt_token_ids)}, "
+            f"outputs={self.outputs!r}{running})"
+        )
 
     def table(self) -> Table:
         """The prompt, and for each completion its text, tokens, why it ended, and what was captured."""

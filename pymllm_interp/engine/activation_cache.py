@@ -86,6 +86,3 @@ class ActivationCache(BySite):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names.values())
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({ {name: list(self[name].shape) for name in self} })"

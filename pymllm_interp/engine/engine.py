@@ -82,6 +82,17 @@ class Engine(RequestEnds):
         self._ready: Future[None] = Future()
         self._thread = EngineThread(target=self._start, name="pymllm-interp-engine", daemon=True)
 
+    def __repr__(self) -> str:
+        return f"Engine({self.state}, {self.num_steps} steps)"
+
+    @property
+    def state(self) -> str:
+        """In words: "shut down", or how many requests are live."""
+        if self._closing is not None or self.forked is not None:
+            return "shut down" if self.forked is None else "of the parent process"
+        live = len(self._subscribers)
+        return f"{live} live request{'' if live == 1 else 's'}" if live else "idle"
+
     def start(self) -> None:
         """Initialise the runner on the thread, and serve. What the runner's `initialize` raises, this raises.
 

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 import torch
 
-from ..core.arguments import PromptError
+from ..core.arguments import PromptError, shown
 from ..core.tables import Shown, Table
 from ..hooks.captures.activations import Activations
 from ..hooks.captures.spec import Capture
@@ -18,6 +18,7 @@ from .prompts import as_prompts
 from .request_calls import RequestCalls, wait_for
 from .request_factory import PREFILL
 from .request_options import RequestOptions, check_options
+from .signatures import names_options
 from .site_hooks import HookFunction, placed_hooks, run_hooks
 
 OF_TRANSFORMER_LENS = {
@@ -34,7 +35,7 @@ OF_TRANSFORMER_LENS = {
 """TransformerLens' keywords -> what to do."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ForwardOutput(Shown):
     """One forward pass over a prompt."""
 
@@ -47,6 +48,10 @@ class ForwardOutput(Shown):
     """What was captured, and the logits."""
     receipt: Any
     """What was applied, and how its steps ran (hooks.receipt.Receipt)."""
+
+    def __repr__(self) -> str:
+        prompt = "" if self.prompt is None else f"prompt={shown(self.prompt)}, "
+        return f"ForwardOutput({prompt}prompt_tokens={len(self.prompt_token_ids)}, activations={self.activations!r})"
 
     def table(self) -> Table:
         """The prompt, the logits' shape, what was captured and what was applied."""
@@ -62,6 +67,7 @@ class ForwardCalls(RequestCalls):
 
     runner: InterpModelRunner
 
+    @names_options()
     def forward(self, prompts: Any, **options: Unpack[RequestOptions]) -> list[ForwardOutput]:
         """One forward pass over each prompt: the logits of all positions, and what is captured.
 
@@ -90,6 +96,7 @@ class ForwardCalls(RequestCalls):
             for out in outs
         ]  # fmt: skip
 
+    @names_options("capture")
     def run_with_cache(
         self, prompts: Any, names_filter: NamesFilter = None, **options: Unpack[RequestOptions]
     ) -> tuple[torch.Tensor, ActivationCache]:
@@ -119,6 +126,7 @@ class ForwardCalls(RequestCalls):
             self.runner.model_spec.num_hidden_layers, states
         )
 
+    @names_options("capture")
     def run_with_hooks(
         self,
         prompts: Any,

@@ -89,6 +89,14 @@ class RequestHandle:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._on_event: Callable[[], None] | None = None
 
+    def __repr__(self) -> str:
+        ended = dict(self._finished)
+        state = ", ".join(sorted({event.finish_reason for event in ended.values()})) if self.done else "running"
+        tokens = sum(
+            len(ended[r.request_id].token_ids if r.request_id in ended else r.output_token_ids) for r in self.requests
+        )
+        return f"RequestHandle({', '.join(request.request_id for request in self.requests)}: {state}, {tokens} tokens)"
+
     def put(self, event: Event) -> None:
         """Take a request's next event. Called on the engine's thread."""
         last = isinstance(event, FinishedEvent)

@@ -36,11 +36,13 @@ from ..layers.seal import seal
 from ..models.source import load_tokenizer
 from ..runner.interp_model_runner import InterpModelRunner
 from . import open_engines
+from .activation_cache import select_sites
 from .engine import Engine
 from .forward_calls import ForwardCalls
 from .generation_defaults import GenerationDefaults
 from .handle import RequestHandle
 from .request_factory import PREFILL, RequestFactory
+from .tab_completion import set_up_completion
 from .token_calls import TokenCalls
 from .toolkit_calls import ToolkitCalls
 from .trace_calls import TraceCalls
@@ -159,11 +161,49 @@ class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore
         defaults = GenerationDefaults.of(setting, self.hf_config, self.runner.source.folder)
         self._factory = RequestFactory(self.runner, self.tokenizer, defaults, seed)
         self.vectors, self.saes = self._factory.vectors, self._factory.saes
+        set_up_completion(type(self))
+
+    def __repr__(self) -> str:
+        """The model, its device and dtype and the engine's state; then the tree of modules."""
+        return f"{self._summary()}\n{super().__repr__()}"
+
+    def _summary(self) -> str:
+        source, dtype = self.runner.source, str(self.dtype).removeprefix("torch.")
+        assert source is not None
+        return f"LM({source.name}, {self.runner.device}, {dtype}, engine: {self.engine.state})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "an LM cannot be pickled or copied: it has an engine, with threads and device memory. Make one in each process, or "
+            "serve one (pymllm-interp serve) and use LM.connect(url) in each. Outputs and their activations can be pickled"
+        )
 
     @property
     def dtype(self) -> torch.dtype:
         """Of weights and states, as `lm.device` says where they are."""
         return self.runner.dtype
+
+    @property
+    def cfg(self) -> PretrainedConfig:
+        """The model's transformers config: `hf_config`, by TransformerLens' name for a config."""
+        return self.hf_config
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return self.model_spec.num_hidden_layers
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self.model_spec.hidden_size
+
+    @property
+    def sites(self) -> list[str]:
+        """The sites that captures read, in the order of a forward pass; ``.*`` stands for the layer: "resid_post.*"."""
+        found = select_sites(None, self.model_spec, self.runner.declared.limits.inner_sites, captured=False)
+        kinds = [site.kind if site.layer is None else f"{site.kind}.*" for site in (*found, Site("logits"))]
+        return [*dict.fromkeys(kinds), "pattern.*"] if self.model_spec.cuts_edges else list(dict.fromkeys(kinds))
 
     @property
     def model_fingerprint(self) -> str:

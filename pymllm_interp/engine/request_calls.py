@@ -23,6 +23,7 @@ from .handle import RequestHandle, results_of
 from .prompts import as_prompts
 from .request_factory import RequestFactory
 from .request_options import RequestOptions, check_options
+from .signatures import names_options, signature_of
 
 
 class RequestCalls(TracedModel):
@@ -38,6 +39,16 @@ class RequestCalls(TracedModel):
     tracer_class: type[EngineTracer] = EngineTracer
     _factory: RequestFactory
 
+    @names_options()
+    def _generate(
+        self,
+        prompts: Any = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[RequestOutput]:
+        return wait_for(self._start("lm.generate", prompts, sampling_params, options))
+
+    @signature_of(_generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate: as a call for outputs, as a ``with`` block to trace the generation.
 
@@ -59,14 +70,7 @@ class RequestCalls(TracedModel):
             return self.tracer_class(self, "generate", *args, **kwargs)
         return self._generate(*args, **kwargs)
 
-    def _generate(
-        self,
-        prompts: Any = None,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> list[RequestOutput]:
-        return wait_for(self._start("lm.generate", prompts, sampling_params, options))
-
+    @names_options()
     async def agenerate(
         self,
         prompts: Any,
@@ -83,6 +87,7 @@ class RequestCalls(TracedModel):
             raise
         return results_of(handles)
 
+    @names_options()
     def chat(
         self,
         messages: Any,
@@ -123,6 +128,7 @@ class RequestCalls(TracedModel):
         ]  # fmt: skip
         return wait_for(self._start("lm.chat", prompts, sampling_params, options))
 
+    @names_options("interventions")
     def sweep(
         self,
         prompt: Any,
@@ -149,6 +155,7 @@ class RequestCalls(TracedModel):
         handles = self._submit_all([rendered] * len(lists), sampling_params, options, names=names)
         return wait_for(handles, names)
 
+    @names_options()
     def imap(
         self,
         prompts: Iterable[Any],
@@ -203,12 +210,14 @@ class RequestCalls(TracedModel):
         if failure is not None:
             raise failure
 
+    @names_options()
     def submit(
         self, prompt: Any, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> RequestHandle:
         """Start a request and return at once: ``h.result()`` or ``await h`` waits for its output, ``h.cancel()`` ends it."""
         return self._submit("lm.submit", prompt, sampling_params, options)
 
+    @names_options()
     def stream(
         self, prompt: Any, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> Iterator[StreamPiece]:
@@ -218,6 +227,7 @@ class RequestCalls(TracedModel):
         """
         return iter(self._submit("lm.stream", prompt, sampling_params, options, streaming=True))
 
+    @names_options()
     def astream(
         self, prompt: Any, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> AsyncIterator[StreamPiece]:

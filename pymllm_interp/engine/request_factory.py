@@ -19,7 +19,6 @@ from ..core.limits import EngineLimits
 from ..core.model_spec import LOGITS
 from ..core.request import Request
 from ..core.sampling_params import SamplingParams
-from ..hooks.binding import resolved
 from ..hooks.captures.spec import Capture
 from ..hooks.declared import captures_for_each_prompt, for_each_prompt
 from ..hooks.interventions.knockout import Intervention
@@ -34,6 +33,7 @@ from .bad_words import bad_word_ids, check_allowed
 from .chat import RenderedPrompt
 from .detokenizer import StopStrings
 from .generation_defaults import IGNORED, GenerationDefaults
+from .known_names import KnownNames
 from .pipe import GeneratedText
 from .prompt_batch import prompts_of, repeated
 from .prompts import params_for, rendered, warn_of_flat_list
@@ -163,7 +163,7 @@ class RequestFactory:
         """
         params = params_for(prompts, sampling_params)
         if names is None:
-            names = [f"prompt {i}" for i in range(len(prompts))] if len(prompts) > 1 else ["the prompt"]
+            names = [f"prompt {i}" for i in range(len(prompts))] if len(prompts) > 1 else ["the prompt"] * len(prompts)
         warn_of_flat_list(options.get("interventions"), len(prompts))
         declared = for_each_prompt(options.get("interventions"), len(prompts))
         captures = captures_for_each_prompt(options.get("capture"), len(prompts))
@@ -272,8 +272,8 @@ class RequestFactory:
             raise
 
     def _named(self, lists: list[list[Any]]) -> list[list[Any]]:
-        made = {id(spec): self.saes.resolved(spec) for specs in lists for spec in specs}
-        return resolved([[made[id(spec)] for spec in specs] for specs in lists], self.vectors, self.runner.model_spec)
+        known = KnownNames(self.vectors, self.saes, self.tokenizer, self.runner, lambda: self.weights.fingerprint())
+        return known.looked_up(lists)
 
     def declare(
         self,

@@ -18,6 +18,10 @@ MAX_SALT = 1024
 class RequestOptions(TypedDict, total=False):
     """Keywords of `LM.generate`, `chat`, `submit`, `stream`, their asyncio forms, and `LM.imap`."""
 
+    interventions: Any
+    """`Steer`, `Ablate`, `Clamp`, `Scale`, `Patch`, `Knockout`: one list for all prompts, or a list (or None) for each."""
+    capture: Any
+    """Sites and `Capture`s: one list for all prompts, or a list (or None) for each."""
     timeout: float | None
     """Seconds, after which the request ends with finish_reason "timeout"."""
     priority: int | list[int]
@@ -26,10 +30,6 @@ class RequestOptions(TypedDict, total=False):
     """Requests share KV through the prefix cache only with requests of the same salt."""
     edits: list[str] | None
     """Names of the persistent edits that apply; None: all."""
-    interventions: Any
-    """`Steer`, `Ablate`, `Clamp`, `Scale`, `Patch`, `Knockout`: one list for all prompts, or a list (or None) for each."""
-    capture: Any
-    """Sites and `Capture`s: one list for all prompts, or a list (or None) for each."""
 
 
 OPTIONS = tuple(RequestOptions.__annotations__)

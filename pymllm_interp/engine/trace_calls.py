@@ -21,6 +21,7 @@ from .engine import Engine
 from .handle import RequestHandle
 from .prompt_batch import prompts_of
 from .request_factory import RequestFactory
+from .signatures import OF_TRACES, names_options
 
 PIPELINE = {"max_new_tokens": 256, "do_sample": True, "temperature": 0.7}
 """Parameters of transformers' text-generation pipeline, where nobody says otherwise."""
@@ -37,6 +38,7 @@ class TraceCalls(TracedModel):
     tracer_class: type[EngineTracer] = EngineTracer
     _factory: RequestFactory
 
+    @names_options(options=OF_TRACES, rest=True)
     def trace(self, *inputs: Any, trace: bool = True, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One forward pass, with a block that reads and edits it: ``with lm.trace(prompt) as tracer:``.
 
@@ -59,10 +61,12 @@ class TraceCalls(TracedModel):
             )
         return self._run("trace", inputs, kwargs)
 
+    @names_options(options=OF_TRACES, rest=True)
     def scan(self, *inputs: Any, **kwargs: Any) -> EngineTracer:
         """`trace`, under nnsight's name for reading shapes. The values are real: the weights are loaded, and the pass runs."""
         return self.tracer_class(self, "trace", *inputs, **kwargs)
 
+    @names_options(options=OF_TRACES, rest=True)
     def pipe(self, *inputs: Any, **kwargs: Any) -> Any:
         """transformers' text-generation pipeline, which samples: ``with lm.pipe(prompt) as tracer:``, or a call.
 

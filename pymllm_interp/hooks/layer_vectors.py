@@ -19,6 +19,8 @@ class LayerVectors:
     """Vectors by layer: a tensor [layers, ...] for the layers that a pattern selects, in their order, or {layer: tensor}."""
 
     vectors: Tensor | dict[int, Tensor]
+    made_for: str = ""
+    """Fingerprint of the model that they were made with; "" where it is not recorded."""
 
     @classmethod
     def of(cls, vectors: Mapping[Any, Any], who: str, dims: Sequence[int]) -> LayerVectors:
@@ -35,7 +37,8 @@ class LayerVectors:
                 f"{who}: {type(vectors).__name__} is not a tensor of numbers, nor vectors by layer, {{0: vector, ...}}: its keys "
                 f"are {list(vectors)[:5]}"
             )
-        return cls({layer: checked_vector(vector, f"{who}[{layer}]", dims) for layer, vector in vectors.items()})
+        checked = {layer: checked_vector(vector, f"{who}[{layer}]", dims) for layer, vector in vectors.items()}
+        return cls(checked, getattr(vectors, "model_fingerprint", ""))
 
     def at(self, sites: Sequence[Site]) -> dict[int, Tensor]:
         """layer -> its vector.

@@ -270,6 +270,8 @@ def _look_up(text: str) -> tuple[str, str | None]:
     written, layers = (f"{number[1]}.{number[2]}", number[2]) if number and layers is None else (text, layers)
     known = [known.replace("{}", layers or "0") for known, kind in NAMES.items() if kind in NUMBERED_SITES]
     near = get_close_matches(written[:80], known, n=3, cutoff=0.5)
+    if text.isdecimal():  # a layer: which of its sites?
+        near = [f"{kind}.{text}" for kind in ("resid_post", "attn_out", "mlp_out")]
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ValueError(f"unknown site {text!r}; {hint}Kinds are {', '.join(k for k in KINDS if k in NUMBERED_SITES)}")
 

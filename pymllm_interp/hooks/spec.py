@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from ..core.arguments import shown
+from ..core.arguments import check_names, shown
 from ..core.kept_property import kept_property
 from ..core.model_spec import HEAD_SITES, ModelSpec
 from .heads import channels_of, checked_heads, heads_in, widened
@@ -58,6 +58,13 @@ class Spec:
 
     named: tuple[str, ...] = ()
     """Fields that hold a name, or vectors by layer."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Raises TypeError for an unknown keyword, with the one that was meant."""
+        known = _arguments(cls)
+        if not kwargs.keys() <= set(known):
+            check_names(cls.__name__, kwargs, known, _ELSEWHERE)
+        return super().__new__(cls)
 
     @property
     def name(self) -> str:
@@ -280,6 +287,12 @@ class PlacedSpec(Spec):
         return tuple(sites)
 
     def _set_place(self) -> None:
+        given = self.site
+        if not isinstance(given, str | Site):
+            layer = given if isinstance(given, int) and not isinstance(given, bool) else 12
+            raise ValueError(
+                f"{type(self).__name__}: site={shown(given)}; expected a site's name, such as 'resid_post.{layer}', or a Site"
+            )
         try:
             self._set("site", canonical(self.site))
             self._set("positions", checked_positions(self.positions))
@@ -337,6 +350,17 @@ def _widened(spec: Spec, heads: tuple[int, ...], shape: tuple[int, ...]) -> Iter
     for name, value in spec._content().specs:
         if value.own_site is None:
             yield name, replace(value, **dict(_widened(value, heads, shape)))  # pyright: ignore[reportArgumentType]
+
+
+_ELSEWHERE = {
+    "layer": "the site has it: 'resid_post.12'",
+    "layers": "the site has them: 'resid_post.{3..5}', or 'resid_post.*'",
+    "hook_point": "here it is site, which takes TransformerLens' names, too",
+    **dict.fromkeys(
+        ("coeff", "coefficient", "alpha", "strength", "multiplier"), "Steer has scale, and Scale has factor"
+    ),
+}
+"""What users of other libraries write -> what to write here."""
 
 
 def _is_number(value: object) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -21,6 +21,8 @@ Named = Tensor | dict[int, Tensor]
 """A named vector: one tensor for all layers, or one per layer."""
 ARCHITECTURE = "controlvector"
 """Architecture of GGUF files with control vectors."""
+ORIGIN = ("model_hint", "model_fingerprint")
+"""Names of what files record of the model."""
 _LAYER_NAME = re.compile(r"(?:layer|direction)\.(\d+)")
 
 
@@ -129,13 +131,31 @@ def load_layer_vectors(path: str | Path) -> dict[int, Tensor]:
     return dict(sorted(vectors.items()))
 
 
-def save_layer_vectors(path: str | Path, vectors: Mapping[int, Source], model_hint: str = "") -> None:
+def origin_of(path: str | Path) -> tuple[str, str]:
+    """The model's type and fingerprint, as a file of `save_layer_vectors`, llama.cpp or repeng records them; "" for neither."""
+    path = Path(path)
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            found = file.metadata() or {}
+    elif path.suffix == ".gguf":
+        fields = _gguf(path).GGUFReader(path).fields
+        found = {name: fields[key].contents() for name in ORIGIN if (key := f"{ARCHITECTURE}.{name}") in fields}
+    else:
+        found = {}
+    hint, fingerprint = (str(found.get(name, "")) for name in ORIGIN)
+    return hint, fingerprint
+
+
+def save_layer_vectors(
+    path: str | Path, vectors: Mapping[int, Source], model_hint: str = "", model_fingerprint: str = ""
+) -> None:
     """Write vectors by layer to a file for `load_layer_vectors`. repeng and llama.cpp read the .gguf format too.
 
     Args:
         path: ends in .safetensors or .gguf.
         vectors: layer -> [width].
-        model_hint: model type ("llama") to store in a .gguf file.
+        model_hint: the model's type ("llama").
+        model_fingerprint: of the model that they were made with.
 
     Raises:
         ImportError: a .gguf file without the package `gguf`.
@@ -150,11 +170,14 @@ def save_layer_vectors(path: str | Path, vectors: Mapping[int, Source], model_hi
             raise ValueError(f"{path}: a layer is a whole number from 0 on, not {layer!r}")
     tensors = {layer: checked_vector(vector, f"layer {layer}") for layer, vector in sorted(vectors.items())}
     if path.suffix == ".safetensors":
-        save_file({f"layer.{layer}": tensor for layer, tensor in tensors.items()}, path)
+        origin = {name: text for name, text in zip(ORIGIN, (model_hint, model_fingerprint), strict=True) if text}
+        save_file({f"layer.{layer}": tensor for layer, tensor in tensors.items()}, path, origin)
     elif path.suffix == ".gguf":
         _check_gguf_layers(path, tensors)
         writer = _gguf(path).GGUFWriter(path, ARCHITECTURE)
         writer.add_string(f"{ARCHITECTURE}.model_hint", model_hint)
+        if model_fingerprint:
+            writer.add_string(f"{ARCHITECTURE}.model_fingerprint", model_fingerprint)
         writer.add_uint32(f"{ARCHITECTURE}.layer_count", len(tensors))
         for layer, tensor in tensors.items():
             writer.add_tensor(f"direction.{layer}", tensor.numpy())

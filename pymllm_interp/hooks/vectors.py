@@ -29,6 +29,7 @@ from .vector_files import (
     _nearest,
     _of_file,
     checked_vector,
+    origin_of,
 )
 
 
@@ -50,6 +51,7 @@ class VectorRegistry(MutableMapping[str, Named]):
         self._layers = model.num_hidden_layers
         self._widths = {model.width(kind): " * ".join(model.settings(kind)) for kind in model.family.points}
         self._vectors: dict[str, Named] = {}
+        self._made_for: dict[str, str] = {}
 
     def __setitem__(self, name: str, source: Source | Mapping[int, Source] | str | Path) -> None:
         """Store a copy of a tensor, of tensors by layer, or of a file's content under `name`.
@@ -62,10 +64,12 @@ class VectorRegistry(MutableMapping[str, Named]):
         if not isinstance(name, str) or not name:
             raise ValueError(f"a vector's name is a string that is not empty, not {name!r}")
         who = f"vector {name!r}"
+        made_for = getattr(source, "model_fingerprint", "")
         if isinstance(source, str | Path):
-            source = _of_file(Path(source))
+            path = Path(source)
+            source, (_, made_for) = _of_file(path), origin_of(path)
         if not isinstance(source, Mapping):
-            self._vectors[name] = self._fitting(source, who)
+            self._vectors[name], self._made_for[name] = self._fitting(source, who), made_for
             return
         if not source:
             raise ValueError(f"{who}: there is no layer in it")
@@ -75,6 +79,11 @@ class VectorRegistry(MutableMapping[str, Named]):
         self._vectors[name] = {
             int(layer): self._fitting(vector, f"{who}, layer {layer}") for layer, vector in sorted(source.items())
         }
+        self._made_for[name] = made_for
+
+    def made_for(self, name: str) -> str:
+        """Fingerprint of the model that a vector was made with; "" where it is not recorded."""
+        return self._made_for.get(name, "")
 
     def _fitting(self, source: Source, who: str) -> Tensor:
         vector = checked_vector(source, who, (1, 2))
@@ -105,6 +114,9 @@ class VectorRegistry(MutableMapping[str, Named]):
 
     def __len__(self) -> int:
         return len(self._vectors)
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
 
     def __repr__(self) -> str:
         return f"VectorRegistry({list(self)})"

@@ -51,6 +51,9 @@ class Bridge(RemoteBridge):
         self._caching: set[int] | None = None
         super().__init__(adapter, tokenizer, driver)
 
+    def __repr__(self) -> str:
+        return f"Bridge({str(self.lm).splitlines()[0]})"
+
     # -- passes ----------------------------------------------------------------------------
 
     def forward(

@@ -49,10 +49,14 @@ class Accessors:
     """nnterp's accessors and methods, for an nnsight model whose modules are renamed by `renames`."""
 
     def add_accessors(self) -> None:
-        """Set `layers_output` and its kin, and `num_layers`."""
+        """Set `layers_output` and its kin."""
         for name, (module, end) in _ACCESSORS.items():
             object.__setattr__(self, name, LayerAccessor(self, module, end))
-        self.num_layers = len(self.layers)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.layers)  # pyright: ignore[reportAttributeAccessIssue]
 
     token_embeddings = StandardizedTransformer.token_embeddings
     detect_layer_output_type = StandardizedTransformer.detect_layer_output_type
@@ -80,7 +84,7 @@ class StandardizedLM(Accessors, LM):
         rename: further aliases.
 
     Attributes:
-        num_layers, num_heads, hidden_size, vocab_size: of the model.
+        num_heads, vocab_size: of the model.
     """
 
     def __init__(self, model: Any = "demo", *, rename: dict[Any, Any] | None = None, **kwargs: Any) -> None:
@@ -89,4 +93,4 @@ class StandardizedLM(Accessors, LM):
         if self.tokenizer is not None:
             self.tokenizer.padding_side = "left"  # as batches here are padded; nnterp's functions look
         spec = self.model_spec
-        self.num_heads, self.hidden_size, self.vocab_size = spec.num_attention_heads, spec.hidden_size, spec.vocab_size
+        self.num_heads, self.vocab_size = spec.num_attention_heads, spec.vocab_size

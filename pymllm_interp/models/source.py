@@ -49,6 +49,11 @@ class ModelSource:
     tokenizer_path: Path | None
     """A folder with tokenizer files, or None."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """`name`, and the name that the config records."""
+        return tuple(dict.fromkeys(name for name in (self.name, self.hf_config.name_or_path) if name))
+
 
 def resolve_model(config: ModelConfig) -> ModelSource:
     """Find the model that `config` names. Downloads or converts it if necessary.

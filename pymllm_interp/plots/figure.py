@@ -1,4 +1,4 @@
-"""`Plot`: a plotly figure as one piece of HTML; and what its functions check."""
+"""`Plot`: a plotly figure as HTML or as a picture; and what its functions check."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from typing import Any
 
 import torch
 
+from . import javascript
+from .picture import PICTURES, draw
+
 
 class Plot:
     """A figure that a notebook shows.
+
+    The first figure that a notebook shows brings plotly's JavaScript, about 5 MB. Those after it use the same.
 
     Attributes:
         figure: plotly's `Figure`, to change further.
@@ -30,11 +35,32 @@ class Plot:
         return self.figure.to_html(full_html=whole_page, include_plotlyjs=True, include_mathjax=False)
 
     def save(self, path: str | Path) -> None:
-        """Write a page that any browser opens, without a network."""
-        Path(path).write_text(self.html(whole_page=True), encoding="utf-8")
+        """Write a page that any browser opens without a network (.html), or a picture (.png, .svg, .pdf).
+
+        matplotlib draws the pictures: data, colours, labels and titles of the figures that `plots` makes. Further changes of
+        `figure` are drawn by ``figure.write_image(path)``, for which plotly needs kaleido and Chrome.
+
+        Raises:
+            ValueError: another suffix, or a picture of a figure with other traces than heatmaps and bars.
+            ModuleNotFoundError: a picture without matplotlib.
+        """
+        suffix = Path(path).suffix.lower()
+        if suffix in PICTURES:
+            draw(self.figure, path)
+        elif suffix in (".html", ".htm"):
+            Path(path).write_text(self.html(whole_page=True), encoding="utf-8")
+        else:
+            raise ValueError(f"{path}: the suffix says what is written: .html, {', '.join(PICTURES)}")
 
     def _repr_html_(self) -> str:
-        return self.html()
+        if javascript.is_needed():
+            return self.html()
+        return self.figure.to_html(full_html=False, include_plotlyjs=False, include_mathjax=False) + javascript.REMARK
+
+    def __repr__(self) -> str:
+        title = self.figure.layout.title.text
+        kinds = ", ".join(dict.fromkeys(trace.type for trace in self.figure.data))
+        return f"Plot({kinds}{f': {title}' if title else ''})"
 
 
 def graph_objects() -> Any:

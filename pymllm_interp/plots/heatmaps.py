@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 from .figure import Plot, axis, check_labels, graph_objects, matrix
+from .picture import COLUMNS
 
-_COLUMNS = 4
-"""Heads in a row."""
 _CELL = 28
 """Pixels of a row of a heatmap."""
 
@@ -35,7 +34,7 @@ def attention_patterns(
     if queries > keys:
         raise ValueError(f"pattern has {queries} queries and {keys} keys; expected [heads, queries, keys]")
     names = check_labels(range(count) if heads is None else heads, count, "heads", "the pattern's heads")
-    go, columns = graph_objects(), min(count, _COLUMNS)
+    go, columns = graph_objects(), min(count, COLUMNS)
     rows = math.ceil(count / columns)
     figure = import_module("plotly.subplots").make_subplots(
         rows, columns, subplot_titles=[f"head {name}" for name in names], shared_xaxes="all", shared_yaxes="all"
@@ -85,7 +84,13 @@ def lens_heatmap(
 
 
 def sweep_heatmap(
-    values: Any, tokens: Sequence[str], *, layers: Sequence[Any] | None = None, title: str = "", centre: float = 0.0
+    values: Any,
+    tokens: Sequence[str],
+    *,
+    layers: Sequence[Any] | None = None,
+    title: str = "",
+    centre: float = 0.0,
+    rows: str = "layer",
 ) -> Plot:
     """A score for each layer and position: patch sweeps, attributions. Blue is below `centre`, red above.
 
@@ -94,6 +99,7 @@ def sweep_heatmap(
         tokens: [positions].
         layers: names of the layers; None: their numbers.
         centre: the score without a patch.
+        rows: what a row is, for the axis.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -102,16 +108,25 @@ def sweep_heatmap(
     labels = check_labels(tokens, found.shape[1], "tokens", "the positions")
     reach = (found - centre).nan_to_num(0.0).abs().max().item() or 1.0
     colours = {"colorscale": "RdBu_r", "zmin": centre - reach, "zmax": centre + reach}
-    return _heatmap(found, _rows(layers, found.shape[0]), labels, None, title, "layer", colours)
+    return _heatmap(found, _rows(layers, found.shape[0]), labels, None, title, rows, colours)
 
 
-def feature_activations(values: Any, indexes: Any, tokens: Sequence[str], *, most: int = 20, title: str = "") -> Plot:
+def feature_activations(
+    values: Any,
+    indexes: Any,
+    tokens: Sequence[str],
+    *,
+    names: Mapping[int, str] | None = None,
+    most: int = 20,
+    title: str = "",
+) -> Plot:
     """Which features of an SAE are active at which tokens: a row for each of the strongest features.
 
     Args:
         values: [positions, top_k], as `Features` captures them.
         indexes: [positions, top_k], the features' ids.
         tokens: [positions].
+        names: names of features by id, such as `SAE.feature_names`; features without one have their ids.
         most: features that are shown, those with the largest values.
 
     Raises:
@@ -132,7 +147,13 @@ def feature_activations(values: Any, indexes: Any, tokens: Sequence[str], *, mos
     rows = found.new_zeros(len(shown), found.shape[0])
     for row, feature in enumerate(shown):
         rows[row] = (found * (ids == feature)).amax(1)
-    return _heatmap(rows, [str(f) for f in shown], labels, None, title, "feature", {"colorscale": "Oranges", "zmin": 0})
+    shown = check_labels([_named(f, names or {}) for f in shown], len(shown), "names", "the features")
+    return _heatmap(rows, shown, labels, None, title, "feature", {"colorscale": "Oranges", "zmin": 0})
+
+
+def _named(feature: int, names: Mapping[int, str]) -> str:
+    """A feature's id, with its name where it has one."""
+    return f"{feature} {names[feature]}" if names.get(feature) else str(feature)
 
 
 def _rows(names: Sequence[Any] | None, count: int) -> list[str]:

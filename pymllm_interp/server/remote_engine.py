@@ -114,6 +114,17 @@ class RemoteEngine:
         self._callbacks = Callbacks()
         self._calls: dict[str, tuple[Frames, int]] = {}
 
+    def __repr__(self) -> str:
+        return f"RemoteEngine({self.url}, {self.state})"
+
+    @property
+    def state(self) -> str:
+        """In words: "shut down", or how many requests are live."""
+        if self._closed:
+            return "shut down"
+        live = len(self._calls)
+        return f"{live} live request{'' if live == 1 else 's'}" if live else "idle"
+
     def call_back(self, function: Callable[[], None]) -> None:
         """Run a caller's function on a thread for callbacks."""
         self._callbacks.put(self, function)

@@ -27,6 +27,7 @@ from ..engine.prompts import params_for, warn_of_flat_list
 from ..engine.request_factory import RequestFactory
 from ..engine.request_limits import truncated
 from ..engine.request_options import RequestOptions, checked_salt, priorities_of
+from ..engine.tab_completion import set_up_completion
 from ..hooks.declared import captures_for_each_prompt, for_each_prompt
 from ..hooks.traces.envoy import TracedModel
 from ..layers.seal import seal
@@ -98,10 +99,15 @@ class RemoteLM(LM):
         self.tokenizer = _tokenizer(engine)
         self.vectors = RemoteVectors(engine)
         self._factory = RemoteFactory(info, self.runner, self.tokenizer, self.vectors)
+        set_up_completion(type(self))
 
     def session(self, device: Any = "cpu", **kwargs: Any) -> RemoteSession:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Several traces that see each other's values, which run on the server as a whole: ``with lm.session():``."""
         return RemoteSession(self, device, **kwargs)
+
+    def _summary(self) -> str:
+        info = self._info
+        return f"RemoteLM({info['model']} at {self.engine.url}, {info['device']}, {info['dtype']}, engine: {self.engine.state})"
 
     @property
     def capabilities(self) -> dict[str, Any]:

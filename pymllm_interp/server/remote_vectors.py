@@ -59,6 +59,9 @@ class RemoteVectors(MutableMapping[str, Named]):
     def __iter__(self) -> Iterator[str]:
         return iter([entry["name"] for entry in self._engine.ask("GET", "/v1/interp/vectors").json()["vectors"]])
 
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
+
     def __len__(self) -> int:
         return len(list(iter(self)))
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from einops import reduce
 from rich.table import Table
 
 from ..hooks.site import Site
-from .heatmap import figure, html_table
+from ..plots import Plot, sweep_heatmap
+from .heatmap import html_table
 
 LISTED = 12
 """Entries that the table lists."""
@@ -81,6 +82,9 @@ class Attribution(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._values)
 
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
+
     def stacked(self, kind: str) -> torch.Tensor:
         """The attributions of a kind of site, [layers, positions, ...], in the order of the layers."""
         found = [values for name, values in self._values.items() if name.partition(".")[0] == kind]
@@ -130,10 +134,10 @@ class Attribution(Mapping[str, torch.Tensor]):
     def _repr_html_(self) -> str:
         return html_table(f"{self!r}; {self._caption()}", list(self._values), self.tokens, self._by_position())
 
-    def plot(self) -> Any:
-        """A heatmap of sites and positions, a plotly figure.
+    def plot(self) -> Plot:
+        """A heatmap of sites and positions. `Plot.figure` is plotly's.
 
         Raises:
-            ImportError: plotly is not installed.
+            ModuleNotFoundError: plotly is not installed.
         """
-        return figure(repr(self), list(self._values), self.tokens, self._by_position(), "site")
+        return sweep_heatmap(self._by_position(), self.tokens, layers=list(self), title=repr(self), rows="site")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,8 @@ from ..core.sampling_params import SamplingParams
 from ..hooks.captures.spec import Capture
 from ..hooks.positions import is_whole
 from ..hooks.site import Site, expand
-from ..hooks.vector_files import load_layer_vectors, save_layer_vectors
+from ..hooks.traces.caller_frames import warn_at_caller
+from ..hooks.vector_files import load_layer_vectors, origin_of, save_layer_vectors
 
 METHODS = ("mean", "pca")
 NO_DIFFERENCE = 1e-6
@@ -24,13 +26,66 @@ NO_DIFFERENCE = 1e-6
 class ControlVectors(dict[int, torch.Tensor]):
     """Layer -> vector [width], float32 on the CPU. `Steer` takes it, and ``lm.vectors[name] = vectors``.
 
+        happy - 0.5 * angry        # as in repeng: by layer; a layer that one of them lacks is zero there
+        -happy, happy / 2
+
     Attributes:
         model_hint: the model's type.
+        model_fingerprint: of the model that they were made with; "" where it is not known. Using them with another one warns.
     """
 
-    def __init__(self, vectors: Mapping[int, torch.Tensor], model_hint: str = "") -> None:
+    __array_ufunc__ = None  # numpy's numbers leave the arithmetic to this class
+
+    def __init__(self, vectors: Mapping[int, torch.Tensor], model_hint: str = "", model_fingerprint: str = "") -> None:
         super().__init__(vectors)
-        self.model_hint = model_hint
+        self.model_hint, self.model_fingerprint = model_hint, model_fingerprint
+
+    def __add__(self, other: ControlVectors) -> ControlVectors:
+        """The sum, by layer; a layer that only one has is as it is there.
+
+        Raises:
+            ValueError: vectors of different widths.
+        """
+        if not isinstance(other, ControlVectors):
+            return NotImplemented
+        widths = {len(vector) for vector in (*self.values(), *other.values())}
+        if len(widths) > 1:
+            raise ValueError(f"control vectors of different models: their widths are {sorted(widths)}")
+        for name in ("model_hint", "model_fingerprint"):
+            if len({getattr(self, name), getattr(other, name)} - {""}) > 1:
+                warn_at_caller([f"control vectors of different models are combined: their {name}s differ"])
+                break
+        layers = sorted({*self, *other})
+        vectors = {i: self[i] + other[i] if i in self and i in other else self.get(i, other.get(i)) for i in layers}
+        same = self.model_fingerprint == other.model_fingerprint
+        return ControlVectors(
+            {i: vector.clone() for i, vector in vectors.items() if vector is not None},
+            self.model_hint or other.model_hint, self.model_fingerprint if same else "",
+        )  # fmt: skip
+
+    def __neg__(self) -> ControlVectors:
+        return self * -1.0
+
+    def __sub__(self, other: ControlVectors) -> ControlVectors:
+        return self + -other if isinstance(other, ControlVectors) else NotImplemented
+
+    def __mul__(self, factor: float) -> ControlVectors:
+        if not isinstance(factor, Real):
+            return NotImplemented
+        return ControlVectors(
+            {i: vector * float(factor) for i, vector in self.items()}, self.model_hint, self.model_fingerprint
+        )
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> ControlVectors:
+        if not isinstance(divisor, Real):
+            return NotImplemented
+        if not divisor:
+            raise ZeroDivisionError("control vectors divided by zero")
+        return ControlVectors(
+            {i: vector / float(divisor) for i, vector in self.items()}, self.model_hint, self.model_fingerprint
+        )
 
     def save(self, path: str | Path) -> None:
         """Write a .gguf control vector, which llama.cpp and repeng read, or a .safetensors file.
@@ -40,7 +95,7 @@ class ControlVectors(dict[int, torch.Tensor]):
             ValueError: another suffix, or layer 0 in a .gguf file, whose layers start at 1: leave it out of the site,
                 "resid_post.{1..-1}".
         """
-        save_layer_vectors(path, self, self.model_hint)
+        save_layer_vectors(path, self, self.model_hint, self.model_fingerprint)
 
     @classmethod
     def load(cls, path: str | Path) -> ControlVectors:
@@ -49,7 +104,7 @@ class ControlVectors(dict[int, torch.Tensor]):
         Raises:
             FileNotFoundError, ImportError, ValueError: no such file, or one that holds no vectors by layer.
         """
-        return cls(load_layer_vectors(path))
+        return cls(load_layer_vectors(path), *origin_of(path))
 
     def __repr__(self) -> str:
         width = len(next(iter(self.values()), ()))
@@ -110,7 +165,7 @@ def contrast(
             f"the states of all pairs are equal at {', '.join(equal)}: prompts that end with the same token are, before the first "
             "layer's attention; choose later layers, or prompts that differ"
         )
-    return ControlVectors(vectors, spec.family.name)
+    return ControlVectors(vectors, spec.family.name, outs[0].receipt.model)
 
 
 def _component(differences: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A matrix by token, as an HTML table and as a plotly figure."""
+"""A matrix by token as an HTML table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def html_table(title: str, rows: Sequence[Any], tokens: Sequence[str], values: torch.Tensor) -> str:
-    """A table of values [rows, tokens]: blue above 0, red below.
+    """A table of values [rows, tokens]: red above 0, blue below.
 
     Args:
         rows, tokens: labels.
@@ -25,23 +25,5 @@ def html_table(title: str, rows: Sequence[Any], tokens: Sequence[str], values: t
 
 
 def _colored(share: float, value: float) -> str:
-    hue = "38,102,172" if share >= 0 else "178,24,43"
+    hue = "178,24,43" if share >= 0 else "38,102,172"
     return f'<td style="background:rgba({hue},{abs(share):.2f})">{value:+.2f}</td>'
-
-
-def figure(title: str, rows: Sequence[Any], tokens: Sequence[str], values: torch.Tensor, axis: str) -> Any:
-    """A heatmap of values [rows, tokens], a plotly figure.
-
-    Args:
-        axis: what the rows are.
-
-    Raises:
-        ImportError: plotly is not installed.
-    """
-    try:
-        import plotly.graph_objects as go  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError("plots need plotly; run: pip install 'pymllm-interp[plot]'") from error
-    labels = [f"{token!r} {place}" for place, token in enumerate(tokens)]
-    heatmap = go.Heatmap(z=values.tolist(), x=labels, y=list(rows), colorscale="RdBu", zmid=0)
-    return go.Figure(heatmap, {"title": title, "xaxis_title": "token", "yaxis_title": axis})

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from rich.table import Table
 
-from .heatmap import figure, html_table
+from ..plots import Plot, sweep_heatmap
+from .heatmap import html_table
 
 LISTED = 12
 """Cells that the table lists."""
@@ -186,10 +187,11 @@ class PatchSweep:
     def _repr_html_(self) -> str:
         return html_table(*self._heatmap())
 
-    def plot(self) -> Any:
-        """A heatmap of the effects, a plotly figure; with heads, of the largest effect among them.
+    def plot(self) -> Plot:
+        """A heatmap of the effects; with heads, of the largest effect among them. `Plot.figure` is plotly's.
 
         Raises:
-            ImportError: plotly is not installed.
+            ModuleNotFoundError: plotly is not installed.
         """
-        return figure(*self._heatmap(), "layer")
+        title, layers, tokens, effects = self._heatmap()
+        return sweep_heatmap(effects, tokens, layers=layers, title=title)

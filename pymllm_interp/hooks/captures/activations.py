@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,11 @@ class BySite(Mapping[str, torch.Tensor], Shown):
 
     Args:
         num_layers: of the model, to resolve negative layers.
+        positions: by site, of the tensors' rows; None where they are not known.
     """
 
-    def __init__(self, num_layers: int) -> None:
-        self._num_layers = num_layers
+    def __init__(self, num_layers: int, positions: BySite | None = None) -> None:
+        self._num_layers, self._rows_at = num_layers, positions
         self._tensors: dict[str, torch.Tensor] = {}
 
     def _name(self, site: str | Site) -> str:
@@ -55,14 +57,47 @@ class BySite(Mapping[str, torch.Tensor], Shown):
             raise KeyError(f"{str(site)!r} was not captured; there is {', '.join(self._tensors) or 'nothing'}")
         return self._tensors[name]
 
+    def layers(self, kind: str) -> list[int]:
+        """The layers of a kind of site that are here, ascending."""
+        return sorted(found.layer for found in map(Site.parse, self) if found.kind == kind and found.layer is not None)
+
+    def stack(self, kind: str) -> torch.Tensor:
+        """The tensors of all layers of a kind, [layers, positions, ...], in the order of `layers`.
+
+        Raises:
+            KeyError: no layer of this kind was captured.
+            ValueError: layers were captured at different positions, or as different values.
+        """
+        sites = [f"{kind}.{layer}" for layer in self.layers(kind)]
+        if not sites:
+            return self[f"{kind}.*"]  # raises, and lists what there is
+        found = [self[site] for site in sites]
+        for site, rows in zip(sites, found, strict=True):
+            at = self._rows_at
+            alike = at is None or torch.equal(at[site], at[sites[0]])
+            if rows.shape != found[0].shape or rows.dtype != found[0].dtype or not alike:
+                raise ValueError(
+                    f"{site} and {sites[0]} were captured at different positions, or differently: no stack of them"
+                )
+        return torch.stack(found)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 
     def __len__(self) -> int:
         return len(self._tensors)
 
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
+
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({ {site: list(rows.shape) for site, rows in self._tensors.items()} })"
+        """Kinds of sites with their layers and shapes: ``Activations(resid_post.{0..29} [5, 576], logits [1, 49152])``."""
+        layers: dict[tuple[str, str], list[int]] = {}
+        for name, rows in self._tensors.items():
+            kind, _, layer = name.partition(".")
+            layers.setdefault((kind, str(list(rows.shape))), []).extend([int(layer)] if layer else [])
+        parts = [f"{kind}{_selector(found)} {shape}" for (kind, shape), found in layers.items()]
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     def table(self) -> Table:
         """Shape, dtype, mean and standard deviation of each site's values."""
@@ -86,6 +121,7 @@ class Activations(BySite):
     in one piece of memory, so the first read of a site copies its rows.
 
         activations.stack("resid_post")           # [layers, positions, hidden]; activations.layers("resid_post")
+        activations.indexes.stack("resid_post")   # [layers, positions, top_k]; so have all attributes that are by site
         activations.save("out.safetensors")       # Activations.load reads it
 
     Attributes:
@@ -100,10 +136,11 @@ class Activations(BySite):
     """
 
     def __init__(self, num_layers: int) -> None:
-        super().__init__(num_layers)
-        self.positions, self.token_ids = BySite(num_layers), BySite(num_layers)
-        self.indexes, self.counts = BySite(num_layers), BySite(num_layers)
-        self.token_log_probs, self.token_ranks = BySite(num_layers), BySite(num_layers)
+        positions = BySite(num_layers)
+        super().__init__(num_layers, positions)
+        self.positions, self.token_ids = positions, BySite(num_layers, positions)
+        self.indexes, self.counts = BySite(num_layers, positions), BySite(num_layers, positions)
+        self.token_log_probs, self.token_ranks = BySite(num_layers, positions), BySite(num_layers, positions)
         self.error: CaptureError | None = None
 
     def add(
@@ -141,29 +178,6 @@ class Activations(BySite):
     def as_arrived(self, site: str | Site) -> torch.Tensor:
         """The rows of a site without a copy: they may share memory with other sites, and need not be contiguous."""
         return super().__getitem__(site)
-
-    def layers(self, kind: str) -> list[int]:
-        """The captured layers of a kind of site, ascending."""
-        return sorted(found.layer for found in map(Site.parse, self) if found.kind == kind and found.layer is not None)
-
-    def stack(self, kind: str) -> torch.Tensor:
-        """The states of all captured layers of a kind, [layers, positions, ...], in the order of `layers`.
-
-        Raises:
-            KeyError: no layer of this kind was captured.
-            ValueError: layers were captured at different positions, or as different values.
-        """
-        sites = [f"{kind}.{layer}" for layer in self.layers(kind)]
-        if not sites:
-            return self[f"{kind}.*"]  # raises, and lists what there is
-        found = [self[site] for site in sites]
-        for site, rows in zip(sites, found, strict=True):
-            alike = torch.equal(self.positions[site], self.positions[sites[0]])
-            if rows.shape != found[0].shape or rows.dtype != found[0].dtype or not alike:
-                raise ValueError(
-                    f"{site} and {sites[0]} were captured at different positions, or differently: no stack of them"
-                )
-        return torch.stack(found)
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file: a tensor for each site, and its `positions`, `token_ids` and so on."""
@@ -232,6 +246,15 @@ def lost(error: CaptureError) -> Activations:
     found = Activations(num_layers=0)
     found.error = error
     return found
+
+
+def _selector(layers: Sequence[int]) -> str:
+    """Layers as a pattern has them: ".3", ".{0..2,5}"; "" for none."""
+    runs = [list(run) for _, run in groupby(enumerate(sorted(layers)), lambda entry: entry[1] - entry[0])]
+    parts = [f"{run[0][1]}..{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs]
+    if not parts:
+        return ""
+    return f".{parts[0]}" if len(layers) == 1 else f".{{{','.join(parts)}}}"
 
 
 def _is_own(rows: torch.Tensor) -> bool:

@@ -69,7 +69,7 @@ class Captures:
         cut: by site, values that limits of reductions left out; after `activations`.
 
     Raises:
-        ValueError: a site is named twice, or captured differently under two names.
+        ValueError: a site is captured in two ways. One that is named twice, alike, is captured once.
     """
 
     def __init__(
@@ -95,10 +95,11 @@ class Captures:
         self._missing: dict[str, int] = {}
         groups: dict[Any, Group] = {}
         spec = group = None
+        asked: dict[str, Bound] = {}
         for site, bound, shape in bounds:
             name = str(bound.site)
-            if name in self._columns:
-                raise ValueError(f"{name} is captured twice: name it once, with all positions that you want")
+            if _is_repeated(name, bound, asked):
+                continue
             normed = bound.site.kind in NORMED
             if group is None or bound.spec is not spec:  # else another layer of the same spec
                 spec = bound.spec
@@ -369,3 +370,26 @@ class Captures:
 def _counts(ordinals: np.ndarray, since: int) -> tuple[int, int]:
     """(captured positions from `since` on, all captured positions)."""
     return int((ordinals[since:] >= 0).sum()), int((ordinals >= 0).sum())
+
+
+def _is_repeated(name: str, bound: Bound, asked: dict[str, Bound]) -> bool:
+    """Whether an earlier capture reads the same of the site. Otherwise it is added to `asked`.
+
+    Raises:
+        ValueError: an earlier capture reads the site in another way.
+    """
+    first = asked.setdefault(name, bound)
+    if first is bound:
+        return False
+    if _way(first) != _way(bound):
+        raise ValueError(
+            f"{name} is captured twice, with different positions, dtype, heads or reduction: name it once, with all positions that "
+            "you want"
+        )
+    return True
+
+
+def _way(bound: Bound) -> tuple[Any, ...]:
+    """What a capture reads of its site."""
+    spec = bound.spec
+    return bound.windows, bound.missing, spec.dtype, spec.reduce, spec.heads

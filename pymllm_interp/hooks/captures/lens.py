@@ -29,20 +29,20 @@ class Lens(Reduction):
     """The most likely next tokens that each row stands for, in place of the row: the final norm, the head and the soft-cap of the
     model, applied to the state (nostalgebraist 2020).
 
-        Capture("resid_post.*", reduce=Lens(top_k=10, tokens=[42]))
+        Capture("resid_post.*", reduce=Lens(top_k=10, tokens=[" Paris", 42]))
 
     The site's rows are log probabilities [positions, top_k], in descending order; `Activations.indexes` has the tokens' ids. Of the
     asked tokens, `Activations.token_log_probs` and `Activations.token_ranks` have [positions, tokens]; a rank is the number of
     tokens that are more likely. At `final_norm` the state is normed already.
 
     Raises:
-        ValueError: neither top_k nor tokens, or one that is no whole number from 0 on, or another transport.
+        ValueError: neither top_k nor tokens, a token that is neither an id nor text, or another transport.
     """
 
     top_k: int = 10
     """Number of tokens; 0 for none, with `tokens`."""
-    tokens: Sequence[int] | None = None
-    """Ids of tokens to look up."""
+    tokens: Sequence[int | str] | None = None
+    """Tokens to look up: ids, or texts that are one token each."""
     transport: TunedLens | JacobianLens | None = None
     """What maps a layer's state to the last layer's: None: nothing (the logit lens); a `TunedLens` (Belrose et al. 2023,
     arXiv 2303.08112); or a `JacobianLens`."""
@@ -54,9 +54,11 @@ class Lens(Reduction):
         if tokens is not None:
             if isinstance(tokens, Sequence) and len(tokens) > MAX_NAMED:
                 raise ValueError(f"{self.name}: tokens has {len(tokens)} ids; at most {MAX_NAMED}")
-            self._check("tokens", isinstance(tokens, Sequence) and not isinstance(tokens, str), "ids of tokens")
+            listed = isinstance(tokens, Sequence) and not isinstance(tokens, str)
+            self._check("tokens", listed, "a list of token ids or texts, such as [' Paris']")
             self._set("tokens", tuple(tokens))
-            self._check("tokens", all(is_whole(token) and token >= 0 for token in tokens), "ids of tokens, from 0 on")
+            known = all(isinstance(token, str) or (is_whole(token) and token >= 0) for token in tokens)
+            self._check("tokens", known, "token ids, from 0 on, or texts")
         self._check("top_k", self.top_k > 0 or bool(tokens), "from 1 on, or tokens to look up")
         known = self.transport is None or isinstance(self.transport, TunedLens | JacobianLens)
         self._check("transport", known, "None, a TunedLens or a JacobianLens")
@@ -67,6 +69,8 @@ class Lens(Reduction):
         if self.top_k > model.vocab_size:
             raise ValueError(f"top_k={self.top_k}; the vocabulary has {model.vocab_size} tokens")
         for token in self.tokens or ():
+            if isinstance(token, str):
+                raise ValueError(f"tokens holds {token!r}, and only an LM's tokenizer knows its id")
             if token >= model.vocab_size:
                 raise ValueError(f"tokens holds {token}; the vocabulary goes from 0 to {model.vocab_size - 1}")
         if self.transport is not None:

@@ -43,6 +43,11 @@ class _Layer:
         self.num_heads = num_heads if heads is None else len(heads)
         self.rows: dict[int, torch.Tensor] = {}
 
+    def is_like(self, other: _Layer) -> bool:
+        """Whether both want the same rows, heads and dtype."""
+        same = (self.heads, self.dtype, self.missing) == (other.heads, other.dtype, other.missing)
+        return same and np.array_equal(self.wanted, other.wanted)
+
     def keep(self, positions: Sequence[int], weights: torch.Tensor) -> None:
         """Keep the rows [heads, rows, keys] of these positions."""
         rows = weights.detach().to(self.dtype).cpu().unbind(1)
@@ -69,7 +74,7 @@ class PatternCaptures:
         num_layers: of the model.
 
     Raises:
-        ValueError: a layer or head that the model does not have, a layer twice, positions beyond the prompt, or a reduction.
+        ValueError: a layer or head that the model does not have, a layer in two ways, positions beyond the prompt, or a reduction.
         UnsupportedModelError: the model's patterns cannot be computed again.
     """
 
@@ -95,14 +100,11 @@ class PatternCaptures:
             wanted = selected(windows, longest)
             dtype = spec.dtype if isinstance(spec.dtype, torch.dtype) else model.dtype
             for site in sites:
-                layer = site.layer or 0
-                if layer in self._layers:
+                layer = _Layer(wanted, heads, model.num_attention_heads, dtype, missing_of(spec.positions, prompt_len))
+                if not self._layers.setdefault(site.layer or 0, layer).is_like(layer):
                     raise ValueError(
-                        f"{site} is captured twice: name it once, with all positions and heads that you want"
+                        f"{site} is captured twice, in two ways: name it once, with all positions and heads that you want"
                     )
-                self._layers[layer] = _Layer(
-                    wanted, heads, model.num_attention_heads, dtype, missing_of(spec.positions, prompt_len)
-                )
 
     @property
     def num_bytes(self) -> int:

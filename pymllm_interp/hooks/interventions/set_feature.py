@@ -118,7 +118,8 @@ class SetFeature(Op):
     @property
     def name(self) -> str:
         """The spec's name in error messages."""
-        return f"SetFeature({self.sae!r})" if isinstance(self.sae, str) else f"SetFeature({str(self.site)!r})"
+        of = self.sae if isinstance(self.sae, str) else self.site and str(self.site)
+        return "SetFeature" if of is None else f"SetFeature({of!r})"
 
     @property
     def encoder(self) -> SAE | None:

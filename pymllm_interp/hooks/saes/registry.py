@@ -128,6 +128,9 @@ class SAERegistry(MutableMapping[str, SAE]):
     def __len__(self) -> int:
         return len(self._saes)
 
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
+
     def __repr__(self) -> str:
         return f"SAERegistry({list(self)})"
 

@@ -17,7 +17,7 @@ one. Transcoders, and SAEs with ``subtract_b_dec=False``, leave `b_dec` out. The
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from math import inf
@@ -79,6 +79,8 @@ class SAE:
     """At `attn_in` and `mlp_in`: whether it reads the norm's output. False: the normed state before the gain multiplies it."""
     model_name: str = ""
     """The model that it was trained on, as the file names it."""
+    feature_names: Mapping[int, str] = field(default_factory=dict, repr=False)
+    """Feature -> its name, for plots: ``SAE.load(path, feature_names={7: "the sea"})``. Not part of the fingerprint."""
 
     def __post_init__(self) -> None:
         self._check(
@@ -181,6 +183,8 @@ class SAE:
         digest = hashlib.sha256()
         for part in fields(self):
             value = getattr(self, part.name)
+            if part.name == "feature_names":
+                continue
             if isinstance(value, Tensor):
                 digest.update(f"|{part.name}={tuple(value.shape)}, {value.dtype}".encode())
                 digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().data)

@@ -42,6 +42,9 @@ class SessionTracer(_Captured, Tracer):
         super().__init__(backend=backend)
         self.device = saves_device(device)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(saves on {self.device})"
+
     def execute(self, code: CodeType) -> None:
         """Run the block, and bind the saved names in the caller's frame."""
         frame = self.info.frame  # pyright: ignore[reportOptionalMemberAccess]

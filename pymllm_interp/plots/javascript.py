@@ -1,0 +1,62 @@
+"""Which figures of a notebook bring plotly's JavaScript: one does, for all."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+REMARK = """<script>
+if (!window.Plotly) {
+  const remark = document.createElement("p");
+  remark.textContent = "This figure needs plotly's JavaScript, which the first figure of the notebook has. Run all cells again.";
+  document.currentScript.before(remark);
+}
+</script>"""
+"""Shown in place of a figure where no other brought the JavaScript."""
+
+
+class _Cell(NamedTuple):
+    """The run of a cell.
+
+    Attributes:
+        shell: of IPython.
+        cell: its id; None where the front end gives none.
+        run: IPython's count of runs.
+    """
+
+    shell: Any
+    cell: str | None
+    run: int
+
+
+_carrier: _Cell | None = None
+"""The cell whose output has the JavaScript."""
+
+
+def is_needed() -> bool:
+    """Whether a figure that is shown now must bring the JavaScript.
+
+    The first figure of a notebook does, and the first one of the same cell when that is run again: its output is replaced. Outside
+    a notebook each figure does.
+    """
+    global _carrier
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if shell is None:
+        return True
+    now = _Cell(shell, _cell_id(shell), shell.execution_count)
+    known = _carrier
+    if (
+        known is not None
+        and known.shell is shell
+        and (now.cell is None or now.cell != known.cell or now.run == known.run)
+    ):
+        return False
+    _carrier = now
+    return True
+
+
+def _cell_id(shell: Any) -> str | None:
+    """The id of the cell that runs."""
+    parent = getattr(shell, "parent_header", None) or {}  # the whole message in ipykernel's shell
+    return (parent.get("metadata") or {}).get("cellId")
