@@ -11,38 +11,12 @@ from torch.testing import assert_close
 
 pytest.importorskip("transformer_lens", reason='transformer-lens is not installed: pip install -e ".[lens]"')
 
-from conftest import tiny_tokenizer
+from helpers_lens import CLOSE, FAMILIES, TOKENS, Pair
 from transformer_lens import ActivationCache
-from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.driver_protocol import Driver
-from transformers import AutoModelForCausalLM
 
 from pymllm_interp import LM, Steer
 from pymllm_interp.lens import Bridge
-
-FAMILIES = ["llama", "gpt2", "gemma2", "gpt_neox", "qwen3", "mistral"]
-TOKENS = torch.tensor([[5, 6, 7, 8, 9, 3, 2], [1, 2, 3, 4, 90, 91, 92]])
-CLOSE = {"rtol": 1e-4, "atol": 5e-5}
-
-Pair = tuple[Bridge, Any]
-
-
-@pytest.fixture(scope="module")
-def pair_of(lm_of: Callable[..., LM], model_folder: Callable[[str], Any]) -> Callable[[str], Pair]:
-    """family -> our bridge, and TransformerLens' over transformers' model with the same weights."""
-    made: dict[str, Pair] = {}
-
-    def load(family: str) -> Pair:
-        if family not in made:
-            folder = model_folder(family)
-            hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-            theirs = TransformerBridge.boot_transformers(
-                str(folder), hf_model=hf, tokenizer=tiny_tokenizer(), dtype=torch.float32, device="cpu"
-            )
-            made[family] = Bridge(lm_of(family)), theirs
-        return made[family]
-
-    return load
 
 
 @pytest.mark.local
@@ -57,6 +31,12 @@ def test_every_cached_value_is_transformer_bridges_name_by_name(family: str, pai
         assert_close(value, expected[name].reshape(value.shape), msg=lambda text, name=name: f"{name}: {text}", **CLOSE)
         assert value.shape == expected[name].shape, name
     unserved = ("rot", "scores", "cos", "sin", "q_norm", "k_norm", "normed", "hidden_states", "pos_embed.hook_in")
+    shared = () if ours._driver.spec.family.qkv == "" else ("attn.q.hook_in", "attn.k.hook_in", "attn.v.hook_in")
+    ordered, wanted = (
+        [name for name in c.keys() if name in ours._driver.places and not name.endswith(shared)]
+        for c in (cache, expected)
+    )
+    assert ordered == wanted
     left = {name for name in expected.keys() if name not in cache.keys()}
     assert all(any(part in name for part in unserved) for name in left), left
 
@@ -241,10 +221,27 @@ def test_what_cannot_be_served_is_refused_with_the_fix(pair_of: Callable[[str], 
         bridge(TOKENS[None])
     with pytest.raises(TypeError, match="fast"):
         bridge(TOKENS, fast=True)
-    with pytest.raises(NotImplementedError, match="gradients are those of a trace"):
-        bridge.run_with_hooks(TOKENS, bwd_hooks=[("blocks.0.hook_out", lambda value, hook: None)])
     with pytest.raises(NotImplementedError, match=r"lm\.generate"):
         bridge(TOKENS, max_new_tokens=5)
+
+
+@pytest.mark.local
+def test_backward_hooks_are_refused_wherever_they_are_given(pair_of: Callable[[str], Pair]) -> None:
+    bridge, _ = pair_of("llama")
+    keep = lambda value, hook: None  # noqa: E731
+    name = "blocks.0.hook_resid_post"
+    for give in (
+        lambda: bridge.run_with_hooks(TOKENS, bwd_hooks=[(name, keep)]),
+        lambda: bridge.add_hook(name, keep, dir="bwd"),
+        lambda: bridge.add_perma_hook(name, keep, dir="bwd"),
+        lambda: bridge.hooks(bwd_hooks=[(name, keep)]).__enter__(),
+        lambda: bridge.hook_dict[name].add_hook(keep, dir="bwd"),
+        lambda: bridge.blocks[0].hook_resid_post.add_hook(keep, "bwd"),
+        lambda: bridge.run_with_cache(TOKENS, incl_bwd=True, return_type="loss"),
+    ):
+        with pytest.raises(NotImplementedError, match="gradients are those of a trace"):
+            give()
+    assert not any(point.bwd_hooks for point in bridge.hook_points())
 
 
 @pytest.mark.gpu

@@ -7,18 +7,18 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from transformer_lens.factories.architecture_adapter_factory import ArchitectureAdapterFactory
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import RemoteBridge
 from transformer_lens.model_bridge.driver_protocol import to_torch
-from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_config_from_hf, configure_tokenizer
-from transformer_lens.model_bridge.sources._hf_format import determine_architecture_from_hf_config
+from transformer_lens.model_bridge.sources._bridge_builder import configure_tokenizer
 
 from ..engine.lm import LM
 from .driver import Edit, EngineDriver
+from .points import GRADIENTS, Point
+from .weights import Weights, adapter_of
 
 
-class Bridge(RemoteBridge):
+class Bridge(Weights, RemoteBridge):
     """TransformerLens' calls and names over an `LM`: `run_with_cache`, `run_with_hooks`, `hooks`, `add_hook`.
 
     Names, shapes and values are those of ``TransformerBridge.boot_transformers``. `run_with_cache` returns TransformerLens'
@@ -42,14 +42,13 @@ class Bridge(RemoteBridge):
     def __init__(self, lm: LM) -> None:
         if getattr(lm, "is_remote", False):
             raise TypeError("Bridge(lm) needs a local LM: run it in the server's process, or use lm.run_with_cache")
-        architecture = determine_architecture_from_hf_config(lm.hf_config)
-        config = build_bridge_config_from_hf(lm.hf_config, architecture, lm.runner.model_config.model, lm.dtype)
-        adapter = ArchitectureAdapterFactory.select_architecture_adapter(config)
+        adapter = adapter_of(lm)
         tokenizer = lm.tokenizer and configure_tokenizer(deepcopy(lm.tokenizer), adapter.cfg)
         driver = EngineDriver(lm, adapter.cfg, adapter.component_mapping, tokenizer)
         self.lm = lm
         self._caching: set[int] | None = None
         super().__init__(adapter, tokenizer, driver)
+        self._hook_registry = {name: Point(name) for name in driver.places}
 
     # -- passes ----------------------------------------------------------------------------
 
@@ -79,14 +78,12 @@ class Bridge(RemoteBridge):
         """As `TransformerBridge.run_with_hooks`: functions read values, edit them in place, or return others."""
         self._reject_stop_at_layer(kwargs.get("stop_at_layer"))
         self._reject_start_at_layer(kwargs.get("start_at_layer"))
-        if kwargs.get("bwd_hooks"):
-            raise NotImplementedError(
-                "Bridge has no backward hooks: gradients are those of a trace, `with lm.trace(prompt):` and `with loss.backward():`"
-            )
         return super(RemoteBridge, self).run_with_hooks(input, *args, **kwargs)
 
     def run_with_cache(self, *args: Any, **kwargs: Any) -> Any:
         """As `TransformerBridge.run_with_cache`: (logits, TransformerLens' `ActivationCache`), on the CPU."""
+        if kwargs.get("incl_bwd"):
+            raise NotImplementedError(f"run_with_cache(incl_bwd=True): Bridge has no backward pass; {GRADIENTS}")
         if self._caching is not None:
             raise RuntimeError("run_with_cache cannot be called inside a hook of another")
         self._caching = {id(handle) for point in self._hook_registry.values() for handle in point.fwd_hooks}
@@ -94,6 +91,10 @@ class Bridge(RemoteBridge):
             return super().run_with_cache(*args, **kwargs)
         finally:
             self._caching = None
+
+    def _collect_block_instance_aliases(self) -> dict[str, str]:
+        """None: the aliases of the architecture's components hold for all layers here."""
+        return {}
 
     def _editing(self, point: HookPoint) -> list[Any]:
         """Handles of the user's hooks at a point: not those that `run_with_cache` put there to fill its cache."""

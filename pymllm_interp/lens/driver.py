@@ -41,7 +41,8 @@ class EngineDriver(DriverBase):
         super().__init__(bridge_config, tokenizer)
         self.lm = lm
         self.spec = lm.runner.model_spec
-        self.places = places_of(components, self.spec, lm.runner.declared.limits.inner_sites)
+        places = places_of(components, self.spec, lm.runner.declared.limits.inner_sites)
+        self.places = dict(sorted(places.items(), key=lambda item: item[1].order))
         self.supported_hook_points = frozenset(self.places)
         layers = range(self.spec.num_hidden_layers)
         self.non_fireable_hook_points = (
@@ -76,7 +77,7 @@ class EngineDriver(DriverBase):
             interventions: declared ones, `Steer` and its kin, for each prompt.
 
         Returns:
-            logits [batch, tokens, vocab], and the captured values [batch, ...], on the CPU.
+            logits [batch, tokens, vocab], and the captured values [batch, ...] in the order of a forward pass, on the CPU.
 
         Raises:
             ValueError: an unknown hook point, padding, or no prompt.
@@ -90,7 +91,8 @@ class EngineDriver(DriverBase):
         tokens = _rows(input_ids)
         self._check([*capture, *(intervene or {})])
         ops, edits = declared(intervene or {}, self.places, self.spec)
-        places = [self.places[name] for name in dict.fromkeys(capture)]
+        wanted = set(capture)
+        places = [place for name, place in self.places.items() if name in wanted]
         ops = [*(interventions or ()), *ops]
         if edits or any(place.site is None for place in places):
             logits, captured = self._traced(tokens, places, edits, ops)
