@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,16 @@ TOKENS = torch.tensor([[5, 6, 7, 8, 9, 3, 2], [1, 2, 3, 4, 90, 91, 92]])
 CLOSE = {"rtol": 1e-4, "atol": 5e-5}
 
 Pair = tuple["Bridge", Any]
+
+
+@contextmanager
+def head_results(*bridges: Any) -> Iterator[None]:
+    """Within, the bridges serve `hook_result`."""
+    for bridge in bridges:
+        bridge.set_use_attn_result(True)
+    yield
+    for bridge in bridges:
+        bridge.set_use_attn_result(False)
 
 
 def make_pair(family: str, lm_of: Callable[..., Any], model_folder: Callable[[str], Any]) -> Pair:
