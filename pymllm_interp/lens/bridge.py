@@ -185,8 +185,11 @@ class Bridge(Weights, RemoteBridge):
 
     def _names_before(self, stop: int, names_filter: Any) -> Callable[[str], bool]:
         """A filter of names that keeps the hook points before a layer."""
-        keeps = self._normalize_names_filter(names_filter)
         points = self.hook_dict
+        if names_filter is None:
+            keeps = {name for name, point in points.items() if self._gated_hook_reason(point.name) is None}.__contains__
+        else:
+            keeps = self._normalize_names_filter(names_filter)
         return lambda name: keeps(name) and bool(self._before(stop, [points[name].name]))
 
     def set_use_attn_result(self, use_attn_result: bool) -> None:
