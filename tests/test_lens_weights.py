@@ -66,6 +66,45 @@ def test_the_parts_of_the_stream_are_transformer_bridges(family: str, pair_of: C
     assert served >= (4 if family in ("llama", "gpt2", "qwen3", "mistral") else 2)
 
 
+def test_the_cache_of_an_lm_has_the_methods_and_a_bridges_has_names_of_sites(pair_of: Callable[[str], Pair]) -> None:
+    ours, theirs = pair_of("llama")
+    expected = theirs.run_with_cache(TOKENS)[1]
+    of_bridge, of_lm = ours.run_with_cache(TOKENS)[1], ours.lm.run_with_cache(TOKENS)[1]
+    assert type(of_lm.transformer_lens) is type(of_bridge)
+    for find in (
+        lambda c: c.accumulated_resid(apply_ln=True),
+        lambda c: c.stack_head_results(layer=2, apply_ln=True),
+        lambda c: c.stack_neuron_results(layer=3, apply_ln=True),
+        lambda c: c.get_full_resid_decomposition(layer=3),
+        lambda c: c.logit_attrs(c.decompose_resid(layer=3), tokens=TOKENS),
+    ):
+        wanted = find(expected)
+        assert_close(find(of_bridge), wanted, **CLOSE)
+        assert_close(find(of_lm), wanted, **CLOSE)
+    for name in ("resid_post.1", "resid_post.-2", "blocks.1.hook_resid_post", "model.layers.1", ("resid_post", 1)):
+        assert_close(of_bridge[name], expected["resid_post", 1], **CLOSE)
+        assert_close(of_lm[name], expected["resid_post", 1], **CLOSE)
+    with pytest.raises(KeyError):
+        of_bridge["resid_post.99x"]
+    with pytest.raises(AttributeError, match="no attribute 'stack_heads'"):
+        of_lm.stack_heads  # noqa: B018
+
+
+def test_a_cache_does_not_keep_its_lm(model_folder: Callable[[str], Any]) -> None:
+    import gc
+
+    from pymllm_interp import LM
+
+    lm = LM(model_folder("llama"), device="cpu", dtype="float32")
+    _, cache = lm.run_with_cache([1, 2, 3], "resid_post.*")
+    lm.shutdown()
+    del lm
+    gc.collect()
+    assert cache["resid_post", 2].shape == (1, 3, 72)
+    with pytest.raises(RuntimeError, match="does not exist any more"):
+        cache.accumulated_resid()
+
+
 def test_a_hook_at_a_block_is_the_bridges(pair_of: Callable[[str], Pair]) -> None:
     found = []
     for bridge in pair_of("llama"):

@@ -14,6 +14,7 @@ from transformer_lens.model_bridge.driver_protocol import to_torch
 from transformer_lens.model_bridge.sources._bridge_builder import configure_tokenizer
 
 from ..engine.lm import LM
+from .cache import ActivationCache
 from .driver import Edit, EngineDriver
 from .generation import generate
 from .points import GRADIENTS, Point
@@ -95,7 +96,7 @@ class Bridge(Weights, RemoteBridge):
             names, edits = (self._before(stop, found) for found in (names, edits))
             kwargs |= {"stop_at_layer": stop}
         given = tuple(dict.fromkeys([*names, *([end] if end else [])]))
-        result = self._driver.forward(input_ids=tokens, attention_mask=mask, capture=given, intervene=edits, **kwargs)
+        result = self._driver(input_ids=tokens, attention_mask=mask, capture=given, intervene=edits, **kwargs)
         self._replay_captures(result.captured)
         if end is not None:
             return result.captured[end]
@@ -164,7 +165,7 @@ class Bridge(Weights, RemoteBridge):
         return super(RemoteBridge, self).run_with_hooks(input, *args, **kwargs)
 
     def run_with_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """As `TransformerBridge.run_with_cache`: (logits, TransformerLens' `ActivationCache`), on the CPU.
+        """As `TransformerBridge.run_with_cache`: (logits, `ActivationCache`), on the CPU.
 
         Without a `names_filter`, a pass of several prompts with functions has no attention scores and no rotated q and k.
         """
@@ -179,9 +180,12 @@ class Bridge(Weights, RemoteBridge):
         if self._stop is not None:
             kwargs["names_filter"] = self._names_before(self._stop, kwargs.get("names_filter"))
         try:
-            return super().run_with_cache(*args, **kwargs)
+            output, cache = super().run_with_cache(*args, **kwargs)
         finally:
             self._caching, self._stop, self._unfiltered = None, None, False
+        if isinstance(cache, dict):
+            return output, cache
+        return output, ActivationCache(cache.cache_dict, self, cache.has_batch_dim)
 
     def _names_before(self, stop: int, names_filter: Any) -> Callable[[str], bool]:
         """A filter of names that keeps the hook points before a layer."""

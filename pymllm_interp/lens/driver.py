@@ -113,6 +113,20 @@ class EngineDriver(DriverBase):
             logits, captured = self._captured(layout, places, ops)
         return ForwardResult(logits=logits if return_logits else None, captured=captured)
 
+    __call__ = forward
+
+    def states(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What captured states hold, by hook point: values at their sites, and the scales of norms of these.
+
+        Args:
+            rows: by site, [batch, tokens, ...].
+        """
+        found = {}
+        for name, place in self.places.items():
+            if not place.is_eager and str(place.site) in rows and place.captured_part in ("value", "scale"):
+                found[name] = self._part(place, place.captured_part, rows[str(place.site)])
+        return found
+
     def _check_positions(self, intervene: Mapping[str, Intervention], layout: Layout) -> None:
         """A "pos" counts from a column that all prompts begin at."""
         named = [name for name, what in intervene.items() if not callable(what) and "pos" in what]
