@@ -22,12 +22,14 @@ from .weights import Weights, adapter_of
 
 
 class Bridge(Weights, RemoteBridge):
-    """TransformerLens' calls and names over an `LM`: `run_with_cache`, `run_with_hooks`, `hooks`, `add_hook`.
+    """TransformerLens' calls and names over an `LM`: `run_with_cache`, `run_with_hooks`, `hooks`, `add_hook`, `generate`, weights.
 
-    Names, shapes and values are those of ``TransformerBridge.boot_transformers``. `run_with_cache` returns TransformerLens'
-    `ActivationCache`. Hooks read and edit, unlike those of other remote bridges: a pass with hooks is a trace. A pass without
-    hooks is a fused one, if all names that `names_filter` selects are declared sites, their norms or attention patterns; without a
-    filter it is a trace that reads all hook points.
+    Names, shapes and values are those of ``TransformerBridge.boot_transformers``. `run_with_cache` returns a subclass of
+    TransformerLens' `ActivationCache`, in the order of a forward pass. Hooks read and edit, unlike those of other remote bridges:
+    a pass with hooks is a trace. A pass without hooks is a fused one, if all names that `names_filter` selects are declared sites,
+    their norms or attention patterns; without a filter it is a trace that reads all hook points.
+
+    Prompts are text, token ids, or a list of either. Padding is not computed: its logits and values are zeros.
 
     ``bridge(tokens, interventions=[Steer(...)])`` and the other calls take declared interventions.
 
