@@ -15,10 +15,15 @@ from typing import TYPE_CHECKING
 from ..core.extras import names_of_extra
 
 if TYPE_CHECKING:
+    from . import patching
     from .bridge import Bridge
     from .nnterp import StandardizedLM
 
-__all__ = ["Bridge", "StandardizedLM"]
+__all__ = ["Bridge", "StandardizedLM", "patching"]
 __getattr__ = names_of_extra(
-    __name__, "lens", {"Bridge": ("bridge", "transformer_lens"), "StandardizedLM": ("nnterp", "nnterp")}
-)
+    __name__, "lens",
+    {
+        "Bridge": ("bridge", "transformer_lens"), "patching": ("patching", "transformer_lens"),
+        "StandardizedLM": ("nnterp", "nnterp"),
+    },
+)  # fmt: skip

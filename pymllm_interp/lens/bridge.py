@@ -122,7 +122,7 @@ class Bridge(Weights, RemoteBridge):
             self.to_tokens(one, prepend_bos=prepend_bos)[0] if isinstance(one, str) else torch.as_tensor(one).flatten()
             for one in given
         ]
-        side = side or getattr(self.tokenizer, "padding_side", "right")
+        side = str(side or getattr(self.tokenizer, "padding_side", "right"))
         pad = getattr(self.tokenizer, "pad_token_id", None) or 0
         ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side=side)
         ones = [torch.ones_like(row) for row in rows]
@@ -133,7 +133,7 @@ class Bridge(Weights, RemoteBridge):
         self, intervene: Mapping[str, Any] | None, capture: Any
     ) -> tuple[dict[str, Any], list[str]]:
         """By hook point what edits it, and the names of those whose values other hooks take."""
-        canonical = {name: point.name for name, point in self.hook_dict.items()}
+        canonical = {name: str(point.name) for name, point in self.hook_dict.items()}
         edits = {canonical.get(name, name): what for name, what in (intervene or {}).items()}
         for name, point in self._hook_registry.items():
             if handles := self._editing(point):
@@ -193,7 +193,9 @@ class Bridge(Weights, RemoteBridge):
         """A filter of names that keeps the hook points before a layer."""
         points = self.hook_dict
         if names_filter is None:
-            keeps = {name for name, point in points.items() if self._gated_hook_reason(point.name) is None}.__contains__
+            keeps = {
+                name for name, point in points.items() if self._gated_hook_reason(str(point.name)) is None
+            }.__contains__
         else:
             keeps = self._normalize_names_filter(names_filter)
         return lambda name: keeps(name) and bool(self._before(stop, [points[name].name]))

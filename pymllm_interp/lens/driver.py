@@ -190,7 +190,9 @@ class EngineDriver(DriverBase):
             place.name: layout.stacked([seen[place.name][0] for _, seen in found], square=place.is_square)
             for place in places
         }
-        return None if stop is not None else layout.stacked([logits[0] for logits, _ in found]), values
+        return None if stop is not None else layout.stacked(
+            [logits[0] for logits, _ in found if logits is not None]
+        ), values
 
     def _one_trace(
         self, tokens: list[list[int]], run: _Pass, eager: bool

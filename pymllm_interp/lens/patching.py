@@ -1,9 +1,7 @@
 """`transformer_lens.patching` over a `Bridge`, with its names, arguments and results.
 
-    from pymllm_interp.lens import patching
-
     _, clean_cache = bridge.run_with_cache(clean_tokens)
-    effects = patching.get_act_patch_resid_pre(bridge, corrupted_tokens, clean_cache, metric)  # [layers, positions]
+    effects = lens.patching.get_act_patch_resid_pre(bridge, corrupted_tokens, clean_cache, metric)  # [layers, positions]
 
 The cells of a call run as a sweep: native families in one growing pass over the layers (toolkit/wavefront.py), others as requests
 in batches. A cell before the first token that differs is the corrupted run, and is not run. Cells of attention patterns, and of
@@ -184,17 +182,18 @@ def generic_activation_patch(
         ValueError: clean and corrupted runs of different lengths.
         NotImplementedError: the bridge has hooks, or its `LM` edits, which a sweep does not run.
     """
+    generic: Any = library.generic_activation_patch
     given: Any = (model, corrupted_tokens, clean_cache, patching_metric, patch_setter, activation_name)
     axes = _SETTERS.get(patch_setter)
     if axes is None or not _sweeps(model, activation_name):
-        return library.generic_activation_patch(*given, index_axis_names, index_df, **options)
+        return generic(*given, index_axis_names, index_df, **options)
     if any(point.fwd_hooks for point in model.hook_points()) or model.lm.edits_of(None):
         raise NotImplementedError(
             "a sweep runs without the hooks of the bridge and the edits of its LM: call bridge.reset_hooks(), and clear the edits"
         )
     cells = _cells(model, corrupted_tokens, activation_name, index_axis_names, index_df)
     sweep: Any = _Sweep(model, corrupted_tokens, clean_cache, activation_name, axes, cells)
-    return library.generic_activation_patch(sweep, *given[1:], index_axis_names, index_df, **options)
+    return generic(sweep, *given[1:], index_axis_names, index_df, **options)
 
 
 def _sweeps(bridge: Bridge, name: str) -> bool:

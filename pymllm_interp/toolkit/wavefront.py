@@ -102,7 +102,7 @@ class Wavefront:
         Yields:
             index of a cell, and its logits [tokens, vocab] in the model's dtype. Cells of lower layers come first.
         """
-        base: torch.Tensor | None = None
+        base: Any = None
         for group, wave in self._waves(cells, every_row=True):
             if base is None:
                 base = self._call(self._base_logits, wave)
