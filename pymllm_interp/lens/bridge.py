@@ -144,7 +144,7 @@ class Bridge(Weights, RemoteBridge):
             capture = [
                 name for name, point in self._hook_registry.items() if len(point.fwd_hooks) > len(self._editing(point))
             ]
-        names = [canonical.get(name, name) for name in capture]
+        names = [canonical.get(str(name), str(name)) for name in capture]
         return edits, [name for name in names if self._gated_hook_reason(name) is None]
 
     def _layer(self, stop: int | None) -> int | None:
