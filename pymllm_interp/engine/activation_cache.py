@@ -107,9 +107,7 @@ class ActivationCache(BySite):
         lm = self._lm()
         if lm is None:
             raise RuntimeError("TransformerLens' methods need the LM of these states, which does not exist any more")
-        lens = import_module("pymllm_interp.lens")  # above this package
-        lens.Bridge  # noqa: B018  # says what to install, where its library is missing
-        return import_module("pymllm_interp.lens.cache").cache_of(lm, self._tensors)
+        return import_module("pymllm_interp.lens").Bridge(lm).cache_of(self._tensors)  # above this package
 
     def __getattr__(self, name: str) -> Any:
         if name not in OF_TRANSFORMER_LENS:

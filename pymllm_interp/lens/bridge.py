@@ -208,6 +208,12 @@ class Bridge(Weights, RemoteBridge):
         """None: the aliases of the architecture's components hold for all layers here."""
         return {}
 
+    def cache_of(self, states: Mapping[str, torch.Tensor]) -> ActivationCache:
+        """The cache of states by site, [batch, tokens, ...], that `lm.run_with_cache` captured."""
+        found = self._driver.states(states)
+        named = {name: found[point.name] for name, point in self.hook_dict.items() if point.name in found}
+        return ActivationCache(named, self)
+
     def _editing(self, point: HookPoint) -> list[Any]:
         """Handles of the user's hooks at a point: not those that `run_with_cache` put there to fill its cache."""
         return [handle for handle in point.fwd_hooks if self._caching is None or id(handle) in self._caching]

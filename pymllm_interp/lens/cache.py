@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 import transformer_lens
 
 from ..engine.activation_cache import lens_name
-from ..engine.lm import LM
 from ..hooks.site import Site
 
 
@@ -30,13 +28,3 @@ class ActivationCache(transformer_lens.ActivationCache):
                 site = replace(site, layer=site.layer % self.model.cfg.n_layers)
             key = lens_name(site)
         return super().__getitem__(key)
-
-
-def cache_of(lm: LM, rows: Mapping[str, torch.Tensor]) -> ActivationCache:
-    """The cache of states by site, [batch, tokens, ...], that `lm.run_with_cache` captured."""
-    from .bridge import Bridge
-
-    bridge = Bridge(lm)
-    found = bridge._driver.states(rows)
-    named = {name: found[point.name] for name, point in bridge.hook_dict.items() if point.name in found}
-    return ActivationCache(named, bridge)
