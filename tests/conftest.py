@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +310,14 @@ def _connected(
         )
         made[key] = servers.enter_context(LM.connect(server.url))
     return made[key]
+
+
+@pytest.fixture(scope="session")
+def pair_of(lm_of: Callable[..., LM], model_folder: Callable[[str], Path]) -> Callable[[str], Any]:
+    """family -> our `Bridge`, and TransformerLens' own over the same weights (helpers_lens.py)."""
+    from helpers_lens import make_pair
+
+    return cache(lambda family: make_pair(family, lm_of, model_folder))
 
 
 @contextmanager

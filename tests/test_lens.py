@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,38 +12,12 @@ from torch.testing import assert_close
 
 pytest.importorskip("transformer_lens", reason='transformer-lens is not installed: pip install -e ".[lens]"')
 
-from conftest import tiny_tokenizer
+from helpers_lens import CLOSE, FAMILIES, TOKENS, Pair, head_results
 from transformer_lens import ActivationCache
-from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.driver_protocol import Driver
-from transformers import AutoModelForCausalLM
 
 from pymllm_interp import LM, Steer
 from pymllm_interp.lens import Bridge
-
-FAMILIES = ["llama", "gpt2", "gemma2", "gpt_neox", "qwen3", "mistral"]
-TOKENS = torch.tensor([[5, 6, 7, 8, 9, 3, 2], [1, 2, 3, 4, 90, 91, 92]])
-CLOSE = {"rtol": 1e-4, "atol": 5e-5}
-
-Pair = tuple[Bridge, Any]
-
-
-@pytest.fixture(scope="module")
-def pair_of(lm_of: Callable[..., LM], model_folder: Callable[[str], Any]) -> Callable[[str], Pair]:
-    """family -> our bridge, and TransformerLens' over transformers' model with the same weights."""
-    made: dict[str, Pair] = {}
-
-    def load(family: str) -> Pair:
-        if family not in made:
-            folder = model_folder(family)
-            hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-            theirs = TransformerBridge.boot_transformers(
-                str(folder), hf_model=hf, tokenizer=tiny_tokenizer(), dtype=torch.float32, device="cpu"
-            )
-            made[family] = Bridge(lm_of(family)), theirs
-        return made[family]
-
-    return load
 
 
 @pytest.mark.local
@@ -53,12 +28,33 @@ def test_every_cached_value_is_transformer_bridges_name_by_name(family: str, pai
     expected_logits, expected = theirs.run_with_cache(TOKENS)
     assert isinstance(cache, ActivationCache)
     assert_close(logits, expected_logits, **CLOSE)
+    more = {name for name in cache.keys() if name not in expected.keys()}
+    assert all("hook_rot" in name for name in more) and (not more or family == "gpt_neox")
     for name, value in cache.items():
-        assert_close(value, expected[name].reshape(value.shape), msg=lambda text, name=name: f"{name}: {text}", **CLOSE)
-        assert value.shape == expected[name].shape, name
-    unserved = ("rot", "scores", "cos", "sin", "q_norm", "k_norm", "normed", "hidden_states", "pos_embed.hook_in")
+        if name in more:  # TransformerLens has the hook point, and no value
+            continue
+        assert_close(value, expected[name], msg=lambda text, name=name: f"{name}: {text}", **CLOSE)
+    unserved = ("rotary", "cos", "sin", "q_norm", "k_norm", "normed", "hidden_states", "pos_embed.hook_in")
+    shared = () if ours._driver.spec.family.qkv == "" else ("attn.q.hook_in", "attn.k.hook_in", "attn.v.hook_in")
+    ordered, wanted = (
+        [name for name in c.keys() if name in ours._driver.places and not name.endswith(shared) and name not in more]
+        for c in (cache, expected)
+    )
+    assert ordered == wanted
     left = {name for name in expected.keys() if name not in cache.keys()}
     assert all(any(part in name for part in unserved) for name in left), left
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen3"])
+def test_scores_are_the_products_of_rotated_queries_and_keys(family: str, pair_of: Callable[[str], Pair]) -> None:
+    bridge, _ = pair_of(family)
+    _, cache = bridge.run_with_cache(TOKENS, names_filter=lambda name: "rot_" in name or name.endswith("attn_scores"))
+    q, k = cache["rot_q", 1], cache["rot_k", 1]
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * bridge.cfg.d_head**-0.5
+    seen = torch.ones(scores.shape[-2:]).tril().bool()
+    assert_close(cache["attn_scores", 1][..., seen], scores[..., seen], **CLOSE)
 
 
 @pytest.mark.local
@@ -69,8 +65,9 @@ def test_a_cache_of_sites_comes_from_a_fused_pass(
     ours, theirs = pair_of(family)
     monkeypatch.setattr(LM, "trace", lambda *a, **k: pytest.fail("a trace"))
     names = [name for name, place in ours._driver.places.items() if place.site is not None]
-    logits, cache = ours.run_with_cache(TOKENS, names_filter=names)
-    expected_logits, expected = theirs.run_with_cache(TOKENS, names_filter=names)
+    with head_results(ours, theirs):
+        logits, cache = ours.run_with_cache(TOKENS, names_filter=names)
+        expected_logits, expected = theirs.run_with_cache(TOKENS, names_filter=names)
     assert set(names) <= set(cache.keys()) and len(names) > 20 * ours.cfg.n_layers - 15
     assert_close(logits, expected_logits, **CLOSE)
     for name in names:
@@ -102,10 +99,13 @@ def test_a_hook_edits_as_in_transformer_bridge_name_by_name(
     plain = theirs(TOKENS[:1])
     places = ours._driver.places.values()
     names = [p.name for p in places if not p.edit_instead and p.order[0] != 0 and not p.name.endswith("embed.hook_in")]
+    if family == "gpt_neox":  # TransformerBridge calls no hooks there
+        names = [name for name in names if "hook_rot" not in name]
     changed = 0
     for name in names:
-        got = ours.run_with_hooks(TOKENS[:1], fwd_hooks=[(name, edit)])
-        expected = theirs.run_with_hooks(TOKENS[:1], fwd_hooks=[(name, edit)])
+        with head_results(ours, theirs) if name.endswith("hook_result") else nullcontext():
+            got = ours.run_with_hooks(TOKENS[:1], fwd_hooks=[(name, edit)])
+            expected = theirs.run_with_hooks(TOKENS[:1], fwd_hooks=[(name, edit)])
         assert_close(got, expected, msg=lambda text, name=name: f"{name}: {text}", **CLOSE)
         changed += not torch.equal(expected, plain)
     assert changed > 0.8 * len(names)
@@ -221,8 +221,8 @@ def test_it_is_a_driver_and_takes_text_one_row_a_loss_and_declared_interventions
 @pytest.mark.local
 def test_what_cannot_be_served_is_refused_with_the_fix(pair_of: Callable[[str], Pair]) -> None:
     bridge, _ = pair_of("llama")
-    with pytest.raises(NotImplementedError, match="hook_rot_q"):
-        bridge.run_with_hooks(TOKENS, fwd_hooks=[("blocks.0.attn.hook_rot_q", lambda value, hook: None)])
+    with pytest.raises(NotImplementedError, match="hook_cos"):
+        bridge.run_with_hooks(TOKENS, fwd_hooks=[("blocks.0.attn.hook_cos", lambda value, hook: None)])
     with pytest.raises(NotImplementedError, match=r"can be read, not edited: edit blocks\.0\.ln1\.hook_out"):
         bridge.run_with_hooks(TOKENS, fwd_hooks=[("blocks.0.ln1.hook_scale", lambda value, hook: value * 2)])
     with pytest.raises(ValueError, match=r"returned \[2, 7\]; expected \[2, 7, 72\]"):
@@ -235,16 +235,35 @@ def test_what_cannot_be_served_is_refused_with_the_fix(pair_of: Callable[[str], 
         bridge(TOKENS, intervene={"blocks.0.hook_out": {"op": "double"}})
     with pytest.raises(ValueError, match="holds one prompt"):
         bridge.run_with_hooks(TOKENS, fwd_hooks=[("blocks.0.attn.hook_pattern", lambda value, hook: value * 0)])
-    with pytest.raises(ValueError, match="padding"):
-        bridge(TOKENS, attention_mask=torch.tensor([[1] * 7, [0] + [1] * 6]))
+    with pytest.raises(ValueError, match="padding on its left or right, not within"):
+        bridge(TOKENS, attention_mask=torch.tensor([[1] * 7, [1, 0] + [1] * 5]))
+    with pytest.raises(ValueError, match=r"expected that of the token ids, \[2, 7\]"):
+        bridge(TOKENS, attention_mask=torch.ones(2, 3))
     with pytest.raises(ValueError, match=r"shape \[1, 2, 7\]"):
         bridge(TOKENS[None])
     with pytest.raises(TypeError, match="fast"):
         bridge(TOKENS, fast=True)
-    with pytest.raises(NotImplementedError, match="gradients are those of a trace"):
-        bridge.run_with_hooks(TOKENS, bwd_hooks=[("blocks.0.hook_out", lambda value, hook: None)])
     with pytest.raises(NotImplementedError, match=r"lm\.generate"):
         bridge(TOKENS, max_new_tokens=5)
+
+
+@pytest.mark.local
+def test_backward_hooks_are_refused_wherever_they_are_given(pair_of: Callable[[str], Pair]) -> None:
+    bridge, _ = pair_of("llama")
+    keep = lambda value, hook: None  # noqa: E731
+    name = "blocks.0.hook_resid_post"
+    for give in (
+        lambda: bridge.run_with_hooks(TOKENS, bwd_hooks=[(name, keep)]),
+        lambda: bridge.add_hook(name, keep, dir="bwd"),
+        lambda: bridge.add_perma_hook(name, keep, dir="bwd"),
+        lambda: bridge.hooks(bwd_hooks=[(name, keep)]).__enter__(),
+        lambda: bridge.hook_dict[name].add_hook(keep, dir="bwd"),
+        lambda: bridge.blocks[0].hook_resid_post.add_hook(keep, "bwd"),
+        lambda: bridge.run_with_cache(TOKENS, incl_bwd=True, return_type="loss"),
+    ):
+        with pytest.raises(NotImplementedError, match="gradients are those of a trace"):
+            give()
+    assert not any(point.bwd_hooks for point in bridge.hook_points())
 
 
 @pytest.mark.gpu

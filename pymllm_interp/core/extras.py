@@ -13,7 +13,7 @@ def names_of_extra(module: str, extra: str, homes: Mapping[str, tuple[str, str]]
     Args:
         module: the package's `__name__`.
         extra: of pymllm-interp, which installs the libraries.
-        homes: name -> its file, and the library that it needs.
+        homes: name -> its file, and the library that it needs. A file's own name is the module.
     """
 
     def find(name: str) -> Any:
@@ -21,7 +21,7 @@ def names_of_extra(module: str, extra: str, homes: Mapping[str, tuple[str, str]]
             raise AttributeError(f"module {module!r} has no attribute {name!r}; it has {', '.join(sorted(homes))}")
         home, library = homes[name]
         try:
-            return getattr(import_module(f".{home}", module), name)
+            found = import_module(f".{home}", module)
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] != library:
                 raise
@@ -29,5 +29,6 @@ def names_of_extra(module: str, extra: str, homes: Mapping[str, tuple[str, str]]
             raise ModuleNotFoundError(
                 f'{module}.{name} needs {needed}: pip install "pymllm-interp[{extra}]"', name=error.name
             ) from error
+        return found if name == home else getattr(found, name)
 
     return find

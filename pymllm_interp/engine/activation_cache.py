@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import cast
+from functools import cached_property
+from importlib import import_module
+from typing import Any, cast
 
 import torch
 
@@ -18,6 +21,12 @@ LENS_NAMES = {kind: name for name, kind in TRANSFORMER_LENS.items() if not name.
 """Kind of site -> TransformerLens' name, where both have the same value."""
 SHORT_NAMES = {"post": "mlp_act"}
 """TransformerLens' short names that are not our kinds -> our kind."""
+
+OF_TRANSFORMER_LENS = frozenset({
+    "accumulated_resid", "apply_ln_to_stack", "compute_head_results", "decompose_resid", "get_full_resid_decomposition",
+    "get_neuron_results", "logit_attrs", "logit_lens", "stack_activation", "stack_head_results", "stack_neuron_results",
+})  # fmt: skip
+"""Methods of TransformerLens' `ActivationCache`."""
 
 
 def lens_name(site: Site) -> str:
@@ -70,12 +79,40 @@ class ActivationCache(BySite):
 
     Iteration yields TransformerLens' names (`blocks.3.hook_resid_post`). A key is any name of a site, or TransformerLens' short
     form: ``cache["resid_post", 3]``.
+
+    It has the methods of TransformerLens' cache, such as `accumulated_resid`, `stack_head_results` and `logit_attrs`. These need
+    its library (``pip install "pymllm-interp[lens]"``) and a local `LM`.
+
+    Args:
+        num_layers: of the model.
+        states: by site.
+        lm: of the states, for TransformerLens' methods. The cache does not keep it alive.
     """
 
-    def __init__(self, num_layers: int, states: Mapping[Site, torch.Tensor]) -> None:
+    def __init__(self, num_layers: int, states: Mapping[Site, torch.Tensor], lm: Any = None) -> None:
         super().__init__(num_layers)
         self._tensors = {str(site): rows for site, rows in states.items()}
         self._names = {str(site): lens_name(site) for site in states}
+        self._lm: Callable[[], Any] = (lambda: None) if lm is None else weakref.ref(lm)
+
+    @cached_property
+    def transformer_lens(self) -> Any:
+        """The states as the class that `lens.Bridge.run_with_cache` returns.
+
+        Raises:
+            ImportError: transformer-lens is not installed.
+            RuntimeError: the `LM` of the states does not exist any more.
+            TypeError: an `LM` of a server.
+        """
+        lm = self._lm()
+        if lm is None:
+            raise RuntimeError("TransformerLens' methods need the LM of these states, which does not exist any more")
+        return import_module("pymllm_interp.lens").Bridge(lm).cache_of(self._tensors)  # above this package
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in OF_TRANSFORMER_LENS:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.transformer_lens, name)
 
     def __getitem__(self, site: str | Site | tuple) -> torch.Tensor:
         if isinstance(site, tuple):

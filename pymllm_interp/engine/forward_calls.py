@@ -123,7 +123,7 @@ class ForwardCalls(RequestCalls):
         outs = self._forward(tokens, {**options, "capture": [captures] * len(tokens)})
         states = {site: torch.stack([out.activations[site] for out in outs]) for site in sites}
         return torch.stack([out.logits for out in outs]), ActivationCache(
-            self.runner.model_spec.num_hidden_layers, states
+            self.runner.model_spec.num_hidden_layers, states, self
         )
 
     @names_options("capture")

@@ -5,7 +5,7 @@ from pymllm_interp import lens
 bridge = lens.Bridge(lm)
 logits, cache = bridge.run_with_cache("The Eiffel Tower is in", names_filter="blocks.3.hook_resid_post")
 
-Each needs its library: ``pip install "pymllm-interp[lens]"``.
+`lens.patching` has the functions of `transformer_lens.patching`. Each needs its library: ``pip install "pymllm-interp[lens]"``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,15 @@ from typing import TYPE_CHECKING
 from ..core.extras import names_of_extra
 
 if TYPE_CHECKING:
+    from . import patching
     from .bridge import Bridge
     from .nnterp import StandardizedLM
 
-__all__ = ["Bridge", "StandardizedLM"]
+__all__ = ["Bridge", "StandardizedLM", "patching"]
 __getattr__ = names_of_extra(
-    __name__, "lens", {"Bridge": ("bridge", "transformer_lens"), "StandardizedLM": ("nnterp", "nnterp")}
-)
+    __name__, "lens",
+    {
+        "Bridge": ("bridge", "transformer_lens"), "patching": ("patching", "transformer_lens"),
+        "StandardizedLM": ("nnterp", "nnterp"),
+    },
+)  # fmt: skip

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 
 import torch
-from transformer_lens.factories.architecture_adapter_factory import ArchitectureAdapterFactory
+from torch.nn.utils.rnn import pad_sequence
 from transformer_lens.hook_points import HookPoint
-from transformer_lens.model_bridge import RemoteBridge
+from transformer_lens.model_bridge import RemoteBridge, TransformerBridge
 from transformer_lens.model_bridge.driver_protocol import to_torch
-from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_config_from_hf, configure_tokenizer
-from transformer_lens.model_bridge.sources._hf_format import determine_architecture_from_hf_config
+from transformer_lens.model_bridge.sources._bridge_builder import configure_tokenizer
 
 from ..engine.lm import LM
+from .cache import ActivationCache
 from .driver import Edit, EngineDriver
+from .generation import generate
+from .points import GRADIENTS, Point
+from .weights import Weights, adapter_of
 
 
-class Bridge(RemoteBridge):
-    """TransformerLens' calls and names over an `LM`: `run_with_cache`, `run_with_hooks`, `hooks`, `add_hook`.
+class Bridge(Weights, RemoteBridge):
+    """TransformerLens' calls and names over an `LM`: `run_with_cache`, `run_with_hooks`, `hooks`, `add_hook`, `generate`, weights.
 
-    Names, shapes and values are those of ``TransformerBridge.boot_transformers``. `run_with_cache` returns TransformerLens'
-    `ActivationCache`. Hooks read and edit, unlike those of other remote bridges: a pass with hooks is a trace. A pass without
-    hooks is a fused one, if all names that `names_filter` selects are declared sites, their norms or attention patterns; without a
-    filter it is a trace that reads all hook points.
+    Names, shapes and values are those of ``TransformerBridge.boot_transformers``. `run_with_cache` returns a subclass of
+    TransformerLens' `ActivationCache`, in the order of a forward pass. Hooks read and edit, unlike those of other remote bridges:
+    a pass with hooks is a trace. A pass without hooks is a fused one, if all names that `names_filter` selects are declared sites,
+    their norms or attention patterns; without a filter it is a trace that reads all hook points.
+
+    Prompts are text, token ids, or a list of either. Padding is not computed: its logits and values are zeros.
 
     ``bridge(tokens, interventions=[Steer(...)])`` and the other calls take declared interventions.
 
@@ -42,14 +47,17 @@ class Bridge(RemoteBridge):
     def __init__(self, lm: LM) -> None:
         if getattr(lm, "is_remote", False):
             raise TypeError("Bridge(lm) needs a local LM: run it in the server's process, or use lm.run_with_cache")
-        architecture = determine_architecture_from_hf_config(lm.hf_config)
-        config = build_bridge_config_from_hf(lm.hf_config, architecture, lm.runner.model_config.model, lm.dtype)
-        adapter = ArchitectureAdapterFactory.select_architecture_adapter(config)
+        adapter = adapter_of(lm)
         tokenizer = lm.tokenizer and configure_tokenizer(deepcopy(lm.tokenizer), adapter.cfg)
-        driver = EngineDriver(lm, adapter.cfg, adapter.component_mapping, tokenizer)
+        driver = EngineDriver(
+            lm, adapter.cfg, adapter.component_mapping, tokenizer, lambda layer: self.blocks[layer].attn.W_O
+        )
         self.lm = lm
         self._caching: set[int] | None = None
+        self._stop: int | None = None
+        self._unfiltered = False
         super().__init__(adapter, tokenizer, driver)
+        self._hook_registry = {name: Point(name) for name in driver.places}
 
     def __repr__(self) -> str:
         return f"Bridge({str(self.lm).splitlines()[0]})"
@@ -57,10 +65,78 @@ class Bridge(RemoteBridge):
     # -- passes ----------------------------------------------------------------------------
 
     def forward(
-        self, input: Any = None, *, intervene: Mapping[str, Any] | None = None, capture: Any = None, **kwargs: Any
+        self,
+        input: Any = None,
+        *,
+        return_type: str | None = "logits",
+        loss_per_token: bool = False,
+        labels: torch.Tensor | None = None,
+        prepend_bos: bool | None = None,
+        padding_side: str | None = None,
+        attention_mask: Any = None,
+        input_ids: Any = None,
+        stop_at_layer: int | None = None,
+        capture: Any = None,
+        intervene: Mapping[str, Any] | None = None,
+        **kwargs: Any,
     ) -> Any:
-        """One forward pass; see `RemoteBridge.forward` and `EngineDriver.forward`."""
-        canonical = {name: point.name for name, point in self.hook_dict.items()}
+        """One forward pass over text, token ids [batch, tokens] or [tokens], or a list of texts or of token ids.
+
+        Args:
+            return_type, loss_per_token, labels: as `TransformerBridge.forward`.
+            prepend_bos, padding_side: of text; see `to_tokens`. Padding is not computed: its logits and values are zeros.
+            attention_mask: of token ids; 0 is padding.
+            stop_at_layer: end the pass before this layer, and return the residual stream [batch, tokens, hidden].
+            capture: names of hook points for the hooks there; None: those that have hooks.
+            intervene, kwargs: of `EngineDriver.forward`.
+        """
+        self._check_loss_supported(return_type)
+        tokens, mask = self._batch(input_ids if input is None else input, prepend_bos, padding_side, attention_mask)
+        edits, names = self._edits_and_captures(intervene, capture)
+        if self._unfiltered and len(tokens) > 1 and any(map(callable, edits.values())):
+            names = [name for name in names if not self._driver.places[name].needs_eager]
+        stop = self._layer(stop_at_layer if self._stop is None else self._stop)
+        end = None if stop is None else f"blocks.{stop}.hook_in"
+        if end is not None:
+            names, edits = (self._before(stop, found) for found in (names, edits))
+            kwargs |= {"stop_at_layer": stop}
+        given = tuple(dict.fromkeys([*names, *([end] if end else [])]))
+        result = self._driver(input_ids=tokens, attention_mask=mask, capture=given, intervene=edits, **kwargs)
+        self._replay_captures(result.captured)
+        if end is not None:
+            return result.captured[end]
+        return self._finalize_return(
+            return_type, result.logits, tokens, attention_mask=mask, labels=labels, loss_per_token=loss_per_token
+        )
+
+    __call__ = forward
+
+    def _batch(self, given: Any, prepend_bos: bool | None, side: str | None, mask: Any) -> tuple[Any, Any]:
+        """Token ids [batch, tokens] and their mask, which is None without padding."""
+        several = isinstance(given, list | tuple) and any(not isinstance(one, int) for one in given)
+        if isinstance(given, str):
+            return self.to_tokens(given, prepend_bos=prepend_bos), mask
+        if not several:
+            ids = None if given is None else torch.atleast_2d(torch.as_tensor(given))
+            return ids, None if mask is None else torch.atleast_2d(torch.as_tensor(mask))
+        if mask is not None:
+            raise ValueError("attention_mask belongs to token ids [batch, tokens]; a list of prompts is padded here")
+        rows = [
+            self.to_tokens(one, prepend_bos=prepend_bos)[0] if isinstance(one, str) else torch.as_tensor(one).flatten()
+            for one in given
+        ]
+        side = str(side or getattr(self.tokenizer, "padding_side", "right"))
+        pad = getattr(self.tokenizer, "pad_token_id", None) or 0
+        ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side=side)
+        ones = [torch.ones_like(row) for row in rows]
+        made = pad_sequence(ones, batch_first=True, padding_side=side)
+        return ids, None if bool(made.all()) else made
+
+    def _edits_and_captures(
+        self, intervene: Mapping[str, Any] | None, capture: Any
+    ) -> tuple[dict[str, Any], list[str]]:
+        """By hook point what edits it, and the names of those whose values other hooks take."""
+        canonical = {name: str(point.name) for name, point in self.hook_dict.items()}
         edits = {canonical.get(name, name): what for name, what in (intervene or {}).items()}
         for name, point in self._hook_registry.items():
             if handles := self._editing(point):
@@ -71,32 +147,75 @@ class Bridge(RemoteBridge):
             capture = [
                 name for name, point in self._hook_registry.items() if len(point.fwd_hooks) > len(self._editing(point))
             ]
-        kwargs["capture"] = tuple(dict.fromkeys(canonical.get(name, name) for name in capture))
-        if isinstance(input, torch.Tensor) and input.dim() == 1:
-            input = input[None]
-        return super().forward(input, intervene=edits, **kwargs)
+        names = [canonical.get(str(name), str(name)) for name in capture]
+        return edits, [name for name in names if self._gated_hook_reason(name) is None]
 
-    __call__ = forward
+    def _layer(self, stop: int | None) -> int | None:
+        """The layer that a pass ends before; None: it runs to its end."""
+        count = self.cfg.n_layers
+        if stop is None or stop == count:
+            return None
+        if not -count <= stop < count:
+            raise ValueError(f"stop_at_layer={stop}: expected 0 to {count}, or -{count} to -1 from the end")
+        return stop % count
+
+    def _before(self, stop: int | None, names: Any) -> Any:
+        """Of names of hook points, or what they map to, those that a pass reaches before a layer."""
+        reached = [name for name in names if self._driver.places[name].order < (stop, 0)]
+        return {name: names[name] for name in reached} if isinstance(names, Mapping) else reached
 
     def run_with_hooks(self, input: Any, *args: Any, **kwargs: Any) -> Any:
         """As `TransformerBridge.run_with_hooks`: functions read values, edit them in place, or return others."""
-        self._reject_stop_at_layer(kwargs.get("stop_at_layer"))
         self._reject_start_at_layer(kwargs.get("start_at_layer"))
-        if kwargs.get("bwd_hooks"):
-            raise NotImplementedError(
-                "Bridge has no backward hooks: gradients are those of a trace, `with lm.trace(prompt):` and `with loss.backward():`"
-            )
         return super(RemoteBridge, self).run_with_hooks(input, *args, **kwargs)
 
     def run_with_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """As `TransformerBridge.run_with_cache`: (logits, TransformerLens' `ActivationCache`), on the CPU."""
+        """As `TransformerBridge.run_with_cache`: (logits, `ActivationCache`), on the CPU.
+
+        Without a `names_filter`, a pass of several prompts with functions has no attention scores and no rotated q and k.
+        """
+        if kwargs.get("incl_bwd"):
+            raise NotImplementedError(f"run_with_cache(incl_bwd=True): Bridge has no backward pass; {GRADIENTS}")
         if self._caching is not None:
             raise RuntimeError("run_with_cache cannot be called inside a hook of another")
+        self._reject_start_at_layer(kwargs.get("start_at_layer"))
         self._caching = {id(handle) for point in self._hook_registry.values() for handle in point.fwd_hooks}
+        self._stop = self._layer(kwargs.pop("stop_at_layer", None))
+        self._unfiltered = kwargs.get("names_filter") is None
+        if self._stop is not None:
+            kwargs["names_filter"] = self._names_before(self._stop, kwargs.get("names_filter"))
         try:
-            return super().run_with_cache(*args, **kwargs)
+            output, cache = super().run_with_cache(*args, **kwargs)
         finally:
-            self._caching = None
+            self._caching, self._stop, self._unfiltered = None, None, False
+        if isinstance(cache, dict):
+            return output, cache
+        return output, ActivationCache(cache.cache_dict, self, cache.has_batch_dim)
+
+    def _names_before(self, stop: int, names_filter: Any) -> Callable[[str], bool]:
+        """A filter of names that keeps the hook points before a layer."""
+        points = self.hook_dict
+        if names_filter is None:
+            keeps = {
+                name for name, point in points.items() if self._gated_hook_reason(str(point.name)) is None
+            }.__contains__
+        else:
+            keeps = self._normalize_names_filter(names_filter)
+        return lambda name: keeps(name) and bool(self._before(stop, [points[name].name]))
+
+    def set_use_attn_result(self, use_attn_result: bool) -> None:
+        """Serve `hook_result`, [batch, tokens, heads, hidden]: what each head adds to the residual stream."""
+        self.cfg.use_attn_result = use_attn_result
+
+    def _collect_block_instance_aliases(self) -> dict[str, str]:
+        """None: the aliases of the architecture's components hold for all layers here."""
+        return {}
+
+    def cache_of(self, states: Mapping[str, torch.Tensor]) -> ActivationCache:
+        """The cache of states by site, [batch, tokens, ...], that `lm.run_with_cache` captured."""
+        found = self._driver.states(states)
+        named = {name: found[point.name] for name, point in self.hook_dict.items() if point.name in found}
+        return ActivationCache(named, self)
 
     def _editing(self, point: HookPoint) -> list[Any]:
         """Handles of the user's hooks at a point: not those that `run_with_cache` put there to fill its cache."""
@@ -104,7 +223,7 @@ class Bridge(RemoteBridge):
 
     def _replay_captures(self, captured: Mapping[str, Any]) -> None:
         """Fill the cache. The user's hooks have run in the pass."""
-        for name, value in captured.items():
+        for name, value in (captured or {}).items():
             point, tensor = self._hook_registry[name], to_torch(value)
             editing = {id(handle) for handle in self._editing(point)}
             _run_hooks(point, [handle for handle in point.fwd_hooks if id(handle) not in editing])(tensor)
@@ -141,9 +260,25 @@ class Bridge(RemoteBridge):
         """Logits [..., vocab] of normed states x [..., hidden], before a soft-cap, on the CPU."""
         return x.cpu() @ self.W_U + self.b_U
 
+    # -- text --------------------------------------------------------------------------------
+
+    to_tokens: Any = TransformerBridge.to_tokens
+    to_string: Any = TransformerBridge.to_string
+    to_str_tokens: Any = TransformerBridge.to_str_tokens
+    to_single_str_token: Any = TransformerBridge.to_single_str_token
+    get_token_position: Any = TransformerBridge.get_token_position
+
     def to_single_token(self, string: str) -> int:
         """The id of a word that is one token."""
         return self.lm.to_single_token(string)
+
+    def generate(self, input: Any, max_new_tokens: int = 10, **options: Any) -> Any:
+        """As `TransformerBridge.generate`, by the engine; see `lens.generation.generate` for the options."""
+        if any(point.fwd_hooks for point in self._hook_registry.values()):
+            raise NotImplementedError(
+                "bridge.generate runs no hooks: give interventions=[...], or edit in `with lm.generate(prompt, ...) as tracer:`"
+            )
+        return generate(self, input, max_new_tokens, **options)
 
     def tokens_to_residual_directions(self, tokens: Any) -> torch.Tensor:
         """The columns of `W_U` of some tokens: text, an id, or ids [...] -> [..., hidden], on the CPU."""

@@ -16,9 +16,12 @@ from ..core.model_spec import INNER_SITES, NUMBERED_SITES, PATTERN, ModelSpec
 from ..hooks.site import Site, path_names
 
 _NORM = "hook_in", "hook_scale", "hook_normalized", "hook_out"
+_EAGER = "hook_rot_q", "hook_rot_k", "hook_attn_scores", "hook_pattern"
+"""Hook points within an attention, in its order: transformers' own attention computes them, operation by operation."""
 _IN_LAYER = (
     "hook_in", *(f"ln1.{end}" for end in _NORM), "attn.hook_in", "attn.q.hook_in", "attn.q.hook_out", "attn.k.hook_in",
-    "attn.k.hook_out", "attn.v.hook_in", "attn.v.hook_out", "attn.hook_pattern", "attn.o.hook_in", "attn.o.hook_out",
+    "attn.k.hook_out", "attn.v.hook_in", "attn.v.hook_out", *(f"attn.{name}" for name in _EAGER), "attn.o.hook_in",
+    "attn.hook_result", "attn.o.hook_out",
     "attn.hook_out", *(f"ln1_post.{end}" for end in _NORM), *(f"ln2.{end}" for end in _NORM), "mlp.hook_in", "mlp.gate.hook_in",
     "mlp.gate.hook_out", "mlp.in.hook_in", "mlp.in.hook_out", "mlp.out.hook_in", "mlp.out.hook_out", "mlp.hook_out",
     *(f"ln2_post.{end}" for end in _NORM), "hook_out",
@@ -37,15 +40,15 @@ UNSERVED = (
     *(
         f"blocks.{{}}.attn.{name}"
         for name in (
-            "hook_attn_scores", "hook_rot_q", "hook_rot_k", "hook_cos", "hook_sin", "hook_result", "hook_attn_in", "hook_q_input",
-            "hook_k_input", "hook_v_input", "hook_q_normed", "hook_k_normed", "hook_hidden_states", "hook_z_gated",
+            *_EAGER, "hook_result", "hook_cos", "hook_sin", "hook_attn_in", "hook_q_input", "hook_k_input", "hook_v_input",
+            "hook_q_normed", "hook_k_normed", "hook_hidden_states", "hook_z_gated",
         )
     ),
 )  # fmt: skip
-"""Hook points of `TransformerBridge` that are not served."""
+"""Hook points of `TransformerBridge` that are not served, of all models or of some."""
 
-Part = Literal["value", "normed", "scale", "normalized"]
-_PARTS: dict[str, Part] = {"hook_scale": "scale", "hook_normalized": "normalized"}
+Part = Literal["value", "normed", "scale", "normalized", "result"]
+_PARTS: dict[str, Part] = {"hook_scale": "scale", "hook_normalized": "normalized", "hook_result": "result"}
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,11 @@ class Place:
     Attributes:
         name: of the hook point.
         order: places of one model sort by it as a forward pass reaches them.
-        module: path of the module; "" for attention patterns, which are no module's.
+        module: path of the module; "" within an attention.
         end: which end of the module has the value, or what `part` is made of.
         kind: kind of site whose heads the value has, or "".
-        part: of a norm, "scale" is its divisor and "normalized" its output without gain and bias.
+        part: of a norm, "scale" is its divisor and "normalized" its output without gain and bias. "result" is what each head
+            adds to the stream: z of the head times its rows of W_O.
         site: the declared site that `captured_part` makes the value of; None: only a trace has it.
         captured_part: "normed" is the output of `norm`.
         norm: path of the norm of `part` and `captured_part`, or "".
@@ -77,9 +81,24 @@ class Place:
     edit_instead: str
 
     @property
-    def is_pattern(self) -> bool:
-        """Whether this is an attention pattern. It is captured, or transformers' own attention computes it."""
-        return self.name.endswith("hook_pattern")
+    def hook(self) -> str:
+        """The name's last part, such as `hook_out`."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether the value is within an attention. A pattern is captured, or transformers' own attention computes it."""
+        return self.hook in _EAGER
+
+    @property
+    def needs_eager(self) -> bool:
+        """Whether only transformers' own attention has the value."""
+        return self.is_eager and self.site is None
+
+    @property
+    def is_square(self) -> bool:
+        """Whether the value is [batch, heads, queries, keys]: attention patterns and scores."""
+        return self.hook in ("hook_pattern", "hook_attn_scores")
 
 
 def places_of(components: Mapping[str, Any], spec: ModelSpec, inner_sites: frozenset[str]) -> dict[str, Place]:
@@ -110,8 +129,15 @@ def _place(
     for part in parents:
         if part not in components:
             return
-        path, components = f"{path}.{components[part].name}".strip("."), components[part].submodules or {}
-    kind = _HEADS.get(name, "")
+        component = components[part]
+        path, components = f"{path}.{component.name}".strip("."), component.submodules or {}
+        if hook.startswith("hook_rot") and not _rotates(component):
+            return
+    if name == "attn.hook_result":
+        if "o" not in components:
+            return
+        path = f"{path}.{components['o'].name}"
+    kind = _HEADS.get(name, "z" if name == "attn.hook_result" else "")
     if spec.family.is_slice(kind):
         path = spec.family.points[kind].module.format(layer)
     shared = (
@@ -121,14 +147,19 @@ def _place(
         order = order[0], _IN_LAYER.index("attn.q.hook_in")
         path = spec.family.points["q"].module.format(layer)
     part = _PARTS.get(hook, "value")
-    end: Literal["input", "output"] = "output" if hook in ("hook_out", "hook_pattern") else "input"
+    end: Literal["input", "output"] = "output" if hook == "hook_out" else "input"
     site, captured, norm = _captured(_READ_BY.get(name, name), path, end, part, layer, spec)
     whole, instead = name if layer is None else f"blocks.{layer}.{name}", ""
-    if part != "value":
+    if part in ("scale", "normalized"):
         norm, instead = path, f"{whole.rpartition('.')[0]}.hook_out"
     elif shared:
         instead = f"blocks.{layer}.attn.hook_in"
-    yield Place(whole, order, "" if hook == "hook_pattern" else path, end, kind, part, site, captured, norm, instead)
+    yield Place(whole, order, "" if hook in _EAGER else path, end, kind, part, site, captured, norm, instead)
+
+
+def _rotates(attention: Any) -> bool:
+    """Whether queries and keys are rotated, and nothing comes between this and the scores."""
+    return hasattr(attention, "hook_rot_q") and not getattr(attention.config, "qk_norm_after_rope", False)
 
 
 def _captured(
@@ -139,9 +170,11 @@ def _captured(
     if name in _HEADS:
         kind = _HEADS[name]
         return (Site(kind, layer) if kind in family.points else None), "value", ""
+    if name == "attn.hook_result":
+        return (Site("z", layer) if "z" in family.points else None), part, ""
     if name == "attn.hook_pattern":
         return (Site(PATTERN, layer) if spec.cuts_edges else None), "value", ""
-    if name == "unembed.hook_out":
+    if name == "unembed.hook_out" or name.removeprefix("attn.") in _EAGER:
         return None, "value", ""  # the logits of a pass are behind a soft-cap
     if name == "ln_final.hook_in" or (path == family.final_norm and part != "value"):
         return Site("resid_post", spec.num_hidden_layers - 1), part, ""

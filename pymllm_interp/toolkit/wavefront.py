@@ -43,7 +43,7 @@ class WaveCell(NamedTuple):
     site: Site
     position: int
     value: torch.Tensor
-    """[width]."""
+    """[width], or [rows, width] for as many positions from `position` on."""
     channels: torch.Tensor | None = None
     """[width] bool: what is patched; None: all."""
 
@@ -92,17 +92,46 @@ class Wavefront:
         Yields:
             indexes of cells, and their logits [cells, vocab] in the model's dtype.
         """
+        for group, wave in self._waves(cells, every_row=False):
+            for first in range(0, len(group), HEAD_ROWS):
+                yield group[first : first + HEAD_ROWS], self._head(wave, first, first + HEAD_ROWS)
+
+    def row_logits(self, cells: Sequence[WaveCell]) -> Iterator[tuple[int, torch.Tensor]]:
+        """The logits of all positions, cell by cell.
+
+        Yields:
+            index of a cell, and its logits [tokens, vocab] in the model's dtype. Cells of lower layers come first.
+        """
+        base: Any = None
+        for group, wave in self._waves(cells, every_row=True):
+            if base is None:
+                base = self._call(self._base_logits, wave)
+            first = 0
+            for i in group:
+                start = cells[i].position
+                stop = first + self.num_tokens - start
+                yield i, torch.cat([base[:start], self._head(wave, first, stop)])
+                first = stop
+
+    def _waves(self, cells: Sequence[WaveCell], every_row: bool) -> Iterator[tuple[list[int], _Wave]]:
+        """Indexes of the cells of each pass, and the pass at its end."""
         if not self.streams:
             self._call(self._begin)
             for index in range(len(self.layers)):
                 self._call(self._base_layer, index)
         for group in self._groups(cells):
-            wave = _Wave(self)
+            wave = _Wave(self, every_row)
             for index in range(cells[group[0]].boundary, len(self.layers) + 1):
                 self._call(wave.advance, index, [cells[i] for i in group if cells[i].boundary == index])
-            for first in range(0, len(group), HEAD_ROWS):
-                rows = wave.last[:, first : first + HEAD_ROWS]
-                yield group[first : first + HEAD_ROWS], self._call(self.model.head_fused, rows, wave.batch)[0]
+            yield group, wave
+
+    def _head(self, wave: _Wave, first: int, stop: int) -> torch.Tensor:
+        return self._call(self.model.head_fused, wave.last[:, first:stop], wave.batch)[0]
+
+    def _base_logits(self, wave: _Wave) -> torch.Tensor:
+        """[tokens, vocab] of the base run, on the engine's thread."""
+        normed = getattr(self.decoder, self.decoder.norm_name).normalize(self.streams[-1].unsqueeze(0))
+        return self.model.head_fused(normed, wave.batch)[0]
 
     def _groups(self, cells: Sequence[WaveCell]) -> Iterator[list[int]]:
         """Indexes of the cells of each pass. Cells of near layers go together, so that batches are full early."""
@@ -166,13 +195,13 @@ class _Wave:
     """One pass of cells.
 
     Attributes:
-        last: at the end, the last row of each cell after the final norm, [1, cells, hidden].
+        last: at the end, the last row of each cell after the final norm, [1, cells, hidden]; with `every_row`, all rows.
     """
 
     last: torch.Tensor
 
-    def __init__(self, front: Wavefront) -> None:
-        self.front, self.batch = front, front.base
+    def __init__(self, front: Wavefront, every_row: bool) -> None:
+        self.front, self.batch, self.every_row = front, front.base, every_row
         self.h: torch.Tensor | None = None
         self.spans: list[tuple[int, int]] = []
 
@@ -183,15 +212,18 @@ class _Wave:
             ops = self._join(arriving, front.streams[index])
         assert self.h is not None, "a pass starts at its first cell"
         if index == len(front.layers):
-            ends = torch.tensor([stop - first for first, stop in self.spans]).cumsum(0) - 1
+            h = self.h
+            if not self.every_row:
+                ends = torch.tensor([stop - first for first, stop in self.spans]).cumsum(0) - 1
+                h = h[:, ends.to(h.device)]
             norm = getattr(front.decoder, front.decoder.norm_name)
-            self.last = norm.normalize(self.h[:, ends.to(self.h.device)])
+            self.last = norm.normalize(h)
             self.batch.logits_indices = None  # of these rows, all
             return
         if arriving:
             self.batch, self.rotations = front.planned(self.spans, first_slot=1 + front.num_tokens)
         front.restore_kv(index)
-        if index == len(front.layers) - 1 and ops is None:
+        if index == len(front.layers) - 1 and ops is None and not self.every_row:
             self._run_last(index, self.h)
         else:
             self.h = front.run_layer(index, self.h, self.batch, self.rotations, ops)
@@ -229,17 +261,23 @@ class _Wave:
 
 
 def _patch(cells: list[WaveCell], firsts: torch.Tensor, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that patches the first row of each cell in [rows, width].
+    """A function that patches the first rows of each cell in [rows, width].
 
     Args:
-        firsts: [cells], these rows.
+        firsts: [cells], the first row of each.
     """
-    values = torch.stack([cell.value for cell in cells]).to(firsts.device, dtype)
-    masks = [cell.channels for cell in cells if cell.channels is not None]
-    channels = torch.stack(masks).to(firsts.device) if masks else None
+    values = [torch.atleast_2d(cell.value) for cell in cells]
+    sizes = [len(value) for value in values]
+    new_rows = torch.cat(values).to(firsts.device, dtype)
+    offsets = torch.cat([torch.arange(size) for size in sizes]).to(firsts.device)
+    at = firsts.repeat_interleave(torch.tensor(sizes, device=firsts.device)) + offsets
+    masks = [
+        cell.channels.expand(size, -1) for cell, size in zip(cells, sizes, strict=True) if cell.channels is not None
+    ]
+    channels = torch.cat(masks).to(firsts.device) if masks else None
 
     def patch(rows: torch.Tensor) -> torch.Tensor:
-        new = values if channels is None else torch.where(channels, values, rows[firsts])
-        return rows.index_copy(0, firsts, new)
+        new = new_rows if channels is None else torch.where(channels, new_rows, rows[at])
+        return rows.index_copy(0, at, new)
 
     return patch
