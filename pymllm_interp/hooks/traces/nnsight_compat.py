@@ -40,6 +40,12 @@ from nnsight.intervention.editing import EditingTracer  # noqa: E402
 from nnsight.intervention.envoy import Envoy  # noqa: E402
 from nnsight.intervention.eproperty import eproperty  # noqa: E402
 
+# Private: what nnsight puts in place of `Tensor.backward` and `Tensor.grad`, and torch's own `Tensor.backward`.
+from nnsight.intervention.backward import BackwardTracer  # noqa: E402
+from nnsight.intervention.backward import _backward as nnsight_backward  # noqa: E402
+from nnsight.intervention.backward import _grad_property as grad_property  # noqa: E402
+from nnsight.intervention.backward import _original_backward as torch_backward  # noqa: E402
+
 # Internal.
 from nnsight.intervention.interleaver import (  # noqa: E402
     EarlyStopException,
@@ -96,6 +102,7 @@ __all__ = [
     "BLOCKS",
     "NO_SKIP",
     "SOURCES",
+    "BackwardTracer",
     "Barrier",
     "Cache",
     "CacheEntry",
@@ -131,16 +138,19 @@ __all__ = [
     "dec",
     "eproperty",
     "inc",
+    "grad_property",
     "install_controller",
     "install_source",
     "instrument",
     "load_function",
     "make_op",
     "mark",
+    "nnsight_backward",
     "push_result",
     "save_scope",
     "shared_locals",
     "skip_context",
     "skippable",
     "thread_saves",
+    "torch_backward",
 ]

@@ -14,6 +14,7 @@ from greenlet import getcurrent
 
 from ...core.gc_threshold import lower_threshold, raise_threshold
 from ..captures.activations import Activations
+from . import backward  # noqa: F401  # mounts it
 from .async_trace import AsyncBlock
 from .barrier import EngineBarrier
 from .block_analysis import depend_on_each_other
