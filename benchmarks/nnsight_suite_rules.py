@@ -238,11 +238,6 @@ DIFFERENCES = {
         "test_an_unlabelled_invoke_is_ignored", "test_positions_are_d", "test_default_positions_count",
     ),
     "no tokenizer keywords: pass token ids": ("test_per_invoke_truncation",),
-    "the class of an envoy is a subclass of the one in envoys=": (
-        "test_string_key_matches_rename_alias", "test_multi_component_alias_matches", "test_native_match_stands_over_alias",
-        "test_class_key_alias_matches", "test_wildcard_", "test_alias_key_reaches_descendants", "test_type_key_maps_module",
-        "test_class_key_alias_does_not_spell",
-    ),
     "modules cannot be replaced, and torch's hooks are refused": (
         "test_gpt2_truncated_blocks", "test_an_edit_by_the_last_statement",
     ),

@@ -33,18 +33,18 @@ with suppress(ImportError):
 
 # Documented.
 from nnsight import NNsightDeprecationWarning  # noqa: E402
-from nnsight.intervention.barrier import Barrier  # noqa: E402
-from nnsight.intervention.cache import Cache, CacheView  # noqa: E402
-from nnsight.intervention.cache import Entry as CacheEntry  # noqa: E402
-from nnsight.intervention.editing import EditingTracer  # noqa: E402
-from nnsight.intervention.envoy import Envoy  # noqa: E402
-from nnsight.intervention.eproperty import eproperty  # noqa: E402
 
 # Private: what nnsight puts in place of `Tensor.backward` and `Tensor.grad`, and torch's own `Tensor.backward`.
 from nnsight.intervention.backward import BackwardTracer  # noqa: E402
 from nnsight.intervention.backward import _backward as nnsight_backward  # noqa: E402
 from nnsight.intervention.backward import _grad_property as grad_property  # noqa: E402
 from nnsight.intervention.backward import _original_backward as torch_backward  # noqa: E402
+from nnsight.intervention.barrier import Barrier  # noqa: E402
+from nnsight.intervention.cache import Cache, CacheView  # noqa: E402
+from nnsight.intervention.cache import Entry as CacheEntry  # noqa: E402
+from nnsight.intervention.editing import EditingTracer  # noqa: E402
+from nnsight.intervention.envoy import Envoy  # noqa: E402
+from nnsight.intervention.eproperty import eproperty  # noqa: E402
 
 # Internal.
 from nnsight.intervention.interleaver import (  # noqa: E402
@@ -137,8 +137,8 @@ __all__ = [
     "dangling_unwind",
     "dec",
     "eproperty",
-    "inc",
     "grad_property",
+    "inc",
     "install_controller",
     "install_source",
     "instrument",
