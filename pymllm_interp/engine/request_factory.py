@@ -338,6 +338,7 @@ class RequestFactory:
         made: list[Request] = []
         sampling: dict[tuple, SamplingParams] = {}
         grad = any(trace.grad for trace in traces) if traces[0].gang else False
+        text = GeneratedText(self.tokenizer)
         for i, (trace, given) in enumerate(zip(traces, inputs, strict=True)):
             trace.grad, trace.pad_token_id = trace.grad or grad, self.pad_token_id
             if given is not None:
@@ -345,10 +346,12 @@ class RequestFactory:
                 own = self._of_trace(mode, trace, given, what, sampling)
                 trace.request_ids = tuple(request.request_id for request in own)
                 made += own
+                if mode == "pipe":
+                    text.add(given[0][0] if given[0] else given[1], prompts_of(*given, what)[0].prompts, own)
                 if len(own) > 1 and not trace.gang:
                     self._form_gang(own)
         for trace in traces:
-            trace.num_prompts = len(made)
+            trace.num_prompts, trace.postprocess = len(made), text if mode == "pipe" else None
             if not trace.request_ids:
                 trace.request_ids = tuple(request.request_id for request in made)
         check_gang(traces)
@@ -375,10 +378,8 @@ class RequestFactory:
             copies = asked[0] if asked else 1
         prompts, trace.padding = batch if copies == 1 else repeated(batch, copies)
         specs, captured = kwargs.pop("interventions", None), kwargs.pop("capture", None)
-        if mode == "pipe":
-            if self.tokenizer is None:
-                raise PromptError(f"{what}: lm.pipe returns text, and this model has no tokenizer: use lm.generate")
-            trace.postprocess = GeneratedText(self.tokenizer, prompts)
+        if mode == "pipe" and self.tokenizer is None:
+            raise PromptError(f"{what}: lm.pipe returns text, and this model has no tokenizer: use lm.generate")
         names = [what]
         if len(prompts) > 1:
             names = [f"prompt {i} of {what.removeprefix('the prompt') or 'the list'}" for i in range(len(prompts))]

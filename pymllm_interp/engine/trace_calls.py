@@ -66,7 +66,8 @@ class TraceCalls(TracedModel):
     def pipe(self, *inputs: Any, **kwargs: Any) -> Any:
         """transformers' text-generation pipeline, which samples: ``with lm.pipe(prompt) as tracer:``, or a call.
 
-        ``tracer.result``, or what the call returns, is ``[{"generated_text": ...}]``; for a list of prompts, a list of these.
+        ``tracer.result``, or what the call returns, is ``[{"generated_text": ...}]``; for a list of prompts, or several invokes,
+        a list of these. Invokes run together, and each gets the result of all.
         """
         if opens_with(sys._getframe(1)):
             return self.tracer_class(self, "pipe", *inputs, **(PIPELINE | kwargs))

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from ...core.request import Request
 from ..captures.activations import NOTHING, Activations
 from ..receipt import Receipt
 from .block_analysis import helpers_want_gradients, names_of, only_binds, wants_gradients
@@ -100,7 +99,7 @@ class RequestTrace:
         activations: what each request captured, in the order of the prompts; set when they are over.
         gang: the traces that share each step with this one, itself included; empty for a trace on its own.
         cancel: ends the requests; set once they are submitted.
-        postprocess: makes ``tracer.result`` of the finished requests; None for their token ids.
+        postprocess: makes ``tracer.result`` once all requests of the ``with`` block have finished; None for token ids.
         keeps_result: the result is wanted though no block reads it.
         last_edit: pass in which a block last edited a value (`NaNCheck.pass_number`); None before that.
     """
@@ -144,7 +143,7 @@ class RequestTrace:
         self.on_step = on_step
         self.last_edit: int | None = None
         self.cancel: Callable[[], Any] = _nothing
-        self.postprocess: Callable[[Sequence[Request]], Any] | None = None
+        self.postprocess: Callable[[], Any] | None = None
         self.keeps_result = False
 
     def _block(self, source: Mediator, scope: Any) -> Block:

@@ -227,7 +227,8 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
                     f"tracer.invoke({', '.join(f'{name}=...' for name in unused)}) has no prompt, so nothing is generated for "
                     "it: give its parameters to the invokes with prompts"
                 )
-        joined = bool(self.barriers) or depend_on_each_other([block for block, *_ in self._invocations])
+        blocks = [block for block, *_ in self._invocations]
+        joined = bool(self.barriers) or self.mode == "pipe" or depend_on_each_other(blocks)
         _join(traces, [trace for trace, given in zip(traces, inputs, strict=True) if given is None], joined)
         return traces, inputs
 
@@ -279,7 +280,7 @@ def _join(traces: list[RequestTrace], whole: list[RequestTrace], joined: bool) -
 
     Args:
         whole: those without a prompt, which see the prompts of all others.
-        joined: their blocks meet at a barrier, or read each other's names.
+        joined: their blocks meet at a barrier, read each other's names, or get one result together (`pipe`).
 
     Raises:
         ValueError: none of them has a prompt.
