@@ -249,8 +249,8 @@ DIFFERENCES = {
         "test_transformers_model_freed_with_tracer_held",
     ),
     "lm.scan runs a pass: its values are real": ("test_scan_values_are_fake",),
-    "a pass without transformers' own attention has no mask and no padded positions among its inputs": (
-        "test_trace_list_of_conversations", "test_a_flag_beside_keyword_ids",
+    "flags such as output_hidden_states are options of the pass, and no inputs of the model; a single prompt has no padding": (
+        "test_a_flag_beside_keyword_ids",
     ),
 }  # fmt: skip
 """Why -> parts of the ids of tests that an LM answers otherwise. Also in docs/traces.md, "What differs"."""

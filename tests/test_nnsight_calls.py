@@ -127,6 +127,23 @@ def pipe(lm: Any) -> Any:
     return [state, result, lm.pipe(TEXT, max_new_tokens=3, do_sample=False)]
 
 
+def masks(lm: Any) -> Any:
+    """The mask and the positions among the inputs of the whole model, and of the part below its head."""
+    found = []
+    for prompt in (TEXT, [[5, 17, 3], [7, 2]]):
+        with lm.trace(prompt):
+            whole, below = lm.inputs[1]["attention_mask"].save(), lm.model.inputs[1]["attention_mask"].save()
+        found += [whole, below]
+    ids, mask = torch.tensor([[5, 17, 3], [7, 2, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    with lm.trace(input_ids=ids, attention_mask=mask):
+        padded_right = lm.inputs[1]["attention_mask"].save()
+    with lm.generate([[5, 17, 3], [7, 2]], max_new_tokens=3, do_sample=False) as tracer:
+        steps = list().save()
+        for _ in tracer.iter[:]:
+            steps.append(lm.inputs[1]["attention_mask"])
+    return [*found, padded_right, *steps]
+
+
 PIPE = {"max_new_tokens": 3, "do_sample": False}
 
 
@@ -172,7 +189,7 @@ def with_a_generation_config(lm: Any) -> Any:
 SCRIPTS = [with_a_generation_config,
     stop_and_cache, stop_and_cache_in_a_generation, cache_everything, cache_a_generation, result_is_the_output,
     edited_output_is_the_result, without_a_block, streamed_tokens, gradients_afterwards, a_saved_loss, backward_in_a_helper,
-    shapes, pipe, pipe_of_lists, pipe_of_invokes, pipe_of_an_invoke_with_a_list,
+    shapes, masks, pipe, pipe_of_lists, pipe_of_invokes, pipe_of_an_invoke_with_a_list,
 ]  # fmt: skip
 
 
@@ -184,6 +201,38 @@ def test_it_does_what_it_does_in_nnsight(pair: Pair, script: Callable[..., Any])
     beside = lm.submit([1, 2], SamplingParams(temperature=0, max_tokens=60))
     assert_same(script(lm), theirs, "beside another request: value")
     beside.cancel()
+
+
+def write_into_the_mask(inputs: Any) -> None:
+    inputs[1]["attention_mask"][:, 0] = 0
+
+
+def put_another_mask(inputs: Any) -> None:
+    inputs[1]["attention_mask"] = torch.zeros_like(inputs[1]["attention_mask"])
+
+
+@pytest.mark.parametrize("edit", [write_into_the_mask, put_another_mask])
+def test_a_mask_that_no_pass_uses_cannot_be_edited(pair: Pair, edit: Callable[..., None]) -> None:
+    lm, _ = pair
+    beside = lm.submit([1, 2], SamplingParams(temperature=0, max_tokens=20))
+    with (
+        pytest.raises(ValueError, match=r"edit of `model\.input`: the attention_mask is there to be read"),
+        lm.trace([5, 17, 3]),
+    ):
+        edit(lm.inputs)
+        lm.lm_head.output.save()
+    assert len(beside.result().token_ids) == 20
+
+
+def test_inputs_that_are_assigned_keep_their_mask(pair: Pair) -> None:
+    lm, _ = pair
+    with lm.trace([5, 17, 3]):
+        args, kwargs = lm.inputs
+        lm.inputs = args, {**kwargs, "input_ids": torch.tensor([[5, 17, 9]])}
+        logits = lm.lm_head.output.save()
+    with lm.trace([5, 17, 9]):
+        wanted = lm.lm_head.output.save()
+    assert torch.equal(logits, wanted)
 
 
 @pytest.mark.parametrize("prompts", [TEXT, [TEXT], [TEXT, "the cat"]])

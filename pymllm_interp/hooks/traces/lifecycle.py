@@ -26,6 +26,7 @@ def start(interleaver: EngineInterleaver, trace: RequestTrace, requests: Sequenc
         requests: the requests that it watches, in the order of the prompts.
     """
     trace.started, trace.request_ids = True, tuple(request.request_id for request in requests)
+    trace.prompt_lens = tuple(request.prompt_len for request in requests)
     trace.single = requests[0].forward_only
     trace.max_passes = 1 if trace.single else max(request.max_tokens for request in requests)
     before, interleaver.interleaving = interleaver.interleaving, True  # a block may begin with `...source.op.source`

@@ -80,6 +80,7 @@ class RequestTrace:
         order: of the trace among those of the ``with`` block.
         request_ids: the requests whose rows the blocks see, in the order of their prompts; more than one where an invoke has a
             list of prompts, or none (it sees the whole batch). Empty until they are made.
+        prompt_lens: tokens of each prompt. Empty until the blocks start.
         padding: where several prompts stand in their pass; None on the left.
         pad_token_id: fills the result of several requests.
         whole_batch: traces of the ``with`` block whose blocks see all of its requests; none of them is a request's own.
@@ -117,6 +118,7 @@ class RequestTrace:
         self.trace_id = next(_trace_ids)
         self.num_prompts, self.order = 1, 0
         self.request_ids: tuple[str, ...] = ()
+        self.prompt_lens: tuple[int, ...] = ()
         self.padding: Padding | None = None
         self.pad_token_id = 0
         self.whole_batch: Sequence[RequestTrace] = ()
