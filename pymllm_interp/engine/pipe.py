@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ..core.arguments import PromptError
 from ..core.request import Request
 from .chat import is_conversation
+from .prompt_batch import prompts_of
 
 
 class _Prompt(NamedTuple):
@@ -21,23 +23,28 @@ class GeneratedText:
 
     Args:
         tokenizer: of the model.
+
+    Raises:
+        PromptError: it has none.
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        if tokenizer is None:
+            raise PromptError("lm.pipe returns text, and this model has no tokenizer: use lm.generate")
         self._tokenizer = tokenizer
         self._prompts: list[_Prompt] = []
         self._inputs, self._listed = 0, False
 
-    def add(self, given: Any, prompts: Sequence[Any], requests: Sequence[Request]) -> None:
+    def add(self, given: tuple[tuple, dict[str, Any]], requests: Sequence[Request]) -> None:
         """Add the prompts of an invoke.
 
         Args:
-            given: as the caller wrote them.
-            prompts: texts, conversations or token ids.
+            given: ``(args, kwargs)`` that hold them.
             requests: of the first prompt, of the second, and so on: equally many for each.
         """
+        prompts, written = prompts_of(*given, "the prompt")[0].prompts, given[0][0] if given[0] else None
         self._inputs += 1
-        self._listed |= isinstance(given, list | tuple) and isinstance(given[0], str | list | tuple)
+        self._listed |= isinstance(written, list | tuple) and isinstance(written[0], str | list | tuple)
         copies = len(requests) // len(prompts)
         for i, prompt in enumerate(prompts):
             self._prompts.append(_Prompt(prompt, list(requests[i * copies : (i + 1) * copies])))

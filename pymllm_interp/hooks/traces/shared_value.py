@@ -166,13 +166,26 @@ class SharedValue:
             or edited.dtype != seen.dtype
             or edited.device != seen.device
         ):
-            raise EditError(f"expected {describe(seen)}, got {describe(edited)}")
+            raise EditError(f"expected {describe(seen)}, got {describe(edited)}{_of_another_length(seen, edited)}")
         if cut is None or edited is full:
             return edited
         if cut.dim is None:
             raise EditError(f"the whole batch shares {describe(full)}: one request cannot replace it")
         assigned.append((cut, edited))
         return full
+
+
+def _of_another_length(seen: torch.Tensor, edited: Any) -> str:
+    """The hint for a value of an invoke whose prompt is shorter or longer; "" for another mistake."""
+    if not isinstance(edited, torch.Tensor) or edited.dim() != seen.dim() or edited.dim() < 2:
+        return ""
+    others = [0, *range(2, edited.dim())]
+    if edited.shape[1] == seen.shape[1] or any(edited.shape[dim] != seen.shape[dim] for dim in others):
+        return ""
+    return (
+        ": the two differ in their tokens. Pick positions, such as `[:, -1]`, or let lm.trace(padding=True) pad all invokes to "
+        "one length"
+    )
 
 
 def _each_once(value: Any) -> Any:

@@ -82,6 +82,7 @@ class RequestTrace:
             list of prompts, or none (it sees the whole batch). Empty until they are made.
         prompt_lens: tokens of each prompt. Empty until the blocks start.
         padding: where several prompts stand in their pass; None on the left.
+        padded: its prompts are padded to the longest one of the ``with`` block.
         pad_token_id: fills the result of several requests.
         whole_batch: traces of the ``with`` block whose blocks see all of its requests; none of them is a request's own.
         sees_all: its block, an invoke without a prompt, sees all requests of the ``with`` block.
@@ -120,6 +121,7 @@ class RequestTrace:
         self.request_ids: tuple[str, ...] = ()
         self.prompt_lens: tuple[int, ...] = ()
         self.padding: Padding | None = None
+        self.padded = False
         self.pad_token_id = 0
         self.whole_batch: Sequence[RequestTrace] = ()
         self.sees_all = False
@@ -164,8 +166,8 @@ class RequestTrace:
 
     @property
     def watches_several(self) -> bool:
-        """Its blocks see a batch of requests, which may be one if they see all of the ``with`` block."""
-        return len(self.request_ids) > 1 or self.sees_all
+        """Its blocks see a batch of requests; of one where they see all of the ``with`` block, or where it is padded."""
+        return len(self.request_ids) > 1 or self.sees_all or self.padded
 
     @property
     def in_pass(self) -> bool:

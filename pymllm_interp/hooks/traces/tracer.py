@@ -124,12 +124,16 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
         """One prompt of this trace, with its own block: ``with tracer.invoke(prompt): ...``.
 
         Raises:
-            TypeError: `device` is given, which belongs to the trace.
+            TypeError: `device` or `padding` is given, which belong to the trace.
             ValueError: the trace itself has a prompt.
         """
         if "device" in kwargs:
             raise TypeError(
                 f"device= belongs to `with lm.{self.mode}(device=...)`: the saves of all its invokes go to one place"
+            )
+        if "padding" in kwargs:
+            raise TypeError(
+                f"padding= belongs to `with lm.{self.mode}(padding=True)`: it pads all invokes to one length"
             )
         if hasattr(getcurrent(), "mediator"):
             raise ValueError(
@@ -206,6 +210,7 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
         for block, args, kwargs, own in self._invocations:
             kwargs = dict(kwargs)
             edits = self._model.edits_of(kwargs.pop("edits", None))
+            padded = kwargs.pop("padding", False)
             has_prompt = self._model._batch_size(*args, **kwargs) > 0
             trace = RequestTrace(
                 block,
@@ -218,7 +223,7 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
             trace.saves.outer = {n: v for n, v in block.lcls.items() if id(v) in saved} if saved else {}
             if traces:
                 trace.trace_id = traces[0].trace_id
-            trace.order = len(traces)
+            trace.order, trace.padded = len(traces), padded
             traces.append(trace)
             inputs.append((args, kwargs) if has_prompt else None)
             unused = [] if has_prompt else [name for name in kwargs if name in own]
