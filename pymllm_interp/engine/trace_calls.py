@@ -41,8 +41,8 @@ class TraceCalls(TracedModel):
         """One forward pass, with a block that reads and edits it: ``with lm.trace(prompt) as tracer:``.
 
         A list of prompts is one padded batch [prompts, tokens, ...] to its block. Without a prompt, the block opens one ``with
-        tracer.invoke(prompt):`` for each of its prompts; ``padding=True`` pads these to the longest one, on the left. What it saves is
-        on the CPU afterwards, or on `device`. In a coroutine, ``async with`` leaves the event loop free.
+        tracer.invoke(prompt):`` for each of its prompts; ``padding=True`` pads these to the longest one, on the left. What it saves
+        is on the CPU afterwards, or on `device`. In a coroutine, ``async with`` leaves the event loop free.
 
         Args:
             trace: False runs the pass without a block, and returns the model's output.
