@@ -115,7 +115,7 @@ class TraceCalls(TracedModel):
         trace.keeps_result = True
         self.run_traces(mode, [trace], [(inputs, kwargs)])
         trace.saves.queue()
-        result, error = trace.result, trace.error
+        result, error = trace.result, trace.take_error()
         trace.release_blocks()
         if error is not None:
             raise error

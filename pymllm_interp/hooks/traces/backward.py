@@ -63,6 +63,8 @@ class GradientTracer(_Captured, BackwardTracer):
         finally:
             for hook in hooks:
                 hook.remove()
+            interleaver.cancel()
+            block.interleaver = None  # a cycle, which would keep the caller's variables
 
 
 def _served() -> property | None:

@@ -18,6 +18,7 @@ from ..captures.activations import NOTHING, Activations
 from ..receipt import Receipt
 from .block_analysis import helpers_want_gradients, names_of, only_binds, wants_gradients
 from .block_saves import BlockSaves
+from .caller_frames import block_traceback
 from .errors import GangError, LoopEnd
 from .loops import LOOP_NAMES, with_loop_ends
 from .nnsight_compat import EarlyStopException, Mediator
@@ -232,6 +233,17 @@ class RequestTrace:
             return []
         names = sorted(name for name, value in self.saves.names().items() if isinstance(value, torch.Tensor))
         return names if names and self.receipt.reads and only_binds(block.node) else []
+
+    def take_error(self) -> BaseException | None:
+        """What ended the request, for its caller: with the lines of the block alone. The trace and the pass let go of it.
+
+        The frames of the pass hold its tensors, and this trace.
+        """
+        error, self.error = self.error, None
+        if error is not None:
+            error.__traceback__ = block_traceback(error)
+            vars(error).pop("__intervention_tb__", None)
+        return error
 
     def release_blocks(self) -> None:
         """Drop the blocks, whose references to the trace form a cycle. Call it once the saves are delivered."""

@@ -177,11 +177,11 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
         for trace in traces:
             trace.release_blocks()
             self.warn(trace.warnings)
-        errors = [(i, trace.error) for i, trace in enumerate(traces) if trace.error is not None]
+        errors = [(i, error) for i, trace in enumerate(traces) if (error := trace.take_error()) is not None]
         for i, error in sorted(errors, key=lambda entry: isinstance(entry[1], GangError)):  # the cause first
             if len(traces) > 1:
                 error.add_note(f"(prompt {i} of the {len(traces)} of this trace)")
-            raise error.with_traceback(block_traceback(error))
+            raise error
 
     def _collect(self, code: CodeType) -> tuple[list[RequestTrace], list[TraceInput | None]]:
         """One trace per prompt: the prompt of the ``with`` itself, or those of its invokes. Code around the invokes runs now."""
