@@ -126,7 +126,7 @@ def _backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 def mount_backward() -> None:
     """Replace nnsight's `Tensor.backward`."""
     if torch.Tensor.backward is nnsight_backward:
-        torch.Tensor.backward = _backward
+        torch.Tensor.backward = _backward  # pyright: ignore[reportAttributeAccessIssue]
 
 
 mount_backward()
