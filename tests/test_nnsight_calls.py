@@ -127,6 +127,55 @@ def pipe(lm: Any) -> Any:
     return [state, result, lm.pipe(TEXT, max_new_tokens=3, do_sample=False)]
 
 
+def masks(lm: Any) -> Any:
+    """The mask and the positions among the inputs of the whole model, and of the part below its head."""
+    found = []
+    for prompt in (TEXT, [[5, 17, 3], [7, 2]]):
+        with lm.trace(prompt):
+            whole, below = lm.inputs[1]["attention_mask"].save(), lm.model.inputs[1]["attention_mask"].save()
+        found += [whole, below]
+    ids, mask = torch.tensor([[5, 17, 3], [7, 2, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    with lm.trace(input_ids=ids, attention_mask=mask):
+        padded_right = lm.inputs[1]["attention_mask"].save()
+    with lm.generate([[5, 17, 3], [7, 2]], max_new_tokens=3, do_sample=False) as tracer:
+        steps = list().save()
+        for _ in tracer.iter[:]:
+            steps.append(lm.inputs[1]["attention_mask"])
+    return [*found, padded_right, *steps]
+
+
+PIPE = {"max_new_tokens": 3, "do_sample": False}
+
+
+def pipe_of_lists(lm: Any) -> Any:
+    called = lm.pipe([TEXT, "the cat"], **PIPE)
+    with lm.pipe([TEXT, "the cat"], **PIPE) as tracer:
+        traced = tracer.result.save()
+    return called, traced
+
+
+def pipe_of_invokes(lm: Any) -> Any:
+    """The pipeline runs once for all invokes, and each gets its result."""
+    with lm.pipe(**PIPE) as tracer:
+        with tracer.invoke(TEXT):
+            first = tracer.result.save()
+        with tracer.invoke("the cat"):
+            second = tracer.result.save()
+    return first, second
+
+
+def pipe_of_an_invoke_with_a_list(lm: Any) -> Any:
+    with lm.pipe(**PIPE) as tracer:  # nnsight reads one `with` after the other
+        with tracer.invoke([TEXT, "the cat"]):
+            listed = tracer.result.save()
+    with lm.pipe(**PIPE) as tracer:
+        with tracer.invoke([TEXT, "the cat"]):
+            mixed = tracer.result.save()
+        with tracer.invoke(TEXT):
+            pass
+    return listed, mixed
+
+
 def with_a_generation_config(lm: Any) -> Any:
     config = GenerationConfig(max_new_tokens=5, repetition_penalty=1.5)
     with lm.generate(TEXT, generation_config=config) as tracer:
@@ -140,7 +189,7 @@ def with_a_generation_config(lm: Any) -> Any:
 SCRIPTS = [with_a_generation_config,
     stop_and_cache, stop_and_cache_in_a_generation, cache_everything, cache_a_generation, result_is_the_output,
     edited_output_is_the_result, without_a_block, streamed_tokens, gradients_afterwards, a_saved_loss, backward_in_a_helper,
-    shapes, pipe,
+    shapes, masks, pipe, pipe_of_lists, pipe_of_invokes, pipe_of_an_invoke_with_a_list,
 ]  # fmt: skip
 
 
@@ -152,6 +201,51 @@ def test_it_does_what_it_does_in_nnsight(pair: Pair, script: Callable[..., Any])
     beside = lm.submit([1, 2], SamplingParams(temperature=0, max_tokens=60))
     assert_same(script(lm), theirs, "beside another request: value")
     beside.cancel()
+
+
+def write_into_the_mask(inputs: Any) -> None:
+    inputs[1]["attention_mask"][:, 0] = 0
+
+
+def put_another_mask(inputs: Any) -> None:
+    inputs[1]["attention_mask"] = torch.zeros_like(inputs[1]["attention_mask"])
+
+
+@pytest.mark.parametrize("edit", [write_into_the_mask, put_another_mask])
+def test_a_mask_that_no_pass_uses_cannot_be_edited(pair: Pair, edit: Callable[..., None]) -> None:
+    lm, _ = pair
+    beside = lm.submit([1, 2], SamplingParams(temperature=0, max_tokens=20))
+    with (
+        pytest.raises(ValueError, match=r"edit of `model\.input`: the attention_mask is there to be read"),
+        lm.trace([5, 17, 3]),
+    ):
+        edit(lm.inputs)
+        lm.lm_head.output.save()
+    assert len(beside.result().token_ids) == 20
+
+
+def test_inputs_that_are_assigned_keep_their_mask(pair: Pair) -> None:
+    lm, _ = pair
+    with lm.trace([5, 17, 3]):
+        args, kwargs = lm.inputs
+        lm.inputs = args, {**kwargs, "input_ids": torch.tensor([[5, 17, 9]])}
+        logits = lm.lm_head.output.save()
+    with lm.trace([5, 17, 9]):
+        wanted = lm.lm_head.output.save()
+    assert torch.equal(logits, wanted)
+
+
+@pytest.mark.parametrize("prompts", [TEXT, [TEXT], [TEXT, "the cat"]])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_pipe_gives_a_result_for_each_prompt_as_transformers_pipeline_does(
+    pair: Pair, prompts: str | list[str], copies: int
+) -> None:
+    def structure(found: Any) -> Any:
+        return [structure(x) for x in found] if isinstance(found, list) else sorted(found)
+
+    lm, reference = pair
+    sampled = {"max_new_tokens": 2, "do_sample": True, "num_return_sequences": copies}
+    assert structure(lm.pipe(prompts, **sampled)) == structure(reference.pipeline(prompts, **sampled))
 
 
 def test_the_generation_is_no_value_of_a_single_pass(pair: Pair) -> None:

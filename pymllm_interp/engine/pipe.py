@@ -3,27 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..core.arguments import PromptError
 from ..core.request import Request
 from .chat import is_conversation
+from .prompt_batch import prompts_of
+
+
+class _Prompt(NamedTuple):
+    prompt: Any
+    """Text, a conversation or token ids."""
+    requests: list[Request]
+    """One for each of its `num_return_sequences`."""
 
 
 class GeneratedText:
-    """Makes the pipeline's records of finished requests.
+    """Makes the pipeline's records of all requests of one call, or of one ``with`` block.
 
     Args:
         tokenizer: of the model.
-        prompts: texts or conversations, one for each request.
+
+    Raises:
+        PromptError: it has none.
     """
 
-    def __init__(self, tokenizer: Any, prompts: Sequence[Any]) -> None:
-        self._tokenizer, self._prompts = tokenizer, prompts
+    def __init__(self, tokenizer: Any) -> None:
+        if tokenizer is None:
+            raise PromptError("lm.pipe returns text, and this model has no tokenizer: use lm.generate")
+        self._tokenizer = tokenizer
+        self._prompts: list[_Prompt] = []
+        self._inputs, self._listed = 0, False
 
-    def __call__(self, requests: Sequence[Request]) -> list[Any]:
-        """``[{"generated_text": prompt and completion}]``; for several requests, a list of these."""
-        records = [[self._record(*pair)] for pair in zip(self._prompts, requests, strict=True)]
-        return records if len(records) > 1 else records[0]
+    def add(self, given: tuple[tuple, dict[str, Any]], requests: Sequence[Request]) -> None:
+        """Add the prompts of an invoke.
+
+        Args:
+            given: ``(args, kwargs)`` that hold them.
+            requests: of the first prompt, of the second, and so on: equally many for each.
+        """
+        prompts, written = prompts_of(*given, "the prompt")[0].prompts, given[0][0] if given[0] else None
+        self._inputs += 1
+        self._listed |= isinstance(written, list | tuple) and isinstance(written[0], str | list | tuple)
+        copies = len(requests) // len(prompts)
+        for i, prompt in enumerate(prompts):
+            self._prompts.append(_Prompt(prompt, list(requests[i * copies : (i + 1) * copies])))
+
+    def __call__(self) -> list[Any]:
+        """``[{"generated_text": prompt and completion}]``; for a list of prompts, or several invokes, a list of these."""
+        records = [[self._record(prompt, request) for request in requests] for prompt, requests in self._prompts]
+        return records if self._listed or self._inputs > 1 else [record for own in records for record in own]
 
     def _record(self, prompt: Any, request: Request) -> dict[str, Any]:
         whole, before = self._text(request.all_token_ids), self._text(request.prompt_token_ids)

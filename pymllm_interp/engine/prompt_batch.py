@@ -10,6 +10,7 @@ import torch
 
 from ..core.arguments import PromptError
 from ..hooks.traces.rows import Padding
+from ..hooks.traces.trace import RequestTrace
 
 ENCODED = ("input_ids", "attention_mask", "position_ids")
 """Keys of an encoding that are read."""
@@ -82,6 +83,21 @@ def repeated(batch: PromptBatch, copies: int) -> PromptBatch:
     if padding is not None:
         padding = Padding(tuple(left for left in padding.left for _ in range(copies)), padding.width)
     return PromptBatch([prompt for prompt in prompts for _ in range(copies)], padding)
+
+
+def pad_together(traces: Sequence[RequestTrace], lengths: Mapping[str, int]) -> None:
+    """Pad the prompts of a ``with`` block to its longest one, on the left, for the traces that ask for it.
+
+    Args:
+        lengths: of the prompts, by request.
+    """
+    padded = [trace for trace in traces if trace.padded]
+    for trace in padded:
+        trace.padding = trace.padding or Padding.on_the_left([lengths[rid] for rid in trace.request_ids])
+    width = max((trace.padding.width for trace in padded if trace.padding), default=0)
+    for trace in padded:
+        if trace.padding is not None:
+            trace.padding = trace.padding.widened(width)
 
 
 def vllm_prompt(prompt: Any, what: str) -> Any:

@@ -35,7 +35,7 @@ from .detokenizer import StopStrings
 from .generation_defaults import IGNORED, GenerationDefaults
 from .known_names import KnownNames
 from .pipe import GeneratedText
-from .prompt_batch import prompts_of, repeated
+from .prompt_batch import pad_together, prompts_of, repeated
 from .prompts import params_for, rendered, warn_of_flat_list
 from .request_limits import max_tokens_of, truncated
 from .request_options import RequestOptions, check_trace_options, checked_salt, priorities_of
@@ -338,6 +338,7 @@ class RequestFactory:
         made: list[Request] = []
         sampling: dict[tuple, SamplingParams] = {}
         grad = any(trace.grad for trace in traces) if traces[0].gang else False
+        text = GeneratedText(self.tokenizer) if mode == "pipe" else None
         for i, (trace, given) in enumerate(zip(traces, inputs, strict=True)):
             trace.grad, trace.pad_token_id = trace.grad or grad, self.pad_token_id
             if given is not None:
@@ -345,13 +346,16 @@ class RequestFactory:
                 own = self._of_trace(mode, trace, given, what, sampling)
                 trace.request_ids = tuple(request.request_id for request in own)
                 made += own
+                if text is not None:
+                    text.add(given, own)
                 if len(own) > 1 and not trace.gang:
                     self._form_gang(own)
         for trace in traces:
-            trace.num_prompts = len(made)
+            trace.num_prompts, trace.postprocess = len(made), text
             if not trace.request_ids:
                 trace.request_ids = tuple(request.request_id for request in made)
         check_gang(traces)
+        pad_together(traces, {request.request_id: request.prompt_len for request in made})
         if traces[0].gang:
             self._form_gang(made)
         self.hold(made)
@@ -375,10 +379,6 @@ class RequestFactory:
             copies = asked[0] if asked else 1
         prompts, trace.padding = batch if copies == 1 else repeated(batch, copies)
         specs, captured = kwargs.pop("interventions", None), kwargs.pop("capture", None)
-        if mode == "pipe":
-            if self.tokenizer is None:
-                raise PromptError(f"{what}: lm.pipe returns text, and this model has no tokenizer: use lm.generate")
-            trace.postprocess = GeneratedText(self.tokenizer, prompts)
         names = [what]
         if len(prompts) > 1:
             names = [f"prompt {i} of {what.removeprefix('the prompt') or 'the list'}" for i in range(len(prompts))]

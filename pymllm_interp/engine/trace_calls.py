@@ -43,8 +43,8 @@ class TraceCalls(TracedModel):
         """One forward pass, with a block that reads and edits it: ``with lm.trace(prompt) as tracer:``.
 
         A list of prompts is one padded batch [prompts, tokens, ...] to its block. Without a prompt, the block opens one ``with
-        tracer.invoke(prompt):`` for each of its prompts. What it saves is on the CPU afterwards, or on `device`. In a coroutine,
-        ``async with`` leaves the event loop free.
+        tracer.invoke(prompt):`` for each of its prompts; ``padding=True`` pads these to the longest one, on the left. What it saves
+        is on the CPU afterwards, or on `device`. In a coroutine, ``async with`` leaves the event loop free.
 
         Args:
             trace: False runs the pass without a block, and returns the model's output.
@@ -70,7 +70,8 @@ class TraceCalls(TracedModel):
     def pipe(self, *inputs: Any, **kwargs: Any) -> Any:
         """transformers' text-generation pipeline, which samples: ``with lm.pipe(prompt) as tracer:``, or a call.
 
-        ``tracer.result``, or what the call returns, is ``[{"generated_text": ...}]``; for a list of prompts, a list of these.
+        ``tracer.result``, or what the call returns, is ``[{"generated_text": ...}]``; for a list of prompts, or several invokes,
+        a list of these. Invokes run together, and each gets the result of all.
         """
         if opens_with(sys._getframe(1)):
             return self.tracer_class(self, "pipe", *inputs, **(PIPELINE | kwargs))
@@ -118,7 +119,7 @@ class TraceCalls(TracedModel):
         trace.keeps_result = True
         self.run_traces(mode, [trace], [(inputs, kwargs)])
         trace.saves.queue()
-        result, error = trace.result, trace.error
+        result, error = trace.result, trace.take_error()
         trace.release_blocks()
         if error is not None:
             raise error

@@ -128,8 +128,12 @@ class NNsightRequestHelper:
         watched = [self._attached[rid][0] for rid in trace.request_ids] if trace.watches_several else [request]
         lifecycle.start(self.interleaver, trace, watched)
 
-    def _give_rows(self, spans: Iterable[RowSpan | None]) -> None:
-        """Give the traces of each of `_groups` its rows; None for a request that has left the pass."""
+    def _give_rows(self, spans: Iterable[RowSpan | None], sampled: bool = False) -> None:
+        """Give the traces of each of `_groups` its rows; None for a request that has left the pass.
+
+        Args:
+            sampled: one row for each request, and no padding, in place of token rows.
+        """
         if not self._batches:
             for (_, trace, _), span in zip(self._groups, spans, strict=True):
                 trace.rows = span
@@ -141,7 +145,7 @@ class NNsightRequestHelper:
                 trace.rows = span.shared() if span is not None and trace.whole_batch else span
         for trace in self._batches:
             own = [by_request.get(rid) for rid in trace.request_ids]
-            padding = trace.padding if trace.visits.passes == 0 else None
+            padding = trace.padding if trace.visits.passes == 0 and not sampled else None
             trace.rows = BatchRows(own, padding) if any(own) else None
 
     def drop_finished(self) -> list[RequestTrace]:
@@ -234,7 +238,7 @@ class NNsightRequestHelper:
         places = one_each(len(sampling))
         if self._batches:
             own = {entry.request_id: place for entry, place in zip(sampling, places, strict=True)}
-            self._give_rows([own.get(rid) for rid, _, _ in self._groups])
+            self._give_rows([own.get(rid) for rid, _, _ in self._groups], sampled=True)
             return
         last = self._groups[-1][1].rows if self._groups else None  # where some only were moved, it was
         if last is not None and last.total == len(sampling) and last is places[last.start]:

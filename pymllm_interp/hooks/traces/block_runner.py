@@ -10,6 +10,7 @@ from typing import Any
 from greenlet import GreenletExit, getcurrent
 from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 
+from .attention_mask import READ_ONLY
 from .errors import EditError, TraceTimeoutError
 from .nnsight_compat import Event, Interleaver, Mediator, Pending, save_scope
 from .points import Points
@@ -237,6 +238,8 @@ class Turn:
             _put_back(block, location, shared, served)
         elif versions_of(parts) != version:
             shared.count_edit(trace)
+            if shared.masks is not None and shared.masks.edited():
+                trace.fail(EditError(f"request {trace.request_id}: edit of `{location}`: {READ_ONLY}"))
         return following
 
     def _skip(self, block: Block, location: str, shared: SharedValue, replacement: Any) -> None:

@@ -7,19 +7,19 @@ from typing import Any
 from torch import nn
 
 
-def own_classes(keys: dict[Any, Any] | None, model: nn.Module, argument: str) -> dict[Any, Any] | None:
+def own_classes(keys: Any, model: nn.Module, argument: str) -> Any:
     """The map with the model's own class in place of transformers' class of the same name.
 
     Args:
-        keys: nnsight's map from classes or paths.
+        keys: nnsight's map from classes or paths, or one envoy class for all modules.
         model: the root module.
         argument: "rename" or "envoys", for the message.
 
     Raises:
         ValueError: a class of transformers that no module of the model stands for.
     """
-    if keys is None:
-        return None
+    if not isinstance(keys, dict):
+        return keys
     return {_own(key, model, argument): value for key, value in keys.items()}
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Callable
-from functools import cached_property, lru_cache
-from types import CodeType
+from functools import cached_property, partial, wraps
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 from greenlet import getcurrent
@@ -30,7 +30,7 @@ from .nnsight_compat import (
     eproperty,
 )
 from .pass_options import NONE, PassOptions, take_options
-from .source import AttentionWords, EngineSource, attention_words, reads_attention_source, source_of
+from .source import AttentionWords, attention_words, reads_attention_source, source_of
 from .trace import RequestTrace
 
 _NO_WAIT = None, -1, -2
@@ -127,13 +127,8 @@ class TracedEnvoy(Envoy):
         # A serialised block refers to envoys by path. Without this it would contain the tree.
         self._persistent_id = f"Envoy:{self.path}"
 
-    def _resolve_envoy_class(self, module: nn.Module, path: str) -> type[Envoy]:
-        return traced_class(super()._resolve_envoy_class(module, path))
-
-    @property
-    def source(self) -> EngineSource:
-        """The operations of the module's forward; of an attention's, those of transformers' own (see source.py)."""
-        return source_of(self)
+    def _resolve_envoy_class(self, module: nn.Module, path: str) -> Any:
+        return _maker(self, module, path)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -142,17 +137,6 @@ class TracedEnvoy(Envoy):
             if name.startswith("_"):
                 raise
             raise AttributeError(self._unknown(name)) from None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Names of the module are set on the module, which refuses or writes them (layers/seal.py)."""
-        if (
-            not name.startswith("_")
-            and not hasattr(type(self), name)
-            and is_own_name(self.__dict__.get("_module"), name)
-        ):
-            setattr(self._module, name, value)
-        else:
-            super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         if is_own_name(self.__dict__.get("_module"), name):
@@ -169,12 +153,53 @@ class TracedEnvoy(Envoy):
         return f"`{self.path}` has no module or attribute `{name}`{hint} (modules: {', '.join(names) or 'none'})"
 
 
-@lru_cache(maxsize=256)
-def traced_class(of: type[Envoy]) -> type[Envoy]:
-    """An envoy class of a user, as one of this engine's."""
-    if of is Envoy or issubclass(of, TracedEnvoy):
-        return TracedEnvoy if of is Envoy else of
-    return type(of.__name__, (of, TracedEnvoy), {"__module__": of.__module__, "__doc__": of.__doc__})  # pyright: ignore[reportGeneralTypeIssues]
+def _maker(tree: Any, module: nn.Module, path: str) -> Callable[..., Envoy]:
+    """What makes the envoy of a module: the class that `envoys=` names for it, or `TracedEnvoy`.
+
+    Args:
+        tree: has `_envoys` and `_rename`, which are the same for the whole tree.
+    """
+    of = Envoy._resolve_envoy_class(tree, module, path)
+    if of is Envoy:
+        return TracedEnvoy
+    return of if issubclass(of, TracedEnvoy) else partial(_of_users_class, of)
+
+
+def _of_users_class(of: type[Envoy], module: nn.Module, **kwargs: Any) -> Envoy:
+    """An envoy of exactly this class. It has what its children need of `TracedEnvoy` before it makes them."""
+    envoy = of.__new__(of)
+    tree = SimpleNamespace(_envoys=kwargs["envoys"], _rename=kwargs["rename"])
+    vars(envoy).update(_resolve_envoy_class=partial(_maker, tree), _persistent_id=f"Envoy:{kwargs['path']}")
+    envoy.__init__(module, **kwargs)
+    return envoy
+
+
+def _is_served(envoy: Envoy) -> bool:
+    return isinstance(vars(envoy).get("interleaver"), EngineInterleaver)
+
+
+def _serve_users_classes() -> None:
+    """Give nnsight's `Envoy` this engine's `.source` and assignments. Envoys of nnsight's own models keep nnsight's."""
+    their_source, their_assignment = Envoy.source, Envoy.__setattr__
+
+    @wraps(their_source.fget)  # pyright: ignore[reportArgumentType]
+    def source(self: Envoy) -> Any:
+        return source_of(self) if _is_served(self) else their_source.__get__(self)
+
+    @wraps(their_assignment)
+    def assign(self: Envoy, name: str, value: Any) -> None:
+        # Names of the module are set on the module, which refuses or writes them (layers/seal.py).
+        own = not name.startswith("_") and not hasattr(type(self), name) and _is_served(self)
+        if own and is_own_name(self._module, name):
+            setattr(self._module, name, value)
+        else:
+            their_assignment(self, name, value)
+
+    Envoy.source = property(source)  # pyright: ignore[reportAttributeAccessIssue]
+    Envoy.__setattr__ = assign
+
+
+_serve_users_classes()
 
 
 class GeneratorEnvoy(TracedEnvoy):

@@ -26,6 +26,7 @@ def start(interleaver: EngineInterleaver, trace: RequestTrace, requests: Sequenc
         requests: the requests that it watches, in the order of the prompts.
     """
     trace.started, trace.request_ids = True, tuple(request.request_id for request in requests)
+    trace.prompt_lens = tuple(request.prompt_len for request in requests)
     trace.single = requests[0].forward_only
     trace.max_passes = 1 if trace.single else max(request.max_tokens for request in requests)
     before, interleaver.interleaving = interleaver.interleaving, True  # a block may begin with `...source.op.source`
@@ -75,14 +76,14 @@ def serve_results(interleaver: EngineInterleaver, trace: RequestTrace, requests:
     """Serve the results of finished requests. Returns False if no block waits for one."""
     result, served = trace.result, False
     if trace.keeps_result and trace.result is None and not trace.ended:
-        trace.result = trace.postprocess(requests) if trace.postprocess else _generated(trace, requests)
+        trace.result = trace.postprocess() if trace.postprocess else _generated(trace, requests)
     for location in interleaver.result_locations[trace.single :]:
         caches = [] if trace.visits.calls[location] else interleaver.caches_of(trace, location)
         while caches or (
             not trace.ended and any(interleaver.points.reaches(block, location) for block in trace.blocks)
         ):
             if trace.postprocess is not None and location == "result":
-                result = trace.postprocess(requests)
+                result = trace.postprocess()
             elif not served and not trace.single:
                 result = _generated(trace, requests)
             result, caches = interleaver.offer(trace, location, result), []
@@ -148,3 +149,4 @@ def close(interleaver: EngineInterleaver, trace: RequestTrace, requests: Sequenc
     if not trace.keeps_result:
         trace.result = None
     trace.gang = trace.whole_batch = ()
+    trace.postprocess = None  # it holds the requests, which hold the trace

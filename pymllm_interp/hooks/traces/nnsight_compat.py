@@ -33,6 +33,12 @@ with suppress(ImportError):
 
 # Documented.
 from nnsight import NNsightDeprecationWarning  # noqa: E402
+
+# Private: what nnsight puts in place of `Tensor.backward` and `Tensor.grad`, and torch's own `Tensor.backward`.
+from nnsight.intervention.backward import BackwardTracer  # noqa: E402
+from nnsight.intervention.backward import _backward as nnsight_backward  # noqa: E402
+from nnsight.intervention.backward import _grad_property as grad_property  # noqa: E402
+from nnsight.intervention.backward import _original_backward as torch_backward  # noqa: E402
 from nnsight.intervention.barrier import Barrier  # noqa: E402
 from nnsight.intervention.cache import Cache, CacheView  # noqa: E402
 from nnsight.intervention.cache import Entry as CacheEntry  # noqa: E402
@@ -96,6 +102,7 @@ __all__ = [
     "BLOCKS",
     "NO_SKIP",
     "SOURCES",
+    "BackwardTracer",
     "Barrier",
     "Cache",
     "CacheEntry",
@@ -130,6 +137,7 @@ __all__ = [
     "dangling_unwind",
     "dec",
     "eproperty",
+    "grad_property",
     "inc",
     "install_controller",
     "install_source",
@@ -137,10 +145,12 @@ __all__ = [
     "load_function",
     "make_op",
     "mark",
+    "nnsight_backward",
     "push_result",
     "save_scope",
     "shared_locals",
     "skip_context",
     "skippable",
     "thread_saves",
+    "torch_backward",
 ]

@@ -105,6 +105,10 @@ class Padding(NamedTuple):
         width = max(lengths)
         return cls(tuple(width - length for length in lengths), width)
 
+    def widened(self, width: int) -> Padding:
+        """The same prompts in a wider tensor, padded on the left."""
+        return Padding(tuple(left + width - self.width for left in self.left), width)
+
 
 class PaddedCopy(Protocol):
     """A copy of a batch's rows whose in-place edits belong to the model's tensor."""

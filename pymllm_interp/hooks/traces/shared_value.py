@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...core.forward_batch import ForwardBatch
+from .attention_mask import ServedMasks, takes_token_ids
 from .batch_cut import BatchCut
 from .errors import EditError
 from .nnsight_compat import apply
@@ -29,6 +30,7 @@ class SharedValue:
     Attributes:
         edits: how often each trace has edited its rows.
         containers: the last tuple or dict that each trace was served, or has assigned.
+        masks: the attention masks among them; None where the value has none.
         row_memory: memory of the batch that was cut into single rows, [rows, ...] each; see `SaveTransfer.adopt`.
     """
 
@@ -39,6 +41,7 @@ class SharedValue:
         "_whole",
         "containers",
         "edits",
+        "masks",
         "of_logits",
         "readers",
         "row_memory",
@@ -49,6 +52,7 @@ class SharedValue:
         self.value, self.of_logits, self.readers = value, of_logits, readers
         self.edits: dict[RequestTrace, int] = {}
         self.containers: dict[RequestTrace, Any] = {}
+        self.masks: ServedMasks | None = None
         self._cuts: dict[int, BatchCut] = {}
         self._whole: BatchCut | None = None  # where the value is one tensor
         self._assigned = self._differentiable = False
@@ -77,7 +81,11 @@ class SharedValue:
             return self.rows_of(rows)
         served = self.containers.get(trace)
         if served is None:
-            served = self.containers[trace] = without_batch(self.rows_of(rows))
+            served = without_batch(self.rows_of(rows))
+            if takes_token_ids(self.value) and rows is not None:
+                self.masks = self.masks or ServedMasks()
+                served = self.masks.add_to(served, trace)
+            self.containers[trace] = served
         return served
 
     def replace(self, rows: Rows | None, edited: Any) -> None:
@@ -89,6 +97,8 @@ class SharedValue:
         if rows is None:
             self.value = edited
             return
+        if self.masks is not None:
+            edited = self.masks.removed_from(edited)
         if not (self._assigned or rows.alone or isinstance(self.value, torch.Tensor)):
             self.value = _each_once(self.value)
         assigned: list[tuple[BatchCut, torch.Tensor]] = []
@@ -156,13 +166,26 @@ class SharedValue:
             or edited.dtype != seen.dtype
             or edited.device != seen.device
         ):
-            raise EditError(f"expected {describe(seen)}, got {describe(edited)}")
+            raise EditError(f"expected {describe(seen)}, got {describe(edited)}{_of_another_length(seen, edited)}")
         if cut is None or edited is full:
             return edited
         if cut.dim is None:
             raise EditError(f"the whole batch shares {describe(full)}: one request cannot replace it")
         assigned.append((cut, edited))
         return full
+
+
+def _of_another_length(seen: torch.Tensor, edited: Any) -> str:
+    """The hint for a value of an invoke whose prompt is shorter or longer; "" for another mistake."""
+    if not isinstance(edited, torch.Tensor) or edited.dim() != seen.dim() or edited.dim() < 2:
+        return ""
+    others = [0, *range(2, edited.dim())]
+    if edited.shape[1] == seen.shape[1] or any(edited.shape[dim] != seen.shape[dim] for dim in others):
+        return ""
+    return (
+        ": the two differ in their tokens. Pick positions, such as `[:, -1]`, or let lm.trace(padding=True) pad all invokes to "
+        "one length"
+    )
 
 
 def _each_once(value: Any) -> Any:

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from ...core.request import Request
 from ..captures.activations import NOTHING, Activations
 from ..receipt import Receipt
 from .block_analysis import helpers_want_gradients, names_of, only_binds, wants_gradients
 from .block_saves import BlockSaves
+from .caller_frames import block_traceback
 from .errors import GangError, LoopEnd
 from .loops import LOOP_NAMES, with_loop_ends
 from .nnsight_compat import EarlyStopException, Mediator
@@ -81,7 +81,9 @@ class RequestTrace:
         order: of the trace among those of the ``with`` block.
         request_ids: the requests whose rows the blocks see, in the order of their prompts; more than one where an invoke has a
             list of prompts, or none (it sees the whole batch). Empty until they are made.
+        prompt_lens: tokens of each prompt. Empty until the blocks start.
         padding: where several prompts stand in their pass; None on the left.
+        padded: its prompts are padded to the longest one of the ``with`` block.
         pad_token_id: fills the result of several requests.
         whole_batch: traces of the ``with`` block whose blocks see all of its requests; none of them is a request's own.
         sees_all: its block, an invoke without a prompt, sees all requests of the ``with`` block.
@@ -100,7 +102,7 @@ class RequestTrace:
         activations: what each request captured, in the order of the prompts; set when they are over.
         gang: the traces that share each step with this one, itself included; empty for a trace on its own.
         cancel: ends the requests; set once they are submitted.
-        postprocess: makes ``tracer.result`` of the finished requests; None for their token ids.
+        postprocess: makes ``tracer.result`` once all requests of the ``with`` block have finished; None for token ids.
         keeps_result: the result is wanted though no block reads it.
         last_edit: pass in which a block last edited a value (`NaNCheck.pass_number`); None before that.
     """
@@ -118,7 +120,9 @@ class RequestTrace:
         self.trace_id = next(_trace_ids)
         self.num_prompts, self.order = 1, 0
         self.request_ids: tuple[str, ...] = ()
+        self.prompt_lens: tuple[int, ...] = ()
         self.padding: Padding | None = None
+        self.padded = False
         self.pad_token_id = 0
         self.whole_batch: Sequence[RequestTrace] = ()
         self.sees_all = False
@@ -144,7 +148,7 @@ class RequestTrace:
         self.on_step = on_step
         self.last_edit: int | None = None
         self.cancel: Callable[[], Any] = _nothing
-        self.postprocess: Callable[[Sequence[Request]], Any] | None = None
+        self.postprocess: Callable[[], Any] | None = None
         self.keeps_result = False
 
     def _block(self, source: Mediator, scope: Any) -> Block:
@@ -163,8 +167,8 @@ class RequestTrace:
 
     @property
     def watches_several(self) -> bool:
-        """Its blocks see a batch of requests, which may be one if they see all of the ``with`` block."""
-        return len(self.request_ids) > 1 or self.sees_all
+        """Its blocks see a batch of requests; of one where they see all of the ``with`` block, or where it is padded."""
+        return len(self.request_ids) > 1 or self.sees_all or self.padded
 
     @property
     def in_pass(self) -> bool:
@@ -229,6 +233,17 @@ class RequestTrace:
             return []
         names = sorted(name for name, value in self.saves.names().items() if isinstance(value, torch.Tensor))
         return names if names and self.receipt.reads and only_binds(block.node) else []
+
+    def take_error(self) -> BaseException | None:
+        """What ended the request, for its caller: with the lines of the block alone. The trace and the pass let go of it.
+
+        The frames of the pass hold its tensors, and this trace.
+        """
+        error, self.error = self.error, None
+        if error is not None:
+            error.__traceback__ = block_traceback(error)
+            vars(error).pop("__intervention_tb__", None)
+        return error
 
     def release_blocks(self) -> None:
         """Drop the blocks, whose references to the trace form a cycle. Call it once the saves are delivered."""

@@ -14,6 +14,7 @@ from greenlet import getcurrent
 
 from ...core.gc_threshold import lower_threshold, raise_threshold
 from ..captures.activations import Activations
+from . import backward  # noqa: F401  # mounts it
 from .async_trace import AsyncBlock
 from .barrier import EngineBarrier
 from .block_analysis import depend_on_each_other
@@ -123,12 +124,16 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
         """One prompt of this trace, with its own block: ``with tracer.invoke(prompt): ...``.
 
         Raises:
-            TypeError: `device` is given, which belongs to the trace.
+            TypeError: `device` or `padding` is given, which belong to the trace.
             ValueError: the trace itself has a prompt.
         """
         if "device" in kwargs:
             raise TypeError(
                 f"device= belongs to `with lm.{self.mode}(device=...)`: the saves of all its invokes go to one place"
+            )
+        if "padding" in kwargs:
+            raise TypeError(
+                f"padding= belongs to `with lm.{self.mode}(padding=True)`: it pads all invokes to one length"
             )
         if hasattr(getcurrent(), "mediator"):
             raise ValueError(
@@ -172,11 +177,11 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
         for trace in traces:
             trace.release_blocks()
             self.warn(trace.warnings)
-        errors = [(i, trace.error) for i, trace in enumerate(traces) if trace.error is not None]
+        errors = [(i, error) for i, trace in enumerate(traces) if (error := trace.take_error()) is not None]
         for i, error in sorted(errors, key=lambda entry: isinstance(entry[1], GangError)):  # the cause first
             if len(traces) > 1:
                 error.add_note(f"(prompt {i} of the {len(traces)} of this trace)")
-            raise error.with_traceback(block_traceback(error))
+            raise error
 
     def _collect(self, code: CodeType) -> tuple[list[RequestTrace], list[TraceInput | None]]:
         """One trace per prompt: the prompt of the ``with`` itself, or those of its invokes. Code around the invokes runs now."""
@@ -205,6 +210,7 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
         for block, args, kwargs, own in self._invocations:
             kwargs = dict(kwargs)
             edits = self._model.edits_of(kwargs.pop("edits", None))
+            padded = kwargs.pop("padding", False)
             has_prompt = self._model._batch_size(*args, **kwargs) > 0
             trace = RequestTrace(
                 block,
@@ -217,7 +223,7 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
             trace.saves.outer = {n: v for n, v in block.lcls.items() if id(v) in saved} if saved else {}
             if traces:
                 trace.trace_id = traces[0].trace_id
-            trace.order = len(traces)
+            trace.order, trace.padded = len(traces), padded
             traces.append(trace)
             inputs.append((args, kwargs) if has_prompt else None)
             unused = [] if has_prompt else [name for name in kwargs if name in own]
@@ -226,7 +232,8 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
                     f"tracer.invoke({', '.join(f'{name}=...' for name in unused)}) has no prompt, so nothing is generated for "
                     "it: give its parameters to the invokes with prompts"
                 )
-        joined = bool(self.barriers) or depend_on_each_other([block for block, *_ in self._invocations])
+        blocks = [block for block, *_ in self._invocations]
+        joined = bool(self.barriers) or self.mode == "pipe" or depend_on_each_other(blocks)
         _join(traces, [trace for trace, given in zip(traces, inputs, strict=True) if given is None], joined)
         return traces, inputs
 
@@ -278,7 +285,7 @@ def _join(traces: list[RequestTrace], whole: list[RequestTrace], joined: bool) -
 
     Args:
         whole: those without a prompt, which see the prompts of all others.
-        joined: their blocks meet at a barrier, or read each other's names.
+        joined: their blocks meet at a barrier, read each other's names, or get one result together (`pipe`).
 
     Raises:
         ValueError: none of them has a prompt.
