@@ -1301,6 +1301,7 @@ class Capturing(Simulation):
         self.ring = CaptureRing(ring_rows * 3 * INFO.hidden_size * 4, torch.float32, "cpu", "block")
         self.scheduler.ring_admission = self.ring.admission
         self.capturing: list[Request] = []
+        self.captures: dict[str, Captures] = {}  # the worker's, by request
         self.refused = 0
         self.compared: Counter[str | None] = Counter()
         self.goes_on = threading.Event()
@@ -1319,7 +1320,8 @@ class Capturing(Simulation):
                     Capture("resid_post.{1,2}", positions=positions, reduce=self.random.choice([None, "mean", "last"])),
                 ]
                 captures = captures_of(specs, prompt_len, prompt_len + max_tokens - 1)
-                request.declared = Declared({}, captures, prompt_len)
+                request.declared = Declared({}, captures, prompt_len).demands()
+                self.captures[request.request_id] = captures
                 self.ring.admission.check([(captures, prompt_len if traced else 0)], "a request")
                 self.capturing.append(request)
         return requests
@@ -1344,13 +1346,13 @@ class Capturing(Simulation):
         super().check_step(step)
         if not step.scheduled:
             return
-        parts = [(ring_captures(self.by_id[e.request_id]), e.start, e.num_tokens) for e in step.scheduled]
+        parts = [(self.captures.get(e.request_id), e.start, e.num_tokens) for e in step.scheduled]
         records, row = self.ring.lay_out(parts), 0
         for rid, _, count, first, *_ in step.scheduled:
             request = self.by_id[rid]
             for position in range(first, first + count):
                 start, stop = records[:, row].tolist()
-                offsets = request.declared.captures.offsets if start < stop else {}
+                offsets = self.captures[rid].offsets if start < stop else {}
                 for site, offset in offsets.items():
                     if start + offset < stop:
                         at = start + offset
@@ -1377,7 +1379,7 @@ class Capturing(Simulation):
         self.ring.wait()
         for request in self.capturing:
             ids = request.all_token_ids[: request.computed_once]
-            captures = request.declared.captures
+            captures = self.captures[request.request_id]
             found = captures.activations(ids)
             for name in found:
                 site = 4 * int(name.split(".")[1]) + 5

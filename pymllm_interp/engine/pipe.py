@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..core.request import Request
+from ..core.step import RequestEnd
 from .chat import is_conversation
 
 
@@ -20,12 +20,12 @@ class GeneratedText:
     def __init__(self, tokenizer: Any, prompts: Sequence[Any]) -> None:
         self._tokenizer, self._prompts = tokenizer, prompts
 
-    def __call__(self, requests: Sequence[Request]) -> list[Any]:
+    def __call__(self, requests: Sequence[RequestEnd]) -> list[Any]:
         """``[{"generated_text": prompt and completion}]``; for several requests, a list of these."""
         records = [[self._record(*pair)] for pair in zip(self._prompts, requests, strict=True)]
         return records if len(records) > 1 else records[0]
 
-    def _record(self, prompt: Any, request: Request) -> dict[str, Any]:
+    def _record(self, prompt: Any, request: RequestEnd) -> dict[str, Any]:
         whole, before = self._text(request.all_token_ids), self._text(request.prompt_token_ids)
         new = whole[len(before) :]
         if is_conversation(prompt):

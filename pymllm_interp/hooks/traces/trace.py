@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...core.request import Request
+from ...core.step import RequestEnd
 from ..captures.activations import NOTHING, Activations
 from ..receipt import Receipt
 from .block_analysis import helpers_want_gradients, names_of, only_binds, wants_gradients
@@ -76,6 +76,7 @@ class RequestTrace:
         on_step: called after each pass with its number and copies of the saved values by name, beside the engine's thread.
 
     Attributes:
+        key: its own, by which requests name it (`RequestHooks.trace_key`).
         trace_id: shared by the requests of one ``with`` block.
         num_prompts: requests of that ``with`` block.
         order: of the trace among those of the ``with`` block.
@@ -115,7 +116,7 @@ class RequestTrace:
         transfer: SaveTransfer | None = None,
         on_step: Callable[[int, dict[str, Any]], None] | None = None,
     ) -> None:
-        self.trace_id = next(_trace_ids)
+        self.key = self.trace_id = next(_trace_ids)
         self.num_prompts, self.order = 1, 0
         self.request_ids: tuple[str, ...] = ()
         self.padding: Padding | None = None
@@ -144,7 +145,7 @@ class RequestTrace:
         self.on_step = on_step
         self.last_edit: int | None = None
         self.cancel: Callable[[], Any] = _nothing
-        self.postprocess: Callable[[Sequence[Request]], Any] | None = None
+        self.postprocess: Callable[[Sequence[RequestEnd]], Any] | None = None
         self.keeps_result = False
 
     def _block(self, source: Mediator, scope: Any) -> Block:
