@@ -241,7 +241,7 @@ def test_requests_that_end_before_their_first_step_and_in_between(far: Callable[
     (completion,) = never.result(WAIT).outputs
     assert completion.finish_reason == "abort" and completion.activations["resid_post.1"].shape == (0, WIDTH)
     assert [applied.gate_fires for applied in completion.receipt.interventions] == [0]
-    late = lm.submit(prompt(5, 1), sampling(400), timeout=0.5, **hooks)
+    late = lm.submit(prompt(5, 1), sampling(120), timeout=0.2, **hooks)
     (completion,) = late.result(WAIT).outputs
     assert completion.finish_reason in ("timeout", "length")
     rows = completion.receipt.captures[0]

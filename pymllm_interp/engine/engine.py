@@ -318,7 +318,7 @@ class Engine(RequestEnds):
         self.scheduler.add(requests)
         try:
             for trace in {request.trace for request in requests if request.trace is not None}:
-                self.runner.nnsight_request_helper.register(trace)
+                self.runner.attach(trace)
         except BaseException as error:
             self._fail(list(requests), error)
 

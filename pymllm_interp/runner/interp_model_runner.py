@@ -35,6 +35,7 @@ from ..hooks.traces.batch_groups import NNsightRequestHelper
 from ..hooks.traces.envoy import TracedModel
 from ..hooks.traces.interleaver import EngineInterleaver
 from ..hooks.traces.step_outputs import offer_tokens, serve_outputs
+from ..hooks.traces.trace import RequestTrace
 from ..layers.edits.base import apply_inner
 from ..layers.edits.table import TableOps
 from ..models.readout import ModelReadout
@@ -185,6 +186,10 @@ class InterpModelRunner(ModelRunner):
         return command.run(self)
 
     # -- requests in and out ------------------------------------------------------------
+
+    def attach(self, trace: RequestTrace) -> None:
+        """Make a trace known, before the first step that names it by its key."""
+        self.nnsight_request_helper.register(trace)
 
     def finish_declared(self, end: RequestEnd) -> Future[DeclaredResult]:
         """Release what a finished request's interventions hold; its results, when all captured states have arrived."""
