@@ -831,7 +831,7 @@ class UsedMemory(FreshMemory):
 def test_records_and_functions_come_to_the_same(seed: int, dtype: torch.dtype, monkeypatch: Any) -> None:
     """Captures of random positions, in chunks of random sizes, some computed twice, the end somewhere before the last row."""
     rng = random.Random(seed)
-    monkeypatch.setattr("pymllm_interp.hooks.captures.captures.MAX_RUNS", rng.choice([0, 3, 16]))
+    monkeypatch.setattr("pymllm_interp.hooks.captures.record_sizes.MAX_RUNS", rng.choice([0, 3, 16]))
     prompt_len = rng.randrange(3, 20)
     longest = prompt_len + rng.randrange(1, 12)
     specs = random_captures(rng)
@@ -1013,7 +1013,7 @@ def test_no_more_leaves_the_device_than_is_asked_for_and_no_more_is_kept() -> No
 @pytest.mark.parametrize("max_runs", [0, 16])
 def test_sums_leave_beside_whole_states_and_each_request_has_its_own(max_runs: int, monkeypatch: Any) -> None:
     """Of a step with requests that are packed and others; what is packed takes room for its records as well, which stay."""
-    monkeypatch.setattr("pymllm_interp.hooks.captures.captures.MAX_RUNS", max_runs)
+    monkeypatch.setattr("pymllm_interp.hooks.captures.record_sizes.MAX_RUNS", max_runs)
     ring, width = CaptureRing(1 << 17, torch.float32, DEVICE, "block"), INFO.hidden_size
     ring.open()
     mean = Capture("embed", reduce="mean", positions=slice(1, None, 2))

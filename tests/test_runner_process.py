@@ -18,6 +18,7 @@ from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Knockout, Lens, Patc
 from pymllm_interp.core.output import RequestOutput
 from pymllm_interp.core.step import DeclaredResult, ModelRunnerOutput, RequestEnd, SchedulerOutput
 from pymllm_interp.hooks.captures.spec import Project
+from pymllm_interp.hooks.declared_stage import DeclaredStage
 from pymllm_interp.runner.async_output import AsyncOutput
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner, RunnerCommand
 
@@ -204,6 +205,31 @@ def test_all_of_them_together_in_a_pool_that_preempts(far: Callable[..., LM], lm
     found, wanted = served(lm, load), served(lm_of(FAMILY, **small), load)
     assert lm.engine.stats()["preempted"] > 0
     for one, other in zip(found, wanted, strict=True):
+        equal(one, other)
+
+
+def test_vectors_and_records_of_tables_go_by_bytes(model_folder: Callable[[str], Path]) -> None:
+    """As on CUDA: vectors in the rows that the step says, shared by requests, and captures through the ring."""
+    shared = [Steer("resid_post.1", vector(1), scale=4.0), Ablate("resid_mid.*", vector(2, 2, WIDTH))]
+    gated = [Steer("resid_post.2", vector(3), when=Gate(vector(8), 0.1, site="resid_post.0"))]
+    load: list[dict[str, Any]] = [
+        {"prompt": prompt(5, 2), "interventions": shared, "capture": ["resid_post.*"]},
+        {"prompt": prompt(6, 3), "interventions": shared[:1], "capture": [Capture("mlp_out.1", reduce="mean")]},
+        {
+            "prompt": prompt(7, 4),
+            "interventions": gated,
+            "capture": [Capture("resid_post.2", reduce=Project(vector(5)))],
+        },
+    ]
+    found = []
+    for runner in (ByBytes, InterpModelRunner):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(DeclaredStage, "has_tables", True)
+            monkeypatch.setattr(lm_module, "InterpModelRunner", runner)
+            with LM(model_folder(FAMILY), dtype="float32", device="cpu", capture_ring_bytes=1 << 16) as lm:
+                found.append(served(lm, [dict(asked, params=sampling(3)) for asked in load]))
+                assert lm.runner.declarations.pool.used == 0
+    for one, other in zip(*found, strict=True):
         equal(one, other)
 
 
