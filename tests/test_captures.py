@@ -856,7 +856,7 @@ class UsedMemory(FreshMemory):
 def test_records_and_functions_come_to_the_same(seed: int, dtype: torch.dtype, monkeypatch: Any) -> None:
     """Captures of random positions, in chunks of random sizes, some computed twice, the end somewhere before the last row."""
     rng = random.Random(seed)
-    monkeypatch.setattr("pymllm_interp.hooks.captures.captures.MAX_RUNS", rng.choice([0, 3, 16]))
+    monkeypatch.setattr("pymllm_interp.hooks.captures.record_sizes.MAX_RUNS", rng.choice([0, 3, 16]))
     prompt_len = rng.randrange(3, 20)
     longest = prompt_len + rng.randrange(1, 12)
     specs = random_captures(rng)
@@ -1038,7 +1038,7 @@ def test_no_more_leaves_the_device_than_is_asked_for_and_no_more_is_kept() -> No
 @pytest.mark.parametrize("max_runs", [0, 16])
 def test_sums_leave_beside_whole_states_and_each_request_has_its_own(max_runs: int, monkeypatch: Any) -> None:
     """Of a step with requests that are packed and others; what is packed takes room for its records as well, which stay."""
-    monkeypatch.setattr("pymllm_interp.hooks.captures.captures.MAX_RUNS", max_runs)
+    monkeypatch.setattr("pymllm_interp.hooks.captures.record_sizes.MAX_RUNS", max_runs)
     ring, width = CaptureRing(1 << 17, torch.float32, DEVICE, "block"), INFO.hidden_size
     ring.open()
     mean = Capture("embed", reduce="mean", positions=slice(1, None, 2))
@@ -1326,6 +1326,7 @@ class Capturing(Simulation):
         self.ring = CaptureRing(ring_rows * 3 * INFO.hidden_size * 4, torch.float32, "cpu", "block")
         self.scheduler.ring_admission = self.ring.admission
         self.capturing: list[Request] = []
+        self.captures: dict[str, Captures] = {}  # the worker's, by request
         self.refused = 0
         self.compared: Counter[str | None] = Counter()
         self.goes_on = threading.Event()
@@ -1344,7 +1345,8 @@ class Capturing(Simulation):
                     Capture("resid_post.{1,2}", positions=positions, reduce=self.random.choice([None, "mean", "last"])),
                 ]
                 captures = captures_of(specs, prompt_len, prompt_len + max_tokens - 1)
-                request.declared = Declared({}, captures, prompt_len)
+                request.declared = Declared({}, captures, prompt_len).demands()
+                self.captures[request.request_id] = captures
                 self.ring.admission.check([(captures, prompt_len if traced else 0)], "a request")
                 self.capturing.append(request)
         return requests
@@ -1369,13 +1371,13 @@ class Capturing(Simulation):
         super().check_step(step)
         if not step.scheduled:
             return
-        parts = [(ring_captures(self.by_id[e.request_id]), e.start, e.num_tokens) for e in step.scheduled]
+        parts = [(self.captures.get(e.request_id), e.start, e.num_tokens) for e in step.scheduled]
         records, row = self.ring.lay_out(parts), 0
         for rid, _, count, first, *_ in step.scheduled:
             request = self.by_id[rid]
             for position in range(first, first + count):
                 start, stop = records[:, row].tolist()
-                offsets = request.declared.captures.offsets if start < stop else {}
+                offsets = self.captures[rid].offsets if start < stop else {}
                 for site, offset in offsets.items():
                     if start + offset < stop:
                         at = start + offset
@@ -1402,7 +1404,7 @@ class Capturing(Simulation):
         self.ring.wait()
         for request in self.capturing:
             ids = request.all_token_ids[: request.computed_once]
-            captures = request.declared.captures
+            captures = self.captures[request.request_id]
             found = captures.activations(ids)
             for name in found:
                 site = 4 * int(name.split(".")[1]) + 5

@@ -94,19 +94,21 @@ def expected(declared: Declared, site: int, state: torch.Tensor, positions: torc
     return state
 
 
+def pool_of(info: ModelSpec = INFO) -> VectorPool:
+    return VectorPool(LIMITS.max_intervention_vectors, info.hidden_size)
+
+
 def tables_of(
     requests: list[Declared | None], rows: list[int], positions: list[int], blocks: list[tuple[int, int]] | None = None,
-    dtype: torch.dtype = torch.float32, info: ModelSpec = INFO,
+    dtype: torch.dtype = torch.float32, info: ModelSpec = INFO, pool: VectorPool | None = None,
 ) -> tuple[DeviceTables, TableOps]:  # fmt: skip
     """Tables with each request in the row that is its place + 1, and a pass over token rows of the requests `rows`, each with
     its (start, stop) in the ring."""
     edited = torch.zeros(len(requests) + 1, dtype=torch.int32, device=DEVICE)
     ring = torch.full((4000,), torch.nan, dtype=dtype, device=DEVICE)
-    tables = DeviceTables(edited, info, LIMITS, ring)
+    tables, pool = DeviceTables(edited, info, LIMITS, ring), pool or pool_of(info)
     for row, declared in enumerate(requests, start=1):
-        if declared is not None:
-            tables.pool.acquire(declared)
-        tables.set_row(row, declared)
+        tables.set_row(row, declared, () if declared is None else pool.acquire(declared))
     tables.apply_staged_writes()
     marked = [declared is not None and bool(declared.ops or declared.captures) for declared in requests]
     assert edited.tolist() == [0, *map(int, marked)]
@@ -304,8 +306,9 @@ def test_dot_products_of_states_that_are_narrower_or_wider_than_the_streams(fami
     other = Steer("resid_post.0", vector(rng, hidden))
     requests = [Declared.of([other], info, PROMPT, LIMITS, [capture], longest=PROMPT)]
     blocks = [(8, 8 + 16), (32, 32 + 16)]
-    tables, edits = tables_of([*requests], [0, 0], [0, 1], blocks, info=info)
-    assert tables.pool.used == 1 + 3 * -(-width // hidden)
+    pool = pool_of(info)
+    _, edits = tables_of([*requests], [0, 0], [0, 1], blocks, info=info, pool=pool)
+    assert pool.used == 1 + 3 * -(-width // hidden)
     assert requests[0].captures is not None
     states = {site: vector(rng, 1, 2, width).to(DEVICE) for site in requests[0].captures.offsets}
     for site, value in states.items():
@@ -445,7 +448,7 @@ def test_a_row_that_is_given_to_another_request_has_that_ones_ops() -> None:
 def test_ten_thousand_requests_with_vectors_of_their_own_leave_the_pool_as_it_was() -> None:
     pool, rng = VectorPool(64, WIDTH), random.Random(0)
     live: list[Declared] = []
-    for i in range(10_000):
+    for _ in range(10_000):
         rank = rng.choice([1, 1, 3])
         spec = (
             Ablate("resid_post.0", torch.randn(rank, WIDTH)) if rank > 1 else Steer("resid_post.0", torch.randn(WIDTH))
@@ -454,8 +457,6 @@ def test_ten_thousand_requests_with_vectors_of_their_own_leave_the_pool_as_it_wa
         pool.acquire(live[-1])
         if len(live) > 12:
             pool.release(live.pop(rng.randrange(len(live))))
-        if i % 100 == 0:
-            pool.take_staged()
     assert 0 < pool.used <= 39
     for declared in live:
         pool.release(declared)
@@ -468,7 +469,7 @@ def test_equal_vectors_share_rows_until_the_last_request_gives_them_back() -> No
     shared = [declared_of([Steer(f"resid_post.{i % 3}", torch.full((WIDTH,), 2.0), scale=i + 1)]) for i in range(20)]
     for declared in shared:
         pool.acquire(declared)
-    assert pool.used == 1 and len(pool.take_staged()) == 1
+    assert pool.used == 1
     for declared in shared[:-1]:
         pool.release(declared)
     assert pool.used == 1
@@ -478,24 +479,47 @@ def test_equal_vectors_share_rows_until_the_last_request_gives_them_back() -> No
 
 @torch.no_grad()
 def test_a_row_that_changed_hands_before_it_was_written_has_its_last_vector() -> None:
-    tables, _ = tables_of([], [], [])
+    tables, _ = tables_of([None] * 2, [], [])
+    pool = pool_of()
     first, second, third = (
         declared_of([Ablate("resid_post.0", torch.randn(2, WIDTH)), Steer("resid_post.1", torch.randn(WIDTH))])
         for _ in range(3)
     )
-    for declared in (first, second):
-        tables.pool.acquire(declared)
-    tables.pool.release(first)
-    tables.pool.acquire(third)
+    for row, declared in enumerate((first, second), start=1):
+        tables.set_row(row, declared, pool.acquire(declared))
+    pool.release(first)
+    tables.set_row(1, third, pool.acquire(third))
     assert sorted(third.vectors.values()) == [0, 2], "rows of the first, which were not written yet"
-    staged = tables.pool.take_staged()
-    assert sorted(staged) == [0, 2, 3, 5], "each row once: the order of writes is not defined on CUDA"
-    tables.pool._staged = staged
+    assert sorted(tables._staged_vectors) == [0, 1, 2, 3, 4, 5], "each once: the order of writes is not defined on CUDA"
     tables.apply_staged_writes()
     for declared in (second, third):
         for op in declared:
             for tensor in op.spec.vectors:
                 assert torch.equal(tables.pool_view(declared, tensor).cpu(), tensor)
+
+
+@torch.no_grad()
+def test_vectors_are_written_once_and_again_where_others_were_written_meanwhile() -> None:
+    """Rows change hands: as they were, and as parts of vectors that begin elsewhere."""
+    tables, _ = tables_of([None] * 2, [], [])
+    pool, large = pool_of(), declared_of([Ablate("resid_post.0", torch.randn(3, WIDTH))])
+    rows = pool.acquire(large)
+    for row in (1, 2):
+        tables.set_row(row, large, rows)
+        assert len(tables._staged_vectors) == (3 if row == 1 else 0), "the second request shares what the first wrote"
+        tables.apply_staged_writes()
+    pool.release(large)
+    small = [declared_of([Steer("resid_post.0", torch.randn(WIDTH))]) for _ in range(3)]
+    held = [pool.acquire(declared) for declared in small]
+    tables.set_row(1, small[2], held[2])
+    tables.apply_staged_writes()
+    for declared in small:
+        pool.release(declared)
+    tables.set_row(2, large, pool.acquire(large))
+    tables.apply_staged_writes()
+    for op in large:
+        for tensor in op.spec.vectors:
+            assert torch.equal(tables.pool_view(large, tensor).cpu(), tensor), "the last row was another's meanwhile"
 
 
 def test_numbers_are_hashed_whatever_holds_them() -> None:
@@ -538,8 +562,9 @@ def test_equal_numbers_in_another_shape_have_rows_of_their_own() -> None:
         declared_of([Patch("k.0", torch.zeros(len(places), width), positions=places)]),
     ]
     assert len(places) > 1 and len(places) * width == WIDTH
-    tables, edits = tables_of([*requests], [2] * len(places), places)
-    assert tables.pool.used == 1 + 1 + len(places)
+    pool = pool_of()
+    _, edits = tables_of([*requests], [2] * len(places), places, pool=pool)
+    assert pool.used == 1 + 1 + len(places)
     (site,) = requests[2].ops
     state = torch.ones(1, len(places), width, device=DEVICE)
     assert not edits.at(site, state).any(), "its own zeros, and nobody else's vector"

@@ -694,18 +694,20 @@ def test_a_request_that_cannot_be_attached_ends_and_the_commands_behind_it_are_r
     lm_of: LmOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm = lm_of("llama")
+    with lm.edit() as (_, edited):
+        edited.model.layers[0].output[:] = 0
     attach = lm.runner.attach
-    failing: list[str] = []
+    failing: list[Any] = []
 
-    def attach_others(requests: Any) -> None:
-        if {request.request_id for request in requests} & set(failing):
+    def attach_others(trace: Any) -> None:
+        if trace in failing:
             raise SystemExit("not this one")
-        attach(requests)
+        attach(trace)
 
     monkeypatch.setattr(lm.runner, "attach", attach_others)
     with held(lm):
-        handles = [lm.submit([1, i], GREEDY, capture=["resid_post.0"]) for i in range(3)]
-        failing.append(handles[1].requests[0].request_id)
+        handles = [edited.submit([1, i], GREEDY, capture=["resid_post.0"]) for i in range(3)]
+        failing.append(handles[1].requests[0].trace)
     assert [handles[i].result(WAIT).finish_reason for i in (0, 2)] == ["length"] * 2
     handles[1].wait(WAIT)
     assert isinstance(handles[1].error, SystemExit)

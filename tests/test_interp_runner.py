@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from pymllm_interp import LM, InterpModelRunner, ModelRunner, SamplingParams
 from pymllm_interp.core.request import Request
-from pymllm_interp.core.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from pymllm_interp.core.step import ModelRunnerOutput, RequestHooks, ScheduledRequest, SchedulerOutput
 from pymllm_interp.hooks.traces.batch_groups import NNsightRequestHelper
 from pymllm_interp.hooks.traces.envoy import TracedModel
 from pymllm_interp.hooks.traces.interleaver import EngineInterleaver
@@ -139,6 +139,8 @@ class Batch:
         if traced:
             request.trace = RequestTrace(None, [])
             request.trace.num_prompts = prompts
+            request.hooks = RequestHooks(max_tokens=16, trace_key=request.trace.key)
+            self.helper.register(request.trace)
             if of is not None:
                 request.trace.trace_id = of.trace_id
         return request
@@ -146,7 +148,7 @@ class Batch:
     def step(self, *entries: tuple[Request, int]) -> list[ScheduledRequest]:
         for request, _ in entries:
             request.req_pool_idx = request.req_pool_idx or 1
-            self.helper.attach(request)
+            self.helper.enter([request.entering()])
         rows = [request.scheduled(size) for request, size in entries]
         self.helper.process_new_reqs(rows)
         return rows
@@ -177,11 +179,11 @@ def test_n04_n07_groups_follow_new_finished_and_reordered_requests(batch):
     assert helper.req_id_to_batch_group_idx == {"a": 0, "b": 1}, "plain requests are skipped, their rows are counted"
     batch.step((b, 1), (p, 1), (a, 1))
     assert dict(helper.ids_to_batch_group) == {"b": (0, 1), "a": (2, 1)} and helper.traces == [b.trace, a.trace]
-    helper.process_finished_reqs({"b"}, {"b": b})
+    helper.process_finished_reqs([b.ending()])
     assert "b" not in helper.req_id_to_batch_group_idx
     batch.step((p, 1), (a, 1))
     assert dict(helper.ids_to_batch_group) == {"a": (1, 1)}
-    helper.process_finished_reqs({"a"}, {"a": a})
+    helper.process_finished_reqs([a.ending()])
     batch.step((p, 1))
     assert helper.req_id_to_batch_group_idx == {} == dict(helper.interleaver_to_ids)
 
@@ -194,9 +196,9 @@ def test_n05_prompts_of_a_trace_are_counted_down_as_they_finish(batch):
     counts, key = batch.helper.num_prompts_in_mediator, first.trace.trace_id
     assert counts == {key: 3}
     assert dict(batch.helper.interleaver_to_ids) == {key: {"0", "1", "2"}}
-    batch.helper.process_finished_reqs({"1"}, {"1": requests[1]})
+    batch.helper.process_finished_reqs([requests[1].ending()])
     assert counts == {key: 2}
-    batch.helper.process_finished_reqs({"0", "2"}, {"0": requests[0], "2": requests[2]})
+    batch.helper.process_finished_reqs([requests[0].ending(), requests[2].ending()])
     assert counts.get(key, 0) == 0 and not batch.helper.interleaver_to_ids
 
 

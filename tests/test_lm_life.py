@@ -264,7 +264,7 @@ def test_requests_that_find_no_pinned_memory_give_their_vectors_back(
     steer = [Steer("resid_post.0", torch.ones(72))]
     with lms("tables", model_folder) as lm_of:
         lm: Any = lm_of("llama")
-        pool = lm.runner.device_tables.pool
+        pool = lm.runner.declarations.pool
         captures, interventions = lm.resolve_specs(["resid_post.1"], steer)
 
         def open_trace() -> None:

@@ -331,7 +331,7 @@ def test_what_ops_are_computed_with_is_on_the_device_before_the_first_step(lm_of
     assert all(count <= 3 * len(specs) for count in steps)
     pool = lm.runner.device_tables.tables.vectors
     assert all(pool.data_ptr() <= address < pool.data_ptr() + pool.nbytes for address in first)
-    assert lm.runner.device_tables.pool.used == 0
+    assert lm.runner.declarations.pool.used == 0
 
 
 def test_what_requests_have_in_common_is_done_once_a_step(lm_of: Any, oracle: Any, monkeypatch: Any) -> None:
@@ -374,7 +374,7 @@ def test_a_vector_pool_that_is_full_of_the_vocabularys_is_an_error_that_names_it
     with pytest.raises(ValueError, match="max_intervention_vectors"):
         lm.generate([[1, 2]], interventions=[Steer("logits", vector(VOCAB, 1)), Steer("logits", vector(VOCAB, 2))])
     (out,) = lm.generate([[1, 2]], greedy(2), interventions=[Steer("logits", vector(VOCAB, 1), scale=1e3)])
-    assert out.token_ids == [int(vector(VOCAB, 1).argmax())] * 2 and lm.runner.device_tables.pool.used == 0
+    assert out.token_ids == [int(vector(VOCAB, 1).argmax())] * 2 and lm.runner.declarations.pool.used == 0
 
 
 def test_the_vectors_of_a_request_are_given_back_however_it_ends(lm_of: Any, tmp_path: Path) -> None:
@@ -382,7 +382,7 @@ def test_the_vectors_of_a_request_are_given_back_however_it_ends(lm_of: Any, tmp
     lm, width = lm_of("llama", max_intervention_vectors=4), lm_of("llama").hf_config.hidden_size
     if lm.runner.device_tables is None:
         pytest.skip("functions have no pool")
-    pool, long = lm.runner.device_tables.pool, greedy(100)
+    pool, long = lm.runner.declarations.pool, greedy(100)
 
     def steer(seed: int) -> list[Op]:
         return [Steer("embed", vector(width, seed))]
@@ -428,7 +428,7 @@ def test_a_harvest_has_the_logits_of_each_documents_end(lm_of: Any, oracle: Any,
 @pytest.mark.gpu
 def test_the_host_waits_for_no_step_with_ops_and_captures_at_the_logits(model_folder: Any) -> None:
     runner, v = make_runner(model_folder("llama"), InterpModelRunner, device="cuda"), vector(VOCAB, 1)
-    assert isinstance(runner, InterpModelRunner) and runner.capture_ring is not None
+    assert isinstance(runner, InterpModelRunner) and runner.capture_ring is not None and runner.declarations is not None
     steps = Steps(runner)
     steps.scheduler.ring_admission = runner.capture_ring.admission
     specs: list[Op] = [
@@ -440,9 +440,9 @@ def test_the_host_waits_for_no_step_with_ops_and_captures_at_the_logits(model_fo
     captures = [[Capture("logits"), Capture("resid_post.1")], [Capture("logits", reduce=Project(v))], []]
     for i, asked in enumerate(captures):
         request = steps.add(prompt_of(6, i), max_tokens=12)
-        request.declared, request.receipt = runner.declared.declare(specs, asked, request), Receipt()
-        runner.declared.hold(request.declared)
-        runner.attach([request])
+        request.receipt = Receipt()
+        runner.declarations.declare(specs, asked, request)
+        runner.declarations.hold(request)
     for i in range(8):
         schedule = steps.scheduler.schedule()
         torch.cuda.synchronize()

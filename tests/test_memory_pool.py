@@ -121,6 +121,16 @@ class RowMachine(RuleBasedStateMachine):
             self.visible[row, start : start + len(slots)] = torch.tensor(slots, dtype=torch.int32)
         self.staged = []
 
+    @rule(data=st.data())
+    def claim(self, data: st.DataObject) -> None:
+        row = data.draw(st.integers(0, self.size + 1))
+        if 1 <= row <= self.size:
+            self.pool.claim(row)
+            self.live.add(row)
+        else:
+            with pytest.raises(ValueError, match="expected a row of"):
+                self.pool.claim(row)
+
     @rule()
     def clear(self) -> None:
         self.pool.clear()

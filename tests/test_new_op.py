@@ -155,6 +155,7 @@ def test_device_tables_refuse_an_op_without_words_but_at_the_logits() -> None:
 def test_device_tables_hold_an_op_as_its_words_say() -> None:
     pytest.importorskip("triton", reason="the tables are read by kernels")
     from pymllm_interp.hooks.interventions.device_tables import DeviceTables
+    from pymllm_interp.hooks.interventions.vector_pool import VectorPool
     from pymllm_interp.layers.edits.table import TableOps
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -162,10 +163,10 @@ def test_device_tables_hold_an_op_as_its_words_say() -> None:
     declared = Declared.of([Negate("resid_post.0", positions=[0, 2])], INFO, PROMPT, limits)
     edited = torch.zeros(2, dtype=torch.int32, device=device)
     tables = DeviceTables(edited, INFO, limits, torch.zeros(8, device=device))
-    tables.pool.acquire(declared)
-    tables.set_row(1, declared)
+    pool = VectorPool(limits.max_intervention_vectors, INFO.hidden_size)
+    tables.set_row(1, declared, pool.acquire(declared))
     tables.apply_staged_writes()
-    assert edited.tolist() == [0, 1] and tables.pool.used == 0
+    assert edited.tolist() == [0, 1] and pool.used == 0
     rows, positions = torch.ones(3, dtype=torch.int64, device=device), torch.arange(3, device=device)
     ops = TableOps(tables.tables, rows, positions, torch.zeros(2, 3, dtype=torch.int64, device=device))
     (site,) = declared.ops

@@ -145,10 +145,9 @@ def test_the_bound_of_rows_changes_nothing(lm_of):
     """Passes of at most 8 rows, where each cell is nearly alone, and one pass for all."""
     lm = lm_of("gemma3_text")
     base, _ = prompts(2, 7)
-    call = lm.engine.call
     logits = []
     for most in (1, 8, 500):
-        front = Wavefront(lm.runner, call, base, max_rows=most)
+        front = Wavefront(lm.engine.run, lm.engine.post, base, lm.model_spec.num_hidden_layers, max_rows=most)
         sites = [Site("resid_pre", 0), Site("attn_out", 1), Site("k", 2), Site("z", 2), Site("resid_post", 2)]
         widths = [lm.model_spec.width(site.kind) for site in sites]
         cells = [
@@ -162,6 +161,7 @@ def test_the_bound_of_rows_changes_nothing(lm_of):
         logits.append(rows)
     torch.testing.assert_close(logits[0], logits[1], **CLOSE)
     torch.testing.assert_close(logits[0], logits[2], **CLOSE)
+    assert not lm.runner.kept, "the worker forgets a sweep that has ended"
 
 
 def test_a_run_patched_with_itself_stays_under_the_noise_floor(lm_of):

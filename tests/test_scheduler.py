@@ -123,7 +123,8 @@ class Simulation:
                 specs = [Steer("resid_post.0", VECTORS[vector], positions=positions) for vector, positions in edits]
                 asked = [Capture("resid_post.1", positions=captured)] if captured else []
                 longest = prompt_len + max_tokens - 1
-                request.declared = Declared.of(specs, MODEL, prompt_len, LIMITS, asked, longest, prompt_len - 1)
+                declared = Declared.of(specs, MODEL, prompt_len, LIMITS, asked, longest, prompt_len - 1)
+                request.declared = declared.demands()
             self.edits[request.request_id] = edits
             self.captured[request.request_id] = set(captured)
             requests.append(request)

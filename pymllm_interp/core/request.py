@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from .output import Logprob
 from .sampling_params import SamplingParams
-from .step import NewRequest, ScheduledRequest
+from .step import NewRequest, RequestEnd, RequestHooks, ScheduledRequest
 
 
 class RequestStatus(Enum):
@@ -60,8 +60,10 @@ class Request:
     """The model's main one, which ends it without a `stop_reason`, as in vLLM."""
     trace: Any = None
     """Its trace (hooks.traces.trace.RequestTrace), or None."""
+    hooks: RequestHooks | None = None
+    """What the worker is told of its hooks; None for none."""
     declared: Any = None
-    """Its interventions and captures, bound to the model (hooks.declared.Declared), or None."""
+    """What its interventions and captures ask of the scheduler (hooks.demands.Demands); None for none."""
     forward_only: bool = False
     """One forward pass that computes the logits of all positions, and no generation."""
     prompt_logits: bool = False
@@ -249,4 +251,15 @@ class Request:
             sample_index=self.sample_index,
             eos_token_ids=self.eos_token_ids,
             bad_words=self.bad_words,
+            hooks=self.hooks,
         )
+
+    def ending(self) -> RequestEnd:
+        """What the worker must know of the end of a request with hooks."""
+        assert self.hooks is not None, "the worker knows nothing of its hooks"
+        captures = None if self.declared is None else self.declared.captures
+        lost = None if captures is None else captures.error
+        return RequestEnd(
+            self.request_id, self.prompt_token_ids, self.output_token_ids, self.computed_once, self.expected_len,
+            self.num_preemptions, self.hooks, captures_lost=None if lost is None else str(lost),
+        )  # fmt: skip

@@ -6,12 +6,51 @@ through pickle, so that another process, or another rank, can run the step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from .sampling_params import SamplingParams
+
+VectorRow = tuple[int, tuple[bytes, int]]
+"""(first row in the pool of vectors, key of the content) of a vector (hooks.interventions.vector_pool)."""
+
+
+@dataclass(eq=False)
+class RequestHooks:
+    """The hooks of a request: specs that are not bound to a model yet, and the key of its trace.
+
+    The worker binds the specs when the request enters its table. A trace is looked up by its key, so it stays in one process.
+    """
+
+    interventions: Sequence[Any] = ()
+    """Of hooks.interventions, in the order given."""
+    captures: Sequence[Any] = ()
+    """Of hooks.captures.spec."""
+    max_tokens: int = 0
+    """Upper bound of new tokens."""
+    logits_from: int = 0
+    """First position with logits."""
+    differentiable: bool = False
+    """Its pass runs with gradients."""
+    vector_rows: tuple[VectorRow, ...] = ()
+    """Of each distinct vector, in the order of `Declared.tensors`; empty where ops are functions."""
+    trace_key: int | None = None
+    """`RequestTrace.key`; None without a trace."""
+    single: bool = False
+    """The request is one forward pass, and generates nothing."""
+    bound: Any = field(default=None, repr=False)
+    """What the check of the specs bound (hooks.declared.Declared), for a worker of the same process. Not pickled."""
+
+    @property
+    def declares(self) -> bool:
+        """Whether there are interventions or captures."""
+        return bool(self.interventions or self.captures)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"bound": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +73,46 @@ class NewRequest:
     eos_token_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token ids of `params.bad_words`."""
+    hooks: RequestHooks | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnd:
+    """A request with hooks has ended: the worker completes their results."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    num_computed: int
+    """Positions that results report (`Request.computed_once`)."""
+    expected_len: int | None
+    """`Request.expected_len`."""
+    num_preemptions: int
+    hooks: RequestHooks
+    captures_lost: str | None = None
+    """Why its captures are lost."""
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        """Prompt and generated tokens."""
+        return self.prompt_token_ids + self.output_token_ids
+
+
+@dataclass(slots=True)
+class DeclaredResult:
+    """The worker's answer to the `RequestEnd` of a request that declared something."""
+
+    applied: list[Any]
+    """Of hooks.receipt.Applied."""
+    captured: list[Any] = field(default_factory=list)
+    """Of hooks.receipt.Captured; empty where the captures are lost."""
+    activations: Any = None
+    """hooks.captures.activations.Activations, or None without captures."""
 
 
 class ScheduledRequest(NamedTuple):
@@ -79,6 +158,8 @@ class SchedulerOutput:
     finished_req_ids: set[str] = field(default_factory=set)
     """Finished since the last step."""
     preempted_req_ids: set[str] = field(default_factory=set)
+    lost_captures: dict[str, str] = field(default_factory=dict)
+    """Request id -> why its captures are lost, since the last step."""
 
     @property
     def total_num_scheduled_tokens(self) -> int:

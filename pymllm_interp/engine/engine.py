@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ..core.request import Request
 from ..core.step import ModelRunnerOutput, SchedulerOutput
 from ..hooks.traces.watchdog import Watchdog
 from ..runner.async_output import AsyncOutput
-from ..runner.interp_model_runner import InterpModelRunner
+from ..runner.interp_model_runner import InterpModelRunner, RunnerCommand
 from .callbacks import Callbacks
 from .kv_manager import KVManager
 from .request_ends import RequestEnds
@@ -138,8 +139,22 @@ class Engine(RequestEnds):
         with contextlib.suppress(EngineClosedError):  # closing ends them all
             self._post(end)
 
+    def run(self, command: RunnerCommand) -> Any:
+        """Have the runner run a command between steps. Returns its answer. Raises what `call` raises."""
+        return self.call(partial(self.runner.run, command))
+
+    def post(self, command: RunnerCommand) -> None:
+        """`run` without waiting for the answer; after the engine's end it does nothing."""
+        self._call_soon(partial(self.runner.run, command))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV that the prefix cache keeps. Raises what `call` raises."""
+        self.call(self.scheduler.kv.reset_prefix_cache)
+
     def call(self, function: Callable[[], Any]) -> Any:
-        """Run `function` on the engine's thread and return what it returns: between steps, or at once where it is called there.
+        """Run `function` on the engine's thread, to look at the engine or to measure it. Returns what it returns.
+
+        It runs between steps, or at once where it is called there. What a runner has to do is a command (`run`).
 
         Raises:
             RuntimeError: called on another engine's thread, which must not wait.
@@ -313,7 +328,8 @@ class Engine(RequestEnds):
                 self._streaming.add(request.request_id)
         self.scheduler.add(requests)
         try:
-            self.runner.attach(requests)
+            for trace in {request.trace for request in requests if request.trace is not None}:
+                self.runner.attach(trace)
         except BaseException as error:
             self._fail(list(requests), error)
 
@@ -321,7 +337,7 @@ class Engine(RequestEnds):
         """Seconds to wait for requests before the next step: the device has enough to do. Blocks of traces need them."""
         if not self._async or self._in_flight is None or self._in_flight[1].done:
             return 0.0
-        return 0.0 if self.runner.nnsight_request_helper.attached else self._pacing.seconds_left()
+        return 0.0 if self.runner.nnsight_request_helper.expects_traces else self._pacing.seconds_left()
 
     def _has_work(self) -> bool:
         return self._in_flight is not None or (self.scheduler.has_work() and not self._waits_for_room)
@@ -388,7 +404,7 @@ class Engine(RequestEnds):
         before, self._in_flight = self._in_flight, None
         if before is not None:
             self._collect(*before)
-            self.runner.drop_finished()
+            self.runner.drop_finished(self.scheduler.finished_req_ids)
 
     def _collect(self, step: SchedulerOutput, launched: AsyncOutput) -> None:
         """Read a step's tokens, append them, and end the requests that are complete."""

@@ -340,7 +340,7 @@ class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore
 
     def reset_prefix_cache(self) -> None:
         """Forget the KV that the prefix cache keeps. Edits of the weights do so by themselves."""
-        self.engine.call(lambda: self.engine.scheduler.kv.reset_prefix_cache())
+        self.engine.reset_prefix_cache()
 
     @classmethod
     def connect(cls, url: str, *, api_key: str | None = None, timeout: float | None = None) -> LM:

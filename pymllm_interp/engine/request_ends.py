@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from ..core.events import Event, Subscriber, TokenEvent
 from ..core.request import Request
-from ..core.step import ModelRunnerOutput, SchedulerOutput
+from ..core.step import DeclaredResult, ModelRunnerOutput, SchedulerOutput
+from ..hooks.binding import fingerprint_of
 from ..hooks.traces.trace import RequestTrace
 from ..runner.interp_model_runner import InterpModelRunner
 from .callbacks import Callbacks
@@ -72,7 +72,7 @@ class RequestEnds:
             ending = [request]
         if request.trace is not None:
             try:
-                self.runner.finish_nnsight(ending)
+                self.runner.finish_nnsight([member.ending() for member in ending])
             except BaseException as error:
                 for member in ending:
                     member.error = member.error or error
@@ -94,7 +94,7 @@ class RequestEnds:
             self._answer(request)
             return
         try:
-            arrived = self.runner.finish_declared(request)
+            arrived = self._finish_declared(request)
         except BaseException as error:
             request.error = request.error or error
             self._answer(request)
@@ -104,16 +104,27 @@ class RequestEnds:
         else:
             arrived.add_done_callback(lambda done: self._call_soon(partial(self._answer, request, done)))
 
-    def _answer(self, request: Request, captured: Future[Any] | None = None) -> None:
+    def _finish_declared(self, request: Request) -> Future[DeclaredResult]:
+        """Give back what the request reserved, and have the worker complete its results."""
+        assert request.hooks is not None and self.runner.declarations is not None, "it declared something"
+        self.runner.declarations.release(request)
+        arrived, receipt = self.runner.finish_declared(request.ending()), request.receipt
+        receipt.spec = fingerprint_of(request.hooks.interventions, request.hooks.captures)
+        receipt.preemptions = request.num_preemptions
+        receipt.num_cached_tokens, receipt.not_reused = request.num_cached_tokens, request.not_reused
+        return arrived
+
+    def _answer(self, request: Request, arrived: Future[DeclaredResult] | None = None) -> None:
         """Emit the request's last event.
 
         Args:
-            captured: its activations, where it declared something.
+            arrived: the results of what it declared.
         """
-        if captured is not None:
-            error = captured.exception()
-            request.activations = captured.result() if error is None else None
+        if arrived is not None:
+            error = arrived.exception()
             request.error = request.error or error
+            if error is None:
+                _take_result(request, arrived.result())
         self._declared.discard(request.request_id)
         self._streaming.discard(request.request_id)
         self._emit(request.request_id, finished_event(request))
@@ -184,3 +195,11 @@ class RequestEnds:
             request.finish_reason = reason
             event = finished_event(request)
             found[1].put(replace(event, token_ids=list(event.token_ids)))
+
+
+def _take_result(request: Request, result: DeclaredResult) -> None:
+    """Note the results of what a request declared."""
+    request.activations = found = result.activations
+    request.receipt.interventions, request.receipt.captures = result.applied, result.captured
+    if found is not None and found.error is not None and str(found.error) not in request.warnings:
+        request.warnings.append(str(found.error))

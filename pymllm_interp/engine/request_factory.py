@@ -76,8 +76,8 @@ class RequestFactory:
         self.cache_owner = cache_owner
         self.runner, self.tokenizer, self.defaults, self.seed = runner, tokenizer, defaults, seed
         self.vectors = VectorRegistry(runner.model_spec)
-        assert runner.saes is not None
-        self.saes = runner.saes
+        assert runner.saes is not None and runner.declarations is not None, "call initialize() first"
+        self.saes, self._declarations = runner.saes, runner.declarations
         self._ordinals = itertools.count()
 
     @property
@@ -292,7 +292,7 @@ class RequestFactory:
             PromptError: what the model does not have, or the tables, the ring and results do not hold.
         """
         try:
-            request.declared = self.runner.declared.declare(interventions, captures, request)
+            self._declarations.declare(interventions, captures, request)
         except ValueError as error:
             raise PromptError(f"{what}: {error}") from error
         if request.declared is None:
@@ -309,8 +309,7 @@ class RequestFactory:
         """
         try:
             for request in requests:
-                if request.declared is not None:
-                    self.runner.declared.hold(request.declared)
+                self._declarations.hold(request)
         except BaseException:
             self.release(requests)
             raise
@@ -318,8 +317,7 @@ class RequestFactory:
     def release(self, requests: Sequence[Request]) -> None:
         """Give back what `hold` reserved."""
         for request in requests:
-            if request.declared is not None:
-                self.runner.declared.release(request.declared)
+            self._declarations.release(request)
 
     # -- traces ---------------------------------------------------------------------------------
 
@@ -388,9 +386,8 @@ class RequestFactory:
         for i, (prompt, this) in enumerate(zip(prompts, names, strict=True)):
             request = self._traced(mode, prompt, dict(kwargs), this, sampling)
             request.trace, request.receipt, request.sample_index = trace, trace.receipt, i % copies
-            if specs is not None or captured is not None:
-                self.declare(request, interventions[i], captures[i], this)
             request.differentiable, request.alone = trace.grad, trace.grad or trace.options.alone
+            self.declare(request, interventions[i], captures[i], this)
             if trace.grad and mode != "trace":
                 raise PromptError(
                     f"{this}: gradients need a single forward pass: use `with lm.trace(...)` (the block names "
@@ -442,7 +439,7 @@ class RequestFactory:
                     f"an invoke without a prompt joins their blocks); that takes {setting} of at least {need}, and it is {limit}"
                 )
         self._check_pass(requests, f"the {len(requests)} prompts of this trace")
-        self.runner.declared.check_room([(request, request.declared) for request in requests], "prompts of one trace")
+        self._declarations.check_room(requests, "prompts of one trace")
         gang = list(requests)  # which the engine empties at the end
         alone = any(request.alone for request in gang)
         for request in requests:

@@ -9,7 +9,7 @@ request does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from operator import attrgetter
 from typing import Any
 
@@ -106,6 +106,11 @@ class Scheduler:
         }
 
     @property
+    def finished_req_ids(self) -> Set[str]:
+        """Requests that have ended since the last step was scheduled."""
+        return self._finished_ids
+
+    @property
     def waits_for_room(self) -> bool:
         """Whether captures found no room in the ring for the last step, and room will be freed."""
         return self.ring_admission is not None and self.ring_admission.waits
@@ -123,6 +128,8 @@ class Scheduler:
         del self.requests[request.request_id]
         self._alone.finish(request)
         self._finished_ids.add(request.request_id)
+        if self.ring_admission is not None:
+            self.ring_admission.forget_lost([request.request_id])
 
     # -- a step ----------------------------------------------------------------------
 
@@ -140,6 +147,8 @@ class Scheduler:
         step.accepted = list(self._accepted)
         step.finished_req_ids, self._finished_ids = self._finished_ids, set()
         step.preempted_req_ids, self._preempted_ids = self._preempted_ids, set()
+        if self.ring_admission is not None:
+            step.lost_captures = dict(self.ring_admission.lost)
         return step
 
     def _pick(self) -> SchedulerOutput:
@@ -350,6 +359,8 @@ class Scheduler:
             if request is not None:
                 request.kv_len += num_tokens
                 request.num_pending += samples
+        if self.ring_admission is not None and self.ring_admission.lost:
+            self.ring_admission.forget_lost([entry.request_id for entry in step.scheduled])
         self._entering.clear()
         self.kv.sent()
         del self._accepted[: len(step.accepted)]
@@ -437,6 +448,8 @@ class Scheduler:
         self.running.remove(request)
         self._release(request)
         self._preempted_ids.add(request.request_id)
+        if request.declared is not None and request.declared.captures is not None:
+            request.declared.captures.was_sent(request.kv_len)
         request.kv_len = 0
         request.status = RequestStatus.WAITING
         self.waiting.add(request)

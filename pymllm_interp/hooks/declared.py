@@ -14,6 +14,7 @@ from ..attention.cut_edges import RequestCuts
 from ..core.arguments import shown
 from ..core.limits import MAX_SPECS
 from ..core.model_spec import INNER_SITES, LOGITS, ModelSpec, site_index
+from ..core.step import RequestHooks
 from ..layers.edits.codes import MAX_HEADS
 from .binding import Bound, at_logits, bind, lists_for_prompts, stream_of
 from .captures.activations import Activations, CaptureError, lost
@@ -21,6 +22,7 @@ from .captures.captures import Captures
 from .captures.patterns import PatternCaptures, is_pattern
 from .captures.reduction import Readout
 from .captures.spec import NORMED, Capture
+from .demands import Demands
 from .interventions.gates import Flag, GateRead, RequestGates
 from .interventions.knockout import BoundKnockout, Intervention, Knockout, bind_knockouts, request_cuts
 from .interventions.op import Op
@@ -231,8 +233,8 @@ class Declared:
         captures: None without captures.
         prompt_len: in tokens.
         logits_from: the first position with logits.
-        vectors: id of a tensor -> its first row in `VectorPool`, until the pool's `release`.
-        held: keys of these rows.
+        vectors: id of a tensor -> its first row in `VectorPool`.
+        held: keys of these rows, until the pool's `release`.
         fires: of gates.
         first_fired: see `PassFlags`; on CUDA, while the request is not in the device tables.
         knockouts: edges of attention that are cut.
@@ -253,6 +255,16 @@ class Declared:
     kv_edits: KVEdits = field(default_factory=lambda: KVEdits({}, (), 1))
     patterns: PatternCaptures | None = None
     given: tuple[Sequence[Intervention], Sequence[Capture]] = ((), ())
+
+    @classmethod
+    def bound(
+        cls, hooks: RequestHooks, prompt_len: int, model: ModelSpec, limits: DeclaredLimits, readout: Readout | None
+    ) -> Declared:
+        """`of` the hooks of a request."""
+        longest = prompt_len + hooks.max_tokens - 1
+        return cls.of(
+            hooks.interventions, model, prompt_len, limits, hooks.captures, longest, hooks.logits_from, readout
+        )
 
     @classmethod
     def of(
@@ -327,20 +339,18 @@ class Declared:
         """Whether an op acts at the logits."""
         return any(found[0].site.kind == LOGITS for found in self.ops.values())
 
-    def first_observed(self, start: int) -> tuple[int | None, str]:
-        """The first position from `start` on that must be computed to be captured or counted, and why; (None, "") for none.
-
-        The receipt counts the rows on which a gate fired, and a gate with scope="prompt" reads all of the prompt.
-        """
-        firsts = [c.first_position(start) for c in (self.captures, self.patterns) if c is not None]
-        captured = min([first for first in firsts if first is not None], default=None)
+    def demands(self) -> Demands:
+        """What the scheduler must know of it."""
         # Where each position decides for itself, a gate's site matters at the positions of its ops alone.
-        gated = [w.start + w.among(0, start) * w.step for op in self
-                 if op.spec.when is not None or (isinstance(op.spec, GateRead) and op.flag and op.flag.prompt_len)
-                 for w in op.windows if w.stop is None or w.stop > start]  # fmt: skip
-        if gated and (captured is None or min(gated) < captured):
-            return min(gated), "a gate is counted"
-        return captured, "" if captured is None else "captured"
+        gated = [
+            window
+            for op in self
+            if op.spec.when is not None or (isinstance(op.spec, GateRead) and op.flag and op.flag.prompt_len)
+            for window in op.windows
+        ]
+        sizes = None if self.captures is None else self.captures.sizes()
+        patterns = None if self.patterns is None else self.patterns.wanted
+        return Demands(self.kv_edits, sizes, patterns, gated, self.vectors, self.held)
 
     def activations(self, token_ids: list[int], expected: int | None = None) -> Activations | None:
         """The captured states and patterns of the positions of `token_ids`; None without captures.
@@ -411,13 +421,13 @@ class Declared:
             if isinstance(spec, Spec) and any(tensor.numel() > LARGE for _, tensor in spec._content().tensors):
                 hash((spec.fingerprint, spec.effect))
 
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """The vectors that `VectorPool` holds for the request."""
-        for op in self:
-            yield from op.spec.vectors
+    def tensors(self) -> list[torch.Tensor]:
+        """The distinct vectors that the pool holds for the request."""
+        found = [vector for op in self for vector in op.spec.vectors]
         for group in () if self.captures is None else self.captures.groups:
             if group.probes is not None:
-                yield group.probes
+                found.append(group.probes)
+        return list({id(tensor): tensor for tensor in found}.values())
 
     def __iter__(self) -> Iterator[PlacedOp]:
         return (op for found in self.ops.values() for op in found)

@@ -19,20 +19,15 @@ from ..config import ServerConfig
 from ..core.forward_batch import SiteOps
 from ..core.model_spec import INNER_SITES, LOGITS, ModelSpec, inner_site
 from ..core.out_of_memory import within_memory
-from ..core.request import Request
-from ..core.step import NewRequest, ScheduledRequest
+from ..core.step import DeclaredResult, NewRequest, RequestEnd, RequestHooks, ScheduledRequest
 from ..core.upload import upload
 from ..layers.edits.table import TableOps
-from .binding import fingerprint_of
-from .captures.activations import Activations
 from .captures.captures import Captures
 from .captures.reduction import Readout
 from .captures.ring import CaptureRing, StatesOf
-from .captures.spec import Capture
 from .declared import Declared, DeclaredLimits
 from .interventions.device_tables import DeviceTables
 from .interventions.host_ops import RequestRows, host_ops
-from .interventions.knockout import Intervention
 from .interventions.logit_ops import logit_ops
 from .saes.sae import SAE
 
@@ -62,7 +57,7 @@ class RowBuffers(NamedTuple):
 
 
 class DeclaredStage:
-    """What requests declared, from submission to receipt.
+    """What the requests of a runner declared, from their first step to their results.
 
     Args:
         config: limits and the ring's size are read.
@@ -137,95 +132,71 @@ class DeclaredStage:
 
     # -- requests in and out -----------------------------------------------------------------
 
-    def declare(self, specs: Sequence[Intervention], captures: Sequence[Capture], request: Request) -> Declared | None:
-        """Bind a request's interventions and captures; None for none. Called on any thread.
-
-        Raises:
-            ValueError: what the model does not have, or the tables, the ring and results do not hold.
-        """
-        if not specs and not captures:
-            return None
-        longest = request.prompt_len + request.max_tokens - 1
-        declared = Declared.of(
-            specs, self.model, request.prompt_len, self.limits, captures, longest, request.logits_from, self.readout
-        )
-        declared.hash_large()
-        if declared.captures is not None:
-            if request.trace is None or not request.trace.grad:
-                self.check_room([(request, declared)], "this request")
-        return declared
-
-    def check_room(self, together: list[tuple[Request, Declared | None]], what: str) -> None:
-        """Check that the ring can hold what requests capture that run in the same steps. A traced prompt runs in one step.
-
-        Args:
-            what: names the requests, for the message.
-
-        Raises:
-            ValueError: it cannot.
-        """
-        if self.capture_ring is not None:
-            wanted = [
-                (declared.captures, 0 if request.trace is None else request.prompt_len)
-                for request, declared in together
-                if declared is not None and declared.captures is not None
-            ]
-            self.capture_ring.admission.check(wanted, what)
-
-    def hold(self, declared: Declared) -> None:
-        """Reserve rows of the pool for a request's vectors until `finish`, and open the ring. Called on any thread.
-
-        Raises:
-            ValueError: the pool is full.
-            RuntimeError, MemoryError: no memory for the ring on the host.
-        """
+    def enter(self, new: Sequence[NewRequest]) -> None:
+        """Bind the specs of requests that enter the request table, and write their rows of the tables, and new vectors."""
+        for request in new:
+            declared = None
+            if request.hooks is not None and request.hooks.declares:
+                declared = self._live.get(request.request_id) or self._begin(request, request.hooks)
+                self._in_tables[request.request_id] = request.row, declared
+            if self.device_tables is not None:
+                rows = () if request.hooks is None else request.hooks.vector_rows
+                self.device_tables.set_row(request.row, declared, rows)
         if self.device_tables is not None:
-            self.device_tables.pool.acquire(declared)
+            self.device_tables.apply_staged_writes()
+
+    def _begin(self, request: NewRequest, hooks: RequestHooks) -> Declared:
+        declared = self._live[request.request_id] = self.bind(hooks, request.prompt_len)
+        if declared.knockouts or declared.patterns is not None:
+            self._cutting[request.request_id] = declared
+        if hooks.differentiable:
+            self._with_gradients.add(request.request_id)
         if self.capture_ring is not None and declared.captures is not None:
             self.capture_ring.open()
+        return declared
 
-    def release(self, declared: Declared) -> None:
-        """Give back what `hold` reserved, of a request that is not submitted."""
-        if self.device_tables is not None:
-            self.device_tables.pool.release(declared)
+    def bind(self, hooks: RequestHooks, prompt_len: int) -> Declared:
+        """Bind the specs of a request. What a check bound in this process is taken over.
 
-    def attach(self, request: Request) -> None:
-        """Serve the request's declared ops and captures in the steps that it takes part in."""
-        if request.declared is not None:
-            self._live[request.request_id] = request.declared
-            if request.declared.knockouts or request.declared.patterns is not None:
-                self._cutting[request.request_id] = request.declared
-            if request.differentiable:
-                self._with_gradients.add(request.request_id)
+        Raises:
+            ValueError: see `Declared.bound`.
+        """
+        declared, hooks.bound = hooks.bound, None
+        return declared or Declared.bound(hooks, prompt_len, self.model, self.limits, self.readout)
 
-    def finish(self, request: Request) -> Future[Activations | None]:
-        """Release what a finished request holds, and complete its receipt.
+    def lose(self, lost: Mapping[str, str]) -> None:
+        """Capture nothing any more for these requests.
+
+        Args:
+            lost: request id -> why.
+        """
+        for request_id, why in lost.items():
+            declared = self._live.get(request_id)
+            if declared is not None and declared.captures is not None:
+                declared.captures.lose(why)
+
+    def finish(self, end: RequestEnd) -> Future[DeclaredResult]:
+        """Release what a request held that has ended.
 
         Returns:
-            its activations, when all have arrived on the host: at once, or on the ring's thread.
+            its results, when all captured states have arrived on the host: at once, or on the ring's thread.
         """
-        declared: Declared = request.declared
-        self._live.pop(request.request_id, None)
-        self._with_gradients.discard(request.request_id)
-        self._cutting.pop(request.request_id, None)
-        self.leave_tables(request.request_id)
-        self.release(declared)
-        counted, expected = request.computed_once, request.expected_len
-        receipt = request.receipt
-        receipt.spec = fingerprint_of(*declared.given)
-        receipt.interventions, receipt.preemptions = declared.applied(counted), request.num_preemptions
-        receipt.num_cached_tokens, receipt.not_reused = request.num_cached_tokens, request.not_reused
-        token_ids = (request.prompt_token_ids + request.output_token_ids)[:counted]
-        arrived: Future[Activations | None] = Future()
+        declared = self._live.pop(end.request_id, None) or self.bind(end.hooks, end.prompt_len)
+        self._with_gradients.discard(end.request_id)
+        self._cutting.pop(end.request_id, None)
+        self.leave_tables(end.request_id)
+        if declared.captures is not None and end.captures_lost is not None:
+            declared.captures.lose(end.captures_lost)
+        counted = end.num_computed
+        result = DeclaredResult(declared.applied(counted))
+        arrived: Future[DeclaredResult] = Future()
 
         def complete() -> None:
             try:
-                found = declared.activations(token_ids, expected)
-                if found is not None and found.error is not None:
-                    request.warnings += [] if str(found.error) in request.warnings else [str(found.error)]
-                else:
-                    request.receipt.captures = declared.captured(counted)  # which counts what results leave out
-                arrived.set_result(found)
+                result.activations = declared.activations(end.all_token_ids[:counted], end.expected_len)
+                if result.activations is None or result.activations.error is None:
+                    result.captured = declared.captured(counted)  # which counts what results leave out
+                arrived.set_result(result)
             except Exception as error:
                 arrived.set_exception(error)
 
@@ -234,19 +205,6 @@ class DeclaredStage:
         else:
             self.capture_ring.after(complete)
         return arrived
-
-    # -- rows of the tables --------------------------------------------------------------------
-
-    def enter_tables(self, new: Sequence[NewRequest]) -> None:
-        """Write the table rows of requests that enter the request table, and new vectors."""
-        if self.device_tables is None:
-            return
-        for request in new:
-            declared = self._live.get(request.request_id)
-            self.device_tables.set_row(request.row, declared)
-            if declared is not None:
-                self._in_tables[request.request_id] = request.row, declared
-        self.device_tables.apply_staged_writes()
 
     def leave_tables(self, request_id: str) -> None:
         """Read what the gates of a request counted, before another request takes its row."""

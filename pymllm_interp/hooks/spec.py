@@ -138,6 +138,11 @@ class Spec:
     def __hash__(self) -> int:
         return hash(self.fingerprint)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Fields alone: what was derived from them, such as sites in a model, is made again."""
+        kept = {"named", *(part.name for part in fields(self))}  # pyright: ignore[reportArgumentType]
+        return {name: value for name, value in self.__dict__.items() if name in kept}
+
     def _content(self) -> _Content:
         """The constructor's arguments. Kept: each submission walks through them several times."""
         found: _Content | None = self.__dict__.get("_arguments")

@@ -126,7 +126,7 @@ class _Sweep:
             start = self._starts[cell] or 0
             values = self._values(cell, row).flatten(1)
             made.append(WaveCell(site, start, values if position is not None else values[start:], channels))
-        front = Wavefront(lm.runner, lm.engine.call, ids, lm.limits.max_num_tokens)
+        front = Wavefront(lm.engine.run, lm.engine.post, ids, lm.num_layers, lm.limits.max_num_tokens)
         for i, logits in front.row_logits(made):
             yield self.cells[i], logits.cpu()
 

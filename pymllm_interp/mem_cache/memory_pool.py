@@ -68,6 +68,18 @@ class ReqToTokenPool:
         self._live.add(row)
         return row
 
+    def claim(self, row: int) -> None:
+        """Note that `row` is in use, where the pool of another process handed it out. A row in use is left as it is.
+
+        Raises:
+            ValueError: not one of rows 1..size.
+        """
+        if row not in self._live:
+            if row not in self._free:
+                raise ValueError(f"claim(row={row}): expected a row of 1..{self.size}")
+            self._free.remove(row)
+            self._live.add(row)
+
     def free(self, row: int) -> None:
         """Take `row` back; its staged writes are dropped.
 

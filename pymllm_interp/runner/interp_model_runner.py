@@ -15,9 +15,9 @@ It drives two stages, which own what is theirs: `DeclaredStage` (interventions a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,9 +25,9 @@ from torch import nn
 from ..config import ModelConfig, ServerConfig
 from ..core.forward_batch import ForwardBatch
 from ..core.model_spec import LOGITS
-from ..core.request import Request
-from ..core.step import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
+from ..core.step import DeclaredResult, LogitsProcessorOutput, ModelRunnerOutput, RequestEnd, SchedulerOutput
 from ..hooks.captures.ring import CaptureRing
+from ..hooks.declarations import Declarations
 from ..hooks.declared_stage import DeclaredStage, RowBuffers
 from ..hooks.interventions.device_tables import DeviceTables
 from ..hooks.saes.registry import SAERegistry
@@ -35,6 +35,7 @@ from ..hooks.traces.batch_groups import NNsightRequestHelper
 from ..hooks.traces.envoy import TracedModel
 from ..hooks.traces.interleaver import EngineInterleaver
 from ..hooks.traces.step_outputs import offer_tokens, serve_outputs
+from ..hooks.traces.trace import RequestTrace
 from ..layers.edits.base import apply_inner
 from ..layers.edits.table import TableOps
 from ..models.readout import ModelReadout
@@ -51,6 +52,14 @@ def _wrap(module: nn.Module, interleaver: EngineInterleaver) -> TracedModel:
     return TracedModel(module, interleaver=interleaver)
 
 
+class RunnerCommand(Protocol):
+    """What a client has a runner do between steps. A value that can be pickled: it finds all else in the runner."""
+
+    def run(self, runner: InterpModelRunner) -> Any:
+        """Do it on the runner's thread, without gradients. Returns the answer."""
+        ...
+
+
 class InterpModelRunner(ModelRunner):
     """A ModelRunner that lets each request's hooks read and change its own hidden states, logits and samples.
 
@@ -61,8 +70,10 @@ class InterpModelRunner(ModelRunner):
         interleaver: serves the blocks of traces.
         nnsight_request_helper: traces in flight, and their rows.
         declared_stage: interventions and captures; None before `initialize`.
+        declarations: the checks of them, for clients; None before `initialize`.
         saes: by name, of `ModelConfig.saes` and later ones; None before `initialize`.
         passes: how passes with traces run.
+        kept: by key, what a command keeps for later ones.
     """
 
     def __init__(
@@ -78,8 +89,10 @@ class InterpModelRunner(ModelRunner):
         self.interleaver = EngineInterleaver()
         self.nnsight_request_helper = NNsightRequestHelper(self.interleaver)
         self.declared_stage: DeclaredStage | None = None
+        self.declarations: Declarations | None = None
         self.saes: SAERegistry | None = None
         self.passes = HookedPasses(self, self.interleaver, self.nnsight_request_helper)
+        self.kept: dict[str, Any] = {}
         self._own_model: TracedModel | None = None
         self._model_of_client: weakref.ref[TracedModel] | None = None
 
@@ -115,7 +128,9 @@ class InterpModelRunner(ModelRunner):
 
     def _init_tables(self) -> None:
         super()._init_tables()
-        self.declared.init_tables(self.req_states.edited)
+        stage = self.declared
+        stage.init_tables(self.req_states.edited)
+        self.declarations = Declarations(stage.limits, stage.model, stage.readout, stage.capture_ring)
 
     @property
     def wants_plain_graphs(self) -> bool:
@@ -138,7 +153,10 @@ class InterpModelRunner(ModelRunner):
             self.declared_stage.close()
         if self.saes is not None:
             self.saes.close()
+        if self.declarations is not None:
+            self.declarations.close()
         self._own_model = self.saes = None
+        self.kept.clear()
         super().shutdown()
 
     @property
@@ -162,38 +180,41 @@ class InterpModelRunner(ModelRunner):
         """CUDA graphs of what lies between blocks; None where passes are not captured."""
         return self.passes.segments
 
+    @torch.no_grad()
+    def run(self, command: RunnerCommand) -> Any:
+        """Run a command between steps. Returns its answer."""
+        return command.run(self)
+
     # -- requests in and out ------------------------------------------------------------
 
-    def attach(self, requests: Iterable[Request]) -> None:
-        """Take the hooks of submitted requests; steps name the requests by id."""
-        for request in requests:
-            self.declared.attach(request)
-            self.nnsight_request_helper.attach(request)
+    def attach(self, trace: RequestTrace) -> None:
+        """Make a trace known, before the first step that names it by its key."""
+        self.nnsight_request_helper.register(trace)
 
-    def finish_declared(self, request: Request) -> Future[Any]:
-        """Release what a finished request's interventions hold; its activations, when they have arrived on the host."""
-        return self.declared.finish(request)
+    def finish_declared(self, end: RequestEnd) -> Future[DeclaredResult]:
+        """Release what a finished request's interventions hold; its results, when all captured states have arrived."""
+        return self.declared.finish(end)
 
-    def finish_nnsight(self, finished_requests: Sequence[Request]) -> ModelRunnerOutput:
+    def finish_nnsight(self, ends: Sequence[RequestEnd]) -> ModelRunnerOutput:
         """Wind up the traces of finished requests.
 
         Returns:
             their saves and errors, by request.
         """
-        traced = {r.request_id: r for r in finished_requests if r.trace is not None}
-        if any(request.trace.in_pass for request in traced.values()):
-            self.drop_finished()
-        self.nnsight_request_helper.process_finished_reqs(set(traced), traced)
-        output = ModelRunnerOutput(req_ids=list(traced))
-        for rid, request in traced.items():
-            output.saves[rid] = request.trace.saved_names()
-            if request.trace.error is not None:
-                output.errors[rid] = request.trace.error
+        helper, traces = self.nnsight_request_helper, self.nnsight_request_helper.traces_of(ends)
+        if any(trace.in_pass for trace in traces.values()):
+            self.drop_finished(traces)
+        helper.process_finished_reqs([end for end in ends if end.request_id in traces])
+        output = ModelRunnerOutput(req_ids=list(traces))
+        for rid, trace in traces.items():
+            output.saves[rid] = trace.saved_names()
+            if trace.error is not None:
+                output.errors[rid] = trace.error
         return output
 
-    def drop_finished(self) -> None:
+    def drop_finished(self, finished_req_ids: Collection[str]) -> None:
         """Take finished requests' traces out of the pass under way: no block sees a step that did not happen."""
-        for trace in self.nnsight_request_helper.drop_finished():
+        for trace in self.nnsight_request_helper.drop_finished(finished_req_ids):
             self.interleaver.leave(trace)
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
@@ -205,7 +226,8 @@ class InterpModelRunner(ModelRunner):
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Enter requests into the tables."""
         super().add_requests(scheduler_output)
-        self.declared.enter_tables(scheduler_output.scheduled_new_reqs)
+        self.declared.enter(scheduler_output.scheduled_new_reqs)
+        self.declared.lose(scheduler_output.lost_captures)
 
     # -- a step ----------------------------------------------------------------------
 
@@ -224,7 +246,9 @@ class InterpModelRunner(ModelRunner):
             )
         if self.interleaver.interleaving:
             raise RuntimeError("a pass is under way: sample_tokens() comes before the next execute_model()")
-        if not (helper := self.nnsight_request_helper).traced(scheduler_output.scheduled):
+        helper = self.nnsight_request_helper
+        helper.enter(scheduler_output.scheduled_new_reqs)
+        if not helper.traced(scheduler_output.scheduled):
             return super().execute_model(scheduler_output, intermediate_tensors)
         helper.process_new_reqs(scheduler_output.scheduled)
         self.interleaver.begin_pass(helper.traces)

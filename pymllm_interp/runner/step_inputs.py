@@ -164,6 +164,7 @@ class StepInputs:
         if step.accepted:
             self.states.accept(step.accepted)
         for request in step.scheduled_new_reqs:
+            self.table.claim(request.row)
             self.states.add_request(request)
         self.states.apply_staged_writes()
 

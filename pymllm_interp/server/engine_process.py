@@ -210,7 +210,7 @@ class EngineServer:
         return m.Answer(message.call)
 
     def _reset_prefix_cache(self, message: m.ResetPrefixCache) -> m.Answer:
-        self.model.engine.call(lambda: self.model.engine.scheduler.kv.reset_prefix_cache())
+        self.model.engine.reset_prefix_cache()
         return m.Answer(message.call)
 
 

@@ -209,7 +209,8 @@ def _texts(lm: Any, ids: list[int]) -> list[str]:
 def _by_wavefront(plan: Plan) -> Iterator[tuple[Place, float]]:
     lm, entries = plan.lm, plan.cells()
     lm.engine.check_open()
-    front = Wavefront(lm.runner, lm.engine.call, plan.token_ids, lm.limits.max_num_tokens)
+    depth, most = lm.model_spec.num_hidden_layers, lm.limits.max_num_tokens
+    front = Wavefront(lm.engine.run, lm.engine.post, plan.token_ids, depth, most)
     shape = lm.model_spec.shape(plan.kind)
     channels = [None] if plan.heads is None else [channels_of([head], shape) for head in plan.heads]
     cells = [

@@ -15,9 +15,11 @@ L layers and n tokens cost (L - layer)(n - p) rows a cell, in place of L n.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import torch
 
@@ -28,7 +30,7 @@ from ..layers.edits.base import residual_sum
 from ..layers.edits.host import HostOps
 from ..models.attention import Attention
 from ..models.decoder import DecoderForCausalLM
-from ..runner.interp_model_runner import InterpModelRunner
+from ..runner.interp_model_runner import InterpModelRunner, RunnerCommand
 from .scratch import LayerKV, batch_of, last_rows_of
 
 HEAD_ROWS = 256
@@ -54,32 +56,30 @@ class WaveCell(NamedTuple):
 
 
 class Wavefront:
-    """A prompt's base run, and cells over it.
+    """A prompt's base run, and cells over it: what is asked of the worker, message by message.
 
-    Each layer of each pass is a call of its own on the engine's thread. The engine's steps run in between, so a layer of at most
-    `max_rows` token rows is what a step of other requests waits for.
+    Each layer of each pass is a message of its own. The engine's steps run in between, so a layer of at most `max_rows` token rows
+    is what a step of other requests waits for.
 
     Args:
-        runner: of a native model.
-        call: runs a function on the engine's thread (`Engine.call`).
+        run: has the worker run a command, and returns its answer (`Engine.run`).
+        post: the same without waiting (`Engine.post`).
         token_ids: of the prompt.
+        num_layers: of the model.
         max_rows: token rows of a pass at most; a prompt or a cell that is longer has a pass for itself.
-
-    Attributes:
-        streams: the base run's stream [tokens, hidden] before each layer, and before the final norm.
     """
 
     def __init__(
-        self, runner: InterpModelRunner, call: Callable[[Callable[[], Any]], Any], token_ids: list[int], max_rows: int
+        self,
+        run: Callable[[RunnerCommand], Any],
+        post: Callable[[RunnerCommand], None],
+        token_ids: list[int],
+        num_layers: int,
+        max_rows: int,
     ) -> None:
-        self.model: Any = runner.get_model()
-        self.decoder = getattr(self.model, self.model.decoder_name)
-        self.layers = list(getattr(self.decoder, self.decoder.layers_name))
-        self.runner, self._engine_call = runner, call
-        self.num_tokens, self.max_rows = len(token_ids), max(max_rows, len(token_ids))
-        self.token_ids = torch.tensor(token_ids, device=runner.device)
-        self.streams: list[torch.Tensor] = []
-        self._base_kv: list[torch.Tensor] = []
+        self.token_ids, self.num_layers = token_ids, num_layers
+        self.max_rows = max(max_rows, len(token_ids))
+        self._run, self._post = run, post
 
     @staticmethod
     def serves(runner: InterpModelRunner) -> bool:
@@ -92,9 +92,9 @@ class Wavefront:
         Yields:
             indexes of cells, and their logits [cells, vocab] in the model's dtype.
         """
-        for group, wave in self._waves(cells, every_row=False):
+        for group, key in self._waves(cells, every_row=False):
             for first in range(0, len(group), HEAD_ROWS):
-                yield group[first : first + HEAD_ROWS], self._head(wave, first, first + HEAD_ROWS)
+                yield group[first : first + HEAD_ROWS], self._run(WaveLogits(key, first, first + HEAD_ROWS))
 
     def row_logits(self, cells: Sequence[WaveCell]) -> Iterator[tuple[int, torch.Tensor]]:
         """The logits of all positions, cell by cell.
@@ -103,41 +103,35 @@ class Wavefront:
             index of a cell, and its logits [tokens, vocab] in the model's dtype. Cells of lower layers come first.
         """
         base: Any = None
-        for group, wave in self._waves(cells, every_row=True):
-            if base is None:
-                base = self._call(self._base_logits, wave)
+        for group, key in self._waves(cells, every_row=True):
+            base = self._run(BaseLogits(key)) if base is None else base
             first = 0
             for i in group:
                 start = cells[i].position
-                stop = first + self.num_tokens - start
-                yield i, torch.cat([base[:start], self._head(wave, first, stop)])
+                stop = first + len(self.token_ids) - start
+                yield i, torch.cat([base[:start], self._run(WaveLogits(key, first, stop))])
                 first = stop
 
-    def _waves(self, cells: Sequence[WaveCell], every_row: bool) -> Iterator[tuple[list[int], _Wave]]:
-        """Indexes of the cells of each pass, and the pass at its end."""
-        if not self.streams:
-            self._call(self._begin)
-            for index in range(len(self.layers)):
-                self._call(self._base_layer, index)
-        for group in self._groups(cells):
-            wave = _Wave(self, every_row)
-            for index in range(cells[group[0]].boundary, len(self.layers) + 1):
-                self._call(wave.advance, index, [cells[i] for i in group if cells[i].boundary == index])
-            yield group, wave
-
-    def _head(self, wave: _Wave, first: int, stop: int) -> torch.Tensor:
-        return self._call(self.model.head_fused, wave.last[:, first:stop], wave.batch)[0]
-
-    def _base_logits(self, wave: _Wave) -> torch.Tensor:
-        """[tokens, vocab] of the base run, on the engine's thread."""
-        normed = getattr(self.decoder, self.decoder.norm_name).normalize(self.streams[-1].unsqueeze(0))
-        return self.model.head_fused(normed, wave.batch)[0]
+    def _waves(self, cells: Sequence[WaveCell], every_row: bool) -> Iterator[tuple[list[int], str]]:
+        """Indexes of the cells of each pass, when it has run, and the sweep's key on the worker."""
+        key = uuid4().hex
+        try:
+            self._run(BeginSweep(key, self.token_ids, self.max_rows))
+            for index in range(self.num_layers):
+                self._run(BaseLayer(key, index))
+            for group in self._groups(cells):
+                self._run(BeginWave(key, every_row))
+                for index in range(cells[group[0]].boundary, self.num_layers + 1):
+                    self._run(AdvanceCells(key, index, [cells[i] for i in group if cells[i].boundary == index]))
+                yield group, key
+        finally:
+            self._post(EndSweep(key))
 
     def _groups(self, cells: Sequence[WaveCell]) -> Iterator[list[int]]:
         """Indexes of the cells of each pass. Cells of near layers go together, so that batches are full early."""
         group, rows = [], 0
         for i in sorted(range(len(cells)), key=lambda i: cells[i].boundary):
-            size = self.num_tokens - cells[i].position
+            size = len(self.token_ids) - cells[i].position
             if group and rows + size > self.max_rows:
                 yield group
                 group, rows = [], 0
@@ -146,19 +140,135 @@ class Wavefront:
         if group:
             yield group
 
-    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run ``function(*args)`` on the engine's thread, without gradients."""
-        return self._engine_call(partial(torch.no_grad()(function), *args))
 
-    # -- the base run, on the engine's thread ------------------------------------------------
+@dataclass(frozen=True)
+class BeginSweep:
+    """Embed the prompt of a new sweep.
 
-    def _begin(self) -> None:
-        self.kv = LayerKV(self.runner, self.num_tokens + self.max_rows)
+    Attributes:
+        key: of the sweep among the worker's (`InterpModelRunner.kept`).
+        token_ids: of the prompt.
+        max_rows: token rows of a pass of cells at most.
+    """
+
+    key: str
+    token_ids: list[int]
+    max_rows: int
+
+    def run(self, runner: InterpModelRunner) -> None:
+        """Keep a `SweepRun`."""
+        runner.kept[self.key] = SweepRun(runner, self.token_ids, self.max_rows)
+
+
+@dataclass(frozen=True)
+class BaseLayer:
+    """Run the next layer of the base run."""
+
+    key: str
+    index: int
+
+    def run(self, runner: InterpModelRunner) -> None:
+        """Keep its stream and KV."""
+        runner.kept[self.key].base_layer(self.index)
+
+
+@dataclass(frozen=True)
+class BeginWave:
+    """Begin a pass of cells.
+
+    Attributes:
+        every_row: the head reads all rows of each cell, in place of the last one.
+    """
+
+    key: str
+    every_row: bool
+
+    def run(self, runner: InterpModelRunner) -> None:
+        """Keep the pass."""
+        sweep: SweepRun = runner.kept[self.key]
+        sweep.wave = _Wave(sweep, self.every_row)
+
+
+@dataclass(frozen=True)
+class AdvanceCells:
+    """Let cells join the pass, and run its next layer; behind the last one, the final norm."""
+
+    key: str
+    index: int
+    arriving: list[WaveCell]
+
+    def run(self, runner: InterpModelRunner) -> None:
+        """Keep the cells' rows."""
+        runner.kept[self.key].wave.advance(self.index, self.arriving)
+
+
+@dataclass(frozen=True)
+class WaveLogits:
+    """Compute the logits of the rows `first` to `stop` of `_Wave.last`, of a pass that has run."""
+
+    key: str
+    first: int
+    stop: int
+
+    def run(self, runner: InterpModelRunner) -> torch.Tensor:
+        """[rows, vocab]."""
+        sweep: SweepRun = runner.kept[self.key]
+        wave = sweep.wave
+        return sweep.model.head_fused(wave.last[:, self.first : self.stop], wave.batch)[0]
+
+
+@dataclass(frozen=True)
+class BaseLogits:
+    """Compute the logits of the base run."""
+
+    key: str
+
+    def run(self, runner: InterpModelRunner) -> torch.Tensor:
+        """[tokens, vocab]."""
+        sweep: SweepRun = runner.kept[self.key]
+        normed = getattr(sweep.decoder, sweep.decoder.norm_name).normalize(sweep.streams[-1].unsqueeze(0))
+        return sweep.model.head_fused(normed, sweep.wave.batch)[0]
+
+
+@dataclass(frozen=True)
+class EndSweep:
+    """Forget a sweep."""
+
+    key: str
+
+    def run(self, runner: InterpModelRunner) -> None:
+        """Free what it kept."""
+        runner.kept.pop(self.key, None)
+
+
+class SweepRun:
+    """A sweep on the worker: a prompt's base run, and the pass of cells that is under way.
+
+    Args:
+        runner: of a native model.
+
+    Attributes:
+        streams: the base run's stream [tokens, hidden] before each layer, and before the final norm.
+        wave: the pass of cells.
+    """
+
+    wave: _Wave
+
+    def __init__(self, runner: InterpModelRunner, token_ids: list[int], max_rows: int) -> None:
+        self.model: Any = runner.get_model()
+        self.decoder = getattr(self.model, self.model.decoder_name)
+        self.layers = list(getattr(self.decoder, self.decoder.layers_name))
+        self.runner: InterpModelRunner = weakref.proxy(runner)  # which holds this object
+        self.num_tokens = len(token_ids)
+        self.token_ids = torch.tensor(token_ids, device=runner.device)
+        self._base_kv: list[torch.Tensor] = []
+        self.kv = LayerKV(runner, self.num_tokens + max_rows)
         self.base, self.base_rotations = self.planned([(0, self.num_tokens)], first_slot=1)
         positions: Any = self.base.positions
-        self.streams.append(self.decoder.embed_fused(self.base.input_ids.unsqueeze(0), positions.unsqueeze(0))[0])
+        self.streams = [self.decoder.embed_fused(self.base.input_ids.unsqueeze(0), positions.unsqueeze(0))[0]]
 
-    def _base_layer(self, index: int) -> None:
+    def base_layer(self, index: int) -> None:
+        """Run a layer of the base run."""
         h = self.run_layer(index, self.streams[index].unsqueeze(0), self.base, self.base_rotations)
         self.streams.append(h[0])
         self._base_kv.append(self.kv.saved(self.num_tokens))
@@ -200,7 +310,7 @@ class _Wave:
 
     last: torch.Tensor
 
-    def __init__(self, front: Wavefront, every_row: bool) -> None:
+    def __init__(self, front: SweepRun, every_row: bool) -> None:
         self.front, self.batch, self.every_row = front, front.base, every_row
         self.h: torch.Tensor | None = None
         self.spans: list[tuple[int, int]] = []

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from ...core.request import Request
-from .activations import CaptureError
-from .captures import Captures
+from .record_sizes import RecordSizes
 from .ring_allocator import RingAllocator
 
 PROMPTS_SHARE = 4
@@ -31,10 +30,12 @@ class RingAdmission:
 
     Attributes:
         refused: whether a request was refused since `begin`.
+        lost: request id -> why its captures are lost, until the worker was told.
     """
 
     def __init__(self, allocator: RingAllocator, size_bytes: int, itemsize: int, when_full: str) -> None:
         self.refused = False
+        self.lost: dict[str, str] = {}
         self._allocator = allocator
         self._size_bytes, self._itemsize, self._when_full = size_bytes, itemsize, when_full
         self._free = 0  # elements that are not reserved in this step
@@ -77,7 +78,7 @@ class RingAdmission:
         """Whether `take` would not refuse `tokens` tokens of each request."""
         return self._when_full == "fail" or sum(map(_reserved_size, requests, tokens)) <= self._free
 
-    def check(self, wanted: Sequence[tuple[Captures, int]], what: str) -> None:
+    def check(self, wanted: Sequence[tuple[RecordSizes, int]], what: str) -> None:
         """Check that an empty ring holds what requests capture in one step.
 
         Args:
@@ -94,6 +95,11 @@ class RingAdmission:
                 f"the captures of {what} take {needed} bytes in one step, and the ring that they leave the device through has "
                 f"{self._size_bytes} (capture_ring_bytes): raise it, or capture fewer sites"
             )
+
+    def forget_lost(self, request_ids: Iterable[str]) -> None:
+        """The worker was told that the captures of these requests are lost, or they have ended."""
+        for request_id in request_ids:
+            self.lost.pop(request_id, None)
 
     def _take_part(self, request: Request, tokens: int) -> int:
         captures = ring_captures(request)
@@ -122,15 +128,17 @@ class RingAdmission:
     def _lose(self, request: Request) -> None:
         captures = request.declared and request.declared.captures
         if captures is not None and captures.error is None:
-            captures.error = CaptureError(
+            why = (
                 f"request {request.request_id} lost its captures: a step found no room in the ring that they leave the device "
                 f"through, which has {self._size_bytes} bytes (capture_ring_bytes: raise it, or set capture_when_full='block')"
             )
-            request.warnings.append(str(captures.error))
+            captures.lose(why)
+            self.lost[request.request_id] = why
+            request.warnings.append(why)
 
 
-def ring_captures(request: Request) -> Captures | None:
-    """The captures of a request that use the ring; None for none. A pass with gradients does not use it."""
+def ring_captures(request: Request) -> RecordSizes | None:
+    """The sizes of the captures of a request that use the ring; None for none. A pass with gradients does not use it."""
     return None if request.declared is None or request.differentiable else request.declared.captures
 
 

@@ -17,15 +17,10 @@ from ..site import Site
 from .activations import Activations, CaptureError, lost
 from .group import Group, SmallRow
 from .reading import Pending, reading_of
+from .record_sizes import RecordSizes
 from .reduction import Readout, Reduction
 from .result_memory import Memory
 from .spec import NORMED, Capture
-
-MAX_RUNS = 16
-"""Upper bound of the runs of equal record sizes in a packed prompt.
-
-With more runs all records get the largest size, so that few slices select the states.
-"""
 
 MAX_GROUPS = 256
 """Most different positions, dtypes and reductions among the captures of a request: each takes memory for every position."""
@@ -50,7 +45,7 @@ class Alike:
         return cls._known.setdefault((record_size, packed_size, groups), cls(record_size, packed_size))
 
 
-class Captures:
+class Captures(RecordSizes):
     """What one request captures.
 
     Args:
@@ -62,8 +57,6 @@ class Captures:
         readout: of the model, for reductions and normed sites.
 
     Attributes:
-        next_position: positions before it were sent. They are not captured again when they are computed again.
-        error: why the states are lost; nothing is captured any more. None where they are not.
         by_site: number of a site -> (its group, its column).
         groups: in the order of a record.
         cut: by site, values that limits of reductions left out; after `activations`.
@@ -81,11 +74,8 @@ class Captures:
         num_layers: int,
         readout: Readout | None = None,
     ) -> None:
-        self.next_position = 0
         self.cut: dict[str, int] = {}
         self._num_layers = num_layers
-        self._prompt_len = prompt_len
-        self.error: CaptureError | None = None
         self._copied = 0
         self.by_site: dict[int, tuple[Group, int]] = {}
         self._columns: dict[str, tuple[Group, int]] = {}
@@ -118,27 +108,12 @@ class Captures:
             self._share(name, site, group, column)
             self._columns[name], self._numbers[name], self._shapes[name] = (group, column), site, shape
             self._heads[name], self._missing[name] = bound.spec.heads, bound.missing
-        self._sums_size = sum(group.sums_size for group in groups.values())
         # A record ends after the last group that its position is in, so groups with more positions come first; above all
         # with more positions whose records are not packed.
-        self._reads = any(group.reading is not None for group in groups.values())
-        since = prompt_len if self._sums_size and not self._reads else 0
+        packs = any(group.sums_size for group in groups.values()) and all(g.reading is None for g in groups.values())
+        since = prompt_len if packs else 0
         self.groups = sorted(groups.values(), key=lambda group: _counts(group.ordinals, since), reverse=True)
-        self._record_sizes = np.zeros(longest, dtype=np.int64)
-        offset = 0
-        for group in self.groups:
-            group.offset, offset = offset, offset + group.record_size
-            self._record_sizes[group.ordinals >= 0] = offset
-        for group in self.groups:  # a record has the states of other groups that its own read
-            stops = [source[0].offset + source[0].record_size for source in group.sources if source is not None]
-            if stops:
-                np.maximum(self._record_sizes, max(stops), out=self._record_sizes, where=group.ordinals >= 0)
-        if self._sums_size or self._reads:
-            self._sizes_to_pack = self._record_sizes
-            packed = longest if self._reads else prompt_len
-            if np.count_nonzero(np.diff(self._record_sizes[:packed])) > MAX_RUNS:
-                self._sizes_to_pack = np.where(self._record_sizes > 0, self._record_sizes.max(), 0)
-            self._packed_sizes = np.sum([group.sent_whole * group.packed_size for group in self.groups], axis=0)
+        super().__init__(self.groups, prompt_len, longest)
         self._alike = self._alike_when_generated()
 
     def _alike_when_generated(self) -> Alike | None:
@@ -176,64 +151,10 @@ class Captures:
             for name in self._in_order()
         ]
 
-    def first_position(self, start: int) -> int | None:
-        """The first captured position from `start` on; None for none, or where the captures are lost."""
-        found = [start + int(own.argmax()) for group in self.groups if (own := group.captured[start:]).any()]
-        return None if self.error is not None else min(found, default=None)
-
-    @property
-    def max_reserved_size(self) -> int:
-        """Upper bound of the ring elements for one position."""
-        if not self._sums_size and not self._reads:
-            return int(self._record_sizes.max(initial=0))
-        packed = self._sizes_to_pack + self._packed_sizes + self._sums_size
-        packed = packed if self._reads else packed[: self._prompt_len]
-        return int(max(packed.max(initial=0), self._record_sizes.max(initial=0)))
-
     @property
     def offsets(self) -> dict[int, int]:
         """Number of a site -> its first element in a record."""
         return {site: group.offset_of(column) for site, (group, column) in self.by_site.items()}
-
-    def packs(self, first: int) -> bool:
-        """Whether the records of a pass from position `first` on are packed: states are read, or prompt positions summed."""
-        return self._reads or (self._sums_size > 0 and max(first, self.next_position) < self._prompt_len)
-
-    def record_sizes(self, first: int, count: int) -> np.ndarray:
-        """[count] int64: elements of the records of positions `first` and on; 0 for positions that are not captured (again)."""
-        sizes = (self._sizes_to_pack if self.packs(first) else self._record_sizes)[first : first + count]
-        if self.error is not None:
-            return np.zeros_like(sizes)
-        if first < self.next_position:
-            sizes = sizes.copy()
-            sizes[: self.next_position - first] = 0
-        return sizes
-
-    def reserved_sizes(self, first: int, count: int) -> np.ndarray:
-        """[count] int64: ring elements for these positions in one pass: their records, and what they are packed to."""
-        sizes = self.record_sizes(first, count)
-        if not self.packs(first) or not sizes.any():
-            return sizes
-        reserved = sizes + np.where(sizes > 0, self._packed_sizes[first : first + count], 0)
-        reserved[0] += self._sums_size
-        return reserved
-
-    def reserved_size(self, first: int, count: int) -> int:
-        """The sum of `reserved_sizes`."""
-        if count != 1 or self.packs(first):
-            return int(self.reserved_sizes(first, count).sum())
-        return 0 if first < self.next_position or self.error is not None else self._record_sizes.item(first)
-
-    def packed_size(self, first: int, sizes: np.ndarray) -> int:
-        """Elements that records are packed to, whether or not `error` was set since.
-
-        Args:
-            first: first position.
-            sizes: [positions], of `record_sizes`.
-        """
-        if len(sizes) == 1:  # decode steps have hundreds of these
-            return self._sums_size + self._packed_sizes.item(first) * (sizes.item() > 0)
-        return self._sums_size + int(self._packed_sizes[first : first + len(sizes)][sizes > 0].sum())
 
     def prepare(self, memory: Memory) -> None:
         """Allocate the results; a second call does nothing.

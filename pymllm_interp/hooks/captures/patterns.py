@@ -114,10 +114,10 @@ class PatternCaptures:
             for layer in self._layers.values()
         )
 
-    def first_position(self, start: int) -> int | None:
-        """The first wanted position from `start` on; None for none."""
-        found = [start + int(own.argmax()) for layer in self._layers.values() if (own := layer.wanted[start:]).any()]
-        return min(found, default=None)
+    @property
+    def wanted(self) -> np.ndarray:
+        """[longest] bool, by position: whether its pattern is captured at some layer."""
+        return np.logical_or.reduce([layer.wanted for layer in self._layers.values()])
 
     def reads(self, start: int, num_rows: int) -> dict[int, PatternRead]:
         """layer -> what it computes in a pass over `num_rows` positions from `start` on. What came before is left out."""

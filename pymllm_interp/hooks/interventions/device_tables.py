@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from ...core.model_spec import ModelSpec
+from ...core.step import VectorRow
 from ...core.upload import upload
 from ...layers.edits import codes
 from ...layers.edits.codes import OpTables
 from ..declared import Declared, DeclaredLimits, PlacedOp
 from .gates import GateRead
 from .set_feature import SetFeature
-from .vector_pool import VectorPool
+from .vector_pool import num_rows
 
 CONVERTED = {torch.float16: codes.FLOAT16, torch.bfloat16: codes.BFLOAT16}
 
@@ -39,21 +41,50 @@ class DeviceTables:
             all(model.width(kind) % codes.ALIGNED == 0 for kind in ("resid_post", *limits.inner_sites)), model.head_dim,
             limits.encoders,
         )  # fmt: skip
-        self.pool = VectorPool(limits.max_intervention_vectors, model.hidden_size)
         self.device, self._edited, self._limits = device, edited, limits
+        self._width = model.hidden_size
         self._in_use: set[int] = set()
         self._staged: dict[int, Declared | None] = {}
+        # By row of the vectors: which part of which vector it has, or will have.
+        self._written: dict[int, tuple[Any, int]] = {}
+        self._staged_vectors: dict[int, tuple[tuple[Any, int], torch.Tensor]] = {}
 
-    def set_row(self, row: int, declared: Declared | None) -> None:
-        """Stage the ops and captures of the request that gets this row; None for a request without."""
+    def set_row(self, row: int, declared: Declared | None, vector_rows: Sequence[VectorRow] = ()) -> None:
+        """Stage the ops and captures of the request that gets this row; None for a request without.
+
+        Args:
+            vector_rows: of each of `Declared.tensors`. Vectors that are there already are not written again.
+        """
+        if declared is not None:
+            self._stage_vectors(declared, vector_rows)
         if declared is not None or row in self._in_use:
             self._staged[row] = declared
+
+    def _stage_vectors(self, declared: Declared, vector_rows: Sequence[VectorRow]) -> None:
+        tensors = declared.tensors()
+        declared.vectors = {id(tensor): first for tensor, (first, _) in zip(tensors, vector_rows, strict=True)}
+        for tensor, (first, key) in zip(tensors, vector_rows, strict=True):
+            parts = [(first + i, (key, i)) for i in range(num_rows(tensor, self._width))]
+            if all(row not in self._staged_vectors and self._written.get(row) == part for row, part in parts):
+                continue
+            short = -tensor.shape[-1] % self._width
+            rows = (torch.nn.functional.pad(tensor, (0, short)) if short else tensor).reshape(-1, self._width)
+            self._staged_vectors |= {row: (part, own) for (row, part), own in zip(parts, rows, strict=True)}
+
+    def _write_vectors(self) -> None:
+        if not self._staged_vectors:
+            return
+        vectors = torch.stack([vector for _, vector in self._staged_vectors.values()]).float()
+        index, on_device = upload(self.device, np.array(list(self._staged_vectors)), vectors)
+        self.tables.vectors.index_copy_(0, index, on_device)
+        self._written |= {row: part for row, (part, _) in self._staged_vectors.items()}
+        self._staged_vectors.clear()
 
     def pool_view(self, declared: Declared, tensor: torch.Tensor) -> torch.Tensor:
         """A view of one of a request's vectors in the pool, on the device, in the vector's shape."""
         first, width = declared.vectors[id(tensor)], tensor.shape[-1]
-        count, span = tensor.numel() // width, -(-width // self.pool.width)
-        rows = self.tables.vectors[first : first + count * span].view(count, -1)[:, :width]
+        count = tensor.numel() // width
+        rows = self.tables.vectors[first : first + num_rows(tensor, self._width)].view(count, -1)[:, :width]
         return rows if tensor.ndim == 2 else rows[0]
 
     def read_gates(self, row: int, declared: Declared) -> None:
@@ -78,10 +109,7 @@ class DeviceTables:
 
     def apply_staged_writes(self) -> None:
         """Upload staged vectors and rows, without waiting for the device."""
-        if staged := self.pool.take_staged():
-            pool_rows = np.concatenate([np.arange(first, first + len(vectors)) for first, vectors in staged.items()])
-            index, on_device = upload(self.device, pool_rows, torch.cat(list(staged.values())).float())
-            self.tables.vectors.index_copy_(0, index, on_device)
+        self._write_vectors()
         if not self._staged:
             return
         _, sites, depth = self.tables.fires.shape
@@ -143,7 +171,7 @@ class DeviceTables:
             assert number is not None, f"{spec.name} has no encoder"  # `Declared.of` refuses it
             a = 1.0 + number
         first = rows[0] if spec.operands else 0
-        per_position = -(-spec.operands[0].shape[-1] // self.pool.width) if words.row_per_position else 0
+        per_position = -(-spec.operands[0].shape[-1] // self._width) if words.row_per_position else 0
         kind, values = codes.kind_word(words), [a, words.b, threshold]
         heads = codes.head_words(spec.heads)
         for window in op.windows:

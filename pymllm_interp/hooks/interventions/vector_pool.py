@@ -1,4 +1,4 @@
-"""`VectorPool`: allocates the rows of a device matrix to the vectors of live requests."""
+"""`VectorPool`: which rows of a device matrix hold the vectors of live requests. Steps carry the rows to the worker."""
 
 from __future__ import annotations
 
@@ -7,14 +7,22 @@ import threading
 
 import torch
 
+from ...core.step import VectorRow
 from ..declared import Declared
+from ..demands import Demands
 from ..vector_files import content_hash
+
+
+def num_rows(tensor: torch.Tensor, width: int) -> int:
+    """Rows of `width` numbers that a tensor [..., own width] takes, each of its own rows beginning a new one."""
+    own = tensor.shape[-1]
+    return tensor.numel() // own * -(-own // width)
 
 
 class VectorPool:
     """Allocates rows of a device matrix to vectors. Equal vectors share rows, with a reference count.
 
-    Thread-safe. New vectors are staged until `take_staged`.
+    Thread-safe. The worker writes the vectors (`DeviceTables.set_row`).
 
     Args:
         capacity: number of rows.
@@ -25,7 +33,6 @@ class VectorPool:
         self.capacity, self.width = capacity, width
         self._free: list[tuple[int, int]] = [(0, capacity)]  # (first, count), ascending
         self._held: dict[tuple[bytes, int], list[int]] = {}  # content, width -> [first, count, references]
-        self._staged: dict[int, torch.Tensor] = {}  # first row -> vectors, of those that are held
         self._lock = threading.Lock()
 
     @property
@@ -33,8 +40,8 @@ class VectorPool:
         """Number of allocated rows."""
         return self.capacity - sum(count for _, count in self._free)
 
-    def acquire(self, declared: Declared) -> None:
-        """Allocate rows for all vectors of a request, or for none.
+    def acquire(self, declared: Declared) -> tuple[VectorRow, ...]:
+        """Allocate rows for all vectors of a request, or for none. Returns the rows of each.
 
         Raises:
             ValueError: no contiguous rows are free for one of them.
@@ -42,24 +49,17 @@ class VectorPool:
         with self._lock:
             try:
                 for tensor in declared.tensors():
-                    if id(tensor) not in declared.vectors:
-                        key, first = self._hold(tensor)
-                        declared.vectors[id(tensor)] = first
-                        declared.held.append(key)
+                    key, declared.vectors[id(tensor)] = self._hold(tensor)
+                    declared.held.append(key)
             except ValueError:
                 self._release(declared)
                 raise
+        return tuple(zip(declared.vectors.values(), declared.held, strict=True))
 
-    def release(self, declared: Declared) -> None:
+    def release(self, held: Declared | Demands) -> None:
         """Release the vectors of a request. A second call does nothing."""
         with self._lock:
-            self._release(declared)
-
-    def take_staged(self) -> dict[int, torch.Tensor]:
-        """First row -> [n, width] of the vectors that are held, and new since the last call."""
-        with self._lock:
-            staged, self._staged = self._staged, {}
-        return staged
+            self._release(held)
 
     def _hold(self, tensor: torch.Tensor) -> tuple[tuple[bytes, int], int]:
         """(key, first row), one reference more."""
@@ -67,10 +67,8 @@ class VectorPool:
         key = content_hash(tensor), width  # equal numbers of another width may take another number of rows
         held = self._held.get(key)
         if held is None:
-            short = -width % self.width
-            rows = (torch.nn.functional.pad(tensor, (0, short)) if short else tensor).reshape(-1, self.width)
-            held = self._held[key] = [self._allocate(len(rows)), len(rows), 0]
-            self._staged[held[0]] = rows
+            count = num_rows(tensor, self.width)
+            held = self._held[key] = [self._allocate(count), count, 0]
         held[2] += 1
         return key, held[0]
 
@@ -84,13 +82,12 @@ class VectorPool:
             "(max_intervention_vectors): raise it, or submit fewer requests with distinct vectors at once"
         )
 
-    def _release(self, declared: Declared) -> None:
+    def _release(self, declared: Declared | Demands) -> None:
         for key in declared.held:
             held = self._held[key]
             held[2] -= 1
             if held[2] == 0:
                 del self._held[key]
-                self._staged.pop(held[0], None)
                 self._free_rows(held[0], held[1])
         declared.held.clear()
         declared.vectors.clear()

@@ -7,11 +7,10 @@ Requests without a trace are skipped, but their rows are counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from ...core.request import Request
-from ...core.step import ModelRunnerOutput, ScheduledRequest
+from ...core.step import ModelRunnerOutput, NewRequest, RequestEnd, ScheduledRequest
 from ..traces import lifecycle
 from .interleaver import EngineInterleaver
 from .rows import BatchRows, RowSpan, one_each, rows_of_step
@@ -33,13 +32,14 @@ class NNsightRequestHelper:
         self.interleaver = interleaver
         self.req_id_to_batch_group_idx: dict[str, int] = {}
         self.num_prompts_in_mediator: dict[int, int] = {}
-        self._attached: dict[str, tuple[Request, RequestTrace]] = {}
+        self._registered: dict[int, RequestTrace] = {}
+        self._attached: dict[str, tuple[NewRequest, RequestTrace]] = {}
         self._started: dict[str, RequestTrace] = {}
         self._groups: list[tuple[str, RequestTrace, tuple[int, int]]] = []
         self._spans: list[RowSpan] = []  # rows of each of the groups
         self._batches: list[RequestTrace] = []  # traces of this step that see several requests
         self._finished: dict[
-            RequestTrace, dict[str, Request]
+            RequestTrace, dict[str, RequestEnd]
         ] = {}  # of traces that see several, until all have finished
 
     # -- seed names ------------------------------------------------------------------------
@@ -67,14 +67,39 @@ class NNsightRequestHelper:
 
     # -- requests in and out -----------------------------------------------------------------
 
-    def attach(self, request: Request) -> None:
-        """Serve the request's trace in the steps that it takes part in."""
-        if request.trace is not None:
-            self._attached[request.request_id] = request, request.trace
+    def register(self, trace: RequestTrace) -> None:
+        """Make a trace known, before the first step that names it by its key."""
+        self._registered[trace.key] = trace
+
+    def enter(self, new: Iterable[NewRequest]) -> None:
+        """Serve the traces of requests that enter the request table, in the steps that they take part in.
+
+        Raises:
+            RuntimeError: a trace of another process.
+        """
+        for request in new:
+            key = None if request.hooks is None else request.hooks.trace_key
+            if key is not None:
+                if key not in self._registered:
+                    raise RuntimeError(
+                        f"request {request.request_id} has a trace that this process does not know: blocks of traces run in the "
+                        "process of their engine. Interventions and captures run anywhere"
+                    )
+                self._attached[request.request_id] = request, self._registered[key]
+
+    def traces_of(self, ends: Iterable[RequestEnd]) -> dict[str, RequestTrace]:
+        """Request id -> its trace, of those that have a registered one."""
+        keys = {end.request_id: end.hooks.trace_key for end in ends}
+        return {rid: self._registered[key] for rid, key in keys.items() if key in self._registered}
 
     @property
-    def attached(self) -> Mapping[str, tuple[Request, RequestTrace]]:
-        """Traced requests that have not finished, by id."""
+    def expects_traces(self) -> bool:
+        """Whether a trace is registered whose requests have not all ended."""
+        return bool(self._registered)
+
+    @property
+    def attached(self) -> Mapping[str, tuple[NewRequest, RequestTrace]]:
+        """Traced requests that have entered and not finished, by id."""
         return MappingProxyType(self._attached)
 
     def traced(self, entries: Iterable[ScheduledRequest]) -> bool:
@@ -124,7 +149,7 @@ class NNsightRequestHelper:
         self._spans = spans
         self._give_rows(spans)
 
-    def _start(self, trace: RequestTrace, request: Request) -> None:
+    def _start(self, trace: RequestTrace, request: NewRequest) -> None:
         watched = [self._attached[rid][0] for rid in trace.request_ids] if trace.watches_several else [request]
         lifecycle.start(self.interleaver, trace, watched)
 
@@ -148,9 +173,9 @@ class NNsightRequestHelper:
             padding = trace.padding if trace.visits.passes == 0 and not sampled else None
             trace.rows = BatchRows(own, padding) if any(own) else None
 
-    def drop_finished(self) -> list[RequestTrace]:
+    def drop_finished(self, finished_req_ids: Collection[str]) -> list[RequestTrace]:
         """Take the traces of finished requests out of the step; returns them."""
-        dropped = {rid for rid, _, _ in self._groups if rid not in self._attached or self._attached[rid][0].finished}
+        dropped = {rid for rid, _, _ in self._groups if rid not in self._attached or rid in finished_req_ids}
         if not dropped:
             return []
         gone = _with_batches(trace for rid, trace, _ in self._groups if rid in dropped)
@@ -163,47 +188,42 @@ class NNsightRequestHelper:
             self._give_rows(self._spans)
         return [trace for trace in gone if trace not in staying]
 
-    def process_finished_reqs(self, finished_request_ids: set[str], requests: Mapping[str, Request]) -> None:
+    def process_finished_reqs(self, ends: Sequence[RequestEnd]) -> None:
         """Serve the results that only a finished request has, end the blocks that still wait, and forget the requests.
 
         The requests of a gang come together: their blocks may still wait for each other.
         """
-        ending: list[tuple[RequestTrace, list[Request]]] = []
-        for rid in finished_request_ids:
-            trace = self._started.pop(rid, None)
-            attached = self._attached.pop(rid, None)
-            self.req_id_to_batch_group_idx.pop(rid, None)
-            request = requests.get(rid)
-            if trace is None and attached is not None:
-                trace = attached[1]  # ended before its first step
-            if trace is None and request is not None:
-                trace = request.trace
-            if trace is None:
-                continue
+        ending: list[tuple[RequestTrace, list[RequestEnd]]] = []
+        traces = self.traces_of(ends)
+        for end in ends:
+            self._started.pop(end.request_id, None)
+            self._attached.pop(end.request_id, None)
+            self.req_id_to_batch_group_idx.pop(end.request_id, None)
+            trace = traces[end.request_id]
             left = self.num_prompts_in_mediator.get(trace.trace_id, trace.num_prompts) - 1
             self.num_prompts_in_mediator[trace.trace_id] = left
-            if request is not None:
-                ending += self._ended_with(trace, request)
+            ending += self._ended_with(trace, end)
         for trace, _ in ending:
             trace.over, trace.rows = True, None
         lifecycle.wind_up(self.interleaver, ending)
         for trace, own in ending:
             lifecycle.close(self.interleaver, trace, own)
+            self._registered.pop(trace.key, None)
             if self.num_prompts_in_mediator.get(trace.trace_id, 0) <= 0:
                 self.num_prompts_in_mediator.pop(trace.trace_id, None)  # the last request of the trace has ended
         if not self._started:  # the last step's groups hold what their blocks hold
             self._groups, self._spans, self._batches = [], [], []
             self.interleaver.sourced.clear()  # its functions hold the tree, which holds the interleaver
 
-    def _ended_with(self, trace: RequestTrace, request: Request) -> list[tuple[RequestTrace, list[Request]]]:
+    def _ended_with(self, trace: RequestTrace, end: RequestEnd) -> list[tuple[RequestTrace, list[RequestEnd]]]:
         """The traces that have no request left after this one, each with its requests in the order of the prompts."""
         ended = []
         for own in (trace, *trace.whole_batch):
             if not own.watches_several:
-                ended.append((own, [request]))
+                ended.append((own, [end]))
                 continue
             finished = self._finished.setdefault(own, {})
-            finished[request.request_id] = request
+            finished[end.request_id] = end
             if len(finished) == len(own.request_ids):
                 del self._finished[own]
                 ended.append((own, [finished[rid] for rid in own.request_ids]))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ...core.request import Request
+from ...core.step import NewRequest, RequestEnd
 from .errors import LoopEnd
 from .interleaver import EngineInterleaver
 from .nnsight_compat import Event, dangling_unwind
@@ -19,7 +19,7 @@ TOO_LATE = (
 )
 
 
-def start(interleaver: EngineInterleaver, trace: RequestTrace, requests: Sequence[Request]) -> None:
+def start(interleaver: EngineInterleaver, trace: RequestTrace, requests: Sequence[NewRequest]) -> None:
     """Run each block of a trace to where it first waits.
 
     Args:
@@ -27,8 +27,9 @@ def start(interleaver: EngineInterleaver, trace: RequestTrace, requests: Sequenc
     """
     trace.started, trace.request_ids = True, tuple(request.request_id for request in requests)
     trace.prompt_lens = tuple(request.prompt_len for request in requests)
-    trace.single = requests[0].forward_only
-    trace.max_passes = 1 if trace.single else max(request.max_tokens for request in requests)
+    hooks = [request.hooks for request in requests if request.hooks is not None]
+    trace.single = hooks[0].single
+    trace.max_passes = 1 if trace.single else max(entry.max_tokens for entry in hooks)
     before, interleaver.interleaving = interleaver.interleaving, True  # a block may begin with `...source.op.source`
     for block in trace.blocks:
         if not trace.ended:
@@ -39,14 +40,14 @@ def start(interleaver: EngineInterleaver, trace: RequestTrace, requests: Sequenc
     _offer_lazily(interleaver, trace, interleaver.streamer, lambda: _prompts(trace, requests))
 
 
-def _prompts(trace: RequestTrace, requests: Sequence[Request]) -> torch.Tensor:
+def _prompts(trace: RequestTrace, requests: Sequence[NewRequest]) -> torch.Tensor:
     """Token ids [requests, tokens] of the prompts."""
-    ids = [request.prompt_token_ids for request in requests]
+    ids = [request.token_ids[: request.prompt_len] for request in requests]
     padding = trace.padding or Padding.on_the_left([len(prompt) for prompt in ids])
     return _padded(ids, padding, trace.pad_token_id)
 
 
-def _generated(trace: RequestTrace, requests: Sequence[Request]) -> torch.Tensor:
+def _generated(trace: RequestTrace, requests: Sequence[RequestEnd]) -> torch.Tensor:
     """Token ids [requests, prompt + new tokens] of a generation, as transformers returns it: padded on both sides."""
     prompts = trace.padding or Padding.on_the_left([request.prompt_len for request in requests])
     ends = [start + len(r.all_token_ids) for start, r in zip(prompts.left, requests, strict=True)]
@@ -72,7 +73,7 @@ def _offer_lazily(
         trace.visits.calls[location] += 1
 
 
-def serve_results(interleaver: EngineInterleaver, trace: RequestTrace, requests: Sequence[Request]) -> bool:
+def serve_results(interleaver: EngineInterleaver, trace: RequestTrace, requests: Sequence[RequestEnd]) -> bool:
     """Serve the results of finished requests. Returns False if no block waits for one."""
     result, served = trace.result, False
     if trace.keeps_result and trace.result is None and not trace.ended:
@@ -91,7 +92,7 @@ def serve_results(interleaver: EngineInterleaver, trace: RequestTrace, requests:
     return served
 
 
-def wind_up(interleaver: EngineInterleaver, ending: Sequence[tuple[RequestTrace, list[Request]]]) -> None:
+def wind_up(interleaver: EngineInterleaver, ending: Sequence[tuple[RequestTrace, list[RequestEnd]]]) -> None:
     """Results first, then loops that end, then blocks that wait for what never comes; barriers are given up last.
 
     Args:
@@ -136,7 +137,7 @@ def _unreached(block: Block, trace: RequestTrace) -> BaseException:
     return type(error)(f"request {trace.request_id}: {text}")
 
 
-def close(interleaver: EngineInterleaver, trace: RequestTrace, requests: Sequence[Request]) -> None:
+def close(interleaver: EngineInterleaver, trace: RequestTrace, requests: Sequence[RequestEnd]) -> None:
     """End a trace whose requests have finished: free its blocks' frames, give its saves own storage, and complete its receipt."""
     for block in trace.blocks:
         if block.alive:

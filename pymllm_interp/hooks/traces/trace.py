@@ -76,6 +76,7 @@ class RequestTrace:
         on_step: called after each pass with its number and copies of the saved values by name, beside the engine's thread.
 
     Attributes:
+        key: its own, by which requests name it (`RequestHooks.trace_key`).
         trace_id: shared by the requests of one ``with`` block.
         num_prompts: requests of that ``with`` block.
         order: of the trace among those of the ``with`` block.
@@ -117,7 +118,7 @@ class RequestTrace:
         transfer: SaveTransfer | None = None,
         on_step: Callable[[int, dict[str, Any]], None] | None = None,
     ) -> None:
-        self.trace_id = next(_trace_ids)
+        self.key = self.trace_id = next(_trace_ids)
         self.num_prompts, self.order = 1, 0
         self.request_ids: tuple[str, ...] = ()
         self.prompt_lens: tuple[int, ...] = ()

@@ -1,0 +1,99 @@
+"""`Declarations`: interventions and captures of requests, checked before the requests are scheduled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..core.model_spec import ModelSpec
+from ..core.request import Request
+from ..core.step import RequestHooks
+from .captures.reduction import Readout
+from .captures.ring import CaptureRing
+from .captures.spec import Capture
+from .declared import Declared, DeclaredLimits
+from .interventions.knockout import Intervention
+from .interventions.vector_pool import VectorPool
+
+
+class Declarations:
+    """Checks what requests declare, and reserves what it takes. Called on any thread; the worker learns of it by steps.
+
+    Args:
+        limits: of the engine.
+        model: what specs are checked against.
+        readout: of the model, for reductions.
+        ring: that captured states leave the device through; None where they do not.
+
+    Attributes:
+        pool: rows of vectors; None where ops are functions.
+    """
+
+    def __init__(
+        self, limits: DeclaredLimits, model: ModelSpec, readout: Readout | None = None, ring: CaptureRing | None = None
+    ) -> None:
+        self._limits, self._model, self._readout, self._ring = limits, model, readout, ring
+        rows = limits.max_intervention_vectors
+        self.pool = VectorPool(rows, model.hidden_size) if limits.device_tables else None
+
+    def declare(self, specs: Sequence[Intervention], captures: Sequence[Capture], request: Request) -> None:
+        """Check the hooks of a request, and set `Request.hooks` and `Request.declared`.
+
+        Raises:
+            ValueError: what the model does not have, or the tables, the ring and results do not hold.
+        """
+        trace = request.trace
+        if not specs and not captures and trace is None:
+            return
+        hooks = request.hooks = RequestHooks(
+            specs, captures, request.max_tokens, request.logits_from, request.differentiable,
+            trace_key=None if trace is None else trace.key, single=request.forward_only,
+        )  # fmt: skip
+        if not hooks.declares:
+            return
+        declared = hooks.bound = Declared.bound(hooks, request.prompt_len, self._model, self._limits, self._readout)
+        declared.hash_large()
+        request.declared = declared.demands()
+        if trace is None or not trace.grad:
+            self.check_room([request], "this request")
+
+    def check_room(self, together: Sequence[Request], what: str) -> None:
+        """Check that the ring can hold what requests capture that run in the same steps. A traced prompt runs in one step.
+
+        Args:
+            what: names the requests, for the message.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        if self._ring is not None:
+            wanted = [
+                (request.declared.captures, 0 if request.trace is None else request.prompt_len)
+                for request in together
+                if request.declared is not None and request.declared.captures is not None
+            ]
+            self._ring.admission.check(wanted, what)
+
+    def hold(self, request: Request) -> None:
+        """Reserve rows of the pool for a request's vectors until `release`, and open the ring, so that the caller gets its error.
+
+        Raises:
+            ValueError: the pool is full.
+            RuntimeError, MemoryError: no memory for the ring on the host.
+        """
+        if request.hooks is None or request.declared is None:
+            return
+        if self.pool is not None:
+            request.hooks.vector_rows = self.pool.acquire(request.hooks.bound)
+        if self._ring is not None and request.declared.captures is not None:
+            self._ring.open()
+
+    def release(self, request: Request) -> None:
+        """Give back what `hold` reserved. A second call does nothing."""
+        if self.pool is not None and request.declared is not None:
+            self.pool.release(request.declared)
+
+    def close(self) -> None:
+        """Let go of the ring and the model."""
+        self._ring = self._readout = None
+        self._limits = replace(self._limits, encoders={})

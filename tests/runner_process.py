@@ -1,0 +1,100 @@
+"""A runner in a process of its own, which knows of requests what its messages say (test_runner_process.py).
+
+A message is the name of a method of `InterpModelRunner` and its arguments, pickled. The answer is pickled, too.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from pymllm_interp.config import ModelConfig, ServerConfig
+from pymllm_interp.core.step import ModelRunnerOutput, SchedulerOutput
+from pymllm_interp.runner.interp_model_runner import InterpModelRunner
+
+
+def send(stream: BinaryIO, message: Any) -> None:
+    """Write a message, with its length before it."""
+    content = pickle.dumps(message)
+    stream.write(struct.pack("<q", len(content)) + content)
+    stream.flush()
+
+
+def receive(stream: BinaryIO) -> Any:
+    """Read a message; None at the end."""
+    length = stream.read(8)
+    return pickle.loads(stream.read(*struct.unpack("<q", length))) if length else None
+
+
+class Worker:
+    """A runner, and the messages that it takes."""
+
+    def __init__(self, server_config: ServerConfig, model_config: ModelConfig) -> None:
+        self.runner = InterpModelRunner(server_config, model_config, wrap=None)
+        self.runner.initialize()
+
+    def step(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Run a step and sample."""
+        output = self.runner.execute_model(step) or self.runner.sample_tokens()
+        assert output is not None
+        return output
+
+    def finish_declared(self, end: Any) -> Any:
+        """The results of a request that has ended."""
+        return self.runner.finish_declared(end).result()
+
+    def run(self, command: Any) -> Any:
+        """The answer to a command."""
+        return self.runner.run(command)
+
+
+class WorkerProcess:
+    """A `Worker` in a process of its own."""
+
+    def __init__(self, server_config: ServerConfig, model_config: ModelConfig) -> None:
+        command = [sys.executable, str(Path(__file__))]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.ask("start", server_config, model_config)
+
+    def ask(self, name: str, *args: Any) -> Any:
+        """Send a message; the answer. What it raised there, this raises."""
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        send(process.stdin, (name, args))
+        answer, error = receive(process.stdout)
+        if error is not None:
+            raise error
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate(timeout=60)
+
+
+def main() -> None:
+    """Answer messages until there are no more."""
+    torch.set_num_threads(1)
+    worker: Worker | None = None
+    inbox, outbox = sys.stdin.buffer, sys.stdout.buffer
+    sys.stdout = sys.stderr
+    while (message := receive(inbox)) is not None:
+        name, args = message
+        answer, error = None, None
+        try:
+            if name == "start":
+                worker = Worker(*args)
+            else:
+                answer = getattr(worker, name)(*args)
+        except Exception as raised:
+            error = raised
+        send(outbox, (answer, error))
+
+
+if __name__ == "__main__":
+    main()
