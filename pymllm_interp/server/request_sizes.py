@@ -19,7 +19,7 @@ MAX_NAME = 256
 """Most characters of a stored vector's name."""
 
 
-class Sizes:
+class CallSizes:
     """Counts what the specs of a call hold.
 
     Args:

@@ -31,7 +31,7 @@ from ..hooks.site import Site
 from ..hooks.spec import Spec, arguments_of
 from ..hooks.vector_files import Source
 from .protocol import Strict
-from .specs import INTERVENTIONS, LOCAL, MAX_DIMS, REDUCTIONS, WIRE_DTYPES
+from .specs import LOCAL, MAX_DIMS, WIRE_DTYPES, tag_of
 
 
 class InlineVector(Strict):
@@ -133,9 +133,7 @@ _WITHOUT_FORM = (Tensor, Site, *LOCAL)
 @cache
 def _model(cls: type[Spec]) -> Any:
     """A pydantic model with the fields of a class of specs, and the tag that names it."""
-    family = next((family for family in (INTERVENTIONS, REDUCTIONS) if cls in family.classes().values()), None)
-    tags = {} if family is None else family.tag(cls)
-    parts: dict[str, Any] = {name: (Literal[tag], ...) for name, tag in tags.items()}  # pyright: ignore[reportInvalidTypeForm]
+    parts: dict[str, Any] = {name: (Literal[tag], ...) for name, tag in (tag_of(cls) or {}).items()}  # pyright: ignore[reportInvalidTypeForm]
     for argument in arguments_of(cls):
         found, description = _type_of(argument.hint), argument.metadata.get("description")
         found = found if description is None else Annotated[found, Field(description=description)]

@@ -44,7 +44,7 @@ LOCAL = {
 """Classes whose objects stay in the program that made them -> what to do."""
 
 
-class Family(NamedTuple):
+class TaggedClasses(NamedTuple):
     """Classes that an object of JSON names under a key."""
 
     key: str
@@ -70,13 +70,17 @@ class Family(NamedTuple):
             raise PromptError(f"{what}: {self.key} is {shown(given)}; expected one of {', '.join(self.classes())}")
         return _made(cls, {name: part for name, part in value.items() if name != self.key}, what)
 
-    def tag(self, cls: type[Spec]) -> dict[str, str]:
-        """What names a class; empty for the default."""
-        return {} if json_name(cls) == self.default else {self.key: json_name(cls)}
+
+INTERVENTIONS = TaggedClasses("op", ops)
+REDUCTIONS = TaggedClasses("type", reductions, json_name(Project))
 
 
-INTERVENTIONS = Family("op", ops)
-REDUCTIONS = Family("type", reductions, json_name(Project))
+def tag_of(cls: type[Spec]) -> dict[str, str] | None:
+    """What names a registered class in its JSON, which the default does not need; None for another class."""
+    for tagged in (INTERVENTIONS, REDUCTIONS):
+        if tagged.classes().get(name := json_name(cls)) is cls:
+            return {} if name == tagged.default else {tagged.key: name}
+    return None
 
 
 def vector_to_json(tensor: torch.Tensor) -> dict[str, Any]:
@@ -164,18 +168,15 @@ def to_json(spec: Spec) -> dict[str, Any]:
         PromptError: it holds an SAE or a lens, or its class is not registered.
     """
     cls = type(spec)
-    family = next((family for family in (INTERVENTIONS, REDUCTIONS) if cls in family.classes().values()), None)
-    if family is None and cls not in (Capture, Gate):
+    found: dict[str, Any] | None = {} if cls in (Capture, Gate) else tag_of(cls)
+    if found is None:
         raise PromptError(f"{cls.__name__} is not registered (hooks/registry.py), so a server does not know it")
-    found: dict[str, Any] = {} if family is None else family.tag(cls)
     for argument in arguments_of(cls):
         value = getattr(spec, argument.name)
         if argument.default is not MISSING and value is argument.default:
             continue
-        if type(value) in LOCAL:
-            raise PromptError(
-                f"{argument.name}: a {type(value).__name__} is not sent to a server; {LOCAL[type(value)]}"
-            )
+        if (local := next((text for kind, text in LOCAL.items() if isinstance(value, kind)), None)) is not None:
+            raise PromptError(f"{argument.name}: a {type(value).__name__} is not sent to a server; {local}")
         if argument.metadata.get("by_position"):
             value = as_argument(value, str(getattr(spec, "site", "")))
         written = _value_to_json(value)

@@ -83,6 +83,7 @@ class Capture(PlacedSpec):
     missing: Literal["error", "skip"] = "error"
     """Positions that a prompt does not have: an error, or they are left out, and counted in the receipt."""
     reduction: Reduction = field(init=False, repr=False)
+    """`reduce` as an object."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
