@@ -37,8 +37,8 @@ class Section:
 
 
 PLUMBING = (
-    "act", "addend", "basis", "channels", "filled", "fit", "identity", "name", "named", "names", "operands", "sites_in", "tensors",
-    "unit", "vectors", "whole", "words", "written",
+    "act", "addend", "basis", "channels", "encodes", "filled", "fit", "identity", "name", "named", "names", "operands",
+    "sites_in", "tensors", "unit", "vectors", "whole", "words", "written",
 )  # fmt: skip
 """Members of specs that the engine alone uses."""
 

@@ -40,7 +40,7 @@ SAMPLING: dict[str, Any] = {"temperature": 0.0, "repetition_penalty": 1.1}
 
 
 @dataclass
-class Lens:
+class LensTable:
     """What each layer would say next, at each position."""
 
     tokens: list[str]
@@ -73,7 +73,7 @@ def run_demo(model: str = "demo", dtype: str = "auto", out: Path = Path("demo_ou
 # -- a logit lens beside plain requests ---------------------------------------------------
 
 
-def logit_lens(lm: LM, prompt: str, max_tokens: int) -> Lens:
+def logit_lens(lm: LM, prompt: str, max_tokens: int) -> LensTable:
     """Generate from `prompt`, and read every layer at every position through the model's own final norm and head."""
     with lm.generate(prompt, max_new_tokens=max_tokens) as tracer:
         tops = list().save()  # pyright: ignore[reportAttributeAccessIssue]
@@ -85,7 +85,7 @@ def logit_lens(lm: LM, prompt: str, max_tokens: int) -> Lens:
     probs = torch.cat([top.values for top in tops], dim=1)
     top_ids = torch.cat([top.indices for top in tops], dim=1)
     decode: Any = lm.tokenizer
-    return Lens(
+    return LensTable(
         tokens=[decode.decode([token]) for token in ids[0, : probs.shape[1]].tolist()],
         words=[[decode.decode([token]) for token in row] for row in top_ids.tolist()],
         probs=probs.cpu(),
@@ -148,7 +148,7 @@ def _bars(console: Console, names: list[str], handles: list[RequestHandle], tota
             thread.join()
 
 
-def _lens_table(lens: Lens) -> Table:
+def _lens_table(lens: LensTable) -> Table:
     first = max(0, len(lens.tokens) - LENS_COLUMNS)
     table = Table(
         title=f"Logit lens of {LENS_PROMPT!r}: what each layer would say next, after ...", title_justify="left"
@@ -171,7 +171,7 @@ def _quoted(token: str) -> str:
     return repr(token)[1:-1].replace(" ", "·")
 
 
-def _heatmap_line(lens: Lens, out: Path) -> str:
+def _heatmap_line(lens: LensTable, out: Path) -> str:
     try:
         path = draw_heatmap(lens, out)
     except ImportError:
@@ -179,7 +179,7 @@ def _heatmap_line(lens: Lens, out: Path) -> str:
     return f"The whole lens, all positions: {path}"
 
 
-def draw_heatmap(lens: Lens, out: Path) -> Path:
+def draw_heatmap(lens: LensTable, out: Path) -> Path:
     """Write the lens as a PNG: layers upwards, positions to the right. Returns its path.
 
     Raises:

@@ -156,6 +156,17 @@ def test_files_are_small():
     assert lengths[int(0.9 * len(lengths))][0] <= 300, lengths[int(0.9 * len(lengths)) :]
 
 
+def test_no_two_classes_have_one_name():
+    """A name in a message or a traceback says which class it is."""
+    homes: dict[str, list[str]] = {}
+    for module in FILES:
+        for node in ast.walk(tree_of(module)):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(f"{module}:{node.lineno}")
+    assert len(homes) > 300
+    assert not {name: found for name, found in homes.items() if len(found) > 1}
+
+
 def test_the_import_reader_reads_imports():
     """It would see a wrong one: known imports are found, and what is for type checkers only is left out."""
     found = {name for name, _ in imports_of("pymllm_interp.runner.interp_model_runner")}

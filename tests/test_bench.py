@@ -23,7 +23,7 @@ from pymllm_interp.bench.gpu import (
     LEAD,
     GpuSettings,
     Model,
-    Window,
+    TracedWindow,
     decode_profiles,
     measure_reading,
     profile_reading,
@@ -175,7 +175,7 @@ def test_a_window_without_steps_is_refused(lm_of: Callable[..., LM]) -> None:
     with pytest.raises(ValueError, match="4 new tokens are too few: no step held all 8 requests"):
         settings = GpuSettings(batches=(8,), prompt_tokens=12, new_tokens=4, repeats=1)
         measure_reading(lm, 8, [0], settings)
-    assert not Window(lm, [], 4).ticks
+    assert not TracedWindow(lm, [], 4).ticks
     with pytest.raises(ValueError, match="at least 4"):
         GpuSettings(new_tokens=3)
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.cli import main
-from pymllm_interp.demo import LENS_PROMPT, Lens, draw_heatmap, logit_lens, steering_vector
+from pymllm_interp.demo import LENS_PROMPT, LensTable, draw_heatmap, logit_lens, steering_vector
 
 TINY = ["--dtype", "float32", "--max-tokens", "5"]
 
@@ -195,7 +195,7 @@ def test_the_steering_vector_is_a_difference_of_means(
 
 def test_odd_tokens_can_be_drawn(tmp_path: Path) -> None:
     words = [["$x$", "\n", "日本"], [" \\alpha", "�", "é"]]
-    lens = Lens(tokens=["$", "\t", "日"], words=words, probs=torch.rand(2, 3), receipt=None)
+    lens = LensTable(tokens=["$", "\t", "日"], words=words, probs=torch.rand(2, 3), receipt=None)
     assert draw_heatmap(lens, tmp_path / "new" / "folder").stat().st_size > 1000
 
 
@@ -203,6 +203,6 @@ def test_without_matplotlib_the_demo_says_what_is_missing(tmp_path: Path, monkey
     from pymllm_interp.demo import _heatmap_line
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    lens = Lens(tokens=["a"], words=[["b"]], probs=torch.rand(1, 1), receipt=None)
+    lens = LensTable(tokens=["a"], words=[["b"]], probs=torch.rand(1, 1), receipt=None)
     assert "pip install matplotlib" in _heatmap_line(lens, tmp_path)
     assert LENS_PROMPT and not list(tmp_path.iterdir())

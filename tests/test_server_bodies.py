@@ -14,7 +14,7 @@ from pymllm_interp.core.arguments import PromptError
 from pymllm_interp.server import protocol
 from pymllm_interp.server.body import MAX_MARKS, parse
 from pymllm_interp.server.errors import validation_error
-from pymllm_interp.server.request_sizes import Sizes
+from pymllm_interp.server.request_sizes import CallSizes
 from pymllm_interp.server.specs import capture_of, intervention_of
 
 MANY = 20_000
@@ -88,7 +88,7 @@ def test_a_wrong_spec_has_one_short_message(number: int) -> None:
     """The engine process reads what is declared: by its sizes first, then by the objects themselves."""
     field, spec = SPECS[number]
     with pytest.raises(PromptError) as raised:
-        Sizes(1, 128).check([[spec]], field)
+        CallSizes(1, 128).check([[spec]], field)
         (intervention_of if field == "interventions" else capture_of)(spec, f"{field}[0]")
     assert field in str(raised.value) and len(str(raised.value)) < 600, str(raised.value)
 

@@ -9,7 +9,7 @@ import pytest
 from helpers_server import Server, serving
 
 from pymllm_interp.server.errors import ApiError
-from pymllm_interp.server.messages import Captured
+from pymllm_interp.server.messages import CapturedStates
 from pymllm_interp.server.settings import ServeLimits
 from pymllm_interp.server.store import ActivationStore
 
@@ -80,9 +80,9 @@ def test_old_files_that_no_client_was_told_of_are_deleted(tmp_path):
         path.write_bytes(b"x")
         if call:
             os.utime(path, (time.time() - 200,) * 2)
-    store.adopt("kept", Captured(10, {}, file="pymllm-interp-1-1-0.safetensors"), "ada")
+    store.adopt("kept", CapturedStates(10, {}, file="pymllm-interp-1-1-0.safetensors"), "ada")
     store.sweep_folder()
     assert sorted(path.name[16] for path in tmp_path.iterdir()) == ["0", "1"]
     with pytest.raises(ApiError, match="max_store_bytes_per_key"):
-        store.adopt("more", Captured(1, {}, file="pymllm-interp-1-0-0.safetensors"), "ada")
+        store.adopt("more", CapturedStates(1, {}, file="pymllm-interp-1-0-0.safetensors"), "ada")
     store.close()

@@ -296,7 +296,7 @@ class Tick(NamedTuple):
     """Whether all plain requests decode."""
 
 
-class Window:
+class TracedWindow:
     """The steps in which one traced request and all plain ones decode together.
 
     Its methods run in the block of the traced request, on the engine's thread, so there is no race.
@@ -349,9 +349,9 @@ class Window:
 
 def run_reading(
     lm: LM, prompts: Prompts, layers: list[int], new_tokens: int, profile: StepProfile | None = None
-) -> Window:
+) -> TracedWindow:
     """The first prompt is traced and saves the last position of `layers` at each step; the others are plain requests."""
-    window = Window(lm, prompts[1:], new_tokens, profile)
+    window = TracedWindow(lm, prompts[1:], new_tokens, profile)
     with lm.generate(prompts[0], max_new_tokens=new_tokens + LEAD, ignore_eos=True) as tracer:
         kept = list().save()  # pyright: ignore[reportAttributeAccessIssue]
         for _ in tracer.iter[:]:

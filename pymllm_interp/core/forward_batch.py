@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 
 from .norm_kind import Norm
-from .pass_parts import AttentionCuts, TransformersPass
+from .pass_parts import AttentionCuts, TransformersOutputs
 
 
 class ForwardMode(IntEnum):
@@ -242,7 +242,7 @@ class ForwardBatch:
     site_ops:        SiteOps | None = field(default=None, repr=False)  # declared interventions and captures
     hook_query:      HookQuery | None = None      # where hooks wait; None: no hooks
     attention_cuts:  AttentionCuts | None = field(default=None, repr=False)  # edges that requests cut; None: none
-    transformers_pass: TransformersPass | None = None  # None: as the engine's own passes run
+    transformers_pass: TransformersOutputs | None = None  # None: as the engine's own passes run
     segments:        GraphSegments | None = None  # runs graph segments; None: kernel by kernel
     rotations:       dict[int, CachedRotation] = field(default_factory=dict, init=False, repr=False)  # by the id of the cosines
     attn_metadata:   object = field(default=None, repr=False)  # the backend's plan

@@ -37,7 +37,7 @@ class AttentionCuts(Protocol):
         ...
 
 
-class TransformersPass(Protocol):
+class TransformersOutputs(Protocol):
     """A pass that gives what transformers' model gives beyond logits (models/transformers_pass.py)."""
 
     eager: bool

@@ -33,7 +33,7 @@ class RequestError(RuntimeError):
         return type(self), (str(self), self.outputs, self.index)
 
 
-class EngineClient(Protocol):
+class RequestEngine(Protocol):
     """What a handle needs of its engine."""
 
     forked: EngineClosedError | None
@@ -73,7 +73,7 @@ class RequestHandle:
         prompt: str | None,
         requests: list[Request],
         tokenizer: Any,
-        engine: EngineClient,
+        engine: RequestEngine,
         streaming: bool = False,
         logprobs_mode: str = "raw_logprobs",
     ) -> None:

@@ -35,9 +35,7 @@ def interventions_of(given: Any) -> list[Intervention]:
         return []
     several = [given] if isinstance(given, Intervention | Mapping) else given
     if isinstance(several, str) or not isinstance(several, Sequence):
-        raise TypeError(
-            f"interventions is {given!r}; expected a list of Steer, Ablate, Clamp, Scale, Patch and Knockout"
-        )
+        raise TypeError(f"interventions is {given!r}; expected a list of Steer, Ablate or other interventions")
     return [intervention_of(entry) if isinstance(entry, Mapping) else entry for entry in several]
 
 

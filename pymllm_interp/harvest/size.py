@@ -11,7 +11,6 @@ import torch
 
 from ..core.arguments import PromptError
 from ..core.model_spec import LOGITS, ModelSpec
-from ..hooks.captures.reduction import Reduction
 from ..hooks.captures.spec import Capture
 from ..hooks.positions import Positions, windows_of
 from ..hooks.site import expand
@@ -24,7 +23,7 @@ SAMPLED_TEXTS = 64
 
 def has_index_per_site(captures: Sequence[Capture]) -> bool:
     """Whether the captures select different positions."""
-    places = {(repr(_positions_of(spec)), spec.reduce if isinstance(spec.reduce, str) else None) for spec in captures}
+    places = {(repr(_positions_of(spec)), spec.reduction.name if spec.reduction.pools else None) for spec in captures}
     return len(places) > 1
 
 
@@ -43,9 +42,9 @@ def expected_bytes(captures: Sequence[Capture], model: ModelSpec, tokens: int) -
             values = len(spec.heads) * model.head_dim
         asked = spec.dtype if isinstance(spec.dtype, torch.dtype) else None
         row = values * (asked or model.dtype).itemsize
-        if isinstance(spec.reduce, Reduction):
-            row = spec.reduce.row_bytes(asked)
-        elif spec.reduce is not None:
+        if not spec.reduction.of_states:
+            row = spec.reduction.row_bytes(asked)
+        if spec.reduction.pools:
             rows = min(rows, 1)
         indexes = len(sites) if has_index_per_site(captures) else int(number == 0)
         total += rows * (len(sites) * row + indexes * index)

@@ -26,7 +26,6 @@ from .demands import Demands
 from .interventions.gates import Flag, GateRead, RequestGates
 from .interventions.knockout import BoundKnockout, Intervention, Knockout, bind_knockouts, request_cuts
 from .interventions.op import Op
-from .interventions.set_feature import SetFeature
 from .kv_edits import KVEdits
 from .positions import Window
 from .receipt import Applied, Captured
@@ -93,7 +92,7 @@ class DeclaredLimits:
             site: number of the site.
         """
         for i, op in enumerate(ops if self.device_tables else ()):
-            sae = op.spec.encoder if isinstance(op.spec, SetFeature) else None
+            sae = op.spec.encodes
             if sae is None:
                 continue
             if self.encoder_number(sae, site) is None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from functools import cache, partial
 from numbers import Real
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -20,10 +20,7 @@ from .heads import channels_of, checked_heads, heads_in, widened
 from .layer_vectors import LayerVectors
 from .positions import Window, checked_positions
 from .site import Site, canonical, expand
-from .vector_files import checked_vector, content_hash
-
-MISSING = ("error", "skip")
-"""What happens to positions that a prompt does not have."""
+from .vector_files import Source, checked_vector, content_hash
 
 
 class _Content(NamedTuple):
@@ -53,7 +50,8 @@ class _Content(NamedTuple):
 class Spec:
     """An immutable dataclass, checked when it is made. Specs with equal content are equal.
 
-    A field for a tensor also takes a string, the name of a vector, or vectors by layer. `filled` replaces both by tensors.
+    Fields are checked by their annotations: numbers, choices, parts that are specs, and tensors (`Source`). A field for a tensor
+    also takes a string, the name of a vector, or vectors by layer. `filled` replaces both by tensors.
     """
 
     named: tuple[str, ...] = ()
@@ -65,6 +63,10 @@ class Spec:
         if not kwargs.keys() <= set(known):
             check_names(cls.__name__, kwargs, known, _ELSEWHERE)
         return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for check in _checks_of(type(self)):
+            check(self)
 
     @property
     def name(self) -> str:
@@ -159,14 +161,26 @@ class Spec:
         if not holds:
             raise ValueError(f"{self.name}: {name}={shown(getattr(self, name))}; expected {expected}")
 
-    def _set_number(self, name: str) -> None:
+    def _set_number(self, name: str, optional: bool = False) -> None:
         value: Any = getattr(self, name)
+        if optional and value is None:
+            return
         if isinstance(value, Tensor) and value.ndim == 0 and value.dtype is not torch.bool:
             value = value.item()
         self._check(name, _is_number(value), "a number")
         value = float(value)
         self._check(name, abs(value) <= torch.finfo(torch.float32).max, "a finite number that float32 can hold")
         self._set(name, value)
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, str) or value not in choices:
+            *others, last = map(repr, choices)
+            self._check(name, False, f"{', '.join(others)} or {last}")
+
+    def _check_part(self, name: str, cls: type[Spec]) -> None:
+        value = getattr(self, name)
+        self._check(name, value is None or isinstance(value, cls), f"a {cls.__name__}, or None")
 
     def _set_tensor(self, name: str, *dims: int) -> None:
         """Check a tensor with one of these numbers of dimensions; a name or vectors by layer are checked when they are known."""
@@ -179,10 +193,15 @@ class Spec:
             value = checked_vector(value, f"{self.name}: {name}", dims)
         self._set(name, value)
 
-    def _set_rows(self, name: str) -> None:
-        """Check a tensor of shape [n, width] or [n, heads, head_dim]; [width] becomes one row."""
-        self._set_tensor(name, 1, 2, *([] if isinstance(self, PlacedSpec) else [3]))
-        if name not in self.named:
+    def _set_vectors(self, name: str, dims: tuple[int, ...] = (1,), rows: bool = False, **options: bool) -> None:
+        """`_set_tensor` with the metadata of a field.
+
+        Args:
+            rows: the shape is [n, width] or [n, heads, head_dim]; [width] becomes one row.
+        """
+        dims = ((1, 2) if isinstance(self, PlacedSpec) else (1, 2, 3)) if rows else dims
+        self._set_tensor(name, *dims, **options)
+        if rows and name not in self.named:
             tensor: Tensor = getattr(self, name)
             rows = tensor.flatten(1) if tensor.ndim > 1 else tensor[None]
             self._set(name, rows)
@@ -291,6 +310,10 @@ class PlacedSpec(Spec):
                 )
         return tuple(sites)
 
+    def __post_init__(self) -> None:
+        self._set_place()
+        super().__post_init__()
+
     def _set_place(self) -> None:
         given = self.site
         if not isinstance(given, str | Site):
@@ -304,7 +327,6 @@ class PlacedSpec(Spec):
             self._set("heads", checked_heads(self.heads, self.site.partition(".")[0]))
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
-        self._check("missing", self.missing in MISSING, "'error' or 'skip'")
 
     def _set_tensor(self, name: str, *dims: int, by_position: bool = False) -> None:
         """As `Spec._set_tensor`, with further dimensions.
@@ -336,9 +358,57 @@ def as_argument(value: Any, site: str) -> Any:
     return value.unsqueeze(1) if split and isinstance(value, Tensor) and value.ndim == 2 else value
 
 
+class Argument(NamedTuple):
+    """An argument of a spec's constructor."""
+
+    name: str
+    hint: Any
+    """Its annotation."""
+    default: Any
+    """`dataclasses.MISSING` for none."""
+    metadata: Mapping[str, Any]
+    """Of a `Source`: arguments of `Spec._set_vectors`."""
+    part: type[Spec] | None
+    """The class of specs that the annotation names."""
+
+
+@cache
+def arguments_of(cls: type) -> tuple[Argument, ...]:
+    """The constructor's arguments."""
+    hints = get_type_hints(cls, include_extras=True)
+    return tuple(
+        Argument(part.name, hint := hints[part.name], part.default, part.metadata, next(_spec_classes(hint), None))
+        for part in fields(cls)
+        if part.init
+    )
+
+
+@cache
+def _checks_of(cls: type) -> tuple[Callable[[Any], None], ...]:
+    """Checks of a class's arguments by their annotations. Arguments of other types are checked by the class."""
+    return tuple(check for argument in arguments_of(cls) if (check := _check_of(argument)) is not None)
+
+
+def _check_of(argument: Argument) -> Callable[[Any], None] | None:
+    name, hint, part = argument.name, argument.hint, argument.part
+    if hint == Source:
+        return lambda spec: spec._set_vectors(name, **argument.metadata)
+    if hint in (float, float | None):
+        return lambda spec: spec._set_number(name, optional=hint is not float)
+    if get_origin(hint) is Literal:
+        return partial(Spec._check_choice, name=name, choices=get_args(hint))
+    if part is not None and is_dataclass(part):
+        return partial(Spec._check_part, name=name, cls=part)
+    return None
+
+
+def _spec_classes(hint: Any) -> Iterator[type[Spec]]:
+    yield from (part for part in get_args(hint) if isinstance(part, type) and issubclass(part, Spec))
+
+
 @cache
 def _arguments(cls: type) -> tuple[str, ...]:
-    """Names of the constructor's arguments."""
+    """Names of the constructor's arguments. They need no annotations that resolve."""
     return tuple(part.name for part in fields(cls) if part.init)
 
 

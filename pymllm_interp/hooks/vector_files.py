@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-Source = Any
+Source = Annotated[Any, "vector"]
 """Anything that `checked_vector` converts: a tensor, lists of numbers, a list of tensors, or an array."""
 Named = Tensor | dict[int, Tensor]
 """A named vector: one tensor for all layers, or one per layer."""

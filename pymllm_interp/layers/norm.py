@@ -59,7 +59,7 @@ def norm_heads(
     return torch.cat((rms_norm(q, q_weight, eps, kind), rms_norm(k, k_weight, eps, kind), v), dim=1)
 
 
-class Norm(nn.Module):
+class NormModule(nn.Module):
     """x [..., size] -> [..., size].
 
     Attributes:
@@ -98,7 +98,7 @@ class Norm(nn.Module):
         return site_ops.add_norm(residual_add, h, delta, self)
 
 
-class RMSNorm(Norm):
+class RMSNorm(NormModule):
     """Llama's norm."""
 
     kind = RMS
@@ -127,7 +127,7 @@ class OffsetRMSNorm(RMSNorm):
     kind = RMS_OFFSET
 
 
-class LayerNorm(Norm, nn.LayerNorm):  # pyright: ignore[reportIncompatibleMethodOverride]
+class LayerNorm(NormModule, nn.LayerNorm):  # pyright: ignore[reportIncompatibleMethodOverride]
     """LayerNorm with a bias. Weight and bias are views of one tensor, which kernels read."""
 
     kind = LAYER

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .cache_route import CACHED, RequestRows, RequestsCache
+from .cache_route import CACHED, CacheRows, RequestsCache
 
 CHECKED: tuple[int, ...] = (3, 2)
 """Tokens of the requests that are run together and alone."""
@@ -47,7 +47,7 @@ class ProbeCache(RequestsCache):
     """
 
     def __init__(self, positions: torch.Tensor, record: Callable[..., None]) -> None:
-        rows = RequestRows(torch.arange(len(positions), device=positions.device), positions)
+        rows = CacheRows(torch.arange(len(positions), device=positions.device), positions)
         super().__init__(rows, rows)
         self._record = record
 
@@ -106,7 +106,7 @@ def mixed_requests_differ(model: PreTrainedModel, use_attention: Callable[[PreTr
     device = next(model.parameters()).device
     lens, vocab = list(CHECKED), model.config.get_text_config().vocab_size
     ids = torch.arange(sum(lens), device=device)[None] * 7 % vocab
-    rows = RequestRows.of(lens, [0] * len(lens), device)
+    rows = CacheRows.of(lens, [0] * len(lens), device)
     cache = RequestsCache(rows, rows)
     with torch.no_grad():
         with cache.serve():

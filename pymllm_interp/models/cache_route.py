@@ -35,14 +35,14 @@ _current = _Current()
 
 
 @dataclass(frozen=True)
-class RequestRows:
+class CacheRows:
     """Which request each row belongs to, by its index, and the row's position: [rows] int64 each."""
 
     requests: torch.Tensor
     positions: torch.Tensor
 
     @classmethod
-    def of(cls, lens: list[int], firsts: list[int], device: torch.device) -> RequestRows:
+    def of(cls, lens: list[int], firsts: list[int], device: torch.device) -> CacheRows:
         """Requests of `lens` rows, whose first rows have the positions `firsts`."""
         pairs = list(zip(lens, firsts, strict=True))
         rows = [torch.full((size,), i) for i, size in enumerate(lens)]
@@ -57,7 +57,7 @@ class RequestsCache(Cache):
         queries, keys: rows of the pass, and rows of what `update` returns.
     """
 
-    def __init__(self, queries: RequestRows, keys: RequestRows) -> None:
+    def __init__(self, queries: CacheRows, keys: CacheRows) -> None:
         super().__init__(layers=[])
         self.queries, self.keys = queries, keys
         self.rule: Any = None  # of the last mask
@@ -112,9 +112,9 @@ class PoolCache(RequestsCache):
         lens = (batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu).tolist()
         sizes = [size for _, size in groups]
         firsts = [length - size for length, size in zip(lens, sizes, strict=False)]
-        queries = RequestRows.of(sizes, firsts, device)
+        queries = CacheRows.of(sizes, firsts, device)
         self._fresh = batch.fresh_kv_only or batch.token_to_kv_pool is None
-        keys = queries if self._fresh else RequestRows.of(lens[: len(groups)], [0] * len(groups), device)
+        keys = queries if self._fresh else CacheRows.of(lens[: len(groups)], [0] * len(groups), device)
         super().__init__(queries, keys)
         self._batch, self._layers, self._windows = batch, layers, windows or {}
         if not self._fresh:

@@ -28,7 +28,7 @@ from ..core.model_spec import (
 )
 from ..layers.edits.base import apply_and_capture, capture_at
 from ..layers.linear import Linear
-from ..layers.norm import Norm
+from ..layers.norm import NormModule
 from .base import CausalLM, Rotations, run_layers
 
 
@@ -117,7 +117,7 @@ class Decoder(nn.Module):
         h = apply_and_capture(self.embed_fused(input_ids, position_ids), site_ops, EMBED_SITE)
         rotations = self.rotations(position_ids, forward_batch)
         layers: Any = getattr(self, self.layers_name)
-        norm: Norm = getattr(self, self.norm_name)
+        norm: NormModule = getattr(self, self.norm_name)
         for layer in layers:
             h, delta = layer.forward_fused(h, delta, rotations[layer.rotary], forward_batch)
         return norm.after_add(h, delta, site_ops, input_add(len(layers)))[1]

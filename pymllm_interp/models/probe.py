@@ -32,11 +32,11 @@ NOT_SERVED = ("position_bias", "indices")
 """Arguments of attention functions that change which keys a query sees, or their scores, by the token."""
 
 
-class _Recording(local):
+class _ProbeOfThread(local):
     probe: Probe | None = None
 
 
-_recording = _Recording()
+_recording = _ProbeOfThread()
 
 
 def probe(model: PreTrainedModel, family: Family, spec: ModelSpec) -> Probe:

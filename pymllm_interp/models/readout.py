@@ -11,7 +11,7 @@ from ..core.model_spec import ModelSpec
 from ..hooks.site import Site
 from ..layers.activation import softcap
 from ..layers.linear import Linear
-from ..layers.norm import Norm
+from ..layers.norm import NormModule
 
 
 class ModelReadout:
@@ -36,7 +36,7 @@ class ModelReadout:
         module: Any = self._model.get_submodule(self._spec.family.point(site).module)
         if not gain:
             return self._without_gain(module, rows)
-        if isinstance(module, Norm):
+        if isinstance(module, NormModule):
             return module.normalize(rows)
         return _unhooked(module, rows)
 

@@ -13,7 +13,7 @@ from ..core.launch import Launcher
 BLOCK, WARPS = 128, 4
 
 
-class RowBuffers(Protocol):
+class InputTensors(Protocol):
     """The input buffers that the kernel writes, by token row (`input_batch.InputBuffers`)."""
 
     input_ids: torch.Tensor
@@ -49,7 +49,7 @@ _launch = Launcher(_kernel)
 
 
 def lay_out(
-    buffers: RowBuffers,
+    buffers: InputTensors,
     tokens: torch.Tensor,
     last_sampled_tokens: torch.Tensor,
     edited: torch.Tensor,

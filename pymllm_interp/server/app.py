@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from .. import __version__
 from ..core.closed import EngineClosedError
 from .errors import ApiError, api_error, validation_error
-from .gate import Gate
+from .gate import RequestGate
 from .interp_routes import interp_routes
 from .openai_routes import openai_routes
 from .protocol import COMPONENT
@@ -49,7 +49,7 @@ def create_app(state: ServerState) -> FastAPI:
     app.openapi = lambda: _document(app, state)
     _add_pages(app, state)
     _add_errors(app)
-    app.add_middleware(Gate, state=state)
+    app.add_middleware(RequestGate, state=state)
     if settings.allowed_origins:  # around the gate: a browser asks without a key, and reads errors too
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=settings.allowed_methods,

@@ -258,7 +258,7 @@ class EngineClient:
     def was_read(self, call: Call, size: int) -> None:
         """The client has read frames of a trace."""
         if call.number in self._calls:
-            self._send(m.Read(call.number, size))
+            self._send(m.ReadFrames(call.number, size))
 
     def fail_calls(self, error: EngineClosedError) -> None:
         """End all calls with an error."""

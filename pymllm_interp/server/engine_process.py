@@ -35,7 +35,7 @@ from ..hooks.traces.trace import RequestTrace
 from . import messages as m
 from .failures import failure_of
 from .outbox import CallEvents, Outbox
-from .request_sizes import Sizes
+from .request_sizes import CallSizes
 from .schema import components
 from .served_model import ServedModel
 from .specs import capture_of, intervention_of
@@ -72,7 +72,7 @@ class EngineServer:
             m.PutVector: partial(self._later, self._put_vector),
             m.DropVector: partial(self._later, self._drop_vector),
             m.RunTrace: self.traces.run,
-            m.Read: self.traces.was_read,
+            m.ReadFrames: self.traces.was_read,
             m.AskStats: lambda message: m.Answer(message.call, self.stats()),
             m.AskProgress: lambda message: m.Answer(message.call, self.model.engine.progress()._asdict()),
             m.ResetPrefixCache: partial(self._later, self._reset_prefix_cache),
@@ -171,7 +171,7 @@ class EngineServer:
                 )
         count = len(message.prompts)
         for field, given in (("interventions", message.interventions), ("capture", message.captures)):
-            Sizes(count if len(given) == 1 else 1, max_model_len).check(given, field)
+            CallSizes(count if len(given) == 1 else 1, max_model_len).check(given, field)
 
     def _ended(self, call: int) -> None:
         self._calls.pop(call, None)

@@ -1,4 +1,4 @@
-"""`Gate`: what every request passes before a route sees it. Keys, rights and sizes are checked before a body is read."""
+"""`RequestGate`: what every request passes before a route sees it. Keys, rights and sizes are checked before a body is read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SINGLE = (b"host", b"origin", b"authorization", b"content-type", b"content-lengt
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 
 
-class Gate:
+class RequestGate:
     """ASGI middleware: request ids, keys, rights, sizes, drain, a log line and a count for each request."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:

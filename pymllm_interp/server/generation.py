@@ -27,7 +27,7 @@ class Prompt:
 
 
 @dataclass
-class Piece:
+class CompletionPiece:
     """New text of one completion.
 
     Attributes:
@@ -90,7 +90,7 @@ class Generation:
         assert isinstance(accepted, m.Accepted)
         return cls(engine, tokenizer, prompts, call)
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    async def pieces(self) -> AsyncIterator[CompletionPiece]:
         """A piece for each token of a stream, which may have no text yet; the last piece of each completion has its end.
 
         Raises:
@@ -110,9 +110,11 @@ class Generation:
                 logprobs = [_logprobs(entry) for entry in (message.logprobs or [])[known:]]
                 yield self._piece(message.request, piece, logprobs, message)
 
-    def _piece(self, request: int, piece: StreamPiece, logprobs: list[Any], end: m.Finished | None = None) -> Piece:
+    def _piece(
+        self, request: int, piece: StreamPiece, logprobs: list[Any], end: m.Finished | None = None
+    ) -> CompletionPiece:
         prompt, sample = self._places[request]
-        return Piece(prompt, sample, piece.text, piece.token_ids, logprobs, end)
+        return CompletionPiece(prompt, sample, piece.text, piece.token_ids, logprobs, end)
 
     @property
     def unfinished(self) -> bool:

@@ -15,7 +15,7 @@ from ..engine.chat import tokenized
 from .errors import ApiError, api_error
 from .failures import EngineError
 from .generation import Generation, Prompt
-from .messages import Captured
+from .messages import CapturedStates
 from .prompt_text import check_length
 from .protocol import LensRequest
 from .state import ServerState
@@ -81,7 +81,7 @@ async def _captured(state: ServerState, prompt: Prompt, client: Client, top: int
         state.store.forget(end.captured)
 
 
-def _content(captured: Captured, store: Path) -> bytes:
+def _content(captured: CapturedStates, store: Path) -> bytes:
     return (store / str(captured.file)).read_bytes() if captured.data is None else captured.data
 
 

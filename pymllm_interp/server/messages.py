@@ -15,7 +15,7 @@ Logprobs = dict[int, tuple[float, int]]
 """Token id -> (log probability, rank), as core.output.Logprob without its text."""
 
 
-class Message(msgspec.Struct, tag=True, omit_defaults=True):
+class EngineMessage(msgspec.Struct, tag=True, omit_defaults=True):
     """Base class. `call` is the number that the HTTP process gave to the call that a message belongs to."""
 
     call: int
@@ -24,7 +24,7 @@ class Message(msgspec.Struct, tag=True, omit_defaults=True):
 # -- to the engine process -----------------------------------------------------------------
 
 
-class Submit(Message):
+class Submit(EngineMessage):
     """Start requests, all or none. Answered by `Accepted`, or by `Failed`; then come `Token` and `Finished`."""
 
     owner: str
@@ -47,14 +47,14 @@ class Submit(Message):
     """Persistent edits: arbitrary code, as `RunTrace.payload`; empty: none."""
 
 
-class Abort(Message):
+class Abort(EngineMessage):
     """End what the call runs. Its last messages still come."""
 
     requests: list[int] | None = None
     """Numbers of requests; None: all."""
 
 
-class PutVector(Message):
+class PutVector(EngineMessage):
     """Store a vector under a name. Answered by `Answer` or `Failed`."""
 
     owner: str
@@ -64,14 +64,14 @@ class PutVector(Message):
     """safetensors or gguf."""
 
 
-class DropVector(Message):
+class DropVector(EngineMessage):
     """Forget a vector."""
 
     owner: str
     name: str
 
 
-class RunTrace(Message):
+class RunTrace(EngineMessage):
     """Run a trace's block: arbitrary code. Answered by `Frame`s, then `Answer` or `Failed`."""
 
     owner: str
@@ -80,32 +80,32 @@ class RunTrace(Message):
     """Seconds for the whole trace."""
 
 
-class Read(Message):
+class ReadFrames(EngineMessage):
     """The client has read frames of the call, of so many bytes: its trace may send more."""
 
     size: int
 
 
-class AskStats(Message):
+class AskStats(EngineMessage):
     """Answered by `Answer` with the engine's counters."""
 
 
-class AskProgress(Message):
+class AskProgress(EngineMessage):
     """Answered by `Answer` with `Engine.progress`, as JSON."""
 
 
-class ResetPrefixCache(Message):
+class ResetPrefixCache(EngineMessage):
     """Forget the KV that the prefix cache keeps. Answered by `Answer`."""
 
 
-class Stop(Message):
+class Stop(EngineMessage):
     """End the process, and what runs."""
 
 
 # -- from the engine process ----------------------------------------------------------------
 
 
-class Ready(Message):
+class Ready(EngineMessage):
     """The engine runs. `info` is what clients may know of it (`engine_process.describe`)."""
 
     info: dict[str, Any]
@@ -113,14 +113,14 @@ class Ready(Message):
     """Of interventions and captures, for the OpenAPI document (`schema.components`)."""
 
 
-class Accepted(Message):
+class Accepted(EngineMessage):
     """The call's requests run. `max_tokens` and `params` are those of each prompt, with defaults and limits applied."""
 
     params: list[dict[str, Any]]
     max_tokens: list[int]
 
 
-class Token(Message):
+class Token(EngineMessage):
     """A request of a call has a new token. Requests are numbered over prompts, and their `n`."""
 
     request: int
@@ -128,7 +128,7 @@ class Token(Message):
     logprobs: Logprobs | None = None
 
 
-class Captured(msgspec.Struct, omit_defaults=True):
+class CapturedStates(msgspec.Struct, omit_defaults=True):
     """Captured states, as safetensors."""
 
     size: int
@@ -140,7 +140,7 @@ class Captured(msgspec.Struct, omit_defaults=True):
     """Name of a file in the store, where they are too large for `data`."""
 
 
-class Finished(Message):
+class Finished(EngineMessage):
     """A request has ended (core.events.FinishedEvent)."""
 
     request: int
@@ -151,33 +151,35 @@ class Finished(Message):
     num_hidden_tokens: int = 0
     logprobs: list[Logprobs] | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
-    captured: Captured | None = None
+    captured: CapturedStates | None = None
     receipt: dict[str, Any] | None = None
     num_cached_tokens: int = 0
     failure: Failure | None = None
     warnings: list[str] = []
 
 
-class Frame(Message):
+class Frame(EngineMessage):
     """A part of a trace's results: a JSON header, and safetensors."""
 
     header: bytes
     body: bytes = b""
 
 
-class Answer(Message):
+class Answer(EngineMessage):
     """A call has ended well."""
 
     value: Any = None
 
 
-class Failed(Message):
+class Failed(EngineMessage):
     """A call has ended with an error."""
 
     failure: Failure
 
 
-ToEngine = Submit | Abort | PutVector | DropVector | RunTrace | Read | AskStats | AskProgress | ResetPrefixCache | Stop
+ToEngine = (
+    Submit | Abort | PutVector | DropVector | RunTrace | ReadFrames | AskStats | AskProgress | ResetPrefixCache | Stop
+)
 FromEngine = Ready | Accepted | Token | Finished | Frame | Answer | Failed
 
 encoder = msgspec.msgpack.Encoder()

@@ -11,7 +11,7 @@ from typing import Any
 from ..core.output import Logprob
 from ..engine.detokenizer import Detokenizer
 from . import messages as m
-from .generation import Piece, Prompt
+from .generation import CompletionPiece, Prompt
 from .state import ServerState
 from .token_text import is_text, token_bytes, token_word
 from .trust import Client
@@ -49,7 +49,7 @@ class Format:
             object_ += ".chunk"
         return {"id": self.id, "object": object_, "created": self.created, "model": self.name, "choices": choices}
 
-    def choice(self, index: int, prompt: Prompt, piece: Piece, first: bool, chunk: bool) -> dict[str, Any]:
+    def choice(self, index: int, prompt: Prompt, piece: CompletionPiece, first: bool, chunk: bool) -> dict[str, Any]:
         """A choice, or what a chunk has of it."""
         text, ids, logprobs = piece.text, list(piece.token_ids), list(piece.logprobs)
         echoed = self.echo and first
@@ -89,7 +89,7 @@ class Format:
         if end.warnings:
             found["warnings"] = end.warnings
 
-    def _activations(self, index: int, captured: m.Captured) -> dict[str, Any]:
+    def _activations(self, index: int, captured: m.CapturedStates) -> dict[str, Any]:
         self._state.metrics.totals["captured_bytes"] += captured.size
         found: dict[str, Any] = {"format": "safetensors", "bytes": captured.size, "sites": captured.sites}
         if captured.data is not None:
@@ -108,7 +108,7 @@ class Format:
     # -- log probabilities ------------------------------------------------------------------
 
     def _logprobs(
-        self, index: int, prompt: Prompt, piece: Piece, ids: list[int], found: list[Any], echoed: bool
+        self, index: int, prompt: Prompt, piece: CompletionPiece, ids: list[int], found: list[Any], echoed: bool
     ) -> dict[str, Any]:
         entries: list[dict[int, Logprob] | None] = list(found)
         if echoed and piece.end is not None and piece.end.prompt_logprobs is not None:

@@ -21,7 +21,7 @@ from . import messages as m
 from .body import JsonRoute
 from .errors import ApiError, api_error
 from .failures import EngineError
-from .generation import Generation, Piece, Prompt
+from .generation import CompletionPiece, Generation, Prompt
 from .openai_format import Format, usage_of
 from .prompt_text import check_length, last_part
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
@@ -259,13 +259,13 @@ class _Work:
         except Exception as error:
             raise api_error(error, refused=True) from error
 
-    def _index(self, piece: Piece) -> int:
+    def _index(self, piece: CompletionPiece) -> int:
         return piece.prompt * self._n + piece.sample
 
-    def _choice(self, piece: Piece, first: bool, chunk: bool) -> dict[str, Any]:
+    def _choice(self, piece: CompletionPiece, first: bool, chunk: bool) -> dict[str, Any]:
         return self._format.choice(self._index(piece), self._prompts[piece.prompt], piece, first, chunk)
 
-    def _take_end(self, piece: Piece) -> None:
+    def _take_end(self, piece: CompletionPiece) -> None:
         if piece.end is not None:
             self._ends[piece.prompt, piece.sample] = piece.end
             if piece.end.failure is not None:
@@ -300,7 +300,7 @@ class _Work:
             begun: set[int] = set()
             if self._format.chat:
                 for index in range(self._n):
-                    empty = Piece(0, index, "", [], [])
+                    empty = CompletionPiece(0, index, "", [], [])
                     yield self._event(empty, first=True)
                     begun.add(index)
             else:
@@ -323,7 +323,7 @@ class _Work:
                 yield _data(api_error(error, refused=False).body())
             yield b"data: [DONE]\n\n"
 
-    def _event(self, piece: Piece, first: bool) -> bytes:
+    def _event(self, piece: CompletionPiece, first: bool) -> bytes:
         """A piece's event. With include_usage its usage is null, or with continuous_usage_stats that of its choice so far."""
         index, options = self._index(piece), self._body.stream_options
         chunk = self._format.envelope([self._choice(piece, first, chunk=True)], chunk=True)

@@ -16,7 +16,7 @@ from ..core.events import Event, FinishedEvent
 from ..core.output import Logprob
 from ..hooks.captures.activations import Activations
 from .failures import failure_of
-from .messages import Captured, Finished, FromEngine, Logprobs, Token, encoder
+from .messages import CapturedStates, Finished, FromEngine, Logprobs, Token, encoder
 from .receipts import receipt_to_json
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Outbox:
             size = sum(found.as_arrived(site).nbytes for site in found)
             if size <= self._inline:
                 data = found.to_bytes()
-                message.captured = Captured(len(data), _shapes(found), data=data)
+                message.captured = CapturedStates(len(data), _shapes(found), data=data)
                 return message
         except Exception as error:
             return _without_states(message, error)
@@ -88,7 +88,7 @@ class Outbox:
         path = self._store / f"pymllm-interp-{os.getpid()}-{message.call}-{message.request}.safetensors"
         try:
             found.save(path)
-            message.captured = Captured(path.stat().st_size, _shapes(found), file=path.name)
+            message.captured = CapturedStates(path.stat().st_size, _shapes(found), file=path.name)
         except Exception as error:  # safetensors has an error of its own for a full disk
             path.unlink(missing_ok=True)
             _without_states(message, OSError(f"the captured states could not be stored: {error}"))

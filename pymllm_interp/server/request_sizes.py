@@ -6,21 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core.arguments import PromptError
-from ..core.limits import MAX_LISTED, MAX_NAMED, MAX_SPECS
+from ..core.limits import MAX_CALL_SPECS, MAX_LISTED, MAX_NAMED, MAX_SPECS
+from ..hooks.captures.spec import Capture
+from ..hooks.positions import Positions
+from ..hooks.spec import Spec, arguments_of
+from ..hooks.vector_files import Source
+from .specs import INTERVENTIONS, part_class
 
-MAX_CALL_SPECS = 16384
-"""Most interventions and captures of a call, each counted for each of its prompts, with one more for each layer of vectors."""
 MAX_NUMBERS = 1 << 20
 """Most numbers of a vector that is written as lists. Base64 has no such limit."""
 MAX_NAME = 256
 """Most characters of a stored vector's name."""
-VECTORS = ("vector", "directions", "direction", "values", "probe")
-"""Fields that hold vectors."""
-POSITIONS = ("positions", "from_", "to")
-"""Fields that hold positions."""
 
 
-class Sizes:
+class CallSizes:
     """Counts what the specs of a call hold.
 
     Args:
@@ -43,8 +42,8 @@ class Sizes:
                 raise PromptError(f"{field} has {len(specs)} entries; a prompt takes at most {MAX_SPECS}")
             self._count(len(specs), field)
             for i, spec in enumerate(specs):
-                if isinstance(spec, Mapping):
-                    self._check_spec(spec, f"{field}[{i}]")
+                cls = Capture if field == "capture" else INTERVENTIONS.class_of(spec)
+                self._check_spec(cls, spec, f"{field}[{i}]")
 
     def _count(self, specs: int, what: str) -> None:
         self._specs += specs * self._prompts
@@ -54,18 +53,22 @@ class Sizes:
                 f"for each prompt; at most {MAX_CALL_SPECS}: send fewer prompts at a time"
             )
 
-    def _check_spec(self, spec: Mapping[str, Any], what: str) -> None:
-        for name in POSITIONS:
-            if isinstance(value := spec.get(name), list):
-                self._check_positions(len(value), f"{what}.{name}")
-        for name in ("heads", "layer", "tokens"):
-            if isinstance(value := spec.get(name), list):
-                _check_count(len(value), MAX_NAMED, f"{what}.{name}")
-        for name in VECTORS:
-            self._check_vector(spec.get(name), f"{what}.{name}")
-        for name in ("when", "reduce"):
-            if isinstance(value := spec.get(name), Mapping):
-                self._check_spec({**value, "when": None, "reduce": None}, f"{what}.{name}")
+    def _check_spec(self, cls: type[Spec] | None, spec: Any, what: str) -> None:
+        """Check the fields of an object of JSON. One that names no class is refused without being walked."""
+        if cls is None or not isinstance(spec, Mapping):
+            return
+        for argument in arguments_of(cls):
+            value, name = spec.get(argument.name), f"{what}.{argument.name}"
+            if value is None:
+                continue
+            if argument.hint == Source:
+                self._check_vector(value, name)
+            elif argument.hint == Positions and isinstance(value, list):
+                self._check_positions(len(value), name)
+            elif isinstance(value, list):
+                _check_count(len(value), MAX_NAMED, name)
+            elif argument.part is not None:
+                self._check_spec(part_class(argument.part, value), value, name)
 
     def _check_positions(self, count: int, what: str) -> None:
         _check_count(

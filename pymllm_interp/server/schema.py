@@ -5,23 +5,33 @@ The engine process makes it, and tells the HTTP process, which has no torch and 
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
-from functools import reduce
-from inspect import getdoc
+from collections.abc import Sequence
+from dataclasses import MISSING
+from functools import cache, reduce
+from inspect import getdoc, isclass
+from itertools import filterfalse
 from operator import or_
-from typing import Annotated, Any, Literal
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import torch
 from pydantic import Field, StrictBool, StrictInt, TypeAdapter, create_model
+from torch import Tensor
 
 from ..core.device import DTYPES
 from ..core.limits import MAX_NAMED
+from ..hooks.captures.reduction import Reduction
 from ..hooks.captures.spec import Capture
-from ..hooks.interventions.op import SCOPES, Gate
-from ..hooks.interventions.set_feature import MAX_FEATURES, MODES, SetFeature
-from ..hooks.interventions.specs import NORMS
-from ..hooks.spec import MISSING as MISSING_POSITIONS
+from ..hooks.interventions.set_feature import MAX_FEATURES, FeatureTargets
+from ..hooks.lenses import JacobianLens, TunedLens
+from ..hooks.positions import Positions
+from ..hooks.registry import is_spelled, ops, reductions
+from ..hooks.saes.sae import SAE
+from ..hooks.site import Site
+from ..hooks.spec import Spec, arguments_of
+from ..hooks.vector_files import Source
 from .protocol import Strict
-from .specs import MAX_DIMS, OPS, REDUCTIONS, WIRE_DTYPES
+from .specs import LOCAL, MAX_DIMS, WIRE_DTYPES, tag_of
 
 
 class InlineVector(Strict):
@@ -85,62 +95,60 @@ PositionsField = Annotated[
 ]
 
 
-def _model(cls: type[Any], known: dict[str, Any], **tags: str) -> Any:
-    """A pydantic model with the fields of a dataclass, and tags that name it."""
-    parts: dict[str, Any] = {name: (Literal[tag], ...) for name, tag in tags.items()}  # pyright: ignore[reportInvalidTypeForm]
-    for field in fields(cls):
-        if field.init:
-            default = ... if field.default is MISSING else field.default
-            parts[field.name] = known[field.name], default
+FORMS: dict[Any, Any] = {
+    Source: Vector,
+    Positions: PositionsField,
+    Site | str: Annotated[
+        str, Field(description="resid_post.12, resid_post.*, resid_post.{0,4}, blocks.12.hook_resid_post, ...")
+    ],
+    SAE | str: Annotated[str, Field(description="the name of an SAE that the server has (--sae NAME=PATH)")],
+    TunedLens | JacobianLens | None: Annotated[None, Field(description="null: a server has the logit lens alone")],
+    FeatureTargets: Annotated[
+        dict[str, float | list[float | None]],
+        Field(min_length=1, max_length=MAX_FEATURES, description="feature -> value, or [low, high] with clamp"),
+    ],
+    torch.dtype | str | None: Literal[tuple(DTYPES)] | None,  # pyright: ignore
+    int: StrictInt,
+    Sequence[int]: Annotated[list[StrictInt], Field(max_length=MAX_NAMED)],
+}
+"""Annotation of a field, or a part of it -> its type in JSON. Numbers, strings and choices are what they are."""
+
+
+def _type_of(hint: Any) -> Any:
+    """The type in JSON of a field with this annotation."""
+    if hint in FORMS:
+        return FORMS[hint]
+    if get_origin(hint) not in (Union, UnionType):
+        return _model(hint) if isclass(hint) and issubclass(hint, Spec) else hint
+    parts = [part for part in get_args(hint) if part not in _WITHOUT_FORM]
+    if Reduction in parts:
+        parts = [Literal[tuple(name for name, cls in reductions().items() if is_spelled(cls))]]  # pyright: ignore
+        parts += [*filterfalse(is_spelled, reductions().values()), type(None)]
+    return Union[tuple(map(_type_of, parts))]  # noqa: UP007  # of a computed tuple
+
+
+_WITHOUT_FORM = (Tensor, Site, *LOCAL)
+
+
+@cache
+def _model(cls: type[Spec]) -> Any:
+    """A pydantic model with the fields of a class of specs, and the tag that names it."""
+    parts: dict[str, Any] = {name: (Literal[tag], ...) for name, tag in (tag_of(cls) or {}).items()}  # pyright: ignore[reportInvalidTypeForm]
+    for argument in arguments_of(cls):
+        found, description = _type_of(argument.hint), argument.metadata.get("description")
+        found = found if description is None else Annotated[found, Field(description=description)]
+        parts[argument.name] = found, ... if argument.default is MISSING else argument.default
     doc = (getdoc(cls) or "").partition("\n\nRaises")[0]
     return create_model(cls.__name__, __base__=Strict, __doc__=doc, **parts)
 
 
-_NUMBERS: Any = Annotated[list[StrictInt], Field(max_length=MAX_NAMED)]
-_HEADS = StrictInt | _NUMBERS | None
-_KNOWN: dict[str, Any] = {
-    "site": Annotated[
-        str, Field(description="resid_post.12, resid_post.*, resid_post.{0,4}, blocks.12.hook_resid_post, ...")
-    ],
-    **dict.fromkeys(("vector", "directions", "direction", "values", "probe"), Vector),
-    **dict.fromkeys(("positions", "from_", "to"), PositionsField),
-    **dict.fromkeys(("scale", "factor", "threshold"), float),
-    **dict.fromkeys(("low", "high"), float | None),
-    "norm": Literal[tuple(NORMS)],  # pyright: ignore[reportInvalidTypeForm]
-    "missing": Literal[MISSING_POSITIONS],  # pyright: ignore[reportInvalidTypeForm]
-    "scope": Literal[SCOPES],  # pyright: ignore[reportInvalidTypeForm]
-    "features": Annotated[
-        dict[str, float | list[float | None]],
-        Field(min_length=1, max_length=MAX_FEATURES, description="feature -> value, or [low, high] with clamp"),
-    ],
-    "mode": Literal[MODES],  # pyright: ignore[reportInvalidTypeForm]
-    "heads": _HEADS,
-    "layer": StrictInt | _NUMBERS | Literal["*"],
-    "top_k": StrictInt | None,  # pyright: ignore[reportOperatorIssue]
-    "sae": Annotated[str, Field(description="the name of an SAE that the server has (--sae NAME=PATH)")],
-    "tokens": _NUMBERS | None,  # pyright: ignore[reportOperatorIssue]
-    "transport": Annotated[str | None, Field(description="null: a server has the logit lens alone")],
-    "dtype": Literal[tuple(DTYPES)] | None,  # pyright: ignore
-}
-"""Types of the fields, by name. A field that is not here fails at import: a new one must be given its type."""
-
-_GATE_SITE = Annotated[str | None, Field(description="one site, earlier in the pass than those of the intervention")]
-GateModel: Any = _model(Gate, _KNOWN | {"site": _GATE_SITE})
-ReductionModel: Any = reduce(or_, [
-    _model(cls, _KNOWN, **({} if name == "project" else {"type": name})) for name, cls in REDUCTIONS.items()
-])  # fmt: skip
-_KNOWN |= {"when": GateModel | None, "reduce": Literal["mean", "last"] | ReductionModel | None}
-_OF_SAE = {"site": Annotated[str | None, Field(description="the site; null: the one that the SAE reads")]}
-OP_MODELS: dict[str, Any] = {
-    name: _model(cls, _KNOWN | (_OF_SAE if cls is SetFeature else {}), op=name) for name, cls in OPS.items()
-}
-CaptureModel: Any = _model(Capture, _KNOWN)
+OP_MODELS: dict[str, Any] = {name: _model(cls) for name, cls in ops().items()}
 
 
 def components() -> dict[str, Any]:
     """Schemas of the OpenAPI document: `Intervention`, `CaptureSpec`, and what these refer to."""
     intervention: Any = Annotated[reduce(or_, OP_MODELS.values()), Field(discriminator="op")]
-    capture: Any = str | CaptureModel
+    capture: Any = str | _model(Capture)
     adapters = {"Intervention": TypeAdapter(intervention), "CaptureSpec": TypeAdapter(capture)}
     schemas, shared = TypeAdapter.json_schemas(
         [(name, "validation", adapter) for name, adapter in adapters.items()],

@@ -17,11 +17,11 @@ from ..engine.handle import RequestHandle
 from ..engine.request_factory import RequestFactory
 from ..engine.token_calls import TokenCalls
 from ..engine.trace_calls import TraceCalls
+from ..hooks.registry import ops
 from ..layers.seal import seal
 from ..models.registry import is_native
 from ..models.source import load_tokenizer
 from ..runner.interp_model_runner import InterpModelRunner
-from .specs import OPS
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 """Sampling parameters that a model's generation_config.json may set."""
@@ -114,7 +114,7 @@ class ServedModel(TraceCalls, ForwardCalls, TokenCalls):  # pyright: ignore[repo
                 for kind in kinds
                 if kind not in ("q", "k", "v", "z", "mlp_act") or kind in usable
             },
-            "ops": sorted(OPS),
+            "ops": sorted(ops()),
             "saes": {name: {"site": sae.site, "features": sae.d_sae} for name, sae in self._factory.saes.items()},
             "hooks": {
                 "hook_execution": config.hook_execution,

@@ -1,4 +1,5 @@
-"""Interventions and captures as JSON, and back: the same fields as the Python objects, with the op's name under "op".
+"""Interventions and captures as JSON, and back: the fields of the registered classes (hooks/registry.py), with the op's name under
+"op", and a reduction's under "type".
 
     {"op": "steer", "site": "resid_post.12", "vector": "sea", "scale": 4, "positions": "generated"}
 
@@ -10,46 +11,76 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, is_dataclass
+from typing import Any, NamedTuple, get_args
 
 import torch
 
 from ..core.arguments import PromptError, shown
-from ..core.device import DTYPES
-from ..hooks.captures.features import Features
-from ..hooks.captures.lens import Lens
-from ..hooks.captures.reduction import Reduction
 from ..hooks.captures.spec import Capture, Project
-from ..hooks.interventions.knockout import Knockout
-from ..hooks.interventions.op import Gate, Op
-from ..hooks.interventions.projections import Ablate, Clamp
-from ..hooks.interventions.set_feature import MAX_FEATURES, SetFeature
-from ..hooks.interventions.specs import Patch, Scale, Steer
+from ..hooks.interventions.knockout import Intervention
+from ..hooks.interventions.op import Gate
+from ..hooks.interventions.set_feature import MAX_FEATURES, FeatureTargets
 from ..hooks.layer_vectors import LayerVectors
-from ..hooks.positions import Generated, Masked
+from ..hooks.lenses import JacobianLens, TunedLens
+from ..hooks.positions import Generated, Masked, Positions
+from ..hooks.registry import json_name, ops, reductions
+from ..hooks.saes.sae import SAE
 from ..hooks.site import Site
-from ..hooks.spec import Spec, as_argument
-from .request_sizes import VECTORS
+from ..hooks.spec import Argument, Spec, arguments_of, as_argument
+from ..hooks.vector_files import Source
 
-OPS: dict[str, type[Op] | type[Knockout]] = {
-    cls.__name__.lower(): cls for cls in (Steer, Ablate, Clamp, Scale, Patch, SetFeature, Knockout)
-}
-"""Names of the interventions in JSON."""
 WIRE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 """Dtypes of inline vectors."""
-REDUCTIONS: dict[str, type[Reduction]] = {cls.__name__.lower(): cls for cls in (Project, Features, Lens)}
-"""Reductions by their `type` in JSON; without one it is a projection."""
 MAX_DIMS = 4
 """Most dimensions of an inline vector."""
-
-
+_OF_LENSES = "a server has the logit lens alone; capture the states, or use a local LM"
 LOCAL = {
-    "sae": "give the name of one that it has (`pymllm-interp serve --sae NAME=PATH`)",
-    "transport": "capture the states, or use a local LM",
+    SAE: "give the name of one that it has (`pymllm-interp serve --sae NAME=PATH`)",
+    TunedLens: _OF_LENSES,
+    JacobianLens: _OF_LENSES,
 }
-"""Fields whose objects stay in the program that made them -> what to do."""
+"""Classes whose objects stay in the program that made them -> what to do."""
+
+
+class TaggedClasses(NamedTuple):
+    """Classes that an object of JSON names under a key."""
+
+    key: str
+    classes: Callable[[], Mapping[str, type[Spec]]]
+    """Name -> class."""
+    default: str | None = None
+    """What an object without the key is."""
+
+    def class_of(self, value: Any) -> type[Spec] | None:
+        """The class that an object names; None where it names none."""
+        name = value.get(self.key, self.default) if isinstance(value, Mapping) else None
+        return self.classes().get(name) if isinstance(name, str) else None
+
+    def made(self, value: Any, what: str) -> Any:
+        """The spec of an object.
+
+        Raises:
+            PromptError: an unknown name or field, or what the class refuses.
+        """
+        cls = self.class_of(value)
+        if cls is None:
+            given = value.get(self.key) if isinstance(value, Mapping) else value
+            raise PromptError(f"{what}: {self.key} is {shown(given)}; expected one of {', '.join(self.classes())}")
+        return _made(cls, {name: part for name, part in value.items() if name != self.key}, what)
+
+
+INTERVENTIONS = TaggedClasses("op", ops)
+REDUCTIONS = TaggedClasses("type", reductions, json_name(Project))
+
+
+def tag_of(cls: type[Spec]) -> dict[str, str] | None:
+    """What names a registered class in its JSON, which the default does not need; None for another class."""
+    for tagged in (INTERVENTIONS, REDUCTIONS):
+        if tagged.classes().get(name := json_name(cls)) is cls:
+            return {} if name == tagged.default else {tagged.key: name}
+    return None
 
 
 def vector_to_json(tensor: torch.Tensor) -> dict[str, Any]:
@@ -130,72 +161,66 @@ def positions_of(value: Any, what: str) -> Any:
     )
 
 
-def positions_to_json(positions: Any) -> Any:
-    """Positions of a checked spec."""
-    match positions:
-        case Generated():
-            return {"generated": {"start": positions.start, "stop": positions.stop, "step": positions.step}}
-        case slice():
-            return {"slice": [positions.start, positions.stop, positions.step]}
-        case range():
-            return {"range": [positions.start, positions.stop, positions.step]}
-        case Masked():
-            return [place in positions for place in range(positions.length)]
-        case tuple():
-            return list(positions)
-    return positions
-
-
 def to_json(spec: Spec) -> dict[str, Any]:
     """A spec as JSON. Fields that have their defaults are left out.
 
     Raises:
-        PromptError: it holds an SAE.
+        PromptError: it holds an SAE or a lens, or its class is not registered.
     """
-    kind = type(spec).__name__.lower()
-    found: dict[str, Any] = {"op": kind} if isinstance(spec, Op | Knockout) else {}
-    if isinstance(spec, Reduction) and not isinstance(spec, Project):
-        found["type"] = kind
-    for field in fields(spec):  # pyright: ignore[reportArgumentType]
-        value = getattr(spec, field.name)
-        if not field.init or (field.default is not MISSING and value is field.default):
+    cls = type(spec)
+    found: dict[str, Any] | None = {} if cls in (Capture, Gate) else tag_of(cls)
+    if found is None:
+        raise PromptError(f"{cls.__name__} is not registered (hooks/registry.py), so a server does not know it")
+    for argument in arguments_of(cls):
+        value = getattr(spec, argument.name)
+        if argument.default is not MISSING and value is argument.default:
             continue
-        if isinstance(spec, Steer):
-            value = as_argument(value, str(spec.site))
-        found[field.name] = _value_to_json(field.name, value)
+        if (local := next((text for kind, text in LOCAL.items() if isinstance(value, kind)), None)) is not None:
+            raise PromptError(f"{argument.name}: a {type(value).__name__} is not sent to a server; {local}")
+        if argument.metadata.get("by_position"):
+            value = as_argument(value, str(getattr(spec, "site", "")))
+        written = _value_to_json(value)
+        if argument.hint == FeatureTargets:
+            written = {str(feature): target for feature, target in written}
+        found[argument.name] = written
     return found
 
 
-def _value_to_json(name: str, value: Any) -> Any:
-    if name == "features":
-        return {str(feature): list(target) if isinstance(target, tuple) else target for feature, target in value}
-    if isinstance(value, torch.Tensor):
-        return vector_to_json(value)
-    if isinstance(value, LayerVectors):
-        if isinstance(value.vectors, dict):
-            return {"layers": {str(layer): vector_to_json(vector) for layer, vector in value.vectors.items()}}
-        return vector_to_json(value.vectors)
-    if name in LOCAL and value is not None and not isinstance(value, str):
-        raise PromptError(f"{name}: a {type(value).__name__} is not sent to a server; {LOCAL[name]}")
-    if isinstance(value, Spec):
-        return to_json(value)
-    if isinstance(value, torch.dtype):
-        return str(value)[6:]
-    if name in ("positions", "from_", "to"):
-        return positions_to_json(value)
-    return list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Site) else value
+def _value_to_json(value: Any) -> Any:
+    match value:
+        case torch.Tensor():
+            return vector_to_json(value)
+        case LayerVectors():
+            vectors = value.vectors
+            if isinstance(vectors, dict):
+                return {"layers": {str(layer): vector_to_json(vector) for layer, vector in vectors.items()}}
+            return vector_to_json(vectors)
+        case Spec():
+            return to_json(value)
+        case Generated():
+            return {"generated": {"start": value.start, "stop": value.stop, "step": value.step}}
+        case slice():
+            return {"slice": [value.start, value.stop, value.step]}
+        case range():
+            return {"range": [value.start, value.stop, value.step]}
+        case Masked():
+            return [place in value for place in range(value.length)]
+        case tuple():
+            return [_value_to_json(part) for part in value]
+        case torch.dtype():
+            return str(value)[6:]
+        case Site():
+            return str(value)
+    return value
 
 
-def intervention_of(value: Any, what: str = "interventions") -> Op | Knockout:
+def intervention_of(value: Any, what: str = "interventions") -> Intervention:
     """An intervention from JSON.
 
     Raises:
         PromptError: an unknown op or field, or what the op's class refuses.
     """
-    given = value.get("op") if isinstance(value, Mapping) else value
-    if not isinstance(value, Mapping) or not isinstance(given, str) or given not in OPS:
-        raise PromptError(f"{what}: op is {shown(given)}; expected one of {', '.join(OPS)}")
-    return _made(OPS[value["op"]], {name: part for name, part in value.items() if name != "op"}, what)
+    return INTERVENTIONS.made(value, what)
 
 
 def capture_of(value: Any, what: str = "capture") -> Capture:
@@ -207,47 +232,56 @@ def capture_of(value: Any, what: str = "capture") -> Capture:
     return _made(Capture, {"site": value} if isinstance(value, str) else value, what)
 
 
+def part_class(part: type[Spec], value: Any) -> type[Spec] | None:
+    """The class of a spec within another, from its annotation and JSON; None where the JSON names none."""
+    return part if is_dataclass(part) else REDUCTIONS.class_of(value)
+
+
 def _made(cls: type[Any], given: Any, what: str) -> Any:
     if not isinstance(given, Mapping):
         raise PromptError(f"{what}: {cls.__name__} is an object, not {shown(given)}")
-    known = {field.name: field for field in fields(cls) if field.init}
+    known = {argument.name: argument for argument in arguments_of(cls)}
     for name in given:
         if name not in known:
             raise PromptError(f"{what}: {cls.__name__} has no field {shown(name)}; it has {', '.join(known)}")
-    for name, field in known.items():
-        if field.default is MISSING and name not in given:
+    for name, argument in known.items():
+        if argument.default is MISSING and name not in given:
             raise PromptError(f"{what}: {cls.__name__} needs {name!r}")
     try:
-        return cls(**{name: _value_of(name, value, f"{what}.{name}") for name, value in given.items()})
+        return cls(**{name: _value_of(known[name], value, f"{what}.{name}") for name, value in given.items()})
     except PromptError:
         raise
     except (ValueError, TypeError) as error:
         raise PromptError(f"{what}: {error}") from error
 
 
-def _value_of(name: str, value: Any, what: str) -> Any:
-    if name in VECTORS:
-        return vector_of(value, what)
-    if name == "when" and isinstance(value, Mapping):
-        return _made(Gate, value, what)
-    if name == "reduce" and isinstance(value, Mapping):
-        kind = value.get("type", "project")
-        if not isinstance(kind, str) or kind not in REDUCTIONS:
-            raise PromptError(f"{what}: type is {shown(kind)}; expected one of {', '.join(REDUCTIONS)}")
-        return _made(REDUCTIONS[kind], {name: part for name, part in value.items() if name != "type"}, what)
-    if name in LOCAL and not isinstance(value, str | None):
-        raise PromptError(f"{what}: {LOCAL[name]}")
-    if name == "transport" and value is not None:
-        raise PromptError(f"{what}: a server has the logit lens alone; {LOCAL[name]}")
-    if name in ("positions", "from_", "to"):
-        return positions_of(value, what)
-    if name == "features" and isinstance(value, Mapping):
-        if len(value) > MAX_FEATURES:
-            raise PromptError(f"{what} has {len(value)} features; at most {MAX_FEATURES}: use several interventions")
-        wrong = [feature for feature in value if not str(feature).isdecimal()]
-        if wrong:
-            raise PromptError(f"{what}: {shown(wrong[0])} is not the number of a feature")
-        return {int(feature): target for feature, target in value.items()}
-    if name == "dtype" and value is not None and value not in DTYPES:
-        raise PromptError(f"{what}: {shown(value)}; expected one of {', '.join(sorted(DTYPES))}")
+def _value_of(argument: Argument, value: Any, what: str) -> Any:
+    """The value of an argument. What has no form of its own in JSON is checked by the class."""
+    if argument.hint in READERS:
+        return READERS[argument.hint](value, what)
+    if argument.part is not None and isinstance(value, Mapping):
+        return _made(argument.part, value, what) if is_dataclass(argument.part) else REDUCTIONS.made(value, what)
+    types = get_args(argument.hint)
+    local = next((LOCAL[cls] for cls in types if cls in LOCAL), None)
+    if local is not None and value is not None and not (isinstance(value, str) and str in types):
+        raise PromptError(f"{what}: {local}")
     return value
+
+
+def _targets_of(value: Any, what: str) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    if len(value) > MAX_FEATURES:
+        raise PromptError(f"{what} has {len(value)} features; at most {MAX_FEATURES}: use several interventions")
+    wrong = [feature for feature in value if not str(feature).isdecimal()]
+    if wrong:
+        raise PromptError(f"{what}: {shown(wrong[0])} is not the number of a feature")
+    return {int(feature): target for feature, target in value.items()}
+
+
+READERS: dict[Any, Callable[[Any, str], Any]] = {
+    Source: vector_of,
+    Positions: positions_of,
+    FeatureTargets: _targets_of,
+}
+"""Annotation -> what reads such a field."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ApiError
-from .messages import Captured
+from .messages import CapturedStates
 from .settings import ServeLimits
 
 FILE_NAME = re.compile(r"pymllm-interp-\d+-\d+-\d+\.safetensors")
@@ -92,7 +92,7 @@ class ActivationStore:
         """Files that wait."""
         return len(self._stored)
 
-    def adopt(self, name: str, captured: Captured, owner: str) -> Stored:
+    def adopt(self, name: str, captured: CapturedStates, owner: str) -> Stored:
         """Keep a file of the engine process under a name.
 
         Raises:
@@ -149,7 +149,7 @@ class ActivationStore:
         self.sweep()
         self._clean(self._limits.store_seconds)
 
-    def forget(self, captured: Captured | None) -> None:
+    def forget(self, captured: CapturedStates | None) -> None:
         """Delete a file that nobody will ask for."""
         if captured is not None and captured.file is not None:
             (self._folder / captured.file).unlink(missing_ok=True)

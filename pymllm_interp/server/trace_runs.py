@@ -121,7 +121,7 @@ class TraceRuns:
             target=self._serve, args=(run, message), name=f"pymllm-interp-trace-{message.call}", daemon=True
         ).start()
 
-    def was_read(self, message: m.Read) -> None:
+    def was_read(self, message: m.ReadFrames) -> None:
         """A client has read results of its trace."""
         if (run := self._runs.get(message.call)) is not None:
             run.was_read(message.size)

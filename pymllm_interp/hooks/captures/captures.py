@@ -18,7 +18,7 @@ from .activations import Activations, CaptureError, lost
 from .group import Group, SmallRow
 from .reading import Pending, reading_of
 from .record_sizes import RecordSizes
-from .reduction import Readout, Reduction
+from .reduction import Readout
 from .result_memory import Memory
 from .spec import NORMED, Capture
 
@@ -251,7 +251,7 @@ class Captures(RecordSizes):
             group, column = self._columns[name]
             reduced, positions = columns[id(group)][column]
             rows, shape, self.cut[name] = reduced.rows, self._shapes[name], reduced.cut
-            if len(shape) > 1 and not isinstance(group.spec.reduce, Reduction):
+            if len(shape) > 1 and group.spec.reduction.of_states:
                 heads = self._heads[name]
                 rows = rearrange(rows, "rows (heads dim) -> rows heads dim", heads=shape[0])
                 rows = rows if heads is None else rows[:, list(heads)]

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from ...core.model_spec import ModelSpec
 from ..positions import is_whole
+from ..registry import reduction
 from ..saes.registry import check_fits
 from ..saes.sae import SAE
 from ..site import Site
 from .reduction import Readout, Reduced, Reduction, as_words, floats
 
 
+@reduction
 @dataclass(frozen=True, eq=False)
 class Features(Reduction):
     """The largest active features of each row, in place of the row: those of ``sae.encode(row)`` that are above 0.

@@ -28,7 +28,7 @@ from ..site import Site
 from .kept_rows import KeptRows, as_integers
 from .reading import Pending, Reading
 from .records import aligned, selected, size_in
-from .reduction import Reduced, Reduction
+from .reduction import Reduced
 from .result_memory import FRESH, Memory
 from .spec import Capture
 
@@ -43,9 +43,8 @@ class Group:
 
     - with a `Reading`: what it makes of the state;
     - with the `probes` of a reduction: the state's dot products with them;
-    - with `reduce="mean"`: the float32 sum over the prompt positions of a pass; the state itself for generated positions;
-    - with `reduce="last"`: the state, for the prompt's last position and generated positions;
-    - else the state, in `spec.dtype` where that is narrower than the model's.
+    - with a reduction that `sums`: the float32 sum over the prompt positions of a pass; the state itself for generated positions;
+    - else the state, where it is `needed`; in `spec.dtype` if that is narrower than the model's, and the reduction `narrows`.
 
     Args:
         width: of a state.
@@ -83,20 +82,18 @@ class Group:
         self.captured = np.zeros(longest, dtype=np.bool_)
         for window in windows:
             self.captured[window.start : window.stop : window.step] = True
-        in_result = self.captured.copy()
-        if spec.reduce == "last":
-            in_result[np.flatnonzero(in_result[:prompt_len])[:-1]] = False
+        reduction = spec.reduction
+        in_result = reduction.needed(self.captured, prompt_len)
         self.ordinals = np.where(in_result, np.cumsum(in_result) - 1, -1)
         self._of_prompt = int(in_result[:prompt_len].sum())  # ordinals before it are of the prompt
         self.offset = 0
         self.probes: torch.Tensor | None = None
         self.converted: torch.dtype | None = None
-        asked, reduce = spec.dtype if isinstance(spec.dtype, torch.dtype) else None, spec.reduce
-        result_dtype = asked or (torch.float32 if isinstance(reduce, Reduction) else dtype)
-        if isinstance(reduce, Reduction):
-            self.probes = reduce.probes if reading is None else None
-        elif reading is None and reduce != "mean" and result_dtype.itemsize < dtype.itemsize:
-            self.converted = result_dtype
+        asked = spec.dtype if isinstance(spec.dtype, torch.dtype) else None
+        result_dtype = asked or (dtype if reduction.of_states else torch.float32)
+        if reading is None:
+            self.probes = reduction.probes
+            self.converted = result_dtype if reduction.narrows and result_dtype.itemsize < dtype.itemsize else None
         stored_width = width if self.probes is None else len(self.probes)
         self._stored_dtype = torch.float32 if self.probes is not None else self.converted or dtype
         self._state_width, self._state_size = stored_width, size_in(stored_width, self._stored_dtype, dtype)
@@ -111,9 +108,9 @@ class Group:
             self._kept_width = self.width
         self._sent_integer = np.dtype(f"i{self._sent_dtype.itemsize}")
         self._is_dense = self._site_size * dtype.itemsize == self._kept_width * self._sent_dtype.itemsize
-        self.in_order = reduce in ("mean", "last")
+        self.in_order = reduction.pools
         self._sum_size = 0  # elements of a sum
-        if reduce == "mean" and self._of_prompt:
+        if reduction.sums and self._of_prompt:
             self._sum_size = self.width * torch.float32.itemsize // dtype.itemsize
         states = self.probes is None and (reading is None or not reading.reduces)
         self._kept = KeptRows(
@@ -292,7 +289,7 @@ class Group:
         stop = start + len(whole) * self.packed_size
         if len(summed):
             sums = packed[:start].view(np.float32)[: len(self.sites) * self.width]
-            self._kept.add(sums.reshape(len(self.sites), -1))
+            self._kept.fold(sums.reshape(len(self.sites), -1))
         if len(whole):
             self._kept.keep(ordinal, self._states_of(packed[start:stop].reshape(len(whole), -1)))
         return stop
@@ -320,7 +317,7 @@ class Group:
         if self.in_order and count < newest - (newest > self._of_prompt):
             count = 0  # preempted, and ended before it was computed as far again: the kept rows are of later positions
         positions = torch.from_numpy(np.flatnonzero(captured)[:count])
-        placed = positions[-1:].clone() if self.spec.reduce == "last" else positions
+        placed = self.spec.reduction.placed(positions)
         self.prepare(FRESH)
         return [(reduced, placed) for reduced in self._kept.results(count, arrived)]
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from .reduction import Reduced, Reduction
+from .pools import Pool
+from .reduction import Reduced
 from .result_memory import Memory
 from .spec import Capture
 
@@ -23,9 +24,8 @@ SMALL_ROW = 1 << 14
 class KeptRows:
     """Captured rows of a group on the host, [kept, sites, width].
 
-    There is a row for each position; with `reduce="mean"` the sum of all rows but the newest, and the newest; with
-    `reduce="last"` the newest two. So a row can be left out that was computed after the request's end. Such a row is never one
-    of the prompt's.
+    There is a row for each position; with a `Pool` what all rows but the newest are folded to, and the newest. So a row can be
+    left out that was computed after the request's end. Such a row is never one of the prompt's.
 
     Args:
         spec: of the group.
@@ -54,16 +54,15 @@ class KeptRows:
     ) -> None:
         self.rows: torch.Tensor | None = None
         self.small: np.ndarray | None = None
-        self._reduce, self._width, self._sent_dtype, self._result_dtype = spec.reduce, width, sent_dtype, dtype
+        self._reduction, self._width, self._sent_dtype, self._result_dtype = spec.reduction, width, sent_dtype, dtype
         self._num_rows, self._dtype, self._states, self._sent_width = num_positions, dtype, states, sent_width
         self._asked = spec.dtype if isinstance(spec.dtype, torch.dtype) else None
-        if isinstance(spec.reduce, Reduction):
+        self._pool = spec.reduction if isinstance(spec.reduction, Pool) else None
+        if self._pool is not None:
+            self._num_rows, self._dtype = 2, sent_dtype if self._pool.narrows else torch.float64
+        elif not spec.reduction.of_states:
             self._dtype = sent_dtype
-        elif spec.reduce is not None:
-            self._num_rows = 2
-            if spec.reduce == "mean":
-                self._dtype = torch.float64
-        self.unchanged = self._dtype is sent_dtype and spec.reduce not in ("mean", "last")
+        self.unchanged = self._dtype is sent_dtype and self._pool is None
         self._values = np.empty(0)  # the memory of `rows`, as NumPy sees it
         self._records: np.ndarray | None = None  # [kept, words], where a row is a record
 
@@ -78,8 +77,8 @@ class KeptRows:
             as_records: a row has the bytes of a record.
         """
         self._memory, self.rows = memory, memory.empty((self._num_rows, num_sites, self._width), self._dtype)
-        if self._reduce == "mean":
-            self._values = self.rows.zero_().numpy()
+        if self._pool is not None and not self._pool.narrows:
+            self._values = self.rows.fill_(self._pool.initial).numpy()
         else:
             self._values = as_integers(self.rows)
             if as_records:
@@ -102,20 +101,16 @@ class KeptRows:
             ordinal: of the first row.
             rows: [n, columns, width], sent values as integers.
         """
-        if self._reduce == "mean":
-            for row in rows:  # one by one: the sum does not depend on which rows came together
-                self.add(_as_numbers(row, self._sent_dtype), columns)
-        elif self._reduce == "last":
-            for i in range(max(0, len(rows) - 2), len(rows)):
-                self._put((ordinal + i) % 2, rows[i : i + 1], columns)
-        else:
+        if self._pool is None:
             self._put(ordinal, rows, columns)
+            return
+        for row in rows:  # one by one: the result does not depend on which rows came together
+            self.fold(row if self._pool.narrows else _as_numbers(row, self._sent_dtype), columns)
 
-    def add(self, row: np.ndarray, columns: slice = ALL) -> None:
-        """Add the newest row, [columns, width], to the sum."""
+    def fold(self, row: np.ndarray, columns: slice = ALL) -> None:
+        """Take the newest row of a pool, [columns, width]."""
         before, newest = self._values[:, columns]
-        with np.errstate(invalid="ignore"):  # infinities give NaN, as they do in torch
-            before += newest
+        self._folded(before, newest)
         newest[:] = row
 
     def results(self, count: int, arrived: list[int]) -> Iterable[Reduced]:
@@ -126,23 +121,30 @@ class KeptRows:
             arrived: rows that were kept, by column.
         """
         assert self.rows is not None
-        rows, reduce = self.rows, self._reduce
-        if reduce != "mean":  # a result does not have the memory of the sums
-            self._memory.clear(rows, min(count, len(rows)))
-        if isinstance(reduce, Reduction):
-            columns = range(rows.shape[1])
-            values = rows[:count, :, : self._sent_width].detach()
-            return [reduce.results(values[:, i], self._asked, self._states) for i in columns]
-        if reduce == "mean":
-            without_newest = torch.tensor(arrived) > count
-            rows = torch.where(without_newest[:, None], rows[:1], rows.sum(0, keepdim=True))[:count] / max(count, 1)
-        elif reduce == "last":
-            newest = (count - 1) % 2
-            rows = rows[newest : newest + 1][:count]
+        if self._pool is not None:  # a result does not have the memory of what is folded
+            rows = self._pooled(self._pool, count, arrived)
         else:
-            rows = rows[:count]
+            self._memory.clear(self.rows, min(count, len(self.rows)))
+            rows = self.rows[:count]
+        if not self._reduction.of_states:
+            values = rows[..., : self._sent_width].detach()
+            columns = range(values.shape[1])
+            return [self._reduction.results(values[:, i], self._asked, self._states) for i in columns]
         # All columns at once. Not by `unbind`: autograd does not allow in-place operations on its outputs.
         return map(Reduced, rows.to(self._result_dtype).flatten(1).unsafe_split(self._width, 1))
+
+    def _pooled(self, pool: Pool, count: int, arrived: list[int]) -> torch.Tensor:
+        """The result of a pool, [1, columns, width], or [0, columns, width] for no position."""
+        before, newest = self._values
+        folded = before.copy()
+        self._folded(folded, newest)
+        folded = np.where((np.array(arrived) > count)[:, None], before, folded)  # a newest row that is left out
+        return pool.finished(torch.from_numpy(folded).view(self._dtype), count)[None][:count]
+
+    def _folded(self, before: np.ndarray, newest: np.ndarray) -> None:
+        assert self._pool is not None
+        with np.errstate(invalid="ignore"):  # infinities give NaN, as they do in torch
+            self._pool.fold(before, newest)
 
     def _put(self, place: int, rows: np.ndarray, columns: slice) -> None:
         if self._dtype is self._sent_dtype:

@@ -15,6 +15,7 @@ from ...core.upload import upload
 from ...sampling.top_k import top_k
 from ..lenses import JacobianLens, TunedLens
 from ..positions import is_whole
+from ..registry import reduction
 from ..site import Site
 from .reduction import Readout, Reduced, Reduction, as_words, floats
 
@@ -24,6 +25,7 @@ LARGEST_VOCAB = 1 << 18
 """About the largest vocabulary, which bounds the rows of one call."""
 
 
+@reduction
 @dataclass(frozen=True, eq=False)
 class Lens(Reduction):
     """The most likely next tokens that each row stands for, in place of the row: the final norm, the head and the soft-cap of the

@@ -128,12 +128,12 @@ def read_all(pending: Sequence[Pending]) -> None:
 
 def reading_of(spec: Capture, normed: bool, width: int, dtype: torch.dtype, readout: Readout | None) -> Reading | None:
     """What the device makes of the states of a capture; None for nothing."""
-    reduction = spec.reduce if isinstance(spec.reduce, Reduction) else None
-    on_device = reduction if reduction is not None and reduction.on_device else None
+    reduction = spec.reduction
+    on_device = reduction if reduction.on_device else None
     if not normed and on_device is None:
         return None
     assert readout is not None, "captures of this kind need the model"
     sent = dtype
-    if isinstance(spec.dtype, torch.dtype) and spec.reduce in (None, "last") and spec.dtype.itemsize < dtype.itemsize:
+    if isinstance(spec.dtype, torch.dtype) and reduction.narrows and spec.dtype.itemsize < dtype.itemsize:
         sent = spec.dtype
-    return Reading(normed, on_device, readout, width, sent, reduction is None or reduction.norm_gain)
+    return Reading(normed, on_device, readout, width, sent, reduction.norm_gain)

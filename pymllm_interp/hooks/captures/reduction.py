@@ -1,11 +1,12 @@
 """`Reduction`: what a capture returns of a state, in place of the state. A new one is a subclass.
 
+    Mean, Last  one state of all positions          (pools.py)
     Project     dot products with directions        (spec.py)
     Features    features of a sparse autoencoder    (features.py)
     Lens        log probabilities of next tokens    (lens.py)
 
-A reduction has two halves: `sent` runs on the device, beside the model, on the rows of many requests at once; `results` runs on the
-host, on all rows of one request. Reductions whose rows depend on each other ("mean", "last") are not of this class.
+A reduction of rows has two halves. `sent` runs on the device, beside the model, on the rows of many requests at once. `results`
+runs on the host, on all rows of one request. A pool folds the states of the positions, in order (`Pool`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,17 +57,33 @@ class Reduced:
 
 
 class Reduction(Spec):
-    """A reduction of each captured row."""
+    """What a capture returns of its states: by default, something of each state."""
 
     on_device = True
     """Whether `sent` runs on the device. False: the states are sent, or their dot products with `probes`."""
     norm_gain = True
     """At `attn_in` and `mlp_in`: whether it reads the norm's output. False: the normed state before the gain multiplies it."""
+    of_states = False
+    """Whether its rows are states, with the model's dtype and heads. False: float32 values of another width."""
+    narrows = False
+    """Whether states may be rounded to the dtype of `Capture` before they leave the device."""
+    pools = False
+    """Whether it is a `Pool`: one row of all positions, which are captured in order."""
+    sums = False
+    """Whether a pool adds up states, so that the device adds up those of a prompt."""
 
     @property
     def probes(self) -> Tensor | None:
         """[n, width] float32: directions whose dot products kernels of the pass store in place of a state; None for none."""
         return None
+
+    def needed(self, captured: np.ndarray, prompt_len: int) -> np.ndarray:
+        """Which of the captured positions the result is made of: [positions] bool."""
+        return captured
+
+    def placed(self, positions: Tensor) -> Tensor:
+        """The positions that `Activations.positions` names, of those captured."""
+        return positions
 
     def check(self, site: Site, model: ModelSpec) -> None:
         """Raise ValueError where a model's site cannot be reduced."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -12,15 +12,18 @@ from ...core.model_spec import LOGITS, ModelSpec
 from ..heads import Heads
 from ..interventions.projections import MAX_RANK
 from ..positions import Positions, is_whole
+from ..registry import is_spelled, json_name, reduction, reductions
 from ..site import Site
 from ..spec import PlacedSpec
 from ..vector_files import Source
+from .pools import STATES
 from .reduction import Reduced, Reduction
 
 NORMED = ("attn_in", "mlp_in")
 """Kinds of sites whose state is made of the stream's after the pass, by the norm: no kernel stores it."""
 
 
+@reduction
 @dataclass(frozen=True, eq=False)
 class Project(Reduction):
     """A capture's reduction: the dot products of each row with some directions, in place of the row.
@@ -29,13 +32,13 @@ class Project(Reduction):
         ValueError: directions are not finite numbers of shape [n, width], or top_k is not from 1 to n.
     """
 
-    directions: Source = field(repr=False)
+    directions: Source = field(repr=False, metadata={"rows": True})
     """[n, width], or [width] for one; not normalised. Kept as [n, width] float32 on the CPU."""
     top_k: int | None = None
     """Keep only the `top_k` largest, with their indexes; None keeps all."""
 
     def __post_init__(self) -> None:
-        self._set_rows("directions")  # at sites with heads also [n, heads, head_dim]
+        super().__post_init__()
         if self.top_k is not None and not self.named:
             count = len(self.directions)
             self._check("top_k", is_whole(self.top_k) and 1 <= self.top_k <= count, f"from 1 to {count}, or None")
@@ -79,21 +82,36 @@ class Capture(PlacedSpec):
     """At `q`, `k`, `v` and `z`: read these attention heads alone, [positions, len(heads), head_dim]. None: all."""
     missing: Literal["error", "skip"] = "error"
     """Positions that a prompt does not have: an error, or they are left out, and counted in the receipt."""
+    reduction: Reduction = field(init=False, repr=False)
+    """`reduce` as an object."""
 
     def __post_init__(self) -> None:
-        self._set_place()
+        super().__post_init__()
         if isinstance(self.dtype, str):
             self._check("dtype", self.dtype in DTYPES, f"one of {sorted(DTYPES)}")
             self._set("dtype", DTYPES[self.dtype])
         elif self.dtype is not None:
             self._check("dtype", self.dtype in DTYPES.values(), f"one of {sorted(DTYPES)}")
-        known = self.reduce is None or isinstance(self.reduce, Reduction) or self.reduce in ("mean", "last")
-        self._check("reduce", known, "'mean', 'last', a Project, Features or Lens, or None")
+        self._set("reduction", self._reduction())
+        if is_spelled(type(self.reduction)):
+            self._set("reduce", json_name(type(self.reduction)))
+
+    def _reduction(self) -> Reduction:
+        """The object that `reduce` means."""
+        if self.reduce is None:
+            return STATES
+        known: Any = reductions() if isinstance(self.reduce, str) else {}
+        if self.reduce in known and is_spelled(known[self.reduce]):
+            return known[self.reduce]()
+        if not isinstance(self.reduce, Reduction):
+            spelled = [repr(name) for name, cls in reductions().items() if is_spelled(cls)]
+            others = sorted(cls.__name__ for cls in reductions().values() if not is_spelled(cls) and cls is not Project)
+            expected = f"{', '.join(spelled)}, a Project or another reduction ({', '.join(others)}), or None"
+            self._check("reduce", False, expected)
+        return cast(Reduction, self.reduce)
 
     def _checked_sites(self, model: ModelSpec) -> tuple[Site, ...]:
-        sites, reduction = super()._checked_sites(model), self.reduce
-        if not isinstance(reduction, Reduction):
-            return sites
+        sites, reduction = super()._checked_sites(model), self.reduction
         try:
             if reduction.on_device and self.heads is not None:
                 raise ValueError(f"it reads whole states, and heads={self.heads}: leave heads out")

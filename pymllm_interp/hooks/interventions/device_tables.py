@@ -15,7 +15,6 @@ from ...layers.edits import codes
 from ...layers.edits.codes import OpTables
 from ..declared import Declared, DeclaredLimits, PlacedOp
 from .gates import GateRead
-from .set_feature import SetFeature
 from .vector_pool import num_rows
 
 CONVERTED = {torch.float16: codes.FLOAT16, torch.bfloat16: codes.BFLOAT16}
@@ -166,8 +165,8 @@ class DeviceTables:
         if isinstance(spec, GateRead):
             threshold = spec.threshold
         a = words.a
-        if isinstance(spec, SetFeature) and spec.encoder is not None:
-            number = self._limits.encoder_number(spec.encoder, site)
+        if spec.encodes is not None:
+            number = self._limits.encoder_number(spec.encodes, site)
             assert number is not None, f"{spec.name} has no encoder"  # `Declared.of` refuses it
             a = 1.0 + number
         first = rows[0] if spec.operands else 0

@@ -48,9 +48,6 @@ class GateRead(Op):
 
     when = None
 
-    def __post_init__(self) -> None:
-        self._set_place()
-
     @property
     def name(self) -> str:
         """The gate's name in error messages."""

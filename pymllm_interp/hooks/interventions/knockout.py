@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from ...core.limits import MAX_KNOCKOUT_RUNS, MAX_KNOCKOUTS, MAX_NAMED
 from ...core.model_spec import ModelSpec
 from ...core.unsupported import UnsupportedModelError
 from ..positions import Positions, Window, checked_positions, is_whole, selected, windows_of
+from ..registry import op
 from ..spec import PlacedSpec
 from .op import Op
 
@@ -28,6 +29,7 @@ MAX_QUERY_GROUPS = 1024
 """Most groups of queries, alike in the knockouts that act on them, that are looked at for queries without a key."""
 
 
+@op
 @dataclass(frozen=True, eq=False)
 class Knockout(PlacedSpec):
     """Cut edges of attention: queries at the positions `from_` do not attend to keys at the positions `to`.
@@ -36,7 +38,7 @@ class Knockout(PlacedSpec):
         ValueError: layers, positions or heads that are not what they should be.
     """
 
-    layer: int | Sequence[int] | str
+    layer: int | Sequence[int] | Literal["*"]
     """A layer, a list of layers, or "*". Negative numbers count from the last layer."""
     from_: Positions
     to: Positions

@@ -1,8 +1,9 @@
 """`Op`, the base class of interventions, and `Gate`.
 
-An op is one class: its fields and checks, the vectors that it is computed with, its arithmetic, and its words in the device
-tables (layers/edits/codes.py). To add an op, write a subclass of `Op`; to run it on CUDA, also add its code to codes.py and a
-branch to the kernel (layers/edits/kernels.py).
+An op is one class: its fields, by whose annotations they are checked and written as JSON, the vectors that it is computed with,
+its arithmetic, and its words in the device tables (layers/edits/codes.py). To add an op, write a subclass of `Op`, and register
+it (`registry.op`) to have it over HTTP. To run it on CUDA, also add its code to codes.py and a branch to the kernel
+(layers/edits/kernels.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ...core.model_spec import PATTERN
 from ...layers.edits.codes import OpWords
+from ..saes.sae import SAE
 from ..site import EDITED_PATTERNS, Site, canonical
 from ..spec import PlacedSpec, Spec
 from ..vector_files import Source
@@ -34,11 +36,13 @@ class Gate(Spec):
             scope="prompt" without a site.
     """
 
-    probe: Source = field(repr=False)
+    probe: Source = field(repr=False, metadata={"dims": (1, 2)})
     """[width], or [heads, head_dim] at sites with heads; kept as float32 on the CPU; not normalized. Or a name in
     `lm.vectors`."""
     threshold: float = 0.0
-    site: Any = None
+    site: Site | str | None = field(
+        default=None, metadata={"description": "one site, earlier in the pass than those of the intervention"}
+    )
     """One site, which must be earlier in the pass than those of the intervention. None: the intervention's own."""
     scope: Literal["token", "prompt"] = "token"
     """What of the earlier site decides for a position. "token": the state at this position. "prompt": the states at the
@@ -46,22 +50,18 @@ class Gate(Spec):
     position of the prompt does not depend on later ones."""
 
     def __post_init__(self) -> None:
-        self._set_tensor("probe", 1, 2)
+        super().__post_init__()
         if isinstance(self.probe, Tensor):
             self._set("probe", self.probe.flatten())
-        self._set_number("threshold")
         if self.site is not None:
             try:
                 self._set("site", str(Site.parse(canonical(self.site))))
             except ValueError as error:
                 raise ValueError(f"{self.name}: site: {error}") from None
-        self._check("scope", self.scope in SCOPES, "'token' or 'prompt'")
         decides = self.scope == "token" or self.site is not None
         self._check("scope", decides, "'token', or a site= whose states at the prompt decide")
 
 
-SCOPES = ("token", "prompt")
-"""What of an earlier site decides for a position."""
 Missing = Literal["error", "skip"]
 """What happens to positions that a prompt does not have: an error, or they are left out, and counted in the receipt."""
 
@@ -88,6 +88,11 @@ class Op(PlacedSpec, ABC):
     def operands(self) -> tuple[Tensor, ...]:
         """Vectors of the arithmetic, [width] or [n, width] float32 on the CPU. Each access returns the same tensors."""
         return ()
+
+    @property
+    def encodes(self) -> SAE | None:
+        """The SAE that must encode the whole state before it acts; None for none."""
+        return None
 
     @cached_property
     def vectors(self) -> tuple[Tensor, ...]:
@@ -128,7 +133,6 @@ class Op(PlacedSpec, ABC):
         super()._set_place()
         if self.site.partition(".")[0] == PATTERN:
             raise ValueError(f"{self.name}: {EDITED_PATTERNS}")
-        self._check("when", self.when is None or isinstance(self.when, Gate), "a Gate, or None")
 
 
 def row_dots(x: Tensor, vector: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from ...layers.edits import codes
 from ...layers.edits.codes import OpWords
 from ..heads import Heads
 from ..positions import Positions
+from ..registry import op
 from ..site import Site
 from ..vector_files import Source
 from .op import Gate, Missing, Op, row_dots
@@ -24,6 +25,7 @@ RANK_TOLERANCE = 1e-5
 """Unit directions are dependent where their smallest singular value is below this share of the largest."""
 
 
+@op
 @dataclass(frozen=True, eq=False)
 class Ablate(Op):
     """Remove the state's component in a subspace: ``state - Q Q^T state``, Q an orthonormal basis of the directions.
@@ -36,7 +38,7 @@ class Ablate(Op):
     """
 
     site: Site | str
-    directions: Source = field(repr=False)
+    directions: Source = field(repr=False, metadata={"rows": True})
     """[rank, width], or [width] for one; of any length. Kept as [rank, width] float32 on the CPU. Or a name in `lm.vectors`."""
     positions: Positions = "all"
     when: Gate | None = None
@@ -44,8 +46,7 @@ class Ablate(Op):
     missing: Missing = "error"
 
     def __post_init__(self) -> None:
-        self._set_place()
-        self._set_rows("directions")
+        super().__post_init__()
         if self.named:
             return
         if len(self.directions) > MAX_RANK:
@@ -89,6 +90,7 @@ class Ablate(Op):
         return OpWords(codes.PROJECT_OUT, rank=len(self.basis))
 
 
+@op
 @dataclass(frozen=True, eq=False)
 class Clamp(Op):
     """Clamp the state's projection onto the unit direction to [`low`, `high`]; ``low == high`` sets it.
@@ -109,11 +111,7 @@ class Clamp(Op):
     missing: Missing = "error"
 
     def __post_init__(self) -> None:
-        self._set_place()
-        self._set_tensor("direction", 1)
-        for name in ("low", "high"):
-            if getattr(self, name) is not None:
-                self._set_number(name)
+        super().__post_init__()
         self._check("low", (self.low, self.high) != (None, None), "a bound: low, high, or both")
         if self.low is not None and self.high is not None:
             self._check("low", self.low <= self.high, f"at most high ({self.high})")

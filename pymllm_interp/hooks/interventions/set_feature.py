@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from einops import rearrange
@@ -17,17 +17,20 @@ from ...core.model_spec import ModelSpec
 from ...layers.edits import codes
 from ...layers.edits.codes import OpWords
 from ..positions import Positions, is_whole
+from ..registry import op
 from ..saes.sae import SAE
 from ..site import Site
 from .op import Gate, Missing, Op, row_dots
 
-MODES = ("set", "add", "scale", "clamp")
 MAX_FEATURES = 32
 """Most features of one `SetFeature`."""
+FeatureTargets = Annotated[Any, "features"]
+"""A mapping from features to values, or to (low, high)."""
 SCALARS = 8
 """Numbers of a feature beside its vectors: see `SetFeature.table`."""
 
 
+@op
 @dataclass(frozen=True, eq=False)
 class SetFeature(Op):
     """Change features of an SAE: ``state + sum((target_i - a_i) * W_dec[i])``, where ``a_i`` is feature i of the state.
@@ -45,31 +48,35 @@ class SetFeature(Op):
 
     sae: SAE | str
     """An `SAE`, or a name in `lm.saes`."""
-    features: Any
+    features: FeatureTargets
     """{feature: value}; with mode="clamp" {feature: (low, high)}, either of which may be None."""
     mode: Literal["set", "add", "scale", "clamp"] = "set"
     """The target of a feature a: "set": the value; "add": a + value; "scale": a * value; "clamp": a within the bounds."""
-    site: Site | str | None = None
+    site: Site | str | None = field(
+        default=None, metadata={"description": "the site; null: the one that the SAE reads"}
+    )
     """None: the site that the SAE reads."""
     positions: Positions = "all"
     when: Gate | None = None
     missing: Missing = "error"
 
     def __post_init__(self) -> None:
-        self._check("mode", self.mode in MODES, f"one of {', '.join(MODES)}")
+        if isinstance(self.sae, SAE) and self.site is None:
+            self._check(
+                "sae", self.sae.site is not None, "one that names its site: SAE.load(..., site='resid_post.12')"
+            )
+            self._set("site", self.sae.site)
+        super().__post_init__()
         self._set("features", self._checked_features())
         if isinstance(self.sae, SAE):
-            if self.site is None:
-                self._check(
-                    "sae", self.sae.site is not None, "one that names its site: SAE.load(..., site='resid_post.12')"
-                )
-                self._set("site", self.sae.site)
             self._check_sae(self.sae)
         else:
             self._check("sae", isinstance(self.sae, str) and bool(self.sae), "an SAE, or a name in lm.saes")
-        if self.site is not None:
-            self._set_place()
-            self._check("site", not any(c in str(self.site) for c in "*{"), "one site, which the SAE reads")
+        self._check("site", not any(c in str(self.site) for c in "*{"), "one site, which the SAE reads")
+
+    def _set_place(self) -> None:
+        if self.site is not None:  # else a name says it, which is not resolved yet
+            super()._set_place()
 
     def _checked_features(self) -> tuple[tuple[int, Any], ...]:
         pairs = self.features.items() if isinstance(self.features, Mapping) else self.features
@@ -82,8 +89,7 @@ class SetFeature(Op):
             pairs = []
         numbers = bool(pairs) and all(is_whole(feature) and feature >= 0 for feature, _ in pairs)
         self._check("features", numbers, what)
-        found = tuple((int(feature), self._checked_value(feature, value)) for feature, value in pairs)
-        return found
+        return tuple((int(feature), self._checked_value(feature, value)) for feature, value in pairs)
 
     def _checked_value(self, feature: int, value: Any) -> float | tuple[float | None, float | None]:
         bounds: tuple[Any, ...] = tuple(value) if isinstance(value, list | tuple) else (value,)
@@ -122,7 +128,7 @@ class SetFeature(Op):
         return "SetFeature" if of is None else f"SetFeature({of!r})"
 
     @property
-    def encoder(self) -> SAE | None:
+    def encodes(self) -> SAE | None:
         """The SAE that must encode all features to know one; None where one can be computed alone."""
         return self.sae if isinstance(self.sae, SAE) and self.sae.architecture == "topk" else None
 
@@ -187,14 +193,14 @@ class SetFeature(Op):
     @cached_property
     def _table_hash(self) -> str:
         digest = hashlib.sha256(self.table.numpy().tobytes())
-        if self.encoder is not None:  # all of it decides which features are active
-            digest.update(self.encoder.fingerprint.encode())
+        if self.encodes is not None:  # all of it decides which features are active
+            digest.update(self.encodes.fingerprint.encode())
         return digest.hexdigest()
 
     def act(self, x: Tensor, selected: Tensor, ordinals: Tensor, vectors: Sequence[Tensor]) -> Tensor:
         """The states with the features at their targets."""
         y = x
-        of_row = None if self.encoder is None else self.encoder.top_k_threshold(x)[:, None]
+        of_row = None if self.encodes is None else self.encodes.top_k_threshold(x)[:, None]
         for encoder, decoder, n in vectors[0].unflatten(0, (-1, 3)):
             dot = row_dots(x, encoder)
             feature = torch.where(dot + n[2] > (n[3] if of_row is None else of_row), (n[0] * dot + n[1]).relu(), 0.0)

@@ -22,6 +22,7 @@ from ...layers.edits import codes
 from ...layers.edits.codes import OpWords
 from ..heads import Heads
 from ..positions import Positions, Window
+from ..registry import op
 from ..site import Site
 from ..vector_files import Source
 from .by_position import in_order_of_windows, of_positions
@@ -32,6 +33,7 @@ MEASURABLE = 1e18
 NORMS = {"none": codes.NO_NORM, "preserve": codes.PRESERVE, "match": codes.MATCH}
 
 
+@op
 @dataclass(frozen=True, eq=False)
 class Steer(Op):
     """Add a vector: ``state + scale * vector``.
@@ -44,7 +46,7 @@ class Steer(Op):
     """
 
     site: Site | str
-    vector: Source = field(repr=False)
+    vector: Source = field(repr=False, metadata={"by_position": True})
     """[width], copied as float32 to the CPU. Or a name in `lm.vectors`. [positions, width]: row i is added at the i-th of
     `positions`, as written (Karvonen et al. 2025, arXiv 2512.15674). At `q`, `k`, `v` and `z` two dimensions are
     [heads, head_dim], and three are [positions, heads, head_dim]. At a pattern of sites the first of two dimensions is the
@@ -59,10 +61,7 @@ class Steer(Op):
     missing: Missing = "error"
 
     def __post_init__(self) -> None:
-        self._set_place()
-        self._set_tensor("vector", 1, by_position=True)
-        self._set_number("scale")
-        self._check("norm", self.norm in NORMS, "'none', 'preserve' or 'match'")
+        super().__post_init__()
         if self.norm == "match" and not self.named:
             self.unit  # noqa: B018  # refuses a zero vector
         if self.norm == "preserve" and not self.named:
@@ -120,6 +119,7 @@ class Steer(Op):
         return OpWords(codes.ADD, rank=dims, norm=NORMS[self.norm], a=self.scale, row_per_position=dims == 2)
 
 
+@op
 @dataclass(frozen=True, eq=False)
 class Scale(Op):
     """Multiply the state: ``factor * state``. A factor of 0 sets it to zero.
@@ -135,10 +135,6 @@ class Scale(Op):
     heads: Heads = None
     missing: Missing = "error"
 
-    def __post_init__(self) -> None:
-        self._set_place()
-        self._set_number("factor")
-
     @property
     def identity(self) -> bool:
         """Whether ``factor == 1``."""
@@ -153,6 +149,7 @@ class Scale(Op):
         return OpWords(codes.SCALE, rank=0, a=self.factor)
 
 
+@op
 @dataclass(frozen=True, eq=False)
 class Patch(Op):
     """Replace the state by given values, usually states of another run.
@@ -164,7 +161,7 @@ class Patch(Op):
     """
 
     site: Site | str
-    values: Source = field(repr=False)
+    values: Source = field(repr=False, metadata={"dims": (1, 2)})
     """[positions, width]: row i replaces the state at the i-th of `positions`, as written. [width]: the same at each position.
     At `q`, `k`, `v` and `z` also [positions, heads, head_dim], as captured. Copied as float32 to the CPU. Or a name in
     `lm.vectors`."""
@@ -172,10 +169,6 @@ class Patch(Op):
     when: Gate | None = None
     heads: Heads = None
     missing: Missing = "error"
-
-    def __post_init__(self) -> None:
-        self._set_place()
-        self._set_tensor("values", 1, 2)
 
     @property
     def operands(self) -> tuple[Tensor, ...]:

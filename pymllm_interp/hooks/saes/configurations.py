@@ -33,7 +33,7 @@ _GEMMA_SCOPE = {"-res": "resid_post", "-mlp": "mlp_out", "-att": "z", "-transcod
 
 
 @dataclass
-class Read:
+class SAEFile:
     """What a file says: fields of `SAE` beside the tensors, and tensors by the file's names."""
 
     fields: dict[str, Any]
@@ -44,7 +44,7 @@ class Read:
     """The output of a transcoder is divided by it; None: by `scale`."""
 
 
-def of_config(config: Mapping[str, Any], tensors: dict[str, Any], factor: float | None, who: str) -> Read:
+def of_config(config: Mapping[str, Any], tensors: dict[str, Any], factor: float | None, who: str) -> SAEFile:
     """An SAE of SAELens, whose configuration had several forms."""
     meta = {**config, **(config.get("metadata") or {})}
     kwargs = meta.get("activation_fn_kwargs") or {}
@@ -94,7 +94,7 @@ def of_config(config: Mapping[str, Any], tensors: dict[str, Any], factor: float 
     if transcoder:
         out = _site_fields(meta.get("hf_hook_name_out"), meta.get("hook_name_out"))
         made["site_out"] = out.get("site")
-    return Read(made, tensors, scale)
+    return SAEFile(made, tensors, scale)
 
 
 def _site_fields(hf_name: str | None, name: str | None) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _site_fields(hf_name: str | None, name: str | None) -> dict[str, Any]:
     return {"no_site": "the file does not name its hook"}
 
 
-def gemma_scope(path: Path, tensors: dict[str, Any]) -> Read:
+def gemma_scope(path: Path, tensors: dict[str, Any]) -> SAEFile:
     """Gemma Scope's SAEs and transcoders for Gemma 2. Their folders' names are their configuration."""
     layer = re.search(r"layer_(\d+)", str(path))
     kind = next(
@@ -137,17 +137,17 @@ def gemma_scope(path: Path, tensors: dict[str, Any]) -> Read:
     if size is not None:
         made["model_name"] = f"gemma-2-{size[1]}" + ("-it" if size[2] == "it" else "")
     if kind is None or layer is None:
-        return Read(
+        return SAEFile(
             {**made, "no_site": "its path names no repository and layer, such as gemma-scope-2b-pt-res/layer_12"},
             tensors,
         )
     made["site"] = f"{kind}.{layer[1]}"
     if transcoder:
         made |= {"site_out": f"mlp_out.{layer[1]}", "norm_gain": False}
-    return Read(made, tensors)
+    return SAEFile(made, tensors)
 
 
-def gemma_scope_2(config: Mapping[str, Any], tensors: dict[str, Any], who: str) -> Read:
+def gemma_scope_2(config: Mapping[str, Any], tensors: dict[str, Any], who: str) -> SAEFile:
     """Gemma Scope 2's SAEs and transcoders for Gemma 3."""
     if config.get("architecture") != "jump_relu":
         raise ValueError(f"{who}: the architecture {config.get('architecture')!r} is not Gemma Scope 2's, jump_relu")
@@ -159,10 +159,10 @@ def gemma_scope_2(config: Mapping[str, Any], tensors: dict[str, Any], who: str) 
     made |= {"model_name": str(config.get("model_name") or ""), **_site_fields(hook_in, None)}
     if transcoder:
         made["site_out"] = _site_fields(hook_out, None).get("site")
-    return Read(made, tensors)
+    return SAEFile(made, tensors)
 
 
-def llama_scope(config: Mapping[str, Any], tensors: dict[str, Any]) -> Read:
+def llama_scope(config: Mapping[str, Any], tensors: dict[str, Any]) -> SAEFile:
     """Llama Scope's SAEs and transcoders, which were trained on states of length sqrt(width) on average."""
     norms, width = config["dataset_average_activation_norm"], int(config["d_model"])
     scale, hook_in, hook_out = sqrt(width) / norms["in"], config["hook_point_in"], config.get("hook_point_out")
@@ -174,4 +174,4 @@ def llama_scope(config: Mapping[str, Any], tensors: dict[str, Any]) -> Read:
         made["site_out"], scale_out = _site_fields(None, hook_out).get("site"), sqrt(width) / norms["out"]
     # SAELens multiplies the threshold, too.
     threshold = torch.tensor(float(config["jump_relu_threshold"]) * scale, dtype=tensors["encoder.bias"].dtype)
-    return Read(made, {**tensors, "threshold": threshold}, scale, scale_out)
+    return SAEFile(made, {**tensors, "threshold": threshold}, scale, scale_out)

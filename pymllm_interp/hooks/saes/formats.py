@@ -17,7 +17,7 @@ from torch import Tensor
 from ...core.arguments import check_names, shown
 from ...core.device import DTYPES
 from ..site import Site
-from .configurations import Read, gemma_scope, gemma_scope_2, llama_scope, of_config
+from .configurations import SAEFile, gemma_scope, gemma_scope_2, llama_scope, of_config
 from .sae import SAE, checked
 
 Tensors = dict[str, Any]
@@ -50,7 +50,7 @@ def load_sae(
     if site is not None:
         changes = {**changes, "site": str(site)}
     if isinstance(source, SAE):
-        who, found = "SAE", Read({part.name: getattr(source, part.name) for part in fields(SAE)}, {})
+        who, found = "SAE", SAEFile({part.name: getattr(source, part.name) for part in fields(SAE)}, {})
     elif isinstance(source, str | Path):
         who, found = str(source), _read(Path(source), norm_scaling_factor)
     elif hasattr(source, "cfg") and hasattr(source, "state_dict"):
@@ -68,7 +68,7 @@ def load_sae(
         raise ValueError(f"{who}: {error}") from None
 
 
-def _named(found: Read, who: str, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _named(found: SAEFile, who: str, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Tensors by the names of `SAE`'s fields, scaled."""
     given, tensors = found.tensors, {}
     for name, value in given.items():
@@ -105,7 +105,7 @@ def _names() -> list[str]:
 # -- files -------------------------------------------------------------------------------
 
 
-def _read(path: Path, factor: float | None) -> Read:
+def _read(path: Path, factor: float | None) -> SAEFile:
     if not path.exists():
         raise FileNotFoundError(
             f"{path}: no such file or folder; files of the hub come by huggingface_hub.snapshot_download"
@@ -166,7 +166,7 @@ def _json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON ({error})") from error
 
 
-def _bare(tensors: Tensors) -> Read:
+def _bare(tensors: Tensors) -> SAEFile:
     """A file of tensors alone: what it is follows from their names."""
     made: dict[str, Any] = {
         "architecture": "standard",
@@ -177,4 +177,4 @@ def _bare(tensors: Tensors) -> Read:
         made["architecture"] = "jumprelu"
     elif "r_mag" in tensors:
         made["architecture"] = "gated"
-    return Read(made, tensors)
+    return SAEFile(made, tensors)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ...core.pass_parts import TransformersPass
+from ...core.pass_parts import TransformersOutputs
 from ...core.step import ScheduledRequest
 from ...core.upload import upload
 from .interleaver import EngineInterleaver
@@ -16,7 +16,7 @@ from .trace import RequestTrace
 
 
 def serve_outputs(
-    traces: Iterable[RequestTrace], logits: torch.Tensor, transformers_pass: TransformersPass | None = None
+    traces: Iterable[RequestTrace], logits: torch.Tensor, transformers_pass: TransformersOutputs | None = None
 ) -> None:
     """Note the model's output for traces whose request is a single forward pass: it is their result.
 

@@ -1,0 +1,74 @@
+"""Reductions of states to states: `States`, which is none, and pools over the positions, `Mean` and `Last`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from ..registry import reduction
+from .reduction import Reduction
+
+
+@dataclass(frozen=True, eq=False)
+class States(Reduction):
+    """No reduction: each state as it is."""
+
+    on_device = False
+    of_states = True
+    narrows = True
+
+
+class Pool(States):
+    """One state of all captured positions. `fold` adds a position's state to that of the positions before it."""
+
+    pools = True
+    initial = 0.0
+    """What the fold begins with, unless it `narrows`."""
+
+    def fold(self, before: np.ndarray, state: np.ndarray) -> None:
+        """Change `before` [sites, width] to what it is with one more state [sites, width].
+
+        Both are float64, or integers with the bits of the captured values if the reduction `narrows`.
+        """
+        raise NotImplementedError
+
+    def finished(self, folded: Tensor, count: int) -> Tensor:
+        """The result [sites, width] of `count` folded states."""
+        return folded
+
+
+@reduction
+@dataclass(frozen=True, eq=False)
+class Mean(Pool):
+    """The mean over the captured positions."""
+
+    narrows = False
+    sums = True
+
+    def fold(self, before: np.ndarray, state: np.ndarray) -> None:
+        before += state
+
+    def finished(self, folded: Tensor, count: int) -> Tensor:
+        return folded / max(count, 1)
+
+
+@reduction
+@dataclass(frozen=True, eq=False)
+class Last(Pool):
+    """The state at the last captured position."""
+
+    def needed(self, captured: np.ndarray, prompt_len: int) -> np.ndarray:
+        found = captured.copy()
+        found[np.flatnonzero(found[:prompt_len])[:-1]] = False
+        return found
+
+    def placed(self, positions: Tensor) -> Tensor:
+        return positions[-1:].clone()
+
+    def fold(self, before: np.ndarray, state: np.ndarray) -> None:
+        before[:] = state
+
+
+STATES = States()

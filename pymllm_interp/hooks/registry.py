@@ -1,0 +1,75 @@
+"""The registry of ops and reductions: classes by their name in JSON.
+
+    @op
+    @dataclass(frozen=True, eq=False)
+    class Negate(Op):
+        '''``-state``.'''
+
+        site: Site | str
+
+JSON, the OpenAPI schema, limits of sizes and checks are made of the classes' fields (`spec.arguments_of`). So an op is one class,
+and on CUDA a branch of the kernel; a reduction is one class.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from typing import TypeVar
+
+from .spec import Spec, arguments_of
+
+SpecClass = TypeVar("SpecClass", bound=type[Spec])
+_OPS: dict[str, type[Spec]] = {}
+_REDUCTIONS: dict[str, type[Spec]] = {}
+
+
+def op(cls: SpecClass) -> SpecClass:
+    """Register a class of interventions."""
+    return _registered(_OPS, cls)
+
+
+def reduction(cls: SpecClass) -> SpecClass:
+    """Register a class of reductions. A string stands for one without fields: ``Capture(site, reduce="mean")``."""
+    return _registered(_REDUCTIONS, cls)
+
+
+def ops() -> Mapping[str, type[Spec]]:
+    """Name in JSON -> class of interventions."""
+    _load_all()
+    return _OPS
+
+
+def reductions() -> Mapping[str, type[Spec]]:
+    """Name in JSON -> class of reductions."""
+    _load_all()
+    return _REDUCTIONS
+
+
+def json_name(cls: type[Spec]) -> str:
+    """The name of a class in JSON: ``setfeature`` for `SetFeature`."""
+    return cls.__name__.lower()
+
+
+def is_spelled(cls: type[Spec]) -> bool:
+    """Whether a string, its name, says all of a reduction: it has no fields."""
+    return json_name(cls) in _REDUCTIONS and not arguments_of(cls)
+
+
+def _registered(known: dict[str, type[Spec]], cls: SpecClass) -> SpecClass:
+    other = known.setdefault(json_name(cls), cls)
+    if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise ValueError(f"{json_name(cls)!r} is the name of {other.__module__}.{other.__qualname__}: choose another")
+    known[json_name(cls)] = cls
+    return cls
+
+
+@cache
+def _load_all() -> None:
+    """Import the modules that register classes."""
+    for folder in ("interventions", "captures"):
+        package = import_module(f"{__package__}.{folder}")
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            import_module(module.name)
