@@ -228,7 +228,8 @@ def test_vectors_and_records_of_tables_go_by_bytes(model_folder: Callable[[str],
             monkeypatch.setattr(lm_module, "InterpModelRunner", runner)
             with LM(model_folder(FAMILY), dtype="float32", device="cpu", capture_ring_bytes=1 << 16) as lm:
                 found.append(served(lm, [dict(asked, params=sampling(3)) for asked in load]))
-                assert lm.runner.declarations.pool.used == 0
+                assert lm.runner.declarations is not None and (pool := lm.runner.declarations.pool) is not None
+                assert pool.used == 0
     for one, other in zip(*found, strict=True):
         equal(one, other)
 
@@ -240,11 +241,13 @@ def test_prefixes_are_shared(far: Callable[..., LM], lm_of: Callable[..., LM]) -
     lm, near = far(), lm_of(FAMILY)
     for one in (lm, near):
         one.reset_prefix_cache()
+    cached = 0
     for asked in load:
         (found,), (wanted,) = served(lm, [asked]), served(near, [asked])
         equal(found, wanted)
         assert found.num_cached_tokens == wanted.num_cached_tokens
-    assert found.num_cached_tokens > 0
+        cached += found.num_cached_tokens
+    assert cached > 0
 
 
 def test_a_sweep_of_patches(far: Callable[..., LM], lm_of: Callable[..., LM]) -> None:

@@ -44,9 +44,9 @@ class DeviceTables:
         self._width = model.hidden_size
         self._in_use: set[int] = set()
         self._staged: dict[int, Declared | None] = {}
-        # By row of the vectors: which part of which vector it has, or will have.
-        self._written: dict[int, tuple[Any, int]] = {}
-        self._staged_vectors: dict[int, tuple[tuple[Any, int], torch.Tensor]] = {}
+        self._vectors: dict[int, tuple[Any, int]] = {}  # first row -> key of the vector there, and its rows
+        self._first_row: dict[int, int] = {}  # row -> first row of the vector that was last written there
+        self._staged_vectors: dict[int, torch.Tensor] = {}
 
     def set_row(self, row: int, declared: Declared | None, vector_rows: Sequence[VectorRow] = ()) -> None:
         """Stage the ops and captures of the request that gets this row; None for a request without.
@@ -63,21 +63,24 @@ class DeviceTables:
         tensors = declared.tensors()
         declared.vectors = {id(tensor): first for tensor, (first, _) in zip(tensors, vector_rows, strict=True)}
         for tensor, (first, key) in zip(tensors, vector_rows, strict=True):
-            parts = [(first + i, (key, i)) for i in range(num_rows(tensor, self._width))]
-            if all(row not in self._staged_vectors and self._written.get(row) == part for row, part in parts):
+            placed = key, num_rows(tensor, self._width)
+            if self._vectors.get(first) == placed:
                 continue
+            own = range(first, first + placed[1])
+            for row in own:
+                self._vectors.pop(self._first_row.get(row, row), None)
+            self._first_row |= dict.fromkeys(own, first)
+            self._vectors[first] = placed
             short = -tensor.shape[-1] % self._width
             rows = (torch.nn.functional.pad(tensor, (0, short)) if short else tensor).reshape(-1, self._width)
-            self._staged_vectors |= {row: (part, own) for (row, part), own in zip(parts, rows, strict=True)}
+            self._staged_vectors |= dict(zip(own, rows, strict=True))
 
     def _write_vectors(self) -> None:
-        if not self._staged_vectors:
-            return
-        vectors = torch.stack([vector for _, vector in self._staged_vectors.values()]).float()
-        index, on_device = upload(self.device, np.array(list(self._staged_vectors)), vectors)
-        self.tables.vectors.index_copy_(0, index, on_device)
-        self._written |= {row: part for row, (part, _) in self._staged_vectors.items()}
-        self._staged_vectors.clear()
+        if self._staged_vectors:
+            vectors = torch.stack(list(self._staged_vectors.values())).float()
+            index, on_device = upload(self.device, np.array(list(self._staged_vectors)), vectors)
+            self.tables.vectors.index_copy_(0, index, on_device)
+            self._staged_vectors.clear()
 
     def pool_view(self, declared: Declared, tensor: torch.Tensor) -> torch.Tensor:
         """A view of one of a request's vectors in the pool, on the device, in the vector's shape."""
