@@ -155,7 +155,7 @@ class Spec:
             return
         if isinstance(value, Tensor) and value.ndim == 0 and value.dtype is not torch.bool:
             value = value.item()
-        self._check(name, _is_number(value), "a number")
+        self._check(name, is_number(value), "a number")
         value = float(value)
         self._check(name, abs(value) <= torch.finfo(torch.float32).max, "a finite number that float32 can hold")
         self._set(name, value)
@@ -404,5 +404,6 @@ def _widened(spec: Spec, heads: tuple[int, ...], shape: tuple[int, ...]) -> Iter
             yield name, replace(value, **dict(_widened(value, heads, shape)))  # pyright: ignore[reportArgumentType]
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether a value is a real number, and not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
