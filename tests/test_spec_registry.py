@@ -116,6 +116,8 @@ def test_a_reduction_with_fields_has_no_string() -> None:
         ValueError, match=r"reduce='lens'; expected 'mean', 'last', a Project or another .*Features, Lens"
     ):
         Capture("embed", reduce="lens")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"reduce=\['mean'\]; expected 'mean', 'last'"):
+        Capture("embed", reduce=["mean"])  # pyright: ignore[reportArgumentType]
     assert Capture("embed", reduce=Lens()).reduction == Lens()
 
 

@@ -60,9 +60,8 @@ def is_spelled(cls: type[Spec]) -> bool:
 
 def _registered(known: dict[str, type[Spec]], cls: SpecClass) -> SpecClass:
     other = known.setdefault(json_name(cls), cls)
-    if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+    if other is not cls:
         raise ValueError(f"{json_name(cls)!r} is the name of {other.__module__}.{other.__qualname__}: choose another")
-    known[json_name(cls)] = cls
     return cls
 
 

@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
-from functools import cache, partial
+from functools import cache
 from numbers import Real
 from typing import Any, Literal, NamedTuple, Self, get_args, get_origin, get_type_hints
 
@@ -167,20 +167,10 @@ class Spec:
             return
         if isinstance(value, Tensor) and value.ndim == 0 and value.dtype is not torch.bool:
             value = value.item()
-        self._check(name, _is_number(value), "a number")
+        self._check(name, is_number(value), "a number")
         value = float(value)
         self._check(name, abs(value) <= torch.finfo(torch.float32).max, "a finite number that float32 can hold")
         self._set(name, value)
-
-    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, str) or value not in choices:
-            *others, last = map(repr, choices)
-            self._check(name, False, f"{', '.join(others)} or {last}")
-
-    def _check_part(self, name: str, cls: type[Spec]) -> None:
-        value = getattr(self, name)
-        self._check(name, value is None or isinstance(value, cls), f"a {cls.__name__}, or None")
 
     def _set_tensor(self, name: str, *dims: int) -> None:
         """Check a tensor with one of these numbers of dimensions; a name or vectors by layer are checked when they are known."""
@@ -203,8 +193,7 @@ class Spec:
         self._set_tensor(name, *dims, **options)
         if rows and name not in self.named:
             tensor: Tensor = getattr(self, name)
-            rows = tensor.flatten(1) if tensor.ndim > 1 else tensor[None]
-            self._set(name, rows)
+            self._set(name, tensor.flatten(1) if tensor.ndim > 1 else tensor[None])
 
     def _unit(self, name: str) -> Tensor:
         """The vectors in a field, normalized: [..., width] float32. Raises ValueError for a zero vector."""
@@ -396,9 +385,15 @@ def _check_of(argument: Argument) -> Callable[[Any], None] | None:
     if hint in (float, float | None):
         return lambda spec: spec._set_number(name, optional=hint is not float)
     if get_origin(hint) is Literal:
-        return partial(Spec._check_choice, name=name, choices=get_args(hint))
+        *others, last = map(repr, get_args(hint))
+        known, expected = frozenset(get_args(hint)), f"{', '.join(others)} or {last}"
+        return lambda spec: spec._check(
+            name, isinstance(value := getattr(spec, name), str) and value in known, expected
+        )
     if part is not None and is_dataclass(part):
-        return partial(Spec._check_part, name=name, cls=part)
+        return lambda spec: spec._check(
+            name, isinstance(getattr(spec, name), part | None), f"a {part.__name__}, or None"
+        )
     return None
 
 
@@ -438,5 +433,6 @@ _ELSEWHERE = {
 """What users of other libraries write -> what to write here."""
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether a value is a real number, and not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)

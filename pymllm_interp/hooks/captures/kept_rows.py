@@ -109,8 +109,9 @@ class KeptRows:
 
     def fold(self, row: np.ndarray, columns: slice = ALL) -> None:
         """Take the newest row of a pool, [columns, width]."""
+        assert self._pool is not None
         before, newest = self._values[:, columns]
-        self._folded(before, newest)
+        self._pool.fold(before, newest)
         newest[:] = row
 
     def results(self, count: int, arrived: list[int]) -> Iterable[Reduced]:
@@ -135,16 +136,11 @@ class KeptRows:
 
     def _pooled(self, pool: Pool, count: int, arrived: list[int]) -> torch.Tensor:
         """The result of a pool, [1, columns, width], or [0, columns, width] for no position."""
-        before, newest = self._values
+        before, newest = self._values[:, ALL]
         folded = before.copy()
-        self._folded(folded, newest)
+        pool.fold(folded, newest)
         folded = np.where((np.array(arrived) > count)[:, None], before, folded)  # a newest row that is left out
         return pool.finished(torch.from_numpy(folded).view(self._dtype), count)[None][:count]
-
-    def _folded(self, before: np.ndarray, newest: np.ndarray) -> None:
-        assert self._pool is not None
-        with np.errstate(invalid="ignore"):  # infinities give NaN, as they do in torch
-            self._pool.fold(before, newest)
 
     def _put(self, place: int, rows: np.ndarray, columns: slice) -> None:
         if self._dtype is self._sent_dtype:

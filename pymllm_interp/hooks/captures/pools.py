@@ -48,7 +48,8 @@ class Mean(Pool):
     sums = True
 
     def fold(self, before: np.ndarray, state: np.ndarray) -> None:
-        before += state
+        with np.errstate(invalid="ignore"):  # infinities give NaN, as they do in torch
+            before += state
 
     def finished(self, folded: Tensor, count: int) -> Tensor:
         return folded / max(count, 1)

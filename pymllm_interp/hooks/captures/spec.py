@@ -100,9 +100,9 @@ class Capture(PlacedSpec):
         """The object that `reduce` means."""
         if self.reduce is None:
             return STATES
-        known: Any = reductions() if isinstance(self.reduce, str) else {}
-        if self.reduce in known and is_spelled(known[self.reduce]):
-            return known[self.reduce]()
+        named: Any = reductions().get(self.reduce) if isinstance(self.reduce, str) else None
+        if named is not None and is_spelled(named):
+            return named()
         if not isinstance(self.reduce, Reduction):
             spelled = [repr(name) for name, cls in reductions().items() if is_spelled(cls)]
             others = sorted(cls.__name__ for cls in reductions().values() if not is_spelled(cls) and cls is not Project)

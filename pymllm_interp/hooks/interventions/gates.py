@@ -122,10 +122,8 @@ class RequestGates:
     def reads(self) -> Iterator[tuple[GateRead, Flag]]:
         """What reads each gate's site, and the flag that it sets."""
         for gate, flag in self._flags.items():
-            yield (
-                GateRead(gate.site, gate.probe, gate.threshold, "prompt" if flag.prompt_len is not None else "all"),
-                flag,
-            )
+            positions = "all" if flag.prompt_len is None else "prompt"
+            yield GateRead(str(gate.site), gate.probe, gate.threshold, positions), flag
 
 
 def is_before(first: Site, second: Site, model: ModelSpec) -> bool:

@@ -20,6 +20,7 @@ from ..positions import Positions, is_whole
 from ..registry import op
 from ..saes.sae import SAE
 from ..site import Site
+from ..spec import is_number
 from .op import Gate, Missing, Op, row_dots
 
 MAX_FEATURES = 32
@@ -93,7 +94,7 @@ class SetFeature(Op):
 
     def _checked_value(self, feature: int, value: Any) -> float | tuple[float | None, float | None]:
         bounds: tuple[Any, ...] = tuple(value) if isinstance(value, list | tuple) else (value,)
-        finite = all(v is None or (_is_number(v) and abs(v) <= torch.finfo(torch.float32).max) for v in bounds)
+        finite = all(v is None or (is_number(v) and abs(v) <= torch.finfo(torch.float32).max) for v in bounds)
         if self.mode == "clamp":
             pair = len(bounds) == 2 and finite and bounds != (None, None)
             if not pair or (None not in bounds and bounds[0] > bounds[1]):
@@ -216,7 +217,3 @@ class SetFeature(Op):
         if isinstance(self.sae, str):
             raise ValueError(f"{self.name}: {self.sae!r} is a name, and only an LM's `saes` know whose")
         return super()._checked_sites(model)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
