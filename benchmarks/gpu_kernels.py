@@ -1,4 +1,4 @@
-"""Each kernel of layers/triton_kernels.py against torch and cuBLAS, on one GPU.
+"""Each kernel of kernels/triton_kernels.py against torch and cuBLAS, on one GPU.
 
 Usage: python benchmarks/gpu_kernels.py [--config llama8b llama1b] [--rows 1 32 256 8192] [--skip elementwise gemv skinny]
        [--out benchmarks/results/gpu-kernels.json]
@@ -29,7 +29,8 @@ import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
 from pymllm_interp.bench import describe_machine
-from pymllm_interp.layers import activation, norm, rope, triton_kernels
+from pymllm_interp.kernels import triton_kernels
+from pymllm_interp.layers import activation, norm, rope
 from pymllm_interp.mem_cache import KVPool
 
 CONFIGS = Path(__file__).parent / "configs"

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from pymllm_interp import LM
 from pymllm_interp.config import ModelConfig
-from pymllm_interp.models.source import resolve_model
+from pymllm_interp.models.weights.source import resolve_model
 
 OURS = os.environ.get("NNSIGHT_SUITE_MODEL") == "LM"
 SECONDS = 90

@@ -9,25 +9,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .client.lm import LM
     from .core.output import RequestOutput
     from .core.sampling_params import SamplingParams
-    from .engine.lm import LM
     from .harvest.reader import Harvest, open_harvest
     from .harvest.result import HarvestError
     from .hooks.captures.activations import Activations, CaptureError
-    from .hooks.captures.features import Features
-    from .hooks.captures.lens import Lens
+    from .hooks.captures.lens_files import JacobianLens, TunedLens
+    from .hooks.captures.reductions.features import Features
+    from .hooks.captures.reductions.lens import Lens
     from .hooks.captures.spec import Capture, Project
     from .hooks.interventions.knockout import Knockout
     from .hooks.interventions.op import Gate
     from .hooks.interventions.projections import Ablate, Clamp
     from .hooks.interventions.set_feature import SetFeature
     from .hooks.interventions.specs import Patch, Scale, Steer
-    from .hooks.lenses import JacobianLens, TunedLens
     from .hooks.positions import Generated
     from .hooks.saes.sae import SAE
     from .hooks.site import Site
-    from .hooks.traces.async_trace import SavedSteps
+    from .hooks.traces.syntax.async_trace import SavedSteps
     from .runner.interp_model_runner import InterpModelRunner
     from .runner.model_runner import ModelRunner
     from .toolkit.contrast import ControlVectors, contrast
@@ -35,34 +35,34 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LM": "engine.lm",
+    "LM": "client.lm",
     "Ablate": "hooks.interventions.projections",
     "Activations": "hooks.captures.activations",
     "Capture": "hooks.captures.spec",
     "CaptureError": "hooks.captures.activations",
     "Clamp": "hooks.interventions.projections",
     "ControlVectors": "toolkit.contrast",
-    "Features": "hooks.captures.features",
+    "Features": "hooks.captures.reductions.features",
     "Gate": "hooks.interventions.op",
     "Generated": "hooks.positions",
     "Harvest": "harvest.reader",
     "HarvestError": "harvest.result",
     "InterpModelRunner": "runner.interp_model_runner",
-    "JacobianLens": "hooks.lenses",
+    "JacobianLens": "hooks.captures.lens_files",
     "Knockout": "hooks.interventions.knockout",
-    "Lens": "hooks.captures.lens",
+    "Lens": "hooks.captures.reductions.lens",
     "ModelRunner": "runner.model_runner",
     "Patch": "hooks.interventions.specs",
     "Project": "hooks.captures.spec",
     "RequestOutput": "core.output",
     "SAE": "hooks.saes.sae",
     "SamplingParams": "core.sampling_params",
-    "SavedSteps": "hooks.traces.async_trace",
+    "SavedSteps": "hooks.traces.syntax.async_trace",
     "Scale": "hooks.interventions.specs",
     "SetFeature": "hooks.interventions.set_feature",
     "Site": "hooks.site",
     "Steer": "hooks.interventions.specs",
-    "TunedLens": "hooks.lenses",
+    "TunedLens": "hooks.captures.lens_files",
     "contrast": "toolkit.contrast",
     "open_harvest": "harvest.reader",
 }

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .core.arguments import shown
 from .core.families import INNER_SITES
+from .utils.arguments import shown
 
 if TYPE_CHECKING:
     import torch

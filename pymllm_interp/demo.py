@@ -18,9 +18,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from .client.handle import RequestHandle
+from .client.lm import LM
 from .core.sampling_params import SamplingParams
-from .engine.handle import RequestHandle
-from .engine.lm import LM
 
 QUESTIONS = [
     "What is the capital of France?",

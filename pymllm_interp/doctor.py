@@ -15,9 +15,9 @@ from rich.table import Table
 
 from . import __version__
 from .config import ModelConfig
-from .core.cache_folder import default_cache_dir
 from .models.registry import described
-from .models.source import find_demo_gguf, resolve_model
+from .models.weights.source import find_demo_gguf, resolve_model
+from .utils.cache_folder import default_cache_dir
 
 REQUIRED = ("torch", "transformers", "nnsight", "greenlet", "einops", "safetensors", "numpy", "rich")
 OPTIONAL = {"gguf": "reads .gguf files and the demo model", "matplotlib": "draws the demo's heatmap"}

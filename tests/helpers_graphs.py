@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pymllm_interp.attention.torch_backend import TorchAttnBackend
-from pymllm_interp.runner import graph_capture
+from pymllm_interp.runner.graphs import graph_capture
 from pymllm_interp.runner.model_runner import ModelRunner
 
 

@@ -15,8 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pymllm_interp.core.norm_kind import LAYER, RMS
-from pymllm_interp.layers import triton_norm
-from pymllm_interp.layers.edits import kernels as triton_edits
+from pymllm_interp.kernels import edit_ops as triton_edits
+from pymllm_interp.kernels import triton_norm
 
 HOPPER = GPUTarget("cuda", 90, 32)
 WHOLE = {"owners": "*i64", "positions": "*i64", "records": "*i64", "ops": "*i32", "fires": "*i32", "captures": "*i32"}

@@ -15,8 +15,8 @@ from pymllm_interp.hooks.interventions.op import Gate, Op
 from pymllm_interp.hooks.positions import Positions
 from pymllm_interp.hooks.registry import op, reduction
 from pymllm_interp.hooks.site import Site
-from pymllm_interp.layers.edits import codes
-from pymllm_interp.layers.edits.codes import OpWords
+from pymllm_interp.kernels import edit_codes as codes
+from pymllm_interp.kernels.edit_codes import OpWords
 
 
 @op

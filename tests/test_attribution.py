@@ -19,9 +19,9 @@ from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedModel
 
 from pymllm_interp import LM, Capture, SamplingParams, Steer, contrast
-from pymllm_interp.core.arguments import PromptError
 from pymllm_interp.core.model_spec import FAMILIES
 from pymllm_interp.toolkit.contrast import ControlVectors
+from pymllm_interp.utils.arguments import PromptError
 
 GOLDEN = Path(__file__).parent / "golden" / "attribution.safetensors"
 METRIC = (7, 11)

@@ -22,11 +22,10 @@ from transformers import LlamaConfig
 
 from pymllm_interp import LM, Steer
 from pymllm_interp.bench.own_engine import OurEngine
-from pymllm_interp.bench.peers import VllmEngine
-from pymllm_interp.bench.serving import Percentiles, TokenStream, measure, run
-from pymllm_interp.bench.serving_suite import DEFAULT, ServingSettings, measure_workload
-from pymllm_interp.bench.tables import read_aims, render
-from pymllm_interp.bench.workloads import (
+from pymllm_interp.bench.serving.peers import VllmEngine
+from pymllm_interp.bench.serving.serving_suite import DEFAULT, ServingSettings, measure_workload
+from pymllm_interp.bench.serving.traffic import Percentiles, TokenStream, measure, run
+from pymllm_interp.bench.serving.workloads import (
     Sizes,
     Workload,
     interference,
@@ -37,6 +36,7 @@ from pymllm_interp.bench.workloads import (
     poisson,
     shared_prefix,
 )
+from pymllm_interp.bench.tables import read_aims, render
 from pymllm_interp.cli import main
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"

@@ -18,7 +18,7 @@ from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.hooks.binding import bind, resolved
 from pymllm_interp.hooks.positions import ordinals_of
 from pymllm_interp.hooks.site import Site
-from pymllm_interp.server.specs import intervention_of, to_json
+from pymllm_interp.wire.specs import intervention_of, to_json
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 MODEL = ModelSpec.of(CONFIGS["llama"](), torch.float32)

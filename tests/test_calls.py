@@ -18,9 +18,9 @@ from conftest import held
 from transformers import PreTrainedModel
 
 from pymllm_interp import LM, RequestOutput, SamplingParams, Scale, Steer
-from pymllm_interp.core.arguments import PromptError
+from pymllm_interp.client.handle import EngineClosedError, RequestError, RequestHandle
 from pymllm_interp.core.events import FinishedEvent
-from pymllm_interp.engine.handle import EngineClosedError, RequestError, RequestHandle
+from pymllm_interp.utils.arguments import PromptError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
@@ -418,7 +418,7 @@ def test_what_was_not_asked_for_is_none(lm: LM, lm_of: Callable[..., LM]) -> Non
 
 def test_dir_of_the_package_is_its_public_names() -> None:
     import pymllm_interp
-    import pymllm_interp.engine.lm  # a submodule that was imported is no public name
+    import pymllm_interp.client.lm  # a submodule that was imported is no public name
 
     assert set(dir(pymllm_interp)) == {*pymllm_interp.__all__, "__version__"}
     assert all(hasattr(pymllm_interp, name) for name in dir(pymllm_interp))

@@ -30,13 +30,13 @@ from pymllm_interp.core.model_spec import INNER_SITES, ModelSpec, site_index
 from pymllm_interp.core.request import Request
 from pymllm_interp.hooks.binding import bind
 from pymllm_interp.hooks.captures.activations import Activations, CaptureError
-from pymllm_interp.hooks.captures.admission import ring_captures
 from pymllm_interp.hooks.captures.captures import Captures
+from pymllm_interp.hooks.captures.egress.admission import ring_captures
+from pymllm_interp.hooks.captures.egress.result_memory import FRESH, SMALL, FreshMemory, ResultMemory
+from pymllm_interp.hooks.captures.egress.ring import CaptureRing
+from pymllm_interp.hooks.captures.egress.ring_allocator import RingAllocator
 from pymllm_interp.hooks.captures.group import Group
 from pymllm_interp.hooks.captures.kept_rows import INTEGERS, WORDS
-from pymllm_interp.hooks.captures.result_memory import FRESH, SMALL, FreshMemory, ResultMemory
-from pymllm_interp.hooks.captures.ring import CaptureRing
-from pymllm_interp.hooks.captures.ring_allocator import RingAllocator
 from pymllm_interp.hooks.captures.spec import Project
 from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.hooks.declared_stage import DeclaredStage

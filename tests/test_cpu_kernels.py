@@ -16,15 +16,15 @@ from helpers_runner import ByHand, make_runner, random_ids
 from torch.testing import assert_close
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from pymllm_interp.core import cpu_dispatch
 from pymllm_interp.core.forward_batch import ForwardMode
 from pymllm_interp.core.norm_kind import RMS_OFFSET
+from pymllm_interp.kernels import cpu_dispatch
 from pymllm_interp.layers.activation import SiLU, gated, silu
 from pymllm_interp.layers.norm import add_rms_norm, rms_norm
 from pymllm_interp.layers.rope import apply_rope, rope_and_write
 from pymllm_interp.layers.seal import seal
 from pymllm_interp.mem_cache import KVPool
-from pymllm_interp.models import cpu_layer
+from pymllm_interp.models.native import cpu_layer
 from pymllm_interp.runner.partition import Execution
 
 kernels: Any = cpu_dispatch.cpu_kernels()
@@ -205,7 +205,7 @@ def test_a_decode_pass_has_the_bits_of_the_pass_by_modules_and_of_each_request_a
         calls.append(out is not None)
         return out
 
-    monkeypatch.setattr("pymllm_interp.models.llama.decode_layer", noted)
+    monkeypatch.setattr("pymllm_interp.models.native.llama.decode_layer", noted)
     found = {}
     for way, execution in (("fused", Execution.PLAIN), ("modules", Execution.MODULES), ("alone", Execution.PLAIN)):
         hand = ByHand(runner)
@@ -277,7 +277,7 @@ def test_a_weight_that_is_edited_between_passes_is_seen_by_the_next(name, runner
 def test_without_a_compiler_plain_torch_serves(tmp_path):
     script = (
         "import torch\n"
-        "from pymllm_interp.core.cpu_dispatch import cpu_kernels\n"
+        "from pymllm_interp.kernels.cpu_dispatch import cpu_kernels\n"
         "from pymllm_interp.layers.linear import Linear\n"
         "assert cpu_kernels() is None\n"
         "for dtype in (torch.float32, torch.bfloat16):\n"

@@ -27,8 +27,8 @@ from pymllm_interp.attention import AttentionBackend
 from pymllm_interp.core.forward_batch import ForwardMode
 from pymllm_interp.core.step import LogitsProcessorOutput, SchedulerOutput
 from pymllm_interp.layers.edits.host import HostOps
-from pymllm_interp.runner import graph_capture
-from pymllm_interp.runner.cuda_graph_runner import (
+from pymllm_interp.runner.graphs import graph_capture
+from pymllm_interp.runner.graphs.cuda_graph_runner import (
     CudaGraphRunner,
     freeze_gc,
     get_global_graph_memory_pool,

@@ -14,9 +14,9 @@ from helpers_declared import INNER, SITES, hooked, ops_at, place_of, prompt_of, 
 from helpers_runner import random_ids
 
 from pymllm_interp import LM, Ablate, Capture, Gate, SamplingParams, Scale, Steer
-from pymllm_interp.core.arguments import PromptError
-from pymllm_interp.engine.handle import RequestHandle
+from pymllm_interp.client.handle import RequestHandle
 from pymllm_interp.hooks.interventions.op import Op
+from pymllm_interp.utils.arguments import PromptError
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gpt_neox", "gemma2"]
 WAIT = 600

@@ -15,7 +15,7 @@ from nnsight.modeling.transformers import TransformersModel
 from test_trace_parity import assert_same, beside_plain_requests, plain_beside
 
 from pymllm_interp import LM, Capture, Patch, SamplingParams, Scale, Steer
-from pymllm_interp.hooks.traces.source import attention_words, reads_attention_source, source_uses
+from pymllm_interp.hooks.traces.syntax.source import attention_words, reads_attention_source, source_uses
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

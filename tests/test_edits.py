@@ -19,7 +19,7 @@ from conftest import CONFIGS
 
 from pymllm_interp.core.model_spec import ModelSpec, final_norm_site, num_sites, site_index
 from pymllm_interp.hooks.binding import bind
-from pymllm_interp.hooks.captures.result_memory import FreshMemory
+from pymllm_interp.hooks.captures.egress.result_memory import FreshMemory
 from pymllm_interp.hooks.captures.spec import Capture, Project
 from pymllm_interp.hooks.declared import Declared, DeclaredLimits, for_each_prompt
 from pymllm_interp.hooks.interventions.device_tables import DeviceTables
@@ -350,7 +350,7 @@ def norm_of(weight: torch.Tensor) -> RMSNorm:
 
 
 def plain_add_norm(h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    from pymllm_interp.layers import triton_kernels
+    from pymllm_interp.kernels import triton_kernels
 
     return triton_kernels.add_rms_norm(h, delta, weight, 1e-5)
 

@@ -29,12 +29,13 @@ from transformers import LlamaConfig, PretrainedConfig
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.attention import FlashInferAttnBackend, TorchAttnBackend
 from pymllm_interp.attention.flashinfer_backend import WORKSPACE_BYTES
-from pymllm_interp.core.device import resolve_device
-from pymllm_interp.core.out_of_memory import is_out_of_memory
-from pymllm_interp.engine.handle import RequestError
-from pymllm_interp.models.llama import LlamaForCausalLM
-from pymllm_interp.runner import graph_capture, model_runner
-from pymllm_interp.runner.cuda_graph_runner import is_capture_mode
+from pymllm_interp.client.handle import RequestError
+from pymllm_interp.models.native.llama import LlamaForCausalLM
+from pymllm_interp.runner import model_runner
+from pymllm_interp.runner.graphs import graph_capture
+from pymllm_interp.runner.graphs.cuda_graph_runner import is_capture_mode
+from pymllm_interp.utils.device import resolve_device
+from pymllm_interp.utils.out_of_memory import is_out_of_memory
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)

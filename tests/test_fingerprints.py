@@ -15,13 +15,13 @@ from conftest import CONFIGS, random_model
 from family_configs import tiny_config
 
 from pymllm_interp import LM, Capture, Gate, SamplingParams, Scale, Steer
-from pymllm_interp.engine.handle import EngineClosedError
+from pymllm_interp.client.handle import EngineClosedError
 from pymllm_interp.harvest.run import HarvestError
 from pymllm_interp.hooks.binding import fingerprint_of
 from pymllm_interp.hooks.captures.spec import Project
 from pymllm_interp.hooks.receipt import Applied, Captured, Receipt
-from pymllm_interp.models import fingerprint
-from pymllm_interp.models.fingerprint import checksum, model_fingerprint
+from pymllm_interp.models.weights import fingerprint
+from pymllm_interp.models.weights.fingerprint import checksum, model_fingerprint
 
 ONE = SamplingParams(temperature=0, max_tokens=3)
 

@@ -12,8 +12,8 @@ from torch.testing import assert_close
 from transformers import PreTrainedModel
 
 from pymllm_interp import LM, Capture, Patch, SamplingParams, Site, Steer
-from pymllm_interp.core.arguments import PromptError
-from pymllm_interp.engine.handle import RequestError
+from pymllm_interp.client.handle import RequestError
+from pymllm_interp.utils.arguments import PromptError
 
 PROMPT = [5, 6, 7, 8, 9]
 PROMPTS = [PROMPT, [1, 2], list(range(40))]

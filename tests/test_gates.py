@@ -22,7 +22,7 @@ from pymllm_interp.hooks.interventions.gates import is_before, share_kernel
 from pymllm_interp.hooks.interventions.op import Op
 from pymllm_interp.hooks.positions import ordinals_of
 from pymllm_interp.hooks.site import Site
-from pymllm_interp.server.specs import intervention_of, to_json
+from pymllm_interp.wire.specs import intervention_of, to_json
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 CAPTURE = ["resid_post.*", "final_norm"]

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pymllm_interp import LM, SamplingParams
-from pymllm_interp.core.arguments import PromptError
-from pymllm_interp.engine.generation_defaults import GenerationDefaults, Lengths
+from pymllm_interp.client.generation_defaults import GenerationDefaults, Lengths
+from pymllm_interp.utils.arguments import PromptError
 
 PENALISED = {"repetition_penalty": 1.8, "max_new_tokens": 9}
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]

@@ -27,7 +27,6 @@ from conftest import VOCAB
 from safetensors.torch import load_file
 
 from pymllm_interp import LM, Capture, Generated, SamplingParams, Scale, Steer
-from pymllm_interp.core.arguments import PromptError
 from pymllm_interp.harvest.reader import Harvest, open_harvest
 from pymllm_interp.harvest.result import HarvestError
 from pymllm_interp.harvest.size import expected_bytes
@@ -35,6 +34,7 @@ from pymllm_interp.hooks.captures.activations import CaptureError
 from pymllm_interp.hooks.captures.group import Group
 from pymllm_interp.hooks.captures.spec import Project
 from pymllm_interp.hooks.declared_stage import DeclaredStage
+from pymllm_interp.utils.arguments import PromptError
 
 ALONE: dict[str, Any] = {"max_running_requests": 1, "max_num_tokens": 16}
 """One document in a step, so that its bits do not depend on when it came."""

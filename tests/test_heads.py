@@ -21,7 +21,7 @@ from pymllm_interp.hooks.declared import DeclaredLimits
 from pymllm_interp.hooks.interventions.reference import apply
 from pymllm_interp.hooks.positions import ordinals_of
 from pymllm_interp.hooks.site import Site
-from pymllm_interp.layers.edits.codes import HEADS_WORD, MAX_HEADS, WORDS, head_words
+from pymllm_interp.kernels.edit_codes import HEADS_WORD, MAX_HEADS, WORDS, head_words
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
 

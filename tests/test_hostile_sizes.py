@@ -15,14 +15,14 @@ import torch
 
 from pymllm_interp import Capture, Generated, Knockout, SamplingParams, Scale
 from pymllm_interp.config import ModelConfig, ServerConfig
-from pymllm_interp.core.arguments import shown
 from pymllm_interp.core.limits import MAX_SPECS
-from pymllm_interp.hooks.captures.lens import Lens
+from pymllm_interp.hooks.captures.reductions.lens import Lens
 from pymllm_interp.hooks.positions import windows_of
-from pymllm_interp.server import messages as m
-from pymllm_interp.server.engine_process import EngineServer
-from pymllm_interp.server.outbox import Outbox
-from pymllm_interp.server.served_model import ServedModel
+from pymllm_interp.server.process.engine_process import EngineServer
+from pymllm_interp.server.process.outbox import Outbox
+from pymllm_interp.server.process.served_model import ServedModel
+from pymllm_interp.utils.arguments import shown
+from pymllm_interp.wire import messages as m
 
 BUDGET = 150_000
 """Bytecodes that making a request may take, whatever numbers are in it."""

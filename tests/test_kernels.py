@@ -28,23 +28,21 @@ from transformers import (
 
 from pymllm_interp import ModelRunner
 from pymllm_interp.attention import torch_backend
-from pymllm_interp.core.cpu_dispatch import cpu_kernels
 from pymllm_interp.core.forward_batch import ForwardMode, Waits
 from pymllm_interp.core.norm_kind import RMS_OFFSET
+from pymllm_interp.kernels.cpu_dispatch import cpu_kernels
 from pymllm_interp.layers import activation, linear, norm, rope
 from pymllm_interp.layers.dispatch import kernels_for, triton_kernels_for
 from pymllm_interp.layers.linear import Linear
 from pymllm_interp.mem_cache import KVPool
-from pymllm_interp.models import cpu_layer
+from pymllm_interp.models.native import cpu_layer
 from pymllm_interp.runner.partition import Execution
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
-from pymllm_interp.core import launch
-from pymllm_interp.core.launch import Launcher
-from pymllm_interp.layers import triton_activation, triton_norm
-from pymllm_interp.layers import triton_kernels as kernels
-from pymllm_interp.layers.edits import kernels as triton_edits
-from pymllm_interp.runner import triton_inputs
+from pymllm_interp.kernels import edit_ops as triton_edits
+from pymllm_interp.kernels import launch, triton_activation, triton_inputs, triton_norm
+from pymllm_interp.kernels import triton_kernels as kernels
+from pymllm_interp.kernels.launch import Launcher
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -753,7 +751,7 @@ def test_captured_passes_are_near_those_by_modules(family, options):
 @pytest.mark.parametrize(("vocab", "k"), [(5000, 3), (5000, 0), (1024, 5), (1025, 1), (9 * 1024, 8), (77, 77)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_top_k_reads_blocks_and_finds_what_torch_finds(vocab: int, k: int, dtype: torch.dtype) -> None:
-    from pymllm_interp.sampling.triton_top_k import top_k
+    from pymllm_interp.kernels.triton_top_k import top_k
 
     logits = (3 * torch.randn(4, vocab, generator=torch.Generator().manual_seed(vocab))).to(dtype).to(DEVICE)
     logits[1] = logits[1, 0]  # all are equal

@@ -23,15 +23,15 @@ from helpers_graphs import use_eager_graphs
 from helpers_runner import random_ids
 
 from pymllm_interp import LM, SamplingParams, Scale, Steer
+from pymllm_interp.client import lm as lm_module
+from pymllm_interp.client import open_engines
+from pymllm_interp.client.handle import EngineClosedError, RequestHandle
+from pymllm_interp.client.request_factory import RequestFactory
 from pymllm_interp.config import ServerConfig
 from pymllm_interp.core.events import FinishedEvent
 from pymllm_interp.core.request import Request
-from pymllm_interp.engine import lm as lm_module
-from pymllm_interp.engine import open_engines
 from pymllm_interp.engine.engine import Engine
-from pymllm_interp.engine.handle import EngineClosedError, RequestHandle
-from pymllm_interp.engine.request_factory import RequestFactory
-from pymllm_interp.hooks.captures.ring import CaptureRing
+from pymllm_interp.hooks.captures.egress.ring import CaptureRing
 from pymllm_interp.hooks.declared_stage import DeclaredStage
 from pymllm_interp.runner import device_memory
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig
 
 from pymllm_interp import LM, SamplingParams, Steer
-from pymllm_interp.core.arguments import PromptError
+from pymllm_interp.utils.arguments import PromptError
 
 SMALL = {"max_num_tokens": 16, "page_size": 4, "kv_cache_tokens": 1024}
 LENGTHS = (17, 33, 64, 90)

@@ -25,7 +25,7 @@ from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.core.step import LogitsProcessorOutput, ModelRunnerOutput
 from pymllm_interp.mem_cache import KVPool, ReqToTokenPool, TokenToKVPoolAllocator
 from pymllm_interp.models.registry import UnsupportedModelError
-from pymllm_interp.models.weights import WeightsError
+from pymllm_interp.models.weights.loading import WeightsError
 from pymllm_interp.runner import async_output, model_runner
 from pymllm_interp.runner.device_memory import get_available_gpu_memory, get_total_gpu_memory
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner

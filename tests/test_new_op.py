@@ -20,8 +20,8 @@ from pymllm_interp.hooks.interventions.op import Op, row_dots
 from pymllm_interp.hooks.positions import Positions
 from pymllm_interp.hooks.site import Site
 from pymllm_interp.hooks.vector_files import Source
-from pymllm_interp.layers.edits import codes
-from pymllm_interp.layers.edits.codes import OpWords
+from pymllm_interp.kernels import edit_codes as codes
+from pymllm_interp.kernels.edit_codes import OpWords
 
 INFO = ModelSpec.of(CONFIGS["llama"](), torch.float32)
 WIDTH, LAYERS, PROMPT = INFO.hidden_size, INFO.num_hidden_layers, 7

@@ -18,9 +18,9 @@ from nnsight.intervention.serialization import dumps, loads
 
 import pymllm_interp
 from pymllm_interp.hooks.traces import nnsight_compat as compat
-from pymllm_interp.hooks.traces.envoy import TracedModel
-from pymllm_interp.hooks.traces.handover import Handover
-from pymllm_interp.hooks.traces.interleaver import EngineInterleaver
+from pymllm_interp.hooks.traces.serving.handover import Handover
+from pymllm_interp.hooks.traces.serving.interleaver import EngineInterleaver
+from pymllm_interp.hooks.traces.syntax.envoy import TracedModel
 
 PACKAGE = Path(pymllm_interp.__file__).parent
 
@@ -214,10 +214,10 @@ TypedAttributeSet.__init_subclass__ = classmethod(check)
 
 
 @pytest.mark.parametrize("anyio", ["", OLD_ANYIO], ids=["installed", "4.15"])
-@pytest.mark.parametrize("first", ["nnsight", "pymllm_interp.engine.lm"])
+@pytest.mark.parametrize("first", ["nnsight", "pymllm_interp.client.lm"])
 def test_http_clients_import_after_nnsight(first: str, anyio: str) -> None:
     """nnsight gives every object a `save`, which anyio refuses in classes that it defines late."""
     late = "anyio.abc, anyio._backends._asyncio, anyio.streams.tls, anyio.from_thread, anyio.streams.file"
-    code = f"{anyio}\nimport {first}, nnsight, pymllm_interp.engine.lm, {late}"
+    code = f"{anyio}\nimport {first}, nnsight, pymllm_interp.client.lm, {late}"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert found.returncode == 0, found.stderr[-2000:]

@@ -16,10 +16,10 @@ from rich.console import Console
 from transformers import LlamaConfig
 
 from pymllm_interp import LM, Patch, SamplingParams, Site, Steer
-from pymllm_interp.core.arguments import PromptError
 from pymllm_interp.core.closed import EngineClosedError
 from pymllm_interp.plots import Plot
 from pymllm_interp.toolkit.wavefront import WaveCell, Wavefront
+from pymllm_interp.utils.arguments import PromptError
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-4}
 ONE = SamplingParams(temperature=0, max_tokens=1)

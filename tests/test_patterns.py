@@ -16,7 +16,7 @@ from helpers_runner import random_ids
 from pymllm_interp import Activations, Capture, Generated, Knockout, Patch, SamplingParams, Scale
 from pymllm_interp.core.model_spec import ModelSpec
 from pymllm_interp.hooks.declared import Declared, DeclaredLimits
-from pymllm_interp.server.specs import capture_of, to_json
+from pymllm_interp.wire.specs import capture_of, to_json
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "gpt_neox"]

@@ -1,4 +1,4 @@
-"""Prefill and mixed steps as piecewise CUDA graphs (runner/prefill_graphs.py): the values of the same pass kernel by kernel.
+"""Prefill and mixed steps as piecewise CUDA graphs (runner/graphs/prefill_graphs.py): the values of the same pass kernel by kernel.
 
 On a CPU a graph is a function (tests/helpers_graphs.py); the same bodies run on CUDA, where it is one.
 """
@@ -17,8 +17,8 @@ from helpers_runner import random_ids
 from test_faults import DEVICES, ways
 
 from pymllm_interp import LM, SamplingParams, Steer
-from pymllm_interp.runner import graph_capture, prefill_graphs
-from pymllm_interp.runner.graph_capture import capture_token_counts
+from pymllm_interp.runner.graphs import graph_capture, prefill_graphs
+from pymllm_interp.runner.graphs.graph_capture import capture_token_counts
 
 Load = Callable[..., LM]
 SIZES = {"max_running_requests": 8, "kv_cache_tokens": 2048, "max_num_tokens": 128, "prefill_graph_tokens": 64}

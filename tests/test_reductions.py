@@ -28,13 +28,13 @@ from pymllm_interp import (
     TunedLens,
     open_harvest,
 )  # fmt: skip
-from pymllm_interp.core.arguments import PromptError
 from pymllm_interp.core.model_spec import ModelSpec, site_index
 from pymllm_interp.hooks.binding import bind
 from pymllm_interp.hooks.captures.captures import Captures
-from pymllm_interp.hooks.captures.reduction import Reduction
-from pymllm_interp.hooks.captures.ring import CaptureRing
+from pymllm_interp.hooks.captures.egress.ring import CaptureRing
+from pymllm_interp.hooks.captures.reductions.reduction import Reduction
 from pymllm_interp.hooks.site import Site, expand
+from pymllm_interp.utils.arguments import PromptError
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
 

@@ -24,8 +24,8 @@ from pymllm_interp import (
     Steer,
     contrast,
 )
-from pymllm_interp.core.arguments import PromptError
-from pymllm_interp.server import trace_payload
+from pymllm_interp.utils.arguments import PromptError
+from pymllm_interp.wire import trace_payload
 
 PROMPT = "w3 w14 w15 w9"
 

@@ -13,7 +13,7 @@ import torch
 from conftest import held
 from runner_process import WorkerProcess
 
-import pymllm_interp.engine.lm as lm_module
+import pymllm_interp.client.lm as lm_module
 from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Knockout, Lens, Patch, SamplingParams, Steer
 from pymllm_interp.core.output import RequestOutput
 from pymllm_interp.core.step import DeclaredResult, ModelRunnerOutput, RequestEnd, SchedulerOutput

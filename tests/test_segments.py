@@ -1,4 +1,4 @@
-"""Hooked decode passes as graphs between their blocks (runner/segments.py): the same values as kernel by kernel.
+"""Hooked decode passes as graphs between their blocks (runner/graphs/segments.py): the same values as kernel by kernel.
 
 On a CPU a graph is a function (tests/helpers_graphs.py); the same bodies run on CUDA, where it is one. The trace suites run in
 this way, too: ``pytest tests/test_trace_parity.py --hook-execution segments``.
@@ -26,9 +26,10 @@ from transformers import LlamaConfig, MistralConfig, PretrainedConfig
 from pymllm_interp import LM, SamplingParams, Steer
 from pymllm_interp.attention import FlashInferAttnBackend, flashinfer_backend
 from pymllm_interp.hooks.declared_stage import DeclaredStage
-from pymllm_interp.models.llama import LlamaAttention
-from pymllm_interp.runner import graph_capture, model_runner
-from pymllm_interp.runner.segments import Segments
+from pymllm_interp.models.native.llama import LlamaAttention
+from pymllm_interp.runner import model_runner
+from pymllm_interp.runner.graphs import graph_capture
+from pymllm_interp.runner.graphs.segments import Segments
 
 PROMPT, OTHERS = random_ids(9, seed=1), [random_ids(4, seed=2), random_ids(17, seed=3)]
 WAIT = 600

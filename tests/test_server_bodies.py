@@ -10,12 +10,12 @@ from helpers_server import KEYS, Server
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
-from pymllm_interp.core.arguments import PromptError
 from pymllm_interp.server import protocol
-from pymllm_interp.server.body import MAX_MARKS, parse
-from pymllm_interp.server.errors import validation_error
-from pymllm_interp.server.request_sizes import CallSizes
-from pymllm_interp.server.specs import capture_of, intervention_of
+from pymllm_interp.server.http.body import MAX_MARKS, parse
+from pymllm_interp.server.http.errors import validation_error
+from pymllm_interp.utils.arguments import PromptError
+from pymllm_interp.wire.request_sizes import CallSizes
+from pymllm_interp.wire.specs import capture_of, intervention_of
 
 MANY = 20_000
 ERRORS = 200

@@ -20,7 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 from helpers_server import Server, serving
 
-from pymllm_interp.server.connections import OutOfFiles, http_config, with_room_for_files
+from pymllm_interp.server.http.connections import OutOfFiles, http_config, with_room_for_files
 from pymllm_interp.server.serve import listen
 from pymllm_interp.server.settings import ServeLimits
 

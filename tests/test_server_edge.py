@@ -18,10 +18,10 @@ from helpers_server import KEYS, Server, serving
 from safetensors.torch import save
 
 from pymllm_interp import LM
+from pymllm_interp.client.remote.remote_errors import exception_of
 from pymllm_interp.hooks.traces.nnsight_compat import load_function
-from pymllm_interp.server.failures import MOST_FRAMES, Failure, failure_of
-from pymllm_interp.server.remote_errors import exception_of
-from pymllm_interp.server.trace_payload import load
+from pymllm_interp.wire.failures import MOST_FRAMES, Failure, failure_of
+from pymllm_interp.wire.trace_payload import load
 
 # -- vectors on their way ------------------------------------------------------------------
 

@@ -25,8 +25,8 @@ from safetensors.torch import save
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.core.closed import EngineClosedError
-from pymllm_interp.server.gate_words import TRACE_PATH, TRACE_TYPE
 from pymllm_interp.server.serve import DrainingServer, listen
+from pymllm_interp.wire.gate_words import TRACE_PATH, TRACE_TYPE
 
 GREEDY = {"prompt": "w3 w14 w15", "max_tokens": 8, "temperature": 0}
 LONG = {"prompt": "w3 w14 w15", "max_tokens": 120, "ignore_eos": True, "stream": True}
@@ -162,7 +162,7 @@ def test_junk_is_answered_and_changes_nothing(server: Server):
 
 def mutate(server: Server, count: int, seed: int) -> None:
     """Payloads of traces with some bytes changed: an error, or the right thing, and the engine goes on."""
-    from pymllm_interp.server import remote_tracer
+    from pymllm_interp.client.remote import remote_tracer
 
     kept: list[bytes] = []
     with LM.connect(server.url, api_key=KEYS["code"]) as lm, pytest.MonkeyPatch.context() as patch:

@@ -16,7 +16,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.server.protocol import ChatRequest, CompletionRequest, StreamOptions
-from pymllm_interp.server.refused_fields import REFUSED
+from pymllm_interp.server.routes.refused_fields import REFUSED
 
 PROMPT = "w3 w14 w15 w9"
 MESSAGES = [{"role": "user", "content": "w4 w5"}]

@@ -10,7 +10,7 @@ from helpers_server import KEYS, Server
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
-from pymllm_interp.server.gate_words import TRACE_PATH
+from pymllm_interp.wire.gate_words import TRACE_PATH
 
 
 def fuzz(server: Server, examples: int) -> int:

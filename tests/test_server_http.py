@@ -23,7 +23,7 @@ from openai import OpenAI
 from pymllm_interp import LM, __version__
 from pymllm_interp.cli import main, make_parser
 from pymllm_interp.server.command import KEY_VARIABLE, settings_of
-from pymllm_interp.server.trust import Trust
+from pymllm_interp.server.http.trust import Trust
 
 ORIGIN, FIRST, SECOND = "https://pages.example", "first-key-0000", "second-key-0000"
 TEMPLATE = "{% for m in messages %}w7 {{ m['content'] }} {% endfor %}{{ ending }}"

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import httpx
 from helpers_server import Server
 
-from pymllm_interp.server.metrics import Metrics
+from pymllm_interp.server.http.metrics import Metrics
 
 SERIES = re.compile(r'pymllm_interp_\w+(?:\{(?:\w+="(?:[^"\\\n]|\\[\\"n])*",?)+\})? [\d.e+-]+')
 

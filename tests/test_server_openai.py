@@ -342,8 +342,8 @@ def test_health_metrics_capabilities_and_documents(server):
 
 def test_the_scale_op_by_its_object_and_by_http_has_one_schema():
     from pymllm_interp.hooks.interventions.op import Op
-    from pymllm_interp.server import specs
-    from pymllm_interp.server.schema import OP_MODELS
+    from pymllm_interp.wire import specs
+    from pymllm_interp.wire.schema import OP_MODELS
 
     builtin = {cls.__name__.lower() for cls in Op.__subclasses__() if cls.__module__.startswith("pymllm_interp.")}
     assert (builtin | {"knockout"}) - {"gateread"} == set(OP_MODELS)  # which a Gate makes

@@ -9,10 +9,10 @@ import httpx
 import pytest
 from helpers_server import Server, serving
 
-from pymllm_interp.server.errors import ApiError
-from pymllm_interp.server.origins import check_origin, host_of, is_loopback
+from pymllm_interp.server.http.errors import ApiError
+from pymllm_interp.server.http.origins import check_origin, host_of, is_loopback
+from pymllm_interp.server.http.trust import Keys, Trust
 from pymllm_interp.server.settings import ServeSettings
-from pymllm_interp.server.trust import Keys, Trust
 
 LOOPBACK = ("localhost", "LocalHost", "127.0.0.1", "127.255.0.9", "::1", "[::1]", "0:0:0:0:0:0:0:1", "::ffff:127.0.0.1")
 FOREIGN = (

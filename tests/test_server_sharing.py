@@ -6,7 +6,7 @@ import pytest
 from helpers_server import KEYS, Server, serving
 
 from pymllm_interp import LM, SamplingParams
-from pymllm_interp.server.trust import read_keys
+from pymllm_interp.server.http.trust import read_keys
 
 PROMPT = "w5 w6 w7 " * 20
 ASK = {"prompt": PROMPT, "max_tokens": 1}

@@ -8,10 +8,10 @@ import time
 import pytest
 from helpers_server import Server, serving
 
-from pymllm_interp.server.errors import ApiError
-from pymllm_interp.server.messages import CapturedStates
+from pymllm_interp.server.http.errors import ApiError
 from pymllm_interp.server.settings import ServeLimits
 from pymllm_interp.server.store import ActivationStore
+from pymllm_interp.wire.messages import CapturedStates
 
 ASK = {"prompt": "w1 " * 60, "max_tokens": 1, "capture": ["resid_post.*"]}
 """Captured states of some 40 kB."""

@@ -14,8 +14,8 @@ from openai import OpenAI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from pymllm_interp.server.openai_format import TextSoFar
-from pymllm_interp.server.token_text import token_bytes, token_word
+from pymllm_interp.server.routes.openai_format import TextSoFar
+from pymllm_interp.server.routes.token_text import token_bytes, token_word
 
 SMILE, YOU = "😀", "你"
 

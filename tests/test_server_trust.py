@@ -18,9 +18,9 @@ from safetensors.torch import save
 
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.cli import main
-from pymllm_interp.server.gate_words import TRACE_PATH, TRACE_TYPE
+from pymllm_interp.server.http.trust import Keys, Trust, read_keys
 from pymllm_interp.server.settings import ServeSettings
-from pymllm_interp.server.trust import Keys, Trust, read_keys
+from pymllm_interp.wire.gate_words import TRACE_PATH, TRACE_TYPE
 
 LIMITS = {
     "max-body-bytes": 30_000, "max-trace-bytes": 6_000, "max-concurrent": 4, "max-traces": 1, "max-vectors": 2,
@@ -240,7 +240,7 @@ def test_a_block_that_overruns_loses_its_request_and_the_engine_goes_on(small: S
 
 
 def test_traces_of_a_key_are_counted(small: Server, tmp_path: Path):
-    from pymllm_interp.server.remote_engine import ServerError
+    from pymllm_interp.client.remote.remote_engine import ServerError
 
     with LM.connect(small.url, api_key=KEYS["code"]) as lm, LM.connect(small.url, api_key=KEYS["code"]) as second:
         begun, refused = threading.Event(), str(tmp_path / "refused")

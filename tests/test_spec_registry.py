@@ -16,13 +16,13 @@ import torch
 from helpers_server import CLOSE, serving
 
 from pymllm_interp import Capture, Lens
-from pymllm_interp.core.arguments import PromptError
 from pymllm_interp.hooks.captures.activations import Activations
 from pymllm_interp.hooks.captures.pools import Last, Mean
 from pymllm_interp.hooks.interventions.op import Gate, Op
 from pymllm_interp.hooks.registry import is_spelled, op, ops, reductions
 from pymllm_interp.hooks.spec import Spec, arguments_of
-from pymllm_interp.server.specs import capture_of, to_json
+from pymllm_interp.utils.arguments import PromptError
+from pymllm_interp.wire.specs import capture_of, to_json
 
 DOCS = Path(__file__).parent.parent / "docs"
 PROMPT = [3, 14, 15, 9, 2]
@@ -32,9 +32,7 @@ PROMPT = [3, 14, 15, 9, 2]
 def client(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Of a server whose engine process has imported helpers_new_specs.py."""
     engine = tmp_path_factory.mktemp("engine") / "python"
-    code = (
-        "import runpy, helpers_new_specs; runpy.run_module('pymllm_interp.server.engine_process', run_name='__main__')"
-    )
+    code = "import runpy, helpers_new_specs; runpy.run_module('pymllm_interp.server.process.engine_process', run_name='__main__')"
     engine.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}"\n')
     engine.chmod(0o755)
     options = ("--option", "kv_cache_tokens=256", "--option", "max_model_len=64")
@@ -172,7 +170,7 @@ def test_the_page_of_the_server_has_every_name() -> None:
 
 
 def test_every_argument_of_a_registered_class_has_a_form_in_json() -> None:
-    from pymllm_interp.server.schema import components
+    from pymllm_interp.wire.schema import components
 
     schemas = components()
     for cls in (*own_of(ops()).values(), *own_of(reductions()).values(), Capture, Gate):

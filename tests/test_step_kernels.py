@@ -12,11 +12,11 @@ from pymllm_interp.runner.input_batch import InputBuffers
 from pymllm_interp.runner.request_state import RequestState
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
-from pymllm_interp.attention import triton_decode
 from pymllm_interp.attention.decode_kernel import MAX_PROGRAMS, decode_attention_torch
-from pymllm_interp.attention.triton_pages import fill_kv_indices
-from pymllm_interp.runner.triton_inputs import lay_out
-from pymllm_interp.sampling.triton_argmax import argmax
+from pymllm_interp.kernels import triton_decode
+from pymllm_interp.kernels.triton_argmax import argmax
+from pymllm_interp.kernels.triton_inputs import lay_out
+from pymllm_interp.kernels.triton_pages import fill_kv_indices
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

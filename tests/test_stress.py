@@ -24,7 +24,7 @@ from nnsight.modeling.transformers import TransformersModel
 from pymllm_interp import LM, SamplingParams
 from pymllm_interp.core.output import RequestOutput
 from pymllm_interp.hooks.interventions.op import Op
-from pymllm_interp.hooks.traces.errors import EditError
+from pymllm_interp.hooks.traces.blocks.errors import EditError
 from pymllm_interp.hooks.traces.nnsight_compat import OutOfOrderError
 
 READS = ["model.layers.{}.output", "model.layers.{}.mlp.output", "model.layers.{}.self_attn.o_proj.input",

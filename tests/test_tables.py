@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from pymllm_interp import LM, Capture, SamplingParams, Scale, Steer
-from pymllm_interp.core.tables import MAX_ROWS, Table
+from pymllm_interp.utils.tables import MAX_ROWS, Table
 
 
 def cells(html: str) -> list[list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pymllm_interp import LM, SamplingParams
-from pymllm_interp.core.arguments import PromptError
+from pymllm_interp.utils.arguments import PromptError
 
 PROMPT = "w3 w14 w15 w9"
 ALLOWED = [5, 6, 7]

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from pymllm_interp import LM, SamplingParams
-from pymllm_interp.core.arguments import PromptError
-from pymllm_interp.hooks.traces.errors import EditError, TraceTimeoutError
+from pymllm_interp.hooks.traces.blocks.errors import EditError, TraceTimeoutError
 from pymllm_interp.hooks.traces.nnsight_compat import OutOfOrderError
+from pymllm_interp.utils.arguments import PromptError
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -324,7 +324,7 @@ def test_a_timeout_ends_a_traced_request(lm: LM) -> None:
 
 def test_an_interrupted_caller_leaves_nothing_behind(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while a trace runs: the request is ended, its greenlet is freed."""
-    from pymllm_interp.engine.handle import RequestHandle
+    from pymllm_interp.client.handle import RequestHandle
 
     wait, calls = RequestHandle.wait, []
 

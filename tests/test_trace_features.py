@@ -17,15 +17,16 @@ from conftest import held, tiny_tokenizer
 from nnsight.modeling.transformers import TransformersModel
 
 from pymllm_interp import LM, SamplingParams
-from pymllm_interp.core.arguments import PromptError
-from pymllm_interp.hooks.traces import save_transfer, saves
-from pymllm_interp.hooks.traces.errors import EditError, GangError
-from pymllm_interp.hooks.traces.rows import RowSpan
-from pymllm_interp.hooks.traces.save_pieces import PieceCutter
-from pymllm_interp.hooks.traces.save_transfer import SaveTransfer
-from pymllm_interp.hooks.traces.saves import batch_views, find_tensors, give_own_storage
-from pymllm_interp.hooks.traces.shared_value import SharedValue
-from pymllm_interp.hooks.traces.trace import RequestTrace
+from pymllm_interp.hooks.traces.blocks.errors import EditError, GangError
+from pymllm_interp.hooks.traces.blocks.trace import RequestTrace
+from pymllm_interp.hooks.traces.saves import save_transfer
+from pymllm_interp.hooks.traces.saves import saved as saves
+from pymllm_interp.hooks.traces.saves.save_pieces import PieceCutter
+from pymllm_interp.hooks.traces.saves.save_transfer import SaveTransfer
+from pymllm_interp.hooks.traces.saves.saved import batch_views, find_tensors, give_own_storage
+from pymllm_interp.hooks.traces.serving.rows import RowSpan
+from pymllm_interp.hooks.traces.serving.shared_value import SharedValue
+from pymllm_interp.utils.arguments import PromptError
 
 A, B = [3, 1, 4, 1, 5], [9, 2, 6, 5, 3]
 

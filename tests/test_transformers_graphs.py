@@ -19,9 +19,9 @@ from pymllm_interp.core.current_pass import current_pass
 from pymllm_interp.core.forward_batch import ForwardBatch, ForwardMode
 from pymllm_interp.core.model_spec import num_sites
 from pymllm_interp.layers.edits.host import HostOps
-from pymllm_interp.models.fused_parts import fuse_parts
-from pymllm_interp.models.graph_check import WaitsForDevice
-from pymllm_interp.runner.cuda_graph_runner import CudaGraphRunner
+from pymllm_interp.models.transformers.fused_parts import fuse_parts
+from pymllm_interp.models.transformers.graph_check import WaitsForDevice
+from pymllm_interp.runner.graphs.cuda_graph_runner import CudaGraphRunner
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)

@@ -1,10 +1,10 @@
-"""Visit counts: which occurrence of a location a request stands at (hooks/traces/visits.py)."""
+"""Visit counts: which occurrence of a location a request stands at (hooks/traces/serving/visits.py)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pymllm_interp.hooks.traces.visits import Location, PassVisits, VisitCounts
+from pymllm_interp.hooks.traces.serving.visits import Location, PassVisits, VisitCounts
 
 
 def at(name: str, layer: int | None = 0, below: str = "mlp", **changed: Any) -> Location:

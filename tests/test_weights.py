@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pymllm_interp.config import ModelConfig
-from pymllm_interp.models import gguf as gguf_module
-from pymllm_interp.models import source as source_module
-from pymllm_interp.models.gguf import convert_gguf, default_cache_dir
-from pymllm_interp.models.source import load_tokenizer, resolve_model
-from pymllm_interp.models.weights import WeightsError, init_dummy_weights, iter_safetensors, load_weights
+from pymllm_interp.models.weights import gguf as gguf_module
+from pymllm_interp.models.weights import source as source_module
+from pymllm_interp.models.weights.gguf import convert_gguf, default_cache_dir
+from pymllm_interp.models.weights.loading import WeightsError, init_dummy_weights, iter_safetensors, load_weights
+from pymllm_interp.models.weights.source import load_tokenizer, resolve_model
 
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
 VOCAB = [*SPECIAL, *sorted(ByteLevel.alphabet()), "ĠĠ", "ĊĊ", "ab"]

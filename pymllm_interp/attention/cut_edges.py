@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from ..core.forward_batch import ForwardBatch
-from ..core.upload import upload
+from ..utils.upload import upload
 from .attention_backend import RadixAttention
 from .patterns import PatternRead, hidden_keys, pattern_of
 

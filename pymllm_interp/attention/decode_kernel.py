@@ -44,7 +44,7 @@ class DecodeAttention:
         if not q.is_cuda:
             decode_attention_torch(q, *kv, rows, lens, table.req_to_token, out, layer.scaling, window, layer.logit_cap)
             return
-        from .triton_decode import decode_attention
+        from ..kernels.triton_decode import decode_attention
 
         decode_attention(
             q, *kv, rows, lens, table.req_to_token, out, *self._memory_for(layer, q.device), self._num_sms,

@@ -61,7 +61,7 @@ class FlashInferAttnBackend(AttentionBackend):
         self._torch_backend = TorchAttnBackend()
         self._fill_kv_indices = _fill_kv_indices
         if self.device.type == "cuda":
-            from .triton_pages import fill_kv_indices
+            from ..kernels.triton_pages import fill_kv_indices
 
             self._fill_kv_indices = fill_kv_indices
         self._num_sms = 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..core.cpu_dispatch import cpu_kernels_for
 from ..core.forward_batch import ForwardBatch
+from ..kernels.cpu_dispatch import cpu_kernels_for
 from .attention_backend import AttentionBackend, RadixAttention
 from .torch_plan import (
     AttnGroup,

@@ -9,13 +9,13 @@ from typing import Any
 
 from rich.console import Console
 
-from ..core.device import resolve_device
+from ..utils.device import resolve_device
 from .common import default_path, describe_machine, random_prompts, write
 from .cpu import CpuSettings, run_cpu
 from .gpu import GpuSettings, Model, records
 from .interventions import interventions_suite
 from .memory import memory_suite
-from .serving_suite import ServingSettings, serving_records
+from .serving.serving_suite import ServingSettings, serving_records
 from .tables import read_aims, render
 from .toolkit import toolkit_suite
 from .traces import traces_suite

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..client.handle import RequestHandle
+from ..client.lm import LM
 from ..core.sampling_params import SamplingParams
 from ..doctor import cpu_model
-from ..engine.handle import RequestHandle
-from ..engine.lm import LM
 
 Prompts = list[list[int]]
 RESULTS = Path("benchmarks/results")

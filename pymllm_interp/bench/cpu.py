@@ -19,7 +19,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from ..engine.lm import LM
+from ..client.lm import LM
 from .common import Prompts, default_path, generate, greedy, random_prompts, timed, write
 from .startup import StartResult, measure_start
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..engine.handle import RequestHandle
-from ..engine.lm import LM
+from ..client.handle import RequestHandle
+from ..client.lm import LM
 from .common import Prompts, generate, greedy, random_prompts, timed
 from .profile import StepProfile
 

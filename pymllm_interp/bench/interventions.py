@@ -21,7 +21,7 @@ from ..hooks.captures.spec import Capture
 from ..hooks.interventions.op import Gate, Op
 from ..hooks.interventions.projections import Ablate, Clamp
 from ..hooks.interventions.specs import Steer
-from ..runner.cuda_graph_runner import CudaGraphRunner
+from ..runner.graphs.cuda_graph_runner import CudaGraphRunner
 from .common import PAIRS, against_plain, greedy, random_prompts, summary, timed
 from .gpu import GpuSettings, Model, facts, replay_ms
 

@@ -7,11 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from ..client.lm import LM
 from ..core.events import Event, FinishedEvent
-from ..engine.lm import LM
 from ..hooks.interventions.op import Op
 from .common import greedy
-from .serving import TokenStream
+from .serving.traffic import TokenStream
 
 
 class Receiver:

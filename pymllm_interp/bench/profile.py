@@ -12,7 +12,7 @@ import torch
 from torch.autograd.profiler_util import Interval
 from torch.profiler import ProfilerActivity, profile
 
-from ..engine.lm import LM
+from ..client.lm import LM
 
 KERNELS = 30
 """Kernels that are kept, longest first."""

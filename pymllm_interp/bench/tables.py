@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .interventions import TABLES_PRESENT
-from .serving_tables import serving_lines
+from .serving.serving_tables import serving_lines
 
 WITHIN = 0.05
 """Aim: how much slower the default may be than the better of the ways that it picks from."""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from .. import LM
-from ..hooks.captures.features import Features
-from ..hooks.captures.lens import Lens
+from ..hooks.captures.reductions.features import Features
+from ..hooks.captures.reductions.lens import Lens
 from ..hooks.captures.spec import Capture
 from ..hooks.interventions.op import Gate
 from ..hooks.interventions.set_feature import SetFeature

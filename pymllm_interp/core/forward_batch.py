@@ -86,7 +86,7 @@ Registers = dict[str, torch.Tensor]
 
 
 class GraphSegments(Protocol):
-    """Runs graph segments, the parts of a pass in which no hook waits, as CUDA graphs (runner/segments.py)."""
+    """Runs graph segments, the parts of a pass in which no hook waits, as CUDA graphs (runner/graphs/segments.py)."""
 
     def run(self, key: Hashable, segment: Callable[..., Registers], inputs: Registers, /) -> Registers:
         """``segment(**inputs)``, in memory that no later segment writes to."""

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .arguments import shown
-from .tables import Shown, Table
+from ..utils.arguments import shown
+from ..utils.tables import Shown, Table
 
 if TYPE_CHECKING:
     from ..hooks.captures.activations import Activations

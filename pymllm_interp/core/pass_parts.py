@@ -38,7 +38,7 @@ class AttentionCuts(Protocol):
 
 
 class TransformersOutputs(Protocol):
-    """A pass that gives what transformers' model gives beyond logits (models/transformers_pass.py)."""
+    """A pass that gives what transformers' model gives beyond logits (models/transformers/transformers_pass.py)."""
 
     eager: bool
     """transformers' own attention runs, in place of the attention backend."""

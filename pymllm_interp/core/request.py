@@ -21,7 +21,7 @@ class RequestStatus(Enum):
 
 
 class StopChecker(Protocol):
-    """Looks for stop strings in the text of the tokens so far (engine/detokenizer.py)."""
+    """Looks for stop strings in the text of the tokens so far (client/detokenizer.py)."""
 
     def push(self, token_ids: list[int], may_stop: bool) -> str | None:
         """Decode the newest token; the stop string that it completed, or None."""

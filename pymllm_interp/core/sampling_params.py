@@ -10,8 +10,8 @@ from functools import cached_property, wraps
 from numbers import Real
 from typing import Any, TypeVar
 
-from ..core import unsupported
-from .arguments import check_names, shown
+from ..utils.arguments import check_names, shown
+from . import unsupported
 
 MAX_LOGPROBS = 64
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 1024, 256

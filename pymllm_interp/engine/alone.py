@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..core.arguments import PromptError
 from ..core.request import Request
-from ..hooks.traces.trace import RequestTrace
+from ..hooks.traces.blocks.trace import RequestTrace
+from ..utils.arguments import PromptError
 
 
 class AloneTurns:

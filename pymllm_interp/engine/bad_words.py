@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from ..core.arguments import PromptError
 from ..core.sampling_params import SamplingParams
+from ..utils.arguments import PromptError
 
 
 def bad_word_ids(tokenizer: Any, words: Sequence[str], vocab_size: int, what: str) -> tuple[tuple[int, ...], ...]:

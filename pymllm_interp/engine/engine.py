@@ -21,12 +21,12 @@ import torch
 
 from ..core.closed import EngineClosedError
 from ..core.events import Event, Subscriber
-from ..core.out_of_memory import is_out_of_memory
 from ..core.request import Request
 from ..core.step import ModelRunnerOutput, SchedulerOutput
-from ..hooks.traces.watchdog import Watchdog
+from ..hooks.traces.blocks.watchdog import Watchdog
 from ..runner.async_output import AsyncOutput
 from ..runner.interp_model_runner import InterpModelRunner, RunnerCommand
+from ..utils.out_of_memory import is_out_of_memory
 from .callbacks import Callbacks
 from .kv_manager import KVManager
 from .request_ends import RequestEnds

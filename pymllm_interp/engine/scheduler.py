@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from ..config import ServerConfig
-from ..core.out_of_memory import is_out_of_memory
 from ..core.request import Request, RequestStatus
 from ..core.step import AcceptedToken, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
-from ..hooks.captures.admission import RingAdmission
+from ..hooks.captures.egress.admission import RingAdmission
+from ..utils.out_of_memory import is_out_of_memory
 from .alone import AloneTurns
 from .kv_manager import KVManager
 from .step_times import StepTimes

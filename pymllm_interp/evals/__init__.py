@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..core.extras import names_of_extra
+from ..utils.extras import names_of_extra
 
 if TYPE_CHECKING:
     from .harness import HarnessLM

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.arguments import PromptError
+from ..utils.arguments import PromptError
 
 TOO_LONG = ("error", "truncate", "split")
 

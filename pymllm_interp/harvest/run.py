@@ -20,7 +20,7 @@ import torch
 from ..core.closed import EngineClosedError
 from ..hooks.binding import fingerprint_of
 from ..hooks.captures.activations import OTHERS, Activations
-from ..hooks.captures.patterns import is_pattern
+from ..hooks.captures.reductions.patterns import is_pattern
 from ..hooks.captures.spec import Capture
 from ..hooks.interventions.knockout import Intervention, Knockout
 from ..hooks.positions import Generated

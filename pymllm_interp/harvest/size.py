@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ..core.arguments import PromptError
 from ..core.model_spec import LOGITS, ModelSpec
 from ..hooks.captures.spec import Capture
 from ..hooks.positions import Positions, windows_of
 from ..hooks.site import expand
+from ..utils.arguments import PromptError
 from .folder import INDEX
 from .inputs import Settings, is_token_stream, length_of
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from ..core.model_spec import ModelSpec
 from ..core.request import Request
 from ..core.step import RequestHooks
-from .captures.reduction import Readout
-from .captures.ring import CaptureRing
+from .captures.egress.ring import CaptureRing
+from .captures.reductions.reduction import Readout
 from .captures.spec import Capture
 from .declared import Declared, DeclaredLimits
 from .interventions.knockout import Intervention

@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 import torch
 
 from ..attention.cut_edges import RequestCuts
-from ..core.arguments import shown
 from ..core.limits import MAX_SPECS
 from ..core.model_spec import INNER_SITES, LOGITS, ModelSpec, site_index
 from ..core.step import RequestHooks
-from ..layers.edits.codes import MAX_HEADS
+from ..kernels.edit_codes import MAX_HEADS
+from ..utils.arguments import shown
 from .binding import Bound, at_logits, bind, lists_for_prompts, stream_of
 from .captures.activations import Activations, CaptureError, lost
 from .captures.captures import Captures
-from .captures.patterns import PatternCaptures, is_pattern
-from .captures.reduction import Readout
+from .captures.reductions.patterns import PatternCaptures, is_pattern
+from .captures.reductions.reduction import Readout
 from .captures.spec import NORMED, Capture
 from .demands import Demands
 from .interventions.gates import Flag, GateRead, RequestGates

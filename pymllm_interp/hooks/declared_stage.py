@@ -18,13 +18,13 @@ from ..attention.cut_edges import PassCuts, pass_cuts
 from ..config import ServerConfig
 from ..core.forward_batch import SiteOps
 from ..core.model_spec import INNER_SITES, LOGITS, ModelSpec, inner_site
-from ..core.out_of_memory import within_memory
 from ..core.step import DeclaredResult, NewRequest, RequestEnd, RequestHooks, ScheduledRequest
-from ..core.upload import upload
 from ..layers.edits.table import TableOps
+from ..utils.out_of_memory import within_memory
+from ..utils.upload import upload
 from .captures.captures import Captures
-from .captures.reduction import Readout
-from .captures.ring import CaptureRing, StatesOf
+from .captures.egress.ring import CaptureRing, StatesOf
+from .captures.reductions.reduction import Readout
 from .declared import Declared, DeclaredLimits
 from .interventions.device_tables import DeviceTables
 from .interventions.host_ops import RequestRows, host_ops

@@ -12,9 +12,9 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from ..core.arguments import shown
 from ..core.limits import MAX_NAMED
 from ..core.model_spec import HEAD_SITES, PATTERN, ModelSpec
+from ..utils.arguments import shown
 from .positions import is_whole
 
 Heads = int | Sequence[int] | Tensor | None

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.arguments import shown
 from ..core.limits import MAX_LISTED, MAX_POSITION
+from ..utils.arguments import shown
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-from ..core.tables import Shown, Table
+from ..utils.tables import Shown, Table
 
 
 class _Brief:
@@ -70,7 +70,7 @@ class Receipt(_Brief, Shown):
     engine: str = field(default="", repr=False)
     """Versions, device, attention backend and dtype. Set for requests with interventions or captures, as are `model` and `spec`."""
     model: str = field(default="", repr=False)
-    """Hash of weights, dtype and config (models/fingerprint.py)."""
+    """Hash of weights, dtype and config (models/weights/fingerprint.py)."""
     spec: str = field(default="", repr=False)
     """Hash of the interventions and captures, vectors included."""
     reads: int = 0

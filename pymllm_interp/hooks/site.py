@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 
-from ..core.arguments import shown
 from ..core.limits import MAX_SITE_LENGTH
 from ..core.model_spec import FAMILIES, NUMBERED_SITES, PATTERN, Family
+from ..utils.arguments import shown
 
 KINDS = (
     "embed", "resid_pre", "attn_in", "q", "k", "v", "z", "attn_out", "resid_mid", "mlp_in", "mlp_act", "mlp_out",

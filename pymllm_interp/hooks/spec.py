@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple, Self, get_args, get_origin, get_typ
 import torch
 from torch import Tensor
 
-from ..core.arguments import check_names, shown
-from ..core.kept_property import kept_property
 from ..core.model_spec import HEAD_SITES, ModelSpec
+from ..utils.arguments import check_names, shown
+from ..utils.kept_property import kept_property
 from .heads import channels_of, checked_heads, heads_in, widened
 from .layer_vectors import LayerVectors
 from .positions import Window, checked_positions

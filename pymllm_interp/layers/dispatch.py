@@ -6,7 +6,7 @@ from types import ModuleType
 
 import torch
 
-from ..core.cpu_dispatch import cpu_kernels_for
+from ..kernels.cpu_dispatch import cpu_kernels_for
 
 _kernels: ModuleType | None = None
 
@@ -25,7 +25,7 @@ def triton_kernels_for(x: torch.Tensor) -> ModuleType | None:
     if not x.is_cuda or torch.is_grad_enabled() or x.get_device() != torch.cuda.current_device():
         return None
     if _kernels is None:  # an import statement takes as long as this whole function, even of a loaded module
-        from ..layers import triton_kernels
+        from ..kernels import triton_kernels
 
         _kernels = triton_kernels
     return _kernels

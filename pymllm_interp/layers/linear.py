@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..core.cpu_dispatch import cpu_kernels_for
 from ..core.current_pass import current_site_ops
 from ..core.forward_batch import SiteOps
 from ..core.model_spec import EMBED_SITE
+from ..kernels.cpu_dispatch import cpu_kernels_for
 from .dispatch import triton_kernels_for
 from .edits.base import apply_at, apply_inner, capture_inner
 

@@ -13,7 +13,7 @@ from transformer_lens.model_bridge import RemoteBridge, TransformerBridge
 from transformer_lens.model_bridge.driver_protocol import to_torch
 from transformer_lens.model_bridge.sources._bridge_builder import configure_tokenizer
 
-from ..engine.lm import LM
+from ..client.lm import LM
 from .cache import ActivationCache
 from .driver import Edit, EngineDriver
 from .generation import generate

@@ -12,8 +12,8 @@ from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge.driver_protocol import ForwardResult, Intervention, TensorLike
 from transformer_lens.model_bridge.sources._driver_base import DriverBase
 
-from ..engine.lm import LM
-from ..engine.site_hooks import state_at
+from ..client.calls.site_hooks import state_at
+from ..client.lm import LM
 from ..hooks.captures.spec import Capture
 from .interventions import declared
 from .layout import Layout

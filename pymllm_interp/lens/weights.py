@@ -13,7 +13,7 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_c
 from transformer_lens.model_bridge.sources._hf_format import determine_architecture_from_hf_config
 from transformers import AutoModelForCausalLM
 
-from ..engine.lm import LM
+from ..client.lm import LM
 from .points import Point
 
 

@@ -14,16 +14,16 @@ from ..core.families import FAMILIES, TRANSFORMERS_FAMILIES
 from ..core.model_spec import ModelSpec
 from ..core.unsupported import MULTIMODAL, POOLING, UnsupportedModelError
 from .base import CausalLM
-from .decoder import DecoderForCausalLM
-from .gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
-from .gpt2 import GPT2LMHeadModel
-from .gpt_neox import GPTNeoXForCausalLM
-from .llama import LlamaForCausalLM
-from .mistral import MistralForCausalLM
-from .qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
-from .structure import config_spec
-from .transformers_model import check_has_class, load_transformers_model
-from .weights import init_dummy_weights, iter_safetensors, load_weights
+from .native.decoder import DecoderForCausalLM
+from .native.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
+from .native.gpt2 import GPT2LMHeadModel
+from .native.gpt_neox import GPTNeoXForCausalLM
+from .native.llama import LlamaForCausalLM
+from .native.mistral import MistralForCausalLM
+from .native.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
+from .transformers.structure import config_spec
+from .transformers.transformers_model import check_has_class, load_transformers_model
+from .weights.loading import init_dummy_weights, iter_safetensors, load_weights
 
 NATIVE: dict[str, type[DecoderForCausalLM]] = {
     "Gemma2ForCausalLM": Gemma2ForCausalLM,

@@ -18,9 +18,9 @@ from ..attention.attention_backend import AttentionBackend
 from ..attention.torch_backend import TorchAttnBackend
 from ..config import ServerConfig
 from ..core.model_spec import ModelSpec
-from ..core.out_of_memory import within_memory
 from ..mem_cache.kv_pool import KVPool
 from ..models.base import CausalLM
+from ..utils.out_of_memory import within_memory
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from ..mem_cache.kv_pool import KVPool
 from ..mem_cache.memory_pool import ReqToTokenPool
 from ..models.base import CausalLM
 from ..sampling import PenaltyBatch, Sampler, SamplingBatch
-from .cuda_graph_runner import CudaGraphRunner
+from .graphs.cuda_graph_runner import CudaGraphRunner
+from .graphs.prefill_graphs import PrefillGraphs
 from .partition import Execution
-from .prefill_graphs import PrefillGraphs
 from .step_inputs import PassResources, decode_batch, extend_batch
 
 

@@ -10,13 +10,13 @@ import torch
 from ..core.forward_batch import ForwardBatch, HookQuery, Waits
 from ..core.pass_parts import AttentionCuts
 from ..core.step import LogitsProcessorOutput
-from ..hooks.traces.batch_groups import NNsightRequestHelper
-from ..hooks.traces.interleaver import EngineInterleaver
+from ..hooks.traces.serving.batch_groups import NNsightRequestHelper
+from ..hooks.traces.serving.interleaver import EngineInterleaver
 from ..layers.edits.table import TableOps
-from ..models.transformers_pass import TransformersPass
+from ..models.transformers.transformers_pass import TransformersPass
+from .graphs.segments import Segments
 from .model_runner import ModelRunner
 from .partition import BatchExecutionDescriptor, Execution
-from .segments import Segments
 
 
 class CutQuery:

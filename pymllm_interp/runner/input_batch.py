@@ -11,8 +11,8 @@ import torch
 
 from ..core.forward_batch import ForwardBatch
 from ..core.step import LogitsProcessorOutput, ScheduledRequest, SchedulerOutput
-from ..core.upload import upload
 from ..layers.edits.table import TableOps
+from ..utils.upload import upload
 from .partition import BatchExecutionDescriptor
 from .request_state import RequestState
 
@@ -96,7 +96,7 @@ class InputBuffers:
         self.seq_lens_cpu = torch.full((max_num_tokens,), PAD_SEQ_LEN, dtype=torch.int32)
         self._lay_out = _lay_out
         if self.input_ids.is_cuda:
-            from .triton_inputs import lay_out
+            from ..kernels.triton_inputs import lay_out
 
             self._lay_out = lay_out
 

@@ -26,26 +26,26 @@ from ..config import ModelConfig, ServerConfig
 from ..core.forward_batch import ForwardBatch
 from ..core.model_spec import LOGITS
 from ..core.step import DeclaredResult, LogitsProcessorOutput, ModelRunnerOutput, RequestEnd, SchedulerOutput
-from ..hooks.captures.ring import CaptureRing
+from ..hooks.captures.egress.ring import CaptureRing
 from ..hooks.declarations import Declarations
 from ..hooks.declared_stage import DeclaredStage, RowBuffers
 from ..hooks.interventions.device_tables import DeviceTables
 from ..hooks.saes.registry import SAERegistry
-from ..hooks.traces.batch_groups import NNsightRequestHelper
-from ..hooks.traces.envoy import TracedModel
-from ..hooks.traces.interleaver import EngineInterleaver
-from ..hooks.traces.step_outputs import offer_tokens, serve_outputs
-from ..hooks.traces.trace import RequestTrace
+from ..hooks.traces.blocks.trace import RequestTrace
+from ..hooks.traces.serving.batch_groups import NNsightRequestHelper
+from ..hooks.traces.serving.interleaver import EngineInterleaver
+from ..hooks.traces.serving.step_outputs import offer_tokens, serve_outputs
+from ..hooks.traces.syntax.envoy import TracedModel
 from ..layers.edits.base import apply_inner
 from ..layers.edits.table import TableOps
 from ..models.readout import ModelReadout
 from ..sampling import SamplerOutput
 from .async_output import AsyncOutput
+from .graphs.segments import Segments
 from .hooked_passes import HookedPasses
 from .input_batch import ExecuteModelState, InputBatch
 from .model_runner import ModelRunner
 from .partition import BatchExecutionDescriptor, Execution
-from .segments import Segments
 
 
 def _wrap(module: nn.Module, interleaver: EngineInterleaver) -> TracedModel:

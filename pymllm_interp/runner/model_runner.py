@@ -24,28 +24,28 @@ import torch
 from ..attention import create_attention_backend
 from ..attention.attention_backend import AttentionBackend
 from ..config import ModelConfig, ServerConfig
-from ..core.device import resolve_device, resolve_dtype
 from ..core.forward_batch import ForwardBatch
 from ..core.model_spec import ModelSpec
-from ..core.out_of_memory import within_memory
 from ..core.step import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
-from ..core.upload import upload
 from ..mem_cache.kv_pool import KVPool
 from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 from ..models.base import CausalLM
-from ..models.fingerprint import ServedWeights
 from ..models.registry import check_supported, load_model, spec_of
-from ..models.source import ModelSource, resolve_model
+from ..models.weights.fingerprint import ServedWeights
+from ..models.weights.source import ModelSource, resolve_model
 from ..sampling import Sampler, SamplerOutput, SamplingBatch
+from ..utils.device import resolve_device, resolve_dtype
+from ..utils.out_of_memory import within_memory
+from ..utils.upload import upload
 from . import device_memory, dummy_run
 from .async_output import AsyncOutput
-from .cuda_graph_runner import CudaGraphRunner
 from .device_memory import get_available_gpu_memory, memory_left
 from .forward_passes import ForwardPasses
-from .graph_capture import capture_batch_sizes, capture_token_counts
+from .graphs.cuda_graph_runner import CudaGraphRunner
+from .graphs.graph_capture import capture_batch_sizes, capture_token_counts
+from .graphs.prefill_graphs import PrefillGraphs
 from .input_batch import ExecuteModelState, InputBatch, InputBuffers
 from .partition import BatchExecutionDescriptor, Execution, Partition
-from .prefill_graphs import PrefillGraphs
 from .request_state import RequestState
 from .step_inputs import StepInputs, dummy_attn
 

@@ -13,7 +13,7 @@ import torch
 
 from ..core.sampling_params import SamplingParams
 from ..core.step import AcceptedToken, NewRequest
-from ..core.upload import upload
+from ..utils.upload import upload
 
 
 class RunningRequest:

@@ -15,10 +15,10 @@ import torch
 from ..attention.attention_backend import AttentionBackend
 from ..core.forward_batch import ForwardBatch, ForwardMode
 from ..core.step import SchedulerOutput
-from ..core.upload import upload
 from ..mem_cache.kv_pool import KVPool
 from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 from ..sampling import LogprobTensors, prompt_logprobs
+from ..utils.upload import upload
 from .input_batch import InputBatch, InputBuffers
 from .request_state import RequestState
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..core.step import SampledLogprobs
-from ..core.upload import upload
+from ..utils.upload import upload
 
 _CHUNK = 256
 """Rows with a log-softmax in memory at a time: a long prompt's would not fit."""

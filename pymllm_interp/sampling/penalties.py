@@ -12,7 +12,7 @@ from itertools import chain
 
 import torch
 
-from ..core.upload import upload
+from ..utils.upload import upload
 from .sampling_request import SamplingRequest
 
 

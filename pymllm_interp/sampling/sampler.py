@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core.cpu_dispatch import cpu_kernels_for
+from ..kernels.cpu_dispatch import cpu_kernels_for
 from .filters import filter_width, filtered_weights, kept_tokens
 from .logprobs import LogprobTensors, gather_logprobs
 from .noise import uniform_noise
@@ -144,7 +144,7 @@ def _processed(scores: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 def _greedy(scores: torch.Tensor) -> torch.Tensor:
     """[rows] int32: the largest score, the first of equals; a NaN counts as largest."""
     if scores.is_cuda and scores.stride(-1) == 1:
-        from .triton_argmax import argmax
+        from ..kernels.triton_argmax import argmax
 
         return argmax(scores)
     if scores.shape[-1] and scores.stride(-1) == 1 and (kernels := cpu_kernels_for(scores)) is not None:

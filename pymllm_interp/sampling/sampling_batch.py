@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..core.upload import upload
+from ..utils.upload import upload
 from .filters import filter_width
 from .penalties import PenaltyBatch
 from .sampling_request import SamplingRequest

@@ -15,7 +15,7 @@ def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, tor
         ([rows, k], [rows, k] int64, [rows] float32: the log of the sum of exponentials).
     """
     if logits.is_cuda and logits.get_device() == torch.cuda.current_device():
-        from . import triton_top_k
+        from ..kernels import triton_top_k
 
         return triton_top_k.top_k(logits.contiguous(), k)
     values, indexes = logits.topk(k, dim=-1)

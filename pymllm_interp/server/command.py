@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..config import ModelConfig, ServerConfig
-from ..core.arguments import check_names
+from ..utils.arguments import check_names
+from .http.trust import read_keys
 from .settings import ServeLimits, ServeSettings
-from .trust import read_keys
 
 KEY_VARIABLE = "PYMLLM_INTERP_API_KEY"
 """Environment variable with a key, where no --api-key is given."""

@@ -20,8 +20,8 @@ import zmq
 import zmq.asyncio
 
 from ..core.closed import EngineClosedError
-from . import messages as m
-from .failures import EngineError
+from ..wire import messages as m
+from ..wire.failures import EngineError
 from .settings import ServeSettings
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class EngineClient:
             "chat_template": self.settings.chat_template,
         }  # fmt: skip
         self.process = process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "pymllm_interp.server.engine_process", stdin=asyncio.subprocess.PIPE
+            sys.executable, "-m", "pymllm_interp.server.process.engine_process", stdin=asyncio.subprocess.PIPE
         )
         assert process.stdin is not None
         process.stdin.write(json.dumps(settings).encode() + b"\n")

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, WithJsonSchema, model_validator
 
-from ..core.arguments import PromptError
 from ..core.limits import MAX_CALL_SPECS, MAX_LISTED, MAX_SPECS
 from ..core.sampling_params import MAX_BAD_WORDS, MAX_STOPS, MAX_TOKEN_IDS, SamplingParams
-from .body import at_most, checked
-from .refused_fields import without_neutral
+from ..utils.arguments import PromptError
+from .http.body import at_most, checked
+from .routes.refused_fields import without_neutral
 
 SAME_NAMES = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "stop",

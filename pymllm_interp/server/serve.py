@@ -16,11 +16,11 @@ from dataclasses import replace
 import uvicorn
 
 from ..core.closed import EngineClosedError
-from .app import create_app, sweep
-from .connections import OutOfFiles, http_config, with_room_for_files
-from .failures import EngineError
+from ..wire.failures import EngineError
+from .http.app import create_app, sweep
+from .http.connections import OutOfFiles, http_config, with_room_for_files
+from .http.state import ServerState
 from .settings import ServeSettings
-from .state import ServerState
 
 logger = logging.getLogger("pymllm_interp.server")
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .origins import is_loopback
-from .trust import Keys, Trust
+from .http.origins import is_loopback
+from .http.trust import Keys, Trust
 
 MIB = 1 << 20
 

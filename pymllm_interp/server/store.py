@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import ApiError
-from .messages import CapturedStates
+from ..wire.messages import CapturedStates
+from .http.errors import ApiError
 from .settings import ServeLimits
 
 FILE_NAME = re.compile(r"pymllm-interp-\d+-\d+-\d+\.safetensors")

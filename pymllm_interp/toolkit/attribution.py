@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from einops import reduce
 
-from ..core.arguments import PromptError
+from ..client.activation_cache import NamesFilter, lens_name, select_sites
+from ..client.calls.site_hooks import HookPoint, PlacedHooks
 from ..core.model_spec import HEAD_SITES, LOGITS
-from ..engine.activation_cache import NamesFilter, lens_name, select_sites
-from ..engine.site_hooks import HookPoint, PlacedHooks
 from ..hooks.positions import is_whole
 from ..hooks.site import Site
+from ..utils.arguments import PromptError
 from .attribution_result import Attribution, Completeness
 from .metrics import Metric, RowMetric, metric_of
 

@@ -10,13 +10,13 @@ from typing import Any, Literal
 import torch
 from einops import rearrange
 
-from ..core.arguments import PromptError
 from ..core.sampling_params import SamplingParams
 from ..hooks.captures.spec import Capture
 from ..hooks.positions import is_whole
 from ..hooks.site import Site, expand
-from ..hooks.traces.caller_frames import warn_at_caller
+from ..hooks.traces.syntax.caller_frames import warn_at_caller
 from ..hooks.vector_files import load_layer_vectors, origin_of, save_layer_vectors
+from ..utils.arguments import PromptError
 
 METHODS = ("mean", "pca")
 NO_DIFFERENCE = 1e-6

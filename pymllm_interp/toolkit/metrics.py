@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..core.arguments import PromptError, shown
+from ..utils.arguments import PromptError, shown
 
 Metric = int | str | Sequence[int | str] | Callable[[torch.Tensor], torch.Tensor]
 """What to measure of the logits at the last position.

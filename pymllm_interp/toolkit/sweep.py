@@ -12,13 +12,13 @@ from einops import rearrange
 from rich.console import Console
 from rich.progress import track
 
-from ..core.arguments import PromptError, shown
 from ..core.sampling_params import SamplingParams
 from ..hooks.captures.spec import Capture
 from ..hooks.heads import Heads, channels_of, checked_heads, heads_in
 from ..hooks.interventions.specs import Patch
 from ..hooks.positions import Positions, windows_of
 from ..hooks.site import Site, expand
+from ..utils.arguments import PromptError, shown
 from .metrics import Metric, RowMetric, metric_of
 from .sweep_result import PatchSweep
 from .wavefront import WaveCell, Wavefront

@@ -28,8 +28,8 @@ from ..core.model_spec import input_add, site_index
 from ..hooks.site import Site
 from ..layers.edits.base import residual_sum
 from ..layers.edits.host import HostOps
-from ..models.attention import Attention
-from ..models.decoder import DecoderForCausalLM
+from ..models.native.attention import Attention
+from ..models.native.decoder import DecoderForCausalLM
 from ..runner.interp_model_runner import InterpModelRunner, RunnerCommand
 from .scratch import LayerKV, batch_of, last_rows_of
 

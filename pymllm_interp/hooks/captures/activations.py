@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save, save_file
 
-from ...core.tables import Shown, Table
+from ...utils.tables import Shown, Table
 from ..site import Site
 
 FORMAT = "pymllm-interp activations 1"

@@ -15,11 +15,11 @@ from einops import rearrange
 from ..binding import Bound
 from ..site import Site
 from .activations import Activations, CaptureError, lost
+from .egress.result_memory import Memory
 from .group import Group, SmallRow
-from .reading import Pending, reading_of
 from .record_sizes import RecordSizes
-from .reduction import Readout
-from .result_memory import Memory
+from .reductions.reading import Pending, reading_of
+from .reductions.reduction import Readout
 from .spec import NORMED, Capture
 
 MAX_GROUPS = 256

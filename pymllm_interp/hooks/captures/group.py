@@ -25,11 +25,11 @@ import torch.nn.functional as F
 
 from ..positions import Window
 from ..site import Site
+from .egress.result_memory import FRESH, Memory
 from .kept_rows import KeptRows, as_integers
-from .reading import Pending, Reading
 from .records import aligned, selected, size_in
-from .reduction import Reduced
-from .result_memory import FRESH, Memory
+from .reductions.reading import Pending, Reading
+from .reductions.reduction import Reduced
 from .spec import Capture
 
 SmallRow = tuple[np.ndarray, int]

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from .egress.result_memory import Memory
 from .pools import Pool
-from .reduction import Reduced
-from .result_memory import Memory
+from .reductions.reduction import Reduced
 from .spec import Capture
 
 INTEGERS = {2: torch.int16, 4: torch.int32}

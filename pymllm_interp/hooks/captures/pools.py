@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from ..registry import reduction
-from .reduction import Reduction
+from .reductions.reduction import Reduction
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from ...layers.edits.codes import ALIGNED
+from ...kernels.edit_codes import ALIGNED
 from ..positions import progressions
 
 

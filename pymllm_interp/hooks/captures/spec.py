@@ -7,8 +7,8 @@ from typing import Any, Literal, cast
 
 import torch
 
-from ...core.device import DTYPES
 from ...core.model_spec import LOGITS, ModelSpec
+from ...utils.device import DTYPES
 from ..heads import Heads
 from ..interventions.projections import MAX_RANK
 from ..positions import Positions, is_whole
@@ -17,7 +17,7 @@ from ..site import Site
 from ..spec import PlacedSpec
 from ..vector_files import Source
 from .pools import STATES
-from .reduction import Reduced, Reduction
+from .reductions.reduction import Reduced, Reduction
 
 NORMED = ("attn_in", "mlp_in")
 """Kinds of sites whose state is made of the stream's after the pass, by the norm: no kernel stores it."""

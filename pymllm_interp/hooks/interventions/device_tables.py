@@ -10,9 +10,9 @@ import torch
 
 from ...core.model_spec import ModelSpec
 from ...core.step import VectorRow
-from ...core.upload import upload
-from ...layers.edits import codes
-from ...layers.edits.codes import OpTables
+from ...kernels import edit_codes as codes
+from ...kernels.edit_codes import OpTables
+from ...utils.upload import upload
 from ..declared import Declared, DeclaredLimits, PlacedOp
 from .gates import GateRead
 from .vector_pool import num_rows

@@ -2,7 +2,7 @@
 
 At a gate's site a `GateRead` follows the interventions there. It changes nothing, and sets a flag: of each row of the pass, or
 the first position of the prompt at which the gate fired. Interventions at later sites look at the flag. On CUDA the flags are in
-the device tables (layers/edits/codes.py).
+the device tables (kernels/edit_codes.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ...core.model_spec import LOGITS, ModelSpec, final_norm_site, input_add, site_index
-from ...layers.edits import codes
-from ...layers.edits.codes import OpWords
+from ...kernels import edit_codes as codes
+from ...kernels.edit_codes import OpWords
 from ..positions import Positions
 from ..site import Site, expand
 from .op import Gate, Op, row_dots

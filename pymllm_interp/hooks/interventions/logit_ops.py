@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ...core.model_spec import LOGITS, inner_site
-from ...core.upload import upload
+from ...utils.upload import upload
 from ..declared import Fires, PlacedOp
 from ..positions import ordinals_of
 from .device_tables import DeviceTables

@@ -1,9 +1,9 @@
 """`Op`, the base class of interventions, and `Gate`.
 
 An op is one class: its fields, by whose annotations they are checked and written as JSON, the vectors that it is computed with,
-its arithmetic, and its words in the device tables (layers/edits/codes.py). To add an op, write a subclass of `Op`, and register
+its arithmetic, and its words in the device tables (kernels/edit_codes.py). To add an op, write a subclass of `Op`, and register
 it (`registry.op`) to have it over HTTP. To run it on CUDA, also add its code to codes.py and a branch to the kernel
-(layers/edits/kernels.py).
+(kernels/edit_ops.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from ...core.model_spec import PATTERN
-from ...layers.edits.codes import OpWords
+from ...kernels.edit_codes import OpWords
 from ..saes.sae import SAE
 from ..site import EDITED_PATTERNS, Site, canonical
 from ..spec import PlacedSpec, Spec

@@ -10,8 +10,8 @@ from math import inf
 import torch
 from torch import Tensor
 
-from ...layers.edits import codes
-from ...layers.edits.codes import OpWords
+from ...kernels import edit_codes as codes
+from ...kernels.edit_codes import OpWords
 from ..heads import Heads
 from ..positions import Positions
 from ..registry import op

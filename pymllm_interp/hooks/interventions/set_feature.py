@@ -14,8 +14,8 @@ from einops import rearrange
 from torch import Tensor
 
 from ...core.model_spec import ModelSpec
-from ...layers.edits import codes
-from ...layers.edits.codes import OpWords
+from ...kernels import edit_codes as codes
+from ...kernels.edit_codes import OpWords
 from ..positions import Positions, is_whole
 from ..registry import op
 from ..saes.sae import SAE

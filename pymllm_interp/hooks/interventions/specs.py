@@ -18,8 +18,8 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from ...layers.edits import codes
-from ...layers.edits.codes import OpWords
+from ...kernels import edit_codes as codes
+from ...kernels.edit_codes import OpWords
 from ..heads import Heads
 from ..positions import Positions, Window
 from ..registry import op

@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ...core.arguments import check_names, shown
-from ...core.device import DTYPES
+from ...utils.arguments import check_names, shown
+from ...utils.device import DTYPES
 from ..site import Site
 from .configurations import SAEFile, gemma_scope, gemma_scope_2, llama_scope, of_config
 from .sae import SAE, checked

@@ -27,7 +27,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from ...core.kept_property import version_of, versioned_property
+from ...utils.kept_property import version_of, versioned_property
 from ..site import Site, canonical
 from ..vector_files import checked_vector
 

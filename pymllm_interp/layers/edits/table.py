@@ -9,8 +9,8 @@ import torch
 from ...core.forward_batch import Delta
 from ...core.model_spec import LOGITS, final_norm_site
 from ...core.norm_kind import Norm
+from ...kernels.edit_codes import OpTables, TokenRows
 from .base import add_norm_apart, sites_of
-from .codes import OpTables, TokenRows
 
 
 class LogitSiteOps(Protocol):
@@ -65,21 +65,21 @@ class TableOps:
         return TableOps(self.tables, *self.token_rows, logits=logits)
 
     def at(self, site: int, value: torch.Tensor) -> torch.Tensor:
-        from .kernels import edit
+        from ...kernels.edit_ops import edit
 
         if site >= self.tables.ops.shape[1]:
             return value if self.logits is None else self.logits.at(value)
         return edit(value, site, self.tables, self.token_rows)
 
     def capture(self, site: int, value: torch.Tensor) -> None:
-        from .kernels import capture
+        from ...kernels.edit_ops import capture
 
         capture(value, site, self.tables, self.token_rows)
 
     def add_norm(
         self, residual_add: int, h: torch.Tensor, delta: Delta, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        from .kernels import edit_add_norm
+        from ...kernels.edit_ops import edit_add_norm
 
         if not self.tables.encoders.keys().isdisjoint(sites_of(residual_add, delta, self.num_layers)):
             return add_norm_apart(self, residual_add, h, delta, norm)

@@ -1,0 +1,109 @@
+"""`KnownNames`: what names in specs stand for, looked up when a request is submitted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ..hooks.binding import resolved
+from ..hooks.captures.reductions.lens import Lens
+from ..hooks.layer_vectors import LayerVectors
+from ..hooks.saes.registry import SAERegistry
+from ..hooks.saes.sae import SAE
+from ..hooks.spec import Spec
+from ..hooks.traces.syntax.caller_frames import warn_at_caller
+from ..hooks.vectors import VectorRegistry
+from ..runner.interp_model_runner import InterpModelRunner
+from ..utils.arguments import PromptError
+
+
+class KnownNames(NamedTuple):
+    """Names of vectors and SAEs, and tokens as text.
+
+    Attributes:
+        tokenizer: a transformers tokenizer, or None.
+        runner: has the model and its names.
+        fingerprint: returns the model's, as it is now.
+    """
+
+    vectors: VectorRegistry
+    saes: SAERegistry
+    tokenizer: Any
+    runner: InterpModelRunner
+    fingerprint: Callable[[], str]
+
+    def looked_up(self, lists: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        """Each request's specs with vectors, SAEs and token ids in place of names. Warns of those made for another model.
+
+        Raises:
+            ValueError: an unknown name, a text that is not one token, or a vector that a spec refuses.
+        """
+        made = {id(spec): self._known(spec) for specs in lists for spec in specs}
+        return resolved([[made[id(spec)] for spec in specs] for specs in lists], self.vectors, self.runner.model_spec)
+
+    def _known(self, spec: Any) -> Any:
+        found = self.saes.resolved(with_token_ids(spec, self.tokenizer))
+        for sae in _saes_of(found):
+            names = () if self.runner.source is None else self.runner.source.names
+            if names and not fits_name(sae.model_name, names):
+                warn_at_caller(
+                    [
+                        f"{spec.name}: the SAE was trained on {sae.model_name}, as it says, and this model is {names[0]}. "
+                        "dataclasses.replace(sae, model_name='') ends this warning"
+                    ]
+                )
+        for vectors in found.names():
+            made_for = vectors.made_for if isinstance(vectors, LayerVectors) else self.vectors.made_for(vectors)
+            if made_for and made_for != self.fingerprint():
+                what = f"vector {vectors!r} was" if isinstance(vectors, str) else "the vectors were"
+                warn_at_caller(
+                    [
+                        f"{spec.name}: {what} made with another model: its fingerprint begins with {made_for[:8]}, this model's "
+                        f"with {self.fingerprint()[:8]} (other weights, config or dtype)"
+                    ]
+                )
+        return found
+
+
+def with_token_ids(spec: Any, tokenizer: Any) -> Any:
+    """A spec with token ids in place of texts in its `Lens`; itself where it has none.
+
+    Raises:
+        PromptError: a text that is not one token, or no tokenizer.
+    """
+    lens = getattr(spec, "reduce", None)
+    if not isinstance(lens, Lens) or not any(isinstance(token, str) for token in lens.tokens or ()):
+        return spec
+    ids = tuple(_token_id(token, tokenizer) if isinstance(token, str) else token for token in lens.tokens or ())
+    return replace(spec, reduce=replace(lens, tokens=ids))
+
+
+def _token_id(text: str, tokenizer: Any) -> int:
+    if tokenizer is None:
+        raise PromptError(f"Lens: tokens holds {text!r}, but this model has no tokenizer: give token ids")
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(ids) == 1:
+        return ids[0]
+    parts = [tokenizer.decode([token]) for token in ids]
+    spaced = f" {text}"
+    alone = not text.startswith(" ") and len(tokenizer(spaced, add_special_tokens=False)["input_ids"]) == 1
+    hint = f"; {spaced!r}, with a space, is one" if alone else ": name one of them, or its id"
+    raise PromptError(f"Lens: tokens holds {text!r}, which is {len(ids)} tokens, {parts}{hint}")
+
+
+def _saes_of(spec: Spec) -> list[SAE]:
+    """The SAEs of a spec and of its parts."""
+    parts = [spec, *(part for _, part in spec._content().specs)]
+    return [sae for part in parts if isinstance(sae := getattr(part, "sae", None), SAE)]
+
+
+def fits_name(recorded: str, names: Sequence[str]) -> bool:
+    """Whether a recorded model name may be a model's: one contains the other, spelling and owner aside ("gpt2-small", "gpt2")."""
+    wanted, known = _plain(recorded), [_plain(name) for name in names]
+    return not wanted or any(wanted in name or name in wanted for name in known if name)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.rpartition("/")[2].lower())

@@ -1,0 +1,179 @@
+"""The prompts of an invoke: one, or a batch of them, as text, token ids or a tokenizer's encoding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..hooks.traces.blocks.trace import RequestTrace
+from ..hooks.traces.serving.rows import Padding
+from ..utils.arguments import PromptError
+
+ENCODED = ("input_ids", "attention_mask", "position_ids")
+"""Keys of an encoding that are read."""
+UNUSED = ("token_type_ids", "special_tokens_mask", "offset_mapping", "length", "overflow_to_sample_mapping")
+"""Keys of an encoding that say nothing to a causal model."""
+
+
+class PromptBatch(NamedTuple):
+    """Prompts that one block sees together.
+
+    Attributes:
+        prompts: text or token ids of each.
+        padding: where they stood in a padded encoding; None where there was no padding.
+    """
+
+    prompts: list[Any]
+    padding: Padding | None = None
+
+
+def prompts_of(args: tuple, kwargs: Mapping[str, Any], what: str) -> tuple[PromptBatch, dict[str, Any]]:
+    """(prompts, the other keywords) of an invoke; no prompts where it has none.
+
+    Raises:
+        PromptError: an encoding that cannot be served as it is.
+        TypeError: several inputs.
+    """
+    rest = dict(kwargs)
+    encoded = {name: rest.pop(name) for name in ENCODED if name in rest}
+    if "labels" in rest:
+        raise PromptError(f"{what} has labels: compute the loss in the block, from lm.lm_head.output")
+    if not args and "input_ids" not in encoded:
+        if encoded:
+            raise PromptError(f"{what} has {', '.join(encoded)} and no input_ids")
+        return PromptBatch([]), rest
+    if len(args) > 1 or (args and "input_ids" in encoded):
+        raise TypeError(f"{what}: one prompt is expected, or a list of them, got {len(args) + len(encoded)} inputs")
+    prompt: Any = args[0] if args else encoded
+    if args and encoded:
+        prompt = {"input_ids": prompt, **encoded}
+    return split(prompt, what), rest
+
+
+def split(prompt: Any, what: str) -> PromptBatch:
+    """The prompts in a list of them, a tensor [prompts, tokens] or an encoding of several."""
+    if isinstance(prompt, Mapping):
+        inner = vllm_prompt(prompt, what)
+        return _encoding(prompt, what) if inner is None else PromptBatch([inner])
+    if isinstance(prompt, torch.Tensor | np.ndarray):
+        return PromptBatch(rows_of(prompt, what))
+    if (
+        isinstance(prompt, list | tuple)
+        and prompt
+        and isinstance(prompt[0], str | list | tuple | torch.Tensor | np.ndarray)
+    ):
+        if isinstance(prompt[0], torch.Tensor) and prompt[0].dim() == 0:
+            return PromptBatch([[int(token) for token in prompt]])
+        return PromptBatch(list(prompt))
+    return PromptBatch([prompt])
+
+
+def repeated(batch: PromptBatch, copies: int) -> PromptBatch:
+    """Each prompt so many times, one after the other.
+
+    Raises:
+        PromptError: no whole number above 0.
+    """
+    if not isinstance(copies, int) or copies < 1:
+        raise PromptError(f"num_return_sequences={copies!r}: a whole number above 0 is expected")
+    prompts, padding = batch
+    if padding is not None:
+        padding = Padding(tuple(left for left in padding.left for _ in range(copies)), padding.width)
+    return PromptBatch([prompt for prompt in prompts for _ in range(copies)], padding)
+
+
+def pad_together(traces: Sequence[RequestTrace], lengths: Mapping[str, int]) -> None:
+    """Pad the prompts of a ``with`` block to its longest one, on the left, for the traces that ask for it.
+
+    Args:
+        lengths: of the prompts, by request.
+    """
+    padded = [trace for trace in traces if trace.padded]
+    for trace in padded:
+        trace.padding = trace.padding or Padding.on_the_left([lengths[rid] for rid in trace.request_ids])
+    width = max((trace.padding.width for trace in padded if trace.padding), default=0)
+    for trace in padded:
+        if trace.padding is not None:
+            trace.padding = trace.padding.widened(width)
+
+
+def vllm_prompt(prompt: Any, what: str) -> Any:
+    """What vLLM's prompt dicts hold, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; None for anything else.
+
+    Raises:
+        PromptError: the dict has other keys, such as images.
+    """
+    if not isinstance(prompt, Mapping) or not {"prompt", "prompt_token_ids"} & prompt.keys():
+        return None
+    unknown = [key for key in prompt if key not in ("prompt", "prompt_token_ids") and prompt[key] is not None]
+    if unknown:
+        raise PromptError(f"{what} has {', '.join(map(repr, unknown))}, which nothing here reads: leave it out")
+    return prompt.get("prompt_token_ids", prompt.get("prompt"))
+
+
+def rows_of(ids: Any, what: str) -> list[list[int]]:
+    """Token ids of each row of a list, or of a tensor or array [tokens] or [prompts, tokens].
+
+    Raises:
+        PromptError: they are no whole numbers.
+    """
+    given = ids.tolist() if isinstance(ids, torch.Tensor | np.ndarray) else ids
+    rows = list(given) if isinstance(given, Sequence) and not isinstance(given, str | bytes) else None
+    if rows is not None and not (rows and isinstance(rows[0], list | tuple | torch.Tensor | np.ndarray)):
+        rows = [rows]
+    if rows is not None:
+        rows = [row.tolist() if isinstance(row, torch.Tensor | np.ndarray) else list(row) for row in rows]
+    if rows is None or not all(
+        issubclass(kind, int) and kind is not bool for row in rows for kind in set(map(type, row))
+    ):
+        raise PromptError(f"{what} is a {type(ids).__name__}: expected text, or token ids as whole numbers")
+    return rows
+
+
+def _encoding(encoding: Mapping[str, Any], what: str) -> PromptBatch:
+    if "input_ids" not in encoding:
+        text = ': of a row of a data set, pass row["text"]' if "text" in encoding else f": {sorted(encoding)}"
+        raise PromptError(f"{what} is a dict without `input_ids`{text}")
+    unknown = [key for key in encoding if key not in (*ENCODED, *UNUSED) and encoding[key] is not None]
+    if unknown:
+        raise PromptError(f"{what} has {', '.join(map(repr, unknown))}, which nothing here reads: leave it out")
+    rows = rows_of(encoding["input_ids"], what)
+    mask, positions = encoding.get("attention_mask"), encoding.get("position_ids")
+    kept = [[1] * len(row) for row in rows] if mask is None else rows_of(mask, f"the attention_mask of {what}")
+    if [len(row) for row in kept] != [len(row) for row in rows]:
+        raise PromptError(f"the attention_mask of {what} has another shape than its input_ids")
+    spans = [_span(row, f"prompt {i} of {what}" if len(rows) > 1 else what) for i, row in enumerate(kept)]
+    prompts = [row[start:end] for row, (start, end) in zip(rows, spans, strict=True)]
+    if positions is not None:
+        _check_positions(positions, spans, what)
+    if len(prompts) == 1 or all(start == 0 and end == len(row) for (start, end), row in zip(spans, rows, strict=True)):
+        return PromptBatch(prompts)
+    return PromptBatch(prompts, Padding(tuple(start for start, _ in spans), max(map(len, rows))))
+
+
+def _span(mask: Sequence[int], what: str) -> tuple[int, int]:
+    """(first position, end) of the tokens that a mask keeps."""
+    kept = [place for place, one in enumerate(mask) if one]
+    if not kept:
+        raise PromptError(f"{what} is empty: its attention_mask keeps no token")
+    if len(kept) != kept[-1] + 1 - kept[0]:
+        hole = next(place for place in range(kept[0], kept[-1]) if not mask[place])
+        raise PromptError(
+            f"the attention_mask of {what} has a hole at position {hole}: padding is served before and after a prompt. To "
+            "keep positions from attending to others, edit the attention, or leave the tokens out"
+        )
+    return kept[0], kept[-1] + 1
+
+
+def _check_positions(positions: Any, spans: Sequence[tuple[int, int]], what: str) -> None:
+    """Raises PromptError unless each prompt's positions count from 0."""
+    rows = rows_of(positions, f"the position_ids of {what}")
+    rows = rows * len(spans) if len(rows) == 1 else rows
+    for row, (start, end) in zip(rows, spans, strict=True):
+        if list(row[start:end]) != list(range(end - start)):
+            raise PromptError(
+                f"the position_ids of {what} do not count its tokens from 0: other positions are not served"
+            )

@@ -1,0 +1,99 @@
+"""What callers pass as prompts and sampling parameters, read and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..core.sampling_params import SamplingParams
+from ..hooks.interventions.knockout import Intervention
+from ..hooks.traces.syntax.caller_frames import warn_at_caller
+from ..utils.arguments import PromptError
+from .chat import RenderedPrompt, is_conversation, render, tokenized
+from .prompt_batch import rows_of, split, vllm_prompt
+
+BYTES = bytes | bytearray | memoryview
+
+
+def as_prompts(prompts: Any) -> list[Any]:
+    """One prompt or a list of them, as a list. A list of whole numbers, or of messages, is one prompt."""
+    if isinstance(prompts, str | RenderedPrompt | BYTES) or is_conversation(prompts):
+        return [prompts]
+    if isinstance(prompts, (Mapping, torch.Tensor)):
+        return split(prompts, "the prompt").prompts
+    if not isinstance(prompts, Sequence):
+        raise PromptError(f"prompts is a {type(prompts).__name__}: expected text, token ids, or a list of them")
+    if prompts and all(isinstance(token, int) for token in prompts):
+        return [prompts]
+    return list(prompts)
+
+
+def rendered(tokenizer: Any, prompt: Any, what: str) -> RenderedPrompt:
+    """The text, where there is one, and the token ids of a prompt of any kind; the ids are not checked.
+
+    Raises:
+        PromptError: another type, text that no tokenizer reads, or no tokenizer.
+    """
+    if isinstance(prompt, RenderedPrompt):
+        return prompt
+    if is_conversation(prompt):
+        return render(tokenizer, prompt, what)
+    inner = vllm_prompt(prompt, what)
+    if inner is not None:
+        return rendered(tokenizer, inner, what)
+    if not isinstance(prompt, str):
+        return RenderedPrompt(None, ids_of(prompt, what))
+    return tokenized(tokenizer, prompt, what)
+
+
+def ids_of(prompt: Any, what: str) -> list[int]:
+    """Token ids of a prompt that is no text: ids, a tensor, an array, or a tokenizer's dict.
+
+    Raises:
+        PromptError: another type, several prompts in one, or ids that are no whole numbers.
+    """
+    if isinstance(prompt, BYTES):
+        raise PromptError(f"{what} is {type(prompt).__name__}: pass text, such as prompt.decode('utf-8')")
+    batch = split(prompt, what).prompts
+    if len(batch) > 1:
+        raise PromptError(f"{what} holds {len(batch)} prompts in one: one is expected here")
+    (ids,) = rows_of(batch[0], what)
+    return ids
+
+
+def params_for(
+    prompts: list[Any], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams | None]:
+    """Sampling parameters of each prompt: one for all, a list, or None, for the model's defaults.
+
+    Raises:
+        TypeError: neither.
+        PromptError: a list of another length.
+    """
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * len(prompts)
+    if not isinstance(sampling_params, Sequence) or isinstance(sampling_params, str):
+        raise TypeError(
+            f"sampling_params is a {type(sampling_params).__name__}: SamplingParams is expected, or a list of them"
+        )
+    for params in sampling_params:
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params holds a {type(params).__name__}: SamplingParams is expected")
+    if len(sampling_params) != len(prompts):
+        raise PromptError(f"{len(prompts)} prompts, but {len(sampling_params)} SamplingParams: one, or one for each")
+    return list(sampling_params)
+
+
+def warn_of_flat_list(interventions: Any, prompts: int) -> None:
+    """Warn, at the caller's line, of a flat list of ops with as many entries as there are prompts: it could mean either."""
+    if prompts < 2 or not isinstance(interventions, list | tuple) or len(interventions) != prompts:
+        return
+    if all(isinstance(op, Intervention) for op in interventions):
+        warn_at_caller(
+            [
+                f"interventions holds {prompts} ops for {prompts} prompts: each op acts on every prompt. Lists say which is meant: "
+                f"[[a], [b], ...] is one op a prompt, [ops] * {prompts} is all ops on every prompt"
+            ]
+        )

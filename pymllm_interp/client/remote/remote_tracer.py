@@ -1,0 +1,165 @@
+"""Traces of a `RemoteLM`: their blocks are sent to the server, and what they save comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import CodeType
+from typing import Any
+
+from ...hooks.traces.nnsight_compat import EditingTracer, Mediator, mark, push_result
+from ...hooks.traces.syntax.caller_frames import warn_at_caller
+from ...hooks.traces.syntax.envoy import TracedModel
+from ...hooks.traces.syntax.session import SessionTracer
+from ...hooks.traces.syntax.tracer import EngineTracer
+from ...wire.gate_words import TRACE_PATH, TRACE_TYPE
+from ...wire.receipts import receipt_of
+from ...wire.trace_payload import block_to_data, dump, edit_to_data
+from ...wire.values import Values, tensors_of
+from .remote_engine import Frames, RemoteEngine
+
+
+class _Names:
+    """Names of what is not pickled: models, tracers and tokenizers. Models are numbered as they are met."""
+
+    def __init__(self, tracer: Any = None) -> None:
+        self._tracer = tracer
+        self.models: list[Any] = []
+
+    def of(self, obj: Any) -> Any:
+        """The persistent id of an object, or None."""
+        if obj is self._tracer and obj is not None:
+            return "tracer", "session" if isinstance(obj, SessionTracer) else "trace"
+        if isinstance(obj, EditingTracer):
+            return "tracer", "edit"
+        if isinstance(obj, EngineTracer | SessionTracer):
+            raise TypeError(
+                "the block reads the tracer of another trace, whose results are its saved values: read those"
+            )
+        if isinstance(obj, TracedModel) and getattr(obj, "is_remote", False):
+            return "model", self.number(obj)
+        return None
+
+    def number(self, model: Any) -> int:
+        """The number of a model."""
+        for i, known in enumerate(self.models):
+            if known is model:
+                return i
+        self.models.append(model)
+        return len(self.models) - 1
+
+
+def payload_of(content: dict[str, Any], names: _Names) -> bytes:
+    """A trace's payload: its content, and the persistent edits of each model that is named in it."""
+    main, models = dump(content, names.of), list[bytes]()
+    while len(models) < len(names.models):  # edits may name further models
+        edits = [edit_to_data(edit) for edit in names.models[len(models)]._edits]
+        models.append(dump({"edits": edits}, names.of))
+    return dump({"main": main, "models": models}, names.of)
+
+
+def edits_payload(model: TracedModel, edits: Sequence[Mediator]) -> bytes:
+    """The payload of persistent edits alone, for requests without a block."""
+    names = _Names()
+    names.number(model)
+    return dump({"edits": [edit_to_data(edit) for edit in edits]}, names.of)
+
+
+def post(engine: RemoteEngine, payload: bytes) -> Frames:
+    """Send a trace."""
+    return engine.frames(TRACE_PATH, content=payload, headers={"Content-Type": TRACE_TYPE})
+
+
+class _Cancel:
+    """Ends a trace: what a local one's `RequestTrace.cancel` does."""
+
+    def __init__(self, engine: RemoteEngine, frames: Frames) -> None:
+        self._engine, self._frames = engine, frames
+
+    def cancel(self) -> None:
+        """End it, once the server has said its number."""
+        if self._frames.call is not None:
+            self._engine.abort_call(self._frames.call)
+
+
+class RemoteTracer(EngineTracer):
+    """A ``with lm.trace(...)`` or ``with lm.generate(...)`` block whose model is a server's."""
+
+    def execute(self, code: CodeType) -> None:
+        """Send the block, pass on what it saves at each step, and bind the saved names in the caller's frame."""
+        model: Any = self.envoy
+        kwargs = dict(self.kwargs)
+        on_step = kwargs.pop("on_step", None)
+        names = _Names(self)
+        content = {
+            "kind": "trace", "mode": self.mode, "args": self.args, "kwargs": kwargs, "steps": on_step is not None,
+            "block": _block_of(self), "model": names.number(model),
+        }  # fmt: skip
+        frames = post(model.engine, payload_of(content, names))
+        self.served = [_Cancel(model.engine, frames)]  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            for header, body in frames:
+                values = Values(tensors_of(body), self.device, model)
+                if header["type"] == "step" and on_step is not None:
+                    on_step(header["step"], {name: values.of(tree) for name, tree in header["names"].items()})
+                elif header["type"] == "result":
+                    self._take(header, values)
+        finally:
+            self.served = []
+            frames.close()
+
+    def _take(self, header: Mapping[str, Any], values: Values) -> None:
+        self.receipts = [receipt_of(receipt) for receipt in header["receipts"]]
+        self.captures = [values.of(tree) for tree in header["captures"]]
+        _bind(self, header, values)
+        warn_at_caller(header["warnings"])
+
+
+class RemoteSession(SessionTracer):
+    """A ``with lm.session():`` block, which runs on the server as a whole.
+
+    Args:
+        model: whose session it is.
+        device: where the caller gets the saves.
+    """
+
+    def __init__(self, model: Any, device: Any = "cpu", backend: Any = None) -> None:
+        super().__init__(device, backend)
+        self._model = model
+
+    def execute(self, code: CodeType) -> None:
+        """Send the block, and bind the saved names in the caller's frame."""
+        model, names = self._model, _Names(self)
+        frames = post(model.engine, payload_of({"kind": "session", "block": _block_of(self)}, names))
+        try:
+            for header, body in frames:
+                if header["type"] == "result":
+                    _bind(self, header, Values(tensors_of(body), self.device, model))
+        finally:
+            frames.close()
+
+
+def run_remotely(model: Any, mode: str, inputs: tuple, kwargs: dict[str, Any]) -> Any:
+    """The result of a trace without a block."""
+    names, result = _Names(), None
+    content = {"kind": "run", "mode": mode, "args": inputs, "kwargs": kwargs, "model": names.number(model)}
+    frames = post(model.engine, payload_of(content, names))
+    try:
+        for header, body in frames:
+            if header["type"] == "result":
+                result = Values(tensors_of(body), None, model).of(header["names"]["result"])
+    finally:
+        frames.close()
+    return result
+
+
+def _block_of(tracer: Any) -> dict[str, Any]:
+    frame = tracer.info.frame
+    code = frame.f_code
+    first = code.co_varnames[0] if code.co_argcount else None
+    return block_to_data(tracer.node, code.co_filename, code.co_name, frame.f_globals, frame.f_locals, first)
+
+
+def _bind(tracer: Any, header: Mapping[str, Any], values: Values) -> None:
+    """Bind the saved names in the caller's frame."""
+    found = {name: mark(values.of(tree)) for name, tree in header["names"].items()}
+    push_result(tracer.info.frame, found)

@@ -1,0 +1,497 @@
+"""Requests from what a caller passes. All that can be wrong with a request is found here, before anything runs."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..core.closed import EngineClosedError
+from ..core.limits import EngineLimits
+from ..core.model_spec import LOGITS
+from ..core.request import Request
+from ..core.sampling_params import SamplingParams
+from ..engine.alone import check_gang
+from ..engine.bad_words import bad_word_ids, check_allowed
+from ..hooks.captures.spec import Capture
+from ..hooks.declared import captures_for_each_prompt, for_each_prompt
+from ..hooks.interventions.knockout import Intervention
+from ..hooks.receipt import Receipt
+from ..hooks.traces.blocks.trace import RequestTrace
+from ..hooks.vectors import VectorRegistry
+from ..models.weights.fingerprint import ServedWeights
+from ..runner.device_memory import free_bytes, long_pass_bytes
+from ..runner.interp_model_runner import InterpModelRunner
+from ..utils.arguments import PromptError
+from ..utils.gc_threshold import LiveObjects
+from .calls.pipe import GeneratedText
+from .chat import RenderedPrompt
+from .detokenizer import StopStrings
+from .generation_defaults import IGNORED, GenerationDefaults
+from .known_names import KnownNames
+from .prompt_batch import pad_together, prompts_of, repeated
+from .prompts import params_for, rendered, warn_of_flat_list
+from .request_limits import max_tokens_of, truncated
+from .request_options import RequestOptions, check_trace_options, checked_salt, priorities_of
+
+FORWARD = SamplingParams(temperature=0.0, max_tokens=1)
+"""Sampling parameters of a trace's single pass, for blocks that read `lm.samples`."""
+PREFILL = SamplingParams(temperature=0.0, max_tokens=0)
+"""Sampling parameters of forward passes without a block."""
+PROMPT_LOGITS = Capture("logits", positions="prompt")
+REQUEST_OBJECTS, SPEC_OBJECTS = 64, 64
+"""Objects of a request, and of an intervention or a capture of it, that Python's cycle collector tracks, about."""
+_ids = itertools.count()
+
+
+class RequestFactory:
+    """Makes requests from prompts.
+
+    Args:
+        runner: initialised; requests are checked against its limits.
+        tokenizer: or None, where prompts are token ids.
+        defaults: the model's sampling parameters, for requests without any, and its end-of-sequence ids.
+        seed: of requests that bring none.
+        cache_owner: whose requests they are, where they share no KV with others'.
+
+    Attributes:
+        vectors: vectors by name, for interventions that give a name in a vector's place.
+        saes: SAEs by name, likewise: the runner's.
+    """
+
+    def __init__(
+        self,
+        runner: InterpModelRunner,
+        tokenizer: Any,
+        defaults: GenerationDefaults,
+        seed: int,
+        cache_owner: str | None = None,
+    ) -> None:
+        self.cache_owner = cache_owner
+        self.runner, self.tokenizer, self.defaults, self.seed = runner, tokenizer, defaults, seed
+        self.vectors = VectorRegistry(runner.model_spec)
+        assert runner.saes is not None and runner.declarations is not None, "call initialize() first"
+        self.saes, self._declarations = runner.saes, runner.declarations
+        self._ordinals = itertools.count()
+
+    @property
+    def limits(self) -> EngineLimits:
+        """The limits as they are now: `ModelRunner.update_max_model_len` may lower them."""
+        runner = self.runner
+        return EngineLimits(
+            vocab_size=runner.vocab_size,
+            max_model_len=runner.context_len,
+            max_num_tokens=runner.max_num_tokens,
+            kv_tokens=runner.max_total_num_tokens,
+            max_running=runner.max_running_requests,
+        )
+
+    @cached_property
+    def pad_token_id(self) -> int:
+        """Fills results of several prompts, as in nnsight: the tokenizer's token, or else an end-of-sequence token."""
+        for found in (getattr(self.tokenizer, "pad_token_id", None), getattr(self.tokenizer, "eos_token_id", None)):
+            if found is not None:
+                return found
+        return min(self.defaults.eos_token_ids, default=0)
+
+    @cached_property
+    def eos_token_id(self) -> int | None:
+        """The main end-of-sequence token: the tokenizer's, as in vLLM, or else the least of the model's."""
+        found = getattr(self.tokenizer, "eos_token_id", None)
+        return min(self.defaults.eos_token_ids, default=None) if found is None else found
+
+    @property
+    def weights(self) -> ServedWeights:
+        """Fingerprint and version of the model's weights."""
+        if self.runner.weights is None:
+            raise EngineClosedError("the engine was shut down, and its model released")
+        return self.runner.weights
+
+    @cached_property
+    def engine_name(self) -> str:
+        """What computes: equal specs on an equal model may differ by it, in the last bits."""
+        runner = self.runner
+        return (
+            f"pymllm-interp {__version__}, torch {torch.__version__}, {runner.device}, "
+            f"{type(runner.attn_backend).__name__}, {runner.dtype}"
+        )
+
+    # -- plain requests ---------------------------------------------------------------------
+
+    def tokens(self, prompt: Any, what: str = "prompt") -> RenderedPrompt:
+        """The text and the token ids of a prompt: a text, token ids (list or tensor), a tokenizer's dict, or messages.
+
+        Raises:
+            PromptError: empty, of another type, or with ids outside the vocabulary.
+        """
+        found = rendered(self.tokenizer, prompt, what)
+        ids = found.token_ids
+        if not ids:
+            raise PromptError(f"{what} is empty: a prompt needs at least one token")
+        vocab_size = self.limits.vocab_size
+        for token in (min(ids), max(ids)):
+            if not 0 <= token < vocab_size:
+                raise PromptError(f"{what} holds token id {token}, but the vocabulary goes from 0 to {vocab_size - 1}")
+        return found
+
+    def for_prompts(
+        self,
+        prompts: list[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        options: RequestOptions,
+        traces: Callable[[], RequestTrace] | None = None,
+        stream: bool = False,
+        names: Sequence[str] | None = None,
+        prompt_logits: bool = False,
+    ) -> list[tuple[str | None, list[Request]]]:
+        """(text, requests) of each prompt. What is wrong with any of them is raised before one is scheduled.
+
+        Args:
+            traces: makes the trace of a request that persistent edits follow; None where there are none.
+            stream: whether an event is emitted for each token.
+            names: of the prompts, for messages; None: "prompt 0" and so on.
+            prompt_logits: capture the logits of all prompt positions.
+
+        Raises:
+            PromptError, ValueError: a prompt, a parameter, an intervention or a capture that cannot be served.
+        """
+        params = params_for(prompts, sampling_params)
+        if names is None:
+            names = [f"prompt {i}" for i in range(len(prompts))] if len(prompts) > 1 else ["the prompt"] * len(prompts)
+        warn_of_flat_list(options.get("interventions"), len(prompts))
+        declared = for_each_prompt(options.get("interventions"), len(prompts))
+        captures = captures_for_each_prompt(options.get("capture"), len(prompts))
+        live = LiveObjects(_num_objects(params, declared, captures))
+        declared, captures = self.named(declared, names), self.named(captures, names)
+        if prompt_logits:
+            if any(spec.site == LOGITS for specs in captures for spec in specs):
+                raise PromptError("capture: the logits of all positions are captured in any case; leave them out")
+            captures = [[*specs, PROMPT_LOGITS] for specs in captures]
+        priorities, salt = priorities_of(options.get("priority"), len(prompts)), checked_salt(options.get("cache_salt"))
+        fingerprint = self.weights.fingerprint() if any(declared) or any(captures) else None
+        found: list[tuple[str | None, list[Request]]] = []
+        for i, (prompt, param, what) in enumerate(zip(prompts, params, names, strict=True)):
+            text, ids = self.tokens(prompt, what)
+            param = param or self.defaults.fitting(self.limits.max_model_len - len(ids))
+            ids = truncated(ids, param, self.limits.max_model_len)
+            if traces is not None and param.n > 1:
+                raise PromptError(
+                    f"{what} asks for n={param.n}, but this model has edits, which follow one generation each"
+                )
+            requests = self.requests(ids, param, what=what, timeout=options.get("timeout"))
+            for request in requests:
+                request.stream, request.prompt_logits, request.live_objects = stream, prompt_logits, live
+                request.priority, request.cache_salt = priorities[i], salt
+                if traces is not None:
+                    request.trace = traces()
+                    request.alone = request.trace.options.alone
+                    request.receipt = request.trace.receipt
+                    self._check_pass([request], what)
+                if any(spec.site == LOGITS for spec in captures[i]):
+                    request.params = param  # the prompt's logits of each completion, where they are asked for
+                self.declare(request, declared[i], captures[i], what, fingerprint)
+            found.append((text, requests))
+        self.hold([request for _, requests in found for request in requests])
+        return found
+
+    def requests(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        what: str = "prompt",
+        timeout: float | None = None,
+        forward_only: bool = False,
+    ) -> list[Request]:
+        """The `params.n` requests of a prompt. Without new tokens, it may fill the context.
+
+        Raises:
+            PromptError: the request can never be served; the message names the limit and its setting.
+        """
+        words, size = params.bad_words, self.limits.vocab_size
+        bad_words = bad_word_ids(self.tokenizer, words, size, what) if words else ()
+        max_tokens = max_tokens_of(self.limits, self.tokenizer, prompt_token_ids, params, what, forward_only)
+        if timeout is not None and not timeout > 0:
+            raise PromptError(f"timeout={timeout}: expected seconds above 0, or None")
+        number, ordinal = next(_ids), next(self._ordinals)
+        seed = params.seed if params.seed is not None else _mix(self.seed, ordinal)
+        stops = frozenset() if params.ignore_eos else self.defaults.eos_token_ids
+        if params.stop_token_ids:
+            stops |= frozenset(params.stop_token_ids)
+        check_allowed(params, bad_words, stops, what)
+        requests: list[Request] = []
+        for index in range(params.n):
+            requests.append(
+                Request(
+                    request_id=f"{number}-{index}" if params.n > 1 else str(number),
+                    prompt_token_ids=prompt_token_ids,
+                    params=params,
+                    max_tokens=max_tokens,
+                    seed=seed,
+                    sample_index=index,
+                    deadline=None if timeout is None else time.monotonic() + timeout,
+                    eos_token_ids=stops,
+                    cache_owner=self.cache_owner,
+                    bad_words=bad_words,
+                    eos_token_id=None if params.ignore_eos else self.eos_token_id,
+                    forward_only=forward_only,
+                    logprobs=None if params.logprobs is None else [],
+                    prompt_logprobs=None if params.prompt_logprobs is None or index else [None],
+                    stop_checker=StopStrings(self.tokenizer, params) if params.stop_strings else None,
+                )
+            )
+            if index == 0 and params.prompt_logprobs is not None and params.n > 1:
+                params = replace(params, prompt_logprobs=None)  # the first computes them for all
+        return requests
+
+    # -- declared interventions and captures -------------------------------------------------
+
+    def named(self, lists: list[list[Any]], names: Sequence[str] = ("the prompt",)) -> list[list[Any]]:
+        """Each request's specs with this model's vectors and SAEs in place of their names.
+
+        Args:
+            names: of the prompts, for messages.
+
+        Raises:
+            PromptError: an unknown name, or a vector that a spec refuses.
+        """
+        try:
+            return self._named(lists)
+        except ValueError:
+            for name, specs in zip(names, lists, strict=True):
+                try:
+                    self._named([specs])
+                except ValueError as error:
+                    raise PromptError(f"{name}: {error}") from error
+            raise
+
+    def _named(self, lists: list[list[Any]]) -> list[list[Any]]:
+        known = KnownNames(self.vectors, self.saes, self.tokenizer, self.runner, lambda: self.weights.fingerprint())
+        return known.looked_up(lists)
+
+    def declare(
+        self,
+        request: Request,
+        interventions: Sequence[Intervention],
+        captures: Sequence[Capture] = (),
+        what: str = "the prompt",
+        fingerprint: str | None = None,
+    ) -> None:
+        """Bind the request's interventions and captures.
+
+        Args:
+            fingerprint: of the weights, for the receipt; None: as they are now.
+
+        Raises:
+            PromptError: what the model does not have, or the tables, the ring and results do not hold.
+        """
+        try:
+            self._declarations.declare(interventions, captures, request)
+        except ValueError as error:
+            raise PromptError(f"{what}: {error}") from error
+        if request.declared is None:
+            return
+        receipt = request.receipt = request.receipt or Receipt()
+        receipt.engine, receipt.model = self.engine_name, fingerprint or self.weights.fingerprint()
+
+    def hold(self, requests: Sequence[Request]) -> None:
+        """Reserve rows for the vectors of all requests, or of none. Requests that are not submitted then `release` them.
+
+        Raises:
+            ValueError: the pool of vectors is full.
+            RuntimeError, MemoryError: no memory for captures on the host.
+        """
+        try:
+            for request in requests:
+                self._declarations.hold(request)
+        except BaseException:
+            self.release(requests)
+            raise
+
+    def release(self, requests: Sequence[Request]) -> None:
+        """Give back what `hold` reserved."""
+        for request in requests:
+            self._declarations.release(request)
+
+    # -- traces ---------------------------------------------------------------------------------
+
+    def for_traces(
+        self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]
+    ) -> list[Request]:
+        """The requests of a ``with`` block: one for each prompt of its traces.
+
+        Args:
+            mode: "trace" (one forward pass), "generate" or "pipe".
+            inputs: ``(args, kwargs)`` of each trace's prompts; None for a trace that sees the prompts of all others.
+
+        Raises:
+            PromptError, TypeError, ValueError: an invoke that cannot be served.
+        """
+        made: list[Request] = []
+        sampling: dict[tuple, SamplingParams] = {}
+        grad = any(trace.grad for trace in traces) if traces[0].gang else False
+        text = GeneratedText(self.tokenizer) if mode == "pipe" else None
+        for i, (trace, given) in enumerate(zip(traces, inputs, strict=True)):
+            trace.grad, trace.pad_token_id = trace.grad or grad, self.pad_token_id
+            if given is not None:
+                what = f"invoke {i}" if len(traces) > 1 else "the prompt"
+                own = self._of_trace(mode, trace, given, what, sampling)
+                trace.request_ids = tuple(request.request_id for request in own)
+                made += own
+                if text is not None:
+                    text.add(given, own)
+                if len(own) > 1 and not trace.gang:
+                    self._form_gang(own)
+        for trace in traces:
+            trace.num_prompts, trace.postprocess = len(made), text
+            if not trace.request_ids:
+                trace.request_ids = tuple(request.request_id for request in made)
+        check_gang(traces)
+        pad_together(traces, {request.request_id: request.prompt_len for request in made})
+        if traces[0].gang:
+            self._form_gang(made)
+        self.hold(made)
+        return made
+
+    def _of_trace(
+        self,
+        mode: str,
+        trace: RequestTrace,
+        given: tuple[tuple, dict],
+        what: str,
+        sampling: dict[tuple, SamplingParams],
+    ) -> list[Request]:
+        """The requests of one trace, in the order of its prompts."""
+        batch, kwargs = prompts_of(*given, what)
+        copies = 1
+        if mode != "trace":  # which takes no sampling parameters, and says so
+            asked = [kwargs.pop(name) for name in ("n", "num_return_sequences") if kwargs.get(name) is not None]
+            if len(asked) > 1:
+                raise TypeError("n and num_return_sequences are the same: pass one of them")
+            copies = asked[0] if asked else 1
+        prompts, trace.padding = batch if copies == 1 else repeated(batch, copies)
+        specs, captured = kwargs.pop("interventions", None), kwargs.pop("capture", None)
+        names = [what]
+        if len(prompts) > 1:
+            names = [f"prompt {i} of {what.removeprefix('the prompt') or 'the list'}" for i in range(len(prompts))]
+        interventions = self.named(for_each_prompt(specs, len(prompts)), names)
+        captures = self.named(captures_for_each_prompt(captured, len(prompts)), names)
+        requests: list[Request] = []
+        for i, (prompt, this) in enumerate(zip(prompts, names, strict=True)):
+            request = self._traced(mode, prompt, dict(kwargs), this, sampling)
+            request.trace, request.receipt, request.sample_index = trace, trace.receipt, i % copies
+            request.differentiable, request.alone = trace.grad, trace.grad or trace.options.alone
+            self.declare(request, interventions[i], captures[i], this)
+            if trace.grad and mode != "trace":
+                raise PromptError(
+                    f"{this}: gradients need a single forward pass: use `with lm.trace(...)` (the block names "
+                    "backward, grad, requires_grad_, retain_grad or autograd, or grad=True was given)"
+                )
+            self._check_pass([request], this)
+            requests.append(request)
+        return requests
+
+    def _check_pass(self, requests: Sequence[Request], what: str) -> None:
+        """Check that the prompts of traced requests can run in one pass. One above `max_num_tokens` needs the memory now.
+
+        Raises:
+            PromptError: they cannot.
+        """
+        tokens, most = sum(request.prompt_len for request in requests), self.limits.max_num_tokens
+        if tokens <= most:
+            return
+        rule = (
+            f"{what}: {tokens} tokens; traced prompts that run together run in one pass, and max_num_tokens is {most}. "
+        )
+        fix = f"raise max_num_tokens to at least {tokens} when the LM is made"
+        if any(request.differentiable for request in requests):
+            raise PromptError(f"{rule}A longer pass has no gradients: {fix}")
+        if tokens > (longest := len(self.runner.input_buffers.input_ids)):
+            raise PromptError(
+                f"{rule}A longer pass holds {longest} at most (max_model_len): trace fewer prompts together"
+            )
+        eager = any(request.trace.options.modules_for != "" for request in requests)
+        needed, free = long_pass_bytes(self.runner, tokens, eager), free_bytes(self.runner)
+        if needed > free:
+            raise PromptError(
+                f"{rule}A longer pass runs where memory allows: this one needs about {needed / 2**30:.1f} GiB, and "
+                f"{free / 2**30:.1f} are free: shorten the prompt, or leave more memory to passes (a lower kv_cache_tokens)"
+            )
+
+    def _form_gang(self, requests: list[Request]) -> None:
+        """Bind requests whose blocks see or need each other: one step must hold them all."""
+        limits = self.limits
+        page = self.runner.server_config.page_size
+        kv = sum(-(-request.max_total_tokens // page) * page for request in requests)  # in whole pages
+        for need, limit, setting in (
+            (len(requests), limits.max_running, "max_running_requests"),
+            (kv, limits.kv_tokens, "kv_cache_tokens"),
+        ):
+            if need > limit:
+                raise PromptError(
+                    f"the {len(requests)} prompts of this trace run in the same steps (they are one list, or a barrier, a name, or "
+                    f"an invoke without a prompt joins their blocks); that takes {setting} of at least {need}, and it is {limit}"
+                )
+        self._check_pass(requests, f"the {len(requests)} prompts of this trace")
+        self._declarations.check_room(requests, "prompts of one trace")
+        gang = list(requests)  # which the engine empties at the end
+        alone = any(request.alone for request in gang)
+        for request in requests:
+            request.gang, request.alone = gang, alone
+
+    def _traced(
+        self, mode: str, prompt: Any, kwargs: dict[str, Any], what: str, sampling: dict[tuple, SamplingParams]
+    ) -> Request:
+        """The request of one prompt.
+
+        Args:
+            sampling: what the keywords of the trace's other prompts came to, which are most often the same objects.
+        """
+        timeout, (priority,) = kwargs.pop("timeout", None), priorities_of(kwargs.pop("priority", None), 1)
+        checked_salt(kwargs.pop("cache_salt", None))  # a trace shares no KV
+        _, ids = self.tokens(prompt, what)
+        if mode == "trace":
+            check_trace_options(kwargs.keys() - IGNORED)
+            params = FORWARD
+        else:
+            params = kwargs.pop("sampling_params", None)
+            if params is None:
+                config = kwargs.pop("generation_config", None)
+                defaults = self.defaults.overlaid(config)
+                lengths = defaults.lengths(len(ids), self.limits.max_model_len - len(ids), what)
+                key = (lengths, id(config), *((name, id(value)) for name, value in kwargs.items()))
+                params = sampling.get(key)
+                if params is None:
+                    params = sampling[key] = defaults.of_trace(kwargs, lengths)
+        if params.max_tokens == 0:
+            raise PromptError(f"{what}: max_tokens=0 generates nothing: use `with lm.trace(prompt):`")
+        if params.truncate_prompt_tokens is not None:
+            raise PromptError(f"{what}: truncate_prompt_tokens is not for traces: cut the prompt before it is traced")
+        if params.n > 1:
+            raise PromptError(f"{what} asks for n={params.n}: a trace follows one generation; use one invoke for each")
+        (request,) = self.requests(ids, params, what=what, timeout=timeout, forward_only=mode == "trace")
+        request.priority = priority
+        return request
+
+
+def _mix(seed: int, ordinal: int) -> int:
+    """A seed for the ordinal-th request of an engine with `seed`."""
+    return (seed * 0x9E3779B97F4A7C15 + ordinal * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) % 2**63
+
+
+def _num_objects(
+    params: Sequence[SamplingParams | None],
+    interventions: Sequence[Sequence[Intervention]],
+    captures: Sequence[Sequence[Capture]],
+) -> int:
+    """Objects of a call's requests, about."""
+    return sum(
+        (1 if param is None else param.n) * (REQUEST_OBJECTS + SPEC_OBJECTS * (len(ops) + len(captured)))
+        for param, ops, captured in zip(params, interventions, captures, strict=True)
+    )

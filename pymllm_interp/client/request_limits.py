@@ -1,0 +1,62 @@
+"""What an engine can serve: a request's lengths and parameters against its limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..core.limits import EngineLimits
+from ..core.sampling_params import SamplingParams
+from ..utils.arguments import PromptError
+
+
+def max_tokens_of(
+    limits: EngineLimits,
+    tokenizer: Any,
+    ids: list[int],
+    params: SamplingParams,
+    what: str,
+    forward_only: bool,
+) -> int:
+    """Upper bound of a request's new tokens; 1 where the only one is dropped.
+
+    Args:
+        ids: of the prompt.
+        what: names the prompt in messages.
+        forward_only: a trace of one pass.
+
+    Raises:
+        PromptError: the request can never be served; the message names the limit and its setting.
+    """
+    length = len(ids)
+    room = limits.max_model_len - length
+    max_tokens = params.max_tokens if params.max_tokens is not None else max(room, 1)
+    reads_only = forward_only or max_tokens == 0
+    if reads_only:
+        max_tokens = 1  # sampled, and dropped
+    if room < (0 if reads_only else max_tokens):
+        raise PromptError(
+            f"{what} has {length} tokens and asks for {max_tokens} new ones ({length + max_tokens} in all), but the "
+            f"context holds {limits.max_model_len} (max_model_len): shorten the prompt or lower max_tokens"
+        )
+    if length + max_tokens - 1 > limits.kv_tokens:
+        raise PromptError(
+            f"{what} may come to need KV for {length + max_tokens - 1} tokens, but the pool holds "
+            f"{limits.kv_tokens}: raise kv_cache_tokens, or lower max_tokens"
+        )
+    if params.stop_strings and tokenizer is None:
+        raise PromptError(f"{what}: stop strings need a tokenizer, and this model has none: use stop_token_ids")
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        for token in getattr(params, name) or ():
+            if not 0 <= token < limits.vocab_size:
+                raise PromptError(
+                    f"{what}: {name} names token id {token}, the vocabulary ends at {limits.vocab_size - 1}"
+                )
+    return max_tokens
+
+
+def truncated(ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
+    """A prompt's token ids after `truncate_prompt_tokens`: its last ones."""
+    kept = params.truncate_prompt_tokens
+    if kept == -1:
+        kept = max(1, max_model_len - (params.max_tokens if params.max_tokens is not None else 1))
+    return ids if kept is None or len(ids) <= kept else ids[-kept:]

@@ -1,0 +1,319 @@
+"""`CaptureRing`: the ring buffer through which captured states leave the device.
+
+    schedule       admission.take(requests)  reserves ring space; a request without space waits for a later step
+    before a pass  lay_out(parts)            gives each token row of the step its record, all of them in one span
+    the pass       kernels write states into the records; `put` writes the logits
+    after a pass   send()                    copies the span to the host on a stream of its own
+    a thread       RingCopier                copies records to the result of each request, then frees the span
+
+Where the mean over a prompt or a reduction is captured, the records of its rows lie at the end of the span and stay on the device.
+`send` packs them first, and copies what they are packed to.
+
+The host ring has the size of the device ring, and a span has the same place in both. It is freed after its records are copied to
+the results. Neither the engine's thread nor a launched pass waits for these copies.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..captures import Alike, Captures
+from ..group import Group
+from ..reductions.reading import Pending, read_all
+from .admission import RingAdmission
+from .copier import NO_MEMORY, RequestSlice, RingCopier, SentSpan
+from .result_memory import ResultMemory
+from .ring_allocator import RingAllocator
+
+
+class _StepLayout(NamedTuple):
+    """The span that the next pass writes to."""
+
+    start: int
+    size: int
+    num_sent: int
+    """Elements, from its start, that are copied to the host."""
+    slices: list[RequestSlice]
+
+
+class StatesOf(NamedTuple):
+    """The rows of a tensor of states that one request captures. They are of consecutive positions."""
+
+    captures: Captures
+    row: int
+    """First row of the tensor."""
+    token: int
+    """Token row of the step that the first row is of."""
+    rows: int
+    """Number of rows."""
+    probes: torch.Tensor | None
+    """The probes of its group on the device (`Group.write`)."""
+
+
+@dataclass
+class _Run:
+    """Consecutive rows that are sent alike, to places with a constant stride."""
+
+    group: Group
+    probes: torch.Tensor | None
+    alike: tuple[Any, ...]
+    """Key; rows with equal keys are sent alike."""
+    row: int
+    place: int
+    count: int = 1
+    stride: int = 0
+
+    def extend(self, alike: tuple[Any, ...], row: int, place: int) -> bool:
+        """Add `row` at `place`. False: it does not continue the run."""
+        stride = self.stride or max(place - self.place, 0)
+        if (alike, row, place) != (self.alike, self.row + self.count, self.place + self.count * stride):
+            return False
+        self.count, self.stride = self.count + 1, stride
+        return True
+
+
+@dataclass
+class _PackedRun:
+    """Consecutive records of requests that are alike, one of each, and what they are packed to."""
+
+    alike: Alike
+    captures: Captures
+    records_at: int
+    record_size: int
+    offset: int
+    size: int
+    count: int = 1
+
+    def extend(self, alike: Alike, request_slice: RequestSlice) -> bool:
+        """Add a record. False: it does not continue the run."""
+        records_at, offset = self.records_at + self.count * self.record_size, self.offset + self.count * self.size
+        if alike is not self.alike or (request_slice.records_at, request_slice.offset) != (records_at, offset):
+            return False
+        self.count += 1
+        return True
+
+
+class CaptureRing:
+    """The device ring, the host ring, and the thread that copies out of it.
+
+    Args:
+        size: bytes of each ring (`capture_ring_bytes`).
+        dtype: of the states.
+        when_full: "block" or "fail" (`capture_when_full`).
+        keep: upper bound, in bytes, of freed result memory kept for reuse (`capture_kept_bytes`).
+
+    Attributes:
+        memory: [elements], the device ring, which kernels write to.
+        allocator: of the ring.
+        admission: the scheduler's side.
+        results: memory of the results.
+        bytes_sent: bytes copied to the host, or being copied.
+    """
+
+    def __init__(
+        self, size: int, dtype: torch.dtype, device: torch.device | str, when_full: str, keep: int = 0
+    ) -> None:
+        self.memory = torch.empty(size // dtype.itemsize, dtype=dtype, device=device)
+        self.allocator = RingAllocator(len(self.memory))
+        self.admission = RingAdmission(self.allocator, size, dtype.itemsize, when_full)
+        self.results = ResultMemory(keep)
+        self.bytes_sent = 0
+        self._copier = RingCopier(self.allocator, self.results)
+        self._layout: _StepLayout | None = None
+        self._records = np.zeros((2, 0), dtype=np.int64)  # of the last `lay_out`
+        self._lock = threading.Lock()
+        self._host: torch.Tensor | None = None
+        self._stream = torch.cuda.Stream(self.memory.device) if self.memory.is_cuda else None
+
+    def open(self) -> None:
+        """Allocate the host ring and start the copier; a second call does nothing. Thread-safe."""
+        with self._lock:
+            if not self._copier.started:
+                self._host = torch.empty(len(self.memory), dtype=self.memory.dtype, pin_memory=self.memory.is_cuda)
+                self._copier.start(self._host)
+
+    def close(self) -> None:
+        """Copy all that was sent to the results, and end the copier. Nobody is notified any more."""
+        if self._copier.started:
+            self._copier.close()
+            self.results.close()
+        self._copier.on_freed = None
+
+    def notify_when_freed(self, callback: Callable[[], None]) -> None:
+        """Call `callback` on the copier's thread after each span that is freed."""
+        self._copier.on_freed = callback
+
+    def after(self, function: Callable[[], None]) -> None:
+        """Call `function` on the copier's thread after all that was sent so far was copied; at once before `open`."""
+        self._copier.after(function)
+
+    def wait(self) -> None:
+        """Wait until all that was sent so far was copied, and functions given to `after` have returned."""
+        self._copier.wait()
+
+    @property
+    def idle(self) -> bool:
+        """Whether the copier has nothing queued."""
+        return self._copier.idle
+
+    # -- a step ------------------------------------------------------------------------
+
+    def lay_out(self, parts: Sequence[tuple[Captures | None, int, int]]) -> np.ndarray:
+        """Place the records of a step's token rows.
+
+        Args:
+            parts: (captures or None, first position, number of positions) of each request of the step, in batch order.
+
+        Returns:
+            [2, tokens] int64: start and stop of each row's record in the ring; equal where nothing is captured.
+        """
+        if (alike := _all_alike(parts)) is not None:
+            return self._lay_out_alike(parts, alike)
+        sizes = np.concatenate([
+            np.zeros(count, dtype=np.int64) if captures is None else captures.record_sizes(first, count)
+            for captures, first, count in parts
+        ])  # fmt: skip
+        stops = np.cumsum(sizes)
+        # `ends` are the stops where nothing is packed. Packed slices take `sent` elements before the records, which come last.
+        ends, row, sent, slices, packed = [0, *stops.tolist()], 0, 0, [], []
+        for captures, first, count in parts:
+            size, rows = ends[row + count] - ends[row], slice(row, row + count)
+            if captures is not None and size:
+                if captures.packs(first):
+                    packed.append((len(slices), rows, size))
+                    size = captures.packed_size(first, sizes[rows])
+                elif sent != ends[row]:  # after a packed slice
+                    stops[rows] += sent - ends[row]
+                slices.append(RequestSlice(captures, first, sizes[rows], sent, size))
+                sent += size
+            row += count
+        end = sent
+        for number, rows, size in packed:
+            slices[number] = slices[number]._replace(records_at=end)
+            stops[rows] += end - ends[rows.start]
+            end += size
+        start = self.allocator.find(end) if slices else 0
+        self._layout = _StepLayout(start, end, sent, slices) if slices else None
+        stops += start
+        self._records = np.stack((stops - sizes, stops))
+        return self._records
+
+    def _lay_out_alike(self, parts: Sequence[tuple[Captures | None, int, int]], alike: Alike) -> np.ndarray:
+        """`lay_out` of a position each for requests that are `alike`: what they are packed to, then their records."""
+        count, size, packed = len(parts), alike.record_size, alike.packed_size
+        sent = count * packed
+        start = self.allocator.find(sent + count * size)
+        each = np.full(1, size)
+        slices = [
+            RequestSlice(captures, first, each, i * packed, packed, sent + i * size)  # pyright: ignore[reportArgumentType]
+            for i, (captures, first, _) in enumerate(parts)
+        ]
+        self._layout = _StepLayout(start, sent + count * size, sent, slices)
+        starts = start + sent + size * np.arange(count)
+        self._records = np.stack((starts, starts + size))
+        return self._records
+
+    def put(self, site: int, states: torch.Tensor, parts: Sequence[StatesOf]) -> None:
+        """Write states that no kernel writes into the records of the last `lay_out`.
+
+        States that are sent alike, to places with a constant stride, are one copy. A decode step in which each request captures
+        the same is one copy.
+
+        Args:
+            site: number of the site.
+            states: [rows, width], on the ring's device.
+        """
+        runs: list[_Run] = []
+        for captures, row, token, rows, probes in parts:
+            group, column = captures.by_site[site]
+            alike = group.width, group.converted, None if probes is None else probes.data_ptr()
+            for i, (start, stop) in enumerate(self._records[:, token : token + rows].T.tolist()):
+                place = start + group.offset_of(column)
+                if place < stop and not (runs and runs[-1].extend(alike, row + i, place)):
+                    runs.append(_Run(group, probes, alike, row + i, place))
+        for run in runs:
+            run.group.write(states[run.row : run.row + run.count], run.probes, self.memory, run.place, run.stride)
+
+    def send(self) -> None:
+        """Copy the span of the last `lay_out` to the host, after the launched pass that writes it.
+
+        The span is allocated here. A pass that fails before, or a copy that fails, leaves the ring as it was.
+        """
+        layout, self._layout = self._layout, None
+        if layout is None:
+            return
+        start, size, num_sent, slices = layout
+        assert self._host is not None, "open() comes before the first request that captures"
+        device, host, copied = self.memory[start : start + size], self._host[start : start + num_sent], None
+        if self._stream is None:
+            _pack(device, slices)
+            host.copy_(device[:num_sent])
+        else:
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(self._stream):
+                    _pack(device, slices)
+                    host.copy_(device[:num_sent], non_blocking=True)
+                    copied = torch.cuda.Event(blocking=True)
+                    copied.record()
+            except NO_MEMORY:
+                current.wait_stream(self._stream)  # the next pass writes to the span after what was launched here
+                raise
+        self.allocator.allocate(start, size)
+        self.bytes_sent += num_sent * self.memory.itemsize
+        for captures, first, sizes, *_ in slices:
+            captures.next_position = first + len(sizes)
+        self._copier.send(SentSpan(start, slices, copied))
+
+    def forget(self) -> None:
+        """Discard the last `lay_out`: its pass failed."""
+        self._layout = None
+
+
+def _all_alike(parts: Sequence[tuple[Captures | None, int, int]]) -> Alike | None:
+    """What the captures of one position each return as `alike`; None where they differ, or a position is not captured (again)."""
+    found = None
+    for captures, first, count in parts:
+        if captures is None or count != 1 or first < captures.next_position or captures.error is not None:
+            return None
+        alike = captures.alike(first)
+        if alike is None or alike is not (found or alike):
+            return None
+        found = alike
+    return found
+
+
+def _pack(span: torch.Tensor, slices: Sequence[RequestSlice]) -> None:
+    """Pack the records that stay on the device.
+
+    Args:
+        span: [elements], on the device.
+    """
+    pending: list[Pending] = []
+    runs: list[_PackedRun] = []
+    for request_slice in slices:
+        captures, first, sizes, offset, size, records_at = request_slice
+        if records_at is None:
+            continue
+        alike = captures.alike(first) if len(sizes) == 1 else None
+        if alike is not None and runs and runs[-1].extend(alike, request_slice):
+            continue
+        if alike is not None:
+            runs.append(_PackedRun(alike, captures, records_at, sizes.item(0), offset, size))
+            continue
+        stop = records_at + int(sizes.sum())
+        pending += captures.pack(span[records_at:stop], span[offset : offset + size], first, sizes)
+    for run in runs:
+        records, packed = (
+            span[start : start + run.count * size].view(run.count, size)
+            for start, size in ((run.records_at, run.record_size), (run.offset, run.size))
+        )
+        pending += run.captures.pack_rows(records, packed)
+    read_all(pending)  # rows of all requests at once: weights are read once

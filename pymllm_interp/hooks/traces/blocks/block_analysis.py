@@ -1,0 +1,100 @@
+"""What the code of a block shows: whether it needs gradients or names of other blocks, and whether it only reads."""
+
+from __future__ import annotations
+
+import ast
+import dis
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+from ..nnsight_compat import Mediator
+
+GRADIENT_NAMES = frozenset({"backward", "grad", "requires_grad_", "retain_grad", "autograd"})
+LIBRARIES = ("torch", "numpy", "einops", "transformers", "nnsight", "pymllm_interp")
+"""Packages whose functions are not searched for autograd."""
+ACTS = (
+    ast.Call, ast.AugAssign, ast.Assert, ast.Raise, ast.Delete, ast.Global, ast.With, ast.AsyncWith, ast.Import, ast.ImportFrom,
+    ast.Await, ast.Yield, ast.YieldFrom,
+)  # fmt: skip
+"""Syntax that may have an effect outside of the block."""
+
+
+class Names(NamedTuple):
+    """Names in a block's own scope."""
+
+    binds: frozenset[str]
+    needs: frozenset[str]
+    """Names read before the block binds them, in code order."""
+
+
+@lru_cache(maxsize=1024)
+def names_of(code: CodeType) -> Names:
+    """The names that a block binds, and those that it needs from outside."""
+    binds, needs = set(), set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("STORE_NAME", "STORE_GLOBAL"):
+            binds.add(instruction.argval)
+        elif instruction.opname in ("LOAD_NAME", "LOAD_GLOBAL") and instruction.argval not in binds:
+            needs.add(instruction.argval)
+    for inner in _functions(code):
+        for instruction in dis.get_instructions(inner):
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and instruction.argval not in binds:
+                needs.add(instruction.argval)
+    return Names(frozenset(binds), frozenset(needs))
+
+
+@lru_cache(maxsize=1024)
+def wants_gradients(code: CodeType) -> bool:
+    """Whether any code of the block uses a name of autograd (`GRADIENT_NAMES`)."""
+    return bool(GRADIENT_NAMES & {name for part in codes_of(code) for name in part.co_names})
+
+
+def helpers_want_gradients(code: CodeType, scope: Mapping[str, Any], depth: int = 3) -> bool:
+    """Whether a function that the code names uses autograd, or one that this names, and so on.
+
+    Args:
+        scope: values of the names.
+        depth: how far calls are followed.
+    """
+    for name in {name for part in (code, *_functions(code)) for name in part.co_names}:
+        helper = scope.get(name)
+        if isinstance(helper, FunctionType) and not (helper.__module__ or "").startswith(LIBRARIES):
+            inner = helper.__code__
+            if wants_gradients(inner) or (depth > 1 and helpers_want_gradients(inner, helper.__globals__, depth - 1)):
+                return True
+    return False
+
+
+def only_binds(block: ast.With | ast.AsyncWith) -> bool:
+    """Whether the block can only read values and bind its own names: it calls nothing and changes no object."""
+    nodes = [node for statement in block.body for node in ast.walk(statement)]
+    stored = [node for node in nodes if isinstance(node, (ast.Attribute, ast.Subscript))]
+    return not any(isinstance(node, ACTS) for node in nodes) and all(isinstance(node.ctx, ast.Load) for node in stored)
+
+
+def depend_on_each_other(blocks: list[Mediator]) -> bool:
+    """Whether a block reads a name that another block binds, and that did not exist where the block was written."""
+    bound_by: dict[str, set[int]] = {}
+    for i, block in enumerate(blocks):
+        for name in names_of(block.code).binds:
+            bound_by.setdefault(name, set()).add(i)
+    return any(
+        bound_by.get(name, set()) - {i}
+        for i, block in enumerate(blocks)
+        for name in names_of(block.code).needs
+        if not dict.__contains__(block.lcls, name)
+    )
+
+
+def codes_of(code: CodeType) -> list[CodeType]:
+    """The code of a block, and of the functions in it."""
+    return [code, *_functions(code)]
+
+
+def _functions(code: CodeType) -> Iterator[CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _functions(constant)

@@ -1,0 +1,280 @@
+"""`BlockRunner`: runs blocks on the engine's thread, one at a time, and serves them values of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from greenlet import GreenletExit, getcurrent
+from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
+
+from ..nnsight_compat import Event, Interleaver, Mediator, Pending, save_scope
+from ..serving.attention_mask import READ_ONLY
+from ..serving.points import Points
+from ..serving.rows import BatchRows
+from ..serving.shared_value import SharedValue, leaves, same_objects, versions_of
+from .errors import EditError, TraceTimeoutError
+from .torch_modes import NO_AUTOCAST, Modes, autocast_by_device, is_any_autocast_enabled
+from .trace import Block, RequestTrace
+from .watchdog import Watchdog
+
+VALUE = Event.VALUE  # looking up an enum's member is slow
+
+
+class BlockRunner:
+    """Runs blocks on the engine's thread. An error of a block ends its own request and no other.
+
+    Args:
+        points: where blocks are filed while they wait.
+
+    Attributes:
+        serving: the trace whose block runs now; else None.
+        watchdog: watches for blocks that run too long; None for none.
+        seconds: for which the engine's thread has served blocks.
+    """
+
+    def __init__(self, points: Points) -> None:
+        self.points = points
+        self.seconds = 0.0
+        self.serving: RequestTrace | None = None
+        self.watchdog: Watchdog | None = None
+
+    def start(self, block: Block, interleaver: Interleaver) -> None:
+        """Run a new block to where it first waits."""
+        with Turn(self) as turn:
+            turn.switch(block, partial(Mediator.start, block), interleaver)
+
+    def resume(self, block: Block, error: BaseException | None = None) -> None:
+        """Resume a block, or raise `error` at the line where it waits."""
+        worker = block.worker
+        assert worker is not None
+        block.served = True
+        with Turn(self) as turn:
+            block.pending = turn.switch(block, worker.switch if error is None else worker.throw, error)
+
+    def release(self, block: Block) -> None:
+        """Resume a block that waited at a barrier, and file it where it waits next."""
+        self.resume(block)
+        if block.trace.in_pass:
+            self.points.park(block)
+
+    def kill(self, block: Block) -> None:
+        """Unwind a block that is not served any more, so that its frame is freed."""
+        worker = block.worker
+        assert worker is not None
+        with Turn(self) as turn:
+            turn.switch(block, worker.throw, GreenletExit(), _warn_of)
+
+    def serve(self, blocks: list[Block], location: str, visit: int, shared: SharedValue) -> None:
+        """Serve the blocks that wait for this visit of `location`, in order."""
+        with Turn(self) as turn:
+            turn.serve(blocks, location, visit, shared)
+
+
+class Turn:
+    """The engine's thread while blocks run on it: it gets a block's state, and has its own back between two blocks.
+
+    nnsight keeps the saved ids and the nesting depth in thread-local state. Here they belong to the request.
+    """
+
+    __slots__ = (
+        "_autocast", "_began", "_depth", "_grad", "_greenlet", "_inference", "_outer_run", "_runner", "_saves", "_scope",
+        "_serving", "_watchdog",
+    )  # fmt: skip
+
+    def __init__(self, runner: BlockRunner) -> None:
+        self._runner = runner
+
+    def __enter__(self) -> Turn:
+        runner = self._runner
+        self._began = perf_counter()
+        self._greenlet, self._serving = getcurrent(), runner.serving
+        self._grad, self._inference = is_grad_enabled(), is_inference_mode_enabled()
+        self._autocast = autocast_by_device()
+        scope = self._scope = save_scope.__dict__
+        self._depth, self._saves = scope.get("depth", 0), scope.get("saves")
+        watchdog = self._watchdog = runner.watchdog
+        self._outer_run = None
+        if watchdog is not None:
+            watchdog.watch()
+            self._outer_run = watchdog.running
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        scope = self._scope
+        scope["depth"], scope["saves"], self._runner.serving = self._depth, self._saves, self._serving
+        if self._serving is None:  # else it is part of an outer turn
+            self._runner.seconds += perf_counter() - self._began
+
+    def switch(
+        self,
+        block: Block,
+        resume: Callable[[Any], Any],
+        argument: Any,
+        failed: Callable[[Block, BaseException], None] | None = None,
+    ) -> Pending | None:
+        """Call ``resume(argument)``, which runs the block, with its request's state in the thread and the watchdog on.
+
+        Args:
+            failed: called with the error of the block; by default, the error ends the block's request.
+
+        Returns:
+            what the block waits for next, or None.
+        """
+        trace, worker, watchdog, scope = block.trace, block.worker, self._watchdog, self._scope
+        saves, depth, following, error = trace.saves, block.depth, None, None
+        saves.changed, block.pending = True, None
+        scope["depth"], scope["saves"], self._runner.serving = depth, saves.ids, trace
+        if worker is not None:
+            worker.parent = self._greenlet
+        if block.modes.left is not None:
+            block.modes.resume()
+        if watchdog is not None:
+            watchdog.running = [trace, None]
+        try:
+            following = resume(argument)
+        except BaseException as raised:
+            error = raised
+        if watchdog is not None:
+            watchdog.running = self._outer_run  # no call since the `try`, so that no timeout arrives in between
+            if watchdog.posted:
+                watchdog.drain()
+        if scope["depth"] != depth:
+            block.depth = scope["depth"]
+        if (
+            is_grad_enabled() is not self._grad
+            or is_inference_mode_enabled() is not self._inference
+            or self._autocast is not NO_AUTOCAST
+            or is_any_autocast_enabled()
+        ):
+            block.modes.park(Modes(self._inference, self._grad, self._autocast))
+        if error is not None:
+            (failed or self._failed)(block, error)
+            return None
+        if trace.gang or type(trace.rows) is BatchRows:
+            for own in trace.gang or (trace,):  # a block may edit what another one was served
+                if type(own.rows) is BatchRows:
+                    own.rows.write_edits()
+        return following
+
+    def _failed(self, block: Block, raised: BaseException) -> None:
+        watchdog = self._watchdog
+        if isinstance(raised, TraceTimeoutError) and watchdog is not None:
+            raised.args = (
+                f"request {block.trace.request_id}: its block ran for more than trace_step_timeout="
+                f"{watchdog.end_after} s without reaching the model",
+            )
+        block.trace.fail(raised)
+
+    def serve(self, blocks: list[Block], location: str, visit: int, shared: SharedValue) -> None:
+        """Serve the blocks that wait for this visit of `location`, and file each where it waits next."""
+        points = self._runner.points
+        # Where the block before was filed. Blocks that wait for the same `Pending` and have equal visit counts go there too.
+        asked: Pending | None = None
+        pass_index, target_visit, parked = -1, 0, []
+        answer, alike = (
+            self._answer,
+            None,
+        )  # most blocks wait for one and the same `Pending`: its location is compared once
+        for block in blocks:
+            pending, trace = block.pending, block.trace
+            # Blocks before it may have ended its request, or may have resumed it.
+            if pending is None or block.target_visit != visit or trace.ended:
+                continue
+            if pending is not alike:
+                if pending[1] != location:
+                    continue
+                alike = pending
+            visits = trace.visits
+            if visits.skipping and visits.skips(location):
+                continue
+            block.served, occurrence = True, pending[2]
+            pending = answer(block, pending, location, shared)
+            while pending is not None and pending is not asked and pending[1] == location and pending[2] == occurrence:
+                pending = answer(block, pending, location, shared)
+            block.pending = pending
+            if pending is not None and pending is asked and visits.pass_index == pass_index:
+                block.target_visit = target_visit
+                parked.append(block)
+                continue
+            points.park(block)
+            asked, awaited = None, None if pending is None else pending[1]
+            if awaited is not None and visits.pass_index >= 0:
+                point = points.opened[awaited]
+                if point.in_model:
+                    asked, pass_index, target_visit, parked = (
+                        pending, visits.pass_index, block.target_visit, point.parked,
+                    )  # fmt: skip
+
+    def _answer(self, block: Block, pending: Pending, location: str, shared: SharedValue) -> Pending | None:
+        """Do what the block asks for, and run it to where it waits next. Returns what it waits for, or None."""
+        trace, worker = block.trace, block.worker
+        assert worker is not None
+        if block.iteration:
+            # As in nnsight: after the first hit of iter[n], the rest of that step follows in sequence.
+            block.iteration = None
+        block.last_location = location
+        if pending[0] is not VALUE:
+            error = None
+            if pending[0] is Event.SKIP:
+                self._skip(block, location, shared, pending[3])
+            else:
+                error = _swap(block, location, shared, pending[3])
+            return self.switch(block, worker.switch if error is None else worker.throw, error)
+        trace.receipt.reads += 1
+        served = shared.served_to(trace)
+        if type(served) is Tensor:
+            version = served._version
+            following = self.switch(block, worker.switch, served)
+            if served._version != version:
+                shared.count_edit(trace)  # in place
+            return following
+        parts = leaves(served)
+        version = versions_of(parts)
+        following = self.switch(block, worker.switch, served)
+        if not same_objects(leaves(served), parts):
+            _put_back(block, location, shared, served)
+        elif versions_of(parts) != version:
+            shared.count_edit(trace)
+            if shared.masks is not None and shared.masks.edited():
+                trace.fail(EditError(f"request {trace.request_id}: edit of `{location}`: {READ_ONLY}"))
+        return following
+
+    def _skip(self, block: Block, location: str, shared: SharedValue, replacement: Any) -> None:
+        """Skip a module. It does not run if the request is alone; in a shared batch, the request's rows are replaced.
+
+        A module with an attention always runs: otherwise later positions would attend to what another request left in the
+        skipped slots of the KV cache.
+        """
+        trace, path = block.trace, location.removesuffix(".skip")
+        trace.visits.skip(path)
+        points = self._runner.points
+        if (trace.rows is None or trace.rows.alone) and not points.at(location).has_attention:
+            shared.count_edit(trace)
+            shared.value = replacement
+        else:
+            points.open(f"{path}.output").skips.append((block, replacement))
+
+
+def _warn_of(block: Block, raised: BaseException) -> None:
+    block.trace.warn(f"the block raised {raised!r} while it was unwound")
+
+
+def _swap(block: Block, location: str, shared: SharedValue, edited: Any) -> EditError | None:
+    """Replace the request's rows. Returns the error of an edit that does not fit."""
+    try:
+        shared.replace(block.trace.rows, edited)
+        shared.containers = {} if isinstance(edited, Tensor) else {block.trace: edited}
+    except EditError as error:
+        return EditError(f"request {block.trace.request_id}: edit of `{location}`: {error}")
+    shared.count_edit(block.trace)
+    return None
+
+
+def _put_back(block: Block, location: str, shared: SharedValue, served: Any) -> None:
+    """Replace the request's rows after the block has put other values into the container that it was served."""
+    error = _swap(block, location, shared, served)
+    if error is not None:
+        block.trace.fail(error)

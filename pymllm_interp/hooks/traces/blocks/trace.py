@@ -1,0 +1,252 @@
+"""`RequestTrace`: the state of a request's trace, and `Block`: one of its blocks.
+
+A `RequestTrace` is what `Request.trace` points to. It is made on the caller's thread, where the ``with`` block was
+written, and used on the engine's thread after that. It is state only: `lifecycle` starts and ends its blocks, the
+`EngineInterleaver` serves them in each pass. Nothing is serialised: a local block runs on the caller's own objects.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import ChainMap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...captures.activations import NOTHING, Activations
+from ...receipt import Receipt
+from ..nnsight_compat import EarlyStopException, Mediator
+from ..saves.block_saves import BlockSaves
+from ..saves.save_transfer import SaveTransfer
+from ..serving.rows import Padding, Rows
+from ..serving.visits import VisitCounts
+from ..syntax.caller_frames import block_traceback
+from ..syntax.pass_options import NONE, PassOptions
+from .block_analysis import helpers_want_gradients, names_of, only_binds, wants_gradients
+from .errors import GangError, LoopEnd
+from .loops import LOOP_NAMES, with_loop_ends
+from .torch_modes import BlockModes
+
+_trace_ids = itertools.count()
+
+
+def _nothing() -> None:
+    pass
+
+
+class Block(Mediator):
+    """One block of a request: a mediator that counts its own request's passes, and not the engine's.
+
+    Attributes:
+        target_visit: the visit of the current pass that the block waits for, if it waits for a location.
+        served: the block has been resumed at least once.
+        last_location: where the block was last served; "" before the first time.
+        reads_tokens: it was served a value of the streamer.
+        depth: nnsight's ``with`` blocks around the line where it waits: more than 1 inside ``with tracer.iter[...]:``.
+    """
+
+    trace: RequestTrace
+    modes: BlockModes
+    target_visit = 0
+    served = False
+    last_location = ""
+    reads_tokens = False
+    depth = 1
+
+    def occurrence(self, location: str) -> int:
+        """How many times the request's passes have reached `location`."""
+        return self.interleaver.points.occurrence(self.trace, location)
+
+    def wanted(self, location: str) -> int:
+        """The occurrence of `location` that a read waits for now."""
+        iteration = self.iteration
+        return self.occurrence(location) if iteration is None else iteration
+
+
+class RequestTrace:
+    """The blocks that watch one request, and their state.
+
+    Args:
+        block: the request's own block; None if it has persistent edits only.
+        edits: persistent edits, which run before the block.
+        grad: run the pass alone and with gradients, whether or not a block names autograd.
+        options: how the request's passes run.
+        transfer: of the ``with`` block's saves; None leaves them where they are.
+        on_step: called after each pass with its number and copies of the saved values by name, beside the engine's thread.
+
+    Attributes:
+        key: its own, by which requests name it (`RequestHooks.trace_key`).
+        trace_id: shared by the requests of one ``with`` block.
+        num_prompts: requests of that ``with`` block.
+        order: of the trace among those of the ``with`` block.
+        request_ids: the requests whose rows the blocks see, in the order of their prompts; more than one where an invoke has a
+            list of prompts, or none (it sees the whole batch). Empty until they are made.
+        prompt_lens: tokens of each prompt. Empty until the blocks start.
+        padding: where several prompts stand in their pass; None on the left.
+        padded: its prompts are padded to the longest one of the ``with`` block.
+        pad_token_id: fills the result of several requests.
+        whole_batch: traces of the ``with`` block whose blocks see all of its requests; none of them is a request's own.
+        sees_all: its block, an invoke without a prompt, sees all requests of the ``with`` block.
+        blocks: persistent edits first, then the request's own block.
+        saves: names and saves of the request's own block.
+        visits: visits that the request's passes have made.
+        rows: the request's rows in the current pass; None while it is in none.
+        max_passes: passes that the request can take part in.
+        single: the request is one forward pass, and generates nothing.
+        started: its blocks have run to where they first wait.
+        over: no further pass comes.
+        ended: no block is served any more.
+        stopped: a block called ``tracer.stop()``.
+        error: what ended the request, other than ``tracer.stop()``. Set by `fail` alone.
+        result: output of a single forward pass, for ``tracer.result``.
+        activations: what each request captured, in the order of the prompts; set when they are over.
+        gang: the traces that share each step with this one, itself included; empty for a trace on its own.
+        cancel: ends the requests; set once they are submitted.
+        postprocess: makes ``tracer.result`` once all requests of the ``with`` block have finished; None for token ids.
+        keeps_result: the result is wanted though no block reads it.
+        last_edit: pass in which a block last edited a value (`NaNCheck.pass_number`); None before that.
+    """
+
+    def __init__(
+        self,
+        block: Mediator | None,
+        edits: list[Mediator],
+        *,
+        grad: bool = False,
+        options: PassOptions = NONE,
+        transfer: SaveTransfer | None = None,
+        on_step: Callable[[int, dict[str, Any]], None] | None = None,
+    ) -> None:
+        self.key = self.trace_id = next(_trace_ids)
+        self.num_prompts, self.order = 1, 0
+        self.request_ids: tuple[str, ...] = ()
+        self.prompt_lens: tuple[int, ...] = ()
+        self.padding: Padding | None = None
+        self.padded = False
+        self.pad_token_id = 0
+        self.whole_batch: Sequence[RequestTrace] = ()
+        self.sees_all = False
+        self.blocks = [self._block(edit, edit.lcls.copy()) for edit in edits]
+        if block is not None:
+            self.blocks.append(self._block(block, block.lcls))
+        self.main_block = self.blocks[-1] if block is not None else None
+        self.saves = BlockSaves(self.main_block, transfer or SaveTransfer(None))
+        self.visits = VisitCounts()
+        self.rows: Rows | None = None
+        self.max_passes = 1
+        self.single = self.started = self.over = self.ended = self.stopped = False
+        self.error: BaseException | None = None
+        self.result: Any = None
+        self.activations: list[Activations] = []
+        self.receipt = Receipt()
+        self.warnings: list[str] = []
+        self.gang: Sequence[RequestTrace] = ()
+        self.grad = grad or any(
+            wants_gradients(b.code) or helpers_want_gradients(b.code, ChainMap(b.lcls, b.glbls)) for b in self.blocks
+        )
+        self.options = options
+        self.on_step = on_step
+        self.last_edit: int | None = None
+        self.cancel: Callable[[], Any] = _nothing
+        self.postprocess: Callable[[], Any] | None = None
+        self.keeps_result = False
+
+    def _block(self, source: Mediator, scope: Any) -> Block:
+        code = with_loop_ends(source.node, source.code) if source.node is not None else source.code
+        block = Block(code, source.glbls, {}, node=source.node)
+        block.lcls = scope
+        block.trace, block.modes = self, BlockModes()
+        for name, value in LOOP_NAMES.items():
+            dict.__setitem__(scope, name, value)  # past the scope's record of bound names
+        return block
+
+    @property
+    def request_id(self) -> str:
+        """For messages: the request, or the requests, that the trace watches."""
+        return ", ".join(self.request_ids)
+
+    @property
+    def watches_several(self) -> bool:
+        """Its blocks see a batch of requests; of one where they see all of the ``with`` block, or where it is padded."""
+        return len(self.request_ids) > 1 or self.sees_all or self.padded
+
+    @property
+    def in_pass(self) -> bool:
+        """The request takes part in the current pass."""
+        return self.visits.in_pass
+
+    def is_served_at(self, location: str) -> bool:
+        """Whether the request's blocks are served at `location` in the current pass."""
+        visits = self.visits
+        return not (self.ended or (visits.skipping and visits.skips(location)))
+
+    def fail(self, raised: BaseException) -> None:
+        """End the request because a block raised: none of its blocks is served any more. Its gang fails with it.
+
+        A `LoopEnd` that leaves the block is only a warning.
+        """
+        if not hasattr(raised, "__intervention_tb__"):  # the traceback as far as the block's own lines
+            raised.__intervention_tb__ = raised.__traceback__  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(raised, LoopEnd):
+            self.warn(f"{raised}, and the block ended inside the function that holds the loop; saved values are kept")
+            return
+        self.ended = True
+        if isinstance(raised, EarlyStopException):
+            self.stopped = True
+        elif self.error is None:
+            self.error = raised
+            if isinstance(raised, RuntimeError) and "does not require grad" in str(raised) and not self.grad:
+                raised.add_note(
+                    "a trace has gradients if its block names them (backward, grad, ...), or with grad=True"
+                )
+            if isinstance(raised, NameError) and self._binds_elsewhere(raised.name):
+                raised.add_note(
+                    f"`{raised.name}` is bound by another invoke of this trace, which has not reached that line yet: with "
+                    "`barrier = tracer.barrier(2)`, call `barrier()` after that line there, and before this line here"
+                )
+            for other in self.gang:
+                if not other.ended:
+                    other.fail(
+                        GangError(f"request {self.request_id}, which runs together with this one, failed: {raised!r}")
+                    )
+
+    def _binds_elsewhere(self, name: str | None) -> bool:
+        """Whether another block of the gang binds `name`."""
+        blocks = (trace.main_block for trace in self.gang if trace is not self)
+        return any(block is not None and name in names_of(block.code).binds for block in blocks)
+
+    def warn(self, text: str) -> None:
+        """Add a warning for the user, who gets it with the result."""
+        if text not in self.warnings:
+            self.warnings.append(text)
+
+    def saved_names(self) -> dict[str, Any]:
+        """The values that the block saved, by name."""
+        return self.saves.saved_names()
+
+    def unsaved_names(self) -> list[str]:
+        """Names bound to what the block read, if it did nothing else, so that the trace leaves no effect."""
+        block = self.main_block
+        if block is None or block.node is None or self.saves.ids or self.receipt.edits:
+            return []
+        if self.on_step is not None or any(found is not NOTHING for found in self.activations) or len(self.blocks) > 1:
+            return []
+        names = sorted(name for name, value in self.saves.names().items() if isinstance(value, torch.Tensor))
+        return names if names and self.receipt.reads and only_binds(block.node) else []
+
+    def take_error(self) -> BaseException | None:
+        """What ended the request, for its caller: with the lines of the block alone. The trace and the pass let go of it.
+
+        The frames of the pass hold its tensors, and this trace.
+        """
+        error, self.error = self.error, None
+        if error is not None:
+            error.__traceback__ = block_traceback(error)
+            vars(error).pop("__intervention_tb__", None)
+        return error
+
+    def release_blocks(self) -> None:
+        """Drop the blocks, whose references to the trace form a cycle. Call it once the saves are delivered."""
+        self.blocks, self.main_block, self.cancel = [], None, _nothing
+        self.saves.release()

@@ -1,0 +1,120 @@
+"""`BlockSaves`: the names that a request's block bound, and which of their values it saved."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from ..blocks.loops import PREFIX
+from ..nnsight_compat import Mediator, mark
+from .save_transfer import SaveTransfer
+from .saved import batch_views, find_tensors, give_own_storage
+
+
+class BlockSaves:
+    """Names and saves of a request's own block. Blocks of persistent edits save nothing.
+
+    Args:
+        block: None for a request that has persistent edits only.
+
+    Attributes:
+        transfer: copies saves to the caller's device.
+        ids: ids of the objects that ``.save()`` marked.
+        outer: values that were saved above the block, by the name that they had there.
+        changed: a block of the request has run since the saves were last searched.
+    """
+
+    __slots__ = ("_block", "_done", "_seen", "changed", "ids", "outer", "transfer")
+
+    def __init__(self, block: Mediator | None, transfer: SaveTransfer) -> None:
+        self._block, self.transfer = block, transfer
+        self.ids: set[int] = set()
+        self.outer: dict[str, Any] = {}
+        self.changed = True
+        self._seen: dict[int, int] = {}
+        self._done: torch.cuda.Event | None = None
+
+    def names(self) -> dict[str, Any]:
+        """The values that the block bound, by name."""
+        if self._block is None:
+            return {}
+        return {name: value for name, value in self._block.lcls.writes().items() if not name.startswith(PREFIX)}
+
+    def saved_names(self) -> dict[str, Any]:
+        """The values that the block saved, by name."""
+        return {name: value for name, value in self.names().items() if id(value) in self.ids}
+
+    def saved_values(self) -> list[Any]:
+        """The values that the block saved and still has a name for."""
+        if self._block is None or not self.ids:
+            return []
+        ids, value_of = self.ids, self._block.lcls.get
+        return [value for name in self._block.lcls.written if id(value := value_of(name)) in ids]
+
+    # -- while the request runs ------------------------------------------------
+
+    def find(self, found: list[torch.Tensor], searched: set[int]) -> None:
+        """Append the saved tensors to `found`, if a block has run since the last call.
+
+        Args:
+            searched: ids of values of `outer` that were searched after this pass. Searched ones are added.
+        """
+        if self.changed:
+            self.changed = False
+            if self.ids:
+                self._find(found)
+            for value in self.outer.values():
+                if id(value) not in searched:
+                    searched.add(id(value))
+                    find_tensors(value, found, self.transfer.seen)
+
+    def _find(self, found: list[torch.Tensor]) -> None:
+        for value in self.saved_values():
+            find_tensors(value, found, self._seen)
+
+    def end(self) -> None:
+        """The blocks have ended: give storage to what their last lines saved, and record when the device has computed it."""
+        if self.changed:  # what those lines put into `outer` is found after the next pass, or by `SaveTransfer.finish`
+            found: list[torch.Tensor] = []
+            self._find(found)
+            give_own_storage(batch_views(found, self.transfer.pieces))
+        if torch.cuda.is_initialized():
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    # -- when it is over, on the caller's thread -------------------------------
+
+    def queue(self) -> None:
+        """Queue what `deliver` is going to deliver."""
+        if self._done is not None:
+            torch.cuda.current_stream(self._done.device).wait_event(self._done)
+        if self.transfer.device is not None:
+            self.transfer.collect()
+            for value in itertools.chain(self.saved_values(), self.outer.values()):
+                self.transfer.queue(value)
+
+    def deliver(self, delivered: dict[int, Any]) -> dict[str, Any]:
+        """The values that the block bound, by name, as the caller gets them: saved ones on the caller's device, and marked.
+
+        `queue` and `SaveTransfer.flush` come before, `SaveTransfer.finish` after.
+
+        Args:
+            delivered: values that outlive the trace are added, by id.
+        """
+        names, in_session = self.names(), self.transfer.device is None
+        for value in self.outer.values():
+            value = mark(self.transfer.deliver(value))
+            delivered[id(value)] = value
+        for name, value in names.items():
+            if id(value) in self.ids:
+                value = names[name] = mark(self.transfer.deliver(value))
+                delivered[id(value)] = value
+            elif in_session:  # a session keeps every name
+                delivered[id(value)] = value
+        return names
+
+    def release(self) -> None:
+        """Drop the references to the block and to the values above it."""
+        self._block, self.outer = None, {}

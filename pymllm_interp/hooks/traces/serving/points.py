@@ -1,0 +1,148 @@
+"""`Points`: the locations at which blocks wait in the current pass."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from ..blocks.trace import Block, RequestTrace
+from .visits import Location, PassVisits
+
+
+class Point(Location):
+    """A location and what waits there in the current pass.
+
+    Attributes:
+        parked: blocks that wait for a visit.
+        caches: (block, cache, what the cache stores).
+        skips: (block, replacement of its request's rows), for requests that skip the module.
+    """
+
+    __slots__ = ("caches", "parked", "skips")
+
+    def __init__(self, name: str, **location: Any) -> None:
+        super().__init__(name, **location)
+        self.clear()
+
+    def awaited(self, visit: int) -> bool:
+        """Whether anything waits for this visit."""
+        if self.caches or self.skips:
+            return True
+        for block in self.parked:  # a generator is slower, and every layer of every pass asks
+            if block.target_visit == visit:
+                return True
+        return False
+
+    def waiting(self, visit: int) -> set[RequestTrace]:
+        """The traces that wait for this visit."""
+        blocks = [entry[0] for entry in (*self.caches, *self.skips)]
+        return {block.trace for block in (*blocks, *(b for b in self.parked if b.target_visit == visit))}
+
+    def take(self, visit: int) -> list[Block]:
+        """Remove and return the blocks that wait for this visit."""
+        parked = self.parked
+        ready = [block for block in parked if block.target_visit == visit]
+        self.parked = [block for block in parked if block.target_visit != visit] if len(ready) < len(parked) else []
+        return ready
+
+    def leave(self, trace: RequestTrace) -> None:
+        """Remove everything that waits here for `trace`."""
+        self.parked = [block for block in self.parked if block.trace is not trace]
+        self.caches = [entry for entry in self.caches if entry[0].trace is not trace]
+        self.skips = [entry for entry in self.skips if entry[0].trace is not trace]
+
+    def clear(self) -> None:
+        """Remove everything that waits here."""
+        self.parked: list[Block] = []
+        self.caches: list[tuple[Block, Any, tuple[str, str]]] = []
+        self.skips: list[tuple[Block, Any]] = []
+
+
+class Points:
+    """The points of the current pass: those at which something waits, or has waited.
+
+    Args:
+        visits: counts of the current pass.
+        locate: a method that makes the point of a location name.
+
+    Attributes:
+        opened: the points by location name.
+    """
+
+    def __init__(self, visits: PassVisits, locate: Callable[[str], Point]) -> None:
+        self.opened: dict[str, Point] = {}  # a plain dict: every module of a pass looks here
+        self._visits = visits
+        self._locate = weakref.WeakMethod(locate)  # the method's object holds this one
+        self._known: dict[str, Point] = {}
+        self._by_layer: dict[int, list[Point]] = {}
+
+    def __len__(self) -> int:
+        return len(self.opened)
+
+    def at(self, name: str) -> Point:
+        """The point at a location, whether or not anything waits there."""
+        point = self._known.get(name)
+        if point is None:
+            locate = self._locate()
+            assert locate is not None
+            point = self._known[name] = locate(name)
+        return point
+
+    def open(self, name: str) -> Point:
+        """The point at a location where something is about to wait."""
+        point = self.opened.get(name)
+        if point is None:
+            point = self.opened[name] = self.at(name)
+            if point.layer is not None:
+                self._by_layer.setdefault(point.layer, []).append(point)
+        return point
+
+    def in_layer(self, layer: int) -> list[Point]:
+        """The points of a decoder layer."""
+        return self._by_layer.get(layer, [])
+
+    def awaited_in(self, layer: int) -> list[Point]:
+        """The points of a decoder layer where something waits for the next visit."""
+        return [point for point in self.in_layer(layer) if point.awaited(self._visits.of(point))]
+
+    def park(self, block: Block) -> None:
+        """File a block at the location that it waits for, if it waits for one."""
+        pending = block.pending
+        if pending is not None:
+            _, name, iteration, _ = pending
+            if name is not None and iteration is not None:
+                point = self.opened.get(name) or self.open(name)
+                block.target_visit = iteration - block.trace.visits.before_pass(point, self._visits.per_pass)
+                point.parked.append(block)
+
+    def unpark(self, block: Block, name: str) -> None:
+        """Remove a block from a location, if it is filed there."""
+        point = self.opened.get(name)
+        if point is not None and block in point.parked:
+            point.parked.remove(block)
+
+    def occurrence(self, trace: RequestTrace, name: str) -> int:
+        """How many times the request's passes have reached a location."""
+        return trace.visits.occurrence(self.at(name), self._visits)
+
+    def key(self, trace: RequestTrace, name: str) -> tuple[int, int]:
+        """See `VisitCounts.key`."""
+        return trace.visits.key(self.at(name), self._visits)
+
+    def reaches(self, block: Block, name: str) -> bool:
+        """Whether `block` waits for the next visit of a location."""
+        pending = block.pending
+        return (
+            pending is not None
+            and pending.provider == name
+            and pending.iteration == self.occurrence(block.trace, name)
+            and block.trace.is_served_at(name)
+        )
+
+    def end_pass(self) -> None:
+        """Remove everything that waits."""
+        for point in self.opened.values():
+            point.clear()
+        self.opened.clear()
+        self._by_layer.clear()

@@ -1,0 +1,58 @@
+"""`with lm.session():` several traces that see each other's values."""
+
+from __future__ import annotations
+
+import ast
+from types import CodeType, FrameType
+from typing import Any
+
+from ..blocks.loops import AST_LOCK
+from ..nnsight_compat import (
+    Scope,
+    Tracer,
+    mark,
+    push_result,
+    save_scope,
+    thread_saves,
+)
+from ..saves.save_transfer import SaveTransfer
+from ..saves.saved import saves_device
+
+
+class _Captured:
+    """Parses and compiles one block at a time, since callers are on many threads."""
+
+    def parse(self, source: str, lineno: int) -> ast.With | ast.AsyncWith | None:
+        with AST_LOCK:
+            return super().parse(source, lineno)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def compile(self, module: ast.Module, frame: FrameType) -> CodeType:
+        with AST_LOCK:
+            return super().compile(module, frame)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class SessionTracer(_Captured, Tracer):
+    """A ``with lm.session():`` block: its traces see each other's values, and its caller gets the saved ones at its end.
+
+    Args:
+        device: where the caller gets the saves; see `EngineTracer`.
+    """
+
+    def __init__(self, device: Any = "cpu", backend: Any = None) -> None:
+        super().__init__(backend=backend)
+        self.device = saves_device(device)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(saves on {self.device})"
+
+    def execute(self, code: CodeType) -> None:
+        """Run the block, and bind the saved names in the caller's frame."""
+        frame = self.info.frame  # pyright: ignore[reportOptionalMemberAccess]
+        scope = Scope(dict(frame.f_locals), {}, frame.f_globals)
+        exec(code, scope)
+        names = dict(scope)
+        if save_scope.depth == 1:
+            transfer, saved = SaveTransfer(self.device), thread_saves()
+            names = {name: mark(transfer.deliver(value)) for name, value in names.items() if id(value) in saved}
+            transfer.wait()
+        push_result(frame, names)

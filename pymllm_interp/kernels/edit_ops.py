@@ -1,0 +1,468 @@
+# pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
+"""Triton kernels for declared ops and captures, on rows held in registers. The tables' layout is in codes.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from ..core.forward_batch import Delta, ParallelDelta
+from ..core.model_spec import delta_site, final_norm_site
+from ..core.norm_kind import RMS, Norm
+from . import edit_codes as codes
+from .edit_codes import Encoder, OpTables, TokenRows
+from .launch import Launcher, grid_wait, launch_dependents
+from .triton_norm import load_shift, norm_launch, normalize
+
+ADD, PROJECT_OUT, CLAMP = tl.constexpr(codes.ADD), tl.constexpr(codes.PROJECT_OUT), tl.constexpr(codes.CLAMP)
+SCALE, PATCH, GATE = tl.constexpr(codes.SCALE), tl.constexpr(codes.PATCH), tl.constexpr(codes.GATE)
+SET_FEATURE = tl.constexpr(codes.SET_FEATURE)
+MAX_GATES, NO_END = tl.constexpr(codes.MAX_GATES), tl.constexpr(codes.NO_END)
+PRESERVE, MATCH = tl.constexpr(codes.PRESERVE), tl.constexpr(codes.MATCH)
+MORE, WORDS = tl.constexpr(codes.MORE), tl.constexpr(codes.WORDS)
+HEADS_WORD = tl.constexpr(codes.HEADS_WORD)
+FLOAT16, CAPTURE_WORDS = tl.constexpr(codes.FLOAT16), tl.constexpr(codes.CAPTURE_WORDS)
+
+
+ENCODED = 1 << 25
+"""Features that an encoder has at once: they bound its rows."""
+MAX_REGISTERS = 128
+"""Per thread: two programs fit a multiprocessor, so that 256 rows of 4,096 run at once."""
+
+
+@triton.jit
+def _first_vector(word, kind, vectors, column, mask, WIDTH: tl.constexpr):
+    """The first vector [rows, block] of the ops at `word` [rows, 1]; 0 for rows without an op."""
+    first = tl.load(word + 1, mask=kind > 0, other=0, eviction_policy="evict_last").to(tl.int64)
+    return tl.load(vectors + first * WIDTH + column, mask=(kind > 0) & mask, other=0.0, eviction_policy="evict_last")
+
+
+@triton.jit
+def _set_flag(word, reads, fired, owner, position, row, flags, first_fired):
+    """Set the flags [rows, 1] that GATEs `reads` stand for, by their `flag_word`, for ops that look later in the pass."""
+    slot, of_prompt = (-2 - word) // 2, ((-2 - word) & 1) > 0
+    by_row = reads & (of_prompt == 0)
+    bit = tl.full(word.shape, 1, tl.int64) << slot
+    before = tl.load(flags + row, mask=by_row, other=0, volatile=True)
+    tl.store(flags + row, tl.where(fired, before | bit, before & ~bit), mask=by_row)
+    tl.atomic_min(first_fired + owner * MAX_GATES + slot, position, mask=reads & of_prompt & fired)
+    tl.debug_barrier()  # an op at the next site may be in this kernel
+
+
+@triton.jit
+def _flag(word, looks, owner, position, row, flags, first_fired):
+    """Whether the flags [rows, 1] of `flag_word` are set, for the ops that look."""
+    slot, of_prompt = (-2 - word) // 2, ((-2 - word) & 1) > 0
+    bits = tl.load(flags + row, mask=looks & (of_prompt == 0), other=0, volatile=True)
+    first = tl.load(first_fired + owner * MAX_GATES + slot, mask=looks & of_prompt, other=NO_END, volatile=True)
+    return tl.where(of_prompt, position >= first, ((bits >> slot) & 1) > 0)
+
+
+@triton.jit
+def _set_features(
+    state, edited, sets, rank, first, encoder_word, thresholds, row, vectors, column, mask, SPAN: tl.constexpr, WIDTH: tl.constexpr,
+    ENCODERS: tl.constexpr,
+):  # fmt: skip
+    """`edited` [rows, block] with the features of SET_FEATURE at their targets, in the rows `sets`; they are read from `state`.
+
+    Args:
+        encoder_word: [rows, 1] float32, 1 plus the number of the encoder whose threshold counts in place of the feature's; or 0.
+    """
+    encoded = sets & (encoder_word > 0.0)
+    if ENCODERS:
+        place = row * ENCODERS + tl.where(encoded, encoder_word - 1.0, 0.0).to(tl.int32)
+        of_row = tl.load(thresholds + place, mask=encoded, other=0.0)
+    for j in range(0, tl.max(tl.where(sets, rank, 0))):
+        now = sets & (j < rank)
+        source = vectors + (first + 3 * j * SPAN) * WIDTH
+        encoder = tl.load(source + column, mask=now & mask, other=0.0, eviction_policy="evict_last")
+        decoder = tl.load(source + SPAN * WIDTH + column, mask=now & mask, other=0.0, eviction_policy="evict_last")
+        number = source + 2 * SPAN * WIDTH
+        dot = tl.sum(state * encoder, axis=1, keep_dims=True)
+        threshold = tl.load(number + 3, mask=now, other=0.0)
+        if ENCODERS:
+            threshold = tl.where(encoded, of_row, threshold)
+        active = dot + tl.load(number + 2, mask=now, other=0.0) > threshold
+        feature = tl.load(number, mask=now, other=0.0) * dot + tl.load(number + 1, mask=now, other=0.0)
+        feature = tl.where(active, tl.maximum(feature, 0.0), 0.0)
+        target = tl.load(number + 4, mask=now, other=0.0) * feature + tl.load(number + 5, mask=now, other=0.0)
+        target = tl.maximum(target, tl.load(number + 6, mask=now, other=0.0))
+        change = tl.minimum(target, tl.load(number + 7, mask=now, other=0.0)) - feature
+        edited = tl.where(now & (change != 0.0), edited + change * decoder, edited)
+    return edited
+
+
+@triton.jit
+def _apply_ops(
+    value, owner, position, site, kind, vector, ops, fires, vectors, row, flags, first_fired, thresholds, column, mask, inside,
+    SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr,
+    ENCODERS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """`value` [rows, block] float32 after the ops of each row's owner at `site`, rounded after each op.
+
+    Every op adds multiples of its vectors to a part of the state, so that one loop serves all ops. Short code matters: it
+    shares the cache with the model's weights.
+
+    Args:
+        kind: [rows, 1], the first word of each row's first op.
+        vector: [rows, block], the first vector of that op.
+        HEAD_DIM: channels of a head, or 0 for a state without heads. An op sees zeros at heads that are not its own.
+    """
+    fresh = 1  # whether `vector` is the current op's first vector
+    span: tl.constexpr = (SIZE + WIDTH - 1) // WIDTH  # rows of the pool that a vector takes
+    op = (owner * SITES + site) * DEPTH
+    while tl.max(kind) > 0:
+        word = ops + op * WORDS
+        live = inside & (kind > 0)
+        code, rank, norms = kind & 255, (kind >> 8) & 255, (kind >> 16) & 255
+        first = tl.load(word + 1, mask=live, other=0, eviction_policy="evict_last").to(tl.int64)
+        start = tl.load(word + 2, mask=live, other=0, eviction_policy="evict_last")
+        stop = tl.load(word + 3, mask=live, other=0, eviction_policy="evict_last")
+        step = tl.load(word + 4, mask=live, other=1, eviction_policy="evict_last")
+        probe_row = tl.load(word + 5, mask=live, other=-1, eviction_policy="evict_last").to(tl.int64)
+        a = tl.load(word + 6, mask=live, other=0, eviction_policy="evict_last").to(tl.float32, bitcast=True)
+        b = tl.load(word + 7, mask=live, other=0, eviction_policy="evict_last").to(tl.float32, bitcast=True)
+        live = live & (position >= start) & (position < stop) & ((position - start) % step == 0)
+        state = value
+        if HEAD_DIM:
+            head = column // HEAD_DIM
+            bits = tl.load(word + HEADS_WORD + head // 32, mask=live & mask, other=0, eviction_policy="evict_last")
+            own = ((bits >> (head % 32)) & 1) > 0
+            state = tl.where(own, value, 0.0)
+        reads = live & (code == GATE)
+        gated = live & ((probe_row >= 0) | reads)
+        if tl.max(gated.to(tl.int32)) > 0:
+            source = vectors + tl.where(reads, first, probe_row) * WIDTH + column
+            probe = tl.load(source, mask=gated & mask, other=0.0, eviction_policy="evict_last")
+            dot = tl.sum(state * probe, axis=1, keep_dims=True)
+            threshold = tl.load(word + 8, mask=gated, other=0).to(tl.float32, bitcast=True)
+            if tl.max(reads.to(tl.int32)) > 0:
+                _set_flag(probe_row, reads, dot > threshold, owner, position, row, flags, first_fired)
+            live = live & (reads == 0) & ((gated == 0) | (dot > threshold))
+            tl.atomic_add(fires + op, 1, mask=gated & live)
+        looks = live & (probe_row < -1)
+        if tl.max(looks.to(tl.int32)) > 0:
+            live = live & ((looks == 0) | _flag(probe_row, looks, owner, position, row, flags, first_fired))
+            tl.atomic_add(fires + op, 1, mask=looks & live)
+        norm = tl.zeros_like(a)
+        if tl.max(tl.where(live, norms, 0)) > 0:
+            norm = tl.sqrt(tl.sum(state * state, axis=1, keep_dims=True))
+        along = live & ((code == PROJECT_OUT) | (code == CLAMP))
+        patches = code == PATCH
+        # An addition or a patch of rank 2 has one vector per position, in the order of the window.
+        single = patches | (code == ADD)
+        ordinal = tl.where(single & (rank == 2), (position - start) // step, 0)
+        rank = tl.where(single, 1, rank)
+        edited = tl.where(patches, 0.0, tl.where(code == SCALE, state * a, state))
+        sets = live & (code == SET_FEATURE)
+        if tl.max(sets.to(tl.int32)) > 0:
+            edited = _set_features(
+                state, edited, sets, rank, first, a, thresholds, row, vectors, column, mask, span, WIDTH, ENCODERS
+            )
+            rank = tl.where(sets, 0, rank)
+        for j in range(0, tl.max(tl.where(live, rank, 0))):
+            now = live & (j < rank)
+            if (fresh == 0) | (tl.max(ordinal) > 0):
+                source = vectors + (first + (ordinal + j) * span) * WIDTH + column
+                vector = tl.load(source, mask=now & mask, other=0.0, eviction_policy="evict_last")
+            fresh = 0
+            gain = tl.where(patches, 1.0, tl.where(norms == MATCH, a * norm, a))
+            if tl.max(along.to(tl.int32)) > 0:
+                dot = tl.sum(state * vector, axis=1, keep_dims=True)
+                wanted = tl.where(code == CLAMP, tl.minimum(tl.maximum(dot, a), b), 0.0)
+                gain = tl.where(along, wanted - dot, gain)
+            # A gain of 0 must keep all bits: adding +0.0 would change the sign of -0.0.
+            edited = tl.where(now & (gain != 0.0), edited + gain * vector, edited)
+        if tl.max((live & (norms == PRESERVE)).to(tl.int32)) > 0:
+            after = tl.sqrt(tl.sum(edited * edited, axis=1, keep_dims=True))
+            edited = tl.where((norms == PRESERVE) & (after > 0.0), edited * (norm / after), edited)
+        written = live
+        if HEAD_DIM:
+            written = live & own
+        value = tl.where(written, edited.to(dtype).to(tl.float32), value)
+        fresh = 0
+        op += 1
+        kind = tl.load(ops + op * WORDS, mask=kind >= MORE, other=0, eviction_policy="evict_last")
+    return value
+
+
+@triton.jit
+def _capture(
+    value, offset, way, words, first, stop, vectors, ring, column, mask,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Store `value` [rows, block] in the ring, at `offset` [rows, 1] of each row's record if the record reaches that far.
+
+    Args:
+        offset: -1 for rows without a capture.
+        way: [rows, 1], `capture_word`; 0 for states in the ring's dtype, else see `_capture_reduced`.
+        words: [rows, 1], pointers to each row's words of the capture.
+        first, stop: [rows, 1], ends of each row's record.
+    """
+    place = first + offset
+    wanted = (offset >= 0) & (place < stop)
+    if tl.max(wanted.to(tl.int32)) > 0:
+        start = place
+        if ALIGNED:  # whole states are
+            start = tl.multiple_of(place, (8, 8))
+        tl.store(ring + start + column, value.to(ring.dtype.element_ty), mask=wanted & (way == 0) & mask)
+        way = tl.where(wanted, way, 0)
+        if tl.max(way) > 0:
+            _capture_reduced(value, first, offset, way, words, vectors, ring, column, mask, SIZE, WIDTH, ALIGNED)
+
+
+@triton.jit
+def _capture_reduced(
+    value, first, offset, way, words, vectors, ring, column, mask,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Store at `first + offset` [rows, 1] the float32 dot products of `value` [rows, block] with vectors of the pool, or `value`
+    converted to 16 bits. Rows with a `way` of 0 are skipped."""
+    span: tl.constexpr = (SIZE + WIDTH - 1) // WIDTH  # rows of the pool that a vector takes
+    bits: tl.constexpr = ring.dtype.element_ty.primitive_bitwidth
+    count = way & 255
+    probe = tl.load(words + 2, mask=count > 0, other=0, eviction_policy="evict_last").to(tl.int64)
+    dots = ring.to(tl.pointer_type(tl.float32), bitcast=True) + (first + offset) * bits // 32
+    for j in range(0, tl.max(count)):
+        source = vectors + (probe + j * span) * WIDTH + column
+        vector = tl.load(source, mask=(j < count) & mask, other=0.0, eviction_policy="evict_last")
+        tl.store(dots + j, tl.sum(value * vector, axis=1, keep_dims=True), mask=j < count)
+    if bits == 32:
+        code = way >> 8
+        half = value.to(tl.float16).to(tl.int16, bitcast=True)
+        half = tl.where(code == FLOAT16, half, value.to(tl.bfloat16).to(tl.int16, bitcast=True))
+        start = first * 2 + offset * 2
+        if ALIGNED:
+            # No wider: Triton lays out a kernel for its widest access, and the norm's sum must keep the order of
+            # `triton_kernels.add_rms_norm`.
+            start = tl.multiple_of(start, (4, 4))
+        halves = ring.to(tl.pointer_type(tl.int16), bitcast=True) + start
+        tl.store(halves + column, half, mask=(code > 0) & mask)
+
+
+@triton.jit(do_not_specialize=["count", "record_stride", "site"])
+def _capture_kernel(
+    h, owners, captures, vectors, records, ring, record_stride, count, site,
+    SIZE: tl.constexpr, SITES: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Captures of `h` at `site`."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = row < count
+    mask = inside & (column < SIZE)
+    owner = tl.load(owners + row, mask=inside, other=-1)
+    if tl.max(owner) >= 0:
+        owned = inside & (owner >= 0)
+        first = tl.load(records + row, mask=inside, other=0)
+        stop = tl.load(records + record_stride + row, mask=inside, other=0)
+        words = captures + (owner * SITES + site) * CAPTURE_WORDS
+        offset = tl.load(words, mask=owned, other=-1)
+        way = tl.load(words + 1, mask=owned, other=0)
+        value = tl.load(h + row * SIZE + column, mask=mask, other=0.0).to(tl.float32)
+        _capture(value, offset, way, words, first, stop, vectors, ring, column, mask, SIZE, WIDTH, ALIGNED)
+
+
+_capture_launch = Launcher(_capture_kernel, enable_fp_fusion=False)
+
+
+@triton.jit
+def _apply_site(
+    value, owner, position, site, ops, fires, vectors, captures, records, record_stride, ring, flags, first_fired, thresholds, row,
+    column, mask, inside, SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, dtype: tl.constexpr,
+    AFTER: tl.constexpr, CAPTURES: tl.constexpr, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, ENCODERS: tl.constexpr,
+):  # fmt: skip
+    """`value` [rows, block] float32 after the ops at ``site + AFTER``; with CAPTURES also captured."""
+    owned = inside & (owner >= 0)
+    place = owner * SITES + site + AFTER
+    kind = tl.load(ops + place * DEPTH * WORDS, mask=owned, other=0)
+    vector = _first_vector(ops + place * DEPTH * WORDS, kind, vectors, column, mask, WIDTH)
+    value = _apply_ops(
+        value, owner, position, site + AFTER, kind, vector, ops, fires, vectors, row, flags, first_fired, thresholds, column,
+        mask, inside, SIZE, SITES, DEPTH, WIDTH, HEAD_DIM, ENCODERS, dtype,
+    )  # fmt: skip
+    if CAPTURES:
+        words = captures + place * CAPTURE_WORDS
+        offset = tl.load(words, mask=owned, other=-1)
+        way = tl.load(words + 1, mask=owned, other=0)
+        first = tl.load(records + row, mask=owned, other=0)
+        stop = tl.load(records + record_stride + row, mask=owned, other=0)
+        _capture(value, offset, way, words, first, stop, vectors, ring, column, mask, SIZE, WIDTH, ALIGNED)
+    return value
+
+
+@triton.jit(do_not_specialize=["count", "record_stride", "site"])
+def _edit_kernel(
+    h, delta, weight, total, out, owners, positions, ops, fires, vectors, captures, records, ring, flags, first_fired,
+    thresholds, record_stride, count, eps, site,
+    SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr, LAST: tl.constexpr,
+    PARALLEL: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, ENCODERS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Ops on `h` at `site`. With NORM: ops and captures of `delta` at `site` and of ``h + delta`` at the next site, then the
+    norm; with LAST also of the norm's output, at the site after that. With PARALLEL, `total` holds the delta of the layer's
+    attention, with its site two before `site`, and is overwritten by the sum.
+
+    All reads are issued at the start, and the tables are read before the states are there, because latency dominates. The
+    tables and the norm's weights stay in the cache; the weights of the projections pass through it once a step.
+    """
+    launch_dependents(PDL)
+    dtype: tl.constexpr = h.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = row < count
+    mask = inside & (column < SIZE)
+    source = row * SIZE + column
+    owner = tl.load(owners + row, mask=inside, other=-1, eviction_policy="evict_last")
+    position = tl.load(positions + row, mask=inside, other=0, eviction_policy="evict_last").to(tl.int32)
+    if not PDL:
+        state = tl.load(h + source, mask=mask, other=0.0)
+    if NORM:
+        if not PDL:
+            value = tl.load(delta + source, mask=mask, other=0.0).to(tl.float32)
+        weights = tl.load(weight + column, mask=column < SIZE, other=0.0, eviction_policy="evict_last")
+        shift = load_shift(weight, weights, column, SIZE, KIND)
+        owned = inside & (owner >= 0)
+        place = owner * SITES + site
+        word = ops + place * DEPTH * WORDS
+        kind = tl.load(word, mask=owned, other=0, eviction_policy="evict_last")
+        kind_after = tl.load(word + DEPTH * WORDS, mask=owned, other=0, eviction_policy="evict_last")
+        vector = _first_vector(word, kind, vectors, column, mask, WIDTH)
+        vector_after = _first_vector(word + DEPTH * WORDS, kind_after, vectors, column, mask, WIDTH)
+        capture_words = captures + place * CAPTURE_WORDS
+        offset = tl.load(capture_words, mask=owned, other=-1, eviction_policy="evict_last")
+        way = tl.load(capture_words + 1, mask=owned, other=0, eviction_policy="evict_last")
+        offset_after = tl.load(capture_words + CAPTURE_WORDS, mask=owned, other=-1, eviction_policy="evict_last")
+        way_after = tl.load(capture_words + CAPTURE_WORDS + 1, mask=owned, other=0, eviction_policy="evict_last")
+        first = tl.load(records + row, mask=owned, other=0, eviction_policy="evict_last")
+        stop = tl.load(records + record_stride + row, mask=owned, other=0, eviction_policy="evict_last")
+    if PDL:
+        grid_wait(PDL)
+        state = tl.load(h + source, mask=mask, other=0.0)
+        if NORM:
+            value = tl.load(delta + source, mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        if PARALLEL:
+            attention = tl.load(total + source, mask=mask, other=0.0).to(tl.float32)
+            if tl.max(owner) >= 0:
+                attention = _apply_site(
+                    attention, owner, position, site, ops, fires, vectors, captures, records, record_stride, ring, flags,
+                    first_fired, thresholds, row, column, mask, inside, SIZE, SITES, DEPTH, WIDTH, dtype, -2, True, ALIGNED, 0, 0,
+                )  # fmt: skip
+        if tl.max(owner) >= 0:
+            for step in range(0, 2):  # delta, then the sum, by the same code
+                value = _apply_ops(
+                    value, owner, position, site + step, kind, vector, ops, fires, vectors, row, flags, first_fired, thresholds,
+                    column, mask, inside, SIZE, SITES, DEPTH, WIDTH, 0, 0, dtype,
+                )  # fmt: skip
+                _capture(
+                    value, offset, way, capture_words + step * CAPTURE_WORDS, first, stop, vectors, ring, column, mask, SIZE, WIDTH,
+                    ALIGNED,
+                )  # fmt: skip
+                if step == 0:
+                    if PARALLEL:
+                        value = (value + attention).to(dtype).to(tl.float32)
+                    value = (state.to(tl.float32) + value).to(dtype).to(tl.float32)
+                kind, vector, offset, way = kind_after, vector_after, offset_after, way_after
+        else:
+            if PARALLEL:
+                value = (value + attention).to(dtype).to(tl.float32)
+            value = (state.to(tl.float32) + value).to(dtype).to(tl.float32)
+        tl.store(total + source, value.to(dtype), mask=mask)
+        value = normalize(value, weights, shift, eps, column, SIZE, KIND, dtype).to(tl.float32)
+    else:
+        value = state.to(tl.float32)
+    if LAST or not NORM:
+        if tl.max(owner) >= 0:
+            value = _apply_site(
+                value, owner, position, site, ops, fires, vectors, captures, records, record_stride, ring, flags, first_fired,
+                thresholds, row, column, mask, inside, SIZE, SITES, DEPTH, WIDTH, dtype, LAST * 2, LAST, ALIGNED, HEAD_DIM,
+                ENCODERS,
+            )  # fmt: skip
+    tl.store(out + source, value.to(dtype), mask=mask)
+
+
+_edit_launch = Launcher(_edit_kernel, pdl=True, enable_fp_fusion=False, maxnreg=MAX_REGISTERS)
+
+
+def _launch(
+    h: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, total: torch.Tensor, out: torch.Tensor, eps: float,
+    site: int, tables: OpTables, rows: TokenRows, norm: bool, parallel: bool = False, kind: int = RMS,
+    thresholds: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    size = h.shape[-1]
+    count = h.numel() // size
+    if count == 0:
+        return
+    _, sites, depth = tables.fires.shape
+    group, block, warps = norm_launch(size)
+    tensors = (
+        h, delta, weight, total, out, rows.owners, rows.positions, tables.ops, tables.fires, tables.vectors, tables.captures,
+        rows.records, tables.ring, rows.flags, tables.first_fired, tables.vectors if thresholds is None else thresholds,
+    )  # fmt: skip
+    last = norm and site + 2 == final_norm_site(tables.num_layers)
+    constants = (
+        size,
+        sites,
+        depth,
+        tables.vectors.shape[1],
+        norm,
+        last,
+        parallel,
+        kind,
+        tables.aligned,
+        tables.head_dim_at(site),
+        0 if thresholds is None else thresholds.shape[1],
+        group,
+        block,
+    )
+    _edit_launch((-(-count // group), 1, 1), tensors, (rows.records.stride(0), count, eps, site), constants, warps)
+
+
+def capture(value: torch.Tensor, site: int, tables: OpTables, rows: TokenRows) -> None:
+    """Store the rows of `value` [1, tokens, width] in the ring, for the requests that capture `site`."""
+    value, size = value.contiguous(), value.shape[-1]
+    count = value.numel() // size
+    if count == 0:
+        return
+    group, block, warps = norm_launch(size)
+    tensors = (value, rows.owners, tables.captures, tables.vectors, rows.records, tables.ring)
+    constants = (size, tables.captures.shape[1], tables.vectors.shape[1], tables.aligned, group, block)
+    _capture_launch((-(-count // group), 1, 1), tensors, (rows.records.stride(0), count, site), constants, warps)
+
+
+def edit(value: torch.Tensor, site: int, tables: OpTables, rows: TokenRows) -> torch.Tensor:
+    """`value` [1, tokens, width] after the ops at `site`, in new memory."""
+    value = value.contiguous()
+    out, encoders = torch.empty_like(value), tables.encoders.get(site)
+    thresholds = None if encoders is None else _thresholds(encoders, value[0])
+    _launch(value, value, value, value, out, 0.0, site, tables, rows, norm=False, thresholds=thresholds)
+    return out
+
+
+def _thresholds(encoders: Sequence[Encoder], states: torch.Tensor) -> torch.Tensor:
+    """[tokens, encoders] float32: what each encoder's active features are above, of states [tokens, width]."""
+    rows = max(1, ENCODED // max(encoder.d_sae for encoder in encoders))
+    return torch.cat(
+        [torch.stack([encoder.top_k_threshold(part) for encoder in encoders], -1) for part in states.split(rows)]
+    )
+
+
+def edit_add_norm(
+    h: torch.Tensor,
+    delta: Delta,
+    norm: Norm,
+    residual_add: int,
+    tables: OpTables,
+    rows: TokenRows,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`Norm.add_normalize` with the ops and captures of a residual add; h, delta [1, tokens, width]."""
+    h, site, parallel = h.contiguous(), delta_site(residual_add), isinstance(delta, ParallelDelta)
+    mlp, total = (delta.mlp, delta.attention) if isinstance(delta, ParallelDelta) else (delta, torch.empty_like(h))
+    mlp, out = mlp.contiguous(), torch.empty_like(h)
+    _launch(h, mlp, norm.kernel_weight, total, out, norm.eps, site, tables, rows, True, parallel, norm.kind)
+    return total, out

@@ -1,0 +1,61 @@
+"""A decoder layer of a decode pass on a CPU, in one call of the compiled kernels: the same kernels, without Python in between."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from ...attention.torch_backend import decode_rows_of
+from ...core.forward_batch import ForwardBatch
+from ...kernels.cpu_dispatch import cpu_kernels_for
+
+
+class GatedLayer(Protocol):
+    """`LlamaDecoderLayer`, or a layer of the same parts."""
+
+    in_one_call: bool
+    """Whether its activation and norms are those of the compiled layer."""
+    self_attn: Any
+    mlp: Any
+    input_layernorm: Any
+    post_attention_layernorm: Any
+
+
+def decode_layer(
+    layer: GatedLayer,
+    h: torch.Tensor,
+    delta: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    batch: ForwardBatch,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`FusedLayer.forward_fused` on a CPU.
+
+    Returns:
+        None where the pass is no decode pass, has ops, captures or cut edges, or lacks a kernel.
+    """
+    rows, pool, attention, mlp = decode_rows_of(batch), batch.token_to_kv_pool, layer.self_attn, layer.mlp
+    if (
+        rows is None
+        or pool is None
+        or batch.site_ops is not None
+        or batch.attention_cuts is not None
+        or not layer.in_one_call
+    ):
+        return None
+    caches, norms = (
+        pool.get_kv(attention.layer_idx),
+        (layer.input_layernorm.weight, layer.post_attention_layernorm.weight),
+    )
+    kernels = cpu_kernels_for(h, cos, sin, *caches, *norms)
+    if kernels is None or not kernels.has_gemm(h.dtype) or attention.head_dim % kernels.ATTENTION_WIDTH:
+        return None
+    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    gemms = attention._qkv.gemm, attention.o_proj.gemm, mlp._gate_up.gemm, mlp.down_proj.gemm
+    return kernels.decode_layer(
+        h, delta, cos, sin, *caches, batch.out_cache_loc, *rows,
+        norms=norms, head_norms=None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight),
+        products=[(gemm.weight, gemm.bias) for gemm in gemms], eps=layer.input_layernorm.variance_epsilon,
+        scale=attention.scaling, window=attention.attn.sliding_window, cap=attention.attn.logit_cap,
+    )  # fmt: skip

@@ -1,0 +1,176 @@
+"""The parts of a native decoder that do not depend on its family: its loops over the layers, and its head.
+
+Both forward passes of models/base.py are here and in the families' layers. They launch the same kernels at the same shapes, so
+they are bit-equal (tests/test_models.py). Module boundaries carry [1, tokens, hidden]; the batch is flat along dim 1.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from ...core.forward_batch import ForwardBatch
+from ...core.model_spec import (
+    EMBED_SITE,
+    LOGITS,
+    ModelSpec,
+    attention_add,
+    input_add,
+    mlp_add,
+    residual_site,
+)
+from ...layers.edits.base import apply_and_capture, capture_at
+from ...layers.linear import Linear
+from ...layers.norm import NormModule
+from ..base import CausalLM, Rotations, run_layers
+
+
+class DecoderLayer(nn.Module):
+    """A decoder layer. A family has `forward`, module by module, and `forward_fused` (see `FusedLayer`).
+
+    Hidden states are out of place, so that saved ones keep their values.
+    """
+
+    rotary = ""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self._input_add, self._attention_add = input_add(layer_idx), attention_add(layer_idx)
+        self._mlp_add = mlp_add(layer_idx)
+        self._resid_mid, self._resid_post = residual_site(self._attention_add), residual_site(self._mlp_add)
+
+    def run_fused(
+        self, h: torch.Tensor, position_embeddings: tuple[torch.Tensor, ...], batch: ForwardBatch
+    ) -> torch.Tensor | None:
+        """The layer's output [1, tokens, hidden] as one segment; None where a hook waits inside."""
+        if batch.hook_query is None or not batch.hook_query.try_fuse(self.layer_idx):
+            return None
+        embeddings: Any = {self.rotary: position_embeddings}
+        layer: Any = self
+        return run_layers((layer,), self.layer_idx, h, embeddings, batch, served=True)
+
+
+class Decoder(nn.Module):
+    """A decoder without its head: embeddings, layers, final norm.
+
+    Attributes:
+        layers_name, norm_name: attributes of the list of layers, and of the final norm.
+    """
+
+    layers_name, norm_name = "layers", "norm"
+
+    @abstractmethod
+    def embed_fused(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """The stream [1, tokens, hidden] before the first layer, without ops and without a call to a module."""
+
+    @abstractmethod
+    def rotations(self, position_ids: torch.Tensor, batch: ForwardBatch) -> Mapping[str, tuple[torch.Tensor, ...]]:
+        """The rotation of each `rotary` of the layers, without a call to a module."""
+
+    def through_layers(
+        self, h: torch.Tensor, position_embeddings: Rotations, position_ids: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """The layers one by one, or several as one segment where no hook waits: [1, tokens, hidden] -> the same."""
+        site_ops, hook_query, transformers_pass = batch.site_ops, batch.hook_query, batch.transformers_pass
+        all_layers: Any = getattr(self, self.layers_name)
+        i, num_layers = 0, len(all_layers)
+        while i < num_layers:
+            first, waits = i, "within"
+            while hook_query is not None and i < num_layers and (waits := hook_query.hook_position(i)) == "nowhere":
+                i += 1
+            at_output = waits == "at output"
+            if first < i or at_output:
+                layers: Any = list(islice(all_layers, first, i + at_output))  # a slice would be a new module
+                h = run_layers(layers, first, h, position_embeddings, batch, served=at_output)
+            if i < num_layers:
+                layer = all_layers[i]
+                kwargs = {"position_ids": position_ids, "forward_batch": batch}
+                if embeddings := position_embeddings[layer.rotary]:
+                    kwargs["position_embeddings"] = embeddings
+                if transformers_pass is not None:
+                    kwargs |= transformers_pass.layer_inputs(i, h)
+                h = layer(h, **kwargs) if not at_output else hook_query.at_output(i, h)  # pyright: ignore[reportOptionalMemberAccess]
+                i += 1
+                capture_at(h, site_ops, residual_site(input_add(i)))
+        return h
+
+    def output_of(self, h: torch.Tensor, batch: ForwardBatch) -> BaseModelOutputWithPast:
+        """What `forward` returns of the hidden states [1, tokens, hidden] after the final norm."""
+        if batch.site_ops is not None:
+            batch.site_ops.capture(batch.site_ops.final_site, h)
+        collected: Any = {} if batch.transformers_pass is None else batch.transformers_pass.end_layers(h)
+        return BaseModelOutputWithPast(last_hidden_state=h, **collected)  # pyright: ignore[reportArgumentType]
+
+    def forward_fused(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """The hidden states of `forward`, without a call to a module."""
+        site_ops, delta = forward_batch.site_ops, None
+        h = apply_and_capture(self.embed_fused(input_ids, position_ids), site_ops, EMBED_SITE)
+        rotations = self.rotations(position_ids, forward_batch)
+        layers: Any = getattr(self, self.layers_name)
+        norm: NormModule = getattr(self, self.norm_name)
+        for layer in layers:
+            h, delta = layer.forward_fused(h, delta, rotations[layer.rotary], forward_batch)
+        return norm.after_add(h, delta, site_ops, input_add(len(layers)))[1]
+
+
+class DecoderForCausalLM(CausalLM):
+    """A decoder with its head.
+
+    Args:
+        config: the family's transformers config.
+        spec: `ModelSpec.of` the config.
+        max_positions: positions of the longest sequence to serve.
+
+    Attributes:
+        decoder_cls, decoder_name: the decoder's class, and the attribute that holds it.
+        embedding_name: the decoder's attribute whose weight a tied head has.
+    """
+
+    decoder_cls: Any
+    decoder_name, embedding_name = "model", "embed_tokens"
+
+    def __init__(self, config: PretrainedConfig, spec: ModelSpec, device: str, max_positions: int) -> None:
+        super().__init__()
+        self.config, self.spec = config, spec
+        decoder = self.decoder_cls(config, spec, device, max_positions)
+        setattr(self, self.decoder_name, decoder)
+        self.lm_head = Linear(spec.hidden_size, spec.vocab_size, False, spec.dtype, device, output_site=(0, LOGITS))
+        if config.tie_word_embeddings:
+            self.lm_head.weight = getattr(decoder, self.embedding_name).weight
+            self.lm_head.bind()
+        self.eval()  # dropout
+
+    @classmethod
+    def parameter_name(cls, name: str) -> str:
+        """The name of a checkpoint's tensor in the module tree."""
+        return name
+
+    def decoder_fused(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        return getattr(self, self.decoder_name).forward_fused(input_ids, position_ids, forward_batch)
+
+    def head_fused(self, h: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
+        return self.lm_head.project(logit_rows(h, forward_batch), forward_batch.site_ops)
+
+
+def causal_output(logits: Any, outputs: BaseModelOutputWithPast) -> CausalLMOutputWithPast:
+    """What a model with its head returns."""
+    return CausalLMOutputWithPast(logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
+
+
+def logit_rows(h: Any, batch: ForwardBatch) -> torch.Tensor:
+    """The rows of h [1, tokens, hidden] that the head runs on. Stores the hidden states if the batch asks for them."""
+    if batch.return_hidden_states:
+        batch.hidden_states = h[0, : batch.num_request_tokens]
+    return h if batch.logits_indices is None else h[:, batch.logits_indices]

@@ -1,0 +1,58 @@
+"""Qwen2 (biases on q, k and v) and Qwen3 (a norm on each head of q and k)."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PretrainedConfig
+
+from ...core.forward_batch import SiteOps
+from ...core.model_spec import ModelSpec
+from ...layers.norm import RMSNorm, norm_heads
+from .llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+
+
+class Qwen2Attention(LlamaAttention):
+    @staticmethod
+    def biases(config: PretrainedConfig) -> tuple[bool, bool]:
+        return True, False
+
+
+class Qwen2DecoderLayer(LlamaDecoderLayer):
+    attention_cls = Qwen2Attention
+
+
+class Qwen2Model(LlamaModel):
+    layer_cls = Qwen2DecoderLayer
+
+
+class Qwen2ForCausalLM(LlamaForCausalLM):
+    decoder_cls = Qwen2Model
+
+
+class Qwen3Attention(LlamaAttention):
+    norm_cls = RMSNorm
+
+    def __init__(self, config: PretrainedConfig, spec: ModelSpec, layer_idx: int, device: str) -> None:
+        super().__init__(config, spec, layer_idx, device)
+        self.q_norm = self.norm_cls(self.head_dim, config.rms_norm_eps, spec.dtype, device)
+        self.k_norm = self.norm_cls(self.head_dim, config.rms_norm_eps, spec.dtype, device)
+
+    def normed(self, projected: torch.Tensor, norm: str) -> torch.Tensor:
+        heads = projected.reshape(1, projected.shape[1], -1, self.head_dim)
+        return getattr(self, norm)(heads)[0]
+
+    def projected_fused(self, x: torch.Tensor, site_ops: SiteOps | None) -> torch.Tensor:
+        q_norm, k_norm, qkv = self.q_norm, self.k_norm, super().projected_fused(x, site_ops)
+        return norm_heads(qkv, q_norm.weight, k_norm.weight, self.num_kv_heads, q_norm.eps, q_norm.kind)
+
+
+class Qwen3DecoderLayer(LlamaDecoderLayer):
+    attention_cls = Qwen3Attention
+
+
+class Qwen3Model(LlamaModel):
+    layer_cls = Qwen3DecoderLayer
+
+
+class Qwen3ForCausalLM(LlamaForCausalLM):
+    decoder_cls = Qwen3Model

@@ -1,0 +1,93 @@
+"""Positions of a flat batch for transformers' modules that find them by themselves.
+
+RoPE scalings that depend on the length of the sequence: transformers picks a call's frequencies from the largest position in
+the call. Here the module is called once for each length. Learned and sinusoidal positions: BART and its kin count from the
+length of the cache. Here they get the positions of the pass.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.current_pass import current_batch
+from ...core.model_spec import LENGTH_DEPENDENT_ROPE
+from .cache_probe import probed_positions
+
+COUNTS_FROM_CACHE = {"past_key_values_length", "position_ids"}
+"""Parameters of modules that count positions from the length of the cache."""
+
+
+def serve_positions(model: nn.Module) -> int:
+    """Give the positions of the pass to the modules that count from the length of the cache.
+
+    Returns:
+        how many rows of a table of positions no token has: RoBERTa and its kin count from behind the padding token's id.
+    """
+    unused = 0
+    for module in model.modules():
+        parameters = inspect.signature(type(module).forward).parameters
+        if parameters.keys() >= COUNTS_FROM_CACHE:
+            padding = getattr(module, "padding_idx", None)
+            if padding is not None and hasattr(module, "create_position_ids_from_input_ids"):
+                module.register_forward_pre_hook(_behind_padding, with_kwargs=True)
+                unused = padding + 1
+            else:
+                module.register_forward_pre_hook(_with_positions, with_kwargs=True)
+    return unused
+
+
+def _behind_padding(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """RoBERTa and its kin count from the padding token's id, where they are not given positions."""
+    return args, {**kwargs, "position_ids": kwargs["position_ids"] + module.padding_idx + 1}
+
+
+def _with_positions(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    batch = current_batch()
+    positions = probed_positions() if batch is None else batch.positions
+    if positions is None:
+        return None
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    counted = given.get("position_ids")
+    return (), {**given, "position_ids": positions if counted is None else positions.view_as(counted)}
+
+
+def serve_lengths(model: nn.Module) -> None:
+    """Make the model's length-dependent rotations see the lengths of the pass's requests (`ForwardBatch.rope_lens`)."""
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if kind in LENGTH_DEPENDENT_ROPE and hasattr(module, "inv_freq"):
+            module.forward = _ByLength(module)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _ByLength:
+    """The forward of a rotation."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = copy.deepcopy(module)  # which may write to its buffers
+        self._forward = self._module.forward
+
+    def __call__(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        batch = current_batch()
+        if batch is None or batch.rope_lens is None:
+            return self._forward(x, position_ids, *args, **kwargs)
+        lens, outs = batch.rope_lens[: position_ids.shape[1]], []
+        rows_of = [(length, (lens == length).nonzero()[:, 0]) for length in lens.unique().tolist()]
+        for length, rows in rows_of:
+            self._reset()
+            positions = torch.cat((position_ids[:, rows], position_ids.new_full((1, 1), max(length - 1, 0))), 1)
+            outs.append([part[:, :-1] for part in self._forward(x, positions, *args, **kwargs)])
+        order = torch.cat([rows for _, rows in rows_of]).argsort()
+        cos, sin = (torch.cat(parts, 1)[:, order] for parts in zip(*outs, strict=True))
+        return cos, sin
+
+    def _reset(self) -> None:
+        """Forget the longest call so far, which frequencies depend on, too."""
+        module = self._module
+        if hasattr(module, "original_max_seq_len"):
+            module.__dict__["max_seq_len_cached"] = module.original_max_seq_len

@@ -1,0 +1,267 @@
+"""Any decoder of transformers, by its own class: its attention runs over our KV pool, and all else as transformers has it.
+
+    model = load_transformers_model(hf_config, config_spec(hf_config, dtype), device, folder, seed=0)
+
+`TransformersModel` has the children of the family's class under their names, so traces see the family's own modules. Both
+passes of models/base.py call them.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from ...attention.attention_backend import RadixAttention
+from ...core.current_pass import current_batch, current_pass
+from ...core.forward_batch import ForwardBatch
+from ...core.model_spec import LOGITS, ModelSpec
+from ...core.unsupported import UnsupportedModelError
+from ...layers.edits.base import apply_inner
+from ..base import CausalLM
+from ..weights.loading import WeightsError, init_dummy_weights
+from . import site_ends
+from .attention_interface import PAGED, PagedCalls
+from .attention_method import serve_methods
+from .cache_probe import updates_of
+from .cache_route import CACHED, PoolCache, cache_windows, serve_biases
+from .fused_parts import fuse_parts
+from .position_rules import serve_lengths, serve_positions
+from .probe import attention_configs, probe, set_paged_calls, use_attention
+from .probed import Probe
+from .structure import family_of, model_spec
+
+LARGEST_CACHED_STEP = 32, 512
+"""Requests and token rows of a step whose scores are those of all rows and all keys (models/transformers/cache_route.py)."""
+
+
+class TransformersModel(CausalLM):
+    """A decoder of transformers with its head.
+
+    Args:
+        served: with its weights. Its children become this module's.
+        declared: what the config says of it.
+
+    Raises:
+        UnsupportedModelError: its attention cannot run over the KV pool.
+    """
+
+    fuses_ops = False
+
+    def __init__(self, served: PreTrainedModel, declared: ModelSpec) -> None:
+        super().__init__()
+        self.config = served.config
+        family = family_of(served, declared)
+        declared = replace(declared, context_len=declared.context_len - serve_positions(served))
+        serve_methods(served)
+        serve_biases(served)
+        found = probe(served, family, declared)
+        self.spec = model_spec(served, family, declared, found)
+        self.why_no_graphs = found.why_no_graphs
+        fuse_parts(served)
+        self._layers = set_paged_calls(found, self.spec)
+        self._by_cache = _layers_by_index(served, found, self._layers)
+        self._is_cached = found.cached
+        self.largest_step = LARGEST_CACHED_STEP if found.cached else None
+        calls: list[Any] = [vars(module).get("paged_calls") for module in served.modules()]
+        self._calls: list[PagedCalls] = [each for each in calls if each is not None]
+        use_attention(served, CACHED if found.cached else PAGED)
+        self._configs = attention_configs(served)
+        _forget_padding(served)
+        serve_lengths(served)
+        site_ends.install(served, self.spec, found.cached)
+        served.base_model.register_forward_hook(_keep_hidden_states)
+        self._served = [served]  # in a list: its children are this module's
+        self._takes = frozenset(inspect.signature(type(served).forward).parameters)
+        self._modules.update(served._modules)
+        self._parameters.update(served._parameters)
+        self._buffers.update(served._buffers)
+
+    def attention_layers(self) -> list[RadixAttention]:
+        return self._layers
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
+    ) -> CausalLMOutputWithPast:
+        logits = self._run(self._served[0], input_ids, position_ids, forward_batch)
+        transformers_pass = forward_batch.transformers_pass
+        collected: Any = {} if transformers_pass is None else transformers_pass.collected()
+        return CausalLMOutputWithPast(logits=logits, **collected)  # pyright: ignore[reportArgumentType]
+
+    def forward_fused(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """The logits of `forward`: the same modules."""
+        with current_pass(forward_batch):
+            return self._run(self._served[0], input_ids, position_ids, forward_batch)
+
+    def decoder_fused(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        self._start()
+        with current_pass(forward_batch):
+            return self._served[0].base_model(
+                input_ids=input_ids, position_ids=position_ids, attention_mask=None, use_cache=False
+            )[0]
+
+    def head_fused(self, h: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
+        served: Any = _HeadOnly(self._served[0], h)
+        with current_pass(forward_batch):
+            return self._run(served, forward_batch.input_ids[None], None, forward_batch)
+
+    def _run(
+        self, served: Any, input_ids: torch.Tensor, position_ids: torch.Tensor | None, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Logits [1, logit rows, vocab], after their ops."""
+        self._start()
+        rows = batch.logits_indices
+        kwargs: dict[str, Any] = {"position_ids": position_ids, "logits_to_keep": 0 if rows is None else rows}
+        kwargs = {name: value for name, value in kwargs.items() if name in self._takes}
+        with self._attention(batch) as attention:
+            logits = served(input_ids=input_ids, use_cache=False, **kwargs, **attention).logits
+        if rows is not None and "logits_to_keep" not in kwargs:
+            logits = logits[:, rows]
+        return apply_inner(logits, batch.site_ops, 0, LOGITS)
+
+    def logits_of(self, h: torch.Tensor) -> torch.Tensor:
+        head: Any = self.get_submodule(self.spec.family.head)
+        return head(h)
+
+    @contextmanager
+    def _attention(self, batch: ForwardBatch) -> Iterator[dict[str, Any]]:
+        """What the model's forward is called with, so that it attends to the pages of the pass."""
+        transformers_pass = batch.transformers_pass
+        is_eager = transformers_pass is not None and transformers_pass.eager and batch.attention_cuts is None
+        if not self._is_cached and not (is_eager and self._by_cache):
+            yield {"attention_mask": None}
+            return
+        cache = PoolCache(batch, self._by_cache, None if self._is_cached else cache_windows(self.config))
+        mask = cache.padding_mask() if self._is_cached else None
+        with cache.serve(), nullcontext() if self._is_cached else self._own_attention():
+            yield {"attention_mask": mask, "past_key_values": cache}
+
+    @contextmanager
+    def _own_attention(self) -> Iterator[None]:
+        """Within the block, the family's own eager attention and masks."""
+        for config in self._configs:
+            config._attn_implementation_internal = "eager"
+        try:
+            yield
+        finally:
+            for config in self._configs:
+                config._attn_implementation_internal = PAGED
+
+    def _start(self) -> None:
+        for calls in self._calls:
+            calls.index = 0  # a pass that failed may have stopped between two calls
+
+
+def _layers_by_index(served: PreTrainedModel, found: Probe, layers: list[RadixAttention]) -> dict[int, RadixAttention]:
+    """The pool's layers by the index that modules update a cache with; empty where they do not update it once a call."""
+    if found.cached:
+        return {call.layer_idx: layer for call, layer in zip(found.calls, layers, strict=True)}
+    updates = updates_of(served, use_attention)
+    shapes = [(call.num_kv_heads, *call.head_dims) for call in found.calls]
+    if [update[1:] for update in updates] != shapes or len({update[0] for update in updates}) != len(layers):
+        return {}
+    return {update[0]: layer for update, layer in zip(updates, layers, strict=True)}
+
+
+def _keep_hidden_states(module: torch.nn.Module, args: tuple, output: Any) -> None:
+    batch = current_batch()
+    if batch is None:
+        return
+    h = output[0]
+    if batch.return_hidden_states:
+        batch.hidden_states = h[0, : batch.num_request_tokens]
+    if batch.transformers_pass is not None:
+        batch.transformers_pass.end_layers(h)
+
+
+class _HeadOnly:
+    """A model as its own forward sees it, whose decoder returns hidden states that are there already."""
+
+    def __init__(self, served: PreTrainedModel, h: torch.Tensor) -> None:
+        self._served, self._h = served, h
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._served.base_model_prefix:
+            return lambda *args, **kwargs: BaseModelOutputWithPast(last_hidden_state=self._h)  # pyright: ignore
+        return getattr(self._served, name)
+
+    def __call__(self, **kwargs: Any) -> Any:
+        forward: Any = type(self._served).forward
+        return forward(self, **kwargs)
+
+
+def _forget_padding(served: PreTrainedModel) -> None:
+    """Switch off the search for padding tokens, for which each pass would wait for the device."""
+    for module in served.modules():
+        if isinstance(module, PreTrainedModel):
+            module.warn_if_padding_and_no_attention_mask = _nothing  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of a method."""
+
+
+def check_has_class(config: PretrainedConfig) -> None:
+    """Raise UnsupportedModelError where transformers has no causal language model for the config."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModelError(f"transformers has no causal language model for {config.model_type!r} models")
+
+
+@torch.no_grad()
+def load_transformers_model(
+    config: PretrainedConfig, spec: ModelSpec, device: str, folder: Path | None, seed: int
+) -> TransformersModel:
+    """The model of a config, by its own class.
+
+    Args:
+        spec: `config_spec` of the config.
+        folder: with safetensors, which transformers reads and converts; None: random weights.
+        seed: of random weights.
+
+    Raises:
+        UnsupportedModelError: transformers has no causal language model for the config, or it cannot be served.
+        WeightsError: missing, unexpected or misshapen tensors.
+    """
+    config = copy.deepcopy(config)
+    check_has_class(config)
+    config._attn_implementation = "eager"  # every class has it; the model never runs it
+    if folder is None:
+        with torch.device(device), no_init_weights():
+            served = AutoModelForCausalLM.from_config(config, dtype=spec.dtype)
+        served.tie_weights()
+        init_dummy_weights(served, seed)
+    else:
+        served = _from_folder(config, spec.dtype, folder)
+        served.to(device)  # pyright: ignore[reportArgumentType]
+    return TransformersModel(served.eval().requires_grad_(False), spec)
+
+
+def _from_folder(config: PretrainedConfig, dtype: torch.dtype, folder: Path) -> PreTrainedModel:
+    load: Any = AutoModelForCausalLM.from_pretrained
+    served, report = load(
+        folder, config=config, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+    )
+    problems = {name: sorted(map(str, report[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    if any(problems.values()):
+        found = "; ".join(
+            f"{name.replace('_', ' ')}: {', '.join(keys[:10])}" for name, keys in problems.items() if keys
+        )
+        raise WeightsError(
+            f"these weights are not those of this {type(served).__name__}: {found}. Check that config.json and the weight "
+            "files belong together."
+        )
+    return served

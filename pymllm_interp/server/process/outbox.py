@@ -1,0 +1,152 @@
+"""`Outbox`: messages on their way from the engine process, and what turns an engine's events into them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ...core.events import Event, FinishedEvent
+from ...core.output import Logprob
+from ...hooks.captures.activations import Activations
+from ...wire.failures import failure_of
+from ...wire.messages import CapturedStates, Finished, FromEngine, Logprobs, Token, encoder
+from ...wire.receipts import receipt_to_json
+
+logger = logging.getLogger(__name__)
+
+
+class Outbox:
+    """Sends messages in order, from a thread of its own. All that have come since the last time leave together.
+
+    Args:
+        send: writes bytes to the HTTP process.
+        store: folder for captured states that are too large for a message.
+        inline_bytes: captured states up to this size travel in the message.
+    """
+
+    def __init__(self, send: Callable[[bytes], Any], store: Path, inline_bytes: int) -> None:
+        self._send, self._store, self._inline = send, store, inline_bytes
+        self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._writers = ThreadPoolExecutor(2, "pymllm-interp-store")
+        self._thread = threading.Thread(target=self._run, name="pymllm-interp-outbox", daemon=True)
+        self._thread.start()
+
+    def put(self, message: FromEngine | Callable[[], FromEngine | None]) -> None:
+        """Send a message, or what a function makes of it on the outbox's thread. Does not wait."""
+        self._waiting.put(message)
+
+    def close(self) -> None:
+        """Send what waits, and end."""
+        self._writers.shutdown()
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        ended = False
+        while not ended:
+            found = [self._waiting.get()]
+            with contextlib.suppress(queue.Empty):
+                while len(found) < 1024:
+                    found.append(self._waiting.get_nowait())
+            ended = None in found
+            messages = [self._made(entry) for entry in found if entry is not None]
+            if messages := [message for message in messages if message is not None]:
+                self._send(encoder.encode(messages))
+
+    def _made(self, entry: Any) -> Any:
+        if not callable(entry):
+            return entry
+        try:
+            return entry()
+        except Exception:
+            logger.exception("a message could not be made")
+            return None
+
+    def finish(self, message: Finished, found: Activations | None) -> Finished | None:
+        """The last message of a request with its captured states; None where a file is written first."""
+        if found is None or not found:
+            return message
+        try:
+            size = sum(found.as_arrived(site).nbytes for site in found)
+            if size <= self._inline:
+                data = found.to_bytes()
+                message.captured = CapturedStates(len(data), _shapes(found), data=data)
+                return message
+        except Exception as error:
+            return _without_states(message, error)
+        self._writers.submit(self._write, message, found)
+        return None
+
+    def _write(self, message: Finished, found: Activations) -> None:
+        path = self._store / f"pymllm-interp-{os.getpid()}-{message.call}-{message.request}.safetensors"
+        try:
+            found.save(path)
+            message.captured = CapturedStates(path.stat().st_size, _shapes(found), file=path.name)
+        except Exception as error:  # safetensors has an error of its own for a full disk
+            path.unlink(missing_ok=True)
+            _without_states(message, OSError(f"the captured states could not be stored: {error}"))
+        self.put(message)
+
+
+class CallEvents:
+    """Subscribes to the events of one call's requests.
+
+    Args:
+        call: its number.
+        request_ids: in the order of the call's requests.
+        ended: called when all have ended, on the outbox's thread.
+    """
+
+    def __init__(self, outbox: Outbox, call: int, request_ids: list[str], ended: Callable[[], None]) -> None:
+        self._outbox, self._call, self._ended = outbox, call, ended
+        self._numbers = {request_id: number for number, request_id in enumerate(request_ids)}
+        self._left = len(request_ids)
+
+    def put(self, event: Event) -> None:
+        """Take the next event. Called on the engine's thread."""
+        self._outbox.put(lambda: self._message(event))
+
+    def _message(self, event: Event) -> FromEngine | None:
+        number = self._numbers[event.request_id]
+        if not isinstance(event, FinishedEvent):
+            return Token(self._call, number, event.token_id, _logprobs(event.logprobs))
+        self._left -= 1
+        if not self._left:
+            self._ended()
+        prompt = event.prompt_logprobs
+        message = Finished(
+            self._call,
+            number,
+            event.token_ids,
+            event.finish_reason,
+            stop_reason=event.stop_reason,
+            text_length=event.text_length,
+            num_hidden_tokens=event.num_hidden_tokens,
+            logprobs=None if event.logprobs is None else [_logprobs(entry) or {} for entry in event.logprobs],
+            prompt_logprobs=None if prompt is None else [_logprobs(entry) for entry in prompt],
+            receipt=None if event.receipt is None else receipt_to_json(event.receipt),
+            num_cached_tokens=event.num_cached_tokens,
+            failure=None if event.error is None else failure_of(event.error),
+            warnings=event.warnings,
+        )
+        return self._outbox.finish(message, event.activations)
+
+
+def _logprobs(found: dict[int, Logprob] | None) -> Logprobs | None:
+    return None if found is None else {token: (value.logprob, value.rank) for token, value in found.items()}
+
+
+def _shapes(found: Activations) -> dict[str, list[int]]:
+    return {site: list(found.as_arrived(site).shape) for site in found}
+
+
+def _without_states(message: Finished, error: Exception) -> Finished:
+    message.failure, message.captured = failure_of(error), None
+    return message

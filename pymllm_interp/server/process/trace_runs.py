@@ -1,0 +1,281 @@
+"""`TraceRuns`: the traces of clients, each on a thread of its own, as a local program's would be.
+
+The blocks run on the engine's thread, as always, where the watchdog ends those that hang. What stands around them runs here: the
+payload is read, invokes are collected, sessions are run. All of it is arbitrary Python, which a limit of seconds ends, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...client.handle import RequestHandle
+from ...hooks.traces.blocks.errors import TraceTimeoutError
+from ...hooks.traces.nnsight_compat import EditingTracer, Mediator, Tracer, dec, inc
+from ...hooks.traces.syntax.session import SessionTracer
+from ...hooks.traces.syntax.tracer import EngineTracer
+from ...wire import messages as m
+from ...wire.failures import failure_of
+from ...wire.receipts import receipt_to_json
+from ...wire.trace_payload import Sources, envoy_at, frame_for, is_envoy_id, load
+from ...wire.values import Tree, pack
+from .outbox import Outbox
+from .served_model import ServedModel
+
+logger = logging.getLogger(__name__)
+WAKE_SECONDS = 0.2
+"""How often a trace that waits for its client looks whether it is ended."""
+
+
+class RunEndedError(BaseException):
+    """Raised into the thread of a trace that is ended before its time. No class of errors that a block would handle."""
+
+
+class Run:
+    """One trace's thread, and how it is ended before its time.
+
+    Args:
+        call: its number.
+        abort: ends requests.
+        limit: bytes of results that may wait for its client.
+    """
+
+    def __init__(self, call: int, abort: Callable[[list[str]], None], limit: int) -> None:
+        self.call, self._abort, self._limit = call, abort, limit
+        self._unread, self._read = 0, threading.Condition()
+        self._lock, self._requests = threading.Lock(), list[str]()
+        self._thread: int | None = None
+        self._over = self._posted = self.late = False
+
+    def enter(self) -> None:
+        """The thread that calls this is the trace's."""
+        self._thread = threading.get_ident()
+
+    def sent(self, handles: list[RequestHandle]) -> None:
+        """Requests were submitted."""
+        self._requests += [request.request_id for handle in handles for request in handle.requests]
+
+    def send(self, size: int, wait: bool) -> None:
+        """Count a result of so many bytes; with `wait`, once its client has read enough of those before it."""
+        with self._read:
+            while wait and self._unread and self._unread + size > self._limit and not self._posted:
+                self._read.wait(WAKE_SECONDS)  # between two waits it can be ended
+            self._unread += size
+
+    def was_read(self, size: int) -> None:
+        """The client has read results."""
+        with self._read:
+            self._unread -= size
+            self._read.notify_all()
+
+    def end(self, late: bool = False) -> None:
+        """Abort the requests, and raise RunEndedError in the thread: between two of its bytecodes, once it does not wait any more.
+
+        Args:
+            late: the limit of seconds is the reason; else the client is gone.
+        """
+        with self._lock:
+            if self._over or self._posted or self._thread is None:
+                return
+            self._posted, self.late = True, late
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(RunEndedError))
+        self._abort(list(self._requests))
+
+    def leave(self) -> None:
+        """The thread is done. What was posted to it arrives here, if not before."""
+        with self._lock:
+            self._over = True
+        try:
+            for _ in range(1000 if self._posted else 0):
+                pass
+        except RunEndedError:
+            pass
+
+
+class TraceRuns:
+    """Runs the traces of clients.
+
+    Args:
+        model: what they are written against.
+        outbox: where their results go.
+        queued_bytes: results of a trace that may wait for its client.
+    """
+
+    def __init__(self, model: ServedModel, outbox: Outbox, queued_bytes: int) -> None:
+        self._model, self._outbox, self._queued_bytes = model, outbox, queued_bytes
+        self._sources = Sources()
+        self._runs: dict[int, Run] = {}
+
+    @property
+    def num_running(self) -> int:
+        """Traces that have not ended."""
+        return len(self._runs)
+
+    def run(self, message: m.RunTrace) -> None:
+        """Start a trace. Returns at once."""
+        run = self._runs[message.call] = Run(message.call, self._model.engine.abort, self._queued_bytes)
+        threading.Thread(
+            target=self._serve, args=(run, message), name=f"pymllm-interp-trace-{message.call}", daemon=True
+        ).start()
+
+    def was_read(self, message: m.ReadFrames) -> None:
+        """A client has read results of its trace."""
+        if (run := self._runs.get(message.call)) is not None:
+            run.was_read(message.size)
+
+    def abort(self, call: int) -> None:
+        """End a trace whose client is gone."""
+        if (run := self._runs.get(call)) is not None:
+            run.end()
+
+    def close(self) -> None:
+        """End them all."""
+        for call in list(self._runs):
+            self.abort(call)
+
+    def edits_of(self, payload: bytes) -> list[Mediator]:
+        """Persistent edits of a client's model, from their payload. Runs code of whoever wrote it."""
+        if not payload:
+            return []
+        content = load(payload, _Named(self._model, "", None).find)
+        return [self._edit(edit) for edit in content["edits"]]
+
+    def _edit(self, data: Mapping[str, Any]) -> Mediator:
+        code, node = self._sources.compiled(data)
+        edit: Any = Mediator(code, data["globals"], data["locals"], copy=True, node=node)
+        if data["edit"] is not None:
+            edit.name = data["edit"]
+        return edit
+
+    def _serve(self, run: Run, message: m.RunTrace) -> None:
+        timer = None
+        answer: m.Answer | m.Failed = m.Answer(message.call)
+        try:
+            run.enter()
+            if message.timeout is not None:
+                timer = threading.Timer(message.timeout, run.end, (True,))
+                timer.daemon = True
+                timer.start()
+            self._execute(run, message)
+        except RunEndedError:
+            if run.late:
+                late = TraceTimeoutError(
+                    f"the trace took longer than {message.timeout:g} s, the server's limit (trace_timeout)"
+                )
+                answer = m.Failed(message.call, failure_of(late))
+        except BaseException as error:
+            answer = m.Failed(message.call, failure_of(error))
+        finally:
+            if timer is not None:
+                timer.cancel()
+            run.leave()
+            self._runs.pop(message.call, None)
+        self._outbox.put(answer)
+
+    def _execute(self, run: Run, message: m.RunTrace) -> None:
+        named = _Named(self._model, message.owner, run)
+        parts = load(message.payload, named.find)
+        content = load(parts["main"], named.find)
+        for number, edits in enumerate(parts["models"]):
+            named.model(number)._edits = [self._edit(edit) for edit in load(edits, named.find)["edits"]]
+        if content["kind"] == "run":
+            found = named.model(content["model"])._run(content["mode"], content["args"], content["kwargs"])
+            self._send_result(run, None, {"result": found})
+            return
+        code, node = self._sources.compiled(content["block"])
+        frame, names = frame_for(content["block"], code)
+        tracer = named.tracer(content["kind"])
+        if isinstance(tracer, ServedTracer):
+            kwargs = content["kwargs"]
+            if content["steps"]:
+                kwargs["on_step"] = lambda step, saved: self._send_step(run, step, saved)
+            tracer.__init__(named.model(content["model"]), content["mode"], *content["args"], **kwargs)
+        else:
+            tracer.__init__()
+        tracer.node, tracer.info = node, Tracer.Info(frame, code)
+        inc()
+        try:
+            tracer.execute(code)
+        finally:
+            dec()
+            self._send_result(run, tracer, names.bound)
+
+    def _send_result(self, run: Run, tracer: Any, bound: Mapping[str, Any]) -> None:
+        """What the block saved, also before it failed."""
+        tree, header = Tree(), {"type": "result", "receipts": [], "captures": [], "warnings": []}
+        header["names"] = {name: tree.of(value, name) for name, value in bound.items()}
+        if isinstance(tracer, ServedTracer):
+            header["receipts"] = [receipt_to_json(receipt) for receipt in tracer.receipts]
+            header["captures"] = [tree.of(found, "captures") for found in tracer.captures]
+            header["warnings"] = tracer.texts
+        frame = m.Frame(run.call, *pack(header, tree.tensors))
+        run.send(len(frame.body), wait=True)
+        self._outbox.put(frame)
+
+    def _send_step(self, run: Run, step: int, saved: Mapping[str, Any]) -> None:
+        """What is saved so far; they are copies, which the outbox's thread packs."""
+
+        def frame() -> m.Frame:
+            tree = Tree()
+            header = {
+                "type": "step",
+                "step": step,
+                "names": {name: tree.of(value, name) for name, value in saved.items()},
+            }
+            found = m.Frame(run.call, *pack(header, tree.tensors))
+            run.send(len(found.body), wait=False)
+            return found
+
+        self._outbox.put(frame)
+
+
+class ServedTracer(EngineTracer):
+    """A client's trace. Its warnings are kept, for the client."""
+
+    texts: list[str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.texts = []
+
+    def warn(self, texts: list[str]) -> None:
+        """Keep the texts."""
+        self.texts += texts
+
+
+class _Named:
+    """What a payload names in place of pickling it: models, their modules, and the tracer."""
+
+    def __init__(self, root: ServedModel, owner: str, run: Run | None) -> None:
+        self._root, self._owner, self._run = root, owner, run
+        self._models: dict[int, ServedModel] = {}
+        self._tracers: dict[str, Any] = {}
+
+    def model(self, number: int) -> ServedModel:
+        """The client's model of this number: each has persistent edits of its own."""
+        if number not in self._models:
+            self._models[number] = copy = self._root.of(self._owner, [])
+            if self._run is not None:
+                copy.sent = self._run.sent
+        return self._models[number]
+
+    def tracer(self, kind: str) -> Any:
+        """The tracer, which a block may refer to before it is initialised."""
+        cls: Any = {"session": SessionTracer, "edit": EditingTracer}.get(kind, ServedTracer)
+        return self._tracers.setdefault(kind, cls.__new__(cls))
+
+    def find(self, pid: Any) -> Any:
+        """The object of a persistent id."""
+        match pid:
+            case ("model", int(number)):
+                return self.model(number)
+            case ("tracer", str(kind)):
+                return self.tracer(kind)
+            case "tokenizer":
+                return self._root.tokenizer
+            case _ if is_envoy_id(pid):
+                return envoy_at(self._root, pid)
+        raise ValueError(f"the trace names {pid!r}, which a server does not have")

@@ -1,0 +1,142 @@
+"""`Generation`: one call's completions in the HTTP process, from token ids to text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ...client.completion import Completion, StreamPiece
+from ...core.events import FinishedEvent
+from ...core.output import Logprob
+from ...core.sampling_params import SamplingParams
+from ...wire import messages as m
+from ..engine_client import Call, EngineClient
+
+_FIELDS = {field.name for field in fields(SamplingParams)}
+
+
+@dataclass
+class Prompt:
+    """A prompt, tokenized, and how it is generated from."""
+
+    text: str | None
+    token_ids: list[int]
+    params: SamplingParams
+
+
+@dataclass
+class CompletionPiece:
+    """New text of one completion.
+
+    Attributes:
+        prompt, sample: which completion.
+        logprobs: of the new tokens, where they were asked for.
+        end: how it ended; None while it goes on.
+    """
+
+    prompt: int
+    sample: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]]
+    end: m.Finished | None = None
+
+
+class Generation:
+    """The completions of some prompts.
+
+    Args:
+        engine: serves them.
+        tokenizer: a transformers tokenizer, or None.
+        prompts: in order.
+        call: with its requests, already accepted.
+    """
+
+    def __init__(self, engine: EngineClient, tokenizer: Any, prompts: Sequence[Prompt], call: Call) -> None:
+        self._engine, self._call, self.prompts = engine, call, prompts
+        self._places = [(i, j) for i, prompt in enumerate(prompts) for j in range(prompt.params.n)]
+        self._completions = [
+            Completion(f"{call.number}-{i}-{j}", j, prompts[i].params, tokenizer) for i, j in self._places
+        ]
+        self._left = len(self._places)
+
+    @classmethod
+    async def start(
+        cls, engine: EngineClient, tokenizer: Any, prompts: Sequence[Prompt], owner: str, stream: bool, **more: Any
+    ) -> Generation:
+        """Submit the prompts.
+
+        Args:
+            owner: whose named vectors are meant.
+            stream: whether pieces come token by token.
+            more: further fields of `messages.Submit`.
+
+        Raises:
+            Exception: what the engine refuses them with.
+        """
+        given = [prompt.params for prompt in prompts]
+        if all(params is given[0] for params in given):
+            given = given[:1]  # once for all
+        params: list[dict[str, Any] | None] = [{name: getattr(one, name) for name in _FIELDS} for one in given]
+        ids = [prompt.token_ids for prompt in prompts]
+        call = engine.open(lambda number: m.Submit(number, owner, ids, params, stream=stream, **more))
+        try:
+            accepted = await call.next()
+        except BaseException as error:
+            engine.close(call, abort=isinstance(error, asyncio.CancelledError))
+            raise
+        assert isinstance(accepted, m.Accepted)
+        return cls(engine, tokenizer, prompts, call)
+
+    async def pieces(self) -> AsyncIterator[CompletionPiece]:
+        """A piece for each token of a stream, which may have no text yet; the last piece of each completion has its end.
+
+        Raises:
+            Exception: the engine process ended, or the client reads too slowly.
+        """
+        while self._left:
+            message = await self._call.next()
+            if isinstance(message, m.Token):
+                piece = self._completions[message.request].token_piece(message.token_id, hold=False)
+                assert piece is not None
+                logprobs = [] if message.logprobs is None else [_logprobs(message.logprobs)]
+                yield self._piece(message.request, piece, logprobs)
+            elif isinstance(message, m.Finished):
+                self._left -= 1
+                known = self._completions[message.request]._emitted
+                piece = self._completions[message.request].last_piece(event_of(message))
+                logprobs = [_logprobs(entry) for entry in (message.logprobs or [])[known:]]
+                yield self._piece(message.request, piece, logprobs, message)
+
+    def _piece(
+        self, request: int, piece: StreamPiece, logprobs: list[Any], end: m.Finished | None = None
+    ) -> CompletionPiece:
+        prompt, sample = self._places[request]
+        return CompletionPiece(prompt, sample, piece.text, piece.token_ids, logprobs, end)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether completions go on."""
+        return self._left > 0
+
+    def close(self) -> None:
+        """End what still runs. Called in any case."""
+        self._engine.close(self._call, abort=self._left > 0)
+
+
+def event_of(message: m.Finished) -> FinishedEvent:
+    """What `Completion` reads of the message, as the engine's event."""
+    return FinishedEvent(
+        "",
+        message.token_ids,
+        message.finish_reason,
+        message.stop_reason,
+        message.text_length,
+        message.num_hidden_tokens,
+    )
+
+
+def _logprobs(found: m.Logprobs) -> dict[int, Logprob]:
+    return {token: Logprob(*value) for token, value in found.items()}

@@ -1,0 +1,178 @@
+"""Completions as OpenAI's JSON."""
+
+from __future__ import annotations
+
+import base64
+import time
+from codecs import getincrementaldecoder
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...client.detokenizer import Detokenizer
+from ...core.output import Logprob
+from ...wire import messages as m
+from ..http.state import ServerState
+from ..http.trust import Client
+from .generation import CompletionPiece, Prompt
+from .token_text import is_text, token_bytes, token_word
+
+LOWEST = -9999.0
+"""Stands for minus infinity, which JSON does not have; as in vLLM."""
+
+
+class Format:
+    """Makes the JSON of one request's completions.
+
+    Args:
+        kind: "cmpl" or "chatcmpl".
+        name: of the model.
+        return_token_ids: token ids in each choice.
+        logprobs: whether log probabilities were asked for.
+        top: of each position, beside the token's own.
+        echo: the prompt before each completion.
+    """
+
+    def __init__(
+        self, kind: str, name: str, request_id: str, state: ServerState, client: Client, *, return_token_ids: bool,
+        logprobs: bool, top: int, echo: bool = False,
+    ) -> None:  # fmt: skip
+        self.kind, self.name, self.id, self._state, self._client = kind, name, f"{kind}-{request_id}", state, client
+        self.return_token_ids, self.logprobs, self._top, self.echo = return_token_ids, logprobs, top, echo
+        self.chat = kind == "chatcmpl"
+        self.created = int(time.time())
+        self._texts: dict[int, TextSoFar] = {}
+
+    def envelope(self, choices: list[dict[str, Any]], chunk: bool) -> dict[str, Any]:
+        """A response, or a chunk of a stream."""
+        object_ = "chat.completion" if self.chat else "text_completion"
+        if chunk and self.chat:
+            object_ += ".chunk"
+        return {"id": self.id, "object": object_, "created": self.created, "model": self.name, "choices": choices}
+
+    def choice(self, index: int, prompt: Prompt, piece: CompletionPiece, first: bool, chunk: bool) -> dict[str, Any]:
+        """A choice, or what a chunk has of it."""
+        text, ids, logprobs = piece.text, list(piece.token_ids), list(piece.logprobs)
+        echoed = self.echo and first
+        if echoed:
+            text = self._text_of(prompt) + text
+        found: dict[str, Any] = {"index": index}
+        if self.chat:
+            content: dict[str, Any] = {"role": "assistant", "content": text} if first else {"content": text}
+            found["delta" if chunk else "message"] = content
+        else:
+            found["text"] = text
+        found["logprobs"] = self._logprobs(index, prompt, piece, ids, logprobs, echoed) if self.logprobs else None
+        found["finish_reason"] = None if piece.end is None else piece.end.finish_reason
+        found["stop_reason"] = None if piece.end is None else piece.end.stop_reason
+        if self.return_token_ids:
+            found["token_ids"] = ids
+            if first:
+                found["prompt_token_ids"] = prompt.token_ids
+        if piece.end is not None:
+            self._end(found, index, piece.end)
+        return found
+
+    def _end(self, found: dict[str, Any], index: int, end: m.Finished) -> None:
+        """What belongs to a completion as a whole."""
+        if end.prompt_logprobs is not None and not self.echo:
+            found["prompt_logprobs"] = [
+                None if entry is None else {
+                    str(token): {"logprob": finite(value), "rank": rank, "decoded_token": self._word(token)}
+                    for token, (value, rank) in entry.items()
+                }
+                for entry in end.prompt_logprobs
+            ]  # fmt: skip
+        if end.receipt is not None:
+            found["receipt"] = end.receipt
+        if end.captured is not None:
+            found["activations"] = self._activations(index, end.captured)
+        if end.warnings:
+            found["warnings"] = end.warnings
+
+    def _activations(self, index: int, captured: m.CapturedStates) -> dict[str, Any]:
+        self._state.metrics.totals["captured_bytes"] += captured.size
+        found: dict[str, Any] = {"format": "safetensors", "bytes": captured.size, "sites": captured.sites}
+        if captured.data is not None:
+            return found | {"data": base64.b64encode(captured.data).decode()}
+        name = f"{self.id}-{index}"
+        stored = self._state.store.adopt(name, captured, self._client.name)
+        return found | self._state.store.link(name, stored)
+
+    def usage(self, prompts: Sequence[Prompt], ends: Mapping[Any, m.Finished]) -> dict[str, Any]:
+        """Counts of tokens."""
+        read = sum(len(prompt.token_ids) for prompt in prompts)
+        made = sum(len(end.token_ids) for end in ends.values())
+        cached = sum(end.num_cached_tokens for (_, sample), end in ends.items() if sample == 0)
+        return usage_of(read, made) | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+    # -- log probabilities ------------------------------------------------------------------
+
+    def _logprobs(
+        self, index: int, prompt: Prompt, piece: CompletionPiece, ids: list[int], found: list[Any], echoed: bool
+    ) -> dict[str, Any]:
+        entries: list[dict[int, Logprob] | None] = list(found)
+        if echoed and piece.end is not None and piece.end.prompt_logprobs is not None:
+            before = [None if e is None else {t: Logprob(*v) for t, v in e.items()} for e in piece.end.prompt_logprobs]
+            ids, entries = [*prompt.token_ids, *ids], [*before, *entries]
+        if self.chat:
+            return {"content": [self._chat_entry(t, e) for t, e in zip(ids, entries, strict=True) if e]}
+        words = [self._word(token) for token in ids]
+        text = self._texts.setdefault(index, TextSoFar(self._state.tokenizer, prompt.params.skip_special_tokens))
+        return {
+            "tokens": words,
+            "token_logprobs": [None if e is None else finite(e[t].logprob) for t, e in zip(ids, entries, strict=True)],
+            "top_logprobs": [
+                None if e is None else {self._word(t): finite(v.logprob) for t, v in e.items()} for e in entries
+            ],
+            "text_offset": [text.add(token) for token in ids],
+        }
+
+    def _chat_entry(self, token: int, entry: Mapping[int, Logprob]) -> dict[str, Any]:
+        top = sorted(entry.items(), key=lambda item: item[1].rank)[: self._top]
+        return self._chat_token(token, entry[token]) | {"top_logprobs": [self._chat_token(*one) for one in top]}
+
+    def _chat_token(self, token: int, value: Logprob) -> dict[str, Any]:
+        own = token_bytes(self._state.tokenizer, token)
+        return {"token": token_word(own), "logprob": finite(value.logprob), "bytes": list(own)}
+
+    def _word(self, token: int) -> str:
+        return token_word(token_bytes(self._state.tokenizer, token), "" if self.chat else "bytes:")
+
+    def _text_of(self, prompt: Prompt) -> str:
+        if prompt.text is not None:
+            return prompt.text
+        return "" if self._state.tokenizer is None else self._state.tokenizer.decode(prompt.token_ids)
+
+
+class TextSoFar:
+    """The text of a choice's tokens so far, which says where each token begins in it."""
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, skip_special_tokens)
+        self._token_ids: list[int] = []
+        self._parts, self._held = getincrementaldecoder("utf-8")("replace"), 0
+
+    def add(self, token: int) -> int:
+        """Take the next token; the number of characters before it. A character that has begun is not among them."""
+        if self._detokenizer is None:
+            return 0
+        start = len(self._detokenizer.text) + self._held
+        self._token_ids.append(token)
+        own = token_bytes(self._tokenizer, token)
+        if self._detokenizer.push(self._token_ids):
+            self._parts.reset()
+            self._held = 0
+        elif not is_text(own):  # the detokenizer holds parts of characters back, and what turned out to be none
+            self._held += len(self._parts.decode(own))
+        return start
+
+
+def usage_of(read: int, made: int) -> dict[str, Any]:
+    """Counts of tokens of prompts, and of completions."""
+    return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+
+
+def finite(value: float) -> float:
+    """A number that JSON has."""
+    return value if value > LOWEST else LOWEST

@@ -1,0 +1,345 @@
+"""OpenAI's routes: `/v1/completions`, `/v1/chat/completions` and `/v1/models`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, NamedTuple, TypeVar
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from ...client.chat import RenderedPrompt, render, tokenized
+from ...client.request_limits import truncated
+from ...core.sampling_params import SamplingParams
+from ...utils.arguments import PromptError
+from ...wire import messages as m
+from ...wire.failures import EngineError
+from ..http.body import JsonRoute
+from ..http.errors import ApiError, api_error
+from ..http.state import ServerState, check_priority, require
+from ..http.trust import Client, Trust
+from ..protocol import ChatRequest, CompletionRequest, GenerationRequest
+from .generation import CompletionPiece, Generation, Prompt
+from .openai_format import Format, usage_of
+from .prompt_text import check_length, last_part
+
+T = TypeVar("T")
+COMPLETION_TOKENS = 16
+"""OpenAI's default length of a completion; a chat's is what the context holds."""
+
+
+class DisconnectedError(Exception):
+    """The client is gone."""
+
+
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client disconnects.
+
+    Raises:
+        DisconnectedError: it did.
+    """
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.ensure_future(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise DisconnectedError
+        return working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+def openai_routes(state: ServerState) -> APIRouter:
+    """The routes."""
+    router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_card(state)]}
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        check_model(state, name)
+        return _card(state)
+
+    @router.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue a prompt, or several."""
+        logprobs = body.logprobs is not None
+        if body.echo and logprobs and body.prompt_logprobs is None:
+            body.prompt_logprobs = body.logprobs
+        if body.echo and body.stream and logprobs:
+            raise ApiError(400, "echo with logprobs is not streamed: leave out stream, or one of them", param="echo")
+        given = body.prompts()
+        asked = _asked(state, body, len(given), COMPLETION_TOKENS, lambda: texts(state, body, given))
+        return await _serve(state, body, request, asked, "cmpl", logprobs, body.logprobs or 0, bool(body.echo))
+
+    @router.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        """Write the next message of a conversation, by the model's chat template."""
+        asked = _asked(state, body, 1, None, lambda: [conversation(state, body)])
+        return await _serve(state, body, request, asked, "chatcmpl", bool(body.logprobs), body.top_logprobs or 0, False)
+
+    return router
+
+
+def _card(state: ServerState) -> dict[str, Any]:
+    length = state.info["limits"]["max_model_len"]
+    return {
+        "id": state.settings.name, "object": "model", "created": int(state.started), "owned_by": "pymllm-interp",
+        "root": state.info["model"], "max_model_len": length,
+    }  # fmt: skip
+
+
+def check_model(state: ServerState, name: str | None) -> None:
+    """Raises ApiError for a model that is not served."""
+    known = state.settings.name, state.info["model"]
+    if name is not None and name not in known:
+        raise ApiError(404, f"there is no model {name!r}; this server has {known[0]!r}", "model", "model_not_found")
+
+
+class _Asked(NamedTuple):
+    """What a request asks for, before its prompts are tokenized."""
+
+    prompts: int
+    params: SamplingParams
+    read: Callable[[], list[RenderedPrompt]]
+    """Tokenizes the prompts: takes long."""
+
+
+def _asked(
+    state: ServerState, body: GenerationRequest, count: int, max_tokens: int | None, read: Callable[[], list[RenderedPrompt]]
+) -> _Asked:  # fmt: skip
+    """What is asked for.
+
+    Raises:
+        ApiError: another model, or more prompts than a request may have.
+    """
+    check_model(state, body.model)
+    params = body.sampling_params(state.info["sampling_defaults"], max_tokens)
+    if count * params.n > state.limits.max_prompts:
+        raise ApiError(
+            400, f"{count} prompts with n={params.n}; at most {state.limits.max_prompts} (max_prompts)", "prompt"
+        )
+    return _Asked(count, params, read)
+
+
+def _prompt(state: ServerState, read: RenderedPrompt, params: SamplingParams) -> Prompt:
+    ids = truncated(read.token_ids, params, state.info["limits"]["max_model_len"])
+    return Prompt(read.text if len(ids) == len(read.token_ids) else None, ids, params)
+
+
+def texts(state: ServerState, body: CompletionRequest, given: list[Any]) -> list[RenderedPrompt]:
+    """The prompts of a completion, with their token ids."""
+    found, room = [], state.info["limits"]["max_model_len"]
+    for i, prompt in enumerate(given):
+        name = f"prompt {i}" if len(given) > 1 else "the prompt"
+        if isinstance(prompt, str):
+            if body.truncate_prompt_tokens is None:
+                check_length(state.tokenizer, len(prompt), room, name)
+            else:
+                prompt = last_part(state.tokenizer, prompt, room)
+            special = body.add_special_tokens is not False
+            found.append(tokenized(state.tokenizer, prompt, name, add_special_tokens=special))
+        else:
+            found.append(RenderedPrompt(None, prompt))
+    return found
+
+
+def conversation(state: ServerState, body: ChatRequest) -> Any:
+    """A conversation as the chat template writes it, with its token ids."""
+    messages = [_message(i, message.model_dump(exclude_unset=True)) for i, message in enumerate(body.messages)]
+    characters = sum(len(message.get("content") or "") for message in messages)
+    check_length(state.tokenizer, characters, state.info["limits"]["max_model_len"], "messages")
+    return render(
+        state.tokenizer, messages, "the conversation",
+        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+        continue_final_message=body.continue_final_message, tools=None if body.tool_choice == "none" else body.tools,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )  # fmt: skip
+
+
+def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its parts as one text, which is what templates read."""
+    parts = message.get("content")
+    if isinstance(parts, list):
+        texts = []
+        for part in parts:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise PromptError(
+                    f"messages.{index}: its content has a part that is no text; the model reads text alone"
+                )
+            texts.append(part["text"])
+        message["content"] = "".join(texts)
+    return message
+
+
+async def _serve(
+    state: ServerState, body: GenerationRequest, request: Request, asked: _Asked, kind: str, logprobs: bool, top: int,
+    echo: bool,
+) -> Response:  # fmt: skip
+    client = require(request, Trust.DECLARED if body.hooked else Trust.PLAIN)
+    check_priority(client, [body.priority or 0])
+    format_ = Format(
+        kind, state.settings.name, request.state.request_id, state, client, return_token_ids=bool(body.return_token_ids),
+        logprobs=logprobs, top=top, echo=echo,
+    )  # fmt: skip
+    state.metrics.totals["hooked_requests"] += body.hooked
+    work = _Work(state, body, request, client, asked, format_)
+    if body.stream:
+        stream = work.stream()
+        first = await anext(stream)  # what the engine refuses is an answer of its own
+        return StreamingResponse(
+            _chained(first, stream), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+    try:
+        return JSONResponse(await while_connected(request, work.whole()))
+    except DisconnectedError:
+        state.metrics.totals["disconnects"] += 1
+        return Response(status_code=499)
+
+
+async def _chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    try:
+        yield first
+        async for part in rest:
+            yield part
+    finally:
+        await rest.aclose()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Work:
+    """One request, from its prompts to its answer."""
+
+    def __init__(
+        self, state: ServerState, body: GenerationRequest, request: Request, client: Client, asked: _Asked, format_: Format
+    ) -> None:  # fmt: skip
+        self._state, self._body, self._client = state, body, client
+        self._asked, self._format = asked, format_
+        self._prompts: list[Prompt] = []
+        self._notes = request.state.passage.notes
+        self._started = request.state.started
+        self._n = asked.params.n
+        self._ends: dict[tuple[int, int], m.Finished] = {}
+        self._made: Counter[int] = Counter()
+
+    def _admitted(self) -> AbstractContextManager[None]:
+        return self._state.admitted(self._client, self._asked.prompts * self._n)
+
+    async def _start(self, stream: bool) -> Generation:
+        """Tokenize the prompts and submit them. The request is admitted already."""
+        body = self._body
+        hooks: dict[str, Any] = {}
+        for name, field in (("interventions", body.interventions), ("captures", body.capture)):
+            if field:
+                hooks[name] = [field]  # once for all prompts
+        options: dict[str, Any] = {"timeout": body.timeout, "cache_salt": body.cache_salt}
+        if body.priority is not None:
+            options["priority"] = [body.priority] * self._asked.prompts
+        try:
+            read = await asyncio.to_thread(self._asked.read)
+            prompts = self._prompts = [_prompt(self._state, one, self._asked.params) for one in read]
+            tokens = sum(len(prompt.token_ids) for prompt in prompts)
+            self._state.metrics.totals["prompt_tokens"] += tokens
+            self._notes |= {"prompt_tokens": tokens, "hooked": body.hooked, "stream": stream}
+            return await Generation.start(
+                self._state.engine, self._state.tokenizer, prompts, self._client.name, stream, options=options, **hooks
+            )
+        except Exception as error:
+            raise api_error(error, refused=True) from error
+
+    def _index(self, piece: CompletionPiece) -> int:
+        return piece.prompt * self._n + piece.sample
+
+    def _choice(self, piece: CompletionPiece, first: bool, chunk: bool) -> dict[str, Any]:
+        return self._format.choice(self._index(piece), self._prompts[piece.prompt], piece, first, chunk)
+
+    def _take_end(self, piece: CompletionPiece) -> None:
+        if piece.end is not None:
+            self._ends[piece.prompt, piece.sample] = piece.end
+            if piece.end.failure is not None:
+                self._state.store.forget(piece.end.captured)
+                raise api_error(EngineError(piece.end.failure), refused=False)
+
+    async def whole(self) -> dict[str, Any]:
+        """The response of a request that is not streamed."""
+        with self._admitted():
+            generation = await self._start(stream=False)
+            choices: dict[int, dict[str, Any]] = {}
+            try:
+                async for piece in generation.pieces():
+                    self._state.generated(len(piece.token_ids))
+                    self._take_end(piece)
+                    choices[self._index(piece)] = self._choice(piece, first=True, chunk=False)
+            except Exception as error:
+                raise api_error(error, refused=False) from error
+            finally:
+                generation.close()
+        found = self._format.envelope([choices[i] for i in sorted(choices)], chunk=False)
+        found["usage"] = self._format.usage(self._prompts, self._ends)
+        self._notes["generated_tokens"] = found["usage"]["completion_tokens"]
+        return found
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """The server-sent events of a stream. The first one comes when the request is accepted."""
+        with ExitStack() as stack:
+            stack.enter_context(self._admitted())
+            generation = await self._start(stream=True)
+            stack.callback(self._closed, generation)
+            begun: set[int] = set()
+            if self._format.chat:
+                for index in range(self._n):
+                    empty = CompletionPiece(0, index, "", [], [])
+                    yield self._event(empty, first=True)
+                    begun.add(index)
+            else:
+                yield b": accepted\n\n"
+            try:
+                async for piece in generation.pieces():
+                    self._state.generated(len(piece.token_ids))
+                    if not self._notes.get("first_token_ms") and piece.token_ids:
+                        seconds = time.perf_counter() - self._started
+                        self._state.metrics.first_token.add(seconds)
+                        self._notes["first_token_ms"] = round(1000 * seconds, 2)
+                    self._take_end(piece)
+                    index = self._index(piece)
+                    yield self._event(piece, first=index not in begun)
+                    begun.add(index)
+                if self._body.stream_options is not None and self._body.stream_options.usage:
+                    last = self._format.envelope([], chunk=True)
+                    yield _data(last | {"usage": self._format.usage(self._prompts, self._ends)})
+            except Exception as error:
+                yield _data(api_error(error, refused=False).body())
+            yield b"data: [DONE]\n\n"
+
+    def _event(self, piece: CompletionPiece, first: bool) -> bytes:
+        """A piece's event. With include_usage its usage is null, or with continuous_usage_stats that of its choice so far."""
+        index, options = self._index(piece), self._body.stream_options
+        chunk = self._format.envelope([self._choice(piece, first, chunk=True)], chunk=True)
+        self._made[index] += len(piece.token_ids)
+        if options is not None and options.usage:
+            read = len(self._prompts[piece.prompt].token_ids)
+            chunk["usage"] = usage_of(read, self._made[index]) if options.continuous_usage_stats else None
+        return _data(chunk)
+
+    def _closed(self, generation: Generation) -> None:
+        self._notes["generated_tokens"] = sum(len(end.token_ids) for end in self._ends.values())
+        if generation.unfinished:
+            self._state.metrics.totals["disconnects"] += 1
+        generation.close()
+
+
+def _data(value: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"

@@ -1,0 +1,34 @@
+"""Texts of requests, measured before a tokenizer reads them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from ...utils.arguments import PromptError
+
+
+def check_length(tokenizer: Any, characters: int, max_model_len: int, what: str) -> None:
+    """Refuse a text that the context cannot hold, whatever its tokens are: one is at most as long as the longest, and a space.
+
+    Raises:
+        PromptError: it has more characters.
+    """
+    if tokenizer is None:
+        return
+    most = max_model_len * (longest_token(tokenizer) + 1)
+    if characters > most:
+        raise PromptError(
+            f"{what} has {characters} characters; the {max_model_len} tokens of the context (max_model_len) hold at most {most}"
+        )
+
+
+def last_part(tokenizer: Any, text: str, max_model_len: int) -> str:
+    """The end of a text of which only the last tokens are kept: twice the characters that the context can hold."""
+    return text if tokenizer is None else text[-2 * max_model_len * (longest_token(tokenizer) + 1) :]
+
+
+@lru_cache(4)
+def longest_token(tokenizer: Any) -> int:
+    """Characters of the longest token."""
+    return max(map(len, tokenizer.get_vocab()), default=1)

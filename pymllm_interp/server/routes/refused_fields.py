@@ -1,0 +1,103 @@
+"""Fields of OpenAI's and vLLM's requests that this server refuses, and the values with which they pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from ...core import unsupported
+
+
+class Refused(NamedTuple):
+    """A field that is refused.
+
+    Attributes:
+        reason: why, and what serves in its place.
+        neutral: values that change nothing, so that clients may send them. None always is one.
+    """
+
+    reason: str
+    neutral: tuple[Any, ...] = ()
+
+
+_BEAMS = "there is no beam search; n draws as many completions"
+_TRANSFER = "KV is not transferred between engines"
+_REPETITION = "repetition is not detected: use stop, or repetition_penalty"
+_REASONING = "reasoning is not parsed: the text has all of it; chat_template_kwargs sets what the template reads"
+_TEMPLATE = "a request brings no template: the operator gives one, with serve --chat-template"
+_FUNCTIONS = "functions is OpenAI's old name: use tools"
+
+REFUSED: dict[str, Refused] = {
+    **{name: Refused(reason) for name, reason in unsupported.OF_REQUESTS.items()},
+    # OpenAI's
+    "audio": Refused(unsupported.MULTIMODAL),
+    "best_of": Refused("there is no best_of: n draws as many completions", (1,)),
+    "function_call": Refused("function_call is OpenAI's old name: use tool_choice", ("none",)),
+    "functions": Refused(_FUNCTIONS, ([],)),
+    "modalities": Refused(unsupported.MULTIMODAL, (["text"],)),
+    "moderation": Refused("completions are not moderated"),
+    "prediction": Refused(unsupported.SPECULATION),
+    "prompt_cache_options": Refused("the prefix cache has no options of a request; cache_salt keeps requests apart", ({},)),
+    "reasoning_effort": Refused(_REASONING),
+    "response_format": Refused(unsupported.STRUCTURED, ({"type": "text"},)),
+    "suffix": Refused("suffix is not supported: the models here continue a prompt", ("",)),
+    "verbosity": Refused("verbosity is not supported: ask for it in a message", ("medium",)),
+    "web_search_options": Refused("there is no web search"),
+    # vLLM's
+    "chat_template": Refused(_TEMPLATE),
+    "documents": Refused("documents are not supported: put them in a message", ([],)),
+    "early_stopping": Refused(_BEAMS, (False,)),
+    "ec_transfer_params": Refused(_TRANSFER),
+    "guided_decoding_backend": Refused(unsupported.STRUCTURED),
+    "guided_json_object": Refused(unsupported.STRUCTURED, (False,)),
+    "guided_whitespace_pattern": Refused(unsupported.STRUCTURED),
+    "include_reasoning": Refused(_REASONING, (True,)),
+    "kv_transfer_params": Refused(_TRANSFER),
+    "length_penalty": Refused(_BEAMS, (1,)),
+    "logits_processors": Refused(unsupported.STRUCTURED, ([],)),
+    "logprob_token_ids": Refused("log probabilities are of the likeliest tokens: use logprobs"),
+    "max_repetition_pattern_size": Refused(_REPETITION, (0,)),
+    "media_io_kwargs": Refused(unsupported.MULTIMODAL, ({},)),
+    "min_repetition_pattern_size": Refused(_REPETITION, (0,)),
+    "mm_processor_kwargs": Refused(unsupported.MULTIMODAL, ({},)),
+    "repetition_detection": Refused(_REPETITION),
+    "repetition_min_count": Refused(_REPETITION, (0,)),
+    "request_id": Refused("a request is named by its header X-Request-Id"),
+    "return_mm_kwargs": Refused(unsupported.MULTIMODAL, (True,)),
+    "return_token_offsets": Refused("offsets in a prompt's text are not reported", (False,)),
+    "return_tokens_as_token_ids": Refused("use return_token_ids: token_ids of each choice", (False,)),
+    "routed_experts_prompt_start": Refused(unsupported.EXPERT_PARALLEL, (0,)),
+    "session_id": Refused("requests have no sessions; the prefix cache shares equal beginnings"),
+    "spaces_between_special_tokens": Refused("special tokens are decoded as the tokenizer does", (True,)),
+    "stream_interval": Refused("a stream has an event for each token", (1,)),
+    "structural_tag": Refused(unsupported.STRUCTURED),
+    "thinking_token_budget": Refused(_REASONING, (-1,)),
+    "truncation_side": Refused("truncate_prompt_tokens keeps the last tokens", ("left",)),
+    "use_beam_search": Refused(_BEAMS, (False,)),
+    "vllm_xargs": Refused("there are no extensions of vLLM's", ({},)),
+    "watermarking": Refused("texts are not watermarked", (False,)),
+}  # fmt: skip
+"""By name. What is neither here nor a field of the request is refused as unknown."""
+
+
+def without_neutral(given: Mapping[Any, Any], known: Iterable[str]) -> dict[Any, Any]:
+    """A request's fields without those of other servers that change nothing.
+
+    Args:
+        known: fields of the request's class, which are kept.
+
+    Raises:
+        ValueError: a refused field would change something; the message says what serves in its place.
+    """
+    found, kept = {}, frozenset(known)
+    for name, value in given.items():
+        refused = None if name in kept else REFUSED.get(name)
+        if refused is None:
+            found[name] = value
+        elif value is not None and not any(_same(value, neutral) for neutral in refused.neutral):
+            raise ValueError(f"{name}: {refused.reason}")
+    return found
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)

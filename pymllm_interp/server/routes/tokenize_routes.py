@@ -1,0 +1,59 @@
+"""vLLM's routes for tokens: `/tokenize` and `/detokenize`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from ..http.errors import ApiError
+from ..http.state import ServerState, require
+from ..http.trust import Trust
+from ..protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .openai_routes import check_model, conversation, texts
+
+
+def tokenize_routes(state: ServerState) -> APIRouter:
+    """The routes."""
+    router = APIRouter(tags=["Tokens"])
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+        """The token ids of a text, or of a conversation as the chat template writes it."""
+        check_model(state, body.model)
+        with state.admitted(require(request, Trust.PLAIN), 1):
+            ids = await asyncio.to_thread(_token_ids, state, body)
+            names = None
+            if body.return_token_strs:
+                names = await asyncio.to_thread(state.tokenizer.convert_ids_to_tokens, ids)
+        limit = state.info["limits"]["max_model_len"]
+        return {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": names}
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
+        """The text of token ids."""
+        check_model(state, body.model)
+        if state.tokenizer is None:
+            raise ApiError(400, "this model has no tokenizer", "tokens")
+        most = max(state.info["limits"]["vocab_size"], len(state.tokenizer))
+        wrong = next((token for token in body.tokens if not 0 <= token < most), None)
+        if wrong is not None:
+            raise ApiError(400, f"tokens holds {wrong}, but the vocabulary goes from 0 to {most - 1}", "tokens")
+        with state.admitted(require(request, Trust.PLAIN), 1):
+            return {"prompt": await asyncio.to_thread(state.tokenizer.decode, body.tokens)}
+
+    return router
+
+
+def _token_ids(state: ServerState, body: TokenizeRequest) -> list[int]:
+    if state.tokenizer is None:
+        raise ApiError(400, "this model has no tokenizer: prompts are token ids", "prompt")
+    if body.messages is None:
+        fields = body.model_dump(include={"prompt", "add_special_tokens"})
+        (found,) = texts(state, CompletionRequest.model_validate(fields), [body.prompt])
+        return found.token_ids
+    fields = body.model_dump(
+        exclude={"model", "prompt", "add_special_tokens", "return_token_strs"}, exclude_unset=True
+    )  # fmt: skip
+    return conversation(state, ChatRequest.model_validate(fields)).token_ids
