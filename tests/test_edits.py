@@ -31,7 +31,7 @@ from pymllm_interp.hooks.interventions.specs import Patch, Scale, Steer
 from pymllm_interp.hooks.interventions.vector_pool import VectorPool
 from pymllm_interp.hooks.positions import Generated, ordinals_of
 from pymllm_interp.hooks.site import Site
-from pymllm_interp.hooks.vector_files import content_hash
+from pymllm_interp.hooks.vectors.files import content_hash
 from pymllm_interp.layers.edits.table import TableOps
 from pymllm_interp.layers.norm import RMSNorm, add_rms_norm
 

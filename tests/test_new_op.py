@@ -19,7 +19,7 @@ from pymllm_interp.hooks.interventions.host_ops import RequestRows, host_ops
 from pymllm_interp.hooks.interventions.op import Op, row_dots
 from pymllm_interp.hooks.positions import Positions
 from pymllm_interp.hooks.site import Site
-from pymllm_interp.hooks.vector_files import Source
+from pymllm_interp.hooks.vectors.files import Source
 from pymllm_interp.kernels import edit_codes as codes
 from pymllm_interp.kernels.edit_codes import OpWords
 

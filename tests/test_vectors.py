@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from pymllm_interp import Ablate, Capture, Clamp, Gate, Patch, SamplingParams, Steer
 from pymllm_interp.hooks.binding import bind
 from pymllm_interp.hooks.captures.spec import Project
-from pymllm_interp.hooks.vector_files import load_layer_vectors, load_vector, save_layer_vectors
-from pymllm_interp.hooks.vectors import VectorRegistry
+from pymllm_interp.hooks.vectors.files import load_layer_vectors, load_vector, save_layer_vectors
+from pymllm_interp.hooks.vectors.registry import VectorRegistry
 
 VECTORS = {1: torch.tensor([1.0, 2.0, 3.0]), 2: torch.tensor([4.0, 5.0, 6.0]), 11: torch.tensor([7.0, 8.0, 9.0])}
 

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from ..hooks.binding import resolved
 from ..hooks.captures.reductions.lens import Lens
-from ..hooks.layer_vectors import LayerVectors
 from ..hooks.saes.registry import SAERegistry
 from ..hooks.saes.sae import SAE
 from ..hooks.spec import Spec
 from ..hooks.traces.syntax.caller_frames import warn_at_caller
-from ..hooks.vectors import VectorRegistry
+from ..hooks.vectors.by_layer import LayerVectors
+from ..hooks.vectors.registry import VectorRegistry
 from ..runner.interp_model_runner import InterpModelRunner
 from ..utils.arguments import PromptError
 

@@ -44,8 +44,8 @@ from .calls.toolkit_calls import ToolkitCalls
 from .calls.trace_calls import TraceCalls
 from .generation_defaults import GenerationDefaults
 from .handle import RequestHandle
+from .notebook.tab_completion import set_up_completion
 from .request_factory import PREFILL, RequestFactory
-from .tab_completion import set_up_completion
 
 ELSEWHERE = {
     "device_map": "one device holds the model, device='cuda' or 'cpu'",
@@ -85,7 +85,7 @@ class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore
         server: further fields of `ServerConfig`, by name.
 
     Attributes:
-        vectors: by name, for interventions that give a name in a vector's place (hooks/vectors.py).
+        vectors: by name, for interventions that give a name in a vector's place (hooks/vectors/registry.py).
         saes: sparse autoencoders by name, for captures and interventions that give a name in place of one (hooks/saes).
 
     Raises:

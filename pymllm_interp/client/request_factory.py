@@ -24,7 +24,7 @@ from ..hooks.declared import captures_for_each_prompt, for_each_prompt
 from ..hooks.interventions.knockout import Intervention
 from ..hooks.receipt import Receipt
 from ..hooks.traces.blocks.trace import RequestTrace
-from ..hooks.vectors import VectorRegistry
+from ..hooks.vectors.registry import VectorRegistry
 from ..models.weights.fingerprint import ServedWeights
 from ..runner.device_memory import free_bytes, long_pass_bytes
 from ..runner.interp_model_runner import InterpModelRunner

@@ -10,11 +10,11 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from ..core.model_spec import ModelSpec
-from .layer_vectors import LayerVectors
 from .positions import Window, missing_of, windows_of
 from .site import Site, expand
 from .spec import PlacedSpec
-from .vector_files import Named
+from .vectors.by_layer import LayerVectors
+from .vectors.files import Named
 
 SpecT = TypeVar("SpecT", bound=PlacedSpec)
 

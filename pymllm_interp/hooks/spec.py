@@ -17,10 +17,10 @@ from ..core.model_spec import HEAD_SITES, ModelSpec
 from ..utils.arguments import check_names, shown
 from ..utils.kept_property import kept_property
 from .heads import channels_of, checked_heads, heads_in, widened
-from .layer_vectors import LayerVectors
 from .positions import Window, checked_positions
 from .site import Site, canonical, expand
-from .vector_files import Source, checked_vector, content_hash
+from .vectors.by_layer import LayerVectors
+from .vectors.files import Source, checked_vector, content_hash
 
 
 class _Content(NamedTuple):

@@ -15,7 +15,7 @@ from ..hooks.captures.spec import Capture
 from ..hooks.positions import is_whole
 from ..hooks.site import Site, expand
 from ..hooks.traces.syntax.caller_frames import warn_at_caller
-from ..hooks.vector_files import load_layer_vectors, origin_of, save_layer_vectors
+from ..hooks.vectors.files import load_layer_vectors, origin_of, save_layer_vectors
 from ..utils.arguments import PromptError
 
 METHODS = ("mean", "pca")

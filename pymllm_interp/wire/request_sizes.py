@@ -9,7 +9,7 @@ from ..core.limits import MAX_CALL_SPECS, MAX_LISTED, MAX_NAMED, MAX_SPECS
 from ..hooks.captures.spec import Capture
 from ..hooks.positions import Positions
 from ..hooks.spec import Spec, arguments_of
-from ..hooks.vector_files import Source
+from ..hooks.vectors.files import Source
 from ..utils.arguments import PromptError
 from .specs import INTERVENTIONS, part_class
 

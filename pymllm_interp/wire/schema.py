@@ -28,7 +28,7 @@ from ..hooks.registry import is_spelled, ops, reductions
 from ..hooks.saes.sae import SAE
 from ..hooks.site import Site
 from ..hooks.spec import Spec, arguments_of
-from ..hooks.vector_files import Source
+from ..hooks.vectors.files import Source
 from ..server.protocol import Strict
 from ..utils.device import DTYPES
 from .specs import LOCAL, MAX_DIMS, WIRE_DTYPES, tag_of

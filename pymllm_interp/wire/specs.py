@@ -22,13 +22,13 @@ from ..hooks.captures.spec import Capture, Project
 from ..hooks.interventions.knockout import Intervention
 from ..hooks.interventions.op import Gate
 from ..hooks.interventions.set_feature import MAX_FEATURES, FeatureTargets
-from ..hooks.layer_vectors import LayerVectors
 from ..hooks.positions import Generated, Masked, Positions
 from ..hooks.registry import json_name, ops, reductions
 from ..hooks.saes.sae import SAE
 from ..hooks.site import Site
 from ..hooks.spec import Argument, Spec, arguments_of, as_argument
-from ..hooks.vector_files import Source
+from ..hooks.vectors.by_layer import LayerVectors
+from ..hooks.vectors.files import Source
 from ..utils.arguments import PromptError, shown
 
 WIRE_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}

@@ -20,10 +20,10 @@ from ...utils.arguments import PromptError
 from ..chat import is_conversation, render
 from ..completion import StreamPiece
 from ..handle import RequestHandle, results_of
+from ..notebook.signatures import names_options, signature_of
 from ..prompts import as_prompts
 from ..request_factory import RequestFactory
 from ..request_options import RequestOptions, check_options
-from ..signatures import names_options, signature_of
 
 
 class RequestCalls(TracedModel):

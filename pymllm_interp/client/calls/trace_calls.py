@@ -19,9 +19,9 @@ from ...hooks.traces.syntax.envoy import TracedModel
 from ...hooks.traces.syntax.session import SessionTracer
 from ...hooks.traces.syntax.tracer import EngineTracer
 from ..handle import RequestHandle
+from ..notebook.signatures import OF_TRACES, names_options
 from ..prompt_batch import prompts_of
 from ..request_factory import RequestFactory
-from ..signatures import OF_TRACES, names_options
 
 PIPELINE = {"max_new_tokens": 256, "do_sample": True, "temperature": 0.7}
 """Parameters of transformers' text-generation pipeline, where nobody says otherwise."""

@@ -28,11 +28,11 @@ from ...wire.specs import to_json
 from ..generation_defaults import GenerationDefaults
 from ..handle import RequestHandle
 from ..lm import LM
+from ..notebook.tab_completion import set_up_completion
 from ..prompts import params_for, warn_of_flat_list
 from ..request_factory import RequestFactory
 from ..request_limits import truncated
 from ..request_options import RequestOptions, checked_salt, priorities_of
-from ..tab_completion import set_up_completion
 from .remote_engine import RemoteEngine
 from .remote_tracer import RemoteSession, RemoteTracer, edits_payload, run_remotely
 from .remote_vectors import RemoteVectors

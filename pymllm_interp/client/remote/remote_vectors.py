@@ -10,7 +10,7 @@ from urllib.parse import quote
 import torch
 from safetensors.torch import load, save
 
-from ...hooks.vector_files import Named, Source, checked_vector, load_layer_vectors, load_vector
+from ...hooks.vectors.files import Named, Source, checked_vector, load_layer_vectors, load_vector
 from .remote_engine import RemoteEngine, ServerError
 
 

@@ -21,7 +21,7 @@ from ...core.model_spec import ModelSpec
 from ...utils.kept_property import version_of, versioned_property
 from ..saes.formats import read_tensors
 from ..site import Site
-from ..vector_files import checked_vector
+from ..vectors.files import checked_vector
 
 _LAYER = re.compile(r"(?:J|layer)[._]?(\d+)")
 

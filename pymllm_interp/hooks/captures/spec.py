@@ -15,7 +15,7 @@ from ..positions import Positions, is_whole
 from ..registry import is_spelled, json_name, reduction, reductions
 from ..site import Site
 from ..spec import PlacedSpec
-from ..vector_files import Source
+from ..vectors.files import Source
 from .pools import STATES
 from .reductions.reduction import Reduced, Reduction
 

@@ -21,7 +21,7 @@ from ...kernels.edit_codes import OpWords
 from ..saes.sae import SAE
 from ..site import EDITED_PATTERNS, Site, canonical
 from ..spec import PlacedSpec, Spec
-from ..vector_files import Source
+from ..vectors.files import Source
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from ..heads import Heads
 from ..positions import Positions
 from ..registry import op
 from ..site import Site
-from ..vector_files import Source
+from ..vectors.files import Source
 from .op import Gate, Missing, Op, row_dots
 
 MAX_RANK = 16

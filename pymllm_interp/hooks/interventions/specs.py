@@ -24,7 +24,7 @@ from ..heads import Heads
 from ..positions import Positions, Window
 from ..registry import op
 from ..site import Site
-from ..vector_files import Source
+from ..vectors.files import Source
 from .by_position import in_order_of_windows, of_positions
 from .op import Gate, Missing, Op, row_norms
 

@@ -10,7 +10,7 @@ import torch
 from ...core.step import VectorRow
 from ..declared import Declared
 from ..demands import Demands
-from ..vector_files import content_hash
+from ..vectors.files import content_hash
 
 
 def num_rows(tensor: torch.Tensor, width: int) -> int:

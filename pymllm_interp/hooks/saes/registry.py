@@ -13,7 +13,7 @@ import torch
 from ...core.model_spec import NUMBERED_SITES, ModelSpec, site_index
 from ..site import expand
 from ..spec import Spec
-from ..vector_files import _nearest
+from ..vectors.files import _nearest
 from .sae import SAE
 
 SpecT = TypeVar("SpecT", bound=Spec)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ...utils.kept_property import version_of, versioned_property
 from ..site import Site, canonical
-from ..vector_files import checked_vector
+from ..vectors.files import checked_vector
 
 Architecture = Literal["standard", "jumprelu", "gated", "topk"]
 ARCHITECTURES = ("standard", "jumprelu", "gated", "topk")

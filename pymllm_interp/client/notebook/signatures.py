@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from inspect import Parameter
 from typing import Any, TypeVar
 
-from .request_options import RequestOptions
+from ..request_options import RequestOptions
 
 CallT = TypeVar("CallT", bound=Callable[..., Any])
 OF_REQUESTS = {

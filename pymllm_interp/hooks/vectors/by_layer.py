@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core.limits import MAX_NAMED
-from .site import Site
-from .vector_files import checked_vector
+from ...core.limits import MAX_NAMED
+from ..site import Site
+from .files import checked_vector
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..core.model_spec import ModelSpec
-from .vector_files import (
+from ...core.model_spec import ModelSpec
+from .files import (
     Named,
     Source,
     _nearest,

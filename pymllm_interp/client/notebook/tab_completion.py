@@ -12,13 +12,13 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from ..core.output import CompletionOutput, RequestOutput
-from ..hooks.captures.activations import Activations, BySite
-from ..hooks.saes.registry import SAERegistry
-from ..hooks.traces.syntax.envoy import GeneratorEnvoy, TracedEnvoy
-from ..hooks.vectors import VectorRegistry
-from .activation_cache import ActivationCache
-from .calls.forward_calls import ForwardOutput
+from ...core.output import CompletionOutput, RequestOutput
+from ...hooks.captures.activations import Activations, BySite
+from ...hooks.saes.registry import SAERegistry
+from ...hooks.traces.syntax.envoy import GeneratorEnvoy, TracedEnvoy
+from ...hooks.vectors.registry import VectorRegistry
+from ..activation_cache import ActivationCache
+from ..calls.forward_calls import ForwardOutput
 
 SAFE = (
     ActivationCache, Activations, BySite, CompletionOutput, ForwardOutput, GeneratorEnvoy, RequestOutput, SAERegistry,
