@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -16,8 +17,9 @@ from pymllm_interp.config import ModelConfig, ServerConfig
 
 ROOT = Path(pymllm_interp.__file__).parent
 ORDER = (
-    ("core",), ("config",), ("mem_cache",), ("attention",), ("layers",), ("sampling",), ("hooks",), ("models",), ("runner",),
-    ("harvest",), ("engine",), ("plots",), ("toolkit",), ("server",), ("cli", "bench", "demo", "doctor", "evals", "lens"),
+    ("utils",), ("core",), ("config",), ("kernels",), ("mem_cache",), ("attention",), ("layers",), ("sampling",), ("hooks",),
+    ("models",), ("runner",), ("harvest",), ("engine",), ("wire",), ("client",), ("plots",), ("toolkit",), ("server",),
+    ("cli", "bench", "demo", "doctor", "evals", "lens"),
 )  # fmt: skip
 """An import goes to an earlier place, or stays in its own."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
@@ -199,9 +201,34 @@ def outside_imports(module: str) -> Iterator[str]:
             yield node.module or ""
 
 
-def test_core_imports_nothing_of_ours():
+def test_core_imports_utils_only():
     ours = [(module, name) for module in FILES if place(module) == "core" for name, _ in imports_of(module)]
-    assert not [pair for pair in ours if place(pair[1]) != "core"]
+    assert not [pair for pair in ours if place(pair[1]) not in ("core", "utils")]
+
+
+def test_folders_are_small():
+    """At most 15 files each."""
+    folders = Counter(path.parent for path in FILES.values() if path.name != "__init__.py")
+    assert not {str(folder.relative_to(ROOT)): count for folder, count in folders.items() if count > 15}
+
+
+BY_NAME = {
+    "pymllm_interp.client.calls.toolkit_calls": ["toolkit.sweep", "toolkit.attribution"],
+    "pymllm_interp.client.lm": ["client.remote.remote_lm"],
+    "pymllm_interp.hooks.saes.sae": ["hooks.saes.formats"],
+}
+"""Modules that import others of ours by name, against the order. The list may only shrink."""
+
+
+def test_few_modules_are_imported_by_name():
+    found: dict[str, list[str]] = {}
+    for module in FILES:
+        for node in at_run_time(tree_of(module)):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "import_module" and node.args:
+                (name,) = [a.value for a in node.args[:1] if isinstance(a, ast.Constant)] or [None]
+                if isinstance(name, str) and name.startswith("pymllm_interp."):
+                    found.setdefault(module, []).append(name.removeprefix("pymllm_interp."))
+    assert found == BY_NAME
 
 
 @pytest.mark.parametrize(("cls", "name"), CONFIG_FIELDS, ids=[f"{c.__name__}.{n}" for c, n in CONFIG_FIELDS])

@@ -14,10 +14,10 @@ from transformer_lens.model_bridge.driver_protocol import to_torch
 from transformer_lens.model_bridge.sources._bridge_builder import configure_tokenizer
 
 from ..client.lm import LM
-from .cache import ActivationCache
+from .cache import BridgeCache
 from .driver import Edit, EngineDriver
 from .generation import generate
-from .points import GRADIENTS, Point
+from .points import GRADIENTS, BridgePoint
 from .weights import Weights, adapter_of
 
 
@@ -25,7 +25,7 @@ class Bridge(Weights, RemoteBridge):
     """TransformerLens' calls and names over an `LM`: `run_with_cache`, `run_with_hooks`, `hooks`, `add_hook`, `generate`, weights.
 
     Names, shapes and values are those of ``TransformerBridge.boot_transformers``. `run_with_cache` returns a subclass of
-    TransformerLens' `ActivationCache`, in the order of a forward pass. Hooks read and edit, unlike those of other remote bridges:
+    TransformerLens' `BridgeCache`, in the order of a forward pass. Hooks read and edit, unlike those of other remote bridges:
     a pass with hooks is a trace. A pass without hooks is a fused one, if all names that `names_filter` selects are declared sites,
     their norms or attention patterns; without a filter it is a trace that reads all hook points.
 
@@ -57,7 +57,7 @@ class Bridge(Weights, RemoteBridge):
         self._stop: int | None = None
         self._unfiltered = False
         super().__init__(adapter, tokenizer, driver)
-        self._hook_registry = {name: Point(name) for name in driver.places}
+        self._hook_registry = {name: BridgePoint(name) for name in driver.places}
 
     def __repr__(self) -> str:
         return f"Bridge({str(self.lm).splitlines()[0]})"
@@ -170,7 +170,7 @@ class Bridge(Weights, RemoteBridge):
         return super(RemoteBridge, self).run_with_hooks(input, *args, **kwargs)
 
     def run_with_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """As `TransformerBridge.run_with_cache`: (logits, `ActivationCache`), on the CPU.
+        """As `TransformerBridge.run_with_cache`: (logits, `BridgeCache`), on the CPU.
 
         Without a `names_filter`, a pass of several prompts with functions has no attention scores and no rotated q and k.
         """
@@ -190,7 +190,7 @@ class Bridge(Weights, RemoteBridge):
             self._caching, self._stop, self._unfiltered = None, None, False
         if isinstance(cache, dict):
             return output, cache
-        return output, ActivationCache(cache.cache_dict, self, cache.has_batch_dim)
+        return output, BridgeCache(cache.cache_dict, self, cache.has_batch_dim)
 
     def _names_before(self, stop: int, names_filter: Any) -> Callable[[str], bool]:
         """A filter of names that keeps the hook points before a layer."""
@@ -211,11 +211,11 @@ class Bridge(Weights, RemoteBridge):
         """None: the aliases of the architecture's components hold for all layers here."""
         return {}
 
-    def cache_of(self, states: Mapping[str, torch.Tensor]) -> ActivationCache:
+    def cache_of(self, states: Mapping[str, torch.Tensor]) -> BridgeCache:
         """The cache of states by site, [batch, tokens, ...], that `lm.run_with_cache` captured."""
         found = self._driver.states(states)
         named = {name: found[point.name] for name, point in self.hook_dict.items() if point.name in found}
-        return ActivationCache(named, self)
+        return BridgeCache(named, self)
 
     def _editing(self, point: HookPoint) -> list[Any]:
         """Handles of the user's hooks at a point: not those that `run_with_cache` put there to fill its cache."""

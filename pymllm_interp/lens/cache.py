@@ -1,4 +1,4 @@
-"""`ActivationCache`: TransformerLens' cache, whose keys are names of sites, too."""
+"""`BridgeCache`: TransformerLens' cache, whose keys are names of sites, too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..client.activation_cache import lens_name
 from ..hooks.site import Site
 
 
-class ActivationCache(transformer_lens.ActivationCache):
+class BridgeCache(transformer_lens.ActivationCache):
     """Values of hook points in the order of a forward pass.
 
     A key is TransformerLens' name or short form, or any name of a site: ``cache["resid_post.3"]``.

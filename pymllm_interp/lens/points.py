@@ -10,7 +10,7 @@ from transformer_lens.hook_points import HookPoint, LensHandle
 GRADIENTS = "gradients are those of a trace: `with lm.trace(prompt):` and `with loss.backward():`, or lm.attribute"
 
 
-class Point(HookPoint):
+class BridgePoint(HookPoint):
     """A hook point whose functions read and edit forward passes.
 
     Args:

@@ -14,7 +14,7 @@ from transformer_lens.model_bridge.sources._hf_format import determine_architect
 from transformers import AutoModelForCausalLM
 
 from ..client.lm import LM
-from .points import Point
+from .points import BridgePoint
 
 
 def adapter_of(lm: LM) -> Any:
@@ -28,7 +28,7 @@ def adapter_of(lm: LM) -> Any:
     return ArchitectureAdapterFactory.select_architecture_adapter(config)
 
 
-def weights_of(lm: LM, points: Mapping[str, Point]) -> TransformerBridge:
+def weights_of(lm: LM, points: Mapping[str, BridgePoint]) -> TransformerBridge:
     """TransformerLens' own components over the engine's parameters.
 
     The modules are transformers', without values of their own. On a CPU they share the engine's memory; of another device
@@ -65,12 +65,12 @@ def _check(model: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def _share_points(weights: TransformerBridge, points: Mapping[str, Point]) -> None:
+def _share_points(weights: TransformerBridge, points: Mapping[str, BridgePoint]) -> None:
     """Put `points` where the components have hook points, and points that take no hooks where the engine has no value."""
-    shared: dict[int, Point] = {}
+    shared: dict[int, BridgePoint] = {}
     for name, own in weights._hook_registry.items():
         if name in points or id(own) not in shared:
-            shared[id(own)] = points.get(name) or Point(own.name or name, served=False)
+            shared[id(own)] = points.get(name) or BridgePoint(own.name or name, served=False)
     for module in weights.modules():
         for names in (module._modules, module.__dict__):
             for name, own in list(names.items()):

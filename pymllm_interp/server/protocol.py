@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, WithJsonSchema, model_validator
+from pydantic import ConfigDict, Field, StrictBool, StrictInt, WithJsonSchema, model_validator
 
 from ..core.limits import MAX_CALL_SPECS, MAX_LISTED, MAX_SPECS
 from ..core.sampling_params import MAX_BAD_WORDS, MAX_STOPS, MAX_TOKEN_IDS, SamplingParams
 from ..utils.arguments import PromptError
+from ..wire.strict import Strict
 from .http.body import at_most, checked
 from .routes.refused_fields import without_neutral
 
@@ -21,8 +22,6 @@ SAME_NAMES = (
 """Fields with the name that they have in SamplingParams."""
 MAX_MESSAGES, MAX_TOOLS = 4096, 128
 """Most messages of a conversation, or parts of one, and most tools."""
-MAX_FIELDS = 64
-"""Most fields of an object: each unknown one would be an error."""
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
@@ -32,19 +31,6 @@ COMPONENT = "x-component"
 InterventionField = Annotated[dict[str, Any], WithJsonSchema({COMPONENT: "Intervention"})]
 CaptureField = Annotated[str | dict[str, Any], WithJsonSchema({COMPONENT: "CaptureSpec"})]
 """Read by the engine process, whose objects check them."""
-
-
-class Strict(BaseModel):
-    """An object without further fields."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _few(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and len(given) > MAX_FIELDS:
-            raise ValueError(f"an object with {len(given)} fields; at most {MAX_FIELDS}")
-        return given
 
 
 class StreamOptions(Strict):

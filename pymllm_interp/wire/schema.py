@@ -29,9 +29,9 @@ from ..hooks.saes.sae import SAE
 from ..hooks.site import Site
 from ..hooks.spec import Spec, arguments_of
 from ..hooks.vectors.files import Source
-from ..server.protocol import Strict
 from ..utils.device import DTYPES
 from .specs import LOCAL, MAX_DIMS, WIRE_DTYPES, tag_of
+from .strict import Strict
 
 
 class InlineVector(Strict):

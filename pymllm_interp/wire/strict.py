@@ -1,0 +1,24 @@
+"""`Strict`: what JSON objects of requests are checked by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+MAX_FIELDS = 64
+"""Most fields of an object: each unknown one would be an error."""
+
+
+class Strict(BaseModel):
+    """An object without further fields."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and len(given) > MAX_FIELDS:
+            raise ValueError(f"an object with {len(given)} fields; at most {MAX_FIELDS}")
+        return given
