@@ -5,6 +5,7 @@ A message is the name of a method of `InterpModelRunner` and its arguments, pick
 
 from __future__ import annotations
 
+import os
 import pickle
 import struct
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+import pymllm_interp
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.step import ModelRunnerOutput, SchedulerOutput
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner
@@ -35,7 +37,8 @@ def receive(stream: BinaryIO) -> Any:
 class Worker:
     """A runner, and the messages that it takes."""
 
-    def __init__(self, server_config: ServerConfig, model_config: ModelConfig) -> None:
+    def __init__(self, server_config: ServerConfig, model_config: ModelConfig, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)  # the last bits of a product may depend on it
         self.runner = InterpModelRunner(server_config, model_config, wrap=None)
         self.runner.initialize()
 
@@ -59,8 +62,10 @@ class WorkerProcess:
 
     def __init__(self, server_config: ServerConfig, model_config: ModelConfig) -> None:
         command = [sys.executable, str(Path(__file__))]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.ask("start", server_config, model_config)
+        package = str(Path(pymllm_interp.__file__).parents[1])  # the code that this process runs
+        environment = os.environ | {"PYTHONPATH": package}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        self.ask("start", server_config, model_config, torch.get_num_threads())
 
     def ask(self, name: str, *args: Any) -> Any:
         """Send a message; the answer. What it raised there, this raises."""
@@ -79,7 +84,6 @@ class WorkerProcess:
 
 def main() -> None:
     """Answer messages until there are no more."""
-    torch.set_num_threads(1)
     worker: Worker | None = None
     inbox, outbox = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr
