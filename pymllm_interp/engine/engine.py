@@ -91,14 +91,12 @@ class Engine(RequestEnds):
         """In words: "shut down", or how many requests are live."""
         if self._closing is not None or self.forked is not None:
             return "shut down" if self.forked is None else "of the parent process"
-        live = len(self._subscribers)
-        return f"{live} live request{'' if live == 1 else 's'}" if live else "idle"
+        return f"live requests: {len(self._subscribers)}" if self._subscribers else "idle"
 
     def start(self) -> None:
         """Initialise the runner on the thread, and serve. What the runner's `initialize` raises, this raises.
 
-        Whoever has made the engine calls `shutdown` after an error, also one that interrupts the wait: the thread holds the
-        weights and the pool until then.
+        After any error its maker calls `shutdown`: the thread holds the weights and the pool until then.
         """
         self._thread.start()
         self._ready.result()
@@ -148,7 +146,7 @@ class Engine(RequestEnds):
         self._call_soon(partial(self.runner.run, command))
 
     def reset_prefix_cache(self) -> None:
-        """Forget the KV that the prefix cache keeps. Raises what `call` raises."""
+        """Forget the KV that the prefix cache keeps."""
         self.call(self.scheduler.kv.reset_prefix_cache)
 
     def call(self, function: Callable[[], Any]) -> Any:
@@ -483,14 +481,13 @@ class Engine(RequestEnds):
             self._answer(request)
         self._send_events()
         self._watchdog.close()
-        # They hold this engine, which holds the runner.
-        self.runner.interleaver.sync_previous_step = self.runner.interleaver.call_back = None
+        self.runner.interleaver.sync_previous_step = self.runner.interleaver.call_back = None  # which hold this engine
         self.runner.shutdown()
 
     def _end_all(self) -> None:
         for request in self.scheduler.live:
-            request.error = self._closed_error(request)
             try:
+                request.error = self._closed_error(request)
                 self._end([request], "abort")
             except BaseException:
                 logger.exception("request %s could not be wound up", request.request_id)
