@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pymllm_interp.hooks.captures.pools import Pool
+from pymllm_interp.hooks.captures.reductions.pools import Pool
 from pymllm_interp.hooks.interventions.op import Gate, Op
 from pymllm_interp.hooks.positions import Positions
 from pymllm_interp.hooks.registry import op, reduction

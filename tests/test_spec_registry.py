@@ -17,7 +17,7 @@ from helpers_server import CLOSE, serving
 
 from pymllm_interp import Capture, Lens
 from pymllm_interp.hooks.captures.activations import Activations
-from pymllm_interp.hooks.captures.pools import Last, Mean
+from pymllm_interp.hooks.captures.reductions.pools import Last, Mean
 from pymllm_interp.hooks.interventions.op import Gate, Op
 from pymllm_interp.hooks.registry import is_spelled, op, ops, reductions
 from pymllm_interp.hooks.spec import Spec, arguments_of

@@ -68,7 +68,7 @@ def _registered(known: dict[str, type[Spec]], cls: SpecClass) -> SpecClass:
 @cache
 def _load_all() -> None:
     """Import the modules that register classes."""
-    for folder in ("interventions", "captures"):
+    for folder in ("interventions", "captures", "captures.reductions"):
         package = import_module(f"{__package__}.{folder}")
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             import_module(module.name)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from .egress.result_memory import Memory
-from .pools import Pool
+from .reductions.pools import Pool
 from .reductions.reduction import Reduced
 from .spec import Capture
 

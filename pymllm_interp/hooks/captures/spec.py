@@ -16,7 +16,7 @@ from ..registry import is_spelled, json_name, reduction, reductions
 from ..site import Site
 from ..spec import PlacedSpec
 from ..vectors.files import Source
-from .pools import STATES
+from .reductions.pools import STATES
 from .reductions.reduction import Reduced, Reduction
 
 NORMED = ("attn_in", "mlp_in")

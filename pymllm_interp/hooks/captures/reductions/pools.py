@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from ..registry import reduction
-from .reductions.reduction import Reduction
+from ...registry import reduction
+from .reduction import Reduction
 
 
 @dataclass(frozen=True, eq=False)
