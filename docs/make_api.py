@@ -45,18 +45,18 @@ PLUMBING = (
 SECTIONS = [
     Section(
         "LM", "Prompts in, outputs out; and the tree that traces are written against ([traces](traces.md)).",
-        ("LM", "engine.request_options:RequestOptions", "config:ServerConfig"),
+        ("LM", "client.request_options:RequestOptions", "config:ServerConfig"),
         ("run_traces", "edits_of", "pass_options", "interleave", "interleaver", "source", "input", "inputs", "output"),
     ),
     Section(
         "Traces", "What a `with` binds: `with lm.trace(prompt) as tracer:` ([traces](traces.md)).",
-        ("hooks.traces.tracer:EngineTracer", "hooks.traces.tracer:EngineInvoker"), ("execute",),
+        ("hooks.traces.syntax.tracer:EngineTracer", "hooks.traces.syntax.tracer:EngineInvoker"), ("execute",),
     ),
     Section("Sampling", "", ("SamplingParams",), ("greedy", "stop_strings")),
     Section(
         "Outputs", "", ("RequestOutput", "core.output:CompletionOutput", "core.output:Logprob",
-        "engine.forward_calls:ForwardOutput", "engine.activation_cache:ActivationCache", "engine.site_hooks:HookPoint",
-        "engine.handle:RequestHandle", "engine.completion:StreamPiece"), ("put", "of"),
+        "client.calls.forward_calls:ForwardOutput", "client.activation_cache:ActivationCache", "client.calls.site_hooks:HookPoint",
+        "client.handle:RequestHandle", "client.completion:StreamPiece"), ("put", "of"),
     ),
     Section(
         "Receipts", "What was applied to a request, and how its steps ran.",
@@ -94,11 +94,11 @@ SECTIONS = [
     ),
     Section(
         "Errors", "What is raised, beside Python's own errors.",
-        ("core.arguments:PromptError", "models.registry:UnsupportedModelError", "models.weights:WeightsError",
-        "engine.handle:RequestError",
-        "engine.handle:EngineClosedError", "CaptureError", "HarvestError",
-        "hooks.traces.errors:TraceError", "hooks.traces.errors:EditError", "hooks.traces.errors:GangError",
-        "hooks.traces.errors:TraceTimeoutError"),
+        ("utils.arguments:PromptError", "models.registry:UnsupportedModelError", "models.weights.loading:WeightsError",
+        "client.handle:RequestError",
+        "client.handle:EngineClosedError", "CaptureError", "HarvestError",
+        "hooks.traces.blocks.errors:TraceError", "hooks.traces.blocks.errors:EditError", "hooks.traces.blocks.errors:GangError",
+        "hooks.traces.blocks.errors:TraceTimeoutError"),
     ),
 ]  # fmt: skip
 
