@@ -42,7 +42,7 @@ def make_linear(bias: bool, dtype: torch.dtype, width: int = 20, out: int = 33) 
 def make_merged(bias: bool, dtype: torch.dtype, width: int = 20) -> MergedLinear:
     merged = MergedLinear(width, SIZES, bias, dtype, "cpu")
     with torch.no_grad():
-        for seed, projection in enumerate(merged.projections):
+        for seed, projection in enumerate(merged.projections()):
             for parameter in projection.parameters():
                 parameter.copy_(randn(*parameter.shape, seed=seed))
     return merged
@@ -102,17 +102,17 @@ def test_projections_serve_slices_of_one_product(bias, dtype, monkeypatch):
     gemm = merged.gemm
     monkeypatch.setattr(merged, "gemm", lambda x: products.append(1) or gemm(x))
     with merged.product(x):
-        outs = [projection(x) for projection in merged.projections]
+        outs = [projection(x) for projection in merged.projections()]
     assert len(products) == 1
     assert torch.equal(torch.cat(outs, -1), gemm(x))
-    for out, projection in zip(outs, merged.projections, strict=True):
+    for out, projection in zip(outs, merged.projections(), strict=True):
         near(out, F.linear(x, projection.weight, projection.bias))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_projections_alone_outside_of_a_product(dtype):
     merged, x = make_merged(True, dtype), randn(1, 5, 20, dtype=dtype, seed=3)
-    for projection in merged.projections:
+    for projection in merged.projections():
         near(projection(x), F.linear(x, projection.weight, projection.bias))
 
 
@@ -121,9 +121,9 @@ def test_an_input_edited_in_place_is_computed_again_for_the_projections_after_th
     merged, x = make_merged(False, dtype), randn(1, 5, 20, dtype=dtype, seed=3)
     before = merged.gemm(x).split(SIZES, -1)
     with merged.product(x):
-        q = merged.projections[0](x)
+        q = merged.projections()[0](x)
         x[:, 2] = 0
-        k, v = merged.projections[1](x), merged.projections[2](x)
+        k, v = merged.projections()[1](x), merged.projections()[2](x)
     assert torch.equal(q, before[0]), "what was served before the edit stays"
     assert not k[:, 2].any() and not v[:, 2].any()
     kept = torch.tensor([0, 1, 3, 4])
@@ -138,11 +138,11 @@ def test_a_replaced_input_reaches_its_own_projection_alone_and_other_rows_keep_t
     other = x.clone()
     other[:, 1] = 1
     with merged.product(x):
-        q = merged.projections[0](x)
-        k = merged.projections[1](other)
-        v = merged.projections[2](x)
+        q = merged.projections()[0](x)
+        k = merged.projections()[1](other)
+        v = merged.projections()[2](x)
     assert torch.equal(q, plain[0]) and torch.equal(v, plain[2])
-    near(k, F.linear(other, merged.projections[1].weight, merged.projections[1].bias))
+    near(k, F.linear(other, merged.projections()[1].weight, merged.projections()[1].bias))
     kept = torch.tensor([0, 2, 3, 4])
     assert torch.equal(k[:, kept], plain[1][:, kept])
     assert not torch.equal(k[:, 1], plain[1][:, 1])
@@ -152,13 +152,13 @@ def test_a_replaced_input_reaches_its_own_projection_alone_and_other_rows_keep_t
 def test_projection_weights_are_views_of_the_merged_weight_and_edits_reach_the_product(dtype):
     merged, x = make_merged(True, dtype), randn(1, 2, 20, dtype=dtype)
     merged.gemm(x)  # packs
-    merged.projections[1].weight.zero_()
-    merged.projections[1].bias.fill_(3)
+    merged.projections()[1].weight.zero_()
+    merged.projections()[1].bias.fill_(3)
     q, k, v = merged.gemm(x).split(SIZES, -1)
     assert torch.equal(k, torch.full_like(k, 3))
-    near(q, F.linear(x, merged.projections[0].weight, merged.projections[0].bias))
-    near(v, F.linear(x, merged.projections[2].weight, merged.projections[2].bias))
-    assert len({projection.weight.untyped_storage().data_ptr() for projection in merged.projections}) == 1
+    near(q, F.linear(x, merged.projections()[0].weight, merged.projections()[0].bias))
+    near(v, F.linear(x, merged.projections()[2].weight, merged.projections()[2].bias))
+    assert len({projection.weight.untyped_storage().data_ptr() for projection in merged.projections()}) == 1
 
 
 def test_a_product_ends_with_its_block_also_when_the_block_raises():
@@ -172,7 +172,7 @@ def test_the_merged_product_is_no_module_of_the_tree():
     merged = make_merged(True, torch.float32)
     parent = torch.nn.Module()
     parent._qkv = merged  # pyright: ignore
-    parent.q_proj, parent.k_proj, parent.v_proj = merged.projections
+    parent.q_proj, parent.k_proj, parent.v_proj = merged.projections()
     assert sorted(parent.state_dict()) == sorted(f"{n}_proj.{p}" for n in "qkv" for p in ("weight", "bias"))
 
 

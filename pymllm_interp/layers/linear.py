@@ -4,7 +4,7 @@
 matrix product. Each projection remains a module with its own name and its own `.weight`::
 
     qkv = MergedLinear(hidden, [512, 128, 128], bias=False, dtype=torch.float32, device="cpu")
-    q_proj, k_proj, v_proj = qkv.projections       # children of the attention module
+    q_proj, k_proj, v_proj = qkv.projections()     # children of the attention module
     with qkv.product(x):                           # one product ...
         q, k, v = q_proj(x), k_proj(x), v_proj(x)  # ... and three slices of it
 
@@ -168,18 +168,19 @@ class Projection(nn.Linear):
         self,
         merged: MergedLinear,
         index: int,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
         output_site: InnerSite | None,
     ) -> None:
         nn.Module.__init__(self)  # torch's own would draw random weights
         self._merged, self._index, self.output_site = merged, index, output_site
         self.out_features, self.in_features = weight.shape
-        self.weight = nn.Parameter(weight, False)
-        self.register_parameter("bias", nn.Parameter(bias, False) if bias is not None else None)
+        self.weight = weight
+        self.register_parameter("bias", bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         out = self._merged.slice(self._index, input)
+        out = F.linear(input, self.weight, self.bias) if out is None else out
         return out if self.output_site is None else apply_inner(out, current_site_ops(), *self.output_site)
 
     __deepcopy__ = plain_copy
@@ -187,6 +188,8 @@ class Projection(nn.Linear):
 
 class MergedLinear:
     """Several projections of one input, computed as one product [..., in] -> [..., sum of out].
+
+    It does not hold their modules, which hold it: weights in a cycle would wait for the garbage collector.
 
     Args:
         output_sites: the inner sites of the projections' outputs; none by default.
@@ -203,18 +206,21 @@ class MergedLinear:
         output_sites: Sequence[InnerSite] = (),
     ) -> None:
         self.sizes = list(sizes)
-        sites = output_sites or [None] * len(self.sizes)
+        self._output_sites = list(output_sites) or [None] * len(self.sizes)
         weight = torch.empty(sum(sizes), in_features, dtype=dtype, device=device)
         merged_bias = torch.empty(sum(sizes), dtype=dtype, device=device) if bias else None
-        weights = weight.split(self.sizes)
-        biases = merged_bias.split(self.sizes) if merged_bias is not None else [None] * len(self.sizes)
-        self.projections = [
-            Projection(self, i, *parts) for i, parts in enumerate(zip(weights, biases, sites, strict=True))
-        ]
-        self.gemm = Gemm([projection.weight for projection in self.projections], weight, merged_bias)
+        self._weights = [nn.Parameter(part, False) for part in weight.split(self.sizes)]
+        parts = [] if merged_bias is None else merged_bias.split(self.sizes)
+        self._biases = [nn.Parameter(part, False) for part in parts] or [None] * len(self.sizes)
+        self.gemm = Gemm(self._weights, weight, merged_bias)
         self._input: torch.Tensor | None = None
         self._version = 0
         self._product: torch.Tensor | None = None
+
+    def projections(self) -> list[Projection]:
+        """A module for each, over the merged weights."""
+        parts = zip(self._weights, self._biases, self._output_sites, strict=True)
+        return [Projection(self, i, *own) for i, own in enumerate(parts)]
 
     def project(self, x: torch.Tensor, site_ops: SiteOps | None = None) -> torch.Tensor:
         """All projections of x, concatenated along the last dim, after the ops and captures at their output sites."""
@@ -225,11 +231,11 @@ class MergedLinear:
 
     def _apply_and_capture(self, product: torch.Tensor, site_ops: SiteOps) -> None:
         """The ops and captures at the output sites; `product` [1, tokens, sum of out] is written in place."""
-        for part, projection in zip(product.split(self.sizes, dim=-1), self.projections, strict=True):
-            if projection.output_site is not None and projection.output_site[1] in site_ops.inner:
+        for part, site in zip(product.split(self.sizes, dim=-1), self._output_sites, strict=True):
+            if site is not None and site[1] in site_ops.inner:
                 value = part.contiguous()
-                applied = apply_inner(value, site_ops, *projection.output_site)
-                capture_inner(applied, site_ops, *projection.output_site)
+                applied = apply_inner(value, site_ops, *site)
+                capture_inner(applied, site_ops, *site)
                 if applied is not value:
                     part.copy_(applied)
 
@@ -242,15 +248,14 @@ class MergedLinear:
         finally:
             self._input = self._product = None
 
-    def slice(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """The projection `index` of `x`.
+    def slice(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
+        """The projection `index` of `x`; None outside of `product`.
 
         A hook may have replaced the input, or written to it. The *merged* product is then computed again, at the same shape,
         so that untouched rows keep their bits.
         """
         if self._input is None:
-            projection = self.projections[index]
-            return F.linear(x, projection.weight, projection.bias)
+            return None
         if x is not self._input:
             return self._part(self.project(x), index)
         if x._version != self._version:

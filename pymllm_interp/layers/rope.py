@@ -7,7 +7,7 @@ that a row does not depend on the batch.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -121,7 +121,8 @@ class RotaryEmbedding(nn.Module):
         if self.rope_type != "default" and self.rope_type not in ROPE_INIT_FUNCTIONS:
             raise ValueError(f"rope_type {self.rope_type!r} is unknown to transformers: {sorted(ROPE_INIT_FUNCTIONS)}")
         self._dtype, self._device = dtype, device
-        self._inv_freq = lru_cache(maxsize=4096)(self._frequencies)
+        # Not a bound method: tables in a cycle would wait for the garbage collector.
+        self._inv_freq = lru_cache(maxsize=4096)(partial(_frequencies, config, head_dim, device, self.rope_type))
         self._table: torch.Tensor | None = None  # [positions, 2 * head_dim], cosines and signed sines
         if not self.length_dependent:
             cos, sin = self._cos_sin(torch.arange(max_positions, device=device), *self._inv_freq(None))
@@ -164,15 +165,6 @@ class RotaryEmbedding(nn.Module):
             return original + 1 if length > original else original
         return max(length, self._config.max_position_embeddings)
 
-    def _frequencies(self, length: int | None) -> tuple[torch.Tensor, float]:
-        """([head_dim / 2] float32, factor on cos and sin)."""
-        if self.rope_type == "default":
-            exponents = torch.arange(0, self._head_dim, 2, dtype=torch.float) / self._head_dim
-            return (1.0 / (_parameters(self._config)["rope_theta"] ** exponents)).to(self._device), 1.0
-        kwargs: dict[str, Any] = {"seq_len": length} if length is not None else {}
-        inv_freq, factor = ROPE_INIT_FUNCTIONS[self.rope_type](self._config, self._device, **kwargs)
-        return inv_freq, float(factor)
-
     def _cos_sin(
         self, positions: torch.Tensor, inv_freq: torch.Tensor, factor: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -196,3 +188,15 @@ def _parameters(config: PretrainedConfig) -> dict[str, Any]:
             "through transformers 5"
         )
     return parameters
+
+
+def _frequencies(
+    config: PretrainedConfig, head_dim: int, device: str, rope_type: str, length: int | None
+) -> tuple[torch.Tensor, float]:
+    """([head_dim / 2] float32, factor on cos and sin)."""
+    if rope_type == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
+        return (1.0 / (_parameters(config)["rope_theta"] ** exponents)).to(device), 1.0
+    kwargs: dict[str, Any] = {"seq_len": length} if length is not None else {}
+    inv_freq, factor = ROPE_INIT_FUNCTIONS[rope_type](config, device, **kwargs)
+    return inv_freq, float(factor)

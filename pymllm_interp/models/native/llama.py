@@ -35,7 +35,7 @@ class LlamaAttention(Attention):
         sizes = [spec.width(kind) for kind in "qkv"]
         sites = [(layer_idx, kind) for kind in "qkv"]
         self._qkv = MergedLinear(spec.hidden_size, sizes, qkv_bias, spec.dtype, device, output_sites=sites)
-        self.q_proj, self.k_proj, self.v_proj = self._qkv.projections
+        self.q_proj, self.k_proj, self.v_proj = self._qkv.projections()
         self.o_proj = Linear(spec.width("z"), spec.hidden_size, o_bias, spec.dtype, device, input_site=(layer_idx, "z"))
 
     @staticmethod
@@ -83,7 +83,7 @@ class LlamaMLP(ResidualBranch):
         hidden, intermediate = spec.hidden_size, spec.intermediate_size
         self.output_site = delta_site(mlp_add(layer_idx))
         self._gate_up = MergedLinear(hidden, [intermediate] * 2, bias, dtype, device)
-        self.gate_proj, self.up_proj = self._gate_up.projections
+        self.gate_proj, self.up_proj = self._gate_up.projections()
         self.down_proj = Linear(intermediate, hidden, bias, dtype, device, input_site=(layer_idx, "mlp_act"))
         self.act_fn = activation_module(self.activation_of(config))
         # The fused pass has its own copy: hooks may wait at the module `act_fn`.
