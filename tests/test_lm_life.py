@@ -155,7 +155,7 @@ def test_a_process_ends_though_a_block_waits_for_ever(model_folder: Callable[[st
     script = """
         import sys, threading
         from pymllm_interp import LM
-        from pymllm_interp.engine import open_engines
+        from pymllm_interp.client import open_engines
         open_engines.EXIT_SECONDS = 0.2
         lm, lock, begun = LM(sys.argv[1], device="cpu"), threading.Lock(), threading.Event()
         lock.acquire()
@@ -642,7 +642,7 @@ FORK = """
     import asyncio, multiprocessing, os, signal, sys, tempfile
     signal.alarm(100)
     from pymllm_interp import LM, SamplingParams, Scale
-    from pymllm_interp.engine.handle import EngineClosedError
+    from pymllm_interp.client.handle import EngineClosedError
 
     long = SamplingParams(max_tokens=90, ignore_eos=True)
     lm = LM(sys.argv[1], device="cpu", dtype="float32")
