@@ -13,6 +13,7 @@ import base64
 import binascii
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, is_dataclass
+from functools import cache
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -240,12 +241,12 @@ def part_class(part: type[Spec], value: Any) -> type[Spec] | None:
 def _made(cls: type[Any], given: Any, what: str) -> Any:
     if not isinstance(given, Mapping):
         raise PromptError(f"{what}: {cls.__name__} is an object, not {shown(given)}")
-    known = {argument.name: argument for argument in arguments_of(cls)}
+    known = _fields_of(cls)
     for name in given:
         if name not in known:
             raise PromptError(f"{what}: {cls.__name__} has no field {shown(name)}; it has {', '.join(known)}")
-    for name, argument in known.items():
-        if argument.default is MISSING and name not in given:
+    for name, field in known.items():
+        if field.argument.default is MISSING and name not in given:
             raise PromptError(f"{what}: {cls.__name__} needs {name!r}")
     try:
         return cls(**{name: _value_of(known[name], value, f"{what}.{name}") for name, value in given.items()})
@@ -255,16 +256,35 @@ def _made(cls: type[Any], given: Any, what: str) -> Any:
         raise PromptError(f"{what}: {error}") from error
 
 
-def _value_of(argument: Argument, value: Any, what: str) -> Any:
+class _Field(NamedTuple):
+    """How an argument is read from JSON."""
+
+    argument: Argument
+    reader: Callable[[Any, str], Any] | None
+    local: str | None
+    """What to do in place of sending its objects."""
+    takes_names: bool
+
+
+@cache
+def _fields_of(cls: type) -> dict[str, _Field]:
+    found = {}
+    for argument in arguments_of(cls):
+        types = get_args(argument.hint)
+        local = next((LOCAL[kind] for kind in types if kind in LOCAL), None)
+        found[argument.name] = _Field(argument, READERS.get(argument.hint), local, str in types)
+    return found
+
+
+def _value_of(field: _Field, value: Any, what: str) -> Any:
     """The value of an argument. What has no form of its own in JSON is checked by the class."""
-    if argument.hint in READERS:
-        return READERS[argument.hint](value, what)
-    if argument.part is not None and isinstance(value, Mapping):
-        return _made(argument.part, value, what) if is_dataclass(argument.part) else REDUCTIONS.made(value, what)
-    types = get_args(argument.hint)
-    local = next((LOCAL[cls] for cls in types if cls in LOCAL), None)
-    if local is not None and value is not None and not (isinstance(value, str) and str in types):
-        raise PromptError(f"{what}: {local}")
+    if field.reader is not None:
+        return field.reader(value, what)
+    part = field.argument.part
+    if part is not None and isinstance(value, Mapping):
+        return _made(part, value, what) if is_dataclass(part) else REDUCTIONS.made(value, what)
+    if field.local is not None and value is not None and not (isinstance(value, str) and field.takes_names):
+        raise PromptError(f"{what}: {field.local}")
     return value
 
 
