@@ -531,8 +531,8 @@ def test_v39_inputs_are_laid_out_decode_first_then_prefill(steps):
 def test_v39_modes_follow_what_the_requests_compute(steps):
     """V39: a prompt of one token extends, it does not decode."""
     modes = []
-    run = ModelRunner._run
-    steps.runner._run = lambda batch, how: modes.append(batch.forward_mode) or run(steps.runner, batch, how)
+    run = steps.runner.executions.run
+    steps.runner.executions.run = lambda batch, how: modes.append(batch.forward_mode) or run(batch, how)
     steps.add([5], 3)
     steps.step()
     steps.step()
