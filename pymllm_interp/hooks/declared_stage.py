@@ -106,6 +106,7 @@ class DeclaredStage:
         )  # fmt: skip
         self.device_tables: DeviceTables | None = None
         self.capture_ring: CaptureRing | None = None
+        self._buffers: RowBuffers | None = None
         self._config, self.readout = config, readout
         self._logits_site = inner_site(model.num_hidden_layers, 0, LOGITS)
         self._live: dict[str, Declared] = {}
@@ -146,7 +147,7 @@ class DeclaredStage:
         """Empty the ring, and release the tables."""
         if self.capture_ring is not None:
             self.capture_ring.close()
-        self.device_tables = self.capture_ring = self.readout = None
+        self.device_tables = self.capture_ring = self.readout = self._buffers = None
         self.limits = replace(self.limits, encoders={})
         self._live.clear()
         self._cutting.clear()
@@ -160,6 +161,23 @@ class DeclaredStage:
             self.leave_tables(request_id)
         self.enter(step.scheduled_new_reqs)
         self.lose(step.lost_captures)
+        for request_id, num_positions in step.settled.items():
+            if (declared := self._live.get(request_id)) is not None:
+                declared.settle(num_positions)
+        if step.drafts and self._live:
+            self._begin_drafts(step)
+
+    def _begin_drafts(self, step: SchedulerOutput) -> None:
+        for entry in step.scheduled:
+            declared = self._live.get(entry.request_id)
+            if declared is None or entry.request_id not in step.drafts:
+                continue
+            if self.device_tables is not None or declared.patterns is not None:
+                raise NotImplementedError(
+                    f"request {entry.request_id}: its interventions or captures count drafts that are not accepted, in device "
+                    "tables and in captures of attention patterns; schedule it without drafts"
+                )
+            declared.begin_draft(entry.start + entry.num_tokens)
 
     def enter(self, new: Sequence[NewRequest]) -> None:
         """Bind the specs of requests that enter the request table, and write their rows of the tables, and new vectors."""
@@ -217,6 +235,7 @@ class DeclaredStage:
         if declared.captures is not None and end.captures_lost is not None:
             declared.captures.lose(end.captures_lost)
         counted = end.num_computed
+        declared.settle(counted)
         result = DeclaredResult(declared.applied(counted))
         arrived: Future[DeclaredResult] = Future()
 
@@ -292,6 +311,7 @@ class DeclaredStage:
         declared = [self._live.get(entry.request_id) for entry in rows.entries]
         if self.capture_ring is not None and any(d is not None and d.captures is not None for d in declared):
             (records,) = upload(self.device, self.capture_ring.lay_out(self._captured_parts(rows)))
+            assert self._buffers is not None, "init_tables() comes first"
             self._buffers.blocks[:, : records.shape[1]].copy_(records)
         logits = None
         if any(d is not None and d.edits_logits for d in declared):
@@ -301,6 +321,7 @@ class DeclaredStage:
     def _table_ops(self, tables: DeviceTables, num_rows: int, logits: LogitSiteOps | None = None) -> TableOps:
         """The ops and captures of the first rows of the input buffers."""
         own = self._buffers
+        assert own is not None, "init_tables() comes first"
         return TableOps(
             tables.tables, own.op_rows[:num_rows], own.positions[:num_rows], own.blocks[:, :num_rows], own.flags[:num_rows],
             logits,
