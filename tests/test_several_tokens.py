@@ -166,8 +166,9 @@ def test_a_draft_in_device_tables_is_refused(model_folder, monkeypatch):
 
 def test_pages_are_shared_as_far_as_tokens_are_accepted(model_folder):
     """A later request may not read the KV of a draft."""
-    steps = Steps(make_runner(model_folder("llama"), page_size=4))
-    kv = steps.scheduler.kv = KVManager.of(steps.runner)
+    steps = Steps(make_runner(model_folder("llama"), InterpModelRunner, page_size=4))
+    runner: Any = steps.runner
+    kv = steps.scheduler.kv = KVManager.of(runner)
     request = steps.add(random_ids(6), NEW)
     steps.step()
     assert request.num_shared_pages == 1 and kv.grow(request, 12)
