@@ -14,6 +14,8 @@ import pytest
 
 import pymllm_interp
 from pymllm_interp.config import ModelConfig, ServerConfig
+from pymllm_interp.runner.executions import WAYS
+from pymllm_interp.runner.partition import Execution
 
 ROOT = Path(pymllm_interp.__file__).parent
 ORDER = (
@@ -173,7 +175,7 @@ def test_the_import_reader_reads_imports():
     """It would see a wrong one: known imports are found, and what is for type checkers only is left out."""
     found = {name for name, _ in imports_of("pymllm_interp.runner.interp_model_runner")}
     assert {
-        "pymllm_interp.hooks.traces.serving.batch_groups",
+        "pymllm_interp.hooks.traces.serving.interleaver",
         "pymllm_interp.runner.model_runner",
         "pymllm_interp.config",
     } <= found
@@ -191,6 +193,24 @@ def test_n01_the_plain_runner_reaches_no_hooks_by_any_way():
     assert {place(module) for module in seen} >= {"config", "core", "models", "sampling"}
     assert not [module for module in seen if place(module) == "hooks"]
     assert not any(name.startswith("nnsight") for module in seen for name in outside_imports(module))
+
+
+def methods_of(module: str, cls: str) -> set[str]:
+    """Names of the methods and properties that a class defines."""
+    (found,) = (n for n in tree_of(module).body if isinstance(n, ast.ClassDef) and n.name == cls)
+    return {node.name for node in found.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_hooks_enter_a_runner_by_its_stages():
+    """`InterpModelRunner` overrides at most five methods; the rest of a step's hooks is what its stages do."""
+    runner = "pymllm_interp.runner."
+    plain = methods_of(runner + "model_runner", "ModelRunner") | methods_of(runner + "forward_passes", "ForwardPasses")
+    overridden = (methods_of(runner + "interp_model_runner", "InterpModelRunner") & plain) - {"__init__"}
+    assert {"load_model", "execute_model"} <= overridden and len(overridden) <= 5, sorted(overridden)
+
+
+def test_each_execution_is_a_row_of_one_table():
+    assert set(WAYS) == set(Execution)
 
 
 def outside_imports(module: str) -> Iterator[str]:

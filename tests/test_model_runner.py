@@ -8,6 +8,7 @@ import logging
 import re
 import weakref
 from collections import Counter
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -701,7 +702,9 @@ def test_v18_logprobs_mode_reaches_sampled_and_prompt_logprobs(mode):
         return [output for _, output in steps.run()]
 
     for raw, other in zip(run("raw_logprobs"), run(mode), strict=True):
-        pairs = [(raw.logprobs, other.logprobs, 2.0 if mode.startswith("processed") else 1.0)]
+        pairs = [
+            (list(chain(*raw.logprobs)), list(chain(*other.logprobs)), 2.0 if mode.startswith("processed") else 1.0)
+        ]
         pairs += [(raw.prompt_logprobs[rid], other.prompt_logprobs[rid], 1.0) for rid in raw.prompt_logprobs]
         for ours, theirs, temperature in pairs:
             for one, two in zip(ours, theirs, strict=True):

@@ -15,6 +15,7 @@ from helpers_declared import WAYS, lms, vector
 
 from pymllm_interp import LM, Ablate, Capture, Gate, Knockout, Patch, SamplingParams, Scale, Steer
 from pymllm_interp.core.output import RequestOutput
+from pymllm_interp.runner.executions import Executions
 
 LmOf = Callable[..., LM]
 PAGE, LENGTH = 4, 22
@@ -421,15 +422,15 @@ def test_a_cache_is_reset_by_hand(pair: Pair) -> None:
 def test_what_a_failed_step_was_to_write_is_not_kept(model_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"dtype": "float32", "device": "cpu", "page_size": PAGE, "kv_cache_tokens": 256}
     with LM(model_folder("llama"), **options) as lm, LM(model_folder("llama"), **options) as fresh:
-        forward, failing = type(lm.runner)._run, [True]
+        forward, failing = Executions.run, [True]
 
         def run(self: Any, *args: Any) -> Any:
-            if self is lm.runner and failing:
+            if self is lm.runner.executions and failing:
                 failing.clear()
                 raise RuntimeError("planned")
             return forward(self, *args)
 
-        monkeypatch.setattr(type(lm.runner), "_run", run)
+        monkeypatch.setattr(Executions, "run", run)
         other = PROMPT + prompt_of(9, 4)
         with held(lm):
             traced = [lm.submit(prompt, GREEDY) for prompt in (PROMPT, other)]
@@ -449,15 +450,15 @@ def test_plain_requests_start_again_when_a_trace_beside_them_failed_the_step(
     pair = Pair(lm_of("llama", **server), lm_of("llama", enable_prefix_caching=False, **server))
     lm = pair.lm
     lm.reset_prefix_cache()
-    forward, failing = type(lm.runner)._run, [True]
+    forward, failing = Executions.run, [True]
 
     def run(self: Any, *args: Any) -> Any:
-        if self is lm.runner and failing:
+        if self is lm.runner.executions and failing:
             failing.clear()
             raise RuntimeError("planned")
         return forward(self, *args)
 
-    monkeypatch.setattr(type(lm.runner), "_run", run)
+    monkeypatch.setattr(Executions, "run", run)
     prompts = [PROMPT, PROMPT + prompt_of(9, 4)]
     errors: list[BaseException] = []
 

@@ -209,7 +209,7 @@ def test_v20_v40_prompt_logprobs_and_tokens_equal_transformers_in_chunks_of_any_
         assert schedule.total_num_scheduled_tokens <= chunk
         found += output.prompt_logprobs.get(request.request_id, [])
         if schedule.scheduled:
-            sampled_in.append(output.sampled_token_ids[0] is not None)
+            sampled_in.append(bool(output.sampled_token_ids[0]))
     with torch.no_grad():
         logprobs = oracle("mistral")(input_ids=torch.tensor([prompt])).logits[0].log_softmax(-1)
     assert len(found) == len(prompt) - 1
@@ -531,8 +531,8 @@ def test_v39_inputs_are_laid_out_decode_first_then_prefill(steps):
 def test_v39_modes_follow_what_the_requests_compute(steps):
     """V39: a prompt of one token extends, it does not decode."""
     modes = []
-    run = ModelRunner._run
-    steps.runner._run = lambda batch, how: modes.append(batch.forward_mode) or run(steps.runner, batch, how)
+    run = steps.runner.executions.run
+    steps.runner.executions.run = lambda batch, how: modes.append(batch.forward_mode) or run(batch, how)
     steps.add([5], 3)
     steps.step()
     steps.step()
@@ -574,9 +574,9 @@ def test_v43_counters_agree_with_the_requests_after_every_mixed_step(model_folde
             tokens = known[request.request_id]
             assert states.total_len[row] == len(tokens)
             assert states.all_token_ids[row, : len(tokens)].tolist() == tokens
-            token = output.sampled_token_ids[output.req_id_to_index[request.request_id]]
-            assert (token is None) == (request.kv_len < request.prompt_len)
-            if token is not None:
+            token_ids = output.sampled_token_ids[output.req_id_to_index[request.request_id]]
+            assert len(token_ids) == (request.kv_len >= request.prompt_len)
+            for token in token_ids:
                 assert states.last_sampled_tokens[row] == token == request.output_token_ids[-1]
     assert any(request.output_token_ids for request in requests)
 
@@ -612,8 +612,8 @@ def test_v46_the_output_is_by_request_in_batch_order(model_folder):
     steps.add(random_ids(9), 3, request_id="long")
     _, output = steps.step()
     assert output.req_ids == ["short", "long"] and output.req_id_to_index == {"short": 0, "long": 1}
-    assert isinstance(output.sampled_token_ids[0], int) and output.sampled_token_ids[1] is None
-    assert len(output.logprobs[0].token_ids) == 2 and output.logprobs[1] is None
+    assert len(output.sampled_token_ids[0]) == 1 and output.sampled_token_ids[1] == []
+    assert [len(entry.token_ids) for entry in output.logprobs[0]] == [2] and output.logprobs[1] == []
     assert list(output.prompt_logprobs) == ["short"]
     assert [e.token_ids[0] for e in output.prompt_logprobs["short"]] == [2, 3]
 

@@ -173,7 +173,7 @@ class Simulation:
         for request, start, stop in parts:
             self.check_kv(request, stop)
             self.captured[request.request_id] -= set(range(start, stop))
-        tokens = [self.draw(self.by_id[entry.request_id]) if entry.samples else None for entry in step.scheduled]
+        tokens = [[self.draw(self.by_id[entry.request_id])] if entry.samples else [] for entry in step.scheduled]
         scheduler.launched(step)
         before, self.in_flight = self.in_flight, (step, ModelRunnerOutput(sampled_token_ids=tokens))
         waits = before is not None or scheduler.waits_for_room

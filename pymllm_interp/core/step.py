@@ -155,6 +155,10 @@ class SchedulerOutput:
     page_writes: list[PageWrite] = field(default_factory=list)
     accepted: list[AcceptedToken] = field(default_factory=list)
     """Tokens appended since the last step."""
+    drafts: dict[str, list[int]] = field(default_factory=dict)
+    """Request id -> draft tokens, the inputs of its part's rows after the first. Its hooks count when they are `settled`."""
+    settled: dict[str, int] = field(default_factory=dict)
+    """Request id -> positions that stay of those that it computed with drafts, since the last step."""
     finished_req_ids: set[str] = field(default_factory=set)
     """Finished since the last step."""
     preempted_req_ids: set[str] = field(default_factory=set)
@@ -187,9 +191,10 @@ class ModelRunnerOutput:
 
     req_ids: list[str] = field(default_factory=list)
     """Requests, in the order of the batch's rows. The lists below have an entry for each."""
-    sampled_token_ids: list[int | None] = field(default_factory=list)
-    """Next token of each request; None where its prompt is not complete yet."""
-    logprobs: list[SampledLogprobs | None] = field(default_factory=list)
+    sampled_token_ids: list[list[int]] = field(default_factory=list)
+    """Next tokens of each request; empty where its prompt is not complete yet."""
+    logprobs: list[list[SampledLogprobs]] = field(default_factory=list)
+    """Of each of these tokens; empty where they are not asked for."""
     prompt_logprobs: dict[str, list[SampledLogprobs]] = field(default_factory=dict)
     """Request id -> log probabilities of the prompt tokens after the step's positions; position 0 has none."""
     execution: str = ""

@@ -150,14 +150,16 @@ class KVManager:
     # -- the prefix cache ------------------------------------------------------------------
 
     def share(self, request: Request, stop: int) -> None:
-        """Give the full pages of the request's first `stop` positions to the prefix cache.
+        """Give the full pages of the request's first `stop` positions to the prefix cache, as far as their tokens are accepted.
 
         They are computed, or will be in the step that is being scheduled: requests that come after it may use them in that step,
         because a layer writes the K and V of all rows before its attention reads any.
         """
+        stop = min(stop, request.prompt_len + request.accepted_len)
         first, full = request.num_shared_pages, stop // self.page_size
         if first < full and self._may_insert(request):
             prefix, pages = request.prefix, request.pages[first:full]
+            self.sharing.complete(request, prefix.key)
             prefix.node, taken = self._tree.extend(prefix.node, prefix.key, first, pages)
             request.num_shared_pages += taken
             self._unwritten.update(pages[:taken])

@@ -132,10 +132,12 @@ class RequestEnds:
 
     def _emit_tokens(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
         """Emit an event for each token of a request that streams and goes on."""
-        for entry, token in zip(step.scheduled, output.sampled_token_ids, strict=True):
+        for entry, tokens in zip(step.scheduled, output.sampled_token_ids, strict=True):
             request = self.scheduler.requests.get(entry.request_id)
-            if request is not None and request.stream and token is not None:
-                logprobs = request.logprobs[-1] if request.logprobs else None
+            if request is None or not request.stream:
+                continue
+            for i, token in enumerate(tokens, -len(tokens)):
+                logprobs = request.logprobs[i] if request.logprobs else None
                 self._emit(request.request_id, TokenEvent(request.request_id, token, logprobs))
 
     def _emit(self, request_id: str, event: Event) -> None:

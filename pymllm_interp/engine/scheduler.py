@@ -388,7 +388,7 @@ class Scheduler:
         """
         self.kv.begin()
         ended = []
-        for entry, token in zip(step.scheduled, output.sampled_token_ids, strict=True):
+        for entry, token_ids in zip(step.scheduled, output.sampled_token_ids, strict=True):
             request = self.requests.get(entry.request_id)
             if request is None:
                 continue
@@ -396,7 +396,7 @@ class Scheduler:
             if not entry.decodes:
                 request.prompt_computed = max(request.prompt_computed, entry.start + entry.num_tokens)
             try:
-                reason = take(request, token, output, self._accepted)
+                reason = take(request, token_ids, output, self._accepted)
             except BaseException as error:  # a tokenizer's, while stop strings are looked for
                 request.error, reason = error, "error"
             if reason is not None:

@@ -42,8 +42,8 @@ def append_logprobs(requests: Mapping[str, Request], step: SchedulerOutput, outp
         request = requests.get(entry.request_id)
         if request is None:
             continue
-        if sampled is not None and request.logprobs is not None and request.generates:
-            request.logprobs.append(logprobs_by_token(sampled))
+        if sampled and request.logprobs is not None and request.generates:
+            request.logprobs.extend(map(logprobs_by_token, sampled))
         found = output.prompt_logprobs.get(request.request_id)
         if found and request.prompt_logprobs is not None:
             # A preempted request computes positions again; entries that it has are kept.

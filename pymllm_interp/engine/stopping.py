@@ -6,16 +6,26 @@ from ..core.request import Request
 from ..core.step import AcceptedToken, ModelRunnerOutput
 
 
-def take(request: Request, token: int | None, output: ModelRunnerOutput, accepted: list[AcceptedToken]) -> str | None:
-    """Append a sampled token to its request and to `accepted`; the reason to end, or None."""
+def take(
+    request: Request, token_ids: list[int], output: ModelRunnerOutput, accepted: list[AcceptedToken]
+) -> str | None:
+    """Append a step's tokens to their request and to `accepted`; the reason to end, or None. Tokens after the end are dropped."""
     error = output.errors.get(request.request_id)
     if error is not None:
         request.error = error
         return "error"
-    if token is None:
-        return None
     if not request.generates:
-        return "length"
+        return "length" if token_ids else None
+    for i, token in enumerate(token_ids, 1):
+        reason = _append(request, token, output, accepted)
+        if reason is not None:
+            if request.logprobs and i < len(token_ids):
+                del request.logprobs[i - len(token_ids) :]
+            return reason
+    return None
+
+
+def _append(request: Request, token: int, output: ModelRunnerOutput, accepted: list[AcceptedToken]) -> str | None:
     count = len(request.output_token_ids)
     accepted.append((request.request_id, request.prompt_len + count, token))
     request.output_token_ids.append(token)

@@ -207,8 +207,29 @@ def _check_size(
 
 LARGE = 1 << 15
 """Numbers of a vector that takes long to hash: above 70 us."""
-Fires = dict[tuple[int, int], int | torch.Tensor]
-"""(site, index among the site's ops) -> fires of the op's gate. A count by functions is a tensor on their device."""
+
+
+class Fires(dict[tuple[int, int], int | torch.Tensor]):
+    """(site, index among the site's ops) -> fires of the op's gate. A count by functions is a tensor on their device."""
+
+    _drafted: list[tuple[tuple[int, int], torch.Tensor]] | None = None
+
+    def add(self, key: tuple[int, int], fired: torch.Tensor) -> None:
+        """Count the fires of a pass, `fired` [rows] bool. Those of drafts wait until they are settled."""
+        if self._drafted is not None:
+            self._drafted.append((key, fired))
+        else:
+            self[key] = self.get(key, 0) + fired.sum()
+
+    def begin_draft(self) -> None:
+        """From here on fires may be taken back. Those that were not settled are forgotten."""
+        self._drafted = []
+
+    def settle(self, taken_back: int) -> None:
+        """Count what drafted passes fired, but for their last `taken_back` rows."""
+        drafted, self._drafted = self._drafted, None
+        for key, fired in drafted or ():
+            self.add(key, fired[: max(len(fired) - taken_back, 0)])
 
 
 class PlacedOp(NamedTuple):
@@ -239,6 +260,7 @@ class Declared:
         knockouts: edges of attention that are cut.
         kv_edits: what of this changes the KV.
         given: interventions and captures, as they were given.
+        draft_stop: positions after the last pass with drafts, until they are settled; None without.
         patterns: captures of attention patterns; None without.
     """
 
@@ -248,12 +270,13 @@ class Declared:
     logits_from: int = 0
     vectors: dict[int, int] = field(default_factory=dict)
     held: list[tuple[bytes, int]] = field(default_factory=list)
-    fires: Fires = field(default_factory=dict)
+    fires: Fires = field(default_factory=Fires)
     first_fired: dict[int, torch.Tensor] = field(default_factory=dict)
     knockouts: Sequence[BoundKnockout] = ()
     kv_edits: KVEdits = field(default_factory=lambda: KVEdits({}, (), 1))
     patterns: PatternCaptures | None = None
     given: tuple[Sequence[Intervention], Sequence[Capture]] = ((), ())
+    draft_stop: int | None = None
 
     @classmethod
     def bound(
@@ -337,6 +360,25 @@ class Declared:
     def edits_logits(self) -> bool:
         """Whether an op acts at the logits."""
         return any(found[0].site.kind == LOGITS for found in self.ops.values())
+
+    def begin_draft(self, stop: int) -> None:
+        """The next pass computes positions up to `stop` whose rows and fires may be taken back, until `settle`."""
+        self.draft_stop = stop
+        self.fires.begin_draft()
+        if self.captures is not None:
+            self.captures.begin_draft()
+
+    def settle(self, num_positions: int) -> None:
+        """Commit what the first `num_positions` positions captured and fired, and roll back those behind them.
+
+        Does nothing without a draft.
+        """
+        if self.draft_stop is None:
+            return
+        self.fires.settle(max(self.draft_stop - num_positions, 0))
+        if self.captures is not None:
+            self.captures.settle(num_positions)
+        self.draft_stop = None
 
     def demands(self) -> Demands:
         """What the scheduler must know of it."""

@@ -9,17 +9,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from ..attention.cut_edges import PassCuts, pass_cuts
 from ..config import ServerConfig
-from ..core.forward_batch import SiteOps
+from ..core.forward_batch import ForwardBatch, SiteOps
 from ..core.model_spec import INNER_SITES, LOGITS, ModelSpec, inner_site
-from ..core.step import DeclaredResult, NewRequest, RequestEnd, RequestHooks, ScheduledRequest
-from ..layers.edits.table import TableOps
+from ..core.step import (
+    DeclaredResult,
+    LogitsProcessorOutput,
+    ModelRunnerOutput,
+    NewRequest,
+    RequestEnd,
+    RequestHooks,
+    ScheduledRequest,
+    SchedulerOutput,
+)
+from ..layers.edits.table import LogitSiteOps, TableOps
 from ..utils.out_of_memory import within_memory
 from ..utils.upload import upload
 from .captures.captures import Captures
@@ -47,13 +56,23 @@ class StepRows(Protocol):
     sample_rows: list[int]
 
 
-class RowBuffers(NamedTuple):
-    """Input memory of the passes, by token row; see `runner.input_batch.InputBuffers`."""
+class RowBuffers(Protocol):
+    """Input memory of the passes, by token row (`runner.input_batch.InputBuffers`)."""
 
     op_rows: torch.Tensor
     positions: torch.Tensor
-    records: torch.Tensor
+    blocks: torch.Tensor
     flags: torch.Tensor
+
+
+class EditedRows(Protocol):
+    """The request table (`runner.request_state.RequestState`).
+
+    Attributes:
+        edited: [rows] int32 on the device, marks rows that declared something.
+    """
+
+    edited: torch.Tensor
 
 
 class DeclaredStage:
@@ -87,6 +106,7 @@ class DeclaredStage:
         )  # fmt: skip
         self.device_tables: DeviceTables | None = None
         self.capture_ring: CaptureRing | None = None
+        self._buffers: RowBuffers | None = None
         self._config, self.readout = config, readout
         self._logits_site = inner_site(model.num_hidden_layers, 0, LOGITS)
         self._live: dict[str, Declared] = {}
@@ -99,15 +119,18 @@ class DeclaredStage:
         """Whether passes read declared ops from device tables."""
         return self.device.startswith("cuda")
 
-    def init_tables(self, edited: torch.Tensor) -> None:
-        """Make the tables and the ring, where passes read them.
+    @property
+    def wants_plain_graphs(self) -> bool:
+        """Whether captured passes encode with SAEs."""
+        return bool(self.limits.encoders)
 
-        Args:
-            edited: [rows] int32 on the device, marks rows of the request table that declared something.
+    def init_tables(self, states: EditedRows, buffers: RowBuffers) -> None:
+        """Make the tables and the ring, where passes read them.
 
         Raises:
             torch.OutOfMemoryError: the ring does not fit.
         """
+        self._buffers = buffers
         if not self.has_tables:
             return
         config = self._config
@@ -118,19 +141,43 @@ class DeclaredStage:
             ),
             f"the ring of captured states does not fit; what helps: a lower capture_ring_bytes (now {size})",
         )
-        self.device_tables = DeviceTables(edited, self.model, self.limits, self.capture_ring.memory)
+        self.device_tables = DeviceTables(states.edited, self.model, self.limits, self.capture_ring.memory)
 
     def close(self) -> None:
         """Empty the ring, and release the tables."""
         if self.capture_ring is not None:
             self.capture_ring.close()
-        self.device_tables = self.capture_ring = self.readout = None
+        self.device_tables = self.capture_ring = self.readout = self._buffers = None
         self.limits = replace(self.limits, encoders={})
         self._live.clear()
         self._cutting.clear()
         self._in_tables.clear()
 
     # -- requests in and out -----------------------------------------------------------------
+
+    def begin(self, step: SchedulerOutput, demands: object = None) -> None:
+        """Preempted requests leave the tables; bind the specs of those that enter."""
+        for request_id in step.preempted_req_ids:
+            self.leave_tables(request_id)
+        self.enter(step.scheduled_new_reqs)
+        self.lose(step.lost_captures)
+        for request_id, num_positions in step.settled.items():
+            if (declared := self._live.get(request_id)) is not None:
+                declared.settle(num_positions)
+        if step.drafts and self._live:
+            self._begin_drafts(step)
+
+    def _begin_drafts(self, step: SchedulerOutput) -> None:
+        for entry in step.scheduled:
+            declared = self._live.get(entry.request_id)
+            if declared is None or entry.request_id not in step.drafts:
+                continue
+            if self.device_tables is not None or declared.patterns is not None:
+                raise NotImplementedError(
+                    f"request {entry.request_id}: its interventions or captures count drafts that are not accepted, in device "
+                    "tables and in captures of attention patterns; schedule it without drafts"
+                )
+            declared.begin_draft(entry.start + entry.num_tokens)
 
     def enter(self, new: Sequence[NewRequest]) -> None:
         """Bind the specs of requests that enter the request table, and write their rows of the tables, and new vectors."""
@@ -188,6 +235,7 @@ class DeclaredStage:
         if declared.captures is not None and end.captures_lost is not None:
             declared.captures.lose(end.captures_lost)
         counted = end.num_computed
+        declared.settle(counted)
         result = DeclaredResult(declared.applied(counted))
         arrived: Future[DeclaredResult] = Future()
 
@@ -219,16 +267,43 @@ class DeclaredStage:
         live = self._live
         return bool(live) and any(entry.request_id in live for entry in entries)
 
-    def begin_step(self) -> None:
+    def prepare(self, batch: ForwardBatch, rows: StepRows) -> None:
+        """Add the declared ops, captures and cut edges to the pass."""
+        self.abandon()
+        if self.declares(rows.entries):
+            batch.site_ops = self.site_ops(rows, batch.num_tokens, batch.fresh_kv_only)
+            batch.attention_cuts = self.attention_cuts(rows)
+
+    def abandon(self) -> None:
         """Forget what a failed pass would have sent."""
         if self.capture_ring is not None:
             self.capture_ring.forget()
 
-    def site_ops(self, rows: StepRows, buffers: RowBuffers, differentiable: bool) -> SiteOps | None:
+    def enter_pass(self, batch: ForwardBatch, first: int) -> None:
+        """Its ops and captures are part of each pass."""
+
+    def ran(self, batch: ForwardBatch, output: LogitsProcessorOutput) -> None:
+        """Nothing is left to do."""
+
+    def sample_from(self, rows: StepRows, all_logits: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Capture the logits, and let the step's captured states leave the device."""
+        self.capture_logits(rows, all_logits, logits)
+        if self.capture_ring is not None:
+            self.capture_ring.send()
+        return logits
+
+    def sampled(self, rows: StepRows, token_ids: torch.Tensor) -> torch.Tensor:
+        """The tokens, as they are."""
+        return token_ids
+
+    def end(self, output: ModelRunnerOutput) -> None:
+        """Nothing is left to do."""
+
+    def site_ops(self, rows: StepRows, num_rows: int, differentiable: bool) -> SiteOps | None:
         """The ops and captures of a step in which some request `declares` any.
 
         Args:
-            buffers: of the step's token rows.
+            num_rows: token rows of the pass.
             differentiable: the pass is one with gradients.
         """
         if self.device_tables is None or differentiable:
@@ -236,11 +311,21 @@ class DeclaredStage:
         declared = [self._live.get(entry.request_id) for entry in rows.entries]
         if self.capture_ring is not None and any(d is not None and d.captures is not None for d in declared):
             (records,) = upload(self.device, self.capture_ring.lay_out(self._captured_parts(rows)))
-            buffers.records[:, : records.shape[1]].copy_(records)
+            assert self._buffers is not None, "init_tables() comes first"
+            self._buffers.blocks[:, : records.shape[1]].copy_(records)
         logits = None
         if any(d is not None and d.edits_logits for d in declared):
             logits = logit_ops(self._request_rows(rows), self.model.num_hidden_layers, self.device_tables)
-        return TableOps(self.device_tables.tables, *buffers, logits)
+        return self._table_ops(self.device_tables, num_rows, logits)
+
+    def _table_ops(self, tables: DeviceTables, num_rows: int, logits: LogitSiteOps | None = None) -> TableOps:
+        """The ops and captures of the first rows of the input buffers."""
+        own = self._buffers
+        assert own is not None, "init_tables() comes first"
+        return TableOps(
+            tables.tables, own.op_rows[:num_rows], own.positions[:num_rows], own.blocks[:, :num_rows], own.flags[:num_rows],
+            logits,
+        )  # fmt: skip
 
     def attention_cuts(self, rows: StepRows) -> PassCuts | None:
         """The edges of attention that the requests of a step cut, and the patterns that they capture; None for none."""
@@ -253,11 +338,9 @@ class DeclaredStage:
         ]
         return pass_cuts(cuts for cuts in found if cuts is not None)
 
-    def captured_site_ops(self, buffers: RowBuffers) -> TableOps | None:
-        """The ops and captures that a captured decode pass reads from the tables."""
-        if self.device_tables is None:
-            return None
-        return TableOps(self.device_tables.tables, *buffers)
+    def captured_site_ops(self, rows: int) -> TableOps | None:
+        """The ops and captures that a captured pass of so many rows reads from the tables."""
+        return None if self.device_tables is None else self._table_ops(self.device_tables, rows)
 
     def capture_logits(self, rows: StepRows, logits: torch.Tensor, sampled_from: torch.Tensor) -> None:
         """Capture logits for the requests that want them.
@@ -299,11 +382,6 @@ class DeclaredStage:
         if parts:
             assert self.capture_ring is not None
             self.capture_ring.put(site, logits, parts)
-
-    def send(self) -> None:
-        """The step's pass was launched: let its captured states leave the device."""
-        if self.capture_ring is not None:
-            self.capture_ring.send()
 
     def _captured_parts(self, rows: StepRows) -> list[tuple[Captures | None, int, int]]:
         parts = []

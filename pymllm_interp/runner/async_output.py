@@ -68,8 +68,10 @@ class AsyncOutput:
             return logprobs._replace(token_ids=next(tensors), values=next(tensors), ranks=next(tensors)).tolists()
 
         output = self.output
-        output.sampled_token_ids = batch.spread(token_ids.tolist())
-        output.logprobs = [None] * batch.num_reqs if self._logprobs is None else batch.spread(lists(self._logprobs))
+        output.sampled_token_ids = batch.spread([[token] for token in token_ids.tolist()])
+        output.logprobs = [[] for _ in output.req_ids]
+        if self._logprobs is not None:
+            output.logprobs = batch.spread([[] if entry is None else [entry] for entry in lists(self._logprobs)])
         for request_id, logprobs in self._prompt_logprobs.items():
             output.prompt_logprobs[request_id] = [entry for entry in lists(logprobs) if entry is not None]
         self._host = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,16 +10,19 @@ import torch
 
 from ..attention.attention_backend import AttentionBackend
 from ..core.forward_batch import ForwardBatch, ForwardMode
-from ..core.model_spec import ModelSpec
+from ..core.model_spec import LOGITS, ModelSpec
 from ..core.step import LogitsProcessorOutput
+from ..layers.edits.base import apply_inner
 from ..mem_cache.kv_pool import KVPool
 from ..mem_cache.memory_pool import ReqToTokenPool
 from ..models.base import CausalLM
 from ..sampling import PenaltyBatch, Sampler, SamplingBatch
+from . import dummy_run
+from .executions import Executions
 from .graphs.cuda_graph_runner import CudaGraphRunner
 from .graphs.prefill_graphs import PrefillGraphs
 from .partition import Execution
-from .step_inputs import PassResources, decode_batch, extend_batch
+from .step_inputs import PassResources, decode_batch, dummy_attn, extend_batch
 
 
 class ForwardPasses:
@@ -29,12 +33,18 @@ class ForwardPasses:
     vocab_size: int
     model: CausalLM | None
     model_spec: ModelSpec
+    kv_cache_dtype: torch.dtype
+    num_hidden_layers: int
+    max_num_tokens: int
+    max_running_requests: int
+    context_len: int
     req_to_token_pool: ReqToTokenPool | None
     token_to_kv_pool: KVPool | None
     attn_backend: AttentionBackend | None
     graph_runner: CudaGraphRunner | None
     plain_graphs: CudaGraphRunner | None
     prefill_graphs: PrefillGraphs | None
+    executions: Executions
     forward_pass_id: int
     sampler: Sampler
 
@@ -42,6 +52,23 @@ class ForwardPasses:
         """The loaded model."""
         assert self.model is not None, "call initialize() first"
         return self.model
+
+    @property
+    def sliding_window_size(self) -> int | None:
+        """The widest sliding window of the layers, or None where some layer sees the whole context."""
+        windows = [window for window in self.model_spec.sliding_windows if window]
+        return max(windows) if len(windows) == self.num_hidden_layers else None
+
+    def get_kv_cache_spec(self) -> dict[int, tuple[int, int, torch.dtype]]:
+        """Layer -> (kv heads, head_dim, dtype) of its KV."""
+        return {
+            layer.layer_id: (layer.num_kv_heads, layer.head_dim, self.kv_cache_dtype)
+            for layer in self.get_model().attention_layers()
+        }
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """What the model can be asked for."""
+        return ("generate",)
 
     # -- building batches ----------------------------------------------------------
 
@@ -144,8 +171,7 @@ class ForwardPasses:
 
     def can_replay(self, batch: ForwardBatch) -> bool:
         """Whether a CUDA graph serves the batch."""
-        graphs = self.prefill_graphs if batch.forward_mode.is_extend() else self.graph_runner
-        return graphs is not None and batch.attention_cuts is None and graphs.can_run(batch)
+        return self.executions.can(Execution.REPLAY, batch)
 
     def replay(self, batch: ForwardBatch, in_place: bool = False) -> LogitsProcessorOutput:
         """Run a pass from its CUDA graphs.
@@ -159,7 +185,11 @@ class ForwardPasses:
         plain = self.plain_graphs if batch.site_ops is None else None
         graphs = plain or self.graph_runner
         assert graphs is not None
-        return graphs.replay(batch, in_place)
+        output = graphs.replay(batch, in_place)
+        if batch.site_ops is not None:  # captured decode passes end before the ops at the logits
+            logits = apply_inner(output.next_token_logits.unsqueeze(0), batch.site_ops, 0, LOGITS)[0]
+            output = LogitsProcessorOutput(logits, output.hidden_states)
+        return output
 
     def plan_and_call(self, batch: ForwardBatch, execution: Execution) -> LogitsProcessorOutput:
         """Plan attention for the pass, and run it: PLAIN fused, MODULES module by module."""
@@ -210,6 +240,26 @@ class ForwardPasses:
             entries = output.logprobs.tolists()
             logits_output.next_token_logprobs = [entry for entry in entries if entry is not None]
         return output.token_ids
+
+    # -- dummy runs ---------------------------------------------------------------------
+
+    def prepare_dummy_attn(self, num_reqs: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for padding rows: the dummy row, and the dummy slot."""
+        return dummy_attn(num_reqs, num_tokens, self.device)
+
+    def _dummy_run(self, num_tokens: int, **options: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `dummy_run.dummy_run`."""
+        return dummy_run.dummy_run(self, num_tokens, **options)
+
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """See `dummy_run.dummy_sampler_run`."""
+        return dummy_run.dummy_sampler_run(self, hidden_states)
+
+    def profile_run(self) -> None:
+        """Run the largest step, so that its peak of memory is known."""
+        _, sampled_from = self._dummy_run(self.max_num_tokens, skip_attn=True, is_profile=True)
+        self._dummy_sampler_run(sampled_from)
+        gc.collect()
 
 
 def _penalties(

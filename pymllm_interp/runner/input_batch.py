@@ -56,12 +56,12 @@ class InputBatch:
         """[sampling] int64: the last token row of each request that samples."""
         return self.query_start_loc[1:][[e.samples for e in self.entries]].astype(np.int64) - 1
 
-    def spread(self, sampled: list[Any]) -> list[Any]:
-        """What each request that samples has, as a list over all requests: None for the others."""
+    def spread(self, sampled: list[list[Any]]) -> list[list[Any]]:
+        """What each request that samples has, as a list over all requests: [] for the others."""
         if len(sampled) == self.num_reqs:
             return sampled
         values = iter(sampled)
-        return [next(values) if entry.samples else None for entry in self.entries]
+        return [next(values) if entry.samples else [] for entry in self.entries]
 
 
 PAD_SEQ_LEN = 1

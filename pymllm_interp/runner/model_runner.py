@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from ..attention.attention_backend import AttentionBackend
 from ..config import ModelConfig, ServerConfig
 from ..core.forward_batch import ForwardBatch
 from ..core.model_spec import ModelSpec
-from ..core.step import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
+from ..core.step import ModelRunnerOutput, SchedulerOutput
 from ..mem_cache.kv_pool import KVPool
 from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 from ..models.base import CausalLM
@@ -37,17 +38,20 @@ from ..sampling import Sampler, SamplerOutput, SamplingBatch
 from ..utils.device import resolve_device, resolve_dtype
 from ..utils.out_of_memory import within_memory
 from ..utils.upload import upload
-from . import device_memory, dummy_run
+from . import device_memory
 from .async_output import AsyncOutput
 from .device_memory import get_available_gpu_memory, memory_left
+from .executions import Executions
 from .forward_passes import ForwardPasses
 from .graphs.cuda_graph_runner import CudaGraphRunner
 from .graphs.graph_capture import capture_batch_sizes, capture_token_counts
 from .graphs.prefill_graphs import PrefillGraphs
+from .graphs.segments import Segments
 from .input_batch import ExecuteModelState, InputBatch, InputBuffers
 from .partition import BatchExecutionDescriptor, Execution, Partition
 from .request_state import RequestState
-from .step_inputs import StepInputs, dummy_attn
+from .stage import PassDemands, Stage
+from .step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +68,9 @@ class ModelRunner(ForwardPasses):
             after `shutdown`.
         weights: fingerprint and version of the model's weights; None while `model` is.
         graph_runner, prefill_graphs: None where passes are not captured (a CPU, `disable_cuda_graph`).
+        stages: what serves hooks; empty in a runner without.
+        demands: what they demand of the pass of the step under way.
+        executions: how passes of steps run.
         plain_graphs: of decode passes without declared ops, where `wants_plain_graphs`; else None.
         gdn_pool: of hybrid recurrent models, which are not served: always None.
         max_total_num_tokens: KV slots that requests can have.
@@ -98,6 +105,9 @@ class ModelRunner(ForwardPasses):
         self.forward_pass_id = 0
         self.is_capturing = False
         self.model_memory_usage = 0.0
+        self.stages: Sequence[Stage] = ()
+        self.demands = PassDemands()
+        self.executions = Executions(self)
         self.partition = Partition(self.server_config.hook_execution)
         self.execute_model_state: ExecuteModelState | None = None
         self.sampler = Sampler(self.server_config.logprobs_mode)
@@ -193,6 +203,8 @@ class ModelRunner(ForwardPasses):
         # A traced prompt may be longer than all other steps.
         rows = max(self.max_num_tokens, self.max_running_requests, self.context_len)
         self.input_buffers = InputBuffers(rows, self.device)
+        for stage in self.stages:
+            stage.init_tables(self.req_states, self.input_buffers)
 
     def init_attention_backend(self) -> None:
         """Create the attention backend that the configuration asks for.
@@ -234,6 +246,7 @@ class ModelRunner(ForwardPasses):
         taken = self.graph_runner.memory_usage + (
             self.plain_graphs.memory_usage if self.plain_graphs is not None else 0
         )
+        self.executions.segments = Segments(self.graph_runner, self.server_config.max_segments)
         if sizes := self._prefill_sizes():
             self.prefill_graphs = PrefillGraphs(self, sizes)
             taken += self.prefill_graphs.memory_usage
@@ -242,7 +255,7 @@ class ModelRunner(ForwardPasses):
     @property
     def wants_plain_graphs(self) -> bool:
         """Whether declared ops, even if there are none, take long enough for passes without them to have graphs of their own."""
-        return not self.get_model().fuses_ops
+        return not self.get_model().fuses_ops or any(stage.wants_plain_graphs for stage in self.stages)
 
     def _prefill_sizes(self) -> list[int]:
         if not self.get_model().fuses_ops:
@@ -270,14 +283,16 @@ class ModelRunner(ForwardPasses):
         return "its RoPE depends on the lengths in the batch" if self.model_spec.rope_depends_on_length else None
 
     def _release_graphs(self) -> None:
-        for graphs in (self.prefill_graphs, self.plain_graphs, self.graph_runner):
+        for graphs in (self.executions.segments, self.prefill_graphs, self.plain_graphs, self.graph_runner):
             if graphs is not None:
                 graphs.shutdown()
-        self.graph_runner = self.plain_graphs = self.prefill_graphs = None
+        self.executions.segments = self.graph_runner = self.plain_graphs = self.prefill_graphs = None
 
     def shutdown(self) -> None:
         """Release the model and all memory. A second call does nothing."""
         self._release_graphs()
+        for stage in self.stages:
+            stage.close()
         self.model = self.weights = None
         self.attn_backend = self.execute_model_state = None
         for pool in (self.req_to_token_pool, self.token_to_kv_pool):
@@ -294,23 +309,6 @@ class ModelRunner(ForwardPasses):
     def is_generation(self) -> bool:
         """Whether the model is a causal language model."""
         return self.model is None or isinstance(self.model, CausalLM)
-
-    @property
-    def sliding_window_size(self) -> int | None:
-        """The widest sliding window of the layers, or None where some layer sees the whole context."""
-        windows = [window for window in self.model_spec.sliding_windows if window]
-        return max(windows) if len(windows) == self.num_hidden_layers else None
-
-    def get_kv_cache_spec(self) -> dict[int, tuple[int, int, torch.dtype]]:
-        """Layer -> (kv heads, head_dim, dtype) of its KV."""
-        return {
-            layer.layer_id: (layer.num_kv_heads, layer.head_dim, self.kv_cache_dtype)
-            for layer in self.get_model().attention_layers()
-        }
-
-    def get_supported_tasks(self) -> tuple[str, ...]:
-        """What the model can be asked for."""
-        return ("generate",)
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """Set the longest sequence that is served, here and in the request table.
@@ -358,19 +356,33 @@ class ModelRunner(ForwardPasses):
             raise RuntimeError("a step is under way: call sample_tokens() before the next execute_model()")
         if intermediate_tensors is not None:
             raise NotImplementedError("intermediate_tensors: pipeline parallelism is not supported")
-        self.finish_requests(scheduler_output)
-        self.add_requests(scheduler_output)
-        self.update_requests(scheduler_output)
-        if scheduler_output.total_num_scheduled_tokens == 0:
+        try:
+            return self._execute(scheduler_output)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
+        self.finish_requests(step)
+        self.add_requests(step)
+        self.update_requests(step)
+        self.demands = PassDemands()
+        for stage in self.stages:
+            stage.begin(step, self.demands)
+        if step.total_num_scheduled_tokens == 0:
             return ModelRunnerOutput()
-        input_batch = self.prepare_inputs(scheduler_output)
+        input_batch = self.prepare_inputs(step)
         forward_batch = self.make_forward_batch(input_batch)
         descriptor = self.dispatch(forward_batch)
-        logits_output = self._run(forward_batch, descriptor)
-        self.execute_model_state = ExecuteModelState(
-            scheduler_output, input_batch, forward_batch, descriptor, logits_output
-        )
+        logits_output = self.executions.run(forward_batch, descriptor)
+        for stage in self.stages:
+            stage.ran(forward_batch, logits_output)
+        self.execute_model_state = ExecuteModelState(step, input_batch, forward_batch, descriptor, logits_output)
         return None
+
+    def _abandon(self) -> None:
+        for stage in self.stages:
+            stage.abandon()
 
     @torch.no_grad()
     def sample_tokens(self) -> ModelRunnerOutput | None:
@@ -384,6 +396,13 @@ class ModelRunner(ForwardPasses):
         state, self.execute_model_state = self.execute_model_state, None
         if state is None:
             return None
+        try:
+            return self._sample_step(state)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _sample_step(self, state: ExecuteModelState) -> AsyncOutput:
         batch, all_logits = state.input_batch, state.logits_output.next_token_logits
         logits, rows = all_logits, self.input_buffers.rows[: batch.num_tokens]
         if len(batch.sample_rows) != batch.num_tokens:
@@ -396,30 +415,32 @@ class ModelRunner(ForwardPasses):
             req_ids=batch.req_ids,
             execution=state.descriptor.execution.value,
         )
+        for stage in self.stages:
+            logits = stage.sample_from(batch, all_logits, logits)
         sampled = self._sample(logits, state)
+        for stage in self.stages:
+            sampled.token_ids = stage.sampled(batch, sampled.token_ids)
         # The copy to the host is queued first: it waits for nothing that follows.
         on_the_way = AsyncOutput(output, batch, sampled, of_prompts)
         self.req_states.feed(rows, sampled.token_ids)
+        for stage in self.stages:
+            stage.end(output)
         return on_the_way
 
     def dispatch(self, forward_batch: ForwardBatch) -> BatchExecutionDescriptor:
         """Decide how the batch runs."""
-        return self._decide(forward_batch, hooked=0, can_replay=self.can_replay(forward_batch))
-
-    def _decide(
-        self, batch: ForwardBatch, hooked: int, can_replay: bool, modules_for: str = ""
-    ) -> BatchExecutionDescriptor:
+        demands, cuts = self.demands, forward_batch.attention_cuts is not None
+        whole = not demands.num_hooked and not cuts
         return self.partition.decide(
-            batch.forward_mode, batch.num_request_tokens, batch.batch_size, hooked, can_replay=can_replay, modules_for=modules_for,
-            cuts=batch.attention_cuts is not None,
+            forward_batch.forward_mode, forward_batch.num_request_tokens, forward_batch.batch_size, demands.num_hooked,
+            can_replay=self.executions.can(Execution.REPLAY if whole else Execution.SEGMENTS, forward_batch),
+            modules_for=demands.modules_for, cuts=cuts,
         )  # fmt: skip
 
-    def _run(self, forward_batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
-        if descriptor.execution is Execution.REPLAY:
-            # Its logits are sampled from before the next replay: they need no memory of their own.
-            self.forward_pass_id += 1
-            return self.replay(forward_batch, in_place=True)
-        return self.forward(forward_batch, descriptor.execution)
+    def enter_pass(self, batch: ForwardBatch, first: int = 0) -> None:
+        """Have the stages serve the modules of a pass. See `Stage.enter_pass`."""
+        for stage in self.stages:
+            stage.enter_pass(batch, first)
 
     def _sample(self, logits: torch.Tensor, state: ExecuteModelState) -> SamplerOutput:
         """logits [sampling requests, vocab]."""
@@ -445,6 +466,8 @@ class ModelRunner(ForwardPasses):
 
     def _padded_size(self, step: SchedulerOutput) -> int | None:
         """Rows of the captured pass that serves the step; None where there is none."""
+        if self.demands.unpadded:
+            return None
         if not all(entry.decodes for entry in step.scheduled):
             graphs = self.prefill_graphs
             return None if graphs is None else graphs.padded_size(step.total_num_scheduled_tokens)
@@ -455,30 +478,14 @@ class ModelRunner(ForwardPasses):
         """(rows of the requests in `req_to_token`, [reqs]; KV slot of each token row, [tokens]), both int64."""
         return self.step_inputs.prepare_attn(input_batch)
 
-    def prepare_dummy_attn(self, num_reqs: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for padding rows: the dummy row, and the dummy slot."""
-        return dummy_attn(num_reqs, num_tokens, self.device)
-
     def make_forward_batch(self, input_batch: InputBatch) -> ForwardBatch:
         """The step's `ForwardBatch`: DECODE where each request computes one token, else EXTEND or MIXED."""
-        return self.step_inputs.forward_batch(input_batch, self._pass_resources())
+        batch = self.step_inputs.forward_batch(input_batch, self._pass_resources())
+        for stage in self.stages:
+            stage.prepare(batch, input_batch)
+        return batch
 
     def captured_site_ops(self, bs: int) -> Any:
         """`ForwardBatch.site_ops` of a decode pass that is captured for `bs` rows of the input buffers."""
-        return None
-
-    # -- dummy runs ---------------------------------------------------------------------
-
-    def _dummy_run(self, num_tokens: int, **options: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `dummy_run.dummy_run`."""
-        return dummy_run.dummy_run(self, num_tokens, **options)
-
-    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """See `dummy_run.dummy_sampler_run`."""
-        return dummy_run.dummy_sampler_run(self, hidden_states)
-
-    def profile_run(self) -> None:
-        """Run the largest step, so that its peak of memory is known."""
-        _, sampled_from = self._dummy_run(self.max_num_tokens, skip_attn=True, is_profile=True)
-        self._dummy_sampler_run(sampled_from)
-        gc.collect()
+        found = (stage.captured_site_ops(bs) for stage in self.stages)
+        return next((ops for ops in found if ops is not None), None)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..core.sampling_params import SamplingParams
-from ..core.step import AcceptedToken, NewRequest
+from ..core.step import AcceptedToken, NewRequest, SchedulerOutput
 from ..utils.upload import upload
 
 
@@ -128,6 +128,12 @@ class RequestState:
             rows, positions, values = np.array(found).T
             self.all_token_ids[rows, positions] = values
             self.total_len[rows] = np.maximum(self.total_len[rows], positions + 1)
+
+    def write_drafts(self, step: SchedulerOutput) -> None:
+        """Write the draft tokens of a step's parts. They are not accepted: `total_len` does not count them."""
+        for entry in step.scheduled:
+            drafts = step.drafts.get(entry.request_id, [])
+            self.all_token_ids[entry.row, entry.start + 1 : entry.start + 1 + len(drafts)] = drafts
 
     def set_computed(self, rows: np.ndarray, num_computed_tokens: np.ndarray) -> None:
         """State how many positions of these rows have KV after the step."""

@@ -167,6 +167,8 @@ class StepInputs:
             self.table.claim(request.row)
             self.states.add_request(request)
         self.states.apply_staged_writes()
+        if step.drafts:
+            self.states.write_drafts(step)
 
     def update_requests(self, step: SchedulerOutput) -> None:
         """Write the KV slots of pages that requests were given since the last step."""

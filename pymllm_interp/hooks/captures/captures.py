@@ -224,6 +224,16 @@ class Captures(RecordSizes):
         for group in self.groups:
             packed = packed[group.unpack(packed, first, sizes) :]
 
+    def begin_draft(self) -> None:
+        """The next pass computes rows that may be taken back, until `settle`."""
+        for group in self.groups:
+            group.begin_draft()
+
+    def settle(self, num_positions: int) -> None:
+        """Keep the rows of the first `num_positions` positions, and take back those behind them, which come again."""
+        for group in self.groups:
+            group.settle(num_positions)
+
     def mark_copied(self, stop: int) -> None:
         """All positions before `stop` were copied."""
         self._copied = stop

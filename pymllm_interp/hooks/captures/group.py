@@ -187,6 +187,19 @@ class Group:
             self._filled[column] = int(found[-1]) + 1
             self._num_kept[column] += len(found)
 
+    def begin_draft(self) -> None:
+        """From here on rows may be taken back, until `settle`."""
+        self._kept.begin_draft()
+
+    def settle(self, num_positions: int) -> None:
+        """Keep the rows of the first `num_positions` positions, and take back those behind them, which come again."""
+        stay = int((self.ordinals[:num_positions] >= 0).sum())
+        self._kept.settle(stay)
+        for column in range(len(self.sites)):
+            taken_back = max(self._filled[column] - stay, 0)
+            self._filled[column] -= taken_back
+            self._num_kept[column] -= taken_back
+
     def write(
         self, states: torch.Tensor, probes: torch.Tensor | None, memory: torch.Tensor, place: int, stride: int
     ) -> None:

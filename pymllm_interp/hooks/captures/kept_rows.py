@@ -63,6 +63,7 @@ class KeptRows:
         elif not spec.reduction.of_states:
             self._dtype = sent_dtype
         self.unchanged = self._dtype is sent_dtype and self._pool is None
+        self._drafted: list[tuple[int, np.ndarray, slice]] | None = None
         self._values = np.empty(0)  # the memory of `rows`, as NumPy sees it
         self._records: np.ndarray | None = None  # [kept, words], where a row is a record
 
@@ -104,8 +105,23 @@ class KeptRows:
         if self._pool is None:
             self._put(ordinal, rows, columns)
             return
-        for row in rows:  # one by one: the result does not depend on which rows came together
-            self.fold(row if self._pool.narrows else _as_numbers(row, self._sent_dtype), columns)
+        for i, row in enumerate(rows):  # one by one: the result does not depend on which rows came together
+            numbers = row if self._pool.narrows else _as_numbers(row, self._sent_dtype)
+            if self._drafted is not None:
+                self._drafted.append((ordinal + i, numbers.copy(), columns))
+            else:
+                self.fold(numbers, columns)
+
+    def begin_draft(self) -> None:
+        """From here on rows may be taken back: a pool folds them when they are settled. Rows that were not are forgotten."""
+        self._drafted = []
+
+    def settle(self, num_rows: int) -> None:
+        """Fold the drafted rows among the first `num_rows`, and forget the others."""
+        drafted, self._drafted = self._drafted, None
+        for ordinal, row, columns in drafted or ():
+            if ordinal < num_rows:
+                self.fold(row, columns)
 
     def fold(self, row: np.ndarray, columns: slice = ALL) -> None:
         """Take the newest row of a pool, [columns, width]."""

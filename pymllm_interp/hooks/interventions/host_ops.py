@@ -119,5 +119,5 @@ def counted(
     """
     ordinals = gated(spec, rows, ordinals, vectors)
     if spec.when is not None:
-        fires[key] = fires.get(key, 0) + (ordinals >= 0).sum()
+        fires.add(key, ordinals >= 0)
     return act(spec, rows, ordinals, vectors)

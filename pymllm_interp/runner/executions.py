@@ -1,22 +1,23 @@
-"""Forward passes in which blocks of traces are served: module by module, in segments, or split."""
+"""How each execution of a pass runs, and whether it can: one table, from `Execution` to two functions."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..core.forward_batch import ForwardBatch, HookQuery, Waits
+from ..core.model_spec import ModelSpec
 from ..core.pass_parts import AttentionCuts
 from ..core.step import LogitsProcessorOutput
-from ..hooks.traces.serving.batch_groups import NNsightRequestHelper
-from ..hooks.traces.serving.interleaver import EngineInterleaver
 from ..layers.edits.table import TableOps
-from ..models.transformers.transformers_pass import TransformersPass
+from .graphs.cuda_graph_runner import CudaGraphRunner
+from .graphs.prefill_graphs import PrefillGraphs
 from .graphs.segments import Segments
-from .model_runner import ModelRunner
 from .partition import BatchExecutionDescriptor, Execution
+from .stage import PassDemands
 
 
 class CutQuery:
@@ -52,71 +53,101 @@ class CutQuery:
         return hidden if self.hooks is None else self.hooks.at_output(layer, hidden)
 
 
-class HookedPasses:
-    """The ways in which a pass with traces runs: a table from `Execution` to function.
+class PassRunner(Protocol):
+    """What runs the parts of a pass (`runner.model_runner.ModelRunner`)."""
+
+    forward_pass_id: int
+    demands: PassDemands
+    model_spec: ModelSpec
+    graph_runner: CudaGraphRunner | None
+    prefill_graphs: PrefillGraphs | None
+
+    def forward(self, forward_batch: ForwardBatch, execution: Execution = ...) -> LogitsProcessorOutput: ...
+
+    def replay(self, batch: ForwardBatch, in_place: bool = False) -> LogitsProcessorOutput: ...
+
+    def plan_and_call(self, batch: ForwardBatch, execution: Execution) -> LogitsProcessorOutput: ...
+
+    def call_model(self, batch: ForwardBatch, execution: Execution) -> torch.Tensor: ...
+
+    def enter_pass(self, batch: ForwardBatch, first: int = 0) -> None: ...
+
+    def prepare_forward_batch_decode(self, *args: Any, **kwargs: Any) -> ForwardBatch: ...
+
+
+class Executions:
+    """Runs the passes of a runner's steps.
 
     Args:
         runner: runs the parts of a pass.
-        interleaver: serves the blocks.
-        helper: the traces of the pass, and their rows.
 
     Attributes:
         segments: CUDA graphs of what lies between blocks; None where passes are not captured.
     """
 
-    def __init__(self, runner: ModelRunner, interleaver: EngineInterleaver, helper: NNsightRequestHelper) -> None:
-        self.runner: ModelRunner = weakref.proxy(runner)  # which holds this object
-        self.interleaver, self.helper = interleaver, helper
+    def __init__(self, runner: PassRunner) -> None:
+        self.runner: PassRunner = weakref.proxy(runner)  # which holds this object
         self.segments: Segments | None = None
 
+    def can(self, execution: Execution, batch: ForwardBatch) -> bool:
+        """Whether the pass can run so."""
+        return WAYS[execution].can(self, batch)
+
     def run(self, batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
-        """Run the pass as the descriptor says. The logits are in fresh memory: blocks may keep them."""
-        return WAYS[descriptor.execution](self, batch, descriptor)
+        """Run the pass as the descriptor says."""
+        return WAYS[descriptor.execution].run(self, batch, descriptor)
+
+    # -- whether it can -----------------------------------------------------------------
+
+    def _always(self, batch: ForwardBatch) -> bool:
+        return True
+
+    def _is_captured(self, batch: ForwardBatch) -> bool:
+        """Whether CUDA graphs serve the whole pass."""
+        graphs = self.runner.prefill_graphs if batch.forward_mode.is_extend() else self.runner.graph_runner
+        return graphs is not None and batch.attention_cuts is None and graphs.can_run(batch)
+
+    def _has_segments(self, batch: ForwardBatch) -> bool:
+        graphs = self.runner.graph_runner
+        return (
+            self.segments is not None
+            and graphs is not None
+            and not batch.forward_mode.is_extend()
+            and graphs.can_run(batch)
+        )
+
+    def _decodes(self, batch: ForwardBatch) -> bool:
+        return batch.forward_mode.is_decode()
+
+    # -- how it runs --------------------------------------------------------------------
 
     def _forward(self, batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
-        """A pass in which no block waits for a module."""
-        if self.with_gradients:
-            return self._differentiable(batch, descriptor.execution)
-        return self.runner.forward(batch, descriptor.execution)
+        """The whole batch in one pass; with gradients where it attends to its own K and V only."""
+        if not batch.fresh_kv_only:
+            return self.runner.forward(batch, descriptor.execution)
+        self.runner.forward_pass_id += 1
+        with torch.enable_grad():
+            return self.runner.plan_and_call(batch, descriptor.execution)
+
+    def _replay(self, batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
+        """The whole batch from its CUDA graphs. What is sampled from before the next replay needs no memory of its own."""
+        self.runner.forward_pass_id += 1
+        return self.runner.replay(batch, in_place=not self.runner.demands.keeps_logits)
 
     def _by_modules(self, batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
         """The whole batch, module by module."""
         # Blocks may save what modules read: not the input buffers, which the next step overwrites.
         assert batch.positions is not None
         batch.input_ids, batch.positions = batch.input_ids.clone(), batch.positions.clone()
-        batch.hook_query, options = self.interleaver, self.interleaver.pass_options
-        if batch.num_tokens > batch.num_request_tokens:
-            self.helper.pad_prompts_to(batch.num_tokens)
-        if options.alone:
-            batch.transformers_pass = TransformersPass(
-                batch,
-                self.runner.model_spec,
-                eager=options.eager_attention,
-                attentions=options.output_attentions,
-                states=options.output_hidden_states,
-            )
-        if self.with_gradients:
-            return self._differentiable(batch, Execution.MODULES)
-        return self.runner.forward(batch, Execution.MODULES)
-
-    @property
-    def with_gradients(self) -> bool:
-        return any(trace.grad for trace in self.interleaver.traces)
-
-    def _differentiable(self, batch: ForwardBatch, execution: Execution) -> LogitsProcessorOutput:
-        """A pass with gradients: it attends to its own K and V, not the pool's."""
-        self.runner.forward_pass_id += 1
-        batch.fresh_kv_only = True
-        with torch.enable_grad():
-            return self.runner.plan_and_call(batch, execution)
+        self.runner.enter_pass(batch)
+        return self._forward(batch, descriptor)
 
     def _in_segments(self, batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
         """A decode pass module by module, but for what lies between its blocks, which is replayed."""
         assert self.segments is not None
         self.runner.forward_pass_id += 1
         padded = self.segments.begin(batch)
-        traced = bool(self.interleaver.traces)
-        padded.hook_query = self.interleaver if traced else None
+        self.runner.enter_pass(padded)
         if batch.attention_cuts is not None:
             padded.attention_cuts = batch.attention_cuts
             attention = self.runner.model_spec.family.attention
@@ -126,8 +157,6 @@ class HookedPasses:
         elif isinstance(batch.site_ops, TableOps) and batch.site_ops.logits is not None:
             assert isinstance(padded.site_ops, TableOps)
             padded.site_ops = padded.site_ops.with_logits(batch.site_ops.logits)
-        if traced:
-            self.helper.pad_to(padded.batch_size)
         try:
             logits = self.runner.call_model(padded, Execution.MODULES)[0]
         finally:
@@ -139,12 +168,10 @@ class HookedPasses:
 
         The device computes the first half while the host runs the blocks of the second.
         """
-        hooked = descriptor.num_hooked
-        plain, rows = batch.batch_size - hooked, batch.req_pool_indices.clone()
+        plain, rows = batch.batch_size - descriptor.num_hooked, batch.req_pool_indices.clone()
         halves = self._rows(batch, 0, plain), self._rows(batch, plain, batch.batch_size)
         output = self.runner.forward(halves[0])
-        self.helper.narrow_to_last(hooked)
-        halves[1].hook_query = self.interleaver
+        self.runner.enter_pass(halves[1], plain)
         hooked_output = self.runner.forward(halves[1], Execution.MODULES)
         batch.req_pool_indices.copy_(rows)  # the input buffers', which the replay wrote to; sampling reads them
         return LogitsProcessorOutput(torch.cat((output.next_token_logits, hooked_output.next_token_logits)))
@@ -166,11 +193,18 @@ class HookedPasses:
         return half
 
 
-WAYS: dict[Execution, Callable[[HookedPasses, ForwardBatch, BatchExecutionDescriptor], LogitsProcessorOutput]] = {
-    Execution.IDLE: HookedPasses._forward,
-    Execution.PLAIN: HookedPasses._forward,
-    Execution.REPLAY: HookedPasses._forward,
-    Execution.MODULES: HookedPasses._by_modules,
-    Execution.SEGMENTS: HookedPasses._in_segments,
-    Execution.SPLIT: HookedPasses._split,
+class Way(NamedTuple):
+    """A row of the table."""
+
+    run: Callable[[Executions, ForwardBatch, BatchExecutionDescriptor], LogitsProcessorOutput]
+    can: Callable[[Executions, ForwardBatch], bool]
+
+
+WAYS = {
+    Execution.IDLE: Way(Executions._forward, Executions._always),
+    Execution.PLAIN: Way(Executions._forward, Executions._always),
+    Execution.REPLAY: Way(Executions._replay, Executions._is_captured),
+    Execution.MODULES: Way(Executions._by_modules, Executions._always),
+    Execution.SEGMENTS: Way(Executions._in_segments, Executions._has_segments),
+    Execution.SPLIT: Way(Executions._split, Executions._decodes),
 }

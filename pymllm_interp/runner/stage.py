@@ -1,0 +1,96 @@
+"""`Stage`: what serves the hooks of a runner's requests, beside its passes. A `ModelRunner` without stages serves plain requests.
+
+The runner calls its stages in their order, at fixed points of a step::
+
+    execute_model    begin         the step's requests are in the request table; the stage says what it demands of the pass
+                     prepare       the pass is laid out, and not run yet
+                     enter_pass    only where the pass calls modules
+                     ran           the pass has its logits
+    sample_tokens    sample_from   the logits that tokens are sampled from
+                     sampled       the tokens
+                     end           the step was launched
+    a failed step    abandon       in place of all that would follow
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..core.forward_batch import ForwardBatch
+from ..core.step import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
+from .input_batch import InputBatch, InputBuffers
+from .request_state import RequestState
+
+
+@dataclass(slots=True)
+class PassDemands:
+    """What the stages demand of a step's pass, beside what its `ForwardBatch` says."""
+
+    num_hooked: int = 0
+    """Requests with a block that waits for a module of the pass."""
+    modules_for: str = ""
+    """Why the pass runs module by module, wherever blocks wait; "" where it need not."""
+    unpadded: bool = False
+    """The pass has rows of requests only."""
+    keeps_logits: bool = False
+    """Its logits are read after the next pass has begun."""
+
+
+class Stage(Protocol):
+    """One kind of hooks of a runner's requests. Each method may do nothing; `TracedStage` and `DeclaredStage` are the two."""
+
+    @property
+    def wants_plain_graphs(self) -> bool:
+        """Whether its part of captured passes takes so long that passes without hooks have graphs of their own."""
+        return False
+
+    def init_tables(self, states: RequestState, buffers: InputBuffers) -> None:
+        """Allocate what it has for each row of the request table, or of the input buffers."""
+
+    def captured_site_ops(self, rows: int) -> Any:
+        """`ForwardBatch.site_ops` of a pass that is captured for the first `rows` of the input buffers; None without."""
+        return None
+
+    def close(self) -> None:
+        """Release all memory. A second call does nothing."""
+
+    # -- a step ----------------------------------------------------------------------
+
+    def begin(self, step: SchedulerOutput, demands: PassDemands) -> None:
+        """Take over the hooks of requests that enter. May reorder `step.scheduled`. Steps without tokens come here, too."""
+
+    def prepare(self, batch: ForwardBatch, rows: InputBatch) -> None:
+        """Add to the pass what its hooks are."""
+
+    def enter_pass(self, batch: ForwardBatch, first: int) -> None:
+        """The pass calls modules from here on.
+
+        Args:
+            batch: what runs: the step's batch, padded, or in part.
+            first: index of its first request among the step's.
+        """
+
+    def ran(self, batch: ForwardBatch, output: LogitsProcessorOutput) -> None:
+        """The pass has run: `output.next_token_logits` [logit rows, vocab]."""
+
+    def sample_from(self, rows: InputBatch, all_logits: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The logits [sampling requests, vocab] that tokens are sampled from.
+
+        Args:
+            all_logits: [logit rows, vocab], of the pass.
+            logits: [sampling requests, vocab], as the stages before left them.
+        """
+        return logits
+
+    def sampled(self, rows: InputBatch, token_ids: torch.Tensor) -> torch.Tensor:
+        """The tokens [sampling requests] int32 that generation goes on with."""
+        return token_ids
+
+    def end(self, output: ModelRunnerOutput) -> None:
+        """The step was launched. `output` lacks tokens and log probabilities, which may still be on their way."""
+
+    def abandon(self) -> None:
+        """The step failed: forget what it had begun."""

@@ -1,0 +1,128 @@
+"""The traced stage of a runner: serves blocks of traces in its passes. `NNsightRequestHelper` knows which rows are whose."""
+
+from __future__ import annotations
+
+import torch
+
+from ..core.forward_batch import ForwardBatch
+from ..core.model_spec import ModelSpec
+from ..core.step import LogitsProcessorOutput, ModelRunnerOutput, SchedulerOutput
+from ..hooks.traces.serving.batch_groups import NNsightRequestHelper
+from ..hooks.traces.serving.interleaver import EngineInterleaver
+from ..hooks.traces.serving.step_outputs import offer_tokens, serve_outputs
+from ..models.transformers.transformers_pass import TransformersPass
+from .input_batch import InputBatch
+from .stage import PassDemands, Stage
+
+
+class TracedStage(Stage):
+    """Serves the traces of a step's requests; a step without any passes by it.
+
+    Args:
+        hook_execution: see `ServerConfig.hook_execution`.
+
+    Attributes:
+        interleaver: serves the blocks.
+        helper: traces in flight, and their rows.
+        model_spec: of the served model, from `load_model` on.
+    """
+
+    model_spec: ModelSpec
+
+    def __init__(self, hook_execution: str) -> None:
+        self.interleaver = EngineInterleaver()
+        self.helper = NNsightRequestHelper(self.interleaver)
+        self._splits = hook_execution == "split"
+
+    def begin(self, step: SchedulerOutput, demands: PassDemands) -> None:
+        """Every traced request gets its rows; new blocks run to where they first wait."""
+        helper, interleaver = self.helper, self.interleaver
+        helper.enter(step.scheduled_new_reqs)
+        if not helper.traced(step.scheduled):
+            return
+        helper.process_new_reqs(step.scheduled)
+        interleaver.begin_pass(helper.traces)
+        if self._splits:
+            self._put_hooked_last(step)
+        options = interleaver.pass_options
+        demands.num_hooked = helper.count_requests(interleaver.hooked())
+        demands.modules_for = options.modules_for
+        # Passes with gradients, and as transformers runs them, are not padded: their values are served whole.
+        demands.unpadded = options.alone or self._with_gradients
+        demands.keeps_logits = True
+
+    def _put_hooked_last(self, step: SchedulerOutput) -> None:
+        """In a decode step, move requests whose blocks wait for a module to the end: each half is then one slice."""
+        if all(entry.decodes for entry in step.scheduled):
+            hooked, attached = self.interleaver.hooked(), self.helper.attached
+            step.scheduled.sort(key=lambda e: e.request_id in attached and attached[e.request_id][1] in hooked)
+            self.helper.process_new_reqs(step.scheduled)
+
+    @property
+    def _with_gradients(self) -> bool:
+        return any(trace.grad for trace in self.interleaver.traces)
+
+    def prepare(self, batch: ForwardBatch, rows: InputBatch) -> None:
+        """A pass with gradients attends to its own K and V, not the pool's."""
+        if self.interleaver.traces:
+            batch.fresh_kv_only = self._with_gradients
+
+    def enter_pass(self, batch: ForwardBatch, first: int) -> None:
+        """Serve the blocks at the modules of the pass, at the rows of their requests in it."""
+        if not self.interleaver.traces:
+            return
+        options = self.interleaver.pass_options
+        batch.hook_query = self.interleaver
+        if first:
+            self.helper.narrow_to_last(batch.batch_size)
+        elif batch.forward_mode.is_decode():
+            self.helper.pad_to(batch.batch_size)
+        elif batch.num_tokens > batch.num_request_tokens:
+            self.helper.pad_prompts_to(batch.num_tokens)
+        if options.alone:
+            batch.transformers_pass = TransformersPass(
+                batch,
+                self.model_spec,
+                eager=options.eager_attention,
+                attentions=options.output_attentions,
+                states=options.output_hidden_states,
+            )
+
+    def ran(self, batch: ForwardBatch, output: LogitsProcessorOutput) -> None:
+        """Note the output of single forward passes."""
+        if self.interleaver.traces:
+            serve_outputs(self.interleaver.traces, output.next_token_logits, batch.transformers_pass)
+
+    def sample_from(self, rows: InputBatch, all_logits: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Offer the logits to the blocks; each sees and changes its own row."""
+        interleaver = self.interleaver
+        if not interleaver.interleaving:
+            return logits
+        self.helper.unflatten(rows.sampling)
+        return interleaver.handle(interleaver.logits, logits)
+
+    def sampled(self, rows: InputBatch, token_ids: torch.Tensor) -> torch.Tensor:
+        """Offer the tokens to the blocks that wait for them."""
+        interleaver = self.interleaver
+        if not interleaver.interleaving:
+            return token_ids
+        if not interleaver.awaits_token():
+            interleaver.pass_token()
+            return token_ids
+        interleaver.sync_once()
+        return offer_tokens(interleaver, token_ids, rows.sampling, self.model_spec.vocab_size)
+
+    def end(self, output: ModelRunnerOutput) -> None:
+        """The pass is over for its traces, which counts for those that were alive."""
+        if not self.interleaver.interleaving:
+            return
+        try:
+            self.interleaver.sync_once()
+        finally:
+            self.interleaver.end_pass()
+        self.helper.report(output)
+
+    def abandon(self) -> None:
+        """End the pass for its traces."""
+        if self.interleaver.interleaving:
+            self.interleaver.end_pass()
