@@ -19,6 +19,7 @@ from ..core.request import Request
 from ..core.sampling_params import SamplingParams
 from ..engine.alone import check_gang
 from ..engine.bad_words import bad_word_ids, check_allowed
+from ..engine.constraints import constraint_of
 from ..hooks.captures.spec import Capture
 from ..hooks.declared import captures_for_each_prompt, for_each_prompt
 from ..hooks.interventions.knockout import Intervention
@@ -239,6 +240,7 @@ class RequestFactory:
                     eos_token_ids=stops,
                     cache_owner=self.cache_owner,
                     bad_words=bad_words,
+                    constraint=constraint_of(params, size, what),
                     eos_token_id=None if params.ignore_eos else self.eos_token_id,
                     forward_only=forward_only,
                     logprobs=None if params.logprobs is None else [],

@@ -56,6 +56,8 @@ class Request:
     """Token ids that end the generation: the model's, unless `ignore_eos`, and the caller's."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token ids of `params.bad_words`."""
+    constraint: Any = None
+    """What its tokens must obey (engine.constraints.RequestConstraint); None for anything."""
     eos_token_id: int | None = None
     """The model's main one, which ends it without a `stop_reason`, as in vLLM."""
     trace: Any = None

@@ -16,6 +16,8 @@ def take(request: Request, token: int | None, output: ModelRunnerOutput, accepte
         return None
     if not request.generates:
         return "length"
+    if request.constraint is not None:
+        request.constraint.accept(token)
     count = len(request.output_token_ids)
     accepted.append((request.request_id, request.prompt_len + count, token))
     request.output_token_ids.append(token)

@@ -33,7 +33,7 @@ from ..models.base import CausalLM
 from ..models.registry import check_supported, load_model, spec_of
 from ..models.weights.fingerprint import ServedWeights
 from ..models.weights.source import ModelSource, resolve_model
-from ..sampling import Sampler, SamplerOutput, SamplingBatch
+from ..sampling import Sampler, SamplerOutput, SamplingBatch, TokenMasks
 from ..utils.device import resolve_device, resolve_dtype
 from ..utils.out_of_memory import within_memory
 from ..utils.upload import upload
@@ -372,6 +372,11 @@ class ModelRunner(ForwardPasses):
         )
         return None
 
+    def constrain(self, masks: TokenMasks) -> None:
+        """Sample the step's constrained requests by these masks, which were made while its pass ran."""
+        assert self.execute_model_state is not None, "masks belong to a step: call execute_model() first"
+        self.execute_model_state.token_masks = masks
+
     @torch.no_grad()
     def sample_tokens(self) -> ModelRunnerOutput | None:
         """Pick the next token of each request that computed its last known one. None: no pass ran before."""
@@ -424,8 +429,11 @@ class ModelRunner(ForwardPasses):
     def _sample(self, logits: torch.Tensor, state: ExecuteModelState) -> SamplerOutput:
         """logits [sampling requests, vocab]."""
         table = self.req_states.requests
-        requests = [table[entry.row] for entry in state.input_batch.sampling]
-        return self.sampler(logits, SamplingBatch.from_requests(requests, self.vocab_size, self.device))  # pyright: ignore
+        sampling = state.input_batch.sampling
+        batch = SamplingBatch.from_requests([table[e.row] for e in sampling], self.vocab_size, self.device)  # pyright: ignore
+        if state.token_masks is not None:
+            batch.constrained = state.token_masks.for_rows([entry.request_id for entry in sampling], self.device)
+        return self.sampler(logits, batch)
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Enter requests that are scheduled for the first time, or resume, into the table."""
