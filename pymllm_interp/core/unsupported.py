@@ -71,7 +71,7 @@ OF_REQUESTS: dict[str, str] = {
         ),
         STRUCTURED,
     ),
-    "lora_request": LORA,
+    **dict.fromkeys(("adapter", "lora_request"), LORA),
     **dict.fromkeys(("assistant_model", "prompt_lookup_num_tokens", "num_assistant_tokens"), SPECULATION),
     "pooling_params": POOLING,
     **dict.fromkeys(

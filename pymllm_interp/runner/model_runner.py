@@ -31,7 +31,7 @@ from ..mem_cache.kv_pool import KVPool
 from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 from ..models.base import CausalLM
 from ..models.registry import check_supported, load_model, spec_of
-from ..models.weights.fingerprint import ServedWeights
+from ..models.weights.model_state import ModelState
 from ..models.weights.source import ModelSource, resolve_model
 from ..sampling import Sampler, SamplerOutput, SamplingBatch, TokenMasks
 from ..utils.device import resolve_device, resolve_dtype
@@ -62,7 +62,7 @@ class ModelRunner(ForwardPasses):
     Attributes:
         model, req_to_token_pool, token_to_kv_pool, token_to_kv_pool_allocator, attn_backend: None before `initialize` and
             after `shutdown`.
-        weights: fingerprint and version of the model's weights; None while `model` is.
+        model_state: version and fingerprint of the model; None while `model` is.
         graph_runner, prefill_graphs: None where passes are not captured (a CPU, `disable_cuda_graph`).
         plain_graphs: of decode passes without declared ops, where `wants_plain_graphs`; else None.
         gdn_pool: of hybrid recurrent models, which are not served: always None.
@@ -82,7 +82,7 @@ class ModelRunner(ForwardPasses):
         self.kv_cache_dtype = self.dtype
         self.source: ModelSource | None = None
         self.model: CausalLM | None = None
-        self.weights: ServedWeights | None = None
+        self.model_state: ModelState | None = None
         self.req_to_token_pool: ReqToTokenPool | None = None
         self.token_to_kv_pool: KVPool | None = None
         self.token_to_kv_pool_allocator: TokenToKVPoolAllocator | None = None
@@ -144,7 +144,7 @@ class ModelRunner(ForwardPasses):
         self.model = model.eval().requires_grad_(False)
         self._init_metadata(self.model.spec)  # of what is loaded
         self.num_kv_layers = len(self.model.attention_layers())
-        self.weights = ServedWeights(self.model, self.source.hf_config)
+        self.model_state = ModelState(self.model, self.source.hf_config)
         self.model_memory_usage = free - get_available_gpu_memory(kind, self.gpu_id)
         logger.info(
             "model loaded in %.1f s, %.2f GiB on the device", time.perf_counter() - started, self.model_memory_usage
@@ -278,7 +278,9 @@ class ModelRunner(ForwardPasses):
     def shutdown(self) -> None:
         """Release the model and all memory. A second call does nothing."""
         self._release_graphs()
-        self.model = self.weights = None
+        if self.model_state is not None:
+            self.model_state.close()  # the prefix cache holds it, too
+        self.model = self.model_state = None
         self.attn_backend = self.execute_model_state = None
         for pool in (self.req_to_token_pool, self.token_to_kv_pool):
             if pool is not None:
