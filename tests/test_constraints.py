@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import random
+import time
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from conftest import held
 from helpers_constraints import Alternating, Failing, OnlyThese, next_set
 
 from pymllm_interp import LM, SamplingParams, Steer
@@ -291,3 +295,67 @@ def test_plain_steps_ask_for_no_mask(lm_of, monkeypatch):
     monkeypatch.setattr(lm.engine, "_constrain", lambda step: asked.append(1))
     tokens_of(lm, PROMPT, greedy(4))
     assert not asked and not lm.engine._constrained
+
+
+@AHEAD
+def test_a_failed_step_is_sampled_again_by_the_same_masks(lm_of, ahead, monkeypatch):
+    lm: LM = lm_of("llama", async_scheduling=ahead)
+    expected, spec, failed = tokens_of(lm, PROMPT, greedy(100, constraint=Alternating())), Alternating(), []
+    sampler = lm.runner.sampler
+
+    def fails_with_a_trace(logits: torch.Tensor, batch: Any) -> Any:
+        deadline = time.monotonic() + 60
+        while not failed and len(lm.engine._subscribers) < 2 and time.monotonic() < deadline:
+            time.sleep(0.001)  # the trace comes while the other request decodes
+        if lm.runner.interleaver.traces and batch.constrained is not None:
+            failed.append(batch.rows)
+            raise RuntimeError("of a test")
+        return sampler(logits, batch)
+
+    monkeypatch.setattr(lm.runner, "sampler", fails_with_a_trace)
+    constrained = lm.submit(PROMPT, greedy(100, constraint=spec))
+    with pytest.raises(RuntimeError, match="of a test"), lm.trace(OTHER):
+        lm.logits.save()
+    assert constrained.result().token_ids == expected == spec.made[0].tokens
+    assert failed == [2], "one step held both, and the trace ended with it"
+
+
+@AHEAD
+@pytest.mark.parametrize("seed", range(3))
+def test_mixed_traffic_in_a_small_pool_is_as_alone(lm_of, ahead, seed):
+    """Constrained, failing, steered, captured, traced, cancelled and plain requests; preempted, each as alone."""
+    arguments = {"async_scheduling": ahead, "max_model_len": 120, "enable_prefix_caching": bool(seed % 2)}
+    lm, roomy = lm_of("llama", kv_cache_tokens=288, **arguments), lm_of("llama", kv_cache_tokens=4096, **arguments)
+    rng = random.Random(seed)
+    steer = Steer("resid_post.1", torch.randn(lm.hidden_size, generator=torch.Generator().manual_seed(seed)), scale=5.0)
+    jobs: list[tuple[str, SamplingParams, dict[str, Any]]] = []
+    for i in range(14):
+        make = greedy if rng.random() < 0.4 else partial(drawn, 100 * seed + i)
+        constraint = rng.choice([None, OnlyThese((5, 40, 96)), Alternating(), Alternating()])
+        hooks: dict[str, Any] = rng.choice(
+            [{}, {}, {"interventions": [steer]}, {"capture": ["resid_post.0", "logits"]}]
+        )
+        jobs.append((rng.choice([PROMPT, OTHER]), make(rng.randrange(5, 90), constraint=constraint, logprobs=2), hooks))
+    alone = [roomy.generate([prompt], params, **hooks)[0] for prompt, params, hooks in jobs]
+    before = lm.engine.scheduler.num_preempted
+    with held(lm):
+        cancelled = [lm.submit(OTHER, drawn(i, 100, constraint=Alternating())) for i in range(2)]
+        handles = [lm.submit(prompt, params, **hooks) for prompt, params, hooks in jobs]
+        failing = lm.submit(PROMPT, greedy(60, constraint=Failing("mask", after=9, error=KeyError("late"))))
+    with lm.generate(PROMPT, max_tokens=12, temperature=0, ignore_eos=True, constraint=Alternating()) as tracer:
+        traced = [].save()
+        for _ in tracer.iter[:]:
+            lm.logits[:, 50] = 1e4
+            traced.append(lm.samples.clone())
+    for handle in cancelled:
+        handle.cancel()
+    for handle, one in zip(handles, alone, strict=True):
+        found = handle.result()
+        assert found.token_ids == one.token_ids
+        assert [entry.keys() for entry in found.logprobs] == [entry.keys() for entry in one.logprobs]
+        for site in one.activations:
+            assert found.activations[site].shape == one.activations[site].shape
+    with pytest.raises(RequestError, match="late"):
+        failing.result()
+    assert [int(token) for token in traced] == stepwise(roomy, PROMPT, 12), "50 is never allowed"
+    assert lm.engine.scheduler.num_preempted > before

@@ -34,7 +34,7 @@ class TokenConstraint(Protocol):
     """The constraint of one request. The engine's thread calls it; an error that it raises ends its request only."""
 
     def mask(self, row: torch.Tensor) -> None:
-        """Write which tokens may come next.
+        """Write which tokens may come next. A step that fails asks again, without an `accept` in between.
 
         Args:
             row: [ceil(vocab / 32)] int32 on the CPU, all bits set.
