@@ -20,6 +20,7 @@ from pymllm_interp.sampling import BitmaskRows, ConstraintError, TokenMasks, all
 from pymllm_interp.sampling.token_constraint import allows, empty_bitmask
 from pymllm_interp.utils.arguments import PromptError
 
+pytestmark = pytest.mark.local  # a server takes no constraints
 PROMPT, OTHER = "w3 w14 w15 w9", "w2 w7 w1 w8 w2 w8"
 AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
 
