@@ -52,7 +52,11 @@ SECTIONS = [
         "Traces", "What a `with` binds: `with lm.trace(prompt) as tracer:` ([traces](traces.md)).",
         ("hooks.traces.syntax.tracer:EngineTracer", "hooks.traces.syntax.tracer:EngineInvoker"), ("execute",),
     ),
-    Section("Sampling", "", ("SamplingParams",), ("greedy", "stop_strings")),
+    Section(
+        "Sampling", "", ("SamplingParams", "sampling.token_constraint:ConstraintSpec", "sampling.token_constraint:TokenConstraint",
+        "allow_only", "ConstraintError"),
+        ("greedy", "stop_strings"),
+    ),
     Section(
         "Outputs", "", ("RequestOutput", "core.output:CompletionOutput", "core.output:Logprob",
         "client.calls.forward_calls:ForwardOutput", "client.activation_cache:ActivationCache", "client.calls.site_hooks:HookPoint",

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .hooks.traces.syntax.async_trace import SavedSteps
     from .runner.interp_model_runner import InterpModelRunner
     from .runner.model_runner import ModelRunner
+    from .sampling.token_constraint import ConstraintError, allow_only
     from .toolkit.contrast import ControlVectors, contrast
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ _HOMES = {
     "Capture": "hooks.captures.spec",
     "CaptureError": "hooks.captures.activations",
     "Clamp": "hooks.interventions.projections",
+    "ConstraintError": "sampling.token_constraint",
     "ControlVectors": "toolkit.contrast",
     "Features": "hooks.captures.reductions.features",
     "Gate": "hooks.interventions.op",
@@ -63,15 +65,16 @@ _HOMES = {
     "Site": "hooks.site",
     "Steer": "hooks.interventions.specs",
     "TunedLens": "hooks.captures.lens_files",
+    "allow_only": "sampling.token_constraint",
     "contrast": "toolkit.contrast",
     "open_harvest": "harvest.reader",
 }
 
 __all__ = [
-    "LM", "SAE", "Ablate", "Activations", "Capture", "CaptureError", "Clamp", "ControlVectors", "Features", "Gate", "Generated",
-    "Harvest", "HarvestError", "InterpModelRunner", "JacobianLens", "Knockout", "Lens", "ModelRunner", "Patch", "Project",
-    "RequestOutput", "SamplingParams", "SavedSteps", "Scale", "SetFeature", "Site", "Steer", "TunedLens", "contrast",
-    "open_harvest",
+    "LM", "SAE", "Ablate", "Activations", "Capture", "CaptureError", "Clamp", "ConstraintError",
+    "ControlVectors", "Features", "Gate", "Generated", "Harvest", "HarvestError", "InterpModelRunner", "JacobianLens", "Knockout",
+    "Lens", "ModelRunner", "Patch", "Project", "RequestOutput", "SamplingParams", "SavedSteps", "Scale", "SetFeature", "Site",
+    "Steer", "TunedLens", "allow_only", "contrast", "open_harvest",
 ]  # fmt: skip
 
 

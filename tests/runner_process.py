@@ -19,6 +19,7 @@ import pymllm_interp
 from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.step import ModelRunnerOutput, SchedulerOutput
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner
+from pymllm_interp.sampling import TokenMasks
 
 
 def send(stream: BinaryIO, message: Any) -> None:
@@ -42,11 +43,15 @@ class Worker:
         self.runner = InterpModelRunner(server_config, model_config, wrap=None)
         self.runner.initialize()
 
-    def step(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Run a step and sample."""
-        output = self.runner.execute_model(step) or self.runner.sample_tokens()
-        assert output is not None
-        return output
+    def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Run a step's pass."""
+        return self.runner.execute_model(step)
+
+    def sample_tokens(self, masks: TokenMasks | None) -> ModelRunnerOutput | None:
+        """Sample its tokens, constrained requests by their masks."""
+        if masks is not None:
+            self.runner.constrain(masks)
+        return self.runner.sample_tokens()
 
     def finish_declared(self, end: Any) -> Any:
         """The results of a request that has ended."""

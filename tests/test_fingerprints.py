@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from importlib.metadata import version
@@ -13,15 +15,19 @@ import pytest
 import torch
 from conftest import CONFIGS, random_model
 from family_configs import tiny_config
+from helpers_state import AdaptedState
 
 from pymllm_interp import LM, Capture, Gate, SamplingParams, Scale, Steer
 from pymllm_interp.client.handle import EngineClosedError
+from pymllm_interp.core.request import Request
+from pymllm_interp.engine.prefix_sharing import PrefixSharing
 from pymllm_interp.harvest.run import HarvestError
 from pymllm_interp.hooks.binding import fingerprint_of
 from pymllm_interp.hooks.captures.spec import Project
 from pymllm_interp.hooks.receipt import Applied, Captured, Receipt
-from pymllm_interp.models.weights import fingerprint
-from pymllm_interp.models.weights.fingerprint import checksum, model_fingerprint
+from pymllm_interp.mem_cache.radix_cache import RadixCache
+from pymllm_interp.models.weights import model_state
+from pymllm_interp.models.weights.model_state import ModelState, checksum, model_fingerprint
 
 ONE = SamplingParams(temperature=0, max_tokens=3)
 
@@ -36,7 +42,7 @@ def test_a_checksum_tells_every_bit_and_every_place(dtype, monkeypatch):
         seen.add(checksum(changed))
     assert len(seen) == 7 and all(0 <= value < 2**64 for value in seen)
     assert checksum(tensor.T.contiguous().T) == checksum(tensor), "values count, not how they lie in memory"
-    monkeypatch.setitem(fingerprint.CHUNK, "cpu", 16)
+    monkeypatch.setitem(model_state.CHUNK, "cpu", 16)
     assert checksum(tensor) in seen and checksum(tensor.flip(0)) in seen, "nor how many are summed up at a time"
 
 
@@ -155,7 +161,7 @@ def test_only_an_edited_weight_is_summed_again(lm_of: Any, monkeypatch: pytest.M
     lm, summed = lm_of("qwen2"), []
     lm.model_fingerprint  # noqa: B018
     real = checksum
-    monkeypatch.setattr(fingerprint, "checksum", lambda tensor: summed.append(tensor.shape) or real(tensor))
+    monkeypatch.setattr(model_state, "checksum", lambda tensor: summed.append(tensor.shape) or real(tensor))
     lm.generate([[1, 2]], ONE, interventions=[Scale("embed", 0.5)])
     assert summed == []
     lm.model.layers[0].mlp.down_proj.weight[0] += 0
@@ -286,3 +292,51 @@ def test_a_printed_receipt_shows_what_is_not_empty() -> None:
         "Receipt(steps={'plain': 3}, interventions=[Applied(intervention=\"Steer('resid_post.1')\", site='resid_post.1', "
         "generated_rows=2, gate_fires=0)], captures=[Captured(site='embed', prompt_rows=4)], edits=1)"
     ), "a gate that never fired is told from none"
+
+
+def test_a_model_state_has_no_adapters_yet() -> None:
+    config = CONFIGS["llama"]()
+    state = ModelState(random_model(config), config)
+    assert state.namespace() is None and state.fingerprint() == state.fingerprint(None)
+    for ask in (state.namespace, state.fingerprint):
+        with pytest.raises(ValueError, match="adapter='french': LoRA adapters are not supported"):
+            ask("french")
+
+
+def test_requests_of_one_adapter_share_pages_with_no_others() -> None:
+    """The slot that adapters get: the request's adapter, in the namespace of its first page."""
+    model: Any = AdaptedState()
+    sharing = PrefixSharing(RadixCache(2), model)
+    ids = list(range(20, 29))
+
+    def request(**given: Any) -> Request:
+        return Request("r", ids, SamplingParams(max_tokens=1), 1, 0, **given)
+
+    given: list[dict[str, Any]] = [
+        {}, {"adapter": "a"}, {"adapter": "b"}, {"cache_salt": "a"}, {"adapter": "a", "cache_salt": "a"}, {"cache_owner": "a"},
+    ]  # fmt: skip
+    for i, one in enumerate(given):
+        key = sharing.prefix_of(request(**one)).key
+        assert key is not None and not sharing.tree.match(key, 4).pages, one
+        sharing.tree.insert(
+            sharing.tree.hold(sharing.tree.match(key, 4)), key, 0, [4 * i + page + 1 for page in range(4)]
+        )
+        again = sharing.prefix_of(request(**one)).key
+        assert again is not None and len(sharing.tree.match(again, 4).pages) == 4, one
+
+
+def test_the_runner_is_told_of_a_request_s_adapter() -> None:
+    request = Request("r", [1], SamplingParams(), 1, 0, adapter="a")
+    request.req_pool_idx = 1
+    assert request.entering().adapter == "a"
+
+
+def test_a_model_state_lets_go_of_a_model_that_is_shut_down(model_folder: Any) -> None:
+    lm = LM(model_folder("llama"), dtype="float32", device="cpu")
+    lm.generate([[1, 2]], ONE)
+    weight = weakref.ref(lm.get("model.layers.0.mlp.down_proj").weight)
+    held = lm.engine.scheduler.kv.sharing
+    lm.shutdown()
+    del lm
+    gc.collect()
+    assert held is not None and weight() is None

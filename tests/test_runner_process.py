@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import held
+from helpers_constraints import Alternating, OnlyThese
 from runner_process import WorkerProcess
 
 import pymllm_interp.client.lm as lm_module
@@ -19,8 +20,8 @@ from pymllm_interp.core.output import RequestOutput
 from pymllm_interp.core.step import DeclaredResult, ModelRunnerOutput, RequestEnd, SchedulerOutput
 from pymllm_interp.hooks.captures.spec import Project
 from pymllm_interp.hooks.declared_stage import DeclaredStage
-from pymllm_interp.runner.async_output import AsyncOutput
 from pymllm_interp.runner.interp_model_runner import InterpModelRunner, RunnerCommand
+from pymllm_interp.sampling import TokenMasks
 
 FAMILY, WIDTH = "llama", 72
 WAIT = 300.0
@@ -49,6 +50,9 @@ class ByBytes(InterpModelRunner):
     def finish_nnsight(self, ends: Any) -> ModelRunnerOutput:
         return super().finish_nnsight(through_bytes(ends))
 
+    def constrain(self, masks: TokenMasks) -> None:
+        super().constrain(through_bytes(masks))
+
     def run(self, command: RunnerCommand) -> Any:
         self.num_commands += 1
         return through_bytes(super().run(through_bytes(command)))
@@ -76,12 +80,14 @@ class Elsewhere(InterpModelRunner):
         self.worker = WorkerProcess(self.server_config, self.model_config)
 
     def execute_model(self, scheduler_output: SchedulerOutput, intermediate_tensors: None = None) -> Any:
-        output = self.worker.ask("step", scheduler_output)
-        self._answer: Any = Answer(output)
-        return None if scheduler_output.scheduled else output
+        self._masks: TokenMasks | None = None
+        return self.worker.ask("execute_model", scheduler_output)
 
-    def sample_tokens_async(self) -> AsyncOutput | None:
-        return self._answer
+    def constrain(self, masks: TokenMasks) -> None:
+        self._masks = masks
+
+    def sample_tokens_async(self) -> Any:
+        return Answer(self.worker.ask("sample_tokens", self._masks))
 
     def finish_declared(self, end: RequestEnd) -> Future[DeclaredResult]:
         found: Future[DeclaredResult] = Future()
@@ -136,6 +142,12 @@ LOADS: dict[str, list[dict[str, Any]]] = {
         {"prompt": prompt(7, 3), "capture": [Capture("pattern.1", positions=[-1]), "attn_in.1"]},
         {"prompt": prompt(7, 3), "capture": [Capture("resid_post.1", reduce=Lens(top_k=3))]},
         {"prompt": prompt(8, 4), "capture": ["mlp_out.2"], "interventions": [Steer("resid_pre.1", vector(6))]},
+    ],
+    "constrained": [
+        {"prompt": prompt(5, 2), "params": sampling(9, constraint=Alternating())},
+        {"prompt": prompt(9, 3), "params": sampling(9, seed=5, n=2, logprobs=2, constraint=Alternating())},
+        {"prompt": prompt(6, 3), "params": sampling(9, constraint=OnlyThese((5, 40))), "capture": ["resid_post.1"]},
+        {"prompt": prompt(7, 4), "params": sampling(6)},
     ],
     "gated": [
         {"prompt": prompt(6, 5), "interventions": [Steer("resid_post.1", vector(1), scale=6.0, when=GATE)]},

@@ -10,11 +10,12 @@ import itertools
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from conftest import CONFIGS
+from helpers_state import AdaptedState
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -68,8 +69,8 @@ class Simulation:
         config = ServerConfig(
             max_running_requests=max_running, page_size=page_size, schedule_policy=policy, scheduling_policy=order
         )
-        self.weights_version = 0
-        self.sharing = PrefixSharing(RadixCache(page_size), lambda: self.weights_version, caching)
+        self.model: Any = AdaptedState()
+        self.sharing = PrefixSharing(RadixCache(page_size), self.model if caching else None)
         self.kv = KVManager(self.rows, self.allocator, self.kv_pool, self.sharing)
         self.scheduler = Scheduler(config, max_num_tokens, self.kv)
         self.policy, self.eos_rate = policy, eos_rate
@@ -276,7 +277,7 @@ class Simulation:
     def kv_of(self, request: Request, start: int, stop: int) -> torch.Tensor:
         """[layers, 2, tokens, 1, 3]: KV that names its layer, its position, and the tokens and edits up to it."""
         tokens = (request.prompt_token_ids + self.drawn[request.request_id])[:stop]
-        known, rows = hash((request.cache_salt, self.weights_version)), []
+        known, rows = hash((request.cache_salt, request.adapter, self.model.version)), []
         for position, token in enumerate(tokens):
             acting = [e[0] for e in self.edits[request.request_id] if touches(e, position, request.prompt_len)]
             known = hash((known, token, tuple(acting)))
@@ -328,9 +329,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def sharing(self, prompt_len: int, max_tokens: int, **kwargs) -> None:
         self.sim.add(prompt_len, max_tokens, **kwargs)
 
-    @rule(prompt_len=st.integers(1, 12), max_tokens=st.integers(1, 12), n=st.integers(2, 4))
-    def family(self, prompt_len: int, max_tokens: int, n: int) -> None:
-        self.sim.add(prompt_len, max_tokens, n=n, base=1, shared=prompt_len - 1)
+    @rule(
+        prompt_len=st.integers(1, 12),
+        max_tokens=st.integers(1, 12),
+        n=st.integers(2, 4),
+        adapter=st.sampled_from([None, "a"]),
+    )
+    def family(self, prompt_len: int, max_tokens: int, n: int, adapter: str | None) -> None:
+        self.sim.add(prompt_len, max_tokens, n=n, base=1, shared=prompt_len - 1, adapter=adapter)
 
     @rule(prompt_len=st.integers(1, 20), max_tokens=st.integers(1, 16))
     def traced(self, prompt_len: int, max_tokens: int) -> None:
@@ -352,7 +358,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.sim.scheduler.live)
     @rule()
     def edit_the_weights(self) -> None:
-        self.sim.weights_version += 1
+        self.sim.model.version += 1
 
     @precondition(lambda self: self.sim.scheduler.live)
     @rule(data=st.data())

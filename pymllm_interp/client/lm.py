@@ -207,14 +207,14 @@ class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore
 
     @property
     def model_fingerprint(self) -> str:
-        """A hash of config, dtype and weights, as they are now: it follows edits of the weights (models/weights/fingerprint.py)."""
+        """A hash of config, dtype and weights, as they are now: it follows edits of the weights (models/weights/model_state.py)."""
         self.engine.check_open()
-        return self._factory.weights.fingerprint()
+        return self._factory.model_state.fingerprint()
 
     @property
     def weights_version(self) -> int:
         """Grows with every edit of the weights. Cheap: nothing is read from the device."""
-        return self._factory.weights.version
+        return self._factory.model_state.version
 
     @property
     def default_sampling_params(self) -> SamplingParams:

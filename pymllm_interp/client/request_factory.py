@@ -19,13 +19,14 @@ from ..core.request import Request
 from ..core.sampling_params import SamplingParams
 from ..engine.alone import check_gang
 from ..engine.bad_words import bad_word_ids, check_allowed
+from ..engine.constraints import constraint_of
 from ..hooks.captures.spec import Capture
 from ..hooks.declared import captures_for_each_prompt, for_each_prompt
 from ..hooks.interventions.knockout import Intervention
 from ..hooks.receipt import Receipt
 from ..hooks.traces.blocks.trace import RequestTrace
 from ..hooks.vectors.registry import VectorRegistry
-from ..models.weights.fingerprint import ServedWeights
+from ..models.weights.model_state import ModelState
 from ..runner.device_memory import free_bytes, long_pass_bytes
 from ..runner.interp_model_runner import InterpModelRunner
 from ..utils.arguments import PromptError
@@ -107,11 +108,11 @@ class RequestFactory:
         return min(self.defaults.eos_token_ids, default=None) if found is None else found
 
     @property
-    def weights(self) -> ServedWeights:
-        """Fingerprint and version of the model's weights."""
-        if self.runner.weights is None:
+    def model_state(self) -> ModelState:
+        """Version and fingerprint of the model."""
+        if self.runner.model_state is None:
             raise EngineClosedError("the engine was shut down, and its model released")
-        return self.runner.weights
+        return self.runner.model_state
 
     @cached_property
     def engine_name(self) -> str:
@@ -174,7 +175,7 @@ class RequestFactory:
                 raise PromptError("capture: the logits of all positions are captured in any case; leave them out")
             captures = [[*specs, PROMPT_LOGITS] for specs in captures]
         priorities, salt = priorities_of(options.get("priority"), len(prompts)), checked_salt(options.get("cache_salt"))
-        fingerprint = self.weights.fingerprint() if any(declared) or any(captures) else None
+        fingerprint = self.model_state.fingerprint() if any(declared) or any(captures) else None
         found: list[tuple[str | None, list[Request]]] = []
         for i, (prompt, param, what) in enumerate(zip(prompts, params, names, strict=True)):
             text, ids = self.tokens(prompt, what)
@@ -239,6 +240,7 @@ class RequestFactory:
                     eos_token_ids=stops,
                     cache_owner=self.cache_owner,
                     bad_words=bad_words,
+                    constraint=constraint_of(params, size, what),
                     eos_token_id=None if params.ignore_eos else self.eos_token_id,
                     forward_only=forward_only,
                     logprobs=None if params.logprobs is None else [],
@@ -272,7 +274,7 @@ class RequestFactory:
             raise
 
     def _named(self, lists: list[list[Any]]) -> list[list[Any]]:
-        known = KnownNames(self.vectors, self.saes, self.tokenizer, self.runner, lambda: self.weights.fingerprint())
+        known = KnownNames(self.vectors, self.saes, self.tokenizer, self.runner, lambda: self.model_state.fingerprint())
         return known.looked_up(lists)
 
     def declare(
@@ -298,7 +300,7 @@ class RequestFactory:
         if request.declared is None:
             return
         receipt = request.receipt = request.receipt or Receipt()
-        receipt.engine, receipt.model = self.engine_name, fingerprint or self.weights.fingerprint()
+        receipt.engine, receipt.model = self.engine_name, fingerprint or self.model_state.fingerprint(request.adapter)
 
     def hold(self, requests: Sequence[Request]) -> None:
         """Reserve rows for the vectors of all requests, or of none. Requests that are not submitted then `release` them.

@@ -56,6 +56,10 @@ class Request:
     """Token ids that end the generation: the model's, unless `ignore_eos`, and the caller's."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token ids of `params.bad_words`."""
+    adapter: str | None = None
+    """Adapter of the weights that it runs with, part of the model's state for it; None, the only one yet, is the model itself."""
+    constraint: Any = None
+    """What its tokens must obey (engine.constraints.RequestConstraint); None for anything."""
     eos_token_id: int | None = None
     """The model's main one, which ends it without a `stop_reason`, as in vLLM."""
     trace: Any = None
@@ -252,6 +256,7 @@ class Request:
             eos_token_ids=self.eos_token_ids,
             bad_words=self.bad_words,
             hooks=self.hooks,
+            adapter=self.adapter,
         )
 
     def ending(self) -> RequestEnd:

@@ -8,10 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property, wraps
 from numbers import Real
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..utils.arguments import check_names, shown
 from . import unsupported
+
+if TYPE_CHECKING:
+    from ..sampling.token_constraint import ConstraintSpec
 
 MAX_LOGPROBS = 64
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 1024, 256
@@ -110,6 +113,8 @@ class SamplingParams:
     """Leave special tokens out of the text."""
     skip_reading_prefix_cache: bool = False
     """Compute the whole prompt, whatever the prefix cache has of it."""
+    constraint: ConstraintSpec | None = None
+    """Makes the constraint of each completion: the tokens that may come next, by those before (sampling/token_constraint.py)."""
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -170,6 +175,8 @@ class SamplingParams:
                     f"SamplingParams(bad_words=[{word[:40]!r}]): expected 1 to {MAX_BAD_WORD_CHARS} characters, not only spaces"
                 )
         self._check("truncate_prompt_tokens", kept is None or kept == -1 or kept >= 1, "-1, at least 1, or None")
+        makes = self.constraint is None or callable(getattr(self.constraint, "make", None))
+        self._check("constraint", makes, "an object with make(vocab_size), which returns a TokenConstraint, or None")
 
     def _check_sizes(self) -> None:
         """Refuse long lists before they are walked."""

@@ -74,6 +74,8 @@ class NewRequest:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token ids of `params.bad_words`."""
     hooks: RequestHooks | None = None
+    adapter: str | None = None
+    """Adapter of the weights that it runs with; None: the model itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ POOLING = (
     "SamplingParams(max_tokens=0), capture=['final_norm']) and pool them"
 )
 STRUCTURED = (
-    "structured outputs are not supported: use allowed_token_ids or logit_bias, or a trace that masks lm.logits"
+    "structured outputs are not supported: use allowed_token_ids or logit_bias, or a trace that masks lm.logits, or "
+    "SamplingParams(constraint=...) with a constraint in Python"
 )
 MULTIMODAL = "multimodal inputs are not supported: the models here take text, or token ids"
 KV_QUANTISATION = "a quantised KV cache is not supported: kv_cache_dtype='bfloat16' takes half of float32"
@@ -70,7 +71,7 @@ OF_REQUESTS: dict[str, str] = {
         ),
         STRUCTURED,
     ),
-    "lora_request": LORA,
+    **dict.fromkeys(("adapter", "lora_request"), LORA),
     **dict.fromkeys(("assistant_model", "prompt_lookup_num_tokens", "num_assistant_tokens"), SPECULATION),
     "pooling_params": POOLING,
     **dict.fromkeys(

@@ -22,16 +22,17 @@ import torch
 from ..core.closed import EngineClosedError
 from ..core.events import Event, Subscriber
 from ..core.request import Request
-from ..core.step import ModelRunnerOutput, SchedulerOutput
+from ..core.step import SchedulerOutput
 from ..hooks.traces.blocks.watchdog import Watchdog
 from ..runner.async_output import AsyncOutput
 from ..runner.interp_model_runner import InterpModelRunner, RunnerCommand
 from ..utils.out_of_memory import is_out_of_memory
 from .callbacks import Callbacks
+from .constraints import masks_of
 from .kv_manager import KVManager
 from .request_ends import RequestEnds
 from .scheduler import Scheduler
-from .step_results import Progress, append_logprobs, out_of_memory_error, runner_counters
+from .step_results import Progress, append_logprobs, count_step, needs_tokens, out_of_memory_error, runner_counters
 from .step_times import StepPacing, StepTimes
 from .warm_up import warm_up
 
@@ -68,6 +69,7 @@ class Engine(RequestEnds):
         self._events: list[tuple[Subscriber, Event]] = []
         self._declared: set[str] = set()
         self._streaming: set[str] = set()
+        self._constrained: set[str] = set()
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closing: BaseException | None = None
@@ -319,11 +321,7 @@ class Engine(RequestEnds):
             logger.exception("a command of the engine failed")
 
     def _add(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            if request.declared is not None:
-                self._declared.add(request.request_id)
-            if request.stream:
-                self._streaming.add(request.request_id)
+        self._note(requests)
         self.scheduler.add(requests)
         try:
             for trace in {request.trace for request in requests if request.trace is not None}:
@@ -345,8 +343,8 @@ class Engine(RequestEnds):
 
         With `async_scheduling` a step's tokens are read when the next one has been launched behind it: the device does not
         wait for the host. A step that ends a request so runs one token too many for it, which is dropped. Where the next step
-        depends on this one's tokens (`Request.needs_tokens`), they are read first; where a block is about to be served, there
-        and then (`_sync_previous_step`).
+        depends on this one's tokens (`Request.needs_tokens`), they are read first; where a block is about to be served, or a
+        constraint masks the next token, there and then (`_sync_previous_step`).
         """
         started, step = time.perf_counter(), self.scheduler.schedule()
         while self.scheduler.lost:
@@ -361,18 +359,12 @@ class Engine(RequestEnds):
         before, self._in_flight = self._in_flight, launched
         if before is not None:
             self._collect(*before)
-        if launched is not None and (not self._async or self._needs_tokens(step)):
+        if launched is not None and (not self._async or needs_tokens(self.scheduler.requests, step)):
             self._in_flight = None
             self._collect(*launched)
         elif launched is not None:
             self.num_overlapped_steps += 1
         self._send_events()
-
-    def _needs_tokens(self, step: SchedulerOutput) -> bool:
-        """Whether the next step cannot be prepared before this step's tokens have been read."""
-        requests = self.scheduler.requests
-        found = [requests.get(entry.request_id) for entry in step.scheduled]
-        return any(request is not None and request.needs_tokens for request in found)
 
     def _launch(self, step: SchedulerOutput) -> tuple[SchedulerOutput, AsyncOutput] | None:
         """Run a step as far as the host's part goes. None: it was empty, or failed."""
@@ -380,6 +372,8 @@ class Engine(RequestEnds):
         try:
             if self.runner.execute_model(step) is not None:
                 return None
+            if self._constrained:
+                self._constrain(step)
             output = self.runner.sample_tokens_async()
         except Exception as error:
             failure = out_of_memory_error(self.runner, step, error) if is_out_of_memory(error) else error
@@ -393,6 +387,15 @@ class Engine(RequestEnds):
         self.num_steps += 1
         self.scheduler.launched(step)
         return step, output
+
+    def _constrain(self, step: SchedulerOutput) -> None:
+        """Make the masks of the step's constrained requests while its pass runs: they follow the tokens of the step before."""
+        ids = [entry.request_id for entry in step.scheduled if entry.samples and entry.request_id in self._constrained]
+        if any(request.num_pending for request in self._known(ids)):
+            self._sync_previous_step()
+        masks = masks_of(self._known(ids), self.runner.vocab_size, self._fail)
+        if masks is not None:
+            self.runner.constrain(masks)
 
     def _sync_previous_step(self) -> None:
         """Collect the previous step in the midst of a pass: blocks of requests that end with it must not be served.
@@ -417,7 +420,7 @@ class Engine(RequestEnds):
             self._fail([requests[e.request_id] for e in step.scheduled if e.request_id in requests], error)
             return
         if self._declared:
-            self._count_step(step, output)
+            count_step(requests, step, output)
         if output.prompt_logprobs or any(output.logprobs):
             append_logprobs(requests, step, output)
         ended = self.scheduler.update(step, output)
@@ -425,13 +428,6 @@ class Engine(RequestEnds):
             self._emit_tokens(step, output)
         for request in ended:
             self._finished(request)
-
-    def _count_step(self, step: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Count the step in the receipts of declared requests."""
-        for entry in step.scheduled:
-            request = self.scheduler.requests.get(entry.request_id)
-            if request is not None and request.declared is not None and request.trace is None:
-                request.receipt.steps[output.execution] += 1
 
     def _blame(self, step: SchedulerOutput, error: Exception) -> None:
         """A pass failed. Its traced requests cannot be run again, so they end; the others are run again.

@@ -45,7 +45,7 @@ class KVManager:
     ) -> None:
         self.rows, self.allocator, self.kv_pool = rows, allocator, kv_pool
         self.page_size = allocator.page_size
-        self.sharing = sharing or PrefixSharing(RadixCache(self.page_size), enabled=False)
+        self.sharing = sharing or PrefixSharing(RadixCache(self.page_size), None)
         self._tree = self.sharing.tree
         self._changed: dict[str, Request] = {}
         self._unwritten: set[int] = set()  # pages that entered the tree since the last launch
@@ -58,8 +58,8 @@ class KVManager:
         assert rows is not None and allocator is not None and kv_pool is not None, "call initialize() first"
         # With such RoPE the KV of a position depends on the length of its request.
         enabled = runner.server_config.enable_prefix_caching and not runner.model_spec.rope_depends_on_length
-        version = lambda: 0 if runner.weights is None else runner.weights.version  # noqa: E731
-        return cls(rows, allocator, kv_pool, PrefixSharing(RadixCache(allocator.page_size), version, enabled))
+        sharing = PrefixSharing(RadixCache(allocator.page_size), runner.model_state if enabled else None)
+        return cls(rows, allocator, kv_pool, sharing)
 
     # -- pages -------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class KVManager:
     def _check_weights(self) -> None:
         if not self._weights_are_known:
             self._weights_are_known = True
-            if self.sharing.enabled and self.sharing.weights_changed():
+            if self.sharing.model_changed():
                 self.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:

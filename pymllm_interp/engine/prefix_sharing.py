@@ -4,6 +4,7 @@
 |---|---|
 | plain | everything, with all |
 | with interventions | pages before its first edit with all; later ones with requests that make the same edits there |
+| with an adapter | as above, with requests of the same adapter |
 | with a `cache_salt` | everything, with requests of the same salt |
 | of a server's client | as above, with requests of the same client |
 | with captures, gates or `prompt_logprobs` | as above; computes from the first position that is asked for |
@@ -13,12 +14,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
 from ..core.request import Request
 from ..mem_cache.radix_cache import Match, Node, RadixCache, RadixKey
+from ..models.weights.model_state import ModelState
 
 PLAIN, EDITED, SALTED, PRIVATE = "plain", "edited", "salted", "private"
 """Kinds of namespaces, in `Engine.stats`."""
@@ -46,18 +48,16 @@ class PrefixSharing:
 
     Args:
         tree: of the pages.
-        weights_version: grows with every edit of the weights, which drops the tree.
-        enabled: False: nothing is shared.
+        model: an edit of it drops the tree; None: nothing is shared.
 
     Attributes:
         num_recomputed: tokens that were computed though their KV was in the tree, or had been before a preemption.
     """
 
-    def __init__(self, tree: RadixCache, weights_version: Callable[[], int] = int, enabled: bool = True) -> None:
-        self.tree, self.enabled = tree, enabled
+    def __init__(self, tree: RadixCache, model: ModelState | None) -> None:
+        self.tree, self._model = tree, model
         self.num_recomputed = 0
-        self._weights_version = weights_version
-        self._version = weights_version()
+        self._version = 0 if model is None else model.version
         self._asked: Counter[str] = Counter()
         self._cached: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
@@ -69,7 +69,7 @@ class PrefixSharing:
         return request.prefix
 
     def _prefix_of(self, request: Request) -> Prefix:
-        if not self.enabled or request.trace is not None or request.alone or request.differentiable:
+        if self._model is None or request.trace is not None or request.alone or request.differentiable:
             return Prefix(None, PRIVATE)
         namespaces: list[tuple[int, Any]] = []
         kind, size = PLAIN, self.tree.page_size
@@ -77,15 +77,19 @@ class PrefixSharing:
             namespaces = request.declared.kv_edits.namespaces(size, request.max_total_tokens)
             if namespaces and namespaces[0][0] * size < request.prompt_len:
                 kind = EDITED
+        if (adapted := self._model.namespace(request.adapter)) is not None:
+            namespaces = _salted(namespaces, "adapter", adapted)
         if request.cache_salt is not None:
             kind, namespaces = SALTED, _salted(namespaces, "salt", request.cache_salt)
         if request.cache_owner is not None:
             namespaces = _salted(namespaces, "owner", request.cache_owner)
         return Prefix(RadixKey(request.prompt_token_ids, size, namespaces), kind)
 
-    def weights_changed(self) -> bool:
-        """Whether the weights were edited since the last call: what the tree has is of no use then."""
-        version, self._version = self._version, self._weights_version()
+    def model_changed(self) -> bool:
+        """Whether the model was edited since the last call: what the tree has is of no use then."""
+        if self._model is None:
+            return False
+        version, self._version = self._version, self._model.version
         return version != self._version
 
     def match(self, request: Request) -> Match | None:
@@ -129,7 +133,7 @@ class PrefixSharing:
         self._cached[prefix.kind] += num_cached
         request.num_cached_tokens = num_cached
         if prefix.key is None:
-            if self.enabled:
+            if self._model is not None:
                 self._reasons["a trace"] += 1
         elif prefix.reason:
             size = self.tree.page_size
@@ -164,7 +168,7 @@ class PrefixSharing:
         }
 
 
-def _salted(namespaces: list[tuple[int, Any]], kind: str, salt: str) -> list[tuple[int, Any]]:
+def _salted(namespaces: list[tuple[int, Any]], kind: str, salt: Hashable) -> list[tuple[int, Any]]:
     """The same namespaces, with a salt in that of the first page: no other page of the tree follows it.
 
     Args:

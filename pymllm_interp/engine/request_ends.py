@@ -37,9 +37,21 @@ class RequestEnds:
     _events: list[tuple[Subscriber, Event]]
     _declared: set[str]
     _streaming: set[str]
+    _constrained: set[str]
 
     def _call_soon(self, command: Callable[[], None]) -> None:
         raise NotImplementedError
+
+    def _note(self, requests: Iterable[Request]) -> None:
+        """Note what steps must do for these requests, so that they look for it in no others."""
+        for request in requests:
+            for ids, concerned in (
+                (self._declared, request.declared is not None),
+                (self._streaming, request.stream),
+                (self._constrained, request.constraint is not None),
+            ):
+                if concerned:
+                    ids.add(request.request_id)
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -125,8 +137,8 @@ class RequestEnds:
             request.error = request.error or error
             if error is None:
                 _take_result(request, arrived.result())
-        self._declared.discard(request.request_id)
-        self._streaming.discard(request.request_id)
+        for ids in (self._declared, self._streaming, self._constrained):
+            ids.discard(request.request_id)
         self._emit(request.request_id, finished_event(request))
         self._subscribers.pop(request.request_id, None)
 

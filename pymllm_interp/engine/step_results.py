@@ -32,6 +32,28 @@ def logprobs_by_token(sampled: SampledLogprobs) -> dict[int, Logprob]:
     return {token: Logprob(logprob, rank) for token, logprob, rank in entries}
 
 
+def needs_tokens(requests: Mapping[str, Request], step: SchedulerOutput) -> bool:
+    """Whether the next step cannot be prepared before this step's tokens have been read.
+
+    Args:
+        requests: the live ones, by id.
+    """
+    found = [requests.get(entry.request_id) for entry in step.scheduled]
+    return any(request is not None and request.needs_tokens for request in found)
+
+
+def count_step(requests: Mapping[str, Request], step: SchedulerOutput, output: ModelRunnerOutput) -> None:
+    """Count the step in the receipts of declared requests.
+
+    Args:
+        requests: the live ones, by id.
+    """
+    for entry in step.scheduled:
+        request = requests.get(entry.request_id)
+        if request is not None and request.declared is not None and request.trace is None:
+            request.receipt.steps[output.execution] += 1
+
+
 def append_logprobs(requests: Mapping[str, Request], step: SchedulerOutput, output: ModelRunnerOutput) -> None:
     """Append a step's log probabilities to those of its requests.
 

@@ -26,6 +26,8 @@ def take(
 
 
 def _append(request: Request, token: int, output: ModelRunnerOutput, accepted: list[AcceptedToken]) -> str | None:
+    if request.constraint is not None:
+        request.constraint.accept(token)
     count = len(request.output_token_ids)
     accepted.append((request.request_id, request.prompt_len + count, token))
     request.output_token_ids.append(token)

@@ -70,7 +70,7 @@ class Receipt(_Brief, Shown):
     engine: str = field(default="", repr=False)
     """Versions, device, attention backend and dtype. Set for requests with interventions or captures, as are `model` and `spec`."""
     model: str = field(default="", repr=False)
-    """Hash of weights, dtype and config (models/weights/fingerprint.py)."""
+    """Hash of weights, dtype and config (models/weights/model_state.py)."""
     spec: str = field(default="", repr=False)
     """Hash of the interventions and captures, vectors included."""
     reads: int = 0

@@ -12,6 +12,7 @@ import torch
 from ..core.forward_batch import ForwardBatch
 from ..core.step import LogitsProcessorOutput, ScheduledRequest, SchedulerOutput
 from ..layers.edits.table import TableOps
+from ..sampling.token_constraint import TokenMasks
 from ..utils.upload import upload
 from .partition import BatchExecutionDescriptor
 from .request_state import RequestState
@@ -166,3 +167,5 @@ class ExecuteModelState:
     forward_batch: ForwardBatch
     descriptor: BatchExecutionDescriptor
     logits_output: LogitsProcessorOutput
+    token_masks: TokenMasks | None = None
+    """Of constrained requests (`ModelRunner.constrain`)."""

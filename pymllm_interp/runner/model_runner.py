@@ -32,9 +32,9 @@ from ..mem_cache.kv_pool import KVPool
 from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 from ..models.base import CausalLM
 from ..models.registry import check_supported, load_model, spec_of
-from ..models.weights.fingerprint import ServedWeights
+from ..models.weights.model_state import ModelState
 from ..models.weights.source import ModelSource, resolve_model
-from ..sampling import Sampler, SamplerOutput, SamplingBatch
+from ..sampling import Sampler, SamplerOutput, SamplingBatch, TokenMasks
 from ..utils.device import resolve_device, resolve_dtype
 from ..utils.out_of_memory import within_memory
 from ..utils.upload import upload
@@ -66,7 +66,7 @@ class ModelRunner(ForwardPasses):
     Attributes:
         model, req_to_token_pool, token_to_kv_pool, token_to_kv_pool_allocator, attn_backend: None before `initialize` and
             after `shutdown`.
-        weights: fingerprint and version of the model's weights; None while `model` is.
+        model_state: version and fingerprint of the model; None while `model` is.
         graph_runner, prefill_graphs: None where passes are not captured (a CPU, `disable_cuda_graph`).
         stages: what serves hooks; empty in a runner without.
         demands: what they demand of the pass of the step under way.
@@ -89,7 +89,7 @@ class ModelRunner(ForwardPasses):
         self.kv_cache_dtype = self.dtype
         self.source: ModelSource | None = None
         self.model: CausalLM | None = None
-        self.weights: ServedWeights | None = None
+        self.model_state: ModelState | None = None
         self.req_to_token_pool: ReqToTokenPool | None = None
         self.token_to_kv_pool: KVPool | None = None
         self.token_to_kv_pool_allocator: TokenToKVPoolAllocator | None = None
@@ -154,7 +154,7 @@ class ModelRunner(ForwardPasses):
         self.model = model.eval().requires_grad_(False)
         self._init_metadata(self.model.spec)  # of what is loaded
         self.num_kv_layers = len(self.model.attention_layers())
-        self.weights = ServedWeights(self.model, self.source.hf_config)
+        self.model_state = ModelState(self.model, self.source.hf_config)
         self.model_memory_usage = free - get_available_gpu_memory(kind, self.gpu_id)
         logger.info(
             "model loaded in %.1f s, %.2f GiB on the device", time.perf_counter() - started, self.model_memory_usage
@@ -293,7 +293,9 @@ class ModelRunner(ForwardPasses):
         self._release_graphs()
         for stage in self.stages:
             stage.close()
-        self.model = self.weights = None
+        if self.model_state is not None:
+            self.model_state.close()  # the prefix cache holds it, too
+        self.model = self.model_state = None
         self.attn_backend = self.execute_model_state = None
         for pool in (self.req_to_token_pool, self.token_to_kv_pool):
             if pool is not None:
@@ -384,6 +386,11 @@ class ModelRunner(ForwardPasses):
         for stage in self.stages:
             stage.abandon()
 
+    def constrain(self, masks: TokenMasks) -> None:
+        """Sample the step's constrained requests by these masks, which were made while its pass ran."""
+        assert self.execute_model_state is not None, "masks belong to a step: call execute_model() first"
+        self.execute_model_state.token_masks = masks
+
     @torch.no_grad()
     def sample_tokens(self) -> ModelRunnerOutput | None:
         """Pick the next token of each request that computed its last known one. None: no pass ran before."""
@@ -445,8 +452,11 @@ class ModelRunner(ForwardPasses):
     def _sample(self, logits: torch.Tensor, state: ExecuteModelState) -> SamplerOutput:
         """logits [sampling requests, vocab]."""
         table = self.req_states.requests
-        requests = [table[entry.row] for entry in state.input_batch.sampling]
-        return self.sampler(logits, SamplingBatch.from_requests(requests, self.vocab_size, self.device))  # pyright: ignore
+        sampling = state.input_batch.sampling
+        batch = SamplingBatch.from_requests([table[e.row] for e in sampling], self.vocab_size, self.device)  # pyright: ignore
+        if state.token_masks is not None:
+            batch.constrained = state.token_masks.for_rows([entry.request_id for entry in sampling], self.device)
+        return self.sampler(logits, batch)
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Enter requests that are scheduled for the first time, or resume, into the table."""

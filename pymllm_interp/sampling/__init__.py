@@ -6,8 +6,12 @@ from .penalties import PenaltyBatch
 from .sampler import Sampler, SamplerOutput, sample_tokens
 from .sampling_batch import LogitBias, SamplingBatch
 from .sampling_request import SamplingRequest
+from .token_constraint import BitmaskRows, ConstraintError, ConstraintSpec, TokenConstraint, TokenMasks, allow_only
 
 __all__ = [
+    "BitmaskRows",
+    "ConstraintError",
+    "ConstraintSpec",
     "LogitBias",
     "LogprobTensors",
     "PenaltyBatch",
@@ -15,6 +19,9 @@ __all__ = [
     "SamplerOutput",
     "SamplingBatch",
     "SamplingRequest",
+    "TokenConstraint",
+    "TokenMasks",
+    "allow_only",
     "gather_logprobs",
     "prompt_logprobs",
     "sample_tokens",

@@ -4,8 +4,8 @@
     output = sampler(logits, SamplingBatch.from_requests(requests, logits.shape[-1], logits.device))
     output.token_ids  # [rows] int32
 
-The order is vLLM's: raw log probabilities, logit bias, min_tokens and bad words, penalties, allowed tokens, temperature, min_p,
-top_k, top_p, draw.
+The order is vLLM's: raw log probabilities, constraints, logit bias, min_tokens and bad words, penalties, allowed tokens,
+temperature, min_p, top_k, top_p, draw.
 A row's token depends on its logits and its key (seed, sample index, generated index) alone.
 """
 
@@ -103,10 +103,12 @@ def sample_tokens(
 
 
 def _adjusted(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """The logits after bias, bans and penalties: a float32 copy, or `logits` themselves where there are none."""
-    if batch.logit_bias is None and batch.penalties is None and batch.allowed is None:
+    """The logits after constraints, bias, bans and penalties: a float32 copy, or `logits` themselves where there are none."""
+    if batch.logit_bias is None and batch.penalties is None and batch.allowed is None and batch.constrained is None:
         return logits
     scores = logits.to(torch.float32, copy=True)
+    if batch.constrained is not None:
+        batch.constrained.apply_(scores)
     if batch.logit_bias is not None:
         rows, tokens, values = batch.logit_bias
         scores[rows, tokens] += values

@@ -12,6 +12,7 @@ from ..utils.upload import upload
 from .filters import filter_width
 from .penalties import PenaltyBatch
 from .sampling_request import SamplingRequest
+from .token_constraint import BitmaskRows
 
 
 class LogitBias(NamedTuple):
@@ -54,6 +55,7 @@ class SamplingBatch:
     filter_width:   int | None          = None  # filters.filter_width of top_ks and top_ps; None: the whole vocabulary
     logit_bias:     LogitBias | None    = None  # with -inf for the tokens that min_tokens and bad_words forbid
     allowed:        AllowedTokens | None = None
+    constrained:    BitmaskRows | None  = None  # set by the runner, from the step's masks
     penalties:      PenaltyBatch | None = None
     num_logprobs:   list[int | None]    = field(default_factory=list)  # by row; empty: none asks
     # fmt: on

@@ -58,5 +58,5 @@ class versioned_property(Generic[T]):  # used as a decorator, like `property`
 
 
 def version_of(tensors: Iterable[Tensor]) -> int:
-    """Grows with every edit in place that torch counts (weights/fingerprint.py). Edits of inference tensors are not counted."""
+    """Grows with every edit in place that torch counts (weights/model_state.py). Edits of inference tensors are not counted."""
     return sum([0 if tensor.is_inference() else tensor._version for tensor in tensors])

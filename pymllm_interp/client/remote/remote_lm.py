@@ -23,6 +23,7 @@ from ...hooks.declared import captures_for_each_prompt, for_each_prompt
 from ...hooks.traces.syntax.envoy import TracedModel
 from ...layers.seal import seal
 from ...models.registry import NATIVE, architecture_of, spec_of
+from ...utils.arguments import PromptError
 from ...utils.device import DTYPES
 from ...wire.specs import to_json
 from ..generation_defaults import GenerationDefaults
@@ -233,6 +234,10 @@ def _tokenizer(engine: RemoteEngine) -> Any:
 
 
 def _params_to_json(params: SamplingParams) -> dict[str, Any]:
+    if params.constraint is not None:
+        raise PromptError(
+            "SamplingParams(constraint=...): a constraint is code, which a server does not take: use a local LM"
+        )
     return {field.name: value for field in fields(params) if (value := getattr(params, field.name)) != field.default}
 
 

@@ -45,6 +45,7 @@ REFUSED: dict[str, Refused] = {
     "web_search_options": Refused("there is no web search"),
     # vLLM's
     "chat_template": Refused(_TEMPLATE),
+    "constraint": Refused("a constraint is Python code, which HTTP does not carry: use allowed_token_ids, or a local LM"),
     "documents": Refused("documents are not supported: put them in a message", ([],)),
     "early_stopping": Refused(_BEAMS, (False,)),
     "ec_transfer_params": Refused(_TRANSFER),

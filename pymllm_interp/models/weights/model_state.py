@@ -1,10 +1,13 @@
-"""A model's fingerprint: a hash of all its weights and persistent buffers, their dtypes, and the config.
+"""`ModelState`: what a served model is at a moment. Prefix cache, fingerprints and receipts ask it.
+
+It covers parameters, persistent buffers, and the adapter of a request. `version` grows with every edit; the prefix cache then
+forgets what it has. `namespace` keeps the KV of adapters apart. `fingerprint` hashes all tensors, their dtypes, and the config.
 
 Each tensor is reduced to a checksum: a weighted sum of its bits modulo 2**64. The sum does not depend on the order of its
 terms, so the fingerprint is equal on every device. A gigabyte takes about half a second on a CPU. The fingerprint is not
 cryptographic: it does not protect against deliberate collisions.
 
-`ServedWeights` notices edits by torch's version counters. They count in-place operations on a weight, on its views, and on
+`ModelState` notices edits by torch's version counters. They count in-place operations on a weight, on its views, and on
 ``weight.data`` and ``weight.detach()`` of a served model (layers/seal.py), in `torch.inference_mode` too. They do not count
 writes through ``weight.numpy()``, DLPack, ``weight.untyped_storage()``, ``weight.data.data``, or kernels of your own that
 take an address. After such a write, count it: ``torch.autograd.graph.increment_version(weight)``.
@@ -14,11 +17,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from ...core import unsupported
 from ...layers.seal import persistent_buffers
 
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
@@ -32,7 +37,7 @@ FACTOR = 0x9E3779B97F4A7C15 - 2**64
 
 def model_fingerprint(model: nn.Module, config: PretrainedConfig) -> str:
     """64 hexadecimal digits, equal for equal weights, dtype and config."""
-    return ServedWeights(model, config).fingerprint()
+    return ModelState(model, config).fingerprint()
 
 
 def _settings(config: PretrainedConfig) -> bytes:
@@ -42,8 +47,8 @@ def _settings(config: PretrainedConfig) -> bytes:
     return json.dumps(settings, sort_keys=True, default=str).encode()
 
 
-class ServedWeights:
-    """The fingerprint of a model whose weights may be edited. Only edited weights are summed again.
+class ModelState:
+    """Version, namespace and fingerprint of a model whose weights may be edited. Only edited weights are summed again.
 
     Args:
         model: its parameters and persistent buffers are edited in place, never replaced.
@@ -61,8 +66,23 @@ class ServedWeights:
         """Grows with every edit that torch counts; equal numbers mean equal weights. Takes about 50 us for 270 weights."""
         return sum([tensor._version for _, tensor in self._named])
 
-    def fingerprint(self) -> str:
-        """`model_fingerprint` of the weights as they are now. An edit that is undone restores the earlier value."""
+    def namespace(self, adapter: str | None = None) -> Hashable:
+        """What KV depends on beside `version`, for requests with this adapter; None for the model itself.
+
+        Raises:
+            ValueError: an adapter; none can be loaded yet.
+        """
+        if adapter is not None:
+            raise ValueError(f"adapter={adapter!r}: {unsupported.LORA}")
+        return None
+
+    def fingerprint(self, adapter: str | None = None) -> str:
+        """`model_fingerprint` of the weights as they are now. An edit that is undone restores the earlier value.
+
+        Raises:
+            ValueError: as `namespace`.
+        """
+        self.namespace(adapter)
         version = self.version  # before the sums: an edit meanwhile leads to another sum
         if self._last is None or self._last[0] != version:
             digest = hashlib.sha256(self._settings)
@@ -71,6 +91,10 @@ class ServedWeights:
                 digest.update(f"|{name} {tensor.dtype} {list(tensor.shape)} {value}".encode())
             self._last = version, digest.hexdigest()
         return self._last[1]
+
+    def close(self) -> None:
+        """Let go of the model's tensors."""
+        self._named.clear()
 
     def _checksum(self, name: str, tensor: Tensor) -> int:
         version = tensor._version  # before the sum: an edit meanwhile leads to another sum

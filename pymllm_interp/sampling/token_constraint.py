@@ -1,0 +1,118 @@
+"""Constraints: which tokens a request may sample next, given those that it has generated.
+
+`SamplingParams(constraint=spec)` carries a `ConstraintSpec`. Each request makes a `TokenConstraint` of it. While a step's pass
+runs, the constraint writes a bitmask of the allowed tokens, in the layout of xgrammar: int32 words, where bit ``t % 32`` of word
+``t // 32`` is 1 for an allowed token t. Only sampling waits for it::
+
+    class Digits:
+        def __init__(self, ids): self.ids = ids
+        def make(self, vocab_size): return self          # no state: each request may have the same
+        def mask(self, row): allow_only(row, self.ids)
+        def accept(self, token_ids): ...
+        def rollback(self, num_tokens): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ..utils.upload import upload
+
+WORD = 32
+"""Tokens in a word of a bitmask."""
+
+
+class ConstraintError(ValueError):
+    """A request's constraint failed, allowed no token, or forbids the token that came."""
+
+
+class TokenConstraint(Protocol):
+    """The constraint of one request. The engine's thread calls it; an error that it raises ends its request only."""
+
+    def mask(self, row: torch.Tensor) -> None:
+        """Write which tokens may come next. A step that fails asks again, without an `accept` in between.
+
+        Args:
+            row: [ceil(vocab / 32)] int32 on the CPU, all bits set.
+        """
+        ...
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """Take tokens that the request keeps, each once and in order; the last `mask` allowed the first of them."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last `num_tokens` accepted tokens. For speculative decoding; nothing calls it yet."""
+        ...
+
+
+class ConstraintSpec(Protocol):
+    """What a request asks for, as a value that can be pickled."""
+
+    def make(self, vocab_size: int) -> TokenConstraint:
+        """The constraint of a new request, on the caller's thread. An error refuses the request."""
+        ...
+
+
+def empty_bitmask(rows: int, vocab_size: int) -> torch.Tensor:
+    """A bitmask that allows every token: [rows, ceil(vocab / 32)] int32 on the CPU. Bits past the vocabulary are 0."""
+    bits = torch.full((rows, -(-vocab_size // WORD)), -1, dtype=torch.int32)
+    if past := vocab_size % WORD:
+        bits[:, -1] = (1 << past) - 1
+    return bits
+
+
+def allow_only(row: torch.Tensor, token_ids: Iterable[int]) -> None:
+    """Set the bits of these tokens in a row of a bitmask, and clear all others.
+
+    Args:
+        row: [words] int32 on the CPU.
+
+    Raises:
+        ConstraintError: a token that the row has no bit for.
+    """
+    words = [0] * len(row)
+    for token in token_ids:
+        if not 0 <= token < WORD * len(words):
+            raise ConstraintError(f"token {token}: expected a token id from 0, below the vocabulary's size")
+        words[token // WORD] |= 1 << (token % WORD)
+    row.copy_(torch.tensor(words, dtype=torch.int64))  # int32 keeps the low bits
+
+
+def allows(row: torch.Tensor, token_id: int) -> bool:
+    """Whether a row of a bitmask has the token's bit."""
+    return bool(int(row[token_id // WORD]) >> (token_id % WORD) & 1)
+
+
+class BitmaskRows(NamedTuple):
+    """The bitmasks of `k` rows of a batch, on the logits' device."""
+
+    rows: torch.Tensor  # [k] int64
+    bits: torch.Tensor  # [k, ceil(vocab / 32)] int32
+
+    def apply_(self, scores: torch.Tensor) -> None:
+        """Set the forbidden tokens of these rows of `scores` [batch, vocab] to -inf."""
+        places = torch.arange(WORD, dtype=torch.int32, device=self.bits.device)
+        allowed = (self.bits[:, :, None] >> places & 1).flatten(1)[:, : scores.shape[1]]
+        kept = scores.index_select(0, self.rows).masked_fill_(allowed == 0, -torch.inf)
+        scores.index_copy_(0, self.rows, kept)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """The bitmasks of a step's constrained requests, as data."""
+
+    request_ids: list[str]
+    """Some of the requests that sample in the step."""
+    bits: torch.Tensor
+    """[requests, ceil(vocab / 32)] int32 on the CPU."""
+
+    def for_rows(self, sampled_ids: Sequence[str], device: torch.device | str) -> BitmaskRows:
+        """The masks on `device`, by row among the requests that sample."""
+        places = {request_id: row for row, request_id in enumerate(sampled_ids)}
+        rows = torch.tensor([places[request_id] for request_id in self.request_ids])
+        return BitmaskRows(*upload(device, rows, self.bits))
