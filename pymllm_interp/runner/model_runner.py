@@ -72,7 +72,7 @@ class ModelRunner(ForwardPasses):
         demands: what they demand of the pass of the step under way.
         executions: how passes of steps run.
         plain_graphs: of decode passes without declared ops, where `wants_plain_graphs`; else None.
-        gdn_pool: of hybrid recurrent models, which are not served: always None.
+        gdn_pool: of recurrent models, which are not served: None.
         max_total_num_tokens: KV slots that requests can have.
         forward_pass_id: passes so far, idle ones included.
         is_capturing: CUDA graphs of this runner are being captured right now.
@@ -291,10 +291,9 @@ class ModelRunner(ForwardPasses):
     def shutdown(self) -> None:
         """Release the model and all memory. A second call does nothing."""
         self._release_graphs()
-        for stage in self.stages:
-            stage.close()
-        if self.model_state is not None:
-            self.model_state.close()  # the prefix cache holds it, too
+        for part in (self.model_state, *self.stages):
+            if part is not None:
+                part.close()
         self.model = self.model_state = None
         self.attn_backend = self.execute_model_state = None
         for pool in (self.req_to_token_pool, self.token_to_kv_pool):
@@ -387,8 +386,8 @@ class ModelRunner(ForwardPasses):
             stage.abandon()
 
     def constrain(self, masks: TokenMasks) -> None:
-        """Sample the step's constrained requests by these masks, which were made while its pass ran."""
-        assert self.execute_model_state is not None, "masks belong to a step: call execute_model() first"
+        """Sample the step under way by these masks of its constrained requests."""
+        assert self.execute_model_state is not None
         self.execute_model_state.token_masks = masks
 
     @torch.no_grad()
