@@ -687,9 +687,9 @@ def test_v47_gpu_sampling_with_logprobs_does_not_wait_for_the_device():
         assert ours.sampled_token_ids == theirs.sampled_token_ids
         assert ours.prompt_logprobs.keys() == theirs.prompt_logprobs.keys()
         for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
-            assert (one is None) == (other is None)
-            if one is not None and other is not None:
-                assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+            assert len(one) == len(other)
+            for token, same in zip(one, other, strict=True):
+                assert token.logprobs == pytest.approx(same.logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logits", "processed_logprobs"])
