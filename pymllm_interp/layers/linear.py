@@ -179,8 +179,7 @@ class Projection(nn.Linear):
         self.register_parameter("bias", bias)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        out = self._merged.slice(self._index, input)
-        out = F.linear(input, self.weight, self.bias) if out is None else out
+        out = self._merged.slice(self._index, input, self.weight, self.bias)
         return out if self.output_site is None else apply_inner(out, current_site_ops(), *self.output_site)
 
     __deepcopy__ = plain_copy
@@ -248,14 +247,14 @@ class MergedLinear:
         finally:
             self._input = self._product = None
 
-    def slice(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
-        """The projection `index` of `x`; None outside of `product`.
+    def slice(self, index: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The projection `index` of `x`; outside of `product` by its own weight and bias.
 
         A hook may have replaced the input, or written to it. The *merged* product is then computed again, at the same shape,
         so that untouched rows keep their bits.
         """
         if self._input is None:
-            return None
+            return F.linear(x, weight, bias)
         if x is not self._input:
             return self._part(self.project(x), index)
         if x._version != self._version:
