@@ -322,6 +322,30 @@ def test_a_failed_step_is_sampled_again_by_the_same_masks(lm_of, ahead, monkeypa
 
 
 @AHEAD
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_step_that_fails_before_it_is_sampled_is_forgotten(lm_of, ahead, traced, monkeypatch):
+    """An error between the pass and the sampling, with and without blocks: later steps run."""
+    lm: LM = lm_of("llama", async_scheduling=ahead)
+    expected = tokens_of(lm, PROMPT, greedy(constraint=Alternating()))
+
+    def fails(step: Any) -> None:
+        raise RuntimeError("of a test")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(lm.engine, "_constrain", fails)
+        if traced:
+            with (
+                pytest.raises(RuntimeError, match="of a test"),
+                lm.generate(PROMPT, max_tokens=4, temperature=0, constraint=Alternating()),
+            ):
+                lm.logits.save()
+        else:
+            with pytest.raises(RequestError, match="of a test"):
+                tokens_of(lm, PROMPT, greedy(constraint=Alternating()))
+    assert tokens_of(lm, PROMPT, greedy(constraint=Alternating())) == expected
+
+
+@AHEAD
 @pytest.mark.parametrize("seed", range(3))
 def test_mixed_traffic_in_a_small_pool_is_as_alone(lm_of, ahead, seed):
     """Constrained, failing, steered, captured, traced, cancelled and plain requests; preempted, each as alone."""

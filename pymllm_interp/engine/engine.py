@@ -378,6 +378,7 @@ class Engine(RequestEnds):
         except Exception as error:
             failure = out_of_memory_error(self.runner, step, error) if is_out_of_memory(error) else error
         if failure is not None:
+            self.runner.abandon()
             if self._in_flight is not None:
                 before, self._in_flight = self._in_flight, None
                 self._collect(*before)

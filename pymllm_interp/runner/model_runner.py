@@ -360,7 +360,7 @@ class ModelRunner(ForwardPasses):
         try:
             return self._execute(scheduler_output)
         except BaseException:
-            self._abandon()
+            self.abandon()
             raise
 
     def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -381,7 +381,9 @@ class ModelRunner(ForwardPasses):
         self.execute_model_state = ExecuteModelState(step, input_batch, forward_batch, descriptor, logits_output)
         return None
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
+        """Forget a step that failed, so that the next one can run."""
+        self.execute_model_state = None
         for stage in self.stages:
             stage.abandon()
 
@@ -405,7 +407,7 @@ class ModelRunner(ForwardPasses):
         try:
             return self._sample_step(state)
         except BaseException:
-            self._abandon()
+            self.abandon()
             raise
 
     def _sample_step(self, state: ExecuteModelState) -> AsyncOutput:
@@ -417,10 +419,7 @@ class ModelRunner(ForwardPasses):
             )
             logits, rows = all_logits[logit_rows], rows[token_rows]
         of_prompts = self.step_inputs.prompt_logprobs(all_logits, batch, self._as_logits)
-        output = ModelRunnerOutput(
-            req_ids=batch.req_ids,
-            execution=state.descriptor.execution.value,
-        )
+        output = ModelRunnerOutput(req_ids=batch.req_ids, execution=state.descriptor.execution.value)
         for stage in self.stages:
             logits = stage.sample_from(batch, all_logits, logits)
         sampled = self._sample(logits, state)
