@@ -32,9 +32,8 @@ demo: $(STAMP)
 # One thread for each worker: two workers with two threads each would fight for two cores. Files in the order of their names: those
 # with the fewest tests would come last, some of which take the longest, and one worker would wait for the other.
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-TRACE_TESTS := $(addprefix tests/test_,stress.py trace_parity.py trace_features.py trace_errors.py interp_runner.py)
-
-REMOTE_TESTS := $(addprefix tests/test_,nnsight_calls.py trace_parity.py)
+TRACE_TESTS := $(addprefix tests/hooks/traces/test_trace_,parity.py features.py errors.py) tests/engine/test_stress.py tests/runner/test_interp_runner.py
+REMOTE_TESTS := $(addprefix tests/hooks/traces/test_,nnsight_calls.py trace_parity.py)
 
 # The traces three times: as a CPU runs them; as a GPU does, in segments and with steps launched ahead; and by LM.connect.
 test: $(STAMP)
@@ -44,11 +43,11 @@ ifeq ($(TESTS),tests)
 	$(PYTEST) --remote $(REMOTE_TESTS) -k "not qwen3 and not bit"
 endif
 
-# As many workers as fit on the device, each with its share of the memory (tests/gpu_workers.py); then, one by one, the tests that
-# measure or fill the memory. Both passes run, whatever the first one's result.
+# As many workers as fit on the device, each with its share of the memory (tests/support/gpu_workers.py); then, one by one, the
+# tests that measure or fill the memory. Both passes run, whatever the first one's result.
 test-gpu: $(if $(filter $(BIN)/python,$(PY)),$(STAMP))
 	@status=0; export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false; \
-	$(PY) -m pytest -q -m "gpu and not gpu_exclusive and not slow" $$($(PY) tests/gpu_workers.py) $(TESTS) || status=$$?; \
+	$(PY) -m pytest -q -m "gpu and not gpu_exclusive and not slow" $$($(PY) tests/support/gpu_workers.py) $(TESTS) || status=$$?; \
 	$(PY) -m pytest -q -m "gpu and gpu_exclusive and not slow" $(TESTS) || status=$$?; \
 	exit $$status
 

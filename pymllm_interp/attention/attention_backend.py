@@ -17,7 +17,7 @@ from ..core.forward_batch import ForwardBatch
 
 
 class AttentionBackend(ABC):
-    """Attention over paged KV. tests/test_attention.py is the conformance suite for every implementation."""
+    """Attention over paged KV. tests/attention/test_attention.py is the conformance suite for every implementation."""
 
     @abstractmethod
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:

@@ -1,7 +1,7 @@
 """The parts of a native decoder that do not depend on its family: its loops over the layers, and its head.
 
 Both forward passes of models/base.py are here and in the families' layers. They launch the same kernels at the same shapes, so
-they are bit-equal (tests/test_models.py). Module boundaries carry [1, tokens, hidden]; the batch is flat along dim 1.
+they are bit-equal (tests/models/test_models.py). Module boundaries carry [1, tokens, hidden]; the batch is flat along dim 1.
 """
 
 from __future__ import annotations

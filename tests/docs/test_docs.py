@@ -1,0 +1,118 @@
+"""What README and docs show is true: their Python runs, their links lead somewhere, their commands exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from helpers_docs import ROOT, script_of
+from helpers_report import report
+
+from pymllm_interp.cli import make_parser
+
+COMMANDS = ("demo", "generate", "serve", "bench", "doctor")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+WITH_CHANGES = [*PAGES, ROOT / "CHANGELOG.md"]
+
+
+def name_of(page: Path) -> str:
+    return page.stem
+
+
+SERVED = "serving"
+"""The page whose Python needs a server (test_serving_page.py)."""
+NEEDS = {"libraries": ("transformer_lens", "nnterp", "lm_eval", "inspect_ai", "plotly")}
+"""Page -> packages of extras that its Python imports."""
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if script_of(page).strip() and page.stem != SERVED], ids=name_of
+)
+def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
+    missing = [package for package in NEEDS.get(page.stem, ()) if find_spec(package) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed: pip install -e '.[dev]'")
+    script = tmp_path / f"{page.stem}.py"
+    script.write_text(script_of(page))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def test_the_api_page_is_that_of_the_docstrings() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "make_api.py"))["make_page"]()
+    assert (ROOT / "docs" / "api.md").read_text() == made, "run `python docs/make_api.py`"
+
+
+def test_a_page_that_is_wrong_would_be_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("text\n```\nnot python\n```\n```python\nx = 1\n```\n```python\nassert x == 2\n```\n")
+    (tmp_path / "page.py").write_text(script_of(page))
+    with pytest.raises(AssertionError) as failure:
+        runpy.run_path(str(tmp_path / "page.py"))
+    assert failure.traceback[-1].lineno + 1 == 9
+
+
+@pytest.mark.parametrize("page", WITH_CHANGES, ids=name_of)
+def test_links_to_files_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", WITH_CHANGES, ids=name_of)
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    folders = "core|engine|runner|models|layers|sampling|hooks|harvest|tests|examples|benchmarks"
+    for name in re.findall(rf"\b(?:{folders})/[\w/]+\.py\b", page.read_text()):
+        assert (ROOT / name).exists() or (ROOT / "pymllm_interp" / name).exists(), f"{page.name} names {name}"
+
+
+@pytest.mark.parametrize("source", [*PAGES, *sorted((ROOT / "examples").glob("*.py"))], ids=name_of)
+def test_what_users_are_shown_comes_from_the_package_itself(source: Path) -> None:
+    deeper = re.findall(r"^\s*(?:from|import) (pymllm_interp\.[\w.]+)", source.read_text(), flags=re.MULTILINE)
+    assert not deeper, f"{source.name} reaches into {deeper}"
+
+
+def test_commands_that_are_shown_exist() -> None:
+    text = "\n".join(page.read_text() for page in PAGES)
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    shown = re.findall(r"(?:^|`|cpu )make (\w+)", text, flags=re.MULTILINE)
+    assert {"demo", "test"} <= set(shown) <= targets
+    commands = re.findall(r"pymllm-interp ([a-z]+)\b", text)
+    assert {"demo", "bench", "doctor"} <= set(commands) <= set(COMMANDS)
+    for command in COMMANDS:
+        with pytest.raises(SystemExit) as exit_status:
+            make_parser().parse_args([command, "--help"])
+        assert exit_status.value.code == 0
+
+
+def test_the_cpus_table_is_that_of_its_record_and_of_the_aims() -> None:
+    results, page = ROOT / "benchmarks" / "results", (ROOT / "docs" / "performance.md").read_text()
+    name = "cpu-demo-bfloat16.json"
+    measured, aims = json.loads((results / name).read_text()), json.loads((results / "aims.json").read_text())[name]
+    assert aims["batches"] == [row["batch"] for row in measured["decode"]]
+    for row, aim in zip(measured["decode"], aims["tokens_per_s"]["aim"], strict=True):
+        cells = f"{row['batch']} | {row['tokens_per_s']:.1f} | {row['transformers_tokens_per_s']:.1f} | {aim}"
+        missed = ", missed" if row["tokens_per_s"] < aim else ""
+        assert f"| {cells}{missed} |" in page
+    assert f"transformers gave {' / '.join(map(str, aims['tokens_per_s']['transformers']))} there" in page
+
+
+def test_the_tables_of_the_gpu_are_those_of_the_records():
+    page = ROOT / "docs" / "performance.md"
+    _, shown, _ = report.split_page(page)
+    assert "decode, ms a step" in shown
+    assert shown.strip() == report.tables(page, ROOT / "benchmarks").strip(), (
+        "the numbers differ: run `python benchmarks/report.py docs/performance.md`"
+    )
+
+
+def test_the_chart_of_speed_is_that_of_the_records() -> None:
+    chart = runpy.run_path(str(ROOT / "benchmarks" / "chart.py"))
+    drawn = chart["draw"](*chart["read_groups"](ROOT / "benchmarks"))
+    assert drawn == (ROOT / "docs" / "images" / "speed.svg").read_text(), "run `python benchmarks/chart.py`"
+    batches, groups = chart["read_groups"](ROOT / "benchmarks")
+    slower = [group._replace(ours=[2 * ms for ms in group.ours]) for group in groups]
+    assert chart["draw"](batches, slower) != drawn

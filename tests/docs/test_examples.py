@@ -1,0 +1,65 @@
+"""Each script in examples/ runs on the demo model and shows what it says."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from helpers_docs import EXAMPLES, run
+
+
+def texts_of(svg: Path) -> list[str | None]:
+    return [element.text for element in ElementTree.parse(svg).iter() if element.tag.endswith("text")]
+
+
+def test_the_logit_lens_ends_at_the_models_answer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = run("logit_lens", "The Eiffel Tower is in the city of", str(tmp_path / "lens.svg"))
+    drawn = texts_of(tmp_path / "lens.svg")
+    committed = texts_of(EXAMPLES.parent / "docs" / "images" / "logit_lens.svg")
+    assert drawn[-9:] == ["The", "E", "iffel", "Tower", "is", "in", "the", "city", "of"]
+    assert drawn[0] == "layer 29" and drawn[9] == "Paris"
+    same = sum(a == b for a, b in zip(drawn, committed, strict=True))  # a near tie may fall otherwise on another CPU
+    assert same >= 0.95 * len(drawn), "python examples/logit_lens.py --svg docs/images/logit_lens.svg"
+    assert len(words) == 30 and words[-1] == " Paris" and words[0] != " Paris"
+    assert "layer 29  ' Paris'" in capsys.readouterr().out
+
+
+def test_steering_changes_the_subject_and_not_the_twins() -> None:
+    unsteered, steered = run("steering")
+    assert "sea" in steered and "sea" not in unsteered
+    readme = (EXAMPLES.parent / "README.md").read_text()  # shows how the two texts begin
+    assert f"| plain | {unsteered.strip()[:40]}" in readme and f"| steered | {steered.strip()[:40]}" in readme
+    same, unchanged = run("steering", 0.0)
+    assert same == unsteered and unchanged == unsteered
+
+
+def test_patching_early_brings_the_clean_answer_back_and_late_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    gaps = run("activation_patching")
+    clean, corrupted = map(float, re.findall(r"(?:clean prompt|corrupted) ([+-][\d.]+)", capsys.readouterr().out))
+    assert clean > 1 and abs(corrupted - gaps[-1]) < 0.1  # at the last layer the fact has left the token
+    assert len(gaps) == 30
+    assert gaps[0] > 1 and gaps[-1] < -1
+
+
+def test_streams_give_each_reader_its_own_text(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = run("streaming")
+    out = capsys.readouterr().out
+    assert len(texts) == len(set(texts)) == 3
+    for prompt, text in zip(("Once upon a time", "The best way to learn is", "In the year 2050"), texts, strict=True):
+        assert text and f"{prompt}{text}" in out
+
+
+def test_a_probe_reads_from_harvested_states_what_their_texts_are_about(tmp_path: Path) -> None:
+    assert run("harvest", str(tmp_path)) >= 0.9
+    assert len(list((tmp_path / "states").glob("*.safetensors"))) > 1
+
+
+def test_every_example_is_tested_and_says_how_to_use_it() -> None:
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert names == {"logit_lens", "steering", "activation_patching", "streaming", "harvest"}
+    for name in names:
+        doc = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text()))
+        assert doc and f"Usage: python examples/{name}.py" in doc

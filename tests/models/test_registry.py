@@ -1,0 +1,117 @@
+"""Every name in transformers' registry of causal language models: right, or refused by name. docs/models.md is this table.
+
+`PYTHONPATH=tests:tests/support python tests/models/test_registry.py` writes docs/models.md; the tests compare each row.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import pytest
+import torch
+from helpers_families import points_of, states_of
+from helpers_paths import ROOT
+from helpers_runner import part_of
+from registry_configs import NAMES, registry_config
+from transformers import AutoModelForCausalLM
+
+from pymllm_interp import LM, SamplingParams
+from pymllm_interp.core.model_spec import NUMBERED_SITES
+from pymllm_interp.core.unsupported import UnsupportedModelError
+from pymllm_interp.models.registry import is_native
+
+DOCUMENT = ROOT / "docs" / "models.md"
+AT_LEAST = 115
+"""Names that are right."""
+LENGTHS = 5, 2, 37
+ERROR = 4
+"""Column of a row that may differ from machine to machine."""
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+MAX_ERROR = 1e-4
+"""Largest difference of a state, over its largest value."""
+NO_CONFIG = "no tiny config"
+HEAD = """# Models
+
+Each name in transformers' registry of causal language models (`model_type` in config.json), tried at a tiny random config in
+float32; of a multimodal model, its text config. `PYTHONPATH=tests:tests/support python
+tests/models/test_registry.py` writes this page, and the file's tests compare each row.
+
+- *native*: an implementation of ours, with fused kernels and CUDA graphs; `impl="transformers"` runs its class in transformers.
+- *transformers*: its own class over the KV pool. The greedy tokens of a batch, in chunks, are those of transformers.
+- *refused*: when it is loaded, with the reason.
+- *untried*: its defaults could not be shrunk to a tiny config; it may run.
+
+*graph*: whether decode passes of transformers' class can be CUDA graphs; if not, why. *error*: the largest difference of a site's
+value, in a batch and in chunks, from what transformers' module holds for the prompt alone, over the site's largest value.
+
+Sites are those of [concepts.md](concepts.md) that declared interventions and captures take. `attn_in` and `mlp_in` are for traces.
+
+| model type | runs as | graph | error | sites, or the reason |
+|---|---|---|---|---|
+"""
+
+
+def row(name: str) -> str:
+    """The row of a name. A name whose tokens differ from transformers' is "wrong", which no row of the document may be."""
+    try:
+        config = registry_config(name)
+    except Exception:
+        return f"| {name} | untried | | | {NO_CONFIG} |"
+    try:
+        lm = LM(
+            hf_config=config, load_format="dummy", impl="auto", device="cpu", dtype="float32", kv_cache_tokens=256,
+            page_size=4, max_num_tokens=16, max_running_requests=4, max_model_len=64,
+        )  # fmt: skip
+    except UnsupportedModelError as error:
+        return f"| {name} | refused | | | {str(error).partition(': ')[2] or error} |".replace("\n", " ")
+    except Exception as error:
+        return f"| {name} | untried | | | {type(error).__name__} when it was built |"
+    try:
+        generator = torch.Generator().manual_seed(len(name))
+        prompts = [torch.randint(5, 97, (n,), generator=generator).tolist() for n in LENGTHS]
+        spec, points = lm.model_spec, points_of(lm.model_spec)
+        outs = lm.generate(prompts, GREEDY, capture=[*points, "logits"])
+        config = copy.deepcopy(config)
+        config._attn_implementation = "eager"
+        oracle = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        oracle.load_state_dict(lm.runner.get_model().state_dict())
+        error = 0.0
+        for ids, out in zip(prompts, outs, strict=True):
+            found, logits = states_of(oracle, points, ids + out.token_ids[:-1])
+            if logits[len(ids) - 1 :].argmax(-1).tolist() != out.token_ids:
+                return f"| {name} | wrong | | | |"
+            expected = {site: part_of(spec, site.partition(".")[0], state) for site, state in found.items()}
+            expected["logits"] = logits[-len(out.activations["logits"]) :]
+            for site, state in expected.items():
+                difference = (out.activations[site].flatten(1) - state).abs().max() / state.abs().max()
+                error = max(error, float(difference))
+        how = "native" if is_native(config, "auto") else "transformers"
+        graph = lm.runner.get_model().why_no_graphs or "yes"
+        sites = ", ".join(kind for kind in spec.family.points if kind in NUMBERED_SITES)
+        return f"| {name} | {how} | {graph} | {error:.0e} | {sites} |"
+    finally:
+        lm.shutdown()
+
+
+def rows() -> dict[str, str]:
+    """Name -> row, of the document."""
+    lines = DOCUMENT.read_text().splitlines()
+    return {line.split(" | ")[0].removeprefix("| "): line for line in lines if line.startswith("| ") and " | " in line}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_of_the_registry_runs_as_its_row_says(name: str) -> None:
+    found, written = (line.split("|") for line in (row(name), rows()[name]))
+    assert found[:ERROR] + found[ERROR + 1 :] == written[:ERROR] + written[ERROR + 1 :]
+    if found[ERROR].strip():
+        assert float(found[ERROR]) < MAX_ERROR > float(written[ERROR])
+
+
+def test_the_document_has_no_wrong_row_and_enough_right_ones() -> None:
+    how = [line.split(" | ")[1] for name, line in rows().items() if name in NAMES]
+    assert "wrong" not in how and how.count("native") + how.count("transformers") >= AT_LEAST
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(HEAD + "\n".join(row(name) for name in sys.argv[1:] or sorted(NAMES)) + "\n")

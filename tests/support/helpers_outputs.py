@@ -1,0 +1,41 @@
+"""Comparisons of request outputs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pymllm_interp.core.output import RequestOutput
+
+
+def assert_equal(out: RequestOutput, wanted: RequestOutput) -> None:
+    """The same tokens, log probabilities, states and receipts, up to the rounding of other batch shapes."""
+    for mine, other in zip(out.outputs, wanted.outputs, strict=True):
+        assert mine.token_ids == other.token_ids and mine.finish_reason == other.finish_reason
+        for one, two in zip(mine.logprobs or [], other.logprobs or [], strict=True):
+            assert {t: e.logprob for t, e in one.items()} == pytest.approx(
+                {t: e.logprob for t, e in two.items()}, abs=1e-3
+            )
+        assert list(mine.activations) == list(other.activations)
+        for site, rows in other.activations.items():
+            torch.testing.assert_close(mine.activations[site], rows, rtol=1e-4, atol=1e-3)
+            assert torch.equal(mine.activations.positions[site], other.activations.positions[site])
+        if other.receipt is not None:
+            fires = [
+                (a.gate_fires or 0, b.gate_fires or 0)
+                for a, b in zip(mine.receipt.interventions, other.receipt.interventions, strict=True)
+            ]
+            again = mine.receipt.preemptions > 0  # rows computed again count again
+            assert all(a == b or (again and a > b) for a, b in fires)
+            assert [replace(a, gate_fires=None) for a in mine.receipt.interventions] == [
+                replace(b, gate_fires=None) for b in other.receipt.interventions
+            ]
+            assert mine.receipt.captures == other.receipt.captures and mine.receipt.spec == other.receipt.spec
+    for one, two in zip(out.prompt_logprobs or [], wanted.prompt_logprobs or [], strict=True):
+        assert (one is None) == (two is None)
+        if one is not None and two is not None:
+            assert {t: e.logprob for t, e in one.items()} == pytest.approx(
+                {t: e.logprob for t, e in two.items()}, abs=1e-3
+            )
