@@ -126,6 +126,9 @@ class ServerConfig:
     temperature and filters, "processed_logprobs" and "processed_logits" after them (prompt tokens have none)."""
     gpu_memory_utilization: float = 0.9
     """Fraction of the device's memory for weights, activations and KV."""
+    lower_traces: str = "auto"
+    """Blocks that only read known places run after their request, over captured states. "auto" lowers those, "require" refuses
+    others with the line that prevents it, and "off" runs every block in the forward passes."""
     trace_step_warning: float = 5.0
     """Seconds that one visit of a trace's block may take before a warning."""
     trace_step_timeout: float | None = 60.0
@@ -146,6 +149,7 @@ class ServerConfig:
         _one_of(self, "schedule_policy", ("mixed", "prefill_first"))
         _one_of(self, "scheduling_policy", ("fcfs", "lpm"))
         _one_of(self, "hook_execution", ("auto", "segments", "split", "eager"))
+        _one_of(self, "lower_traces", ("auto", "off", "require"))
         _one_of(self, "logprobs_mode", ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"))
         _one_of(self, "attention_backend", ("auto", "torch", "flashinfer"))
         if str(self.kv_cache_dtype).startswith(("fp8", "int8", "nvfp4")):

@@ -25,6 +25,7 @@ from ..hooks.declared import captures_for_each_prompt, for_each_prompt
 from ..hooks.interventions.knockout import Intervention
 from ..hooks.receipt import Receipt
 from ..hooks.traces.blocks.trace import RequestTrace
+from ..hooks.traces.lowering.plan import Plan
 from ..hooks.vectors.registry import VectorRegistry
 from ..models.weights.model_state import ModelState
 from ..runner.device_memory import free_bytes, long_pass_bytes
@@ -386,8 +387,13 @@ class RequestFactory:
         captures = self.named(captures_for_each_prompt(captured, len(prompts)), names)
         requests: list[Request] = []
         for i, (prompt, this) in enumerate(zip(prompts, names, strict=True)):
-            request = self._traced(mode, prompt, dict(kwargs), this, sampling)
-            request.trace, request.receipt, request.sample_index = trace, trace.receipt, i % copies
+            request = self._traced(mode, prompt, dict(kwargs), this, sampling, trace.plan)
+            request.receipt, request.sample_index = trace.receipt, i % copies
+            requests.append(request)
+            if trace.plan is not None:
+                self.declare(request, (), trace.plan.captures(), this)
+                continue
+            request.trace = trace
             request.differentiable, request.alone = trace.grad, trace.grad or trace.options.alone
             self.declare(request, interventions[i], captures[i], this)
             if trace.grad and mode != "trace":
@@ -396,7 +402,6 @@ class RequestFactory:
                     "backward, grad, requires_grad_, retain_grad or autograd, or grad=True was given)"
                 )
             self._check_pass([request], this)
-            requests.append(request)
         return requests
 
     def _check_pass(self, requests: Sequence[Request], what: str) -> None:
@@ -448,19 +453,20 @@ class RequestFactory:
             request.gang, request.alone = gang, alone
 
     def _traced(
-        self, mode: str, prompt: Any, kwargs: dict[str, Any], what: str, sampling: dict[tuple, SamplingParams]
-    ) -> Request:
+        self, mode: str, prompt: Any, kwargs: dict[str, Any], what: str, sampling: dict[tuple, SamplingParams],
+        plan: Plan | None,
+    ) -> Request:  # fmt: skip
         """The request of one prompt.
 
         Args:
             sampling: what the keywords of the trace's other prompts came to, which are most often the same objects.
         """
         timeout, (priority,) = kwargs.pop("timeout", None), priorities_of(kwargs.pop("priority", None), 1)
-        checked_salt(kwargs.pop("cache_salt", None))  # a trace shares no KV
+        salt = checked_salt(kwargs.pop("cache_salt", None))
         _, ids = self.tokens(prompt, what)
         if mode == "trace":
             check_trace_options(kwargs.keys() - IGNORED)
-            params = FORWARD
+            params = FORWARD if plan is None else PREFILL
         else:
             params = kwargs.pop("sampling_params", None)
             if params is None:
@@ -471,14 +477,16 @@ class RequestFactory:
                 params = sampling.get(key)
                 if params is None:
                     params = sampling[key] = defaults.of_trace(kwargs, lengths)
-        if params.max_tokens == 0:
+        if params.max_tokens == 0 and mode != "trace":
             raise PromptError(f"{what}: max_tokens=0 generates nothing: use `with lm.trace(prompt):`")
         if params.truncate_prompt_tokens is not None:
             raise PromptError(f"{what}: truncate_prompt_tokens is not for traces: cut the prompt before it is traced")
         if params.n > 1:
             raise PromptError(f"{what} asks for n={params.n}: a trace follows one generation; use one invoke for each")
-        (request,) = self.requests(ids, params, what=what, timeout=timeout, forward_only=mode == "trace")
-        request.priority = priority
+        forward_only = mode == "trace" and plan is None
+        (request,) = self.requests(ids, params, what=what, timeout=timeout, forward_only=forward_only)
+        request.priority, request.cache_salt = priority, salt
+        request.prompt_logits = mode == "trace" and plan is not None and plan.reads_logits
         return request
 
 

@@ -23,15 +23,16 @@ class Generated:
     """Positions after the prompt: ``Generated(0, 8)`` selects the first 8 new tokens, ``Generated(step=4)`` every fourth.
 
     Positions are those of input tokens. Position 0 is the first new token, as the input that yields the second. The first
-    new token itself is computed at the prompt's last position.
+    new token itself is computed at the prompt's last position, which is position -1 here: ``Generated(-1)`` selects all positions
+    that yield a new token.
 
     Args:
-        start: first position, counted from the end of the prompt.
+        start: first position, counted from the end of the prompt; -1 is the prompt's last.
         stop: one past the last position; None for no end.
         step: distance between positions.
 
     Raises:
-        ValueError: an argument is not a whole number or too large, ``start < 0``, ``stop <= start``, or ``step < 1``.
+        ValueError: an argument is not a whole number or too large, ``start < -1``, ``stop <= start``, or ``step < 1``.
     """
 
     start: int = 0
@@ -43,9 +44,9 @@ class Generated:
             raise ValueError(f"{self}: whole numbers are expected")
         if max(self.start, self.stop or 0, self.step) > MAX_POSITION:
             raise ValueError(f"{self}: positions go up to {MAX_POSITION}")
-        if self.start < 0 or self.step < 1 or (self.stop is not None and self.stop <= self.start):
+        if self.start < -1 or self.step < 1 or (self.stop is not None and self.stop <= self.start):
             raise ValueError(
-                f"{self}: expected 0 <= start < stop, and step >= 1; how many tokens come is not known before"
+                f"{self}: expected -1 <= start < stop, and step >= 1; how many tokens come is not known before"
             )
 
 

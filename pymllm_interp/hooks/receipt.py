@@ -77,6 +77,10 @@ class Receipt(_Brief, Shown):
     """Number of values served to the trace."""
     edits: int = 0
     """Number of values that the trace assigned or changed in place."""
+    lowered: bool = False
+    """The trace's block ran after the request, over captured states, and not in its forward passes."""
+    not_lowered: str = ""
+    """Why it ran in the forward passes."""
     nan_edits: int = 0
     """Number of edits that held NaN."""
     preemptions: int = 0

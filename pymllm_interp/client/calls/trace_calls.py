@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ..handle import RequestHandle
 from ..notebook.signatures import OF_TRACES, names_options
 from ..prompt_batch import prompts_of
 from ..request_factory import RequestFactory
+from .lowered import Lowered
 
 PIPELINE = {"max_new_tokens": 256, "do_sample": True, "temperature": 0.7}
 """Parameters of transformers' text-generation pipeline, where nobody says otherwise."""
@@ -87,7 +89,7 @@ class TraceCalls(TracedModel):
                 "a trace cannot be opened inside the block of another, of this LM or of another: use a session, or invokes"
             )
         self.engine.check_open()
-        requests = self._factory.for_traces(mode, traces, inputs)
+        requests = self._requests_of(mode, traces, inputs)
         handles = [RequestHandle(None, [request], None, self.engine) for request in requests]
         self._send(handles)
         for trace in traces:
@@ -101,11 +103,35 @@ class TraceCalls(TracedModel):
             for handle in handles:
                 handle.wait()
             raise
+        owner = {request_id: trace for trace in traces if trace.plan is not None for request_id in trace.request_ids}
         for request in requests:
-            trace = request.trace
+            trace = owner.get(request.request_id) or request.trace
+            if trace.plan is not None:
+                if request.error is None:
+                    self._lowered.replay(trace, request)
+                trace.error = _ended_early(request) or request.error or trace.error
+                continue
             trace.activations.append(NOTHING if request.activations is None else request.activations)
             # Why it ended comes before what its block, which still waited, made of that.
             trace.error = _ended_early(request) or request.error or trace.error
+
+    def _requests_of(
+        self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]
+    ) -> list[Request]:
+        """The requests of the traces, with captures in the place of blocks that can run afterwards."""
+        self._lowered.lower(mode, traces, inputs)
+        try:
+            return self._factory.for_traces(mode, traces, inputs)
+        except Exception as error:
+            if all(trace.plan is None for trace in traces):
+                raise
+            self._lowered.unlower(traces, error)
+            return self._factory.for_traces(mode, traces, inputs)
+
+    @cached_property
+    def _lowered(self) -> Lowered:
+        runner = self._factory.runner
+        return Lowered(self, runner.server_config.lower_traces, torch.device(runner.device))
 
     def _batch_size(self, *inputs: Any, **kwargs: Any) -> int:
         """Prompts in an invoke's input. Without any, a trace's block holds invokes, and an invoke's sees all others' prompts."""

@@ -1,0 +1,142 @@
+"""`Plan`: what a lowered block reads, as captures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ....core.families import LOGITS, Family
+from ...captures.spec import Capture
+from ...positions import Generated, Positions
+
+LAST = -1
+
+
+class Point(NamedTuple):
+    """A location of the model that is a site.
+
+    Attributes:
+        site: its canonical name.
+        order: its rank in a forward pass.
+        end: "input" or "output".
+        in_tuple: the module returns ``(value, None)``.
+    """
+
+    site: str
+    order: int
+    end: str
+    in_tuple: bool = False
+
+
+def points_of(root: str, family: Family, num_layers: int) -> dict[str, Point]:
+    """Location -> site, for each location where the value of a site stands whole.
+
+    Args:
+        root: path of the model's envoy.
+    """
+    found: dict[str, Point] = {}
+    before, inside, after = [], [], []
+    for kind, (module, end) in family.points.items():
+        if not family.is_slice(kind):
+            group = inside if "{}" in module else after if before or inside else before
+            group.append((kind, module, end))
+    attention = f"{family.layers}.{{}}.{family.attention}"
+    for kind, module, end in before:
+        found[f"{root}.{module}.{end}"] = Point(kind, len(found), end)
+    for layer in range(num_layers):
+        for kind, module, end in inside:
+            in_tuple = end == "output" and module == attention
+            found[f"{root}.{module.format(layer)}.{end}"] = Point(f"{kind}.{layer}", len(found), end, in_tuple)
+    for kind, module, end in after:
+        found[f"{root}.{module}.{end}"] = Point(kind, len(found), end)
+    found[f"{root}.logits"] = Point(LOGITS, len(found), "")
+    found[f"{root}.samples"] = Point("", len(found), "")
+    found["result"] = Point("", len(found), "")
+    return found
+
+
+@dataclass
+class Need:
+    """The positions that a block reads of one site.
+
+    Attributes:
+        rows: rows of the prompt, negative ones from its end; None for all of them.
+        start, stop: generated positions; `start` None for none, `stop` None for no end.
+    """
+
+    rows: set[int] | None = field(default_factory=set)
+    start: int | None = None
+    stop: int | None = 0
+
+    def add_rows(self, row: int | None) -> None:
+        """Read a row of the prompt; None reads all."""
+        if row is None:
+            self.rows = None
+        elif self.rows is not None:
+            self.rows.add(row)
+
+    def add_generated(self, start: int, stop: int | None) -> None:
+        """Read the generated positions from `start` on."""
+        if stop is None or start < stop:
+            self.start = start if self.start is None else min(start, self.start)
+            self.stop = None if stop is None or self.stop is None else max(stop, self.stop)
+
+    @property
+    def positions(self) -> Positions:
+        """Positions of a capture that has at least these."""
+        if self.start is None:
+            return "prompt" if self.rows is None else tuple(sorted(self.rows))
+        if self.rows is None or self.rows - {LAST}:
+            return "all"
+        return Generated(-1 if self.rows else self.start, self.stop)
+
+
+@dataclass
+class Plan:
+    """What a block reads.
+
+    Attributes:
+        needs: by site.
+        computes: the block computes with what it reads, and not only moves it.
+        reads_result: it reads ``tracer.result``.
+    """
+
+    needs: dict[str, Need] = field(default_factory=dict)
+    computes: bool = False
+    reads_result: bool = False
+
+    @property
+    def reads_logits(self) -> bool:
+        """Logits of the prompt's positions are read."""
+        need = self.needs.get(LOGITS)
+        return need is not None and (need.rows is None or bool(need.rows))
+
+    def captures(self) -> list[Capture]:
+        """Captures of all that the block reads."""
+        return [Capture(site, positions=need.positions) for site, need in self.needs.items()]
+
+    def __str__(self) -> str:
+        lines = [f"capture {site} at {need.positions}" for site, need in self.needs.items()]
+        return "\n".join(lines) or "no read"
+
+
+@dataclass(frozen=True)
+class NotLowered:
+    """Why a block runs in the forward pass.
+
+    Attributes:
+        reason: what the block does.
+        line: of the file; 0 where it is none of the block's lines.
+    """
+
+    reason: str
+    line: int = 0
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.reason}" if self.line else self.reason
+
+
+Points = Mapping[str, Point]
+Lowering = Plan | NotLowered
+Scope = Mapping[str, Any]
