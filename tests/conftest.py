@@ -64,6 +64,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--ahead", action="store_true", help="engines launch each step before they read the last one's tokens"
     )
+    parser.addoption(
+        "--lower-traces", default="auto", choices=["auto", "off", "require"],
+        help="whether blocks that only read run after their requests; see ServerConfig.lower_traces",
+    )  # fmt: skip
     parser.addoption("--fuzz-seeds", help="FIRST:END: the seeds of the slow fuzz (tests/fuzz)")
 
 
@@ -274,6 +278,7 @@ def lm_of(model_folder: Callable[[str], Path], request: pytest.FixtureRequest) -
     defaults = {
         "dtype": "float32", "device": "cpu", "hook_execution": request.config.getoption("--hook-execution"),
         "async_scheduling": request.config.getoption("--ahead") or None,
+        "lower_traces": request.config.getoption("--lower-traces"),
     }  # fmt: skip
 
     def load(family: str, **kwargs: Any) -> LM:

@@ -32,7 +32,7 @@ with suppress(ImportError):
     TypedAttributeSet.__init_subclass__ = classmethod(_with_save)  # pyright: ignore[reportAttributeAccessIssue]
 
 # Documented.
-from nnsight import NNsightDeprecationWarning  # noqa: E402
+from nnsight import NNsightDeprecationWarning, save  # noqa: E402
 
 # Private: what nnsight puts in place of `Tensor.backward` and `Tensor.grad`, and torch's own `Tensor.backward`.
 from nnsight.intervention.backward import BackwardTracer  # noqa: E402
@@ -147,6 +147,7 @@ __all__ = [
     "mark",
     "nnsight_backward",
     "push_result",
+    "save",
     "save_scope",
     "shared_locals",
     "skip_context",

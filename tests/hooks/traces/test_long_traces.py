@@ -88,6 +88,7 @@ def test_a_pass_beyond_memory_says_what_it_needs(tmp_path: Path) -> None:
         vocab_size=200_000, max_position_embeddings=1 << 18,
     ).save_pretrained(tmp_path)  # fmt: skip
     sizes: dict[str, Any] = {"kv_cache_tokens": 1 << 18, "max_num_tokens": 256, "device": "cpu", "dtype": "float32"}
+    sizes["lower_traces"] = "off"
     with LM(tmp_path, load_format="dummy", **sizes) as lm:
         with pytest.raises(PromptError, match=r"262144 tokens; .* needs about \d{3}\.\d GiB, and \d+\.\d are free"):
             with lm.trace([1] * (1 << 18)):

@@ -12,7 +12,16 @@ import parity_scripts as scripts
 import pytest
 import torch
 from conftest import tiny_tokenizer
-from helpers_parity import OTHER, PAGE_PLUS_ONE, PROMPT, Pair, assert_same, beside_plain_requests, plain_beside
+from helpers_parity import (  # noqa: F401, F811
+    OTHER,
+    PAGE_PLUS_ONE,
+    PROMPT,
+    Pair,
+    assert_same,
+    beside_plain_requests,
+    pair_of,
+    plain_beside,
+)
 
 from pymllm_interp import LM, SamplingParams
 

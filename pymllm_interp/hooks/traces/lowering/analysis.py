@@ -14,10 +14,9 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-import nnsight
 import torch
 
-from ..nnsight_compat import Envoy, InterleavingTracer, Iterations
+from ..nnsight_compat import Envoy, InterleavingTracer, Iterations, save
 from ..syntax.envoy import TracedEnvoy, TracedModel
 from . import pure
 from .plan import LAST, Lowering, Need, NotLowered, Plan, Points, Scope
@@ -82,7 +81,6 @@ def lower(node: ast.With | ast.AsyncWith, scope: Scope, saved: set[int], points:
     walk = _Walk(scope, saved, points, single)
     try:
         walk.body(node.body)
-        walk.use_names()
     except Refused as refused:
         return NotLowered(str(refused), walk.line)
     return walk.plan
@@ -169,12 +167,6 @@ class _Walk:
         self.body(node.body)
         self._forget([node])
         self._steps = None
-
-    def use_names(self) -> None:
-        """What a name is bound to at the end may be saved by another name."""
-        for value in self._names.values():
-            if isinstance(value, Read) and value.site not in self.plan.needs:
-                self._need(value.site, LAST)
 
     def _forget(self, statements: list[ast.stmt]) -> None:
         """Names that the statements bind have another value each time."""
@@ -292,6 +284,7 @@ class _Walk:
         self._reach(location)
         if not point.site:  # the token
             return UNKNOWN
+        self._need(point.site, LAST)
         return Read(point.site, point.in_tuple)
 
     def _reach(self, location: str) -> None:
@@ -476,7 +469,7 @@ class _Walk:
                 return self._method(of[0], node.func.attr, node)
         function = self.value(node.func)
         arguments = self._arguments(node)
-        if function is nnsight.save and len(arguments) == 1:
+        if function is save and len(arguments) == 1:
             return arguments[0]
         try:
             allowed = function in pure.FUNCTIONS
@@ -603,8 +596,12 @@ def _evaluate(node: ast.expr, parts: list[Any]) -> Any:
 
 def _plain_attribute(of: Any, name: str) -> Any:
     """An attribute that is stored in the object, and computed by nothing."""
-    if isinstance(of, types.ModuleType) or type(of).__getattribute__ is object.__getattribute__:
-        stored = getattr(of, "__dict__", {})
-        if name in stored and not hasattr(getattr(type(of), name, None), "__get__"):
-            return stored[name]
+    if isinstance(of, types.ModuleType):
+        stored, computed = vars(of), False
+    elif type(of).__getattribute__ is object.__getattribute__:
+        stored, computed = getattr(of, "__dict__", {}), hasattr(getattr(type(of), name, None), "__get__")
+    else:
+        stored, computed = {}, True
+    if name in stored and not computed:
+        return stored[name]
     raise Refused(f"`.{name}` of a {type(of).__name__}")

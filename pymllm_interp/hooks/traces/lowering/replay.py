@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
+from greenlet import GreenletExit
 
 from ...captures.activations import Activations
 from ...positions import selected, windows_of
@@ -111,6 +112,8 @@ class Replay:
             trace.fail(raised)
         finally:
             block.pending = None
+            if block.alive:  # it waits for what never comes
+                cast(Any, block.worker).throw(GreenletExit())
             scope["depth"], scope["saves"] = depth, saves
 
     def _answer(self, pending: Pending) -> Any:

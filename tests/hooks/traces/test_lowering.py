@@ -1,0 +1,339 @@
+"""Blocks that run after their request give what they give in its forward passes: the same bits, names, shapes and errors.
+
+The oracle of each block is the same block on an engine with ``lower_traces="off"``.
+"""
+
+from __future__ import annotations
+
+import linecache
+import random
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import einops  # blocks use it
+import nnsight
+import pytest
+import torch
+
+from pymllm_interp import LM
+from pymllm_interp.client.calls.lowered import LoweringError
+
+PROMPT = [5, 17, 3, 80, 44, 9, 61]
+FAMILIES = ("llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "gemma3", "qwen2", "mistral")
+pytestmark = [pytest.mark.local, pytest.mark.filterwarnings("ignore::UserWarning")]
+_files = count()
+
+
+@pytest.fixture(params=FAMILIES)
+def pair(request: pytest.FixtureRequest, lm_of: Callable[..., LM]) -> tuple[LM, LM]:
+    """An engine that must lower, and one that lowers nothing."""
+    return lm_of(request.param, lower_traces="require"), lm_of(request.param, lower_traces="off")
+
+
+@pytest.fixture
+def lms(lm_of: Callable[..., LM]) -> tuple[LM, LM]:
+    return lm_of("llama", lower_traces="auto"), lm_of("llama", lower_traces="off")
+
+
+def script(lines: list[str], opening: str) -> Callable[..., dict[str, Any]]:
+    """A function of an LM that runs the block, and returns the names that it saved and its tracer."""
+    body = "\n".join(f"        {line}" for line in lines)
+    source = f"def run(lm, prompt, W, known):\n    with {opening} as tracer:\n{body}\n    return dict(locals())\n"
+    name = f"<lowering {next(_files)}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    scope: dict[str, Any] = {"torch": torch, "nnsight": nnsight, "einops": einops}
+    exec(compile(source, name, "exec"), scope)
+    return scope["run"]
+
+
+def ran(run: Callable[..., dict[str, Any]], lm: LM, prompt: list[int] = PROMPT) -> tuple[dict[str, Any], Any, str]:
+    """(saved names, tracer, the error's type and text)."""
+    weights = torch.randn(lm.cfg.hidden_size, 3, generator=torch.Generator().manual_seed(0))
+    try:
+        found = run(lm, prompt, weights, {"layer": 1, "rows": [0, -1]})
+    except Exception as error:
+        return {}, None, f"{type(error).__name__}: {str(error).partition(':')[2] or error}"
+    return {k: v for k, v in found.items() if k not in ("lm", "prompt", "W", "known", "tracer")}, found["tracer"], ""
+
+
+def assert_equal(ours: Any, theirs: Any, where: str) -> None:
+    assert type(ours) is type(theirs), where
+    if isinstance(theirs, torch.Tensor):
+        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, where
+        assert ours.is_contiguous() == theirs.is_contiguous(), where
+        assert ours.untyped_storage().nbytes() == theirs.untyped_storage().nbytes(), where
+        assert ours.grad_fn is None and ours.is_inference() == theirs.is_inference(), where
+        assert torch.equal(ours, theirs), f"{where}: {(ours.double() - theirs.double()).abs().max()}"
+    elif isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys(), where
+        for key in theirs:
+            assert_equal(ours[key], theirs[key], f"{where}[{key!r}]")
+    elif isinstance(theirs, list | tuple):
+        assert len(ours) == len(theirs), where
+        for i, (x, y) in enumerate(zip(ours, theirs, strict=True)):
+            assert_equal(x, y, f"{where}[{i}]")
+    else:
+        assert ours == theirs, where
+
+
+def same(pair: tuple[LM, LM], lines: list[str], opening: str, prompt: list[int] = PROMPT) -> Any:
+    """Run the block on both, compare, and return the first one's receipt."""
+    run = script(lines, opening)
+    (ours, tracer, error), (theirs, other, expected) = ran(run, pair[0], prompt), ran(run, pair[1], prompt)
+    assert error == expected, lines
+    assert_equal(ours, theirs, "saved")
+    if tracer is None:
+        return None
+    assert not other.receipt.lowered and not other.receipt.not_lowered
+    return tracer.receipt
+
+
+ONE_PASS = "lm.trace(prompt)"
+GENERATION = "lm.generate(prompt, max_new_tokens=6, ignore_eos=True)"
+
+
+def modules_of(lm: LM) -> list[str]:
+    """What a block may read, in the order of the pass."""
+    points = lm._lowered._points
+    return [f"lm.{name.removeprefix('model.')}" for name, point in points.items() if point.end]
+
+
+def test_every_site_reads_as_in_the_pass(pair):
+    names = [_indexed(name) for name in modules_of(pair[0])]
+    lines = [f"x{i} = {name}" for i, name in enumerate(names)] + [f"s{i} = x{i}.save()" for i in range(len(names))]
+    receipt = same(pair, lines, ONE_PASS)
+    assert receipt.lowered and set(receipt.steps) <= {"plain", "replay"}
+
+
+def _indexed(line: str) -> str:
+    """``layers.3.mlp`` as ``layers[3].mlp``."""
+    parts = line.split(".")
+    return ".".join(f"[{part}]" if part.isdigit() else part for part in parts).replace(".[", "[")
+
+
+def test_every_site_reads_in_each_step(pair):
+    names = [_indexed(name) for name in modules_of(pair[0])]
+    lines = ["found = list().save()", "for step in tracer.iter[:]:"] + [f"    found.append({name})" for name in names]
+    receipt = same(pair, lines, GENERATION)
+    assert receipt.lowered and receipt.steps.total() == 6
+
+
+VALUES = (
+    "{x}", "{x}[0, -1]", "{x}[:, -1]", "{x}[0, 0]", "{x}[0, 2]", "{x}.norm(dim=-1)", "{x}[0].float().mean(0)", "{x} @ W", "{x}.argmax(-1)",
+    "torch.stack([{x}[0, 0], {x}[0, -1]])", "{x}[0, known['rows']]", "{x}[..., :2]", "{x}.clone() * 2 + 1", "{x}[0, -1].tolist()",
+    "{x}.shape", "{x}[0, -1].max().item()", "einops.rearrange({x}, 'a b c -> b (a c)')", "nnsight.save({x}[0, -1])", "{x}[0][1:3]",
+)  # fmt: skip
+
+
+def random_block(rng: random.Random, layers: int, layer: str, single: bool) -> list[str]:
+    """A block that reads places of the model in order, with values made of them."""
+    places = sorted(rng.sample(range(layers * 2), rng.randint(1, min(4, layers * 2))))
+    reads = [(f"{layer}[{place // 2}].output" if place % 2 else f"{layer}[{place // 2}].input") for place in places]
+    if rng.random() < 0.3:
+        reads[0] = reads[0].replace(f"[{places[0] // 2}]", "[known['layer']]") if places[0] // 2 == 1 else reads[0]
+    lines, inside = ["kept = list().save()", "by = {}", "nnsight.save(by)"], []
+    for i, read in enumerate(reads):
+        value = rng.choice(VALUES).format(x=f"h{i}")
+        inside += [f"h{i} = {read}", f"v{i} = {value}"]
+        inside.append(rng.choice([f"kept.append(v{i})", f"by[{i}] = v{i}", f"kept.append((v{i}, h{i}[0, -1]))"]))
+    if single:
+        lines += inside + [f"v{len(reads) - 1}.save()" if rng.random() < 0.5 else "pass"]
+        return lines + (["out = tracer.result.save()"] if rng.random() < 0.3 else [])
+    steps = rng.choice(["[:]", "[:3]", "[1:4]", "[2]", "[0]", "[3:]", "[:9]"])
+    if rng.random() < 0.2:
+        inside = ["if step < 3:", *(f"    {line}" for line in inside)]
+    if rng.random() < 0.4:
+        inside.append("kept.append(lm.logits)")
+    if rng.random() < 0.3:
+        inside.append("kept.append(lm.samples)")
+    lines += [f"for step in tracer.iter{steps}:", *(f"    {line}" for line in inside)]
+    return lines + (["out = tracer.result.save()"] if rng.random() < 0.5 else [])
+
+
+def compared(lms: tuple[LM, LM], seed: int, tries: int) -> int:
+    """Compare random blocks. Returns the number that were lowered."""
+    rng, lowered = random.Random(seed), 0
+    for _ in range(tries):
+        single = rng.random() < 0.5
+        lines = random_block(rng, lms[0].cfg.num_hidden_layers, "lm.model.layers", single)
+        prompt = [rng.randrange(1, 90) for _ in range(rng.choice([1, 2, 3, 7, 16, 17, 40]))]
+        receipt = same(lms, lines, ONE_PASS if single else GENERATION, prompt)
+        lowered += receipt is not None and receipt.lowered
+    return lowered
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_blocks_give_the_same_bits(lms, seed):
+    assert compared(lms, seed, 40) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 120))
+def test_many_random_blocks_give_the_same_bits(lms, seed):
+    assert compared(lms, seed, 400) > 200
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_blocks_in_a_small_pool_give_the_same_bits(lm_of, seed):
+    """Chunks of 16 tokens, preemptions and swaps."""
+    small = {"kv_cache_tokens": 96, "page_size": 4, "max_num_tokens": 48, "max_running_requests": 4}
+    lms = lm_of("llama", lower_traces="auto", **small), lm_of("llama", lower_traces="off")
+    assert compared(lms, 50 + seed, 20) > 8
+
+
+IN_THE_PASS = {
+    "an edit in place": (["lm.model.layers[0].output[:] = 0", "h = lm.model.layers[1].output.save()"], "assignment|edit"),
+    "an assignment": (["lm.model.layers[0].output = lm.model.layers[0].output * 2", "h = lm.logits.save()"], "assign"),
+    "an in-place method": (["h = lm.model.layers[0].output", "h.zero_()", "o = lm.lm_head.output.save()"], "zero_"),
+    "an augmented read": (["h = lm.model.layers[0].output", "h += 1", "o = lm.lm_head.output.save()"], "edited in place"),
+    "a branch on a value": (["h = lm.model.layers[0].output.save()", "if h.sum() > 0:", "    g = h.clone().save()"], "branch"),
+    "a module that is no site": (["g = lm.model.layers[0].mlp.act_fn.output.save()"], "no site"),
+    "a call of a module": (["h = lm.lm_head(lm.model.layers[0].output).save()"], "call"),
+    "a function of the caller": (["h = known_function(lm.model.layers[0].output).save()"], "exist|call"),
+    "a source": (["h = lm.model.layers[0].mlp.source.self_down_proj_0.output.save()"], "not lowered"),
+    "randomness": (["h = (lm.model.layers[0].output.sum() * 0 + torch.rand(1) * 0).save()"], "call of"),
+    "a function with out=": (["h = lm.model.layers[0].output", "g = torch.abs(h, out=torch.empty_like(h)).save()"], "call|out="),
+    "a stop": (["h = lm.model.layers[0].output.save()", "tracer.stop()"], "stop"),
+    "inputs": (["h = lm.model.layers[0].inputs.save()"], "not lowered"),
+    "a while": (["n = 0", "while n < 2:", "    n += 1", "h = lm.model.layers[0].output.save()"], "while"),
+    "a lambda": (["f = lambda x: x", "h = f(lm.model.layers[0].output).save()"], "lambda"),
+    "a print": (["h = lm.model.layers[0].output.save()", "print(h.shape)"], "call"),
+    "an object of the caller": (["known['h'] = lm.model.layers[0].output.save()"], "in place"),
+    "an append to a list of the caller": (["known['rows'].append(lm.model.layers[0].output.save())"], "fills"),
+    "late reads": (["h = lm.model.layers[1].output.save()", "g = lm.model.layers[0].output.save()"], "late"),
+    "a name that does not exist": (["h = nothing.save()", "g = lm.model.layers[0].output.save()"], "exist"),
+    "a cache": (["c = tracer.cache(modules=[lm.model.layers[0]]).save()"], "cache"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", IN_THE_PASS)
+def test_other_blocks_run_in_the_pass_with_a_reason(what, lms):
+    import re
+
+    lines, reason = IN_THE_PASS[what]
+    run = script(lines, ONE_PASS)
+    (ours, tracer, error), (theirs, _, expected) = ran(run, lms[0]), ran(run, lms[1])
+    assert error == expected
+    if tracer is not None:
+        assert not tracer.receipt.lowered
+        assert re.search(reason, tracer.receipt.not_lowered), tracer.receipt.not_lowered
+        assert tracer.receipt.not_lowered.startswith("line ")
+        for name, value in theirs.items():
+            if isinstance(value, torch.Tensor):
+                assert_equal(ours[name], value, name)
+
+
+def test_require_refuses_with_the_line(lm_of):
+    lm = lm_of("llama", lower_traces="require")
+    with pytest.raises(LoweringError, match=r"line \d+: an edit in place"):
+        with lm.trace(PROMPT):
+            h = lm.model.layers[0].output.save()  # noqa: F841
+            lm.model.layers[1].output[:] = 0
+
+
+@pytest.fixture
+def late() -> Iterator[list[int]]:
+    yield [1, 2, 3]
+
+
+def test_an_index_out_of_range_is_raised_at_its_line(lms, late):
+    messages = []
+    for lm in lms:
+        with pytest.raises(IndexError) as raised:
+            with lm.trace(late):
+                h = lm.model.layers[0].output[0, 7].save()  # noqa: F841
+        messages.append(str(raised.value))
+        assert raised.traceback[-1].path.name == "test_lowering.py"
+    assert messages[0] == messages[1]
+
+
+def test_invokes_share_a_list_and_each_has_its_own_constants(lms):
+    found = []
+    for lm in lms:
+        with lm.trace() as tracer:
+            rows, saved = list().save(), list().save()
+            for row, layer in ((0, 1), (1, 0), (2, 1)):
+                with tracer.invoke(PROMPT[: row + 3]):
+                    rows.append(lm.model.layers[layer].output[0, row])
+                    saved.append(lm.lm_head.output[0, -1])
+        found.append((rows, saved))
+        assert [receipt.lowered for receipt in tracer.receipts] == [lm is lms[0]] * 3
+    assert_equal(*found, "lists")
+
+
+def test_a_block_beside_edits_of_other_invokes_is_lowered(lms):
+    found = []
+    for lm in lms:
+        with lm.trace() as tracer:
+            with tracer.invoke(PROMPT):
+                lm.model.layers[0].output[:] = 0
+                first = lm.lm_head.output[0, -1].save()
+            with tracer.invoke(PROMPT):
+                second = lm.lm_head.output[0, -1].save()
+        found.append((first, second))
+        assert [receipt.lowered for receipt in tracer.receipts] == [False, lm is lms[0]]
+    assert_equal(*found, "logits")
+    assert not torch.equal(*found[0])
+
+
+def test_an_early_end_cuts_loops_short_with_a_warning(lms):
+    outs = []
+    for lm in lms:
+        first = lm.generate([PROMPT], lm_greedy(8))[0].token_ids
+        with pytest.warns(UserWarning, match="asked for more steps than the 3 that ran"):
+            with lm.generate(PROMPT, max_new_tokens=8, stop_token_ids=[first[2]]) as tracer:
+                steps = list().save()
+                for step in tracer.iter[:7]:
+                    steps.append((step, lm.model.layers[1].output[0, -1]))
+                out = tracer.result.save()
+        outs.append((steps, out))
+        assert len(steps) == 3 and tracer.receipt.lowered == (lm is lms[0])
+    assert_equal(*outs, "steps")
+
+
+def lm_greedy(n: int) -> Any:
+    from pymllm_interp import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=n)
+
+
+def test_a_step_that_never_comes_is_the_same_error(lms):
+    messages = []
+    for lm in lms:
+        with pytest.raises(Exception) as raised:
+            with lm.generate(PROMPT, max_new_tokens=3) as tracer:
+                for _ in tracer.iter[7]:
+                    h = lm.model.layers[1].output.save()  # noqa: F841
+        messages.append((type(raised.value), str(raised.value).partition(":")[2]))
+    assert messages[0] == messages[1]
+    del tracer
+
+
+def test_sampled_generations_and_their_tokens_are_the_same(lms):
+    found = []
+    for lm in lms:
+        with lm.generate(PROMPT, max_new_tokens=5, temperature=0.9, seed=3, ignore_eos=True) as tracer:
+            tokens, logits = list().save(), list().save()
+            for _ in tracer.iter[:]:
+                logits.append(lm.logits)
+                tokens.append(lm.samples)
+            out = tracer.result.save()
+        found.append((tokens, logits, out))
+    assert_equal(*found, "generation")
+
+
+def test_threads_and_coroutines(lms):
+    import asyncio
+
+    lm, other = lms
+
+    async def states(model: LM, prompt: list[int]) -> torch.Tensor:
+        async with model.trace(prompt):
+            h = model.model.layers[1].output[0, -1].save()
+        return h
+
+    async def both(model: LM) -> list[torch.Tensor]:
+        return await asyncio.gather(*(states(model, PROMPT[: n + 1]) for n in range(6)))
+
+    assert_equal(asyncio.run(both(lm)), asyncio.run(both(other)), "states")
