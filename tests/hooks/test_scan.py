@@ -325,6 +325,17 @@ def test_a_module_that_was_attached_is_called_with_its_own_weights(model_folder)
     assert described(features) == ((1, 3, 200), torch.float32, "cpu") and torch.equal(sae.weight, before)
 
 
+def test_modules_of_another_model_are_that_models(lm, lm_of):
+    other = lm_of("llama-rope")
+    with lm.scan(TEXT):
+        h = lm.model.layers[0].output
+        own, theirs = lm.model.norm(h).save(), other.model.layers[0].mlp.down_proj.weight
+        shape = list(theirs.shape).save()
+        with pytest.raises(RuntimeError):
+            other.lm_head(h)
+    assert own.shape == (1, 3, 72) and shape == list(other.model.layers[0].mlp.down_proj.weight.shape)
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 
@@ -551,3 +562,8 @@ def test_a_remote_model_is_scanned_by_its_client(remote, nnsight):
         with remote.trace(TEXT):
             real = remote.model.layers[0].output.save()
     assert shape == list(real.shape)
+    with pytest.raises(RuntimeError, match="cannot be opened inside the block of a scan"):
+        with remote.scan(TEXT):
+            remote.model.layers[0].output  # noqa: B018
+            with remote.trace(TEXT):
+                inner = remote.model.layers[0].output.save()  # noqa: F841

@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ...hooks.traces.blocks.block_analysis import depend_on_each_other, want_gradients
-from ...hooks.traces.nnsight_compat import Barrier, Batcher, Envoy, Iterations, Mediator, push_result
+from ...hooks.traces.nnsight_compat import Barrier, Batcher, Envoy, Interleaver, Iterations, Mediator, push_result
 from ...hooks.traces.syntax.pass_options import PassOptions
 from ...hooks.traces.syntax.scanned import ScanInterleaver
 from ...hooks.traces.syntax.tracer import EngineTracer
@@ -37,13 +37,14 @@ class FakeModel(Envoy):
     Args:
         config: of the model. Attributes of quantized weights are left out.
         dtype, device: of weights and states.
+        served: the interleaver of the model that is scanned.
 
     Attributes:
         mode: makes all tensors of its scans fake.
         lock: held by the one scan that runs.
     """
 
-    def __init__(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, served: Interleaver) -> None:
         config = copy.deepcopy(config)
         vars(config).pop("quantization_config", None)
         config._attn_implementation = None
@@ -54,7 +55,7 @@ class FakeModel(Envoy):
             model = AutoModelForCausalLM.from_config(config)
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(dtype)
-        interleaver = ScanInterleaver()
+        interleaver = ScanInterleaver(served)
         self._attention = model.config._attn_implementation
         super().__init__(model.eval(), interleaver=interleaver)
         interleaver.doubles.update(self.modules(names=True))

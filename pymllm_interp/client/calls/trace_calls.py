@@ -36,6 +36,7 @@ class TraceCalls(TracedModel):
 
     Attributes:
         engine: serves their requests.
+        hf_config: transformers' config of the model.
     """
 
     engine: Engine
@@ -85,7 +86,7 @@ class TraceCalls(TracedModel):
         device = self.device
         if device is None or device.type == "meta":  # a server's model has no weights here
             device = torch.device("cpu")
-        return FakeModel(self.hf_config, self._factory.runner.dtype, device)
+        return FakeModel(self.hf_config, self._factory.runner.dtype, device, self.interleaver)
 
     @names_options(options=OF_TRACES, rest=True)
     def pipe(self, *inputs: Any, **kwargs: Any) -> Any:

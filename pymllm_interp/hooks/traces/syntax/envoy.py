@@ -195,8 +195,7 @@ def _serve_users_classes() -> None:
 
     @wraps(their_attribute)
     def attribute(self: Envoy, name: str) -> Any:
-        # An envoy that is being made or unpickled has no path yet.
-        return their_attribute(scanned(self) if "path" in self.__dict__ else self, name)
+        return their_attribute(scanned(self), name)
 
     @wraps(their_assignment)
     def assign(self: Envoy, name: str, value: Any) -> None:

@@ -14,12 +14,16 @@ NOT_WRITTEN = "`{}.{}` cannot be assigned in the block of a scan: its weights ar
 class ScanInterleaver(Interleaver):
     """Serves the blocks of scans.
 
+    Args:
+        served: the interleaver of the model that is scanned, which all of its envoys share.
+
     Attributes:
         doubles: the envoys of the model of fake tensors, by path.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, served: Interleaver) -> None:
         super().__init__()
+        self.served = served
         self.doubles: WeakValueDictionary[str, Envoy] = WeakValueDictionary()
 
 
@@ -33,4 +37,6 @@ def current_scan() -> ScanInterleaver | None:
 def scanned(envoy: Envoy) -> Envoy:
     """The double of a module's envoy inside the block of a scan; the envoy itself elsewhere, or where it has no double."""
     scan = current_scan()
-    return envoy if scan is None else scan.doubles.get(envoy.path, envoy)
+    if scan is None or vars(envoy).get("interleaver") is not scan.served:  # an envoy that is being made has none yet
+        return envoy
+    return scan.doubles.get(envoy.path, envoy)
