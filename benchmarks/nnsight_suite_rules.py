@@ -248,7 +248,6 @@ DIFFERENCES = {
     "a model goes when its engine's thread has ended, a moment after the last reference": (
         "test_transformers_model_freed_with_tracer_held",
     ),
-    "lm.scan runs a pass: its values are real": ("test_scan_values_are_fake",),
     "flags such as output_hidden_states are options of the pass, and no inputs of the model; a single prompt has no padding": (
         "test_a_flag_beside_keyword_ids",
     ),

@@ -172,8 +172,8 @@ def test_no_two_classes_have_one_name():
 
 
 LINES = {
-    "attention": 1500, "bench": 2800, "client": 4450, "core": 2100, "engine": 2450, "evals": 450, "harvest": 1400, "hooks":
-    14550, "kernels": 1950, "layers": 1500, "lens": 1700, "mem_cache": 750, "models": 4650, "plots": 550, "runner": 3550,
+    "attention": 1500, "bench": 2800, "client": 4650, "core": 2100, "engine": 2450, "evals": 450, "harvest": 1400, "hooks":
+    14600, "kernels": 1950, "layers": 1500, "lens": 1700, "mem_cache": 750, "models": 4650, "plots": 550, "runner": 3550,
     "sampling": 1000, "server": 5000, "toolkit": 1600, "top": 950, "utils": 450, "wire": 1400,
 }  # fmt: skip
 """Most lines of each folder: what grows is seen here. The aim is 44,000 in all."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from greenlet import getcurrent
+from transformers import PretrainedConfig
 
 from ...core.request import Request
 from ...engine.engine import Engine
@@ -17,6 +18,7 @@ from ...hooks.traces.nnsight_compat import apply
 from ...hooks.traces.saves.save_transfer import SaveTransfer
 from ...hooks.traces.syntax.caller_frames import opens_with
 from ...hooks.traces.syntax.envoy import TracedModel
+from ...hooks.traces.syntax.scanned import current_scan
 from ...hooks.traces.syntax.session import SessionTracer
 from ...hooks.traces.syntax.tracer import EngineTracer
 from ..handle import RequestHandle
@@ -24,6 +26,7 @@ from ..notebook.signatures import OF_TRACES, names_options
 from ..prompt_batch import prompts_of
 from ..request_factory import RequestFactory
 from .lowered import Lowered
+from .scan import FakeModel, ScanTracer
 
 PIPELINE = {"max_new_tokens": 256, "do_sample": True, "temperature": 0.7}
 """Parameters of transformers' text-generation pipeline, where nobody says otherwise."""
@@ -34,9 +37,11 @@ class TraceCalls(TracedModel):
 
     Attributes:
         engine: serves their requests.
+        hf_config: transformers' config of the model.
     """
 
     engine: Engine
+    hf_config: PretrainedConfig
     tracer_class: type[EngineTracer] = EngineTracer
     _factory: RequestFactory
 
@@ -65,8 +70,24 @@ class TraceCalls(TracedModel):
 
     @names_options(options=OF_TRACES, rest=True)
     def scan(self, *inputs: Any, **kwargs: Any) -> EngineTracer:
-        """`trace`, under nnsight's name for reading shapes. The values are real: the weights are loaded, and the pass runs."""
-        return self.tracer_class(self, "trace", *inputs, **kwargs)
+        """Shapes and dtypes without a pass of the engine: a block over fake tensors, which hold no values.
+
+        The block is written as for `trace`, and the same values have the same shapes. It runs over the model's class in
+        transformers with fake weights, which is built at the first call. Its `.source` has transformers' operations.
+
+        Raises:
+            TypeError: `interventions`, `capture` or `on_step` is given.
+            RuntimeError: the call is inside the block of a trace or of another scan.
+        """
+        return ScanTracer(self, "scan", *inputs, **kwargs)
+
+    @cached_property
+    def _fake_model(self) -> FakeModel:
+        """The model of `scan`, built at the first one."""
+        device = self.device
+        if device is None or device.type == "meta":  # a server's model has no weights here
+            device = torch.device("cpu")
+        return FakeModel(self.hf_config, self._factory.runner.dtype, device, self.interleaver)
 
     @names_options(options=OF_TRACES, rest=True)
     def pipe(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -84,7 +105,7 @@ class TraceCalls(TracedModel):
         return SessionTracer(device, **kwargs)
 
     def run_traces(self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]) -> None:
-        if self.engine.on_engine_thread:
+        if self.engine.on_engine_thread or current_scan() is not None:
             raise RuntimeError(
                 "a trace cannot be opened inside the block of another, of this LM or of another: use a session, or invokes"
             )

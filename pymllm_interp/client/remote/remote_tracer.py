@@ -9,6 +9,7 @@ from typing import Any
 from ...hooks.traces.nnsight_compat import EditingTracer, Mediator, mark, push_result
 from ...hooks.traces.syntax.caller_frames import warn_at_caller
 from ...hooks.traces.syntax.envoy import TracedModel
+from ...hooks.traces.syntax.scanned import current_scan
 from ...hooks.traces.syntax.session import SessionTracer
 from ...hooks.traces.syntax.tracer import EngineTracer
 from ...wire.gate_words import TRACE_PATH, TRACE_TYPE
@@ -65,7 +66,13 @@ def edits_payload(model: TracedModel, edits: Sequence[Mediator]) -> bytes:
 
 
 def post(engine: RemoteEngine, payload: bytes) -> Frames:
-    """Send a trace."""
+    """Send a trace.
+
+    Raises:
+        RuntimeError: the call is inside the block of a scan, which makes the tensors of an answer fake.
+    """
+    if current_scan() is not None:
+        raise RuntimeError("a trace cannot be opened inside the block of a scan: use a session")
     return engine.frames(TRACE_PATH, content=payload, headers={"Content-Type": TRACE_TYPE})
 
 

@@ -40,6 +40,7 @@ from nnsight.intervention.backward import _backward as nnsight_backward  # noqa:
 from nnsight.intervention.backward import _grad_property as grad_property  # noqa: E402
 from nnsight.intervention.backward import _original_backward as torch_backward  # noqa: E402
 from nnsight.intervention.barrier import Barrier  # noqa: E402
+from nnsight.intervention.batching import Batcher  # noqa: E402
 from nnsight.intervention.cache import Cache, CacheView  # noqa: E402
 from nnsight.intervention.cache import Entry as CacheEntry  # noqa: E402
 from nnsight.intervention.editing import EditingTracer  # noqa: E402
@@ -104,6 +105,7 @@ __all__ = [
     "SOURCES",
     "BackwardTracer",
     "Barrier",
+    "Batcher",
     "Cache",
     "CacheEntry",
     "CacheView",

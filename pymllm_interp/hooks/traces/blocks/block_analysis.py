@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import dis
-from collections.abc import Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -43,6 +44,14 @@ def names_of(code: CodeType) -> Names:
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and instruction.argval not in binds:
                 needs.add(instruction.argval)
     return Names(frozenset(binds), frozenset(needs))
+
+
+def want_gradients(blocks: Iterable[Mediator]) -> bool:
+    """Whether one of the blocks, or a function that it names, uses a name of autograd."""
+    return any(
+        wants_gradients(block.code) or helpers_want_gradients(block.code, ChainMap(block.lcls, block.glbls))
+        for block in blocks
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -8,7 +8,6 @@ written, and used on the engine's thread after that. It is state only: `lifecycl
 from __future__ import annotations
 
 import itertools
-from collections import ChainMap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from ..serving.rows import Padding, Rows
 from ..serving.visits import VisitCounts
 from ..syntax.caller_frames import block_traceback
 from ..syntax.pass_options import NONE, PassOptions
-from .block_analysis import helpers_want_gradients, names_of, only_binds, wants_gradients
+from .block_analysis import names_of, only_binds, want_gradients
 from .errors import GangError, LoopEnd
 from .loops import LOOP_NAMES, with_loop_ends
 from .torch_modes import BlockModes
@@ -143,9 +142,7 @@ class RequestTrace:
         self.receipt = Receipt()
         self.warnings: list[str] = []
         self.gang: Sequence[RequestTrace] = ()
-        self.grad = grad or any(
-            wants_gradients(b.code) or helpers_want_gradients(b.code, ChainMap(b.lcls, b.glbls)) for b in self.blocks
-        )
+        self.grad = grad or want_gradients(self.blocks)
         self.options = options
         self.on_step = on_step
         self.last_edit: int | None = None

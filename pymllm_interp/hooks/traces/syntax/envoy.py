@@ -17,7 +17,7 @@ from greenlet import getcurrent
 from torch import nn
 
 from ....layers.seal import is_own_name
-from ..blocks.trace import RequestTrace
+from ..blocks.trace import Block, RequestTrace
 from ..nnsight_compat import (
     EditingTracer,
     Envoy,
@@ -31,6 +31,7 @@ from ..nnsight_compat import (
 from ..serving.interleaver import EngineInterleaver
 from .class_keys import own_classes
 from .pass_options import NONE, PassOptions, take_options
+from .scanned import NOT_WRITTEN, current_scan, scanned
 from .source import AttentionWords, attention_words, reads_attention_source, source_of
 
 _NO_WAIT = None, -1, -2
@@ -67,7 +68,7 @@ class Read(eproperty):
             if obj is not None and getattr(worker, "mediator", None) is None:
                 raise ValueError(OUTSIDE.format(obj.path, self.key)) from None
             return super().__get__(obj, owner)
-        if block is None or block.transform is not None:
+        if not isinstance(block, Block) or block.transform is not None:
             return super().__get__(obj, owner)
         pending, event_count, pass_index = waits.get(self.key, _NO_WAIT)
         wanted = block.iteration
@@ -94,7 +95,7 @@ class Read(eproperty):
         worker: Any = getcurrent()
         mediator = getattr(worker, "mediator", None)
         block = mediator() if mediator is not None else None
-        if block is None or block.transform is not None:
+        if not isinstance(block, Block) or block.transform is not None:
             if mediator is None:
                 raise ValueError(OUTSIDE.format(obj.path, self.key))
             super().__set__(obj, value)
@@ -179,24 +180,36 @@ def _is_served(envoy: Envoy) -> bool:
 
 
 def _serve_users_classes() -> None:
-    """Give nnsight's `Envoy` this engine's `.source` and assignments. Envoys of nnsight's own models keep nnsight's."""
+    """Give nnsight's `Envoy` this engine's `.source`, assignments and scans. Envoys of nnsight's own models keep nnsight's."""
     their_source, their_assignment = Envoy.source, Envoy.__setattr__
+    their_call, their_attribute = Envoy.__call__, Envoy.__getattr__
 
     @wraps(their_source.fget)  # pyright: ignore[reportArgumentType]
     def source(self: Envoy) -> Any:
-        return source_of(self) if _is_served(self) else their_source.__get__(self)
+        envoy = scanned(self)
+        return source_of(envoy) if _is_served(envoy) else their_source.__get__(envoy)
+
+    @wraps(their_call)
+    def call(self: Envoy, *args: Any, **kwargs: Any) -> Any:
+        return their_call(scanned(self), *args, **kwargs)
+
+    @wraps(their_attribute)
+    def attribute(self: Envoy, name: str) -> Any:
+        return their_attribute(scanned(self), name)
 
     @wraps(their_assignment)
     def assign(self: Envoy, name: str, value: Any) -> None:
         # Names of the module are set on the module, which refuses or writes them (layers/seal.py).
         own = not name.startswith("_") and not hasattr(type(self), name) and _is_served(self)
         if own and is_own_name(self._module, name):
+            if current_scan() is not None:
+                raise ValueError(NOT_WRITTEN.format(self.path, name))
             setattr(self._module, name, value)
         else:
             their_assignment(self, name, value)
 
     Envoy.source = property(source)  # pyright: ignore[reportAttributeAccessIssue]
-    Envoy.__setattr__ = assign
+    Envoy.__setattr__, Envoy.__call__, Envoy.__getattr__ = assign, call, attribute
 
 
 _serve_users_classes()

@@ -153,7 +153,8 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
 
     def _serve(self, code: CodeType) -> None:
         frame = self.info.frame  # pyright: ignore[reportOptionalMemberAccess]
-        traces, inputs = self._collect(code)
+        self._collect(code)
+        traces, inputs = self._traces()
         self.served = traces
         transfer = traces[0].saves.transfer
         try:
@@ -183,8 +184,8 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
                 error.add_note(f"(prompt {i} of the {len(traces)} of this trace)")
             raise error
 
-    def _collect(self, code: CodeType) -> tuple[list[RequestTrace], list[TraceInput | None]]:
-        """One trace per prompt: the prompt of the ``with`` itself, or those of its invokes. Code around the invokes runs now."""
+    def _collect(self, code: CodeType) -> None:
+        """The blocks: that of the ``with`` itself, or those of its invokes. Code around the invokes runs now."""
         frame = self.info.frame  # pyright: ignore[reportOptionalMemberAccess]
         if self._model._batch_size(*self.args, **self.kwargs):
             block = Mediator(code, frame.f_globals, frame.f_locals, node=self.node)
@@ -197,13 +198,13 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
                 raise ValueError(
                     f"lm.{self.mode}() needs a prompt, or at least one `with tracer.invoke(prompt):` in its block"
                 )
-        return self._traces()
 
     def _add(self, block: Mediator, args: tuple, kwargs: dict[str, Any], own: dict[str, Any]) -> None:
         raise_threshold(OBJECTS)
         self._invocations.append((block, args, kwargs | own, frozenset(own)))
 
     def _traces(self) -> tuple[list[RequestTrace], list[TraceInput | None]]:
+        """One trace for each block."""
         saved, transfer = thread_saves(), self._transfer()
         traces: list[RequestTrace] = []
         inputs: list[TraceInput | None] = []

@@ -1,0 +1,42 @@
+"""Where the block of a scan runs, a module stands for its double in the model of fake tensors (client/calls/scan.py)."""
+
+from __future__ import annotations
+
+from weakref import WeakValueDictionary
+
+from greenlet import getcurrent
+
+from ..nnsight_compat import Envoy, Interleaver
+
+NOT_WRITTEN = "`{}.{}` cannot be assigned in the block of a scan: its weights are fake tensors. Assign it outside"
+
+
+class ScanInterleaver(Interleaver):
+    """Serves the blocks of scans.
+
+    Args:
+        served: the interleaver of the model that is scanned, which all of its envoys share.
+
+    Attributes:
+        doubles: the envoys of the model of fake tensors, by path.
+    """
+
+    def __init__(self, served: Interleaver) -> None:
+        super().__init__()
+        self.served = served
+        self.doubles: WeakValueDictionary[str, Envoy] = WeakValueDictionary()
+
+
+def current_scan() -> ScanInterleaver | None:
+    """What serves the block that runs here, if it is the block of a scan."""
+    mediator = getattr(getcurrent(), "mediator", None)
+    interleaver = None if mediator is None else getattr(mediator(), "interleaver", None)
+    return interleaver if isinstance(interleaver, ScanInterleaver) else None
+
+
+def scanned(envoy: Envoy) -> Envoy:
+    """The double of a module's envoy inside the block of a scan; the envoy itself elsewhere, or where it has no double."""
+    scan = current_scan()
+    if scan is None or vars(envoy).get("interleaver") is not scan.served:  # an envoy that is being made has none yet
+        return envoy
+    return scan.doubles.get(envoy.path, envoy)
