@@ -18,8 +18,8 @@ Span = tuple[int, int]
 class LayerKV:
     """K and V of the layer that runs: a `PagedKV` that gives every layer the same memory.
 
-    A cell generates nothing, so its KV is dead once its layer has run. Pages have one slot: a cell shares each position before
-    its own with the base run, whatever the engine's page size.
+    A cell generates nothing, so its KV is dead once its layer has run. Pages have one slot. A cell shares each position before its
+    own with the base run, at any page size of the engine.
 
     Args:
         num_slots: without slot 0, which is padding's.

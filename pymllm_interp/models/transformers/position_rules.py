@@ -1,8 +1,8 @@
 """Positions of a flat batch for transformers' modules that find them by themselves.
 
-RoPE scalings that depend on the length of the sequence: transformers picks a call's frequencies from the largest position in
-the call. Here the module is called once for each length. Learned and sinusoidal positions: BART and its kin count from the
-length of the cache. Here they get the positions of the pass.
+RoPE scalings that depend on the length of the sequence. transformers picks a call's frequencies from the largest position in the
+call. Here the module is called once for each length. Learned and sinusoidal positions: BART and its kin count from the length of
+the cache. Here they get the positions of the pass.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def check_length(tokenizer: Any, characters: int, max_model_len: int, what: str)
 
 
 def last_part(tokenizer: Any, text: str, max_model_len: int) -> str:
-    """The end of a text of which only the last tokens are kept: twice the characters that the context can hold."""
+    """The end of a text, if only its last tokens are kept: twice the characters that the context can hold."""
     return text if tokenizer is None else text[-2 * max_model_len * (longest_token(tokenizer) + 1) :]
 
 
