@@ -298,7 +298,7 @@ class Scheduler:
         """Whether rows and pages are free for all tokens of the requests so far, and the host knows the tokens.
 
         A request that was preempted a step after it sampled waits until its token has been read. A preempted request waits for one
-        more free page per running request, to avoid another preemption at once. While any request is swapped out, all wait for
+        more free page per running request, to avoid another preemption at once. While any is swapped out, all requests wait for
         that.
         """
         if any(r.num_pending for r in unit):

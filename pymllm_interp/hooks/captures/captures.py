@@ -109,7 +109,7 @@ class Captures(RecordSizes):
             self._columns[name], self._numbers[name], self._shapes[name] = (group, column), site, shape
             self._heads[name], self._missing[name] = bound.spec.heads, bound.missing
         # A record ends after the last group that its position is in, so groups with more positions come first. Groups with more
-        # positions with unpacked records come first of all.
+        # unpacked positions come first of all.
         packs = any(group.sums_size for group in groups.values()) and all(g.reading is None for g in groups.values())
         since = prompt_len if packs else 0
         self.groups = sorted(groups.values(), key=lambda group: _counts(group.ordinals, since), reverse=True)

@@ -140,7 +140,7 @@ def is_before(first: Site, second: Site, model: ModelSpec) -> bool:
 
 
 def share_kernel(first: Site, second: Site, model: ModelSpec) -> bool:
-    """Whether one kernel has the ops at two sites of the stream: a residual add, or the last norm."""
+    """Whether one kernel has the ops at two sites of the stream. The last residual add includes the norm behind it."""
 
     def residual_add(site: Site) -> int | None:
         number, last = site_index(site, model.num_hidden_layers), input_add(model.num_hidden_layers)

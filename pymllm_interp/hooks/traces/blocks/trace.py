@@ -168,7 +168,7 @@ class RequestTrace:
 
     @property
     def watches_several(self) -> bool:
-        """Its blocks see a batch of requests. It has one request if they see all of the ``with`` block, or if it is padded."""
+        """Its blocks see a batch of requests. Blocks that see all of the ``with`` block, or are padded, see a batch of one, too."""
         return len(self.request_ids) > 1 or self.sees_all or self.padded
 
     @property
