@@ -51,7 +51,7 @@ class Family:
         attention_norm, attention, mlp_norm, mlp: children of a decoder layer.
         q_proj, k_proj, v_proj, o_proj: children of the attention.
         qkv: child of the attention with q, k and v in one output; "": each has a projection of its own.
-        by_head: whether q, k and v of a head are next to each other; else all q, all k, all v.
+        by_head: whether q, k and v of each head follow each other; else all q, all k, all v.
         down_proj: the MLP's last projection.
         attn_out, mlp_out: children of a decoder layer with outputs that are added to the residual stream; "": attention and MLP.
         resid_mid: child of a decoder layer that reads the stream between the two; "": the MLP's norm.

@@ -22,7 +22,7 @@ from .prefix_sharing import PrefixSharing
 
 
 class KVManager:
-    """Gives pages and rows to requests, swaps their KV to the host and back, and shares pages through the prefix cache.
+    """Gives requests pages and rows, swaps their KV to the host and back, and shares pages by the prefix cache.
 
     Args:
         rows: rows of the request table.

@@ -13,7 +13,7 @@ from ..core.model_spec import HEAD_SITES, INNER_SITES, final_norm_site, num_site
 ADD, PROJECT_OUT, CLAMP, SCALE, PATCH, GATE, SET_FEATURE = range(1, 8)
 """Codes of ops; 0 is no op. GATE changes no state: it sets a flag for ops at later sites."""
 NO_NORM, PRESERVE, MATCH = range(3)
-"""Normalization of an ADD: no rescaling; the sum is rescaled to the state's norm; the vector is rescaled to the state's norm."""
+"""Normalization of an ADD: no rescaling; the sum gets the state's norm; the vector gets the state's norm."""
 MORE = 1 << 24
 """Bit of an op's first word: another op follows at the site."""
 WORDS = 16
@@ -116,8 +116,8 @@ class OpTables:
     The tensors never move, since captured graphs read them. Rows of `vectors` have the hidden size; a vector of a wider site
     takes several rows.
 
-    A token row has one record in the ring, with its captures at fixed offsets. Each capture is the state, the state converted to 16
-    bits, or float32 dot products of the state with some vectors.
+    A token row has one record in the ring, with its captures at fixed offsets. Each capture is the state, the state in 16 bits, or
+    float32 dot products of the state with vectors.
     """
 
     # fmt: off

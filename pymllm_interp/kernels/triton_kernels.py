@@ -33,7 +33,7 @@ __all__ = [
 ROPE_HEADS, ROPE_WARPS = 16, 4
 """Heads and warps per program of `rope`."""
 GEMV_BLOCKS = 4096, 2048
-"""Elements of a weight's row that a program loads at a time: the first divisor of the row, else the last."""
+"""Elements of a weight's row that a program loads at a time: the first divisor, else the last."""
 GEMV_WARP = 512
 """Elements per warp of `gemv`."""
 

@@ -1,8 +1,8 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 """The largest logits of each row, and the log of its sum of exponentials, with the logits read once.
 
-A kernel makes each block's maximum and sum of exponentials. The k largest logits are in the k blocks with the largest maxima.
-torch's own top-k reads its input several times, so it gets only these blocks.
+A kernel makes each block's maximum and sum of exponentials. The k largest logits are in the k blocks with the largest maxima. Only
+these blocks go to torch's own top-k, which reads its input several times.
 """
 
 from __future__ import annotations

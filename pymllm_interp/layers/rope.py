@@ -79,7 +79,7 @@ def rope_and_write(
     out: torch.Tensor | None = None,  # [tokens, heads, head_dim]
     by_head: bool = False,
 ) -> torch.Tensor:
-    """Rotate q and k by a `rotation`, and write k and v to the layer's `slots` of the pool, in one kernel.
+    """Rotate q and k by a `rotation`, and write k and v to the layer's `slots`, in one kernel.
 
     Args:
         cos, signed_sin: None for no rotation.

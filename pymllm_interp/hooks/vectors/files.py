@@ -113,8 +113,7 @@ def load_layer_vectors(path: str | Path) -> dict[int, Tensor]:
 
     Raises:
         FileNotFoundError, ImportError: as `load_vector`.
-        ValueError: an unknown suffix, a damaged file, a tensor name without a layer, two vectors for one layer, or different
-            widths.
+        ValueError: an unknown suffix, a damaged file, a tensor name without a layer, two vectors a layer, or different widths.
     """
     vectors: dict[int, Tensor] = {}
     for name, tensor in _read(Path(path)).items():

@@ -10,7 +10,7 @@ File formats, by suffix:
 - `.pt`, `.pth`: a tensor, or a dict with such names. Read with `weights_only=True`, so that no code runs.
 - `.gguf`: a control vector, architecture "controlvector" with a tensor `direction.{i}` per layer. Needs the package `gguf`.
 
-Layer i of a file is for `resid_post.{i}`. llama.cpp and repeng agree: `direction.{i}` is added to the output of block i, counted
+Layer i of a file is for `resid_post.{i}`, in llama.cpp and repeng alike. `direction.{i}` is added to the output of block i, counted
 from 0. Block 0 has none.
 """
 

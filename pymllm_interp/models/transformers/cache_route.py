@@ -160,7 +160,7 @@ def cache_windows(config: PretrainedConfig) -> dict[int, int]:
 
 
 def request_mask(*, mask_function: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> torch.Tensor | None:
-    """Added to scores [1, 1, queries, keys]: 0 where a query sees a key, else the lowest number of the dtype."""
+    """Added to scores [1, 1, queries, keys]: 0 where a query sees a key, else the dtype's lowest number."""
     cache = _current.cache
     if cache is None:  # a block calls a model on inputs of its own
         return eager_mask(mask_function=mask_function, dtype=dtype, **kwargs)

@@ -71,7 +71,7 @@ class TransformersPass:
 
     Attributes:
         attentions: [1, heads, queries, keys] of each layer so far, if they are collected.
-        hidden_states: [1, tokens, hidden] at the input of each layer so far, if they are collected; last, after the final norm.
+        hidden_states: [1, tokens, hidden] at the input of each layer so far, if collected; last, after the final norm.
     """
 
     def __init__(

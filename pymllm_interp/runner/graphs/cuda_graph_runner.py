@@ -137,7 +137,7 @@ class CudaGraphRunner:
     def can_run(self, forward_batch: ForwardBatch) -> bool:
         """Whether `replay` serves the batch.
 
-        It has to be a decode or idle batch within the captured sizes, without gradients (`fresh_kv_only`), with logits of all rows.
+        It has to be a decode or idle batch of a captured size, without gradients (`fresh_kv_only`), with logits of all rows.
         Declared ops, if any, have to be in the tables that graphs read.
         """
         bs = forward_batch.batch_size

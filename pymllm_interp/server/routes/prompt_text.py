@@ -9,7 +9,7 @@ from ...utils.arguments import PromptError
 
 
 def check_length(tokenizer: Any, characters: int, max_model_len: int, what: str) -> None:
-    """Refuse a text that the context cannot hold, whatever its tokens are: one is at most as long as the longest, and a space.
+    """Refuse a text that the context cannot hold, whatever its tokens are. A token is at most as long as the longest, and a space.
 
     Raises:
         PromptError: it has more characters.

@@ -6,8 +6,8 @@
     after a pass   send()                    copies the span to the host on a stream of its own
     a thread       RingCopier                copies records to the result of each request, then frees the span
 
-If a mean over a prompt or a reduction is captured, its records lie at the end of the span, and stay there. `send` packs them first,
-and copies what they are packed to.
+The records of a mean over a prompt, or of a reduction, stay on the device, at the span's end. `send` packs them first, and copies
+what they are packed to.
 
 The host ring has the size of the device ring, and a span has the same place in both. It is freed after its records are copied to
 the results. Neither the engine's thread nor a launched pass waits for these copies.

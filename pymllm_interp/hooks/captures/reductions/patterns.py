@@ -74,7 +74,7 @@ class PatternCaptures:
         num_layers: of the model.
 
     Raises:
-        ValueError: a layer or head that the model lacks, a layer in two ways, positions beyond the prompt, or a reduction.
+        ValueError: a layer or head that the model lacks, a layer in two ways, later positions, or a reduction.
         UnsupportedModelError: the model's patterns cannot be computed again.
     """
 

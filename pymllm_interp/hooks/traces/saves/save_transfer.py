@@ -41,8 +41,8 @@ class SaveTransfer:
     """Copies the saves of one ``with`` block to the caller's device. Each tensor is copied once, whatever its names.
 
     Copies from a GPU go to pinned memory on a stream of their own, overlapped with the engine's work. Small tensors of equal shape
-    and dtype are copied together. Most are copied at the end of the pass that saved them (`leave_batch`), the rest when the request
-    is over (`queue`, `flush`). The caller's tensors are cut from the copy and have storage of their own.
+    and dtype are copied together. Most are copied at the end of the pass that saved them (`leave_batch`). The rest is copied when
+    the request ends (`queue`, `flush`). The caller's tensors are cut from the copy and have storage of their own.
 
     The block keeps its tensors and may edit them later. A tensor is copied again if torch has counted an edit since
     (`Tensor._version`).
