@@ -14,7 +14,7 @@ PY := $(BIN)/python
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.14; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
 
-.PHONY: setup demo test test-gpu lint format bench doctor clean
+.PHONY: setup demo test test-gpu lint format api bench doctor clean
 
 setup: $(STAMP)
 
@@ -59,6 +59,9 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+api: $(STAMP)
+	$(BIN)/python docs/make_api.py
 
 bench: $(STAMP)
 	$(BIN)/pymllm-interp bench --dtype bfloat16

@@ -2,8 +2,8 @@
 
 Usage: python benchmarks/chart.py [docs/images/speed.svg]
 
-`pymllm-interp bench` writes the records (suites decode and traces of the 8B shape). The peers' numbers are those of
-benchmarks/configs/llama8b/aims.json.
+Plain steps of both engines come from one lease, h200-serving-vllm.json. Traced steps come from the suite "traces" of the 8B shape.
+nnsight's numbers, in benchmarks/configs/llama8b/aims.json, were measured separately.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Group(NamedTuple):
 def read_groups(benchmarks: Path) -> tuple[list[int], list[Group]]:
     """(batch sizes, groups) from the records."""
     aims = json.loads((benchmarks / "configs" / "llama8b" / "aims.json").read_text())
-    decode = json.loads((benchmarks / "results" / "gpu-decode-llama8b.json").read_text())["decode"]
+    lease = json.loads((benchmarks / "results" / "h200-serving-vllm.json").read_text())
     traces = json.loads((benchmarks / "results" / "gpu-traces-llama8b.json").read_text())["rows"]
     batches = aims["batches"]
 
@@ -45,10 +45,11 @@ def read_groups(benchmarks: Path) -> tuple[list[int], list[Group]]:
         by_batch = {row["batch"]: row["ms"] for row in traces if row["case"] == case}
         return [by_batch[batch] for batch in batches]
 
-    plain = {row["batch"]: row["decode_ms"] for row in decode}
-    groups = [Group("plain requests", aims["peer"], [plain[batch] for batch in batches], aims["decode_ms"]["peer"])]
+    ours, peer = lease["engines"]
+    groups = [Group("plain requests", f"{peer} in one lease", lease["decode"]["ms"][ours], lease["decode"]["ms"][peer])]
     for case in ("every request reads one layer", "every request reads 8 layers"):
-        groups.append(Group(case, aims["traced_peer"], traced(case), aims["traces"][case]["peer"]))
+        other = f"{aims['traced_peer']}, measured separately"
+        groups.append(Group(case, other, traced(case), aims["traces"][case]["peer"]))
     return batches, groups
 
 

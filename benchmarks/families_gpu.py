@@ -5,8 +5,8 @@
 
 "speed": milliseconds of a decode step, `bench`'s. "shapes": random weights in bfloat16, saved by transformers and loaded by each
 engine. Prompts of 1 to 300 tokens run together, and generate 16 tokens each. The states after each layer of all positions, decoded
-ones included, are compared with those of transformers for the same tokens: the lowest cosine, and the share of new tokens that are
-transformers' most likely ones.
+ones included, are compared with transformers' states for the same tokens. Printed are the lowest cosine, and the share of new
+tokens that are transformers' most likely ones.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 PASSES, FAILS, DIFFERS, NOT_APPLICABLE, NO_MODEL = "passes", "fails", "differs", "not applicable", "no model"
 VERDICTS = (PASSES, FAILS, DIFFERS, NOT_APPLICABLE, NO_MODEL)
-"""`DIFFERS` are failures that `rules.DIFFERENCES` explains. `NO_MODEL` are tests on bare modules, run with nnsight alone."""
+"""`DIFFERS` are failures that `rules.DIFFERENCES` explains. `NO_MODEL` are tests on bare modules, run with nnsight only."""
 
 
 def fetch_sdist() -> bytes:

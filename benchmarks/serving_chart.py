@@ -2,8 +2,8 @@
 
 Usage: python benchmarks/serving_chart.py [docs/images/serving.svg]
 
-`pymllm-interp bench --suite serving` writes the records, `*serving*.json`. The peer's numbers are those of the same record, or
-those of the aims beside the model's config.
+`pymllm-interp bench --suite serving` writes the records, `*serving*.json`. The peer's numbers come from the same record.
+Only a model without such a record has the peer's numbers of the aims beside its config.
 """
 
 from __future__ import annotations
@@ -119,13 +119,20 @@ def bar(y: float, value: float, length: float, colour: str) -> list[str]:
 
 
 def read_charts(benchmarks: Path) -> list[Chart]:
-    """A chart for each record in the results."""
+    """A chart for each record in the results. If a model has a record with a peer's rows, its other records are left out."""
     charts = []
-    for path in sorted((benchmarks / "results").glob("*serving*.json")):
-        record = json.loads(path.read_text())
+    records = [json.loads(path.read_text()) for path in sorted((benchmarks / "results").glob("*serving*.json"))]
+    beside = {record["model"] for record in records if _has_peer(record)}
+    for record in records:
+        if record["model"] in beside and not _has_peer(record):
+            continue
         aims = benchmarks / "configs" / record["model"] / "aims.json"
         charts.append(read_chart(record, json.loads(aims.read_text()) if aims.is_file() else {}))
     return charts
+
+
+def _has_peer(record: dict[str, Any]) -> bool:
+    return any(row["policy"] is None for row in record["rows"])
 
 
 def main() -> int:

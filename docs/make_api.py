@@ -1,6 +1,6 @@
-"""Writes docs/api.md from the docstrings.
+"""Writes docs/api.md, which git ignores, from the docstrings.
 
-Usage: python docs/make_api.py
+Usage: make api, or python docs/make_api.py [FILE]
 
 A public class is shown with its signature, summary and arguments, then its fields, properties and methods: those with a
 docstring and without a leading underscore, of the class and of its base classes in this package.
@@ -27,7 +27,7 @@ PACKAGE = "pymllm_interp"
 class Section:
     """A heading of the page, and the names under it: the package's own, and others as "module:name".
 
-    `hidden` are members for other modules alone.
+    `hidden` are members for other modules only.
     """
 
     title: str
@@ -40,7 +40,7 @@ PLUMBING = (
     "act", "addend", "basis", "channels", "encodes", "filled", "fit", "identity", "name", "named", "names", "operands",
     "sites_in", "tensors", "unit", "vectors", "whole", "words", "written",
 )  # fmt: skip
-"""Members of specs that the engine alone uses."""
+"""Members of specs that only the engine uses."""
 
 SECTIONS = [
     Section(
@@ -50,7 +50,7 @@ SECTIONS = [
     ),
     Section(
         "Traces", "What a `with` binds: `with lm.trace(prompt) as tracer:` ([traces](traces.md)).",
-        ("hooks.traces.syntax.tracer:EngineTracer", "hooks.traces.syntax.tracer:EngineInvoker"), ("execute",),
+        ("hooks.traces.syntax.tracer:EngineTracer", "hooks.traces.syntax.tracer:EngineInvoker", "SavedSteps"), ("execute",),
     ),
     Section(
         "Sampling", "", ("SamplingParams", "sampling.token_constraint:ConstraintSpec", "sampling.token_constraint:TokenConstraint",
@@ -75,9 +75,13 @@ SECTIONS = [
         ("Capture", "Project", "Activations"), ("add", "as_arrived", *PLUMBING),
     ),
     Section(
+        "SAEs and lenses", "Reductions of captures, and the files that they read ([interventions](interventions.md)).",
+        ("SAE", "Features", "Lens", "TunedLens", "JacobianLens"), PLUMBING,
+    ),
+    Section(
         "Interventions", "Declared edits ([interventions](interventions.md)).",
         ("hooks.interventions.op:Op", "Steer", "Ablate", "Clamp",
-        "Scale", "Patch", "Knockout", "Gate"),
+        "Scale", "Patch", "Knockout", "Gate", "SetFeature"),
         PLUMBING,
     ),
     Section(
@@ -104,12 +108,16 @@ SECTIONS = [
         "hooks.traces.blocks.errors:TraceError", "hooks.traces.blocks.errors:EditError", "hooks.traces.blocks.errors:GangError",
         "hooks.traces.blocks.errors:TraceTimeoutError"),
     ),
+    Section(
+        "Runners", "The forward passes of an engine ([how a step runs](how-a-step-runs.md)).",
+        ("ModelRunner", "InterpModelRunner"),
+    ),
 ]  # fmt: skip
 
 
 def make_page() -> str:
     """The page's text."""
-    lines = ["# API", "", "Made from the docstrings by `python docs/make_api.py`."]
+    lines = ["# API", "", "Made from the docstrings by `make api`."]
     names = [entry.split(":")[-1] for section in SECTIONS for entry in section.names]
     lines += ["", " · ".join(f"[{name}](#{name.lower()})" for name in names)]
     for section in SECTIONS:
@@ -212,7 +220,7 @@ def signature(node: ast.FunctionDef | ast.AsyncFunctionDef | None) -> str:
 
 
 def arguments(args: ast.arguments) -> list[str]:
-    """Each argument with its type and its default; the star before arguments by keyword alone is one, too."""
+    """Each argument with its type and its default; the star before keyword-only arguments is one, too."""
     positional = [*args.posonlyargs, *args.args]
     defaults: list[ast.expr | None] = [None] * (len(positional) - len(args.defaults)) + list(args.defaults)
     parts = [
@@ -279,7 +287,7 @@ def items(text: str) -> list[str]:
 
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent.parent))
-    PAGE.write_text(make_page())
+    (Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE).write_text(make_page())
 
 
 if __name__ == "__main__":

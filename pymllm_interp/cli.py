@@ -22,7 +22,7 @@ SERVE_LIMITS: dict[str, tuple[type, float]] = {
     "engine_message_seconds": (float, 60.0), "engine_step_seconds": (float, 300.0),
     "header_seconds": (float, 10.0), "max_header_bytes": (int, 64 << 10),
 }  # fmt: skip
-"""Limits of a server -> type and default; those of server/settings.py, which are not imported for --help."""
+"""Limits of a server -> type and default, as in server/settings.py, which is not imported for --help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -38,7 +38,7 @@ class ModelConfig:
     """ "demo", a folder with config.json and safetensors, a .gguf file, or a hub id."""
     dtype: str | torch.dtype = "auto"
     load_format: str = "auto"
-    """ "auto" reads weights; "dummy" makes seeded random ones from config.json alone."""
+    """ "auto" reads weights; "dummy" makes seeded random weights from config.json."""
     impl: str = "auto"
     """ "native": our modules; "transformers": the family's own class; "auto": native where there is one."""
     seed: int = 0
@@ -87,8 +87,8 @@ class ServerConfig:
     max_intervention_vectors: int = 4096
     """Maximum vectors of all live requests' interventions; equal vectors count once."""
     inner_sites: tuple[str, ...] = ()
-    """Kinds of sites inside attention and MLP ("q", "k", "v", "z", "mlp_act") that declared ops and captures can use on CUDA. Each
-    kind costs at least one kernel launch a layer, used or not. On a CPU all kinds can be used, at no cost."""
+    """Kinds of sites inside attention and MLP ("q", "k", "v", "z", "mlp_act") for declared ops and captures on CUDA. Each kind
+    costs at least one kernel launch a layer, used or not. On a CPU all kinds can be used, at no cost."""
     max_capture_bytes: int = 1 << 30
     """Maximum bytes of one request's captures on the host."""
     capture_ring_bytes: int = 1 << 30
@@ -107,11 +107,12 @@ class ServerConfig:
     schedule_policy: str = "mixed"
     """ "mixed" puts decode and prefill into one step; "prefill_first" gives prefill steps of its own, at most every second one."""
     scheduling_policy: str = "fcfs"
-    """The order of waiting requests with equal `priority`: "fcfs", first come, first served; "lpm", the longest prefix in the
+    """The order of waiting requests with equal `priority`. "fcfs": first come, first served. "lpm": the longest prefix in the
     prefix cache first."""
     max_itl_ms: float | None = None
-    """Target for the time between a request's tokens, in milliseconds: beside decoding requests a step takes as many prompt tokens
-    as that leaves time for, by the steps so far. Prompts of traces run in one pass all the same. None: `max_num_tokens` alone."""
+    """Target for the time between a request's tokens, in milliseconds. It limits the prompt tokens of a step beside decoding
+    requests, by the measured times of steps. Prompts of traces run in one pass all the same. None: `max_num_tokens` is the only
+    limit."""
     attention_backend: str = "auto"
     """ "torch", or "flashinfer" on CUDA."""
     disable_cuda_graph: bool = False
@@ -122,8 +123,8 @@ class ServerConfig:
     torch_compile_max_bs: int = 32
     """The largest batch size to compile."""
     logprobs_mode: str = "raw_logprobs"
-    """What `logprobs` and `prompt_logprobs` hold, with vLLM's names: "raw_logprobs" and "raw_logits" are before penalties,
-    temperature and filters, "processed_logprobs" and "processed_logits" after them (prompt tokens have none)."""
+    """What `logprobs` and `prompt_logprobs` hold, with vLLM's names. "raw_logprobs" and "raw_logits" are before penalties,
+    temperature and filters. "processed_logprobs" and "processed_logits" are after them; prompt tokens have no such values."""
     gpu_memory_utilization: float = 0.9
     """Fraction of the device's memory for weights, activations and KV."""
     lower_traces: str = "auto"

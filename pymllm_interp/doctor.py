@@ -27,7 +27,7 @@ def run_doctor(model: str | None = None) -> int:
     """Print the table.
 
     Args:
-        model: a folder, a file or a hub id, whose config tells how it would run.
+        model: a folder, a file or a hub id; the report says how its config would run.
 
     Returns:
         0 where the demo and the model can run, else 1.

@@ -76,7 +76,7 @@ class AttentionBackend(ABC):
     def forget_plan(self, forward_batch: ForwardBatch) -> None:  # noqa: B027
         """Drop data that one layer of a captured decode pass computed for later layers.
 
-        Graph segments are captured separately, so each computes the data again. By default there is none.
+        Graph segments are captured separately, so each computes the data again. The default backend has none.
         """
 
 

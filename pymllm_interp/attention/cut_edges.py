@@ -1,9 +1,9 @@
-"""Attention with cut edges: some queries of a request do not attend to some of its keys, at some layers and heads.
+"""Attention with cut edges: some queries of a request do not attend to some of its keys.
 
 Patterns that requests capture are computed here, too (patterns.py).
 
-The kernels of the backends have no such mask. They compute all rows as ever, so that other requests keep their bits; then the
-rows and heads with cut edges are computed again here, in plain torch over the request's pages.
+The kernels of the backends have no such mask. They compute all rows as usual, so that other requests keep their bits. Then the rows
+and heads with cut edges are computed again here, in plain torch over the request's pages.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RequestCuts:
         start: position of that row.
         num_rows: of the request.
         cuts: in any order.
-        reads: layer -> the rows whose pattern is captured.
+        reads: layer -> the rows for which attention patterns are captured.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class RequestCuts:
         return hidden.unsqueeze(0)
 
     def slots(self, batch: ForwardBatch) -> torch.Tensor:
-        """Rows [keys] of K and V with the request's positions: of the pool, or of the pass's own K and V."""
+        """Rows [keys] of K and V with the request's positions, of the pool or of the pass's own K and V."""
         if self._slots is None:
             if batch.fresh_kv_only:
                 first = self.first_row - self.start
@@ -178,7 +178,7 @@ class PassCuts:
         Args:
             out: the backend's, [tokens, heads * head_dim].
             q: [tokens, heads, head_dim], rotated.
-            k, v: [slots, kv_heads, head_dim] of the pool, or [tokens, ...] of a pass that attends to its own K and V.
+            k, v: [slots, kv_heads, head_dim] of the pool, or [tokens, ...] if a pass attends to its own K and V.
         """
         for request in self.requests:
             for cut in request.at(layer.layer_id, layer.num_heads, layer.sliding_window, q.device):

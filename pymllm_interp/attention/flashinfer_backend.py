@@ -1,9 +1,9 @@
 """Attention for half precision on CUDA: FlashInfer's prefill kernels, and a decode kernel of our own.
 
-The leading requests of a pass with one row each run `DecodeAttention`, which reads lengths and the request table on the device.
-A decode pass has no other rows, so that it is captured as it is. The other requests run FlashInfer's paged prefill, planned once
-for each kind of layer (heads, sliding window, soft cap), when the first layer of that kind runs. Later layers of the kind reuse
-the plan. It reads `KVPool.paged` and the pages in the request table::
+The leading requests of a pass with one row each run `DecodeAttention`. It reads lengths and the request table on the device. A
+decode pass has no other rows, so that it is captured as it is. The other requests run FlashInfer's paged prefill. It is planned
+once for each kind of layer (heads, sliding window, soft cap), before the first such layer. Later layers of the kind reuse the plan.
+It reads `KVPool.paged` and the pages in the request table::
 
     seq_lens 20, 3 with pages of 16 slots  ->  kv_indptr [0, 2, 3]   kv_indices [7, 3, 9]   last_page_len [4, 3]
 

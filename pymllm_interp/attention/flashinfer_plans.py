@@ -125,9 +125,9 @@ class KernelCall(NamedTuple):
 
 @dataclass
 class PrefillPart:
-    """The requests of a pass with more than one token row, or behind one that has more; they are planned for the prefill kernel.
+    """Requests that are planned for the prefill kernel: the first with more than one token row, and all behind it.
 
-    Over long contexts that kernel is slow at single rows, which is why the leading requests with one row are not among them.
+    Over long contexts that kernel is slow at single rows. Hence the leading requests with one row run another kernel.
     """
 
     # fmt: off

@@ -1,4 +1,6 @@
-"""Attention patterns of some rows, computed again from the rotated queries and the keys: kernels never have them as a whole."""
+"""Attention patterns of some rows. They are computed again from the rotated queries and the keys: kernels never have them as a
+whole.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ MAX_SCORES = 1 << 26
 
 
 class PatternRead(NamedTuple):
-    """The rows of a request whose pattern is wanted at a layer, in a pass."""
+    """The rows of a request for which a layer's attention pattern is captured, in a pass."""
 
     rows: np.ndarray
     """[rows] int64, counted from the request's first row."""

@@ -106,7 +106,7 @@ class TorchAttnBackend(AttentionBackend):
 
 
 def decode_rows_of(forward_batch: ForwardBatch) -> DecodeRows | None:
-    """Where the KV of a planned pass is; None where this backend did not plan it, or a request has several queries."""
+    """Place of the KV of a planned pass. None: this backend did not plan the pass, or a request has several queries."""
     metadata = forward_batch.attn_metadata
     return metadata.decode if isinstance(metadata, AttnMetadata) else None
 
@@ -114,7 +114,7 @@ def decode_rows_of(forward_batch: ForwardBatch) -> DecodeRows | None:
 def _decode_on_cpu(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
 ) -> torch.Tensor | None:
-    """Attention of a pass with one query for each request, over the pool's K and V; None where no kernel computes it."""
+    """Attention of a pass with one query for each request, over the pool's K and V. None: no kernel computes it."""
     rows = decode_rows_of(forward_batch)
     if rows is None or (kernels := cpu_kernels_for(q, k, v)) is None or layer.head_dim % kernels.ATTENTION_WIDTH:
         return None

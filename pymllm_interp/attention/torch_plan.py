@@ -7,8 +7,8 @@ and masks:
     4 decode rows (kv 70, 65, 80, 77) and prompts of 9, 16, 2000 tokens
         -> [4 x 1 query, 80 kv]   [2 x 16 queries, 16 kv]   [1 x 2000 queries, causal, no mask]
 
-Padding keys repeat the request's own first key. Masked values are multiplied with zero, and zero times a NaN or an infinity
-of another request, or of the dummy slot, would be NaN.
+Padding keys repeat the request's own first key. Masked values are multiplied with zero. Zero times a NaN or an infinity, of another
+request or of the dummy slot, would be NaN.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def _build_group(
 
 
 def build_static_plan(kv_len: int, layer: RadixAttention, forward_batch: ForwardBatch, dtype: torch.dtype) -> AttnPlan:
-    """The plan of a decode pass, made from tensors on the device only, so that a CUDA graph can capture it."""
+    """The plan of a decode pass. It is made from tensors on the device only, so that a CUDA graph can capture it."""
     bs, device = forward_batch.batch_size, forward_batch.input_ids.device
     last = forward_batch.seq_lens.to(torch.int64).unsqueeze(1) - 1  # [bs, 1], the query's position
     rows = torch.arange(bs, device=device).unsqueeze(1)

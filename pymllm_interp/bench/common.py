@@ -67,7 +67,7 @@ def compare(plain: Callable[[int], None], given: Callable[[int], None], new_toke
     """Duration of a decode step of `given` against one of `plain`. Both are called with a number of new tokens.
 
     A step takes ``(t(all new tokens) - t(1)) / (new tokens - 1)``. It includes all work for each saved value, until the caller has
-    it, and excludes work that is done once for each request. The two sides take turns on one engine.
+    it. Work that is done once for each request is excluded. The two sides take turns on one engine.
     """
     runs = (plain, given)
     for run in runs:

@@ -25,7 +25,7 @@ from .profile import StepProfile
 PREFILL_PROMPTS = PREFILL_TIMES = 16
 """Number of prompts for prefill, and how many times longer they are than for decoding."""
 LEAD = 16
-"""New tokens of the traced request beyond those of the plain ones: their prompts are computed after its own."""
+"""Additional new tokens of the traced request: the prompts of the plain requests are computed after its own."""
 PROFILED_STEPS = 20
 WAYS: dict[str, dict[str, Any]] = {
     "no graphs": {"disable_cuda_graph": True},
@@ -174,7 +174,7 @@ def median_seconds(lm: LM, prompts: Prompts, new_tokens: int, repeats: int) -> f
 
 
 def measure_decode(lm: LM, batch: int, settings: GpuSettings) -> dict[str, Any]:
-    """A decode step, its graph alone, and end-to-end tokens a second.
+    """A decode step, the replay of its graph without the rest of the step, and end-to-end tokens a second.
 
     A step takes ``(t(all new tokens) - t(1)) / (new tokens - 1)``.
     """
@@ -255,7 +255,7 @@ def profile_prefill(lm: LM, settings: GpuSettings) -> dict[str, Any]:
 
 
 def hooks_suite(model: Model, way: str) -> dict[str, Any]:
-    """Steps of one of the engines in `WAYS` at each batch size: plain ones, and with one request that reads layers."""
+    """Steps of one of the engines in `WAYS`: plain steps, and steps with one request that reads layers."""
     with model.load(**WAYS[way]) as lm:
         depth, settings = len(lm.model.layers), model.settings
         one, every = [depth // 2], list(range(depth))

@@ -1,7 +1,7 @@
 """What declared interventions and captures cost a decode step: the suite "interventions".
 
 Every request of the batch has them, and all requests decode in the measured steps (`steady_ms`). The cost of unused tables is
-measured on graphs: the same pass is captured with and without tables, and the graphs are replayed in turns.
+measured on graphs. The same pass is captured with and without tables, and the graphs are replayed in turns.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def interventions_suite(model: Model) -> Iterator[dict[str, Any]]:
 
 
 def short_lengths(settings: GpuSettings) -> dict[str, int]:
-    """Tokens of the measured requests, at most those of the settings."""
+    """Tokens of the measured requests, at most as many as the settings have."""
     return {
         "prompt_tokens": min(PROMPT_TOKENS, settings.prompt_tokens), "new_tokens": min(NEW_TOKENS, settings.new_tokens),
     }  # fmt: skip
@@ -126,7 +126,9 @@ def measure_captured_prefill(lm: LM, settings: GpuSettings) -> dict[str, float]:
 
 
 def measure_harvest(lm: LM, settings: GpuSettings) -> dict[str, float]:
-    """GB a second of a harvest of the states after each layer, and of the disk alone; both until all bytes are synced."""
+    """GB a second of a harvest of the states after each layer, and of plain writes to the disk. Both times end when all bytes are
+    synced.
+    """
     documents = random_prompts(lm, HARVESTED, settings.prefill_tokens)
     with tempfile.TemporaryDirectory(dir=".") as folder:
         result = lm.harvest(documents, capture=["resid_post.*"], out=Path(folder) / "harvest", progress=False)

@@ -1,4 +1,4 @@
-"""Results of the GPU suites as Markdown tables: numbers, aims, a peer's numbers, and profiles of steps that missed an aim."""
+"""Results of the GPU suites as Markdown tables: numbers, aims, peers, and profiles of steps that missed an aim."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ WITHIN = 0.05
 """Aim: how much slower the default may be than the better of the ways that it picks from."""
 KERNELS = 6
 """Kernels that are named where an aim was missed."""
-Values = Mapping[int, float]
+NumbersByBatch = Mapping[int, float]
 """By batch size."""
 
 
 def read_aims(config: Path) -> dict[str, Any]:
-    """The `aims.json` of a config folder; empty if there is none."""
+    """The `aims.json` of a config folder; empty without such a file."""
     path = config / "aims.json"
     return json.loads(path.read_text()) if path.is_file() else {}
 
@@ -68,7 +68,7 @@ class _Report:
     def _decode(self) -> list[str]:
         record = self.record
 
-        def values(name: str) -> Values:
+        def values(name: str) -> NumbersByBatch:
             return {row["batch"]: row[name] for row in record["decode"]}
 
         lines = [
@@ -99,7 +99,7 @@ class _Report:
     def _hooks(self) -> list[str]:
         found = self.record["hooks"]
 
-        def values(way: str, layers: Callable[[int], bool], name: str = "ms") -> Values:
+        def values(way: str, layers: Callable[[int], bool], name: str = "ms") -> NumbersByBatch:
             return {row["batch"]: row[name] for row in found if row["way"] == way and layers(row["layers"])}
 
         def ways(row: dict[str, Any]) -> set[str]:
@@ -159,7 +159,7 @@ class _Report:
     def _cells(self, name: str, cells: Mapping[int, str]) -> str:
         return "| " + " | ".join([name, *(cells.get(n, "-") for n in self.batches)]) + " |"
 
-    def _beside(self, name: str, values: Values, profile: str) -> list[str]:
+    def _beside(self, name: str, values: NumbersByBatch, profile: str) -> list[str]:
         """Rows with the aims and the peer's numbers, if there are any."""
         asked, rows = self.aims.get(name, {}), []
         slower, form = ("at most", "{:.2f}") if name.endswith("_ms") else ("at least", "{:,.0f}")

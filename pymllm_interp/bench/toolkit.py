@@ -1,4 +1,4 @@
-"""What features, lenses and set features cost a decode step, and how long the lens of a prompt takes: the suite "toolkit".
+"""The suite "toolkit": what features, lenses and set features cost a step, and the time of a prompt's lens.
 
 Every request of the batch has them, and all requests decode in the measured steps (`steady_ms`).
 """
@@ -95,7 +95,7 @@ def random_sae(width: int, site: str) -> SAE:
 
 
 def measure_lens(lm: LM, settings: GpuSettings) -> dict[str, float]:
-    """Milliseconds until the lens of each position of a prompt at one layer is with the caller; less the plain prompt's."""
+    """Milliseconds until the caller has one layer's lens at each position of a prompt, less the plain prompt's time."""
     tokens = min(LENS_ROWS, settings.prefill_tokens)
     (prompt,) = random_prompts(lm, 1, tokens)
     capture = [Capture(f"resid_post.{lm.runner.num_hidden_layers // 2}", reduce=Lens(top_k=LENS_TOP_K))]

@@ -69,7 +69,7 @@ def measure(lm: LM, case: Case, batch: int, settings: GpuSettings) -> dict[str, 
 
 
 def measure_sweep(lm: LM, settings: GpuSettings) -> dict[str, float]:
-    """Seconds of one trace with many invokes that each save a layer, against plain generation of one token for each prompt."""
+    """Seconds of one trace with many invokes that each save a layer, against plain generation for each prompt."""
     count, tokens = (SWEEP, SWEEP_TOKENS) if settings.repeats > 1 else (8, 4)
     prompts, layer = random_prompts(lm, count, tokens), lm.runner.num_hidden_layers // 2
 

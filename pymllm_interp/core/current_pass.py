@@ -5,8 +5,8 @@ Modules have the signatures of their transformers classes, which take no `Forwar
     with current_pass(batch):
         logits = model(...)          # a module inside: `batch = current_batch()`
 
-Two kinds of calls do not see the pass, and get a plain module: calls on other threads, and calls that a hook makes for its
-own ends (`HookQuery.is_own_call`).
+Two kinds of calls do not see the pass, and get a plain module. These are calls on other threads, and a hook's own calls of modules
+(`HookQuery.is_own_call`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from .output import Logprob
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """A request with `stream` has a new token, and goes on."""
+    """A request with `stream` has a new token, and has not ended."""
 
     request_id: str
     token_id: int
@@ -40,7 +40,7 @@ class FinishedEvent:
     receipt: Any = None
     """What was applied (hooks.receipt.Receipt), or None."""
     num_cached_tokens: int = 0
-    """Prompt tokens whose KV was in the prefix cache."""
+    """Prompt tokens with KV in the prefix cache."""
     error: BaseException | None = None
     warnings: list[str] = field(default_factory=list)
 

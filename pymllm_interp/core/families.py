@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 INNER_SITES = ("q", "k", "v", "z", "mlp_act")
 """Kinds of inner sites that each layer has."""
 HEAD_SITES = ("q", "k", "v", "z")
-"""Kinds of sites whose state is split into attention heads, [heads, head_dim]."""
+"""Kinds of sites with a state that is split into attention heads, [heads, head_dim]."""
 PATTERN = "pattern"
 """Attention patterns: they can be captured, and are no state of a point of the pass."""
 LOGITS = "logits"
@@ -50,10 +50,10 @@ class Family:
         embed, layers, final_norm, head: module paths; `layers` is the list of decoder layers.
         attention_norm, attention, mlp_norm, mlp: children of a decoder layer.
         q_proj, k_proj, v_proj, o_proj: children of the attention.
-        qkv: child of the attention whose output has q, k and v; "": they have a projection each.
-        by_head: whether that output has, for each head of keys, its queries, its key and its value; else all q, all k, all v.
+        qkv: child of the attention with q, k and v in one output; "": each has a projection of its own.
+        by_head: whether q, k and v of each head follow each other; else all q, all k, all v.
         down_proj: the MLP's last projection.
-        attn_out, mlp_out: children of a decoder layer whose outputs are added to the residual stream; "": attention and MLP.
+        attn_out, mlp_out: children of a decoder layer with outputs that are added to the residual stream; "": attention and MLP.
         resid_mid: child of a decoder layer that reads the stream between the two; "": the MLP's norm.
         missing: kinds of sites that the family does not have.
         sliding_window: whether the config's `sliding_window` counts.
@@ -85,8 +85,8 @@ class Family:
     def points(self) -> Mapping[str, SitePoint]:
         """Kind of site -> where its value can be read, in the order of a forward pass.
 
-        Editing there is not always editing the site: the residual stream bypasses a norm, so replacing the norm's input does
-        not change `resid_mid`.
+        Editing there is not always editing the site. The residual stream bypasses a norm, so replacing the norm's input does not
+        change `resid_mid`.
         """
         layer = self.layers + ".{}"
         attention, mlp = f"{layer}.{self.attention}", f"{layer}.{self.mlp}"
@@ -255,4 +255,4 @@ TRANSFORMERS_FAMILIES: dict[str, Family] = {
         ),
     )
 }  # fmt: skip
-"""Families that run through transformers' own classes. Kinds whose modules a model lacks are left out when it is loaded."""
+"""Families that run through transformers' own classes. A kind is left out when a model is loaded that lacks its modules."""

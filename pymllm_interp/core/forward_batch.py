@@ -1,7 +1,7 @@
 """What one forward pass needs, in one place.
 
 `ModelRunner.prepare_forward_batch_*` builds a `ForwardBatch`, and layers receive it unchanged. It refers to the attention
-backend and the memory pools, so that two runners share no state. The fields up to `image_grid_thw` are those of pymllm's
+backend and the memory pools, so that two runners share no state. The fields up to `image_grid_thw` are the fields of pymllm's
 `ForwardBatch`, in its order.
 
 The batch is flat: the token rows of all requests are concatenated. Request ``i`` owns the batch group
@@ -94,7 +94,7 @@ class GraphSegments(Protocol):
 
 
 class ParallelDelta(NamedTuple):
-    """What a layer adds to the stream whose attention and MLP read the same state: ``mlp + attention``."""
+    """What a layer with one state for attention and MLP adds to the stream: ``mlp + attention``."""
 
     # fmt: off
     attention: torch.Tensor  # [1, tokens, hidden]
@@ -268,7 +268,7 @@ class ForwardBatch:
 
     @property
     def num_request_tokens(self) -> int:
-        """Rows of requests. The rows after them are padding, whose K and V go to the dummy slot."""
+        """Rows of requests. The rows after them are padding; their K and V go to the dummy slot."""
         return self.num_tokens if self.extend_num_tokens is None else self.extend_num_tokens
 
     @property

@@ -11,7 +11,7 @@ MAX_LISTED = 1 << 20
 MAX_SPECS = 1024
 """Most interventions, and most captures, of one prompt."""
 MAX_CALL_SPECS = 16384
-"""Most interventions and captures of a call, each counted for each of its prompts, with one more for each layer of vectors."""
+"""Interventions and captures of a call, at most. Each counts once for each prompt, with one more for each layer of vectors."""
 MAX_NAMED = 1024
 """Most heads, layers or tokens in one list, and most layers of one object of vectors."""
 MAX_SITE_LENGTH = 1024

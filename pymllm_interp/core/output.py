@@ -91,12 +91,12 @@ class RequestOutput(Shown):
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finished: bool = True
     num_cached_tokens: int = 0
-    """Prompt tokens whose KV was in the prefix cache; of the first completion."""
+    """Prompt tokens of the first completion with KV in the prefix cache."""
     warnings: list[str] = field(default_factory=list)
 
     @property
     def perplexity(self) -> float | None:
-        """Of the prompt: exp of the mean negative log probability of its tokens, but for the first.
+        """Perplexity of the prompt: exp of the mean negative log probability of its tokens. The first token has no probability.
 
         None without SamplingParams(prompt_logprobs=...), for a prompt of one token, or where they are logits.
         SamplingParams(prompt_logprobs=0, max_tokens=0) generates nothing.

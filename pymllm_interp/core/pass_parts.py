@@ -44,7 +44,7 @@ class TransformersOutputs(Protocol):
     """transformers' own attention runs, in place of the attention backend."""
 
     def layer_inputs(self, layer: int, hidden: torch.Tensor) -> dict[str, Any]:
-        """Further arguments of a decoder layer, whose input is `hidden`."""
+        """Further arguments of a decoder layer; `hidden` is its first one."""
         ...
 
     def collect_input(self, hidden: torch.Tensor) -> None:

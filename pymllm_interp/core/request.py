@@ -57,7 +57,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token ids of `params.bad_words`."""
     adapter: str | None = None
-    """Adapter of the weights that it runs with, part of the model's state for it; None, the only one yet, is the model itself."""
+    """Adapter of the weights that it runs with, as part of the model's state. None, the only value yet, is the model itself."""
     constraint: Any = None
     """What its tokens must obey (engine.constraints.RequestConstraint); None for anything."""
     eos_token_id: int | None = None
@@ -75,15 +75,15 @@ class Request:
     alone: bool = False
     """No other request may take part in its passes."""
     differentiable: bool = False
-    """Its pass runs with gradients, alone."""
+    """Its pass runs with gradients, and serves no other request."""
     gang: list[Request] | None = None
     """Requests that are admitted, stepped and swapped together with this one, itself included."""
     priority: int = 0
     """Requests with lower numbers are scheduled first."""
     cache_salt: str | None = None
-    """Requests share KV with those of the same salt only."""
+    """Only requests with the same salt share KV."""
     cache_owner: str | None = None
-    """Whose request it is: requests share KV with those of the same owner only."""
+    """Owner of the request. Only requests of one owner share KV."""
     stream: bool = False
     """Whether an event is emitted for each token."""
     live_objects: Any = None
@@ -101,7 +101,7 @@ class Request:
     kv_len: int = 0
     """Positions that have KV, or get it in a launched step. A preemption resets it."""
     prompt_computed: int = 0
-    """Positions up to which the prompt was computed, in steps whose tokens were read. See `computed_once`."""
+    """Positions up to which the prompt was computed, in steps with tokens that the host has read. See `computed_once`."""
     req_pool_idx: int | None = None
     """Row of the request table, while it runs."""
     pages: list[int] = field(default_factory=list)
@@ -119,7 +119,7 @@ class Request:
     prefix: Any = None
     """What it shares (engine.prefix_sharing.Prefix), since it was first considered."""
     num_cached_tokens: int = 0
-    """Positions whose KV was in the prefix cache when it was first admitted."""
+    """Positions with KV in the prefix cache when it was first admitted."""
     not_reused: str = ""
     """How much more the prefix cache had, and why it was computed again."""
 
@@ -152,7 +152,9 @@ class Request:
 
     @property
     def computed_once(self) -> int:
-        """Positions computed at least once, in steps whose tokens were read. Results report these; a preemption keeps them."""
+        """Positions computed at least once, in steps with tokens that the host has read. Results report these; a preemption keeps
+        them.
+        """
         accepted = len(self.output_token_ids)
         return self.prompt_len + accepted - 1 if accepted else self.prompt_computed
 
@@ -197,7 +199,7 @@ class Request:
 
     @property
     def num_known_tokens(self) -> int:
-        """Positions that have KV, but for the last sampled token's, which may belong to a step that is dropped."""
+        """Positions that have KV. The last sampled token does not count: it may belong to a step that is dropped."""
         return min(self.kv_len, self.prompt_len + max(len(self.output_token_ids) - 1, 0))
 
     @property
@@ -226,8 +228,8 @@ class Request:
     def needs_tokens(self) -> bool:
         """Whether the next step cannot be prepared before the host has read this step's token.
 
-        Penalties count the token, bad words of several tokens compare it, and the requests of a gang are scheduled together
-        while they have not finished.
+        Penalties count the token, and bad words of several tokens are compared with it. The requests of a gang are scheduled
+        together while they have not finished.
         """
         return self.params.penalised or bool(self.gang) or any(len(word) > 1 for word in self.bad_words)
 

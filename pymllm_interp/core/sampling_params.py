@@ -71,7 +71,7 @@ class SamplingParams:
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
-    """Keep the smallest set of tokens whose probability reaches it: in (0, 1]."""
+    """Keep the smallest set of tokens with a probability of at least `top_p`: in (0, 1]."""
     top_k: int = 0
     """Keep this many tokens; 0 and -1 keep all."""
     min_p: float = 0.0
@@ -91,8 +91,8 @@ class SamplingParams:
     ignore_eos: bool = False
     """Generate past the end-of-sequence token."""
     max_tokens: int | None = 16
-    """New tokens at most; None is as many as the context holds. 0 processes the prompt alone, for its log probabilities or
-    captures."""
+    """New tokens at most; None is as many as the context holds. 0 processes only the prompt, for its log probabilities or captures.
+    """
     min_tokens: int = 0
     """No end-of-sequence and no stop before this many new tokens."""
     logprobs: int | None = None

@@ -1,4 +1,4 @@
-"""Features of other servers that are not supported, by the keywords that their users write, and what serves in their place."""
+"""Features of other servers that are not supported: keywords of their users, and what to use in their place."""
 
 from __future__ import annotations
 

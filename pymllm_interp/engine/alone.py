@@ -10,10 +10,11 @@ from ..utils.arguments import PromptError
 
 
 class AloneTurns:
-    """Whose turn the next step is, where requests that run alone are generating. Their steps and those of all others alternate.
+    """Which request has the next step, among the requests that run in steps of their own. Their steps alternate with the steps of
+    all other requests.
 
     Attributes:
-        requests: live requests that run alone, the one whose turn is next first.
+        requests: live requests that run in steps of their own, in the order of their turns.
     """
 
     def __init__(self) -> None:
@@ -21,7 +22,7 @@ class AloneTurns:
         self._others_next = False
 
     def add(self, request: Request) -> None:
-        """Take in a request, if it runs alone."""
+        """Add a request, if it runs in steps of its own."""
         if request.alone:
             self.requests.append(request)
 
@@ -31,7 +32,8 @@ class AloneTurns:
             self.requests.remove(request)
 
     def next(self, others: bool) -> list[Request]:
-        """The request that has the next step for itself, with its gang; none where it is the others' turn, or none generates.
+        """The request that has the next step for itself, with its gang. Empty: it is the others' turn, or no such request
+        generates.
 
         Args:
             others: there are other requests.

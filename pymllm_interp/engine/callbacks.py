@@ -12,11 +12,12 @@ from collections.abc import Callable, Hashable
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 8
-"""Owners whose functions run at the same time."""
+"""Owners with functions that run at the same time."""
 
 
 class Callbacks:
-    """Runs functions on daemon threads of its own: those of one owner in order, those of several at the same time.
+    """Runs functions on daemon threads of its own. Functions of one owner run in order, functions of several owners at the same
+    time.
 
     Threads start when they are first needed. Whatever a function raises is logged, and goes no further.
     """
@@ -29,7 +30,7 @@ class Callbacks:
         self._closed = False
 
     def put(self, owner: Hashable, function: Callable[[], None]) -> None:
-        """Run a function after those of the same owner."""
+        """Run a function after the earlier functions of the same owner."""
         with self._lock:
             if self._closed and owner not in self._waiting:
                 threading.Thread(target=_guarded, args=(function,), daemon=True).start()

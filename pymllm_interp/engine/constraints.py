@@ -60,7 +60,7 @@ class RequestConstraint:
     def _guarded(self, method: str, call: Callable[[], None]) -> None:
         try:
             call()
-        except BaseException as error:  # SystemExit, too: the other requests go on
+        except BaseException as error:  # SystemExit, too: the other requests continue
             raise ConstraintError(f"{method}() of the constraint {self.name} raised {error!r}") from error
 
 

@@ -1,7 +1,7 @@
 """The engine: one thread that owns the runner, the scheduler and every trace.
 
 Clients submit requests and subscribe to their events. The thread steps while there is work, and sleeps otherwise. A failed step
-ends the requests that may have caused the failure; the others go on.
+ends the requests that may have caused the failure; the others continue.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class EngineThread(threading.Thread):
 class Engine(RequestEnds):
     """Serves requests on a thread of its own, which the runner is initialised on too.
 
-    On a CPU that matters: each thread that computes in parallel has OpenMP workers of its own, and two such threads on two
-    cores made a decode step 35 % slower.
+    This matters on a CPU, where each thread that computes in parallel has OpenMP workers of its own. Two such threads on two cores
+    made a decode step 35 % slower.
 
     Args:
         runner: not yet initialised. `start` does that.
@@ -231,7 +231,7 @@ class Engine(RequestEnds):
             self._wake.notify()
 
     def wait_if_released(self) -> None:
-        """Wait for the end of an engine that was released, so that its memory is free; not while it has requests."""
+        """Wait until a released engine has ended, so that its memory is free. An engine with requests is not waited for."""
         while self._released and self._thread.is_alive() and not (self._subscribers or self.on_engine_thread):
             self._thread.join(0.1)
 
@@ -341,10 +341,10 @@ class Engine(RequestEnds):
     def step(self) -> None:
         """Launch a step, and deliver what the one before it made while the device works.
 
-        With `async_scheduling` a step's tokens are read when the next one has been launched behind it: the device does not
-        wait for the host. A step that ends a request so runs one token too many for it, which is dropped. Where the next step
-        depends on this one's tokens (`Request.needs_tokens`), they are read first; where a block is about to be served, or a
-        constraint masks the next token, there and then (`_sync_previous_step`).
+        With `async_scheduling` a step's tokens are read after the launch of the next step. So the device does not wait for the
+        host. A step that ends a request so runs one token too many for it, which is dropped. Where the next step depends on this
+        one's tokens (`Request.needs_tokens`), they are read first. Before a block is served, or a constraint masks the next token,
+        `_sync_previous_step` reads them.
         """
         started, step = time.perf_counter(), self.scheduler.schedule()
         while self.scheduler.lost:
@@ -399,7 +399,7 @@ class Engine(RequestEnds):
             self.runner.constrain(masks)
 
     def _sync_previous_step(self) -> None:
-        """Collect the previous step in the midst of a pass: blocks of requests that end with it must not be served.
+        """Collect the previous step during a pass: blocks of requests that end with it must not be served.
 
         The events that follow are sent when the rest of the pass has been launched: the device waits for it.
         """
@@ -433,8 +433,8 @@ class Engine(RequestEnds):
     def _blame(self, step: SchedulerOutput, error: Exception) -> None:
         """A pass failed. Its traced requests cannot be run again, so they end; the others are run again.
 
-        Where it had no trace, all end; but out of memory, those that decode are run again once without the prompts beside
-        them, which made the step large.
+        Where it had no trace, all end. After a lack of memory, decoding requests are run again once, without the prompts that made
+        the step large.
         """
         logger.warning("a step failed: %r", error)
         live = [(entry, self.scheduler.requests.get(entry.request_id)) for entry in step.scheduled]

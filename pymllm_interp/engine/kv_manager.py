@@ -1,11 +1,9 @@
-"""KV pages and rows of live requests: the only owner of what is free, what is held, and what the prefix cache keeps.
+"""KV pages and rows of live requests. It is the only owner of what is free, what is held, and what the prefix cache keeps.
 
-A request's first `num_shared_pages` pages belong to the prefix cache, which it holds; the others are its own. A page is written
-by the request that it was given to, before it can be shared with a request of a later place in the same step or of a later
-step.
+A request's first `num_shared_pages` pages belong to the prefix cache, which it holds; the others are its own. Its owner writes a
+page before a later request can share it, in the same step or a later one.
 
-Invariant (`check_integrity`): free pages, own pages of live requests and pages of the prefix cache are all pages, disjoint, without
-page 0.
+Invariant (`check_integrity`): a page is exactly one of free, a live request's, in the prefix cache, or page 0.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from .prefix_sharing import PrefixSharing
 
 
 class KVManager:
-    """Gives pages and rows to requests, moves their KV to the host and back, and shares pages through the prefix cache.
+    """Gives requests pages and rows, swaps their KV to the host and back, and shares pages by the prefix cache.
 
     Args:
         rows: rows of the request table.
@@ -82,7 +80,7 @@ class KVManager:
         return missing <= self.num_available_pages
 
     def num_cached_tokens(self, request: Request) -> int:
-        """Positions of a waiting request whose KV is in the prefix cache and would be used."""
+        """Positions of a waiting request that would use KV of the prefix cache."""
         match = self._match(request)
         return 0 if match is None else len(match.pages) * self.page_size
 
@@ -150,10 +148,10 @@ class KVManager:
     # -- the prefix cache ------------------------------------------------------------------
 
     def share(self, request: Request, stop: int) -> None:
-        """Give the full pages of the request's first `stop` positions to the prefix cache, as far as their tokens are accepted.
+        """Give the full pages of the request's first `stop` positions to the prefix cache, if their tokens are accepted.
 
-        They are computed, or will be in the step that is being scheduled: requests that come after it may use them in that step,
-        because a layer writes the K and V of all rows before its attention reads any.
+        They are computed, or will be in the step that is being scheduled. Later requests may use them in that step: each layer
+        writes all rows' K and V before its attention.
         """
         stop = min(stop, request.prompt_len + request.accepted_len)
         first, full = request.num_shared_pages, stop // self.page_size

@@ -8,7 +8,7 @@
 | with a `cache_salt` | everything, with requests of the same salt |
 | of a server's client | as above, with requests of the same client |
 | with captures, gates or `prompt_logprobs` | as above; computes from the first position that is asked for |
-| traced, alone, with gradients | nothing: what a block does to its KV is not known |
+| traced, with a step of its own, with gradients | nothing: what a block does to its KV is not known |
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Which requests take part in the next step, and with how many tokens.
 
-Continuous batching over a paged KV pool. A step holds every decoding request and, with the rest of its token budget, prompts:
-in chunks, but for traced requests, whose prompt runs in one pass. A prompt starts after the pages that the prefix cache has.
-When the pool is full, the latest request is preempted: a plain one goes on later from what the prefix cache kept, the KV of
-a traced one is swapped to host memory and back. A request whose captures find no room in the ring skips the step; no other
-request does.
+Continuous batching over a paged KV pool. A step holds every decoding request. The rest of its token budget is for chunks of
+prompts. A traced prompt runs in one pass. A prompt starts after the pages that the prefix cache has. When the pool is full, the
+latest request is preempted. A plain request later resumes from what the prefix cache kept. The KV of a traced request is swapped to
+host memory and back. A request skips the step if its captures find no room in the ring; no other request does.
 """
 
 from __future__ import annotations
@@ -136,7 +135,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Pick the next step's requests. Decode rows come first, then prompts.
 
-        The step is empty where nothing can be done before tokens of launched steps have been read, or captured states have left.
+        The step is empty if nothing can run before tokens of launched steps are read, or captured states have left.
         """
         self.kv.begin()
         step = self._pick()
@@ -187,7 +186,7 @@ class Scheduler:
         return budget - within, within
 
     def _schedule_alone(self, step: SchedulerOutput, others: bool) -> None:
-        """Give the step to one request that runs alone and is generating, or to its gang, if it is their turn."""
+        """If it is its turn, give the step to one request with steps of its own, or its gang."""
         turn = self._alone.next(others)
         if any(request.status is RequestStatus.SWAPPED for request in turn):
             self._schedule_swapped(step, len(turn), turn)
@@ -229,7 +228,7 @@ class Scheduler:
         return budget
 
     def _schedule_chunks(self, step: SchedulerOutput, budget: int) -> int:
-        """Go on with prompts that earlier steps began."""
+        """Continue prompts that earlier steps began."""
         for request in sorted((r for r in self.running if _in_prompt(r)), key=lambda r: r.arrival):
             tokens = min(request.num_tokens_left, budget)
             if tokens:
@@ -243,7 +242,7 @@ class Scheduler:
         return budget
 
     def _schedule_swapped(self, step: SchedulerOutput, budget: int, swapped: list[Request]) -> int:
-        """Bring requests back whose KV is in host memory, the earliest first."""
+        """Bring requests with KV in host memory back, the earliest first."""
         for request in sorted(swapped, key=lambda r: r.arrival):
             unit = [r for r in self._unit(request) if r.status is RequestStatus.SWAPPED]
             if request.status is not RequestStatus.SWAPPED or len(unit) > budget or not self._can_admit(unit):
@@ -296,10 +295,11 @@ class Scheduler:
                 return
 
     def _can_admit(self, unit: list[Request]) -> bool:
-        """Whether rows and pages are free for all tokens that the requests have so far, and the host knows the tokens.
+        """Whether rows and pages are free for all tokens of the requests so far, and the host knows the tokens.
 
-        A request that was preempted a step after it sampled waits until its token has been read. One that was preempted also
-        waits for a page for each running request, so that it is not preempted again at once; so do all while any is swapped out.
+        A request that was preempted a step after it sampled waits until its token has been read. A preempted request waits for one
+        more free page per running request, to avoid another preemption at once. While any is swapped out, all requests wait for
+        that.
         """
         if any(r.num_pending for r in unit):
             return False
@@ -331,7 +331,7 @@ class Scheduler:
         return self.ring_admission.take(wanted, whole)
 
     def _without_ring(self, decoding: list[Request]) -> set[Request]:
-        """Requests, with their gangs, whose next captures do not fit in the ring."""
+        """Requests, with their gangs, with captures of the next rows that do not fit in the ring."""
         sit_out: set[Request] = set()
         if self.ring_admission is None:
             return sit_out
@@ -417,7 +417,7 @@ class Scheduler:
     def _victim(self) -> Request:
         """The request to preempt: the latest of the lowest priority, of the plain ones if there are any.
 
-        None that awaits its last token: it gives its pages back when that is read, and would be computed again for nothing.
+        Never a request that only awaits its last token: it is about to free its pages.
         """
         running = [r for r in self.running if not r.awaits_last_token]
         plain = [r for r in running if r.trace is None]

@@ -55,7 +55,7 @@ def count_step(requests: Mapping[str, Request], step: SchedulerOutput, output: M
 
 
 def append_logprobs(requests: Mapping[str, Request], step: SchedulerOutput, output: ModelRunnerOutput) -> None:
-    """Append a step's log probabilities to those of its requests.
+    """Append a step's log probabilities to the lists of its requests.
 
     Args:
         requests: the live ones, by id.
@@ -104,7 +104,7 @@ def runner_counters(runner: InterpModelRunner) -> dict[str, Any]:
 
 
 def out_of_memory_error(runner: InterpModelRunner, step: SchedulerOutput, error: Exception) -> torch.OutOfMemoryError:
-    """What the step's requests are told in place of `error`, whose frames hold the tensors of the pass."""
+    """The error for the step's requests in place of `error`: its frames hold the tensors of the pass."""
     config = runner.server_config
     kv = f"kv_cache_tokens (now {runner.max_total_num_tokens})"
     if config.kv_cache_tokens is None:

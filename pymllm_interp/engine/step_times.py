@@ -1,4 +1,4 @@
-"""How long steps take, from the steps so far: when to launch the next one, and how many prompt tokens it may hold."""
+"""How long steps take, from the steps so far. It tells when to launch the next one, and how many prompt tokens it may hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIN_CHUNK = 16
 
 
 class StepTimes:
-    """Seconds of a step: those of its decode rows, and more for each prompt token.
+    """Seconds of a step: a time for its decode rows, and more for each prompt token.
 
     Both are moving averages, for similar numbers of rows and of tokens: small prompts cost little beside the weights' bytes.
     """
@@ -79,7 +79,7 @@ class _Launched:
 
 
 class StepPacing:
-    """When to launch the next step: late, so that requests that arrive may take part in it, but before the device waits.
+    """When to launch the next step: late, so that requests that arrive can join it, but before the device waits.
 
     Args:
         times: of the steps.

@@ -17,8 +17,8 @@ class WaitingQueue:
     """Waiting requests by priority, then by arrival.
 
     Args:
-        policy: "fcfs", or "lpm": of the first requests with equal priority, those with the longest prefix in the prefix cache
-            first. No request is overtaken more than `MAX_OVERTAKEN` times.
+        policy: "fcfs", or "lpm": among the first requests with equal priority, the longest prefix in the prefix cache comes first.
+            No request is overtaken more than `MAX_OVERTAKEN` times.
         num_cached_tokens: of a request, in the prefix cache.
     """
 

@@ -1,6 +1,6 @@
 """Steps before the first request: kernels that no CUDA graph holds are compiled and loaded.
 
-Otherwise the first requests wait for the compiler: on an H200, the first 512 requests of a new engine took two seconds longer.
+Otherwise the first requests wait for the compiler. On an H200, the first 512 requests of a new engine took two seconds longer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SAMPLED = SamplingParams(
 
 
 def warm_up(runner: InterpModelRunner) -> None:
-    """Generate a few tokens, greedy and sampled, after prompts that run as a graph and after one that is too long for it.
+    """Generate a few tokens, greedy and sampled. Some prompts run as a graph, and one is too long for it.
 
     The runner has no requests yet, and has none afterwards. Neither its prefix cache nor its counters know of these.
     """

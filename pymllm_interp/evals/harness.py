@@ -24,7 +24,7 @@ _PER_CALL = 256
 class HarnessLM(TemplateLM):
     """A model for ``lm_eval.simple_evaluate(model=...)``: log likelihoods and generations, with interventions.
 
-    Positions of interventions are those of a generation: in log likelihoods, the context is the prompt and the continuation is
+    Positions of interventions are positions of a generation. In log likelihoods, the context is the prompt and the continuation is
     what was generated.
 
     Args:

@@ -43,7 +43,7 @@ class EngineAPI(ModelAPI):
     Args:
         model_name: of an `LM`: "demo", a folder, a .gguf file or a hub id. A name for logs, where `lm` is given.
         lm: an `LM`, which stays the caller's.
-        interventions: for each request: `Steer` and its kin, or dicts in the JSON form of the HTTP API; also as JSON text.
+        interventions: for each request: `Steer` and other ops, or dicts or text in the JSON form of the HTTP API.
         model_args: of `LM`, where there is no `lm`.
     """
 

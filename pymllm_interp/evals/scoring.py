@@ -67,7 +67,7 @@ def score(
 
 
 def placed_after(interventions: Sequence[Intervention], context: int, total: int) -> list[Intervention]:
-    """The interventions for a prompt of `total` tokens whose first `context` are the prompt of a generation.
+    """The interventions for a prompt of `total` tokens; its first `context` tokens are the prompt of a generation.
 
     Those that select no position of it are left out.
     """

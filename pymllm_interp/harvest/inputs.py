@@ -24,7 +24,7 @@ class Settings:
     Args:
         max_length: upper bound of a pass, in tokens.
         too_long: what to do with a longer document: "error", "truncate", or "split" it into several passes.
-        shard_bytes: upper bound of a shard, unless it holds one document alone.
+        shard_bytes: upper bound of a shard; a shard of one document may be larger.
 
     Raises:
         ValueError: an invalid value.

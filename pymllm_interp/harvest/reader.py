@@ -9,8 +9,8 @@
     for shard in harvest.shards:
         shard["resid_post.12"]                 # [rows, width]
 
-The folder holds `manifest.json` and the shards `shard-000000.safetensors`, ... A shard has a tensor [rows, ...] for each site, and
-three index tensors [rows] int64: `document_ids`, `positions` in the document, and `token_ids`. Where captures select different
+The folder holds `manifest.json` and the shards `shard-000000.safetensors`, ... A shard has a tensor [rows, ...] for each site. It
+has three index tensors [rows] int64: `document_ids`, `positions` in the document, and `token_ids`. Where captures select different
 positions, each site has its own index tensors, such as `positions.resid_post.12`.
 
 Shards and manifest are written to a temporary file, synced and renamed; the manifest lists a shard after that. So a killed run
@@ -35,8 +35,8 @@ from .folder import ShardEntry, crc32_of, index_name, read_manifest
 class ShardedRows:
     """One tensor over all shards, concatenated. It has a length and is indexable, as a torch `Dataset`.
 
-    ``rows[i]`` has shape [...]. ``rows[a:b]``, ``rows[indexes]`` (a list or a tensor [n]) and ``rows[mask]`` (a bool for each row,
-    such as ``harvest.document_ids()[:] == 7``) have shape [n, ...] and are copies.
+    ``rows[i]`` has shape [...]. Indexes are ``rows[a:b]``, ``rows[indexes]`` (a list or a tensor [n]) and ``rows[mask]``. A mask
+    has a bool for each row, such as ``harvest.document_ids()[:] == 7``. The results are copies of shape [n, ...].
     """
 
     def __init__(self, name: str, shards: Sequence[Shard]) -> None:
@@ -114,7 +114,7 @@ class SiteNames:
 
 
 def other_name(other: str, site: str, names: set[str]) -> str:
-    """The name of a further tensor of a site. Raises KeyError where there is none among the names."""
+    """The name of a further tensor of a site. Raises KeyError if none of the names is in the harvest."""
     name = f"{other}.{site}"
     if name not in names:
         raise KeyError(f"{site} has no {other}: it was captured without a reduction that makes them")

@@ -64,7 +64,7 @@ def run_harvest(
                 f"{spec.name}: rows of patterns have the lengths of their documents, and shards have one width"
             )
     for spec in [*captures, *interventions]:
-        if not isinstance(spec, Knockout):  # whose layers and positions are bound to each document
+        if not isinstance(spec, Knockout):  # its layers and positions are bound to each document
             spec.sites_in(model.model_spec)  # what no document can have is refused here
         if spec.positions == "generated" or isinstance(spec.positions, Generated):
             raise ValueError(f"{spec.name}: positions={spec.positions!r}; a harvest generates nothing")

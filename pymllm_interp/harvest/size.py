@@ -69,7 +69,7 @@ def estimated_bytes(
 
 
 def _positions_of(spec: Capture) -> Positions:
-    """The positions that a harvest captures: a pass without generation has logits at its last position alone."""
+    """The positions that a harvest captures: a pass without generation has logits only at its last position."""
     return (-1,) if spec.site == LOGITS and spec.positions == "all" else spec.positions
 
 

@@ -118,8 +118,8 @@ def bind(spec: SpecT, model: ModelSpec, prompt_len: int) -> list[Bound[SpecT]]:
     """`spec` at each of its sites, in the order of the layers.
 
     Raises:
-        ValueError: the model refuses the spec (`PlacedSpec.sites_in`), positions are beyond the prompt, or the spec does not
-            fit its positions (`PlacedSpec.fit`). The message names the spec, the limit, and the setting behind the limit.
+        ValueError: the model refuses the spec (`PlacedSpec.sites_in`), positions are beyond the prompt, or it does not fit them
+            (`PlacedSpec.fit`). The message names the spec, the limit, and the setting behind the limit.
     """
     sites = spec.sites_in(model)
     try:
@@ -149,7 +149,7 @@ def at_logits(bound: Bound[SpecT], first: int) -> Bound[SpecT]:
 
 
 def stream_of(site: Site, model: ModelSpec) -> Site:
-    """The site that a norm reads, whose output is `attn_in` or `mlp_in`.
+    """The site that a norm reads; the norm's output is `attn_in` or `mlp_in`.
 
     Raises:
         ValueError: its input has no site.

@@ -75,7 +75,7 @@ class Declarations:
             self._ring.admission.check(wanted, what)
 
     def hold(self, request: Request) -> None:
-        """Reserve rows of the pool for a request's vectors until `release`, and open the ring, so that the caller gets its error.
+        """Reserve rows of the pool for a request's vectors until `release`. Open the ring here, so that the caller gets its error.
 
         Raises:
             ValueError: the pool is full.

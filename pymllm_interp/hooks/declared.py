@@ -46,7 +46,7 @@ class DeclaredLimits:
     device_tables: bool = False
     """Whether ops run as kernels, from device tables; only the ops at the logits run as functions."""
     encoders: Mapping[int, Sequence[SAE]] = field(default_factory=dict)
-    """By site, the SAEs whose encoders the passes have, for device tables."""
+    """By site number, the top-k SAEs that each pass encodes for the device tables."""
 
     def check(self, site: Site) -> None:
         """Raise ValueError for a site without kernels."""
@@ -77,7 +77,7 @@ class DeclaredLimits:
             raise ValueError(f"{op.name}: heads={op.heads}; on CUDA, ops have the first {MAX_HEADS} heads")
 
     def encoder_number(self, sae: SAE, site: int) -> int | None:
-        """The index of an SAE, or of an equal one, among the encoders of a site; None where it is none of them."""
+        """The index of an SAE, or of an equal one, among the encoders of a site; None without one."""
         for i, known in enumerate(self.encoders.get(site, ())):
             if known is sae or known.fingerprint == sae.fingerprint:
                 known.refresh()
@@ -85,7 +85,7 @@ class DeclaredLimits:
         return None
 
     def check_encoders(self, ops: Sequence[PlacedOp], site: int) -> None:
-        """Raise ValueError for features whose encoder the passes do not have there, or have for another state.
+        """Raise ValueError for features if no pass encodes their SAE at that site, or if it encodes another state.
 
         Args:
             ops: of a request at a site, in the order in which they act.
@@ -159,7 +159,7 @@ def _check_counts(lists: list[list[Any]], what: str) -> None:
 
 
 def _of(index: int, lists: list[list[Any]]) -> str:
-    """Names a prompt whose list is its own, for messages."""
+    """Names the prompt of a list in messages."""
     return "" if lists[0] is lists[-1] else f" of prompt {index}"
 
 
@@ -215,7 +215,7 @@ class Fires(dict[tuple[int, int], int | torch.Tensor]):
     _drafted: list[tuple[tuple[int, int], torch.Tensor]] | None = None
 
     def add(self, key: tuple[int, int], fired: torch.Tensor) -> None:
-        """Count the fires of a pass, `fired` [rows] bool. Those of drafts wait until they are settled."""
+        """Count the fires of a pass, `fired` [rows] bool. Fires of drafts wait until they are settled."""
         if self._drafted is not None:
             self._drafted.append((key, fired))
         else:
@@ -226,7 +226,7 @@ class Fires(dict[tuple[int, int], int | torch.Tensor]):
         self._drafted = []
 
     def settle(self, taken_back: int) -> None:
-        """Count what drafted passes fired, but for their last `taken_back` rows."""
+        """Count what drafted passes fired, without the last `taken_back` rows."""
         drafted, self._drafted = self._drafted, None
         for key, fired in drafted or ():
             self.add(key, fired[: max(len(fired) - taken_back, 0)])
@@ -313,8 +313,8 @@ class Declared:
             readout: of the model, for reductions and normed sites.
 
         Raises:
-            ValueError: what `bind` refuses, a site or an op without kernels, too many ops at a site, a site captured twice,
-                or captures that may exceed the memory of a request's results.
+            ValueError: what `bind` refuses, a site or an op without kernels, or too many ops at a site. So is a site captured
+                twice, and a capture that may exceed the memory of a request's results.
         """
         placed: list[tuple[int, bool, PlacedOp]] = []
         counts: Counter[int] = Counter()
@@ -362,7 +362,7 @@ class Declared:
         return any(found[0].site.kind == LOGITS for found in self.ops.values())
 
     def begin_draft(self, stop: int) -> None:
-        """The next pass computes positions up to `stop` whose rows and fires may be taken back, until `settle`."""
+        """The next pass computes positions up to `stop`. Their rows and fires may be taken back, until `settle`."""
         self.draft_stop = stop
         self.fires.begin_draft()
         if self.captures is not None:
@@ -382,7 +382,7 @@ class Declared:
 
     def demands(self) -> Demands:
         """What the scheduler must know of it."""
-        # Where each position decides for itself, a gate's site matters at the positions of its ops alone.
+        # Where each position decides for itself, a gate's site matters only at the positions of its ops.
         gated = [
             window
             for op in self
@@ -409,7 +409,7 @@ class Declared:
         return found
 
     def _shortfall(self, expected: int) -> CaptureError | None:
-        """What to raise where a site has not all rows of the first `expected` positions, and none is known to be lost."""
+        """The error of a site that lacks some of the first `expected` positions, if none is known to be lost."""
         if self.captures is not None and self.captures.error is not None:
             return None
         sources = [captured for captured in (self.captures, self.patterns) if captured is not None]

@@ -17,7 +17,7 @@ class Demands:
     Args:
         kv_edits: what changes the KV.
         captures: sizes in the ring, and the scheduler's own progress; None without captures.
-        patterns: [longest] bool, the positions whose patterns are captured; None for none.
+        patterns: [longest] bool, positions with captured attention patterns; None: no position.
         gated: positions where a gate is counted, or decides.
         vectors: id of a tensor -> its first row in `VectorPool`.
         held: keys of these rows.

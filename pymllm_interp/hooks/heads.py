@@ -1,6 +1,6 @@
 """Attention heads of a spec: ``Scale("z.5", 0, heads=[3])``, at the sites `q`, `k`, `v` and `z`.
 
-A spec with heads has vectors for these heads alone, concatenated in the order given. For a model they are widened to the whole
+A spec with heads has vectors for these heads only, concatenated in the order given. For a model they are widened to the whole
 state, with zeros at all other heads.
 """
 

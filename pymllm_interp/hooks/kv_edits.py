@@ -1,9 +1,9 @@
 """`KVEdits`: what a request's interventions change in its KV, page by page.
 
-An intervention changes the KV of a position where it acts before the last layer's keys and values. All later positions attend
-to it, so their KV changes too; the prefix cache knows that from the pages before (mem_cache/radix_cache.py). A page's namespace
-therefore names only what acts within that page. Interventions that give equal namespaces, such as equal vectors at equal
-positions, share KV.
+An intervention changes the KV of a position where it acts before the last layer's keys and values. All later positions attend to
+it, so their KV changes too. The prefix cache knows that from the pages before (mem_cache/radix_cache.py). A page's namespace
+therefore names only what acts within that page. Interventions that give equal namespaces, such as equal vectors at equal positions,
+share KV.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Edit(NamedTuple):
         return self.site, self.op.effect, where, ordinal, decided
 
     def same_until(self, start: int, stop: int) -> int | None:
-        """The end of the positions that it treats as it does those from `start` to `stop`, all or none; None: there is no end."""
+        """The end of the positions that it treats like `start` to `stop`, all or none. None: there is no end."""
         window = self.window
         if window.start >= stop:
             return window.start
@@ -83,7 +83,7 @@ class KVEdits:
         num_layers: of the model.
 
     Attributes:
-        first_position: the first position whose KV differs from that of a request without interventions; None: no position's.
+        first_position: the first position with KV that interventions change; None: no position.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class KVEdits:
         return tuple(edits) or None
 
     def _next_change(self, start: int, stop: int, page_size: int, last: int) -> int:
-        """The next page whose namespace may differ from that of the positions from `start` to `stop`."""
+        """The next page with a namespace that may differ from the positions `start` to `stop`."""
         if self._knockouts:
             return stop // page_size
         ends = [end for edit in self._edits if (end := edit.same_until(start, stop)) is not None]

@@ -22,9 +22,8 @@ from ..utils.arguments import shown
 class Generated:
     """Positions after the prompt: ``Generated(0, 8)`` selects the first 8 new tokens, ``Generated(step=4)`` every fourth.
 
-    Positions are those of input tokens. Position 0 is the first new token, as the input that yields the second. The first
-    new token itself is computed at the prompt's last position, which is position -1 here: ``Generated(-1)`` selects all positions
-    that yield a new token.
+    Positions are positions of input tokens. Position 0 is the first new token, as the input that yields the second. The first new
+    token itself is computed at the prompt's last position, -1: ``Generated(-1)`` selects all positions that yield a new token.
 
     Args:
         start: first position, counted from the end of the prompt; -1 is the prompt's last.
@@ -51,7 +50,7 @@ class Generated:
 
 
 Positions = Literal["all", "prompt", "generated"] | int | Sequence[int] | slice | Generated | Tensor
-"""Which positions of a request. Positions are those of input tokens, from 0; a request has prompt + generated - 1 positions.
+"""Which positions of a request. Positions are positions of input tokens, from 0; a request has prompt + generated - 1 positions.
 
 - ``"all"``: every position.
 - ``"prompt"``: the positions of the prompt. The last one yields the first new token.

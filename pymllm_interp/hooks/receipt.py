@@ -61,8 +61,8 @@ class Receipt(_Brief, Shown):
     "plain": fused, without modules. "replay": fused, as a CUDA graph. "modules": module by module, with hooks. "segments": with
     hooks, and CUDA graphs between them. "split": as "modules", for the hooked requests only."""
     eager_parts: Counter[str] = field(default_factory=Counter)
-    """Number of "segments" steps in which an attention or an MLP ran without a graph because of this request, by the location
-    inside of it that the request's trace waited for."""
+    """Number of "segments" steps in which an attention or an MLP ran without a graph because of this request. Keys are the
+    locations inside of it that the request's trace waited for."""
     interventions: list[Applied] = field(default_factory=list)
     """By site, in the order in which they act, without identities."""
     captures: list[Captured] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Receipt(_Brief, Shown):
     preemptions: int = 0
     """Number of times that the request was preempted."""
     num_cached_tokens: int = 0
-    """Number of prompt tokens whose KV was in the prefix cache."""
+    """Number of prompt tokens with KV in the prefix cache."""
     not_reused: str = ""
     """How many tokens more the prefix cache had, and why they were computed again."""
 

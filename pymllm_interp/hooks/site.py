@@ -7,7 +7,7 @@
     expand("mlp_out.{0..2,-1}", 32, FAMILIES["llama"])     # mlp_out.0, mlp_out.1, mlp_out.2, mlp_out.31
 
 The first four name the same site, `resid_post.12`. In a pattern the layer is `*`, a number, or numbers and inclusive ranges in
-braces; negative numbers count from the last layer. Patterns work in every style of name.
+braces. Negative numbers count from the last layer. Patterns work in every style of name.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TRANSFORMER_LENS = {
     **{f"blocks.{{}}.attn.hook_{kind}": kind for kind in "qkvz"},
     "blocks.{}.mlp.hook_post": "mlp_act",
 }
-"""Names whose values are those of `HookedTransformer.from_pretrained_no_processing`. Folded value biases change `v` and `z`."""
+"""Names with the values of `HookedTransformer.from_pretrained_no_processing`. Folded value biases change `v` and `z`."""
 _NNTERP = {
     "token_embeddings": "embed",
     "layers_input.{}": "resid_pre",
@@ -155,8 +155,7 @@ class Site:
         """The site with this name, in any of the styles above.
 
         Raises:
-            ValueError: an unknown name (the message lists similar ones), a name without a site (with the reason), or a
-                pattern of several sites.
+            ValueError: an unknown name (the message lists similar ones), a name without a site, or a pattern of several sites.
         """
         if not isinstance(name, str):
             raise ValueError(f"Site.parse({name!r}): a name is expected, such as 'resid_post.12'")

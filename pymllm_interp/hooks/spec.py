@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..core.model_spec import HEAD_SITES, ModelSpec
 from ..utils.arguments import check_names, shown
-from ..utils.kept_property import kept_property
+from ..utils.cached_properties import unlocked_cached_property
 from .heads import channels_of, checked_heads, heads_in, widened
 from .positions import Window, checked_positions
 from .site import Site, canonical, expand
@@ -79,7 +79,7 @@ class Spec:
         return getattr(self, "site", None)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(field, tensor) of all tensors, those of nested specs at the same site included. Each must have the site's width."""
+        """(field, tensor) of all tensors, with the tensors of nested specs at the same site. Each must have the site's width."""
         content = self._content()
         yield from content.tensors
         for name, value in content.specs:
@@ -107,18 +107,18 @@ class Spec:
         content = self._content()
         return bool(content.followed) and content.version != sum([value.version for value in content.followed])
 
-    @kept_property
+    @unlocked_cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the content, vectors included: 64 hexadecimal digits."""
         parts = [f"|{name}={value!r}" for name, value in self._hashed if name not in _LATER or value != _LATER[name]]
         return hashlib.sha256("".join([type(self).__name__, *parts]).encode()).hexdigest()
 
-    @kept_property
+    @unlocked_cached_property
     def effect(self) -> str:
         """`fingerprint` without the place: equal for specs that do the same to a state, whatever their sites and positions."""
         return repr((type(self).__name__, [part for part in self._hashed if part[0] not in _PLACE]))
 
-    @kept_property
+    @unlocked_cached_property
     def _hashed(self) -> tuple[tuple[str, Any], ...]:
         """`_content` with hashes in place of tensors and nested specs."""
         return tuple(
@@ -141,7 +141,7 @@ class Spec:
         return hash(self.fingerprint)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Fields alone: what was derived from them, such as sites in a model, is made again."""
+        """Only fields: what was derived from them, such as sites in a model, is made again."""
         kept = {"named", *(part.name for part in fields(self))}  # pyright: ignore[reportArgumentType]
         return {name: value for name, value in self.__dict__.items() if name in kept}
 
@@ -173,7 +173,7 @@ class Spec:
         self._set(name, value)
 
     def _set_tensor(self, name: str, *dims: int) -> None:
-        """Check a tensor with one of these numbers of dimensions; a name or vectors by layer are checked when they are known."""
+        """Check a tensor with one of these numbers of dimensions. A name or vectors by layer are checked later."""
         value = getattr(self, name)
         if isinstance(value, Mapping):
             value = LayerVectors.of(value, f"{self.name}: {name}", (*dims, max(dims) + 1))
@@ -256,8 +256,8 @@ class PlacedSpec(Spec):
         """The spec's sites in a model, in the order of the layers. Cached, since many requests may share a spec.
 
         Raises:
-            ValueError: an unknown layer or kind of site, an unresolved name, a vector of another width than the site's,
-                or a number that the model's dtype cannot hold.
+            ValueError: an unknown layer or kind of site, an unresolved name, or a vector of another width than the site's. So is a
+                number that the model's dtype cannot hold.
         """
         found = self.__dict__.get("_sites")
         if found is None or found[0] is not model:
@@ -339,7 +339,7 @@ class PlacedSpec(Spec):
 
 
 def as_argument(value: Any, site: str) -> Any:
-    """A checked tensor as a spec at `site` takes it again: [n, width] at sites with heads is [n, 1, width].
+    """A checked tensor in the form that a spec takes: [n, width] at sites with heads is [n, 1, width].
 
     Two dimensions are [heads, head_dim] there for a `Steer`.
     """
@@ -414,7 +414,7 @@ _LATER = {"heads": None, "missing": "error", "site": None, "scope": "token"}
 
 
 def _widened(spec: Spec, heads: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
-    """(name, value) of each field with tensors, those of nested specs at the same site included: widened."""
+    """(name, value) of each field with tensors, with the fields of nested specs at the same site: widened."""
     for name, value in spec._content().tensors:
         yield name, widened(value, heads, shape)
     for name, value in spec._content().specs:

@@ -13,7 +13,7 @@ from ..core.model_spec import HEAD_SITES, INNER_SITES, final_norm_site, num_site
 ADD, PROJECT_OUT, CLAMP, SCALE, PATCH, GATE, SET_FEATURE = range(1, 8)
 """Codes of ops; 0 is no op. GATE changes no state: it sets a flag for ops at later sites."""
 NO_NORM, PRESERVE, MATCH = range(3)
-"""Normalization of an ADD: none; the sum is rescaled to the state's norm; the vector is rescaled to the state's norm."""
+"""Normalization of an ADD: no rescaling; the sum gets the state's norm; the vector gets the state's norm."""
 MORE = 1 << 24
 """Bit of an op's first word: another op follows at the site."""
 WORDS = 16
@@ -23,7 +23,7 @@ WORDS = 16
 or `flag_word`. 6, 7, 8: float32 bits of `OpWords.a`, `OpWords.b` and the gate's threshold. `HEADS_WORD` to 15: `head_words`. Each
 op starts at a sector of the cache."""
 HEADS_WORD = 9
-"""First of the words that hold an op's heads, a bit each; read at sites with heads alone."""
+"""First of the words that hold an op's heads, a bit each; only read at sites with heads."""
 MAX_HEADS = 32 * (WORDS - HEADS_WORD)
 """Heads that these words can hold."""
 MAX_GATES = 16
@@ -47,8 +47,8 @@ class OpWords(NamedTuple):
 
     code: int
     rank: int = 1
-    """Number of vectors. For ADD and PATCH, 1 for one vector, 2 for one per position; for SET_FEATURE, of features, with three
-    rows each (`SetFeature.table`)."""
+    """Number of vectors. For ADD and PATCH, 1 for one vector, 2 for one per position. For SET_FEATURE, the number of features, with
+    three rows each (`SetFeature.table`)."""
     norm: int = NO_NORM
     a: float = 0.0
     """Scale, factor, or lower bound. For SET_FEATURE, 1 plus the encoder's number at the site, or 0 for none."""
@@ -72,7 +72,9 @@ def head_words(heads: Sequence[int] | None) -> list[int]:
 
 
 def flag_word(slot: int, of_prompt: bool) -> int:
-    """The word for a flag that a gate sets and ops look at: of the token row, or `OpTables.first_fired` of the request."""
+    """The word for a flag that a gate sets and ops look at. It is a flag of the token row, or `OpTables.first_fired` of the
+    request.
+    """
     return -2 - 2 * slot - of_prompt
 
 
@@ -114,8 +116,8 @@ class OpTables:
     The tensors never move, since captured graphs read them. Rows of `vectors` have the hidden size; a vector of a wider site
     takes several rows.
 
-    A token row has one record in the ring, with its captures at fixed offsets. Each capture is the state, the state converted
-    to 16 bits, or float32 dot products of the state with some vectors.
+    A token row has one record in the ring, with its captures at fixed offsets. Each capture is the state, the state in 16 bits, or
+    float32 dot products of the state with vectors.
     """
 
     # fmt: off

@@ -43,7 +43,7 @@ def _first_vector(word, kind, vectors, column, mask, WIDTH: tl.constexpr):
 
 @triton.jit
 def _set_flag(word, reads, fired, owner, position, row, flags, first_fired):
-    """Set the flags [rows, 1] that GATEs `reads` stand for, by their `flag_word`, for ops that look later in the pass."""
+    """Set the flags [rows, 1] of the GATEs `reads`, by their `flag_word`, for ops that look later in the pass."""
     slot, of_prompt = (-2 - word) // 2, ((-2 - word) & 1) > 0
     by_row = reads & (of_prompt == 0)
     bit = tl.full(word.shape, 1, tl.int64) << slot
@@ -70,7 +70,7 @@ def _set_features(
     """`edited` [rows, block] with the features of SET_FEATURE at their targets, in the rows `sets`; they are read from `state`.
 
     Args:
-        encoder_word: [rows, 1] float32, 1 plus the number of the encoder whose threshold counts in place of the feature's; or 0.
+        encoder_word: [rows, 1] float32. 1 plus the number of the encoder with the threshold that replaces the feature's; or 0.
     """
     encoded = sets & (encoder_word > 0.0)
     if ENCODERS:
@@ -195,7 +195,7 @@ def _capture(
     value, offset, way, words, first, stop, vectors, ring, column, mask,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Store `value` [rows, block] in the ring, at `offset` [rows, 1] of each row's record if the record reaches that far.
+    """Store `value` [rows, block] in the ring, at `offset` [rows, 1] of each record, if the record reaches that far.
 
     Args:
         offset: -1 for rows without a capture.
@@ -220,8 +220,8 @@ def _capture_reduced(
     value, first, offset, way, words, vectors, ring, column, mask,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Store at `first + offset` [rows, 1] the float32 dot products of `value` [rows, block] with vectors of the pool, or `value`
-    converted to 16 bits. Rows with a `way` of 0 are skipped."""
+    """Store dot products or 16-bit values at `first + offset` [rows, 1]. The dot products are float32, of `value` [rows, block]
+    with vectors of the pool. Rows with a `way` of 0 are skipped."""
     span: tl.constexpr = (SIZE + WIDTH - 1) // WIDTH  # rows of the pool that a vector takes
     bits: tl.constexpr = ring.dtype.element_ty.primitive_bitwidth
     count = way & 255
@@ -303,12 +303,12 @@ def _edit_kernel(
     PARALLEL: tl.constexpr, KIND: tl.constexpr, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr, ENCODERS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Ops on `h` at `site`. With NORM: ops and captures of `delta` at `site` and of ``h + delta`` at the next site, then the
-    norm; with LAST also of the norm's output, at the site after that. With PARALLEL, `total` holds the delta of the layer's
-    attention, with its site two before `site`, and is overwritten by the sum.
+    """Ops on `h` at `site`. With NORM: ops and captures of `delta` at `site`, then of ``h + delta`` at the next site, then the
+    norm. With LAST also of the norm's output, at the site after that. With PARALLEL, `total` holds the delta of the layer's
+    attention, with its site two before `site`. The sum overwrites it.
 
-    All reads are issued at the start, and the tables are read before the states are there, because latency dominates. The
-    tables and the norm's weights stay in the cache; the weights of the projections pass through it once a step.
+    All reads are issued at the start, and the tables are read before the states are there, because latency dominates. The tables
+    and the norm's weights stay in the cache. The weights of the projections pass through it once a step.
     """
     launch_dependents(PDL)
     dtype: tl.constexpr = h.dtype.element_ty

@@ -3,11 +3,11 @@
 Triton binds a launch's arguments by name, and looks the compiled kernel up by all types and values. That takes 25 us of host
 time per kernel, and a layer launches four. A `Launcher` keeps compiled kernels under a smaller key.
 
-Between two kernels the device idles for microseconds, while one drains and the next one starts. With programmatic dependent
-launch (PDL, see the CUDA programming guide; Hopper and later) a kernel starts while earlier kernels still run. Such a kernel
-calls `launch_dependents` at its beginning. It calls `grid_wait` before it reads the output of an earlier kernel, and before
-its first write. Reads before `grid_wait` are safe for memory that was written before the pass, as weights and tables are:
-several kernels may overlap, but each pass begins with torch kernels, which wait for all earlier work.
+Between two kernels the device idles for microseconds, while one drains and the next one starts. With programmatic dependent launch
+a kernel starts while earlier kernels still run. See "PDL" in the CUDA programming guide; it needs Hopper or later. Such a kernel
+calls `launch_dependents` at its beginning. It calls `grid_wait` before it reads the output of an earlier kernel, and before its
+first write. Reads before `grid_wait` are safe for memory that was written before the pass, such as weights and tables. Several
+kernels may overlap, but each pass begins with torch kernels, which wait for all earlier work.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportAssignmentType=false
 """Each row's largest logit in two launches: torch's own reduction takes several times as long over a whole vocabulary.
 
-A logit and its place make one whole number, ``order(logit) << 32 | (2**32 - 1 - place)``, whose maximum does not depend on the
-order in which it is taken: the largest logit, the first of equals. A NaN counts as largest, as it does in torch.
+A logit and its place make one whole number, ``order(logit) << 32 | (2**32 - 1 - place)``. Its maximum is the largest logit, and the
+first of equal ones, in whatever order it is taken. A NaN counts as largest, as it does in torch.
 """
 
 from __future__ import annotations

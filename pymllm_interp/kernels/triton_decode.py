@@ -2,7 +2,7 @@
 """Decode attention over paged KV in one kernel (flash-decoding, Dao et al., 2023).
 
 A program computes the query heads of one KV head over a part of one request's positions. The last program of a request and KV
-head combines the parts. The kernel reads lengths and the request table on the device, so it needs no plan, and a captured one
+head combines the parts. The kernel reads lengths and the request table on the device. So it needs no plan, and a captured one
 serves all lengths. `decode_kernel.decode_attention_torch` is the same in plain torch.
 """
 

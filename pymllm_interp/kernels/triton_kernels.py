@@ -3,13 +3,13 @@
 # Launches pass options that are not in the kernel's signature, and plain numbers for `constexpr` parameters.
 """Triton kernels and their launches. The public functions and the torch references are in norm.py, rope.py and so on.
 
-Every kernel returns the same bits as torch's kernels for the same formula, except for the order of sums and the last bit of
+Every kernel returns the same bits as torch's kernels for the same formula. Exceptions are the order of sums and the last bit of
 ``exp`` and ``rsqrt``:
 
 - Intermediate results that torch would write to memory are rounded to the model's dtype.
 - `enable_fp_fusion` is off: a fused multiply-add skips the rounding of the product.
-- The fused and the module-by-module pass use the same kernel, with a flag. Block sizes depend on the width of a row and not
-  on the number of rows, so that the sums of a row have one order in every batch.
+- The fused and the module-by-module pass use the same kernel, with a flag. Block sizes depend on the width of a row, not on the
+  number of rows. So the sums of a row have one order in every batch.
 
 Numbers that a model fixes (widths, strides, heads) are compile-time constants. Numbers that change from pass to pass are not,
 so that a new batch size compiles nothing.
@@ -33,7 +33,7 @@ __all__ = [
 ROPE_HEADS, ROPE_WARPS = 16, 4
 """Heads and warps per program of `rope`."""
 GEMV_BLOCKS = 4096, 2048
-"""Elements of a weight's row that a program loads at a time: the first that divides the row, else the last."""
+"""Elements of a weight's row that a program loads at a time: the first divisor, else the last."""
 GEMV_WARP = 512
 """Elements per warp of `gemv`."""
 

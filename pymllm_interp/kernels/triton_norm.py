@@ -98,7 +98,7 @@ def _launch_norm(
 
 
 def norm_launch(size: int) -> tuple[int, int, int]:
-    """(rows per program, elements per row, warps) for kernels that sum over rows of `size`: all sums have the same order."""
+    """(rows per program, elements per row, warps) for kernels that sum over rows of `size`. All sums have the same order."""
     block = 1 << (size - 1).bit_length()
     rows = max(1, NORM_BLOCK // block)
     return rows, block, min(16, max(1, block * rows // NORM_WARP))

@@ -1,8 +1,8 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false
 """The largest logits of each row, and the log of its sum of exponentials, with the logits read once.
 
-A kernel makes each block's maximum and sum of exponentials. The k largest logits are in the k blocks with the largest maxima, so
-torch's own top-k, which reads its input several times, gets these blocks alone.
+A kernel makes each block's maximum and sum of exponentials. The k largest logits are in the k blocks with the largest maxima. Only
+these blocks go to torch's own top-k, which reads its input several times.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BLOCK = 1024
 
 @triton.jit
 def _blocks(logits, largest, total, stride, vocab, blocks, BLOCK: tl.constexpr):
-    """The maximum of a block, NaN where it has one, and the sum of exponentials of what is less the maximum."""
+    """The maximum of a block, NaN if it has one, and the sum of exp(value - maximum)."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = block * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(logits + row * stride + place, mask=place < vocab, other=float("-inf")).to(tl.float32)

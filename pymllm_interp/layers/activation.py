@@ -18,8 +18,7 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 def silu(x: torch.Tensor) -> torch.Tensor:
     """``x * sigmoid(x)``, computed in float32; fresh memory.
 
-    On CUDA this is our kernel and not torch's, because two implementations of exp differ in the last bit and `gated` uses
-    ours.
+    On CUDA this is our kernel: two implementations of exp differ in the last bit, and `gated` uses ours.
     """
     if (kernels := kernels_for(x)) is not None:
         return kernels.silu(x)

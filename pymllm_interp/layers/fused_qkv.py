@@ -18,7 +18,7 @@ from .rope import heads_of
 
 
 class Conv1D(Product, PlainConv1D):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """A projection whose `weight` is [in, out]: a view of memory that lies as [out, in], which kernels read."""
+    """A projection with `weight` as [in, out]: a view of memory that lies as [out, in], which kernels read."""
 
     def __init__(
         self, nf: int, nx: int, dtype: torch.dtype, device: str, *, input_site: InnerSite | None = None
@@ -38,12 +38,12 @@ class Conv1D(Product, PlainConv1D):  # pyright: ignore[reportIncompatibleMethodO
 
 
 class FusedQKV(Product):
-    """A projection to q, k and v, whose sites are slices of its output.
+    """A projection to q, k and v. Their sites are slices of its output.
 
     Attributes:
         layer_idx: of the decoder layer.
         head_dim, num_kv_heads: of the heads.
-        by_head: whether q, k and v of each head follow each other; else all of q, all of k, all of v.
+        by_head: whether q, k and v of each head follow each other; else all q, all k, all v.
     """
 
     layer_idx: int

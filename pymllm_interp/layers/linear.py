@@ -38,8 +38,7 @@ HALF = (torch.float16, torch.bfloat16)
 class Gemm:
     """``x @ weight.T + bias`` by the device's fastest kernel.
 
-    On CUDA one row in half precision runs as our matrix-vector kernel, which comes closer to the memory's bandwidth than
-    cuBLAS.
+    On CUDA one row in half precision runs as our matrix-vector kernel. It comes closer to the memory's bandwidth than cuBLAS.
 
     On a CPU our kernels read the weight as it lies in memory. On processors without AMX, bfloat16 runs from a copy of the weight
     in oneDNN's blocked layout. The copy is made at first use, and again after a write to the weight.
@@ -97,7 +96,7 @@ def plain_copy(module: nn.Linear, memo: dict[int, Any]) -> nn.Linear:
 
 
 class Product(nn.Module):
-    """A matrix product with a bias: the part of a projection that does not depend on how its module keeps the weight.
+    """A matrix product with a bias: the part of a projection that is independent of the layout of the weight.
 
     Attributes:
         gemm: computes it.

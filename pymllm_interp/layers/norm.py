@@ -64,7 +64,7 @@ class NormModule(nn.Module):
 
     Attributes:
         kind: see core/norm_kind.py.
-        output_site: the site of its output, whose ops it applies; None for none.
+        output_site: the site of its output with ops that it applies; None: it applies no ops.
     """
 
     kind: int
@@ -122,7 +122,7 @@ class RMSNorm(NormModule):
 
 
 class OffsetRMSNorm(RMSNorm):
-    """Gemma's norm, whose weight is stored less 1."""
+    """Gemma's norm. It stores its weight less 1."""
 
     kind = RMS_OFFSET
 

@@ -1,8 +1,8 @@
 """Rotary position embeddings (Su et al., 2021), in every scaling that transformers knows.
 
 The frequencies come from transformers (`ROPE_INIT_FUNCTIONS`); cosines and sines come from a table. Some scalings depend on
-the length of the sequence ("dynamic", "longrope"). These are computed for each row with the length of its own request, so
-that a row does not depend on the batch.
+the length of the sequence ("dynamic", "longrope"). They are computed for each row with the length of its own request, independent
+of the batch.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> 
 
 
 def heads_of(qkv: torch.Tensor, kv_heads: int, by_head: bool) -> list[torch.Tensor]:
-    """q, k and v, views of qkv [tokens, heads + 2 * kv_heads, head_dim]; `by_head`: those of each head follow each other."""
+    """q, k and v, views of qkv [tokens, heads + 2 * kv_heads, head_dim]. With `by_head` the three of each head are adjacent."""
     if by_head:
         return [qkv[:, i::3] for i in range(3)]
     return list(qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1))
@@ -79,7 +79,7 @@ def rope_and_write(
     out: torch.Tensor | None = None,  # [tokens, heads, head_dim]
     by_head: bool = False,
 ) -> torch.Tensor:
-    """Rotate q and k by a `rotation`, and write k and v to the layer's `slots` of the pool, in one kernel.
+    """Rotate q and k by a `rotation`, and write k and v to the layer's `slots`, in one kernel.
 
     Args:
         cos, signed_sin: None for no rotation.

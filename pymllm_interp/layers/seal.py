@@ -77,7 +77,7 @@ class Weight(nn.Parameter):
         self.requires_grad_(value)
 
     def requires_grad_(self, mode: bool = True) -> Weight:
-        """Raises NotImplementedError, but for false."""
+        """Raises NotImplementedError, except for false."""
         if mode:
             raise NotImplementedError(
                 f"`{self.path}` cannot require gradients: a trace has gradients of hidden states (`with loss.backward(): h.grad`), "

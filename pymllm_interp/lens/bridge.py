@@ -1,4 +1,4 @@
-"""`Bridge`: TransformerLens' `RemoteBridge` over an `LM`, whose hooks edit."""
+"""`Bridge`: TransformerLens' `RemoteBridge` over an `LM`, with hooks that edit."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .weights import Weights, adapter_of
 class Bridge(Weights, RemoteBridge):
     """TransformerLens' calls and names over an `LM`: `run_with_cache`, `run_with_hooks`, `hooks`, `add_hook`, `generate`, weights.
 
-    Names, shapes and values are those of ``TransformerBridge.boot_transformers``. `run_with_cache` returns a subclass of
-    TransformerLens' `BridgeCache`, in the order of a forward pass. Hooks read and edit, unlike those of other remote bridges:
-    a pass with hooks is a trace. A pass without hooks is a fused one, if all names that `names_filter` selects are declared sites,
-    their norms or attention patterns; without a filter it is a trace that reads all hook points.
+    Names, shapes and values equal ``TransformerBridge.boot_transformers``. `run_with_cache` returns a subclass of TransformerLens'
+    `BridgeCache`, in the order of a forward pass. Hooks read and edit, unlike in other remote bridges: a pass with hooks is a
+    trace. A pass without hooks is a fused one, if `names_filter` selects only declared sites, norms or attention patterns. Without
+    a filter it is a trace that reads all hook points.
 
     Prompts are text, token ids, or a list of either. Padding is not computed: its logits and values are zeros.
 
@@ -135,7 +135,7 @@ class Bridge(Weights, RemoteBridge):
     def _edits_and_captures(
         self, intervene: Mapping[str, Any] | None, capture: Any
     ) -> tuple[dict[str, Any], list[str]]:
-        """By hook point what edits it, and the names of those whose values other hooks take."""
+        """By hook point what edits it, and the names of the values that other hooks take."""
         canonical = {name: str(point.name) for name, point in self.hook_dict.items()}
         edits = {canonical.get(name, name): what for name, what in (intervene or {}).items()}
         for name, point in self._hook_registry.items():

@@ -1,4 +1,4 @@
-"""`BridgeCache`: TransformerLens' cache, whose keys are names of sites, too."""
+"""`BridgeCache`: TransformerLens' cache; its keys are names of sites, too."""
 
 from __future__ import annotations
 

@@ -26,8 +26,7 @@ Edit = Callable[[torch.Tensor], torch.Tensor]
 class EngineDriver(DriverBase):
     """Forward passes of an `LM`, under the names of `TransformerBridge`'s hook points.
 
-    A pass that only captures is a fused one, if the engine has declared sites for all values that are asked for. Other passes
-    are traces.
+    A pass that only captures is a fused one, if all values that are asked for have declared sites. Other passes are traces.
 
     Args:
         lm: a local `LM`, which stays the caller's.
@@ -78,9 +77,9 @@ class EngineDriver(DriverBase):
         Args:
             input_ids: [batch, tokens], or [tokens].
             capture: names of hook points.
-            intervene: by hook point, a function of its value, which runs in a trace, or ``{"op": "add", "value": vector}``,
-                which becomes a declared intervention where the hook point has a site. Ops are "suppress", "scale", "add" and
-                "set"; "pos" is a position or several.
+            intervene: by hook point, a function of its value, which runs in a trace. ``{"op": "add", "value": vector}`` becomes a
+                declared intervention where the hook point has a site. Ops are "suppress", "scale", "add" and "set"; "pos" is a
+                position or several.
             max_new_tokens: 1; `lm.generate` generates.
             return_logits: whether the result has logits.
             attention_mask: of the same shape as `input_ids`; 0 is padding, which is not computed. Its values are zeros.
@@ -222,7 +221,7 @@ class EngineDriver(DriverBase):
         return (found[0] if found else None), values
 
     def _visit(self, place: Place, edit: Edit | None) -> torch.Tensor:
-        """Read a place within a block, and let a function edit it. Returns a copy of the value that the model goes on with."""
+        """Read a place within a block, and let a function edit it. Returns a copy of the value, with which the model continues."""
         if place.is_eager:
             return self._visit_attention(place, edit)
         point = self.lm.get(place.module)
@@ -289,7 +288,7 @@ class _Pass:
 
     Attributes:
         reached: places, in the order of a forward pass.
-        wanted: names of those whose values are kept.
+        wanted: names of the values to keep.
         patterns: places of attention patterns, which are captured.
         edits: functions by hook point.
         ops: declared interventions.

@@ -43,8 +43,8 @@ def generate(
         verbose: ignored.
 
     Returns:
-        text, a list of texts, or token ids [batch, tokens + new tokens] that begin with the prompts, padded on their left. A row
-        that ended is filled up with its end-of-sequence id.
+        text, a list of texts, or token ids [batch, tokens + new tokens]. The ids begin with the prompts, padded on their left. A
+        row that ended is filled up with its end-of-sequence id.
 
     Raises:
         TypeError: another option; `lm.generate` takes all of `SamplingParams`.

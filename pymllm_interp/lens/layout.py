@@ -25,7 +25,7 @@ class Layout:
 
     @classmethod
     def of(cls, input_ids: Any, attention_mask: Any = None) -> Layout:
-        """The layout of token ids [batch, tokens] or [tokens], and a mask of the same shape: 1 is a token, 0 padding.
+        """The layout of token ids [batch, tokens] or [tokens], and a mask of that shape (1: token, 0: padding).
 
         Raises:
             ValueError: no prompt, other shapes, or a mask with padding between tokens.

@@ -1,7 +1,7 @@
 """Where the values of `TransformerBridge`'s hook points are in an engine.
 
-The names and the modules behind them are those of TransformerLens' adapter for the architecture. A value that a declared site
-has is captured in the fused pass; any other is read by a trace at its module.
+TransformerLens' adapter for the architecture gives the names and the modules behind them. A value with a declared site is captured
+in the fused pass. A trace reads any other value at its module.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _AFTER = (*(f"ln_final.{end}" for end in _NORM), "unembed.hook_in", "unembed.hoo
 _READ_BY = {f"attn.{part}.hook_in": "attn.hook_in" for part in "qkv"} | {
     f"mlp.{part}.hook_in": "mlp.hook_in" for part in ("gate", "in")
 }
-"""Hook points whose value is another's."""
+"""Hook points with the value of another one."""
 _HEADS = {"attn.q.hook_out": "q", "attn.k.hook_out": "k", "attn.v.hook_out": "v", "attn.o.hook_in": "z"}
 """Hook points with heads -> kind of site."""
 UNSERVED = (
@@ -60,7 +60,7 @@ class Place:
         order: places of one model sort by it as a forward pass reaches them.
         module: path of the module; "" within an attention.
         end: which end of the module has the value, or what `part` is made of.
-        kind: kind of site whose heads the value has, or "".
+        kind: kind of site with the value's heads, or "".
         part: of a norm, "scale" is its divisor and "normalized" its output without gain and bias. "result" is what each head
             adds to the stream: z of the head times its rows of W_O.
         site: the declared site that `captured_part` makes the value of; None: only a trace has it.

@@ -46,7 +46,7 @@ def renames() -> dict[str, Any]:
 
 
 class Accessors:
-    """nnterp's accessors and methods, for an nnsight model whose modules are renamed by `renames`."""
+    """nnterp's accessors and methods, for an nnsight model with modules that are renamed by `renames`."""
 
     def add_accessors(self) -> None:
         """Set `layers_output` and its kin."""

@@ -3,9 +3,9 @@
     _, clean_cache = bridge.run_with_cache(clean_tokens)
     effects = lens.patching.get_act_patch_resid_pre(bridge, corrupted_tokens, clean_cache, metric)  # [layers, positions]
 
-The cells of a call run as a sweep: native families in one growing pass over the layers (toolkit/wavefront.py), others as requests
-in batches. A cell before the first token that differs is the corrupted run, and is not run. Cells of attention patterns, and of
-other setters, run one after the other.
+The cells of a call run as a sweep. Native families run them in one growing pass over the layers (toolkit/wavefront.py), others as
+requests in batches. A cell before the first token that differs is the corrupted run, and is not run. Cells of attention patterns,
+and of other setters, run one after the other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SETTERS = {
     library.layer_pos_head_vector_patch_setter: ("layer", "pos", "head"),
     library.layer_head_vector_patch_setter: ("layer", "head"),
 }
-"""Setters whose cells are patches at a site -> what the numbers of a cell are."""
+"""Setters with cells that are patches at a site -> what the numbers of a cell are."""
 Index = tuple[int, ...]
 ROUNDING = 1e-5
 """Differences below this part of a state's largest value are rounding: such a cell is the corrupted run."""
@@ -64,7 +64,7 @@ class _Sweep:
         self._coming = zip(*(run(row, ids) for row, ids in enumerate(tokens.tolist())), strict=True)
 
     def run_with_hooks(self, tokens: torch.Tensor, fwd_hooks: list[Any]) -> torch.Tensor:
-        """Logits [batch, tokens, vocab] of the cell whose index the hook has; without a hook, of the corrupted run."""
+        """Logits [batch, tokens, vocab] of the cell with the hook's index; without a hook, of the corrupted run."""
         if not fwd_hooks:
             return self._base.clone()
         index = tuple(fwd_hooks[0][1].keywords["index"])
@@ -94,7 +94,7 @@ class _Sweep:
         """Site, position and head of a cell; negative numbers count from the end.
 
         Raises:
-            IndexError: there is none of this number.
+            IndexError: no point has this number.
         """
         parts = dict(zip(self.axes, cell, strict=True))
         site = _place(self.bridge, self.name, parts["layer"]).site

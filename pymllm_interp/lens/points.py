@@ -11,7 +11,7 @@ GRADIENTS = "gradients are those of a trace: `with lm.trace(prompt):` and `with 
 
 
 class BridgePoint(HookPoint):
-    """A hook point whose functions read and edit forward passes.
+    """A hook point. Its functions read and edit forward passes.
 
     Args:
         name: of the hook point.
@@ -28,7 +28,7 @@ class BridgePoint(HookPoint):
         """As `HookPoint.add_hook`.
 
         Raises:
-            NotImplementedError: a backward hook, or a point whose value the engine does not have.
+            NotImplementedError: a backward hook, or a point with a value that the engine does not have.
         """
         if dir == "bwd":
             raise NotImplementedError(f"{self.name}: Bridge has no backward hooks; {GRADIENTS}")

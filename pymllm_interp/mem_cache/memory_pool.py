@@ -1,7 +1,7 @@
 """The three pools behind paged attention.
 
-`ReqToTokenPool` gives each running request a row that lists the KV slot of each of its positions, `TokenToKVPoolAllocator`
-hands out pages of slots, and `KVPool` holds the K and V that the slots stand for:
+`ReqToTokenPool` gives each running request a row with the KV slot of each of its positions. `TokenToKVPoolAllocator` hands out
+pages of slots, and `KVPool` holds their K and V:
 
     pages = allocator.alloc_pages(2)                                   # [7, 3]
     row = req_to_token_pool.alloc()
@@ -184,7 +184,7 @@ class TokenToKVPoolAllocator:
         self._free.extend(pages)
 
     def slots_of(self, pages: Sequence[int], start: int, stop: int) -> np.ndarray:
-        """[stop - start] int64: slots of positions ``start`` up to `stop` of a request whose `pages` are in order of position.
+        """[stop - start] int64: slots of positions ``start`` up to `stop` of a request; its `pages` are in order of position.
 
         Raises:
             ValueError: the pages do not reach that far.

@@ -1,12 +1,12 @@
-"""`RadixCache`: which KV pages hold the KV of which tokens, so that the beginning of a prompt is not computed twice.
+"""`RadixCache`: which KV pages hold the KV of which tokens. So the beginning of a prompt is not computed twice.
 
 A radix tree over pages of tokens::
 
     root -- [system prompt, 90 pages] -- [question A, 3 pages]
                                       `- [question B, 5 pages] -- [its answer, 2 pages]
 
-An edge is found by the tokens of its first page and by that page's *namespace*: what else the KV of the page depends on, None
-for nothing. A page's KV depends on all pages before it, so equal paths from the root mean equal KV.
+An edge is found by the tokens of its first page and by that page's *namespace*. The namespace says what else the KV of the page
+depends on; None for nothing. A page's KV depends on all pages before it, so equal paths from the root mean equal KV.
 
 Pages are shared by reference. A *held* node, and all nodes above it, are not evicted. Among the others, the least recently
 used leaf is evicted first, from its end.
@@ -147,7 +147,7 @@ class RadixCache:
         return next(top for top in node.path() if top.parent is None) is self._root
 
     def _common(self, child: Node, key: RadixKey, first: int, stop: int) -> int:
-        """Pages of `child` that equal those of the sequence from `first` on; at least the first one does."""
+        """Pages of `child` that equal the pages of the sequence from `first` on; at least the first one does."""
         size = self._page_bytes
         most = min(len(child.pages), key.end_of_namespace(first, stop) - first)
         start, data, tokens = first * size, key.data, child.tokens
@@ -178,7 +178,7 @@ class RadixCache:
         return node
 
     def release(self, node: Node) -> list[int]:
-        """End a `hold`. Returns the pages that the tree gives back: those of a tree that was `reset` since."""
+        """End a `hold`. Returns the pages of a tree that was `reset` since, which the tree gives back."""
         self._clock += 1
         for each in node.path():
             each.holders -= 1
@@ -197,7 +197,7 @@ class RadixCache:
     # -- writing ----------------------------------------------------------------------------
 
     def extend(self, node: Node, key: RadixKey, first: int, pages: Sequence[int]) -> tuple[Node, int]:
-        """Add the pages of a sequence after `node`, which the caller holds; up to a page that the tree has already.
+        """Add the pages of a sequence after `node`, which the caller holds, up to a page that the tree has.
 
         Args:
             first: index of the first of `pages` in the sequence.
@@ -299,7 +299,7 @@ class RadixCache:
         return upper
 
     def _cut(self, node: Node, kept: int) -> list[int]:
-        """Remove the pages of an unheld leaf but for its first `kept`."""
+        """Remove the pages of an unheld leaf, without its first `kept`."""
         assert not node.holders and not node.children, "only leaves that nobody holds are cut"
         freed = node.pages[kept:]
         self.num_pages -= len(freed)

@@ -90,7 +90,7 @@ class CausalLM(nn.Module, ABC):
         """The logits [1, logit rows, vocab] of the hidden states of `decoder_fused`."""
 
     def logits_of(self, h: torch.Tensor) -> torch.Tensor:
-        """The head alone: [..., hidden] -> [..., vocab]."""
+        """Only the head: [..., hidden] -> [..., vocab]."""
         return self.lm_head(h)
 
     def attention_layers(self) -> list[RadixAttention]:
@@ -106,7 +106,7 @@ class ResidualBranch(nn.Module, ABC):
         name: attribute of the decoder layer.
         last_projection: attribute of the branch.
         inner_kind: kind of the inner site between the two parts of the branch, the input of `last_projection`.
-        output_site: the site of its output; None where a norm follows, whose output is what is added.
+        output_site: the site of its output. None: a norm follows, and its output is added.
     """
 
     name: str
@@ -197,7 +197,7 @@ def run_layers(
         layers: consecutive layers.
         first: index of the first one.
         h: [1, tokens, hidden].
-        position_embeddings: those of the layers' `rotary`.
+        position_embeddings: the rotations of the layers' `rotary`.
         served: a hook waits at the output of the last one.
 
     Returns:

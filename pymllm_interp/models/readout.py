@@ -1,4 +1,4 @@
-"""`ModelReadout`: the norms and the head of a model as functions of rows, which no op, capture or trace acts on."""
+"""`ModelReadout`: the norms and the head of a model as functions of rows. No op, capture or trace acts on them."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def is_native(config: PretrainedConfig, impl: str) -> bool:
     """Whether our own class runs the model; else transformers' class does.
 
     Raises:
-        UnsupportedModelError: `impl` is "native", and there is none for the architecture.
+        UnsupportedModelError: `impl` is "native", and the architecture has no native implementation.
     """
     architecture, text_type = architecture_of(config), (getattr(config, "text_config", None) or config).model_type
     if impl == "native" and architecture not in NATIVE:

@@ -30,14 +30,14 @@ class _Cell(NamedTuple):
 
 
 _carrier: _Cell | None = None
-"""The cell whose output has the JavaScript."""
+"""The cell with the JavaScript in its output."""
 
 
 def is_needed() -> bool:
     """Whether a figure that is shown now must bring the JavaScript.
 
-    The first figure of a notebook does, and the first one of the same cell when that is run again: its output is replaced. Outside
-    a notebook each figure does.
+    The first figure of a notebook must. So must the first one of the same cell when it is run again: its output is replaced.
+    Outside a notebook each figure must.
     """
     global _carrier
     ipython = sys.modules.get("IPython")

@@ -21,13 +21,13 @@ def output_copy_stream(device: torch.device) -> torch.cuda.Stream:
 class AsyncOutput:
     """The sampled tokens of a step. The next step may be launched before `get_output` waits for them.
 
-    On CUDA the tokens and all log probabilities are copied to pinned memory, on a stream of their own and with one event. The
+    On CUDA the tokens and all log probabilities are copied to pinned memory. They have a stream of their own and one event. The
     copy waits for what was launched before this object was made, and for nothing that is launched later.
 
     Args:
         output: all but tokens and log probabilities.
         sampled: of the requests that sample, on the device.
-        prompt_logprobs: request -> those of its prompt positions in this step, on the device.
+        prompt_logprobs: request -> log probabilities of its prompt positions in this step, on the device.
     """
 
     def __init__(

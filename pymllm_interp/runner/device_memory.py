@@ -1,4 +1,4 @@
-"""Device memory of a runner: how many KV slots and requests it has room for, and the dummy passes that measure that.
+"""Device memory of a runner: how many KV slots and requests it has room for. Dummy passes measure that.
 
 The KV pool gets what `gpu_memory_utilization` leaves after the weights, the largest step, the attention workspace and the
 CUDA graphs. The largest step is run once, without attention, and its peak stays with the allocator.
@@ -150,8 +150,7 @@ def kv_bytes_per_token(runner: PoolOwner) -> int:
 def num_running_requests(runner: PoolOwner) -> int:
     """Requests in one step at most: `max_running_requests`, or derived where that is None.
 
-    The derived number is the KV tokens that fit, over 512 tokens a request (over the context's length where that is
-    shorter): at least 1, at most 1024.
+    The derived number is the KV tokens that fit, over 512 tokens a request, between 1 and 1024.
     """
     config = runner.server_config
     if config.max_running_requests is not None:

@@ -47,7 +47,7 @@ def dummy_run(
         is_profile: run module by module with the head on all rows, as a traced pass of whole prompts does.
 
     Returns:
-        hidden states [num_tokens, hidden], and those of each request's last token [requests, hidden].
+        hidden states [num_tokens, hidden], and the hidden state of each request's last token [requests, hidden].
 
     Raises:
         ValueError: `skip_attn` outside of profiling.

@@ -143,7 +143,7 @@ class Executions:
         return self._forward(batch, descriptor)
 
     def _in_segments(self, batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
-        """A decode pass module by module, but for what lies between its blocks, which is replayed."""
+        """A decode pass module by module. The parts between its blocks are replayed."""
         assert self.segments is not None
         self.runner.forward_pass_id += 1
         padded = self.segments.begin(batch)

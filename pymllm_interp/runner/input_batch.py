@@ -23,7 +23,7 @@ class InputBatch:
     """What `ModelRunner.prepare_inputs` makes of a step's schedule.
 
     Attributes:
-        sampling: the requests whose next token is sampled, in batch order.
+        sampling: the requests with a token to sample, in batch order.
         sample_rows: the logit row of each of them.
     """
 
@@ -41,7 +41,7 @@ class InputBatch:
     sampling:             list[ScheduledRequest]
     sample_rows:          list[int]
     decodes:              bool = False  # whether each request computes one token, the last one sampled
-    padded_size:          int = 0       # rows of the input buffers that are laid out, with those of padding
+    padded_size:          int = 0       # rows of the input buffers that are laid out, padding included
     # fmt: on
 
     @property
@@ -134,7 +134,7 @@ class InputBuffers:
                 (self.out_cache_loc, forward_batch.out_cache_loc, 0),
                 (self.seq_lens, forward_batch.seq_lens, PAD_SEQ_LEN),
             ]
-            if ops is not None:  # blocks matter to rows with declared ops alone
+            if ops is not None:  # blocks matter only to rows with declared ops
                 fills += [(own, given, 0) for own, given in zip(self.blocks, ops.token_rows.records, strict=True)]
         for buffer, rows, padding in fills:
             buffer[:n].copy_(rows, non_blocking=rows.device == buffer.device)

@@ -1,4 +1,4 @@
-"""InterpModelRunner: a ModelRunner whose requests may carry traces, interventions and captures.
+"""InterpModelRunner: a ModelRunner for requests with traces, interventions and captures.
 
 Its two stages serve them (runner/stage.py): `TracedStage` has the traces, `DeclaredStage` the interventions and captures. This
 class makes the stages, and is what engine and clients ask for::

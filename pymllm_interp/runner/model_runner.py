@@ -254,7 +254,7 @@ class ModelRunner(ForwardPasses):
 
     @property
     def wants_plain_graphs(self) -> bool:
-        """Whether declared ops, even if there are none, take long enough for passes without them to have graphs of their own."""
+        """Whether kernels of declared ops take so long, even without an op, that other passes get graphs of their own."""
         return not self.get_model().fuses_ops or any(stage.wants_plain_graphs for stage in self.stages)
 
     def _prefill_sizes(self) -> list[int]:
@@ -469,11 +469,11 @@ class ModelRunner(ForwardPasses):
         self.step_inputs.finish_requests(scheduler_output)
 
     def prepare_inputs(self, scheduler_output: SchedulerOutput) -> InputBatch:
-        """Lay the step's tokens out in batch rows: token ids, positions, KV slots, and the rows that the head runs on."""
+        """Lay the step's tokens out in batch rows: token ids, positions, KV slots, and rows of the head."""
         return self.step_inputs.prepare(scheduler_output, self._padded_size(scheduler_output))
 
     def _padded_size(self, step: SchedulerOutput) -> int | None:
-        """Rows of the captured pass that serves the step; None where there is none."""
+        """Rows of the captured pass that serves the step; None without such a pass."""
         if self.demands.unpadded:
             return None
         if not all(entry.decodes for entry in step.scheduled):

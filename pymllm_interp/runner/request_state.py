@@ -1,7 +1,7 @@
 """The runner's table of requests: what steps have said of them, by row.
 
-The engine owns tokens and counts. The table shows them under the seed's names (vLLM's), and is written by steps alone. What the
-engine does not know is here: the last sampled tokens, on the device.
+The engine owns tokens and counts. The table shows them under the seed's names (vLLM's). Only steps write it. What the engine does
+not know is here: the last sampled tokens, on the device.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Stage(Protocol):
         return logits
 
     def sampled(self, rows: InputBatch, token_ids: torch.Tensor) -> torch.Tensor:
-        """The tokens [sampling requests] int32 that generation goes on with."""
+        """The tokens [sampling requests] int32 with which generation continues."""
         return token_ids
 
     def end(self, output: ModelRunnerOutput) -> None:

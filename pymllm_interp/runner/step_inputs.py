@@ -182,10 +182,10 @@ class StepInputs:
     # -- arrays ----------------------------------------------------------------------------
 
     def prepare(self, step: SchedulerOutput, padded_size: int | None) -> InputBatch:
-        """Lay the step's tokens out in batch rows: token ids, positions, KV slots, and the rows that the head runs on.
+        """Lay the step's tokens out in batch rows: token ids, positions, KV slots, and rows of the head.
 
         Args:
-            padded_size: rows of the captured pass that serves the step; None where there is none.
+            padded_size: rows of the captured pass that serves the step; None without such a pass.
         """
         entries, states = step.scheduled, self.states
         req_ids, table_rows, num_tokens, first, samples, decoding, logit_rows = zip(*entries, strict=True)

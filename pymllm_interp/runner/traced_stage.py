@@ -1,4 +1,4 @@
-"""The traced stage of a runner: serves blocks of traces in its passes. `NNsightRequestHelper` knows which rows are whose."""
+"""The traced stage of a runner: serves blocks of traces in its passes. `NNsightRequestHelper` knows the rows of each request."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TracedStage(Stage):
         demands.keeps_logits = True
 
     def _put_hooked_last(self, step: SchedulerOutput) -> None:
-        """In a decode step, move requests whose blocks wait for a module to the end: each half is then one slice."""
+        """In a decode step, move requests with blocks that wait for a module to the end. Each half is one slice."""
         if all(entry.decodes for entry in step.scheduled):
             hooked, attached = self.interleaver.hooked(), self.helper.attached
             step.scheduled.sort(key=lambda e: e.request_id in attached and attached[e.request_id][1] in hooked)

@@ -1,8 +1,8 @@
 """min_p, top_k and top_p, over probabilities in fixed point.
 
-A token's weight is ``floor(exp(score - max score) * 2**40)`` as int64. Integer sums are exact in any order. So the tokens that
-a row keeps and draws do not depend on the other rows, on the sort, or on the device's scan. The last bits of float sums would
-follow the launch shape. The error of each weight is below 2**-40 of the most likely token's.
+A token's weight is ``floor(exp(score - max score) * 2**40)`` as int64. Integer sums are exact in any order. So a row's tokens do
+not depend on the other rows, on the sort, or on the device's scan. The last bits of float sums would follow the launch shape. The
+error of each weight is below 2**-40 of the most likely token's.
 
 All filters keep ties: a token with the score of the last one kept is kept too.
 """
@@ -22,8 +22,8 @@ PROBE = 1024
 def filter_width(top_ks: Sequence[int], top_ps: Sequence[float], vocab_size: int, device: torch.device) -> int:
     """The number of largest scores of each row that `filtered_weights` has to sort.
 
-    That is the largest top_k. A row with top_p alone has no bound. A CPU sorts `PROBE` scores first. CUDA sorts the whole row:
-    to check that a part sufficed would wait for the device.
+    That is the largest top_k. A row with only top_p has no bound. A CPU sorts `PROBE` scores first. CUDA sorts the whole row: to
+    check that a part sufficed would wait for the device.
     """
     unbounded = min(PROBE, vocab_size) if device.type == "cpu" else vocab_size
     width = 1

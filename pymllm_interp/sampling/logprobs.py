@@ -1,6 +1,6 @@
 """Log probabilities of sampled and of prompt tokens, as tensors that leave the device with the sampled tokens.
 
-What they are taken from is the caller's choice (`Sampler.logprobs_mode`): by default the raw logits, in float32, before any
+The caller chooses what they are taken from (`Sampler.logprobs_mode`). By default this is the raw logits, in float32, before any
 penalty, temperature or filter.
 """
 
@@ -21,8 +21,8 @@ _CHUNK = 256
 class LogprobTensors(NamedTuple):
     """Log probabilities of the rows that ask for them; `tolists` makes one entry for each row of the batch.
 
-    A row's tokens are its own token, then the most likely ones in falling order, its own among them where it belongs there. A
-    rank is 1 + the number of tokens with a strictly greater value, so equal values share a rank.
+    A row's tokens are its own token, then the most likely ones in falling order. Its own may be among them. A rank is 1 + the
+    number of tokens with a strictly greater value, so equal values share a rank.
     """
 
     # fmt: off
@@ -54,7 +54,7 @@ def gather_logprobs(
     num: Sequence[int | None],
     as_logits: bool = False,
 ) -> LogprobTensors:
-    """For each row its token's log probability and those of the `num` most likely ones. Nothing waits for the device.
+    """For each row its token's log probability, and the `num` most likely tokens with theirs. Nothing waits for the device.
 
     Args:
         num: None for rows that do not ask.

@@ -31,7 +31,7 @@ def uniform_noise(
 ) -> torch.Tensor:
     """One number in [0, 1) for each row, with 53 random bits.
 
-    A request's numbers are the SplitMix64 stream whose state is a hash of its seed and sample index.
+    A request's numbers are a SplitMix64 stream. Its state is a hash of the request's seed and sample index.
 
     Returns:
         [rows] float64, bit-equal on every device.

@@ -1,7 +1,7 @@
 """Repetition, frequency and presence penalties, with vLLM's meaning, for the few rows that ask for them.
 
-For a token with `count` occurrences in the output: the repetition penalty divides a positive logit and multiplies a
-negative one, once, and for tokens of the prompt too; then ``logit - frequency * count - presence * (count > 0)``.
+For a token with `count` occurrences in the output: the repetition penalty divides positive logits and multiplies negative ones. It
+acts once, also for tokens of the prompt. Then the logit is ``logit - frequency * count - presence * (count > 0)``.
 """
 
 from __future__ import annotations

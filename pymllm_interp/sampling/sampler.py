@@ -4,9 +4,9 @@
     output = sampler(logits, SamplingBatch.from_requests(requests, logits.shape[-1], logits.device))
     output.token_ids  # [rows] int32
 
-The order is vLLM's: raw log probabilities, constraints, logit bias, min_tokens and bad words, penalties, allowed tokens,
-temperature, min_p, top_k, top_p, draw.
-A row's token depends on its logits and its key (seed, sample index, generated index) alone.
+The order is vLLM's: raw log probabilities, constraints, logit bias, min_tokens and bad words, penalties, allowed tokens.
+Temperature, min_p, top_k, top_p and the draw follow. A row's token depends only on its logits and its key (seed, sample index,
+generated index).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class SamplerOutput:
 class Sampler:
     """Samples one token for each row.
 
-    Temperature 0 and top_k 1 take the largest logit, the first of equals. So does a row without a distribution: one with a NaN
-    (which counts as largest) or +inf, or with nothing above -inf. The other rows are not affected.
+    Temperature 0 and top_k 1 take the largest logit, the first of equals. So does a row without a distribution: with a NaN (which
+    counts as largest), with +inf, or without finite values. The other rows are not affected.
 
     Args:
         logprobs_mode: what log probabilities are, with vLLM's names. "raw_logprobs": the log-softmax of the logits.
@@ -103,7 +103,7 @@ def sample_tokens(
 
 
 def _adjusted(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """The logits after constraints, bias, bans and penalties: a float32 copy, or `logits` themselves where there are none."""
+    """The logits after constraints, bias, bans and penalties: a float32 copy, or `logits` themselves without any of these."""
     if batch.logit_bias is None and batch.penalties is None and batch.allowed is None and batch.constrained is None:
         return logits
     scores = logits.to(torch.float32, copy=True)
@@ -165,7 +165,7 @@ def _draw(
 ) -> torch.Tensor:
     """Inverse CDF over the filtered weights in vocabulary order; the largest score for rows without a distribution.
 
-    The target lies below the total, and a token of weight 0 does not raise the CDF: no such token is ever drawn.
+    The target lies below the total, and a token of weight 0 does not raise the CDF. No such token is ever drawn.
     """
     scores = scores.to(torch.float32)
     temperatures = temperatures.to(torch.float32)

@@ -119,7 +119,7 @@ def _int64(seed: int) -> int:
 
 
 def _logit_bias(requests: Sequence[SamplingRequest], vocab_size: int, device: torch.device) -> LogitBias | None:
-    """The requests' `logit_bias`, and -inf for the end tokens of requests with fewer than `min_tokens` generated ones, and for
+    """The requests' `logit_bias`, and -inf for tokens that they may not get yet. Those are end tokens before `min_tokens`, and
     tokens that would complete a bad word.
     """
     rows, tokens, values = [], [], []

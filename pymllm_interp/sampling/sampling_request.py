@@ -10,7 +10,7 @@ from ..core.sampling_params import SamplingParams
 
 
 class SamplingRequest(Protocol):
-    """A request whose next token is to be sampled. Attributes are read, never written."""
+    """A request with a next token to sample. Attributes are read, never written."""
 
     @property
     def request_id(self) -> str:
@@ -47,10 +47,10 @@ class SamplingRequest(Protocol):
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
-        """Read for the repetition penalty alone."""
+        """Read only for the repetition penalty."""
         ...
 
     @property
     def output_token_ids(self) -> Sequence[int]:
-        """Read for penalties and bad words of several tokens alone; all generated tokens then."""
+        """Read only for penalties and bad words of several tokens; all generated tokens then."""
         ...

@@ -1,8 +1,8 @@
 """Constraints: which tokens a request may sample next, given those that it has generated.
 
 `SamplingParams(constraint=spec)` carries a `ConstraintSpec`. Each request makes a `TokenConstraint` of it. While a step's pass
-runs, the constraint writes a bitmask of the allowed tokens, in the layout of xgrammar: int32 words, where bit ``t % 32`` of word
-``t // 32`` is 1 for an allowed token t. Only sampling waits for it::
+runs, the constraint writes a bitmask of the allowed tokens, in the layout of xgrammar. Bit ``t % 32`` of the int32 word ``t // 32``
+is 1 for an allowed token t. Only sampling waits for it::
 
     class Digits:
         def __init__(self, ids): self.ids = ids

@@ -106,7 +106,7 @@ class EngineClient:
     Attributes:
         info: what the engine process said of itself (`ServedModel.describe`); None until it is ready.
         schemas: of interventions and captures, for the OpenAPI document.
-        folder: for sockets and files, readable by this user alone.
+        folder: for sockets and files; only this user can read it.
         restarts: how often the engine process was started again.
     """
 

@@ -30,7 +30,7 @@ COMPONENT = "x-component"
 """Marks a schema that the engine process knows (schema.py), by its name there."""
 InterventionField = Annotated[dict[str, Any], WithJsonSchema({COMPONENT: "Intervention"})]
 CaptureField = Annotated[str | dict[str, Any], WithJsonSchema({COMPONENT: "CaptureSpec"})]
-"""Read by the engine process, whose objects check them."""
+"""Read by the engine process; its objects check them."""
 
 
 class StreamOptions(Strict):

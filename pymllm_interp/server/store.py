@@ -22,7 +22,7 @@ FILE_NAME = re.compile(r"pymllm-interp-\d+-\d+-\d+\.safetensors")
 
 @dataclass
 class Stored:
-    """A file in the store, and whose it is."""
+    """A file in the store, and its owner."""
 
     path: Path
     size: int
@@ -50,7 +50,7 @@ class ActivationStore:
         return sum(stored.size for stored in self._stored.values())
 
     def open(self) -> None:
-        """Take the folder for this server alone, and delete what an earlier one left in it.
+        """Take the folder for this server only, and delete what an earlier one left in it.
 
         Raises:
             OSError: another server has it.
@@ -121,7 +121,7 @@ class ActivationStore:
         """A file of an owner.
 
         Raises:
-            ApiError: there is none, any more or of this owner.
+            ApiError: no such file, any more or of this owner.
         """
         self.sweep()
         stored = self._stored.get(name)

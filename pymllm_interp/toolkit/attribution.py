@@ -1,7 +1,7 @@
 """`lm.attribute`: attribution patching, and integrated gradients along the path between two runs' states.
 
-Attribution patching is the first-order estimate of what a patch would do: ``(clean - corrupted) * gradient``, with the metric's
-gradient in the corrupted run (Nanda 2023; Syed et al. 2023, arXiv 2310.10348). One pass with gradients serves all sites.
+Attribution patching is a first-order estimate of what a patch would do: ``(clean - corrupted) * gradient``. The gradient is the
+metric's, in the corrupted run (Nanda 2023; Syed et al. 2023, arXiv 2310.10348). One pass with gradients serves all sites.
 
 The estimate is wrong where the metric bends. With more steps the gradient is averaged over states between the two runs
 (Sundararajan et al. 2017, arXiv 1703.01365), at one site at a time, as in Marks et al. 2024 (arXiv 2403.19647).
@@ -134,7 +134,7 @@ def _along(
         with lm.trace([ids] * len(part), grad=True):
             found = _from(lm, place, start, target, part, metric).save()  # pyright: ignore[reportAttributeAccessIssue]
         gradients, values = found
-        total += gradients[: steps - first].sum(0)  # the end counts for the metric alone
+        total += gradients[: steps - first].sum(0)  # the end counts only for the metric
         reached = values[-1].item()
     return total / steps, reached
 
@@ -142,7 +142,7 @@ def _along(
 def _from(
     lm: Any, place: PlacedHooks, start: torch.Tensor, target: torch.Tensor, points: list[float], metric: RowMetric
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The body of a block: put the states at `points` of the way in place, one for each prompt, and differentiate.
+    """The body of a block: put the states at `points` of the way in place, and differentiate.
 
     Returns:
         gradients [prompts, tokens, ...] float32, and the metric [prompts].

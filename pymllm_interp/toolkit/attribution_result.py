@@ -42,10 +42,10 @@ class Attributed(NamedTuple):
 
 
 class Attribution(Mapping[str, torch.Tensor]):
-    """The attributions of each site: estimates of what patching it from the clean run would add to the corrupted run's metric.
+    """The attributions of each site: estimates of what patching it from the clean run would add to the metric.
 
-    By site's name, float32 on the CPU: [positions], at `q`, `k`, `v` and `z` [positions, heads]; with ``neurons=True`` as the state
-    itself, [positions, width] or [positions, heads, head_dim].
+    By site's name, float32 on the CPU: [positions], at `q`, `k`, `v` and `z` [positions, heads]. With ``neurons=True`` they have
+    the state's shape, [positions, width] or [positions, heads, head_dim].
 
     Attributes:
         clean, corrupted: the metric of the two runs.

@@ -92,8 +92,7 @@ class ControlVectors(dict[int, torch.Tensor]):
 
         Raises:
             ImportError: a .gguf file without the package `gguf`.
-            ValueError: another suffix, or layer 0 in a .gguf file, whose layers start at 1: leave it out of the site,
-                "resid_post.{1..-1}".
+            ValueError: another suffix, or layer 0 in a .gguf file. Its layers start at 1: write the site as "resid_post.{1..-1}".
         """
         save_layer_vectors(path, self, self.model_hint, self.model_fingerprint)
 
@@ -130,8 +129,8 @@ def contrast(
         position: of each prompt; -1 is its last token.
 
     Raises:
-        PromptError, ValueError: no pairs, or something else than pairs; an unknown site, position or method; a layer at which the
-            states of all pairs are equal.
+        PromptError, ValueError: no pairs, or something else than pairs; an unknown site, position or method. So is a layer with
+            equal states in all pairs.
     """
     if method not in METHODS:
         raise ValueError(f"method={method!r}: expected {' or '.join(map(repr, METHODS))}")

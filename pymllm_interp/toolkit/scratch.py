@@ -18,8 +18,8 @@ Span = tuple[int, int]
 class LayerKV:
     """K and V of the layer that runs: a `PagedKV` that gives every layer the same memory.
 
-    A cell generates nothing, so its KV is dead once its layer has run. Pages have one slot: a cell shares each position before
-    its own with the base run, whatever the engine's page size.
+    A cell generates nothing, so its KV is dead once its layer has run. Pages have one slot. A cell shares each position before its
+    own with the base run, at any page size of the engine.
 
     Args:
         num_slots: without slot 0, which is padding's.
@@ -91,7 +91,7 @@ def batch_of(
 
 
 def last_rows_of(runner: InterpModelRunner, kv: LayerKV, batch: ForwardBatch) -> tuple[ForwardBatch, torch.Tensor]:
-    """The planned pass of the last row of each sequence of a `batch_of`, over the KV of all its rows; and these rows, [batch]."""
+    """The planned pass of the last row of each sequence of a `batch_of`, over all its KV; and these rows, [batch]."""
     sizes, prefixes = torch.tensor(batch.extend_seq_lens_cpu), torch.tensor(batch.extend_prefix_lens_cpu)
     lens, rows = prefixes + sizes, (sizes.cumsum(0) - 1).to(batch.input_ids.device)
     table: Any = batch.req_to_token_pool

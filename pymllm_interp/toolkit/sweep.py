@@ -57,7 +57,7 @@ class Plan:
             yield (i, j) if self.heads is None else (i, j, k), i, j, k
 
     def equal_cells(self) -> list[Place]:
-        """Places of the cells whose patch changes nothing."""
+        """Places of the cells with a patch that changes nothing."""
         return [place for place, *_ in self._cells(changed=False)]
 
     def cells(self) -> list[Cell]:

@@ -1,8 +1,8 @@
 """The suffix wavefront: all cells of a patch sweep in one growing pass over the layers.
 
-A cell is the prompt's run with one state patched, at a layer and a position p. Earlier layers, and rows before p, are those of
-the base run. So the base run leaves each layer's stream and KV, and the cell runs rows p to the last one from its layer on, in a
-batch that it joins when the pass gets there::
+A cell is the prompt's run with one state patched, at a layer and a position p. Earlier layers, and rows before p, equal the base
+run. So the base run leaves each layer's stream and KV. The cell runs rows p to the last one from its layer on. It joins the batch
+when the pass gets there::
 
     layer 0 | base -> streams, KV
     layer 1 | cells at layer 1                               rows p .. n-1 each
@@ -58,15 +58,15 @@ class WaveCell(NamedTuple):
 class Wavefront:
     """A prompt's base run, and cells over it: what is asked of the worker, message by message.
 
-    Each layer of each pass is a message of its own. The engine's steps run in between, so a layer of at most `max_rows` token rows
-    is what a step of other requests waits for.
+    Each layer of each pass is a message of its own. The engine's steps run in between. So steps of other requests wait for a layer
+    of at most `max_rows` token rows.
 
     Args:
         run: has the worker run a command, and returns its answer (`Engine.run`).
         post: the same without waiting (`Engine.post`).
         token_ids: of the prompt.
         num_layers: of the model.
-        max_rows: token rows of a pass at most; a prompt or a cell that is longer has a pass for itself.
+        max_rows: token rows of a pass at most; a longer prompt or cell has a pass for itself.
     """
 
     def __init__(
@@ -305,7 +305,7 @@ class _Wave:
     """One pass of cells.
 
     Attributes:
-        last: at the end, the last row of each cell after the final norm, [1, cells, hidden]; with `every_row`, all rows.
+        last: the last row of each cell after the final norm, [1, cells, hidden]; with `every_row`, all rows.
     """
 
     last: torch.Tensor
@@ -339,7 +339,7 @@ class _Wave:
             self.h = front.run_layer(index, self.h, self.batch, self.rotations, ops)
 
     def _run_last(self, index: int, h: torch.Tensor) -> None:
-        """The last layer: keys and values of all rows, and the rest for each cell's last row, which the head reads."""
+        """The last layer: keys and values of all rows, and the rest only for each cell's last row."""
         front, layer, family = self.front, self.front.layers[index], self.front.model.spec.family
         normed = getattr(layer, family.attention_norm).normalize(h)
         attention: Attention = getattr(layer, family.attention)

@@ -15,7 +15,7 @@ class PromptError(ValueError):
 
 
 def check_names(who: str, given: Iterable[str], known: Sequence[str], elsewhere: Mapping[str, str]) -> None:
-    """Look for a keyword that is none of the `known`.
+    """Look for a keyword that is not `known`.
 
     Args:
         who: is called with them, for the message.
@@ -32,7 +32,7 @@ def check_names(who: str, given: Iterable[str], known: Sequence[str], elsewhere:
 
 
 def shown(value: Any) -> str:
-    """`value` as messages show it: tensors and arrays by shape and dtype, all else by its repr, cut at 200 characters.
+    """`value` as messages show it: tensors and arrays by shape and dtype, other values by repr, cut at 200 characters.
 
     Of a long value only the beginning is read.
     """

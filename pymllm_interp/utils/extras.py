@@ -1,4 +1,4 @@
-"""Names whose files import a library of an extra: found when they are used."""
+"""Names in files that import a library of an extra: found when they are used."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 
 T = TypeVar("T")
 SIGNS = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""In the text of errors that torch has no type of its own for: the host's memory, pinned memory, and that of its libraries."""
+"""In the text of errors without a type in torch: the host's memory, pinned memory, and memory of its libraries."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -11,7 +11,7 @@ ALIGNMENT = 16
 def upload(device: torch.device | str, *host: np.ndarray | torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The arrays on `device`, in fresh memory: to CUDA in one copy, whatever their number.
 
-    The copy goes through pinned memory: from pageable memory it would wait for all work that the stream still has to do.
+    The copy goes through pinned memory. From pageable memory it would wait for all work of the stream.
     """
     tensors = [torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in host]
     if torch.device(device).type != "cuda":

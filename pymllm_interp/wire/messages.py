@@ -28,7 +28,7 @@ class Submit(EngineMessage):
     """Start requests, all or none. Answered by `Accepted`, or by `Failed`; then come `Token` and `Finished`."""
 
     owner: str
-    """Whose named vectors are meant."""
+    """Owner of the named vectors."""
     prompts: list[list[int]]
     """Token ids."""
     params: list[dict[str, Any] | None]
@@ -114,7 +114,7 @@ class Ready(EngineMessage):
 
 
 class Accepted(EngineMessage):
-    """The call's requests run. `max_tokens` and `params` are those of each prompt, with defaults and limits applied."""
+    """The call's requests run. `max_tokens` and `params` are given for each prompt, with defaults and limits applied."""
 
     params: list[dict[str, Any]]
     max_tokens: list[int]

@@ -98,7 +98,7 @@ def _check_count(count: int, most: int, what: str, expected: str = " entries; at
 
 
 def _numbers(value: Any) -> int:
-    """Numbers of a nested list whose inner lists are as long as the first of them, which torch checks."""
+    """Numbers of a nested list, if all inner lists are as long as the first; torch checks that."""
     count = 1
     while isinstance(value, list) and value and count <= MAX_NUMBERS:
         count, value = count * len(value), value[0]

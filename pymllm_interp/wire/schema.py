@@ -42,13 +42,13 @@ class InlineVector(Strict):
     data: str = Field(description="base64 of the values, little-endian, in row order")
 
 
-Values = list[float] | list[list[float]] | list[list[list[float]]]
+VectorValues = list[float] | list[list[float]] | list[list[list[float]]]
 
 
 class LayersVector(Strict):
     """A vector for each layer that the site selects."""
 
-    layers: dict[str, InlineVector | Values] = Field(min_length=1, max_length=MAX_NAMED)
+    layers: dict[str, InlineVector | VectorValues] = Field(min_length=1, max_length=MAX_NAMED)
 
 
 class GeneratedRange(Strict):
@@ -78,7 +78,7 @@ class RangePositions(Strict):
 
 
 Vector = Annotated[
-    str | InlineVector | LayersVector | Values,
+    str | InlineVector | LayersVector | VectorValues,
     Field(description="the name of a stored vector, or values: inline as base64, by layer, or as lists of numbers"),
 ]
 PositionsField = Annotated[

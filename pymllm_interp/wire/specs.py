@@ -1,4 +1,4 @@
-"""Interventions and captures as JSON, and back: the fields of the registered classes (hooks/registry.py), with the op's name under
+"""Interventions and captures as JSON, and back: the fields of the registered classes (hooks/registry.py). The op's name is under
 "op", and a reduction's under "type".
 
     {"op": "steer", "site": "resid_post.12", "vector": "sea", "scale": 4, "positions": "generated"}
@@ -42,7 +42,7 @@ LOCAL = {
     TunedLens: _OF_LENSES,
     JacobianLens: _OF_LENSES,
 }
-"""Classes whose objects stay in the program that made them -> what to do."""
+"""Classes with objects that stay in the program that made them -> what to do."""
 
 
 class TaggedClasses(NamedTuple):
@@ -95,7 +95,7 @@ def vector_of(value: Any, what: str) -> Any:
     """A vector of JSON: a name stays a string, all else becomes a tensor, or {layer: tensor}.
 
     Raises:
-        PromptError: it is none of the forms.
+        PromptError: it has no known form.
     """
     if isinstance(value, str):
         return value
@@ -143,7 +143,7 @@ def positions_of(value: Any, what: str) -> Any:
     """Positions of JSON, as the Python objects take them.
 
     Raises:
-        PromptError: it is none of the forms.
+        PromptError: it has no known form.
     """
     if not isinstance(value, Mapping):
         return value  # checked by the object: a string, a number, or a list of numbers or booleans

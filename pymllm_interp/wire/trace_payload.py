@@ -82,7 +82,7 @@ def block_to_data(
 
 
 def with_arguments_of_super(source: str, first: str) -> str:
-    """A block's source with ``super(__class__, first)`` for ``super()``, whose own arguments a method's frame would give."""
+    """A block's source with ``super(__class__, first)`` for ``super()``: a method's frame would give its own arguments."""
     lines = source.encode().split(b"\n")
     places = [
         (call.end_lineno, call.end_col_offset)
@@ -96,7 +96,7 @@ def with_arguments_of_super(source: str, first: str) -> str:
 
 
 def _calls_of_super(node: ast.AST) -> Iterator[Any]:
-    """Calls of `super` in a block, without those of functions and classes in it, which have their own arguments."""
+    """Calls of `super` in a block, without calls in its functions and classes, which have their own arguments."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
             continue
@@ -144,7 +144,7 @@ def _by_value(obj: Any) -> None:
 
 
 def _of_library(path: str, module: str) -> bool:
-    """Whether a module's file is installed: in one of Python's folders, or in another one where packages are, by their metadata."""
+    """Whether a module's file is installed: in one of Python's folders, or in a folder of packages by their metadata."""
     if path.startswith(_LIBRARIES):
         return True
     depth = module.count(".") + (Path(path).name == "__init__.py")
@@ -271,7 +271,7 @@ def envoy_at(root: Envoy, pid: str) -> Envoy:
     """The envoy that a persistent id names.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the model has no such module.
     """
     path = pid.removeprefix("Envoy:")
     found: Any = root

@@ -168,7 +168,7 @@ class Values:
 
 
 def _output(name: str, fields: dict[str, Any]) -> Any:
-    """A transformers output class by name, filled; a dict where there is none of this name."""
+    """A transformers output class by name, filled; a dict if no class has this name."""
     cls = getattr(modeling_outputs, name, None)
     return cls(**fields) if isinstance(cls, type) and issubclass(cls, ModelOutput) else fields
 

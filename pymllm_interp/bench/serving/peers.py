@@ -18,7 +18,8 @@ def check_vllm() -> None:
 
 
 class VllmEngine:
-    """vLLM's offline engine, stepped by the calling thread. Settings are those of `vllm.LLM`, without prefix cache and tokenizer.
+    """vLLM's offline engine, stepped by the calling thread. `vllm.LLM` has its default settings, without prefix cache and
+    tokenizer.
 
     A request that is due during a step is added after the step.
 

@@ -1,8 +1,8 @@
 """Real traffic: the suite "serving". Workloads on our engine, one `LM` for each scheduling policy, and on vLLM beside it.
 
-A workload's name may end in "-steered" or "-traced". Such a run has the plain workload's lengths and arrivals, and its result is
-compared with that of the plain run on the same engine. "steered": each request adds a vector of its own at eight layers. "traced":
-each tenth request has a block that reads one layer at each step; latencies are those of the others.
+A workload's name may end in "-steered" or "-traced". Such a run has the plain workload's lengths and arrivals. Its result is
+compared with the plain run on the same engine. "steered": each request adds a vector of its own at eight layers. "traced": each
+tenth request has a block that reads one layer at each step. Latencies are measured on the other requests.
 """
 
 from __future__ import annotations

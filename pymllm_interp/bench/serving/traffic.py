@@ -75,7 +75,7 @@ class Percentiles(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ServingResult:
-    """A workload on an engine. Latencies are those of the requests that are neither traced nor in the background."""
+    """A workload on an engine. Latencies are measured on the requests that are neither traced nor in the background."""
 
     requests: int
     traced: int

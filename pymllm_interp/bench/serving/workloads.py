@@ -101,7 +101,7 @@ def long(sizes: Sizes, new_tokens: int = LONG_NEW_TOKENS[0]) -> Workload:
 
 
 def shared_prefix(sizes: Sizes) -> Workload:
-    """Requests at once whose prompts begin with the same tokens. A shorter `longest` shortens the prefix."""
+    """Requests at once; their prompts begin with the same tokens. A shorter `longest` shortens the prefix."""
     rng, count = np.random.default_rng(sizes.seed), sizes.count(SHARED_REQUESTS)
     new_tokens = min(SHARED_NEW_TOKENS, sizes.longest // 2)
     suffixes = _log_normal(rng, count, median=64, sigma=0.8, most=512)
@@ -116,7 +116,7 @@ def shared_prefix(sizes: Sizes) -> Workload:
 
 
 def multi_turn(sizes: Sizes) -> Workload:
-    """Chats whose prompts hold a common system prompt and all turns so far; about 80 % of the tokens were sent before.
+    """Chats: each prompt holds a common system prompt and all turns so far. About 80 % of the tokens were sent before.
 
     A chat sends its next turn at its time, whatever has ended by then. The replies within its prompts are random tokens, not those
     that were generated.

@@ -114,11 +114,11 @@ class Activations(BySite):
     """Captured states of one completion, by site, on the CPU.
 
     A tensor has shape [positions, width]; `q`, `k`, `v` and `z` have [positions, heads, head_dim]. With `reduce="mean"` and
-    `reduce="last"` it has [1, width], with `Project` [positions, directions] or [positions, top_k], with `Features` and `Lens`
-    [positions, top_k].
+    `reduce="last"` it has [1, width], with `Project` [positions, directions] or [positions, top_k]. With `Features` and `Lens` it
+    has [positions, top_k].
 
-    Each tensor is contiguous, in memory of its own, which holds no states of other requests. Sites that were captured alike arrive
-    in one piece of memory, so the first read of a site copies its rows.
+    Each tensor is contiguous, in memory of its own, which holds no states of other requests. Equal captures of several sites arrive
+    in one piece of memory. The first read of a site copies its rows.
 
         activations.stack("resid_post")           # [layers, positions, hidden]; activations.layers("resid_post")
         activations.indexes.stack("resid_post")   # [layers, positions, top_k]; so have all attributes that are by site
@@ -242,7 +242,7 @@ class Activations(BySite):
 
 
 def lost(error: CaptureError) -> Activations:
-    """The activations of a request whose states are lost: reading any raises `error`."""
+    """The activations of a request with lost states: reading any raises `error`."""
     found = Activations(num_layers=0)
     found.error = error
     return found

@@ -26,7 +26,7 @@ MAX_GROUPS = 256
 """Most different positions, dtypes and reductions among the captures of a request: each takes memory for every position."""
 
 
-class Alike:
+class RecordLayout:
     """The layout of the records of a generated position, one object for requests that have the same.
 
     Attributes:
@@ -34,13 +34,13 @@ class Alike:
         packed_size: elements that it is packed to.
     """
 
-    _known: ClassVar[WeakValueDictionary[Any, Alike]] = WeakValueDictionary()
+    _known: ClassVar[WeakValueDictionary[Any, RecordLayout]] = WeakValueDictionary()
 
     def __init__(self, record_size: int, packed_size: int) -> None:
         self.record_size, self.packed_size = record_size, packed_size
 
     @classmethod
-    def of(cls, record_size: int, packed_size: int, groups: tuple[Any, ...]) -> Alike:
+    def of(cls, record_size: int, packed_size: int, groups: tuple[Any, ...]) -> RecordLayout:
         """The one object. `groups`: `Group.alike` of each."""
         return cls._known.setdefault((record_size, packed_size, groups), cls(record_size, packed_size))
 
@@ -108,26 +108,25 @@ class Captures(RecordSizes):
             self._share(name, site, group, column)
             self._columns[name], self._numbers[name], self._shapes[name] = (group, column), site, shape
             self._heads[name], self._missing[name] = bound.spec.heads, bound.missing
-        # A record ends after the last group that its position is in, so groups with more positions come first; above all
-        # with more positions whose records are not packed.
+        # A record ends after the last group that its position is in, so groups with more positions come first. Groups with more
+        # unpacked positions come first of all.
         packs = any(group.sums_size for group in groups.values()) and all(g.reading is None for g in groups.values())
         since = prompt_len if packs else 0
         self.groups = sorted(groups.values(), key=lambda group: _counts(group.ordinals, since), reverse=True)
         super().__init__(self.groups, prompt_len, longest)
         self._alike = self._alike_when_generated()
 
-    def _alike_when_generated(self) -> Alike | None:
+    def _alike_when_generated(self) -> RecordLayout | None:
         """What `alike` returns for generated positions; None where some group has not all of them."""
         if not self._reads or not all((group.ordinals[self._prompt_len :] >= 0).all() for group in self.groups):
             return None
         if self._prompt_len == len(self._record_sizes):
             return None
         sizes = self._sizes_to_pack.item(-1), self._packed_sizes.item(-1) + self._sums_size
-        return Alike.of(*sizes, tuple(group.alike() for group in self.groups))
+        return RecordLayout.of(*sizes, tuple(group.alike() for group in self.groups))
 
-    def alike(self, first: int) -> Alike | None:
-        """The layout of the record of a position, one object for requests that `pack_rows` takes together; None where each needs
-        `pack`."""
+    def alike(self, first: int) -> RecordLayout | None:
+        """The layout of a position's record, one object for requests that `pack_rows` takes together. None: each needs `pack`."""
         return self._alike if first >= self._prompt_len else None
 
     @property
@@ -166,7 +165,7 @@ class Captures(RecordSizes):
             group.prepare(memory)
 
     def small_row(self, position: int) -> SmallRow | None:
-        """Where the record of a position goes as it is, if it is small; None where it needs `direct_rows` or `copy`."""
+        """Where the record of a position is copied, if it is small; None: it needs `direct_rows` or `copy`."""
         return self.groups[0].small_row(position) if len(self.groups) == 1 else None
 
     def direct_rows(self, first: int, count: int) -> torch.Tensor | None:
@@ -185,7 +184,7 @@ class Captures(RecordSizes):
             group.copy(records, first, sizes)
 
     def pack(self, records: torch.Tensor, into: torch.Tensor, first: int, sizes: np.ndarray) -> list[Pending]:
-        """Write what is sent of a pass that `packs`: for each group the sums over prompt positions, then what is sent for a state.
+        """Write the results of a pass that `packs`: for each group the sums over prompt positions, then the other states.
 
         Args:
             records: [elements] of the ring, concatenated.

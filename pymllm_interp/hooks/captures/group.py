@@ -8,8 +8,8 @@ outs[0].activations.positions["resid_post.12"]  # [positions] int64, and .token_
 of one position are its *record*: the states of its sites, concatenated, group after group.
 
 On a CPU, a pass hands the rows of each site to `Group.capture`. On CUDA, kernels write records into a ring buffer (ring.py).
-`Captures.copy` copies records from the ring to the result. Where the mean over prompt positions is captured, or a group has a
-`Reading`, `Captures.pack` reduces the records of a pass on the device, and `Captures.unpack` copies what that gives to the result.
+`Captures.copy` copies records from the ring to the result. Some records are reduced on the device: groups with a mean over prompt
+positions or with a `StateReading`. `Captures.pack` reduces them, and `Captures.unpack` copies the result.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..site import Site
 from .egress.result_memory import FRESH, Memory
 from .kept_rows import KeptRows, as_integers
 from .records import aligned, selected, size_in
-from .reductions.reading import Pending, Reading
+from .reductions.reading import Pending, StateReading
 from .reductions.reduction import Reduced
 from .spec import Capture
 
@@ -41,7 +41,7 @@ class Group:
 
     What is sent from the device for a state is
 
-    - with a `Reading`: what it makes of the state;
+    - with a `StateReading`: what it makes of the state;
     - with the `probes` of a reduction: the state's dot products with them;
     - with a reduction that `sums`: the float32 sum over the prompt positions of a pass; the state itself for generated positions;
     - else the state, where it is `needed`; in `spec.dtype` if that is narrower than the model's, and the reduction `narrows`.
@@ -55,7 +55,7 @@ class Group:
     Attributes:
         sites: numbers of the sites (layers/edits), a column each.
         names: the sites, by column.
-        sources: by column, the other group and its column whose stored state is read; None: the own one.
+        sources: by column, the other group and its column with the stored state; None: the own one.
         captured: [longest] bool, by position: whether it is captured.
         ordinals: [longest] int64, by position: its index among the positions that the result is made of, or -1.
         offset: first element in a record.
@@ -73,7 +73,7 @@ class Group:
         dtype: torch.dtype,
         prompt_len: int,
         longest: int,
-        reading: Reading | None = None,
+        reading: StateReading | None = None,
     ) -> None:
         self.spec, self.reading = spec, reading
         self.sites: list[int] = []
@@ -140,7 +140,7 @@ class Group:
         return self.probes is None and self.converted is None
 
     def add(self, number: int, site: Site) -> int:
-        """The column of a site, which is added where there is none."""
+        """The column of a site; a new site gets a new column."""
         if number not in self.sites:
             self.sites.append(number)
             self.names.append(site)
@@ -154,7 +154,7 @@ class Group:
 
     @property
     def sent_whole(self) -> np.ndarray:
-        """[longest] bool, by position: whether its state is sent in a pass whose prompt positions are summed."""
+        """[longest] bool, by position: whether its state is sent in a pass that sums prompt positions."""
         return self.ordinals >= (self._of_prompt if self._sum_size else 0)
 
     @property
@@ -289,7 +289,7 @@ class Group:
         pending.append((self.reading, tuple(self.names), self._site_states(records), values[..., : self.width]))
 
     def alike(self) -> tuple[Any, ...]:
-        """Equal for groups of different requests for whose records `pack_whole` does the same."""
+        """A key, equal for groups of different requests that `pack_whole` packs in the same way."""
         places = [self._place(column) for column in range(len(self.sites))]
         reading = None if self.reading is None else self.reading.key
         sizes = self.offset, self.record_size, self.sums_size, self.packed_size, self._kept_width
@@ -335,7 +335,7 @@ class Group:
         return [(reduced, placed) for reduced in self._kept.results(count, arrived)]
 
     def _summed_and_whole(self, first: int, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-        """Indexes of records, among those of positions `first` and on that have a size.
+        """Indexes of records with a size, among the records of positions from `first` on.
 
         Returns:
             (records that are summed, records that are sent whole, the first ordinal of these or -1).
@@ -357,7 +357,7 @@ class Group:
         return group.offset_of(of_group)
 
     def _site_states(self, records: torch.Tensor) -> torch.Tensor:
-        """States [n, sites, width], whose dtype is the ring's."""
+        """States [n, sites, width], in the ring's dtype."""
         sites = len(self.sites)
         if not any(self.sources):
             own = records[:, self.offset : self.offset + sites * self._state_size]

@@ -24,7 +24,7 @@ SMALL_ROW = 1 << 14
 class KeptRows:
     """Captured rows of a group on the host, [kept, sites, width].
 
-    There is a row for each position; with a `Pool` what all rows but the newest are folded to, and the newest. So a row can be
+    There is a row for each position. With a `Pool` there are two: the newest, and the fold of all earlier ones. So a row can be
     left out that was computed after the request's end. Such a row is never one of the prompt's.
 
     Args:

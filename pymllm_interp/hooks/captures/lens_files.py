@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...core.model_spec import ModelSpec
-from ...utils.kept_property import version_of, versioned_property
+from ...utils.cached_properties import version_of, versioned_property
 from ..saes.formats import read_tensors
 from ..site import Site
 from ..vectors.files import checked_vector
@@ -86,7 +86,7 @@ class _Transport:
             raise ValueError(f"the {who} has no map for {site}; it has the layers {', '.join(map(str, self.matrices))}")
 
     def transported(self, site: Site, rows: Tensor) -> Tensor:
-        """The rows [n, width] of a site, mapped, in their dtype. Those of the last layer stay."""
+        """The rows [n, width] of a site, mapped, in their dtype. Rows of the last layer are unchanged."""
         layer = self._layer(site)
         if layer is None or layer not in self.matrices:
             return rows

@@ -20,7 +20,7 @@ from .reductions.pools import STATES
 from .reductions.reduction import Reduced, Reduction
 
 NORMED = ("attn_in", "mlp_in")
-"""Kinds of sites whose state is made of the stream's after the pass, by the norm: no kernel stores it."""
+"""Kinds of sites that no kernel stores: the norm makes their states from the stream's after the pass."""
 
 
 @reduction
@@ -76,10 +76,10 @@ class Capture(PlacedSpec):
     dtype: torch.dtype | str | None = None
     """Dtype of the rows, after the reduction: a floating dtype or its name. None: the model's, or float32 for a `Reduction`."""
     reduce: Literal["mean", "last"] | Reduction | None = None
-    """The mean over the captured positions, or the last position alone; or a `Project`, `Features` or `Lens` of each. None: no
+    """The mean over the captured positions, or only the last position; or a `Project`, `Features` or `Lens` of each. None: no
     reduction."""
     heads: Heads = None
-    """At `q`, `k`, `v` and `z`: read these attention heads alone, [positions, len(heads), head_dim]. None: all."""
+    """At `q`, `k`, `v` and `z`: read only these attention heads, [positions, len(heads), head_dim]. None: all."""
     missing: Literal["error", "skip"] = "error"
     """Positions that a prompt does not have: an error, or they are left out, and counted in the receipt."""
     reduction: Reduction = field(init=False, repr=False)

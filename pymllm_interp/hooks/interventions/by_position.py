@@ -15,7 +15,7 @@ OpT = TypeVar("OpT", bound=Op)
 
 
 def in_order_of_windows(op: OpT, name: str, windows: tuple[Window, ...], prompt_len: int) -> OpT:
-    """The op with the rows of a field in the order of its windows' positions; the op itself for one vector [width].
+    """The op with the rows of a field in the order of its windows' positions. With one vector [width] it is the op itself.
 
     Args:
         name: of the field.

@@ -29,7 +29,7 @@ class DeviceTables:
         limits: they size the tables too.
         ring: [elements] on the device, the memory that kernels write captured states to.
 
-    The SAEs in `limits.encoders` are those whose encoders the passes have.
+    `limits.encoders` has the SAEs that passes encode.
     """
 
     def __init__(self, edited: torch.Tensor, model: ModelSpec, limits: DeclaredLimits, ring: torch.Tensor) -> None:

@@ -1,8 +1,8 @@
-"""Gates at earlier sites: what they read, in which order sites are, and the flags of a pass on a CPU.
+"""Gates at earlier sites: what they read, the order of sites, and the flags of a pass on a CPU.
 
-At a gate's site a `GateRead` follows the interventions there. It changes nothing, and sets a flag: of each row of the pass, or
-the first position of the prompt at which the gate fired. Interventions at later sites look at the flag. On CUDA the flags are in
-the device tables (kernels/edit_codes.py).
+At a gate's site a `GateRead` follows the interventions there. It changes nothing, and sets a flag. This is one of each row, or the
+first position of the prompt at which the gate fired. Interventions at later sites look at the flag. On CUDA the flags are in the
+device tables (kernels/edit_codes.py).
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class RequestGates:
 def is_before(first: Site, second: Site, model: ModelSpec) -> bool:
     """Whether the state at `first` is known, at each position, before that at `second` is computed.
 
-    In families whose attention and MLP read the same state, sites of the one are not before sites of the other.
+    Where attention and MLP read the same state, no site of one is before a site of the other.
     """
     parallel = "resid_mid" in model.family.missing
     if parallel and first.layer == second.layer:
@@ -140,7 +140,7 @@ def is_before(first: Site, second: Site, model: ModelSpec) -> bool:
 
 
 def share_kernel(first: Site, second: Site, model: ModelSpec) -> bool:
-    """Whether the ops at two sites of the stream are in one kernel: those of a residual add, and of the norm behind the last."""
+    """Whether one kernel has the ops at two sites of the stream. The last residual add includes the norm behind it."""
 
     def residual_add(site: Site) -> int | None:
         number, last = site_index(site, model.num_hidden_layers), input_add(model.num_hidden_layers)
@@ -167,8 +167,8 @@ class PassFlags:
 
     Args:
         positions: [rows] of the request.
-        first_fired: slot -> the first position of the prompt at which the gate fired so far, of gates with scope="prompt";
-            kept from pass to pass.
+        first_fired: slot -> the first position of the prompt at which a gate with scope="prompt" fired so far. It is kept from pass
+            to pass.
     """
 
     def __init__(self, positions: Tensor, first_fired: dict[int, Tensor]) -> None:

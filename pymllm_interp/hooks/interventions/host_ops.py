@@ -34,7 +34,7 @@ class RequestRows(NamedTuple):
 
 
 def host_ops(requests: Iterable[RequestRows], num_layers: int) -> HostOps | None:
-    """The ops and captures of a step as functions; None if there are none in the step.
+    """The ops and captures of a step as functions; None if the step has no ops and captures.
 
     Captures of the logits are left out: a trace may change the logits after the pass.
     """

@@ -26,7 +26,7 @@ from ..spec import PlacedSpec
 from .op import Op
 
 MAX_QUERY_GROUPS = 1024
-"""Most groups of queries, alike in the knockouts that act on them, that are looked at for queries without a key."""
+"""Groups of equally cut queries that are checked for queries without a key, at most."""
 
 
 @op
@@ -75,7 +75,7 @@ class Knockout(PlacedSpec):
 
     @property
     def positions(self) -> Positions:
-        """`from_`: the positions whose attention it changes."""
+        """`from_`: the positions at which attention changes."""
         return self.from_
 
 
@@ -199,7 +199,7 @@ def request_cuts(
         index: of the request in the batch.
         first_row: its first row of the flat batch.
         start: position of that row.
-        reads: layer -> the rows whose pattern is captured.
+        reads: layer -> the rows for which attention patterns are captured.
     """
     cuts = [cut for knockout in knockouts if (cut := knockout.cut(start, start + num_rows)) is not None]
     return RequestCuts(index, first_row, start, num_rows, cuts, reads) if cuts or reads else None

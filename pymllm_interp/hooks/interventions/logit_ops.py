@@ -60,7 +60,7 @@ class LogitOps:
 
 
 def logit_ops(requests: Iterable[RequestRows], num_layers: int, tables: DeviceTables) -> LogitOps | None:
-    """The ops at the logits of a step; None if there are none in the step.
+    """The ops at the logits of a step; None if the step has no such ops.
 
     Nothing waits for the device: vectors are in the tables' pool, and ordinals are uploaded in one copy. Adjacent requests
     with the same spec share one function, unless a gate counts fires for each.

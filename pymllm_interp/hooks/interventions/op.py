@@ -1,9 +1,8 @@
 """`Op`, the base class of interventions, and `Gate`.
 
-An op is one class: its fields, by whose annotations they are checked and written as JSON, the vectors that it is computed with,
-its arithmetic, and its words in the device tables (kernels/edit_codes.py). To add an op, write a subclass of `Op`, and register
-it (`registry.op`) to have it over HTTP. To run it on CUDA, also add its code to codes.py and a branch to the kernel
-(kernels/edit_ops.py).
+An op is one class. Its field annotations give the checks and the JSON form. It also has its vectors, its arithmetic, and its words
+in the device tables (kernels/edit_codes.py). To add an op, write a subclass of `Op`, and register it (`registry.op`) to have it
+over HTTP. To run it on CUDA, also add its code to codes.py and a branch to the kernel (kernels/edit_ops.py).
 """
 
 from __future__ import annotations
@@ -28,11 +27,12 @@ from ..vectors.files import Source
 class Gate(Spec):
     """Condition of an intervention: it acts on a row only where ``dot(state, probe) > threshold``.
 
-    The state is the one that the intervention would change, or with `site` that of an earlier site, after the interventions
-    there. Conditional activation steering (Lee et al. 2024, arXiv 2409.05907) compares cosines in place of dot products.
+    The state is the one that the intervention would change. With `site` it is the state of that earlier site, after the
+    interventions there. Conditional activation steering (Lee et al. 2024, arXiv 2409.05907) compares cosines in place of dot
+    products.
 
     Raises:
-        ValueError: a probe that is not a vector of finite numbers, a threshold that is not finite, a pattern of sites, or
+        ValueError: a probe or a threshold that is not finite, another shape than a vector, or a pattern of sites. So is
             scope="prompt" without a site.
     """
 
@@ -43,7 +43,7 @@ class Gate(Spec):
     site: Site | str | None = field(
         default=None, metadata={"description": "one site, earlier in the pass than those of the intervention"}
     )
-    """One site, which must be earlier in the pass than those of the intervention. None: the intervention's own."""
+    """One site. In the pass it must be earlier than the sites of the intervention. None: the intervention's own."""
     scope: Literal["token", "prompt"] = "token"
     """What of the earlier site decides for a position. "token": the state at this position. "prompt": the states at the
     prompt's positions up to this one; one above the threshold suffices. So all of them decide for generated tokens, and a
@@ -63,7 +63,7 @@ class Gate(Spec):
 
 
 Missing = Literal["error", "skip"]
-"""What happens to positions that a prompt does not have: an error, or they are left out, and counted in the receipt."""
+"""What happens to positions that a prompt does not have: an error, or they are left out and counted."""
 
 
 class Op(PlacedSpec, ABC):
@@ -73,8 +73,8 @@ class Op(PlacedSpec, ABC):
 
     - `positions`: where it acts (hooks/positions.py). `missing`: what happens to positions that a prompt does not have.
     - `when`: a `Gate`, which decides row by row, by the row itself or by an earlier site.
-    - `heads`: the attention heads that it acts on, at `q`, `k`, `v` and `z`. It then sees the states of these heads alone,
-      concatenated in the order given: its vectors have len(heads) * head_dim values, or the shape [len(heads), head_dim].
+    - `heads`: the attention heads that it acts on, at `q`, `k`, `v` and `z`. It then sees only the states of these heads,
+      concatenated in the order given. Its vectors have len(heads) * head_dim values, or the shape [len(heads), head_dim].
     """
 
     when: Any

@@ -96,8 +96,8 @@ class Clamp(Op):
     """Clamp the state's projection onto the unit direction to [`low`, `high`]; ``low == high`` sets it.
 
     Raises:
-        ValueError: an unknown site, unknown positions, a direction that is zero or not finite, no bound, a bound that is not
-            finite, or ``low > high``.
+        ValueError: an unknown site, unknown positions, or a direction that is zero or not finite. So is no bound, a bound that is
+            not finite, or ``low > high``.
     """
 
     site: Site | str

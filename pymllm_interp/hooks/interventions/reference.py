@@ -13,8 +13,8 @@ from .op import Op, row_dots
 def apply(op: Op, state: Tensor, ordinals: Tensor | None = None) -> Tensor:
     """`state` after `op`: computed in float32, rounded once to the state's dtype.
 
-    Each row is computed by itself, so that its bits do not depend on its batch. Rows that are not selected, by their ordinal
-    or by a gate at the op's own site, keep their bits; an identity keeps all.
+    Each row is computed by itself, so that its bits do not depend on its batch. An ordinal, or a gate at the op's own site, selects
+    rows. Other rows keep their bits; an identity keeps all.
 
     Args:
         state: [rows, width], of a dtype that float32 holds.

@@ -39,12 +39,12 @@ class SetFeature(Op):
     The SAE's error is kept: all that it does not reconstruct stays in the state. Every feature is read from the state before the
     op, so their order does not matter. Features that have their targets change no bit.
 
-    A feature of a top-k SAE is active where it is among the largest of all, so that all must be encoded. On CUDA, passes do that
-    for the SAEs of ``LM(..., saes={"name": sae})``, and a `SetFeature` of one is the first op at its site.
+    A feature of a top-k SAE is active if it is among the largest, so that all must be encoded. On CUDA, passes encode the SAEs of
+    ``LM(..., saes={"name": sae})``. A `SetFeature` of such an SAE is the first op at its site.
 
     Raises:
-        ValueError: an SAE without a site, a transcoder, an SAE that normalizes its input, a feature that it does not have, more
-            than `MAX_FEATURES`, or values that do not suit the mode.
+        ValueError: an SAE without a site, a transcoder, or an SAE that normalizes its input. So are an unknown feature, more than
+            `MAX_FEATURES`, and values that do not suit the mode.
     """
 
     sae: SAE | str
@@ -130,15 +130,15 @@ class SetFeature(Op):
 
     @property
     def encodes(self) -> SAE | None:
-        """The SAE that must encode all features to know one; None where one can be computed alone."""
+        """The SAE, if it must encode all features to know one; None where one feature can be computed by itself."""
         return self.sae if isinstance(self.sae, SAE) and self.sae.architecture == "topk" else None
 
     @cached_property
     def table(self) -> Tensor:
         """[3 * features, width] float32 on the CPU: of each feature the encoder's column, the decoder's row, and 8 numbers.
 
-        With the state's dot product d with the first: ``a = relu(n0 * d + n1)`` where ``d + n2 > n3``, else 0; the target is
-        ``n4 * a + n5``, within n6 and n7. Of a top-k SAE, `SAE.top_k_threshold` is in place of n3.
+        With d, the dot product of the state and the first vector, ``a = relu(n0 * d + n1)`` where ``d + n2 > n3``, else 0. The
+        target is ``n4 * a + n5``, within n6 and n7. Of a top-k SAE, `SAE.top_k_threshold` is in place of n3.
         """
         assert isinstance(self.sae, SAE)
         self._content()  # which notes the SAE's version

@@ -4,8 +4,8 @@
     Ablate("resid_post.*", [first, second], when=Gate(probe, threshold=1.5))
 
 An intervention is checked when it is made, and again by `bind`, when the model and the prompt are known. Interventions at one
-site act in the order given, each on the state that the previous one left. `Ablate` and `Clamp` are in projections.py. Arguments of
-all interventions are those of `Op`.
+site act in the order given, each on the state that the previous one left. `Ablate` and `Clamp` are in projections.py. All
+interventions have the arguments of `Op`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Steer(Op):
     Activation addition (Turner et al. 2023, arXiv 2308.10248; Rimsky et al. 2023, arXiv 2312.06681).
 
     Raises:
-        ValueError: an unknown site, unknown positions, a vector that is not [width] or not finite, a scale that is not
-            finite, a zero vector with norm="match", or a ``scale * vector`` too long for norm="preserve".
+        ValueError: an unknown site, unknown positions, a vector that is not [width], or a number that is not finite. So is a zero
+            vector with norm="match", or a ``scale * vector`` too long for norm="preserve".
     """
 
     site: Site | str

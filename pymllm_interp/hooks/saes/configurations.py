@@ -2,7 +2,7 @@
 
 Where the formats disagree:
 
-- The site is that of `hf_hook_name`, where there is one: SAELens calls what Gemma 3's transcoders read `hook_mlp_in`, which in
+- The site follows from `hf_hook_name`, if there is one. SAELens calls the input of Gemma 3's transcoders `hook_mlp_in`, which in
   TransformerLens is the stream before the norm.
 - `hook_normalized` of TransformerLens is the normed state before the gain. Gemma Scope's transcoders for Gemma 2 read it, too.
 - SAELens multiplies by the transpose of a skip connection's weight, Gemma Scope 2 by the weight.
@@ -45,7 +45,7 @@ class SAEFile:
 
 
 def of_config(config: Mapping[str, Any], tensors: dict[str, Any], factor: float | None, who: str) -> SAEFile:
-    """An SAE of SAELens, whose configuration had several forms."""
+    """An SAE of SAELens, with the several forms of its configuration."""
     meta = {**config, **(config.get("metadata") or {})}
     kwargs = meta.get("activation_fn_kwargs") or {}
     asked = str(meta.get("architecture") or "standard")
@@ -98,7 +98,7 @@ def of_config(config: Mapping[str, Any], tensors: dict[str, Any], factor: float 
 
 
 def _site_fields(hf_name: str | None, name: str | None) -> dict[str, Any]:
-    """`site`, and `norm_gain` where it is False; or `no_site`, the reason why there is none."""
+    """`site`, and `norm_gain` where it is False; or `no_site`, the reason why the SAE has no site."""
     for written in (hf_name, name):
         if not written:
             continue

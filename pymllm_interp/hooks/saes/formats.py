@@ -134,7 +134,7 @@ def _read(path: Path, factor: float | None) -> SAEFile:
 
 
 def read_tensors(path: Path) -> Tensors:
-    """The tensors of a file by name: .safetensors, .npz, or .pt and .pth with tensors alone.
+    """The tensors of a file by name: .safetensors, .npz, or .pt and .pth with nothing but tensors.
 
     Raises:
         ValueError: another suffix, a damaged file, or one that needs pickle.
@@ -167,7 +167,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _bare(tensors: Tensors) -> SAEFile:
-    """A file of tensors alone: what it is follows from their names."""
+    """A file with nothing but tensors: what it is follows from their names."""
     made: dict[str, Any] = {
         "architecture": "standard",
         "subtract_b_dec": False,

@@ -41,7 +41,7 @@ class SAERegistry(MutableMapping[str, SAE]):
         """Store an SAE under `name`.
 
         Raises:
-            ValueError: an empty name, no site, a site that the model does not have, another width than the site's, or what
+            ValueError: an empty name, no site, a site that the model does not have, or another width than the site's. So is what
                 `SAE.load` refuses.
             FileNotFoundError: as `SAE.load`.
         """
@@ -80,9 +80,9 @@ class SAERegistry(MutableMapping[str, SAE]):
         return found
 
     def resolved(self, spec: SpecT) -> SpecT:
-        """A spec with SAEs on the model's device, in place of names and of SAEs elsewhere; itself where it has none.
+        """A spec with SAEs on the model's device, in place of names and of SAEs elsewhere. Without SAEs it is the spec itself.
 
-        Of an SAE or a lens that was edited in place since the spec was first read, the spec reads what it holds now.
+        If an SAE or a lens was edited in place, the spec reads what it holds now.
 
         Raises:
             ValueError: an unknown name.

@@ -27,7 +27,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from ...utils.kept_property import version_of, versioned_property
+from ...utils.cached_properties import version_of, versioned_property
 from ..site import Site, canonical
 from ..vectors.files import checked_vector
 
@@ -58,7 +58,7 @@ class SAE:
     site: str | None = None
     """The site that it reads; None: it was not told."""
     site_out: str | None = None
-    """Of a transcoder: the site whose state it predicts."""
+    """The site that a transcoder predicts."""
     transcoder: bool = False
     """Whether it predicts another state than the one it reads."""
     threshold: Tensor | None = field(default=None, repr=False)
@@ -139,8 +139,7 @@ class SAE:
 
         Raises:
             FileNotFoundError: no such file or folder, or no weights in it.
-            ValueError: an architecture that is not supported, a hook without a site, tensors that do not fit, or a file that needs
-                pickle.
+            ValueError: an unsupported architecture, a hook without a site, tensors that do not fit, or a file that needs pickle.
         """
         formats = import_module("pymllm_interp.hooks.saes.formats")  # which builds on this module
         return formats.load_sae(cls, source, site, dtype, norm_scaling_factor, fields)
@@ -309,7 +308,7 @@ def _products_float32(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def checked(tensor: Any, who: str, dtype: torch.dtype | None) -> Tensor:
-    """A finite tensor on the CPU, in a dtype; None: its own, or float32 for what is no floating tensor of torch."""
+    """A finite tensor on the CPU, in a dtype. None: its own dtype, or float32 for what is no floating tensor of torch."""
     found = checked_vector(tensor, who, (0, 1, 2))
     own = tensor.dtype if isinstance(tensor, Tensor) and tensor.is_floating_point() else torch.float32
     return found.to(dtype or own)

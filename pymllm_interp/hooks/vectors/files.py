@@ -35,8 +35,8 @@ def checked_vector(source: Source, who: str, dims: Sequence[int] = (1,)) -> Tens
         dims: allowed numbers of dimensions.
 
     Raises:
-        ValueError: another dtype, NaN, Inf, values beyond float32, a tensor on the meta device, a sparse tensor, another
-            number of dimensions, or no elements.
+        ValueError: another dtype, NaN, Inf, values beyond float32, or a tensor on the meta device. So is a sparse tensor, another
+            number of dimensions, and no elements.
     """
     try:
         tensor = source if isinstance(source, Tensor) else _as_tensor(source)
@@ -113,8 +113,7 @@ def load_layer_vectors(path: str | Path) -> dict[int, Tensor]:
 
     Raises:
         FileNotFoundError, ImportError: as `load_vector`.
-        ValueError: an unknown suffix, a damaged file, a tensor name without a layer, two vectors for one layer, or vectors of
-            different widths.
+        ValueError: an unknown suffix, a damaged file, a tensor name without a layer, two vectors a layer, or different widths.
     """
     vectors: dict[int, Tensor] = {}
     for name, tensor in _read(Path(path)).items():
@@ -159,8 +158,8 @@ def save_layer_vectors(
 
     Raises:
         ImportError: a .gguf file without the package `gguf`.
-        ValueError: another suffix, no vectors, a vector that `checked_vector` refuses, a layer that is not a whole number >= 0,
-            or layer 0 in a .gguf file.
+        ValueError: another suffix, no vectors, or a vector that `checked_vector` refuses. So is a layer that is no whole number >=
+            0, and layer 0 in a .gguf file.
     """
     path = Path(path)
     if not vectors:

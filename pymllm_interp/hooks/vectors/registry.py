@@ -10,8 +10,8 @@ File formats, by suffix:
 - `.pt`, `.pth`: a tensor, or a dict with such names. Read with `weights_only=True`, so that no code runs.
 - `.gguf`: a control vector, architecture "controlvector" with a tensor `direction.{i}` per layer. Needs the package `gguf`.
 
-Layer i of a file is for `resid_post.{i}`. llama.cpp and repeng agree: `direction.{i}` is added to the output of block i, counted
-from 0, and block 0 has none.
+Layer i of a file is for `resid_post.{i}`, in llama.cpp and repeng alike. `direction.{i}` is added to the output of block i, counted
+from 0. Block 0 has none.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class VectorRegistry(MutableMapping[str, Named]):
         """Store a copy of a tensor, of tensors by layer, or of a file's content under `name`.
 
         Raises:
-            ValueError: an empty name, a file with several tensors that are not by layer, a width that no site of the model has, a
-                layer that the model does not have, or what `checked_vector` refuses.
+            ValueError: an empty name, a file with several tensors that are not by layer, or a wrong width. So is a layer that the
+                model lacks, and what `checked_vector` refuses.
             FileNotFoundError, ImportError: as `load_vector`.
         """
         if not isinstance(name, str) or not name:

@@ -1,12 +1,11 @@
 """Helpers to apply declared ops and to capture states inside a forward pass.
 
-`SiteOps` (core/forward_batch.py) is a pass's declared interventions and captures: `TableOps` reads them from device tables,
-`HostOps` has them as Python functions. Both act in the same order: at the delta, at the sum, then at the norm. At each site
-the ops come first, and a capture stores the state that the model continues with.
+`SiteOps` (core/forward_batch.py) is a pass's declared interventions and captures. `TableOps` reads them from device tables,
+`HostOps` has them as Python functions. Both act in the same order: at the delta, at the sum, then at the norm. At each site the ops
+come first, and a capture stores the state that the model continues with.
 
-A module with a traceable output applies the ops inside (`apply_at`), and the pass captures the state after the module
-(`capture_at`), so that the capture includes a trace's edit. Without a module in between, both are one call
-(`apply_and_capture`).
+A module with a traceable output applies the ops inside (`apply_at`). The pass captures the state after the module (`capture_at`),
+so that the capture includes a trace's edit. Without a module in between, both are one call (`apply_and_capture`).
 
 In all functions `value` is [1, tokens, width], and `site_ops` is None in passes without declared ops.
 """
@@ -85,7 +84,7 @@ def add_norm_apart(
 
 
 def sites_of(residual_add: int, delta: Delta, num_layers: int) -> set[int]:
-    """The sites of a residual add: those of the deltas and the sum, and after the last layer the final norm's."""
+    """The sites of a residual add: the deltas' sites, the sum's, and after the last layer the final norm's."""
     sites = {delta_site(residual_add), residual_site(residual_add)}
     if isinstance(delta, ParallelDelta):
         sites.add(delta_site(residual_add) - 2)

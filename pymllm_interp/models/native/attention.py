@@ -92,7 +92,7 @@ class Attention(ResidualBranch):
         return apply_inner(z.unsqueeze(0), batch.site_ops, self.layer_idx, "z")
 
     def write_kv(self, *inputs: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Write k and v to the pool. `inputs` are those of `inner_fused`. Returns the rotated q [tokens, heads, head_dim]."""
+        """Write k and v to the pool. `inputs` are the inputs of `inner_fused`. Returns the rotated q [tokens, heads, head_dim]."""
         x, *rotation = inputs
         pool, (cos, sin) = batch.token_to_kv_pool, rotation or (None, None)
         assert pool is not None, "prepare_forward_batch_* sets the pools"

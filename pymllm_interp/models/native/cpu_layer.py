@@ -1,4 +1,4 @@
-"""A decoder layer of a decode pass on a CPU, in one call of the compiled kernels: the same kernels, without Python in between."""
+"""A decoder layer of a decode pass on a CPU, in one call of the compiled kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class GatedLayer(Protocol):
     """`LlamaDecoderLayer`, or a layer of the same parts."""
 
     in_one_call: bool
-    """Whether its activation and norms are those of the compiled layer."""
+    """Whether the compiled layer has its activation and norms."""
     self_attn: Any
     mlp: Any
     input_layernorm: Any

@@ -1,4 +1,4 @@
-"""The parts of a native decoder that do not depend on its family: its loops over the layers, and its head.
+"""The parts of a native decoder that all families share: its loops over the layers, and its head.
 
 Both forward passes of models/base.py are here and in the families' layers. They launch the same kernels at the same shapes, so
 they are bit-equal (tests/models/test_models.py). Module boundaries carry [1, tokens, hidden]; the batch is flat along dim 1.
@@ -133,7 +133,7 @@ class DecoderForCausalLM(CausalLM):
 
     Attributes:
         decoder_cls, decoder_name: the decoder's class, and the attribute that holds it.
-        embedding_name: the decoder's attribute whose weight a tied head has.
+        embedding_name: the decoder's attribute with the weight of a tied head.
     """
 
     decoder_cls: Any

@@ -1,4 +1,4 @@
-"""Gemma, Gemma 2 and Gemma 3 (text): scaled embeddings, norms whose weight is stored less 1, soft-caps, norms after a branch."""
+"""Gemma, Gemma 2 and Gemma 3 (text): scaled embeddings, norms with weights stored less 1, soft-caps, norms after a branch."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Gemma2Model(GemmaModel):
 
 
 class Gemma2ForCausalLM(LlamaForCausalLM):
-    """The decoder with its head, whose logits have a soft-cap. Ops at the logits come after it."""
+    """The decoder with its head; the logits have a soft-cap. Ops at the logits come after it."""
 
     decoder_cls = Gemma2Model
 

@@ -156,7 +156,7 @@ class GPT2LMHeadModel(DecoderForCausalLM):
 
     @classmethod
     def parameter_name(cls, name: str) -> str:
-        """Checkpoints of the decoder alone have names without "transformer."."""
+        """Checkpoints of the decoder without a head have names without "transformer."."""
         return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
 
     def forward(

@@ -25,7 +25,7 @@ from .mlp import MLP
 
 
 class GPTNeoXAttention(Attention):
-    """Attention whose rotation turns the first channels of a head."""
+    """Attention with a rotation of the first channels of a head."""
 
     name, last_projection, by_head = "attention", "dense", True
 

@@ -201,7 +201,7 @@ class LlamaModel(Decoder):
         return self.output_of(h, forward_batch)
 
     def position_embeddings(self, h: torch.Tensor, position_ids: torch.Tensor, batch: ForwardBatch) -> Rotations:
-        """Those of each `rotary` of the layers, from the module."""
+        """The rotations of each `rotary` of the layers, from the module."""
         lens = {"rope_lens": batch.rope_lens} if self.rotary_emb.length_dependent else {}
         return {"": self.rotary_emb(h, position_ids=position_ids, **lens)}
 

@@ -13,7 +13,7 @@ from ..base import ResidualBranch
 
 
 class MLP(ResidualBranch):
-    """The base of the families' MLPs, whose `forward` is theirs.
+    """The base of the families' MLPs. Each family has its own `forward`.
 
     Args:
         act: the name of the activation function.

@@ -1,8 +1,8 @@
 """Attention of transformers' own modules over the paged KV pool, through transformers' attention interface.
 
-A model whose config names `PAGED` as its attention implementation calls `paged_attention` in place of its own kernels. The
-pass, and with it the pages of each request, is the thread's current pass (core/current_pass.py). Each attention module has
-`paged_calls`: the parameters of its calls in one pass, which `models.probe` reads off a first pass.
+A model with `PAGED` as the attention implementation of its config calls `paged_attention` in place of its own kernels. The pass,
+and with it the pages of each request, is the thread's current pass (core/current_pass.py). Each attention module has `paged_calls`:
+the parameters of its calls in one pass, which `models.probe` reads off a first pass.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def paged_attention(
         kwargs: of the family's call: `scaling`, `softcap`, `s_aux` and others.
 
     Returns:
-        ([1, tokens, heads, head_dim of values], weights): weights [1, heads, tokens, keys] in passes with eager attention of
-        one request, else None.
+        ([1, tokens, heads, head_dim of values], weights). The weights are [1, heads, tokens, keys] in passes with eager attention
+        of one request, else None.
     """
     batch = current_batch()
     if batch is None:  # a block calls the module on states of its own

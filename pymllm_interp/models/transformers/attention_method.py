@@ -1,7 +1,7 @@
-"""Families whose attention modules compute scores in a method `_attn`, not through transformers' attention interface.
+"""Families with attention modules that compute scores in a method `_attn`, not through transformers' attention interface.
 
-GPT-J, CodeGen, GPT-Neo and GPT-NeoX-Japanese. `serve_methods` makes the method of each module call the attention function that
-the model's config names, as modules of other families do.
+GPT-J, CodeGen, GPT-Neo and GPT-NeoX-Japanese. `serve_methods` makes the method of each module call the attention function of the
+model's config.
 """
 
 from __future__ import annotations

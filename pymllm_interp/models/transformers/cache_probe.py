@@ -1,4 +1,4 @@
-"""Probes families whose attention reads keys and values from the cache that they update (models/transformers/cache_route.py)."""
+"""Probes families with an attention that reads keys and values from the cache it updates (models/transformers/cache_route.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from .cache_route import CACHED, CacheRows, RequestsCache
 
 CHECKED: tuple[int, ...] = (3, 2)
-"""Tokens of the requests that are run together and alone."""
+"""Tokens of the requests that are run together and one by one."""
 
 
 FAILURES = (
@@ -62,7 +62,8 @@ class ProbeCache(RequestsCache):
 
 
 def updates_of(model: PreTrainedModel, use_attention: Callable[[PreTrainedModel, str], None]) -> list[tuple[int, ...]]:
-    """(layer index, kv heads, head sizes of keys and of values) of each update of the cache in a pass with eager attention.
+    """(layer index, kv heads, head sizes of keys and of values) of each update of the cache. They are read in a pass with eager
+    attention.
 
     Empty where such a pass fails.
     """
@@ -84,7 +85,7 @@ def updates_of(model: PreTrainedModel, use_attention: Callable[[PreTrainedModel,
 
 @contextmanager
 def recording_modules(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Within the block, the list holds the modules whose forward runs, the innermost last."""
+    """Within the block, the list holds the modules with a forward in progress, the innermost last."""
     running: list[nn.Module] = []
     handles = []
     for module in model.modules():

@@ -1,8 +1,8 @@
 """Attention that a family's modules compute themselves, over the KV pool: they get it through the cache that they update.
 
-BLOOM, Falcon, MPT, XGLM and others neither call transformers' attention interface nor a method of their own. Their modules get
-the keys and values of all requests of the pass, one request after the other, and a mask that lets each query see its own
-request only. A pass computes tokens x keys scores, over the keys of all its requests.
+BLOOM, Falcon, MPT, XGLM and others neither call transformers' attention interface nor a method of their own. Their modules get the
+keys and values of all requests of the pass, one request after the other. A mask lets each query see only its own request. A pass
+computes tokens x keys scores, over the keys of all its requests.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CacheRows:
 
     @classmethod
     def of(cls, lens: list[int], firsts: list[int], device: torch.device) -> CacheRows:
-        """Requests of `lens` rows, whose first rows have the positions `firsts`."""
+        """Requests of `lens` rows; their first rows have the positions `firsts`."""
         pairs = list(zip(lens, firsts, strict=True))
         rows = [torch.full((size,), i) for i, size in enumerate(lens)]
         positions = [torch.arange(first, first + size) for size, first in pairs]
@@ -69,7 +69,7 @@ class RequestsCache(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Keys beyond those of the pass."""
+        """Keys from before the pass."""
         return len(self.keys.positions) - len(self.queries.positions)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -78,7 +78,7 @@ class RequestsCache(Cache):
     def padding_mask(self) -> torch.Tensor:
         """What to pass as `attention_mask` [1, keys]: BLOOM and Falcon count ALiBi's positions as its cumulative sum less 1.
 
-        It starts over at each request. The factor that they multiply the positions with is not 1 at position 0 alone.
+        It starts over at each request. Only at position 0 is the factor of the positions not 1.
         """
         starts = self.keys.positions == 0
         lens = torch.bincount(self.keys.requests)
@@ -88,7 +88,7 @@ class RequestsCache(Cache):
 
     @contextmanager
     def serve(self) -> Iterator[None]:
-        """Within the block, masks and biases that models make are those of this cache."""
+        """Within the block, models make their masks and biases for this cache."""
         before, _current.cache = _current.cache, self
         try:
             yield
@@ -160,7 +160,7 @@ def cache_windows(config: PretrainedConfig) -> dict[int, int]:
 
 
 def request_mask(*, mask_function: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> torch.Tensor | None:
-    """Added to scores [1, 1, queries, keys]: 0 where a query sees a key, else the lowest number of the dtype."""
+    """Added to scores [1, 1, queries, keys]: 0 where a query sees a key, else the dtype's lowest number."""
     cache = _current.cache
     if cache is None:  # a block calls a model on inputs of its own
         return eager_mask(mask_function=mask_function, dtype=dtype, **kwargs)

@@ -1,4 +1,4 @@
-"""What keeps a model's passes from being captured in CUDA graphs: operations whose course depends on values on the device."""
+"""What keeps a model's passes from being captured in CUDA graphs: control flow that depends on values on the device."""
 
 from __future__ import annotations
 

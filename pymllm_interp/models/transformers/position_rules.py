@@ -1,8 +1,8 @@
 """Positions of a flat batch for transformers' modules that find them by themselves.
 
-RoPE scalings that depend on the length of the sequence: transformers picks a call's frequencies from the largest position in
-the call. Here the module is called once for each length. Learned and sinusoidal positions: BART and its kin count from the
-length of the cache. Here they get the positions of the pass.
+RoPE scalings that depend on the length of the sequence. The frequencies of a call in transformers follow from its largest position.
+Here the module is called once for each length. Learned and sinusoidal positions: BART and its kin count from the length of the
+cache. Here they get the positions of the pass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def serve_positions(model: nn.Module) -> int:
     """Give the positions of the pass to the modules that count from the length of the cache.
 
     Returns:
-        how many rows of a table of positions no token has: RoBERTa and its kin count from behind the padding token's id.
+        how many rows of a table of positions no token has: RoBERTa and similar models count from behind the padding token's id.
     """
     unused = 0
     for module in model.modules():

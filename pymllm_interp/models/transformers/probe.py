@@ -1,8 +1,8 @@
 """What a transformers model's attention is, read off one short pass: heads, scaling, windows, soft-caps, sinks.
 
-The pass runs with an attention function and a mask function that record their arguments. A mask function in transformers gets
-the rule that says which keys a query sees; the rule is evaluated at a few queries, and must be causal, with or without a
-sliding window, or chunked. A family without an attention function is probed through its cache (models/transformers/cache_probe.py).
+The pass runs with an attention function and a mask function that record their arguments. A mask function in transformers gets the
+rule that says which keys a query sees. The rule is evaluated at a few queries. It must be causal, with or without a sliding window,
+or chunked. A family without an attention function is probed through its cache (models/transformers/cache_probe.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Declared ops and captures at the modules of a transformers model, whose code stays as it is.
+"""Declared ops and captures at the modules of a transformers model. Its code is not changed.
 
 A site is an end of a module. Ops come before a trace, and captures after it:
 
@@ -86,7 +86,7 @@ class SiteEnds:
         return INNER_SITES[(site - self._first_inner) % len(INNER_SITES)]
 
     def before_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Capture the input that the module goes on with."""
+        """Capture the input with which the module continues."""
         ops = self.acts(self.input, current_site_ops())
         if ops is not None:
             assert self.input is not None
@@ -95,7 +95,7 @@ class SiteEnds:
     def after_forward(self, output: Any) -> Any:
         """The module's output after the ops, without attention weights of a whole batch."""
         if self.begins_graph and torch.is_grad_enabled():
-            output = output.requires_grad_().clone()  # no leaf: the model and blocks may go on with it in place
+            output = output.requires_grad_().clone()  # no leaf: the model and blocks may edit it in place
         if self.has_weights and isinstance(output, tuple) and not _is_eager(current_batch()):
             output = (output[0], None, *output[2:])
         if self.slices and current_site_ops() is not None:
@@ -139,7 +139,7 @@ class SiteEnds:
         return None if new is value else (args, kwargs)
 
     def hook(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        """Capture the output that the model goes on with."""
+        """Capture the output with which the model continues."""
         if not self.has_controller:
             output = self.after_forward(output)
         for site, part in self.slices.items():

@@ -50,7 +50,7 @@ def config_spec(config: PretrainedConfig, dtype: torch.dtype) -> ModelSpec:
 
 
 def _setting(text: Any, name: str) -> Any:
-    """A setting; None where there is none for all layers."""
+    """A setting; None if the layers do not share one."""
     try:
         return getattr(text, name, None)
     except RuntimeError:  # the layers differ in it
@@ -102,7 +102,7 @@ def family_of(model: PreTrainedModel, spec: ModelSpec) -> Family:
 
 
 def model_spec(model: PreTrainedModel, family: Family, declared: ModelSpec, found: Probe) -> ModelSpec:
-    """What the model is, by its first pass. Kinds of sites are left out whose values are not where the family has them.
+    """What the model is, by its first pass. Kinds of sites are left out if their values are not where the family has them.
 
     Args:
         declared: of the config.

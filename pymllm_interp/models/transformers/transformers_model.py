@@ -1,4 +1,4 @@
-"""Any decoder of transformers, by its own class: its attention runs over our KV pool, and all else as transformers has it.
+"""Any decoder of transformers, by its own class. Its attention runs over our KV pool; the rest is transformers' code.
 
     model = load_transformers_model(hf_config, config_spec(hf_config, dtype), device, folder, seed=0)
 
@@ -42,7 +42,7 @@ from .probed import Probe
 from .structure import family_of, model_spec
 
 LARGEST_CACHED_STEP = 32, 512
-"""Requests and token rows of a step whose scores are those of all rows and all keys (models/transformers/cache_route.py)."""
+"""Requests and token rows of a step that computes scores of all rows and all keys (models/transformers/cache_route.py)."""
 
 
 class TransformersModel(CausalLM):
@@ -167,7 +167,7 @@ class TransformersModel(CausalLM):
 
 
 def _layers_by_index(served: PreTrainedModel, found: Probe, layers: list[RadixAttention]) -> dict[int, RadixAttention]:
-    """The pool's layers by the index that modules update a cache with; empty where they do not update it once a call."""
+    """The pool's layers by the index that modules update a cache with. Empty: they do not update it once a call."""
     if found.cached:
         return {call.layer_idx: layer for call, layer in zip(found.calls, layers, strict=True)}
     updates = updates_of(served, use_attention)
@@ -189,7 +189,7 @@ def _keep_hidden_states(module: torch.nn.Module, args: tuple, output: Any) -> No
 
 
 class _HeadOnly:
-    """A model as its own forward sees it, whose decoder returns hidden states that are there already."""
+    """A model as its own forward sees it. Its decoder returns hidden states that are there already."""
 
     def __init__(self, served: PreTrainedModel, h: torch.Tensor) -> None:
         self._served, self._h = served, h

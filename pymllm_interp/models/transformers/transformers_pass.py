@@ -1,7 +1,7 @@
 """Passes that give what transformers' model gives beyond logits: its attention weights, and the hidden states of all layers.
 
-transformers' own attention forward runs on our attention module, whose projections and norms have the same names. It reads and
-writes the request's KV through `PagedCache`; such a pass holds one request.
+transformers' own attention forward runs on our attention module: its projections and norms have the same names. It reads and writes
+the request's KV through `PagedCache`; such a pass holds one request.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class TransformersPass:
 
     Attributes:
         attentions: [1, heads, queries, keys] of each layer so far, if they are collected.
-        hidden_states: [1, tokens, hidden] at the input of each layer so far, if they are collected; last, after the final norm.
+        hidden_states: [1, tokens, hidden] at the input of each layer so far, if collected; last, after the final norm.
     """
 
     def __init__(
@@ -145,8 +145,8 @@ class TransformersPass:
 
 
 class PagedCache:
-    """The cache that transformers' attention updates, over the request's pages. Without a pool, or in a pass with gradients,
-    there is no prefix, and the pass's own K and V are all.
+    """The cache that transformers' attention updates, over the request's pages. Without a pool, or in a pass with gradients, there
+    is no prefix. Then the pass has only its own K and V.
 
     Args:
         batch: of one request.
@@ -174,7 +174,7 @@ class PagedCache:
             key_states, value_states: [1, kv_heads, tokens, head_dim].
 
         Returns:
-            those of the positions that the pass may attend to, [1, kv_heads, keys, head_dim]. Like transformers' cache, all
+            K and V of the positions that the pass may attend to, [1, kv_heads, keys, head_dim]. Like transformers' cache, all
             positions of the prompt's pass, and afterwards no more than the sliding window.
         """
         batch = self._batch

@@ -2,10 +2,10 @@
 
     folder = convert_gguf(Path("model-Q4_1.gguf"))   # takes seconds the first time, then it is cached
 
-The folder has the layout of `save_pretrained`: config, weights, tokenizer. Weights are dequantised to float32, because
-bfloat16 cannot represent the values of most quantisations (a Q4_1 value is a 16-bit scale times a 4-bit integer plus a
-16-bit offset). A file with n parameters takes 4 n bytes. The folder's name includes a hash of the file, and the folder gets
-its name when it is complete.
+The folder has the layout of `save_pretrained`: config, weights, tokenizer. Weights are dequantised to float32, because bfloat16
+cannot represent the values of most quantisations. A Q4_1 value, for example, is a 16-bit scale times a 4-bit integer plus a 16-bit
+offset. A file with n parameters takes 4 n bytes. The folder's name includes a hash of the file, and the folder gets its name when
+it is complete.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def convert_gguf(path: Path, cache_dir: Path | None = None) -> Path:
     Raises:
         FileNotFoundError: no such file.
         ImportError: the package `gguf` is missing.
-        ValueError: not a GGUF file, a truncated file (WeightsError), or an architecture, RoPE scaling or quantisation that
-            cannot be converted faithfully.
+        ValueError: not a GGUF file, a truncated file (WeightsError), or an architecture, RoPE scaling or quantisation without a
+            faithful conversion.
         OSError: no space or no permission in the cache. The message has the size, and the variable that moves the cache.
     """
     path, cache = Path(path).absolute(), cache_dir or default_cache_dir()

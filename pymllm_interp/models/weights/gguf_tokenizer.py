@@ -1,7 +1,7 @@
 """The tokenizer in a GGUF file.
 
-Byte-level BPE ("gpt2" in the file) is built here from the file's vocabulary and merges. transformers' reader ignores
-`tokenizer.ggml.pre`, which selects the pre-tokenizer, and reads the wrong end-of-sequence token of Llama files. Other kinds
+Byte-level BPE ("gpt2" in the file) is built here from the file's vocabulary and merges. The reader of transformers ignores
+`tokenizer.ggml.pre`, which selects the pre-tokenizer. It also reads the wrong end-of-sequence token of Llama files. Other kinds
 (SentencePiece) are read by transformers, and get the file's special tokens.
 """
 

@@ -75,8 +75,8 @@ def load_weights(
 ) -> None:
     """Copy `weights` into the parameters (and saved buffers) of `model`, cast to their dtypes, on their devices.
 
-    Parameters may be views of merged storage: they are written in place. A shared parameter, such as a tied
-    `lm_head.weight`, needs one of its names; tensors for several of its names must be equal.
+    Parameters may be views of merged storage: they are written in place. A shared parameter, such as a tied `lm_head.weight`, needs
+    one of its names. Tensors for several of its names must be equal.
 
     Args:
         ignore: whether an unexpected name is skipped.
@@ -116,9 +116,9 @@ def load_weights(
 def init_dummy_weights(model: nn.Module, seed: int) -> None:
     """Fill the parameters of `model` with random values that keep activations bounded at any depth.
 
-    Matrices and embeddings are N(0, 1/sqrt(last dimension)), vectors named `weight` (norms) are 1 + 0.1 N(0, 1), and other
-    vectors are 0.02 N(0, 1). Values depend only on `seed`, the parameter's name and its shape. They are drawn in float32 and
-    then cast. Parameters above `CPU_DRAW_LIMIT` are drawn on their device, and also depend on the kind of device.
+    Matrices and embeddings are N(0, 1/sqrt(last dimension)). Vectors named `weight` (norms) are 1 + 0.1 N(0, 1), and other vectors
+    are 0.02 N(0, 1). Values depend only on `seed`, the parameter's name and its shape. They are drawn in float32 and then cast.
+    Parameters above `CPU_DRAW_LIMIT` are drawn on their device, and also depend on the kind of device.
     """
     drawn: set[int] = set()
     for name, param in sorted(model.named_parameters(remove_duplicate=False)):

@@ -8,8 +8,8 @@ terms, so the fingerprint is equal on every device. A gigabyte takes about half 
 cryptographic: it does not protect against deliberate collisions.
 
 `ModelState` notices edits by torch's version counters. They count in-place operations on a weight, on its views, and on
-``weight.data`` and ``weight.detach()`` of a served model (layers/seal.py), in `torch.inference_mode` too. They do not count
-writes through ``weight.numpy()``, DLPack, ``weight.untyped_storage()``, ``weight.data.data``, or kernels of your own that
+``weight.data`` and ``weight.detach()`` of a served model (layers/seal.py). In `torch.inference_mode` they do so too. They do not
+count writes through ``weight.numpy()``, DLPack, ``weight.untyped_storage()``, ``weight.data.data``, or kernels of your own that
 take an address. After such a write, count it: ``torch.autograd.graph.increment_version(weight)``.
 """
 
@@ -48,7 +48,7 @@ def _settings(config: PretrainedConfig) -> bytes:
 
 
 class ModelState:
-    """Version, namespace and fingerprint of a model whose weights may be edited. Only edited weights are summed again.
+    """Version, namespace and fingerprint of a model with weights that may be edited. Only edited weights are summed again.
 
     Args:
         model: its parameters and persistent buffers are edited in place, never replaced.

@@ -61,8 +61,8 @@ def resolve_model(config: ModelConfig) -> ModelSource:
     With load_format="dummy" no weights are needed or read.
 
     Raises:
-        FileNotFoundError: no such folder or file, a folder without config.json, demo weights that are not installed, or an
-            unreachable hub id.
+        FileNotFoundError: no such folder or file, a folder without config.json, or an unreachable hub id. So are demo weights that
+            are not installed.
         ValueError: a load_format that does not fit the model, unreadable weights (WeightsError), or a quantised model.
     """
     dummy = config.load_format == "dummy"
@@ -132,7 +132,7 @@ def _from_folder(folder: Path, name: str, dummy: bool) -> ModelSource:
     hf_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not dummy:
         _refuse_quantised(hf_config, name)
-        safetensors_files(folder)  # raises where there are none
+        safetensors_files(folder)  # raises if none exist
     return ModelSource(name, hf_config, None if dummy else folder, _tokenizer_folder(folder))
 
 

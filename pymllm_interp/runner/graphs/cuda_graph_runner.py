@@ -124,7 +124,7 @@ class CudaGraphRunner:
         self.seq_len_fill_value = PAD_SEQ_LEN
         self.buffers = model_runner.input_buffers
         self.memory_usage = 0
-        # By default no engine shares it with another one, whose graphs may be replayed before this one has read its logits.
+        # By default no engine shares it with another one: that one's graphs may be replayed before this engine has read its logits.
         self.pool = pool or graph_capture.memory_pool(self.device)
         self._batches: dict[int, ForwardBatch] = {}
         self.capture()
@@ -137,8 +137,8 @@ class CudaGraphRunner:
     def can_run(self, forward_batch: ForwardBatch) -> bool:
         """Whether `replay` serves the batch.
 
-        It has to be a decode or idle batch within the captured sizes, without gradients (`fresh_kv_only`), with the logits of
-        all its rows, and with its declared ops, if any, in the tables that graphs read.
+        It has to be a decode or idle batch of a captured size, without gradients (`fresh_kv_only`), with logits of all rows.
+        Declared ops, if any, have to be in the tables that graphs read.
         """
         bs = forward_batch.batch_size
         if not forward_batch.forward_mode.is_decode_or_idle() or bs > self.max_bs:

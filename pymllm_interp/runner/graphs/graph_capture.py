@@ -37,7 +37,7 @@ def model_capture_mode(owner: Capturing | None = None) -> Iterator[None]:
     """Within the block, `is_capture_mode()` is True on this thread and `owner.is_capturing` is True; blocks nest.
 
     Args:
-        owner: the runner that captures. Its hooks and traced passes are refused meanwhile; other runners go on.
+        owner: the runner that captures. Its hooks and traced passes are refused meanwhile; other runners continue.
     """
     before, owner_before = is_capture_mode(), owner is not None and owner.is_capturing
     _current.is_capturing = True
@@ -143,7 +143,7 @@ class Pieces(Generic[T]):
 
 
 def record_pieces(run: Callable[[Callable[[Any], None]], T], pool: Any) -> Pieces[T]:
-    """Warm ``run(between)`` up and capture it, without what `between` does: each call of it ends a graph and begins the next."""
+    """Warm ``run(between)`` up and capture it, without what `between` does. Each call of it ends a graph and begins the next."""
     current = torch.cuda.current_stream()
     stream = _capture_stream(current.device_index)
     stream.wait_stream(current)
@@ -198,8 +198,8 @@ def capture(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
 
 
 def _forget_capture(current: torch.cuda.Stream, pool: Any) -> None:
-    """Reset what torch leaves set after a failed capture: the current stream, the allocator's pool, and the default generator,
-    which would wait for the capture to end."""
+    """Reset what torch leaves set after a failed capture: the current stream, the allocator's pool, and the default generator. That
+    generator would wait for the capture to end."""
     torch.cuda.set_stream(current)
     generator = torch.cuda.default_generators[current.device_index]
     fresh = torch.Generator(current.device)
@@ -210,12 +210,16 @@ def _forget_capture(current: torch.cuda.Stream, pool: Any) -> None:
 
 
 def capture_batch_sizes(max_bs: int) -> list[int]:
-    """Batch sizes to capture: 1, 2, 4, 8, 12, then in steps of 8 to 256, of 16 to 512, of 32 beyond; `max_bs` is the last."""
+    """Batch sizes to capture: 1, 2, 4, 8, 12, then in steps of 8 to 256. Steps of 16 follow to 512, and of 32 beyond; `max_bs` is
+    the last.
+    """
     sizes = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 513, 16), *range(544, max_bs + 1, 32)]
     return sorted({size for size in sizes if size < max_bs} | {max_bs})
 
 
 def capture_token_counts(max_tokens: int) -> list[int]:
-    """Rows of prefill and mixed passes to capture: in steps of 16 to 128, of 32 to 256, of 64 beyond; `max_tokens` is the last."""
+    """Rows of prefill and mixed passes to capture: in steps of 16 to 128, of 32 to 256. Steps of 64 follow; `max_tokens` is the
+    last.
+    """
     sizes = [*range(16, 129, 16), *range(160, 257, 32), *range(320, max_tokens + 1, 64)]
     return sorted({size for size in sizes if size < max_tokens} | {max_tokens})

@@ -10,8 +10,8 @@ one or two attention kernels for each layer. Attention is not captured, because 
     o, norm, MLP, final norm                         a graph
     head                                             eagerly, on the rows whose logits are wanted
 
-A pass is padded to the next captured number of rows. So is a pass that runs eagerly in its place, since the bits of a matrix
-product depend on its shape.
+A pass is padded to the next captured number of rows. An eager pass in its place is padded as well: the bits of a matrix product
+depend on its shape.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class PrefillGraphs:
     def can_run(self, batch: ForwardBatch) -> bool:
         """Whether `replay` serves the batch.
 
-        It has to be laid out with its padding, without gradients (`fresh_kv_only`) and cut edges of attention, and with its
-        declared ops, if any, in the tables that graphs read.
+        It has to be laid out with its padding, without gradients (`fresh_kv_only`) and cut edges of attention. Declared ops, if
+        any, have to be in the tables that graphs read.
         """
         return (
             batch.forward_mode.is_extend()
@@ -148,7 +148,7 @@ class PrefillGraphs:
         )  # fmt: skip
 
     def _warm_attention_up(self) -> None:
-        """Compile and load the kernels that no graph holds, with a mixed pass over the dummy row, for each kind of layer."""
+        """Compile and load the kernels that no graph holds, with a mixed pass over the dummy row."""
         runner, sizes = self.model_runner, [1, 3]
         device, backend = runner.device, runner.attn_backend
         assert backend is not None

@@ -1,8 +1,8 @@
 """Decode passes with hooks as piecewise CUDA graphs: from one hook to the next.
 
-A pass with a block that waits for a module runs module by module, so that the block's Python runs at its place in the model.
-The layers between two blocks need no Python. The pass hands them over as a *graph segment*, some layers or a part of one, and
-the segment is replayed::
+A pass with a block that waits for a module runs module by module. So the block's Python runs at its place in the model. The layers
+between two blocks need no Python. The pass hands them over as a *graph segment*, some layers or a part of one. The segment is
+replayed::
 
     layers 0..12       a graph segment
     layers.12.output   the blocks that wait there, each with its own rows

@@ -1,6 +1,6 @@
-"""Bodies of requests as JSON: parsed within limits, off the event loop, and large lists checked up to their first error.
+"""Bodies of requests as JSON: parsed within limits, off the event loop. Large lists are checked up to their first error.
 
-A parser builds an object for each value, and pydantic an error for each wrong one: both are bounded before they are built.
+A parser builds an object for each value, and pydantic an error for each wrong one. Both are bounded before they are built.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _depth(body: bytes) -> int:
 
 
 class JsonRequest(Request):
-    """A request whose JSON is read by `parse`."""
+    """A request with JSON that is read by `parse`."""
 
     async def json(self) -> Any:
         """The body's JSON."""
@@ -69,7 +69,7 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route whose requests are `JsonRequest`s."""
+    """A route of `JsonRequest`s."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """What answers a request."""

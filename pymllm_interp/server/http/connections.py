@@ -1,7 +1,7 @@
 """Connections: how many there are, how long they may rest, and how large the head of a request may be.
 
 uvicorn bounds none of these with httptools: it has a time limit only for connections that have had a response. Its
-`limit_concurrency` counts connections too, but answers 503 to every request above it, so that idle ones lock all others out.
+`limit_concurrency` counts connections too, but answers 503 to every request above it. So idle connections lock all others out.
 """
 
 from __future__ import annotations

@@ -62,12 +62,14 @@ def api_error(error: BaseException, refused: bool) -> ApiError:
 
 
 def _weight(error: Any) -> tuple[int, bool]:
-    """How much an error says: one deep inside more than one that another form was expected, a list's own more than others'."""
+    """How much an error says. An error deep inside says more than an error about another form. An error of a list itself
+    says more than others.
+    """
     return len(error["loc"]), error["type"] == "value_error" and isinstance(error.get("input"), list)
 
 
 def validation_error(errors: Sequence[Any]) -> ApiError:
-    """What a client is told of a request that does not fit the schema: the first thing that is wrong, and where."""
+    """What a client is told of a request that does not fit the schema: the first wrong value, and where."""
     chosen = max(errors, key=_weight, default=None)
     if chosen is None:
         return ApiError(400, "the request does not fit the schema")

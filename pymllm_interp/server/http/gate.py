@@ -43,22 +43,22 @@ class RequestGate:
         given = headers.get("x-request-id", "")
         request_id = uuid.uuid4().hex
         given = given if _REQUEST_ID.fullmatch(given) else ""
-        passage = _Passage(self._state, _route_path(scope), request_id, given, send)
-        scope.setdefault("state", {}).update(request_id=request_id, passage=passage, started=passage.started)
+        record = _RequestRecord(self._state, _route_path(scope), request_id, given, send)
+        scope.setdefault("state", {}).update(request_id=request_id, record=record, started=record.started)
         try:
-            body = self._checked(scope, headers, receive, passage)
-            await self._app(scope, body, passage.send)
+            body = self._checked(scope, headers, receive, record)
+            await self._app(scope, body, record.send)
         except ApiError as error:
-            if passage.status:  # too late: the response has begun
+            if record.status:  # too late: the response has begun
                 raise
-            await error.response()(scope, receive, passage.send)
+            await error.response()(scope, receive, record.send)
         except BodyError as error:
-            if not passage.status:
-                await error.error.response()(scope, receive, passage.send)
+            if not record.status:
+                await error.error.response()(scope, receive, record.send)
         finally:
-            passage.log(scope)
+            record.log(scope)
 
-    def _checked(self, scope: Scope, headers: dict[str, str], receive: Receive, passage: _Passage) -> Receive:
+    def _checked(self, scope: Scope, headers: dict[str, str], receive: Receive, record: _RequestRecord) -> Receive:
         path, state = _route_path(scope), self._state
         _check_single(scope["headers"])
         keys = state.settings.keys
@@ -72,7 +72,7 @@ class RequestGate:
                     401, "a key is needed: Authorization: Bearer KEY" if "authorization" not in headers else "the key is not known",
                     code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
                 )  # fmt: skip
-            scope["state"]["client"], passage.client = client, client.name
+            scope["state"]["client"], record.client = client, client.name
             if path == TRACE_PATH:
                 self._check_trace(client, headers)
             elif scope["method"] == "POST":
@@ -143,7 +143,7 @@ def _check_single(headers: Iterable[tuple[bytes, bytes]]) -> None:
 
 
 def _check_json(headers: dict[str, str]) -> None:
-    """A web page of another site can send bodies without a type, or of a form's types, but not JSON: a browser asks first."""
+    """A web page of another site can send bodies without a type, or of a form's types, but not JSON. A browser asks first."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and (
         kind or headers.get("content-length", "") not in ("", "0") or "transfer-encoding" in headers
@@ -155,7 +155,7 @@ def _too_large(limit: int, name: str) -> ApiError:
     return ApiError(413, f"the body is larger than {limit} bytes ({name})", code="too_large")
 
 
-class _Passage:
+class _RequestRecord:
     """One request on its way: its status, and what is noted of it.
 
     Args:

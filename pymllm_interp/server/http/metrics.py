@@ -36,7 +36,7 @@ class Metrics:
     """What the HTTP process counts.
 
     Attributes:
-        answers: (template of the route, status) -> requests. Paths of clients are none: they may be as many as they like.
+        answers: (template of the route, status) -> requests. Paths of clients are not counted: they may be as many as they like.
         totals: other counts, by name.
         latency: of requests, in seconds.
         first_token: of streams, in seconds.

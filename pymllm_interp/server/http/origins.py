@@ -34,7 +34,7 @@ def is_loopback(host: str) -> bool:
 
 
 def host_of(header: str) -> str:
-    """The host in a Host header, without its port; empty where the header is none."""
+    """The host in a Host header, without its port; empty if the header is invalid."""
     found = _HOST.fullmatch(header)
     return found[1] if found else ""
 

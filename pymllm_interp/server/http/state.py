@@ -153,7 +153,7 @@ def require_operator(request: Request) -> Client:
     """The client, if it is an operator.
 
     Raises:
-        ApiError: it is none.
+        ApiError: the client is no operator.
     """
     client = client_of(request)
     if not client.operator:
@@ -181,7 +181,7 @@ def check_priority(client: Client, priorities: Iterable[int]) -> None:
 
 
 def denied(client: Client, trust: Trust) -> ApiError:
-    """The answer to a client whose key has not the right."""
+    """The answer to a client without the right."""
     asked, has = trust.name.lower(), client.trust.name.lower()
     if client.name == STRANGERS:
         how = "a server without keys gives it to clients on its own machine, at http://127.0.0.1; for others, give it keys (--keys)"

@@ -116,14 +116,14 @@ def read_keys(
     """The keys of a file with lines ``name key [plain | declared]``; ``#`` begins a comment.
 
     Args:
-        allow_code_from: names of keys that may send code. "anybody": all clients of a server without keys, which must then listen
-            on this machine alone.
+        allow_code_from: names of keys that may send code. "anybody": all clients of a server without keys. Such a server must
+            listen on this machine only.
         operators: names of keys of operators. Without keys, this machine's user is one.
         secrets: further keys, without names, with the right `declared`.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: a line that is none, a name or key given twice, or a name without a key.
+        ValueError: an invalid line, a name or key given twice, or a name without a key.
     """
     allowed, leading, keys = set(allow_code_from), set(operators), list[Key]()
     for where, name, secret, trust in [*_lines_of(file), *_unnamed(secrets)]:

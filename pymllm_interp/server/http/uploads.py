@@ -1,4 +1,4 @@
-"""`Uploads`: vectors on their way to the server count as those that it has, so that many at once stay within the limits."""
+"""`Uploads`: vectors on their way to the server count like stored ones. So many uploads at once stay within the limits."""
 
 from __future__ import annotations
 

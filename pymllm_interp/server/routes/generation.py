@@ -33,7 +33,7 @@ class CompletionPiece:
     Attributes:
         prompt, sample: which completion.
         logprobs: of the new tokens, where they were asked for.
-        end: how it ended; None while it goes on.
+        end: how it ended; None while it runs.
     """
 
     prompt: int
@@ -69,7 +69,7 @@ class Generation:
         """Submit the prompts.
 
         Args:
-            owner: whose named vectors are meant.
+            owner: owner of the named vectors.
             stream: whether pieces come token by token.
             more: further fields of `messages.Submit`.
 
@@ -91,7 +91,7 @@ class Generation:
         return cls(engine, tokenizer, prompts, call)
 
     async def pieces(self) -> AsyncIterator[CompletionPiece]:
-        """A piece for each token of a stream, which may have no text yet; the last piece of each completion has its end.
+        """A piece for each token of a stream, which may have no text yet. The last piece of each completion has its end.
 
         Raises:
             Exception: the engine process ended, or the client reads too slowly.
@@ -118,7 +118,7 @@ class Generation:
 
     @property
     def unfinished(self) -> bool:
-        """Whether completions go on."""
+        """Whether completions continue."""
         return self._left > 0
 
     def close(self) -> None:

@@ -141,7 +141,7 @@ def _vector_routes(router: APIRouter, state: ServerState) -> None:
 
     @router.delete("/v1/interp/vectors/{name:path}")
     async def delete(name: str, request: Request) -> dict[str, Any]:
-        """Forget a vector. Requests that use it go on."""
+        """Forget a vector. Requests that use it continue."""
         client = require(request, Trust.DECLARED)
         if name not in state.engine.vectors(client.name):
             raise ApiError(404, f"this key has no vector {name!r}")

@@ -31,7 +31,7 @@ async def logit_lens(state: ServerState, body: LensRequest, client: Client) -> b
     """The answer of `/v1/interp/lens`, as JSON.
 
     Raises:
-        ApiError: the prompt cannot be served or is too long for an answer, or the model's final norm is not known.
+        ApiError: the prompt cannot be served or is too long for an answer, or the final norm is not known.
     """
     info = state.info
     if not {SITE, "final_norm"} <= info["sites"].keys():

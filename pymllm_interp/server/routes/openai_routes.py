@@ -228,7 +228,7 @@ class _Work:
         self._state, self._body, self._client = state, body, client
         self._asked, self._format = asked, format_
         self._prompts: list[Prompt] = []
-        self._notes = request.state.passage.notes
+        self._notes = request.state.record.notes
         self._started = request.state.started
         self._n = asked.params.n
         self._ends: dict[tuple[int, int], m.Finished] = {}

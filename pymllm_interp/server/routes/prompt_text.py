@@ -9,7 +9,7 @@ from ...utils.arguments import PromptError
 
 
 def check_length(tokenizer: Any, characters: int, max_model_len: int, what: str) -> None:
-    """Refuse a text that the context cannot hold, whatever its tokens are: one is at most as long as the longest, and a space.
+    """Refuse a text that the context cannot hold, whatever its tokens are. A token is at most as long as the longest, and a space.
 
     Raises:
         PromptError: it has more characters.
@@ -24,7 +24,7 @@ def check_length(tokenizer: Any, characters: int, max_model_len: int, what: str)
 
 
 def last_part(tokenizer: Any, text: str, max_model_len: int) -> str:
-    """The end of a text of which only the last tokens are kept: twice the characters that the context can hold."""
+    """The end of a text, if only its last tokens are kept: twice the characters that the context can hold."""
     return text if tokenizer is None else text[-2 * max_model_len * (longest_token(tokenizer) + 1) :]
 
 

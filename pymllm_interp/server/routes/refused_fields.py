@@ -82,7 +82,7 @@ REFUSED: dict[str, Refused] = {
 
 
 def without_neutral(given: Mapping[Any, Any], known: Iterable[str]) -> dict[Any, Any]:
-    """A request's fields without those of other servers that change nothing.
+    """A request's fields without other servers' fields that change nothing.
 
     Args:
         known: fields of the request's class, which are kept.

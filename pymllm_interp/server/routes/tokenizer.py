@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def import_library() -> Any:
-    """transformers, whose tokenizers need no torch."""
+    """transformers; its tokenizers need no torch."""
     import transformers
 
     return transformers

@@ -60,8 +60,8 @@ class RingAdmission:
 
         Args:
             wanted: (request, number of tokens) of each request.
-            whole: reserve space for all tokens or none. Otherwise `wanted` is one request, and space is reserved for as many
-                tokens as the prompts' share of the ring holds; for at least one, if no prompt has reserved any yet.
+            whole: reserve space for all tokens or none. Otherwise `wanted` is one request. It reserves space for as many tokens as
+                the prompts' share of the ring holds. If no prompt has reserved any yet, it reserves at least one.
 
         Returns:
             Tokens of the first request that may be computed; 0 if it was refused.

@@ -43,7 +43,7 @@ class RequestSlice(NamedTuple):
     size: int
     """Elements to copy to the host."""
     records_at: int | None = None
-    """First element of the records that are packed on the device, from the start of the span; None: records are not packed."""
+    """First element of the records that are packed on the device, from the start of the span. None: no record is packed."""
 
     def split(self, parts: int) -> list[RequestSlice]:
         """At most `parts` slices with equal numbers of positions. A packed slice is not split."""
@@ -237,7 +237,7 @@ def _copy_small(host: torch.Tensor, copies: list[_SmallCopy]) -> None:
 
 
 def _adjacent(copies: list[T]) -> Iterator[list[T]]:
-    """Runs of copies whose slices are next to each other."""
+    """Lists of copies with adjacent slices."""
     start = 0
     for i in range(1, len(copies) + 1):
         before = copies[i - 1][0]

@@ -6,8 +6,8 @@
     after a pass   send()                    copies the span to the host on a stream of its own
     a thread       RingCopier                copies records to the result of each request, then frees the span
 
-Where the mean over a prompt or a reduction is captured, the records of its rows lie at the end of the span and stay on the device.
-`send` packs them first, and copies what they are packed to.
+The records of a mean over a prompt, or of a reduction, stay on the device, at the span's end. `send` packs them first, and copies
+what they are packed to.
 
 The host ring has the size of the device ring, and a span has the same place in both. It is freed after its records are copied to
 the results. Neither the engine's thread nor a launched pass waits for these copies.
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..captures import Alike, Captures
+from ..captures import Captures, RecordLayout
 from ..group import Group
 from ..reductions.reading import Pending, read_all
 from .admission import RingAdmission
@@ -82,7 +82,7 @@ class _Run:
 class _PackedRun:
     """Consecutive records of requests that are alike, one of each, and what they are packed to."""
 
-    alike: Alike
+    alike: RecordLayout
     captures: Captures
     records_at: int
     record_size: int
@@ -90,7 +90,7 @@ class _PackedRun:
     size: int
     count: int = 1
 
-    def extend(self, alike: Alike, request_slice: RequestSlice) -> bool:
+    def extend(self, alike: RecordLayout, request_slice: RequestSlice) -> bool:
         """Add a record. False: it does not continue the run."""
         records_at, offset = self.records_at + self.count * self.record_size, self.offset + self.count * self.size
         if alike is not self.alike or (request_slice.records_at, request_slice.offset) != (records_at, offset):
@@ -204,7 +204,7 @@ class CaptureRing:
         self._records = np.stack((stops - sizes, stops))
         return self._records
 
-    def _lay_out_alike(self, parts: Sequence[tuple[Captures | None, int, int]], alike: Alike) -> np.ndarray:
+    def _lay_out_alike(self, parts: Sequence[tuple[Captures | None, int, int]], alike: RecordLayout) -> np.ndarray:
         """`lay_out` of a position each for requests that are `alike`: what they are packed to, then their records."""
         count, size, packed = len(parts), alike.record_size, alike.packed_size
         sent = count * packed
@@ -277,8 +277,8 @@ class CaptureRing:
         self._layout = None
 
 
-def _all_alike(parts: Sequence[tuple[Captures | None, int, int]]) -> Alike | None:
-    """What the captures of one position each return as `alike`; None where they differ, or a position is not captured (again)."""
+def _all_alike(parts: Sequence[tuple[Captures | None, int, int]]) -> RecordLayout | None:
+    """What `alike` returns for the captures of one position each. None: they differ, or a position is not captured (again)."""
     found = None
     for captures, first, count in parts:
         if captures is None or count != 1 or first < captures.next_position or captures.error is not None:

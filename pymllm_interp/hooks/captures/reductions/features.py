@@ -20,12 +20,12 @@ from .reduction import Readout, Reduced, Reduction, as_words, floats
 @reduction
 @dataclass(frozen=True, eq=False)
 class Features(Reduction):
-    """The largest active features of each row, in place of the row: those of ``sae.encode(row)`` that are above 0.
+    """The largest active features of each row, in place of the row. Active features have a value above 0 in ``sae.encode(row)``.
 
         Capture(sae.site, reduce=Features(sae, top_k=64))
 
-    The site's rows are the values [positions, top_k], in descending order; `Activations.indexes` has the features' numbers, and
-    `Activations.counts` [positions] how many features are active. Where fewer than `top_k` are, the values end with 0 and the
+    The site's rows are the values [positions, top_k], in descending order. `Activations.indexes` has the features' numbers.
+    `Activations.counts` [positions] says how many features are active. Where fewer than `top_k` are, the values end with 0 and the
     numbers with -1. Where more are, the rest is left out, and counted in the receipt (`Captured.cut`).
 
     Raises:

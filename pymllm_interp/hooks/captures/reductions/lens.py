@@ -28,13 +28,13 @@ LARGEST_VOCAB = 1 << 18
 @reduction
 @dataclass(frozen=True, eq=False)
 class Lens(Reduction):
-    """The most likely next tokens that each row stands for, in place of the row: the final norm, the head and the soft-cap of the
-    model, applied to the state (nostalgebraist 2020).
+    """The most likely next tokens of each row, in place of the row. The model's final norm, head and soft-cap are applied to the
+    state (nostalgebraist 2020).
 
         Capture("resid_post.*", reduce=Lens(top_k=10, tokens=[" Paris", 42]))
 
-    The site's rows are log probabilities [positions, top_k], in descending order; `Activations.indexes` has the tokens' ids. Of the
-    asked tokens, `Activations.token_log_probs` and `Activations.token_ranks` have [positions, tokens]; a rank is the number of
+    The site's rows are log probabilities [positions, top_k], in descending order; `Activations.indexes` has the tokens' ids. For
+    the asked tokens, `Activations.token_log_probs` and `Activations.token_ranks` have [positions, tokens]. A rank is the number of
     tokens that are more likely. At `final_norm` the state is normed already.
 
     Raises:

@@ -1,8 +1,8 @@
 """Captures of attention patterns: ``Capture("pattern.5", heads=[3], positions=[-1])``.
 
-A pattern is the weights of a position's attention over the keys, after the softmax. Attention kernels never have it as a whole: at
-these layers it is computed again for the wanted positions alone, from their rotated queries and the keys of the KV pool. The
-result is [positions, heads, keys]. `keys` are all positions of the request, with 0 for those that a position does not attend to.
+A pattern is the weights of a position's attention over the keys, after the softmax. Attention kernels never have it as a whole. At
+these layers it is computed again, for the captured positions only. The result is [positions, heads, keys]. `keys` are all positions
+of the request, with 0 for those that a position does not attend to.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class PatternCaptures:
         num_layers: of the model.
 
     Raises:
-        ValueError: a layer or head that the model does not have, a layer in two ways, positions beyond the prompt, or a reduction.
+        ValueError: a layer or head that the model lacks, a layer in two ways, later positions, or a reduction.
         UnsupportedModelError: the model's patterns cannot be computed again.
     """
 

@@ -1,4 +1,4 @@
-"""Reductions of states to states: `States`, which is none, and pools over the positions, `Mean` and `Last`."""
+"""Reductions of states to states: `States`, which reduces nothing, and pools over the positions, `Mean` and `Last`."""
 
 from __future__ import annotations
 

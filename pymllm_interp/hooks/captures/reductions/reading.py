@@ -1,4 +1,4 @@
-"""`Reading`: what the device makes of captured states before they leave it."""
+"""`StateReading`: what the device makes of captured states before they leave it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class _Piece(NamedTuple):
     rows: Tensor
 
 
-class Reading:
+class StateReading:
     """What is made of captured states before they leave the device: the norm of `attn_in` and `mlp_in`, and a reduction.
 
     Args:
-        normed: the sites are outputs of norms, and the states those of the stream.
+        normed: the sites are outputs of norms, and the states are states of the stream.
         reduction: that runs on the device; None for none.
         readout: of the model.
         width: of a state.
@@ -98,7 +98,7 @@ class Reading:
         return by_key
 
     def _alike(self, site: Site) -> object:
-        """A key, equal for sites whose states are read by the same function."""
+        """A key, equal for sites with the same read function."""
         return site if self._normed else None if self._reduction is None else self._reduction.read_alike(site)
 
     def _of_site(self, site: Site, rows: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 Sites = tuple[Site, ...]
-Pending = tuple[Reading, Sites, Tensor, Tensor]
+Pending = tuple[StateReading, Sites, Tensor, Tensor]
 """States [n, sites, width] that wait for a reading, and where its values [n, sites, width] go."""
 
 
@@ -126,7 +126,9 @@ def read_all(pending: Sequence[Pending]) -> None:
         torch._foreach_copy_([target for *_, target in entries], values)
 
 
-def reading_of(spec: Capture, normed: bool, width: int, dtype: torch.dtype, readout: Readout | None) -> Reading | None:
+def reading_of(
+    spec: Capture, normed: bool, width: int, dtype: torch.dtype, readout: Readout | None
+) -> StateReading | None:
     """What the device makes of the states of a capture; None for nothing."""
     reduction = spec.reduction
     on_device = reduction if reduction.on_device else None
@@ -136,4 +138,4 @@ def reading_of(spec: Capture, normed: bool, width: int, dtype: torch.dtype, read
     sent = dtype
     if isinstance(spec.dtype, torch.dtype) and reduction.narrows and spec.dtype.itemsize < dtype.itemsize:
         sent = spec.dtype
-    return Reading(normed, on_device, readout, width, sent, reduction.norm_gain)
+    return StateReading(normed, on_device, readout, width, sent, reduction.norm_gain)

@@ -70,11 +70,11 @@ class Reduction(Spec):
     pools = False
     """Whether it is a `Pool`: one row of all positions, which are captured in order."""
     sums = False
-    """Whether a pool adds up states, so that the device adds up those of a prompt."""
+    """Whether a pool adds up states, so that the device adds up the states of a prompt."""
 
     @property
     def probes(self) -> Tensor | None:
-        """[n, width] float32: directions whose dot products kernels of the pass store in place of a state; None for none."""
+        """[n, width] float32: directions. Kernels of the pass store dot products with them in place of a state. None: the state."""
         return None
 
     def needed(self, captured: np.ndarray, prompt_len: int) -> np.ndarray:
@@ -102,7 +102,7 @@ class Reduction(Spec):
         return width
 
     def read_alike(self, site: Site) -> object:
-        """A key, equal for sites for which `read` is the same function; by default the site, where there is a `read`."""
+        """A key, equal for sites with the same `read` function. By default it is the site, if there is a `read`."""
         return None if type(self).read is Reduction.read else site
 
     def read(self, site: Site, rows: Tensor, readout: Readout) -> Tensor:

@@ -1,8 +1,8 @@
-"""``with loss.backward():``, whose block reads and edits gradients. All other code has torch's `backward` and `.grad`.
+"""``with loss.backward():``. Its block reads and edits gradients. All other code has torch's `backward` and `.grad`.
 
-nnsight replaces `Tensor.backward` when it is imported, and takes every call on the line of a ``with`` for the context of that
-``with``. While a block reads gradients, it replaces `Tensor.grad` for all threads. `mount_backward` puts ours in their place:
-the caller's bytecode tells whether ``with`` enters the call's result, and only the block itself is served gradients.
+When nnsight is imported, it replaces `Tensor.backward`. It takes every call on the line of a ``with`` for the context of that
+``with``. While a block reads gradients, it replaces `Tensor.grad` for all threads. `mount_backward` puts our function in its place.
+The caller's bytecode tells whether ``with`` enters the call's result, and only that block itself is served gradients.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GradientBlock(Mediator):
 
 
 class GradientTracer(_Captured, BackwardTracer):
-    """A ``with loss.backward():`` block. nnsight's, but for whom `Tensor.grad` changes."""
+    """A ``with loss.backward():`` block, as nnsight's. Only code of the block sees another `Tensor.grad`."""
 
     def execute(self, code: CodeType) -> None:
         """Run the backward pass, which serves gradients to the block, and bind its names in the caller's frame."""

@@ -1,4 +1,4 @@
-"""What the code of a block shows: whether it needs gradients or names of other blocks, and whether it only reads."""
+"""What the code of a block shows: whether it needs gradients or names of other blocks, or only reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..nnsight_compat import Mediator
 
 GRADIENT_NAMES = frozenset({"backward", "grad", "requires_grad_", "retain_grad", "autograd"})
 LIBRARIES = ("torch", "numpy", "einops", "transformers", "nnsight", "pymllm_interp")
-"""Packages whose functions are not searched for autograd."""
+"""Packages with functions that are not searched for autograd."""
 ACTS = (
     ast.Call, ast.AugAssign, ast.Assert, ast.Raise, ast.Delete, ast.Global, ast.With, ast.AsyncWith, ast.Import, ast.ImportFrom,
     ast.Await, ast.Yield, ast.YieldFrom,

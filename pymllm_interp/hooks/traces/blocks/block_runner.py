@@ -30,7 +30,7 @@ class BlockRunner:
         points: where blocks are filed while they wait.
 
     Attributes:
-        serving: the trace whose block runs now; else None.
+        serving: the trace of the block that runs now; else None.
         watchdog: watches for blocks that run too long; None for none.
         seconds: for which the engine's thread has served blocks.
     """
@@ -43,7 +43,7 @@ class BlockRunner:
 
     def start(self, block: Block, interleaver: Interleaver) -> None:
         """Run a new block to where it first waits."""
-        with Turn(self) as turn:
+        with BlockScope(self) as turn:
             turn.switch(block, partial(Mediator.start, block), interleaver)
 
     def resume(self, block: Block, error: BaseException | None = None) -> None:
@@ -51,7 +51,7 @@ class BlockRunner:
         worker = block.worker
         assert worker is not None
         block.served = True
-        with Turn(self) as turn:
+        with BlockScope(self) as turn:
             block.pending = turn.switch(block, worker.switch if error is None else worker.throw, error)
 
     def release(self, block: Block) -> None:
@@ -64,17 +64,18 @@ class BlockRunner:
         """Unwind a block that is not served any more, so that its frame is freed."""
         worker = block.worker
         assert worker is not None
-        with Turn(self) as turn:
+        with BlockScope(self) as turn:
             turn.switch(block, worker.throw, GreenletExit(), _warn_of)
 
     def serve(self, blocks: list[Block], location: str, visit: int, shared: SharedValue) -> None:
         """Serve the blocks that wait for this visit of `location`, in order."""
-        with Turn(self) as turn:
+        with BlockScope(self) as turn:
             turn.serve(blocks, location, visit, shared)
 
 
-class Turn:
-    """The engine's thread while blocks run on it: it gets a block's state, and has its own back between two blocks.
+class BlockScope:
+    """The engine's thread while blocks run on it. A block finds its own state of the thread, and the engine's comes back between
+    two blocks.
 
     nnsight keeps the saved ids and the nesting depth in thread-local state. Here they belong to the request.
     """
@@ -87,7 +88,7 @@ class Turn:
     def __init__(self, runner: BlockRunner) -> None:
         self._runner = runner
 
-    def __enter__(self) -> Turn:
+    def __enter__(self) -> BlockScope:
         runner = self._runner
         self._began = perf_counter()
         self._greenlet, self._serving = getcurrent(), runner.serving
@@ -243,10 +244,11 @@ class Turn:
         return following
 
     def _skip(self, block: Block, location: str, shared: SharedValue, replacement: Any) -> None:
-        """Skip a module. It does not run if the request is alone; in a shared batch, the request's rows are replaced.
+        """Skip a module. It does not run if the request is the only one of the pass. In a shared batch, the request's rows are
+        replaced.
 
-        A module with an attention always runs: otherwise later positions would attend to what another request left in the
-        skipped slots of the KV cache.
+        A module with an attention always runs. Otherwise later positions would attend to what another request left in the skipped
+        slots of the KV cache.
         """
         trace, path = block.trace, location.removesuffix(".skip")
         trace.visits.skip(path)

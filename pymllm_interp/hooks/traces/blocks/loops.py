@@ -1,7 +1,7 @@
 """``for step in tracer.iter[...]`` that ends when the generation ends.
 
-At the end of a generation, a block waits inside such a loop for a step that never comes. nnsight unwinds the whole block, so
-that code after the loop does not run. Here only the loop ends, and the block goes on::
+At the end of a generation, a block waits inside such a loop for a step that never comes. There nnsight unwinds the whole block, so
+that code after the loop does not run. Here only the loop ends, and the block continues::
 
     with lm.generate("Once upon", max_new_tokens=5) as tracer:
         steps = list().save()
@@ -10,8 +10,7 @@ that code after the loop does not run. Here only the loop ends, and the block go
         out = tracer.result.save()          # runs
 
 `LoopEnd` is raised where the block waits. `with_loop_ends` puts a handler around each ``for`` of the block, which catches it
-if the loop is over steps. A loop in a function that the block calls has no handler: the block ends with a warning, as in
-nnsight.
+if the loop is over steps. A loop in a function that the block calls has no handler. The block ends with a warning, as in nnsight.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`RequestTrace`: the state of a request's trace, and `Block`: one of its blocks.
 
-A `RequestTrace` is what `Request.trace` points to. It is made on the caller's thread, where the ``with`` block was
-written, and used on the engine's thread after that. It is state only: `lifecycle` starts and ends its blocks, the
-`EngineInterleaver` serves them in each pass. Nothing is serialised: a local block runs on the caller's own objects.
+A `RequestTrace` is what `Request.trace` points to. It is made on the caller's thread, where the ``with`` block was written. Later
+it is used on the engine's thread. It is state only: `lifecycle` starts and ends its blocks, the `EngineInterleaver` serves them in
+each pass. Nothing is serialised: a local block runs on the caller's own objects.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RequestTrace:
     Args:
         block: the request's own block; None if it has persistent edits only.
         edits: persistent edits, which run before the block.
-        grad: run the pass alone and with gradients, whether or not a block names autograd.
+        grad: run the pass with gradients and no other request, whether or not a block names autograd.
         options: how the request's passes run.
         transfer: of the ``with`` block's saves; None leaves them where they are.
         on_step: called after each pass with its number and copies of the saved values by name, beside the engine's thread.
@@ -78,14 +78,14 @@ class RequestTrace:
         key: its own, by which requests name it (`RequestHooks.trace_key`).
         trace_id: shared by the requests of one ``with`` block.
         num_prompts: requests of that ``with`` block.
-        order: of the trace among those of the ``with`` block.
-        request_ids: the requests whose rows the blocks see, in the order of their prompts; more than one where an invoke has a
-            list of prompts, or none (it sees the whole batch). Empty until they are made.
+        order: number of the trace among the traces of the ``with`` block.
+        request_ids: the requests with rows that the blocks see, in the order of their prompts. More than one: an invoke has a list
+            of prompts, or no prompt and the whole batch. Empty until they are made.
         prompt_lens: tokens of each prompt. Empty until the blocks start.
         padding: where several prompts stand in their pass; None on the left.
         padded: its prompts are padded to the longest one of the ``with`` block.
         pad_token_id: fills the result of several requests.
-        whole_batch: traces of the ``with`` block whose blocks see all of its requests; none of them is a request's own.
+        whole_batch: traces of the ``with`` block with blocks that see all of its requests.
         sees_all: its block, an invoke without a prompt, sees all requests of the ``with`` block.
         blocks: persistent edits first, then the request's own block.
         saves: names and saves of the request's own block.
@@ -97,7 +97,7 @@ class RequestTrace:
         over: no further pass comes.
         ended: no block is served any more.
         stopped: a block called ``tracer.stop()``.
-        error: what ended the request, other than ``tracer.stop()``. Set by `fail` alone.
+        error: what ended the request, other than ``tracer.stop()``. Only `fail` sets it.
         result: output of a single forward pass, for ``tracer.result``.
         activations: what each request captured, in the order of the prompts; set when they are over.
         gang: the traces that share each step with this one, itself included; empty for a trace on its own.
@@ -167,7 +167,7 @@ class RequestTrace:
 
     @property
     def watches_several(self) -> bool:
-        """Its blocks see a batch of requests; of one where they see all of the ``with`` block, or where it is padded."""
+        """Its blocks see a batch of requests. Blocks that see all of the ``with`` block, or are padded, see a batch of one, too."""
         return len(self.request_ids) > 1 or self.sees_all or self.padded
 
     @property
@@ -235,7 +235,8 @@ class RequestTrace:
         return names if names and self.receipt.reads and only_binds(block.node) else []
 
     def take_error(self) -> BaseException | None:
-        """What ended the request, for its caller: with the lines of the block alone. The trace and the pass let go of it.
+        """What ended the request, for its caller: the traceback has the lines of the block only. The trace and the pass let go of
+        it.
 
         The frames of the pass hold its tensors, and this trace.
         """
@@ -246,6 +247,6 @@ class RequestTrace:
         return error
 
     def release_blocks(self) -> None:
-        """Drop the blocks, whose references to the trace form a cycle. Call it once the saves are delivered."""
+        """Drop the blocks: they and the trace form a cycle. Call it once the saves are delivered."""
         self.blocks, self.main_block, self.cancel = [], None, _nothing
         self.saves.release()

@@ -2,7 +2,7 @@
 
 The watchdog raises an exception in the engine's thread, and only while the block that overran is running. The exception
 arrives between two bytecodes; native code (a long matrix product, `time.sleep`, a wait for a lock) returns first. A block that
-cannot be ended holds up every request until then, but no caller that has a time limit, and not its own.
+cannot be ended holds up every request until then. It holds up neither a caller with a time limit nor its own caller.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .trace import RequestTrace
 logger = logging.getLogger(__name__)
 
 _Run = list[Any]
-"""[trace whose block runs, when the watchdog first saw it (`time.monotonic()`) or None]"""
+"""[trace of the running block, when the watchdog first saw it (`time.monotonic()`) or None]"""
 
 
 def _ignore(*_: Any) -> None:
@@ -32,14 +32,14 @@ def _ignore(*_: Any) -> None:
 class Watchdog:
     """Watches the block that runs now.
 
-    `Turn` calls `watch`. It sets `running` when it resumes a block, resets it when the block waits, then calls `drain` if an
-    exception is `posted`.
+    `BlockScope` calls `watch`. It sets `running` when it resumes a block, and resets it when the block waits. Then it calls `drain`
+    if an exception is `posted`.
 
     Args:
         warn_after: seconds after which a run is reported, once for each trace.
         end_after: seconds after which a run is ended with a `TraceTimeoutError`; None for never.
         held_up: called again and again while a block runs on, on the watchdog's thread.
-        stuck: called with a trace whose block cannot be ended, and its error, on the watchdog's thread.
+        stuck: called on the watchdog's thread, with the trace of a block that cannot be ended, and its error.
 
     Attributes:
         running: the block that runs now, or None.
@@ -81,8 +81,8 @@ class Watchdog:
     def drain(self) -> None:
         """Wait for a posted exception, outside of the block, and drop it.
 
-        It has to arrive. Clearing it would leave CPython's eval loop with a signal that is never reset, and the next traced
-        function call would spin forever.
+        It has to arrive. Clearing it would leave CPython's eval loop with a signal that is never reset. The next traced function
+        call would spin forever.
         """
         try:
             while self.posted:

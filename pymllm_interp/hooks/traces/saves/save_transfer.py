@@ -40,9 +40,9 @@ class _Adopted(NamedTuple):
 class SaveTransfer:
     """Copies the saves of one ``with`` block to the caller's device. Each tensor is copied once, whatever its names.
 
-    Copies from a GPU go to pinned memory on a stream of their own, overlapped with the engine's work. Small tensors of equal
-    shape and dtype are copied together: most at the end of the pass that saved them (`leave_batch`), the rest when the
-    request is over (`queue`, `flush`). The caller's tensors are cut from the copy and have storage of their own.
+    Copies from a GPU go to pinned memory on a stream of their own, overlapped with the engine's work. Small tensors of equal shape
+    and dtype are copied together. Most are copied at the end of the pass that saved them (`leave_batch`). The rest is copied when
+    the request ends (`queue`, `flush`). The caller's tensors are cut from the copy and have storage of their own.
 
     The block keeps its tensors and may edit them later. A tensor is copied again if torch has counted an edit since
     (`Tensor._version`).
@@ -58,7 +58,7 @@ class SaveTransfer:
     MIN_TENSORS = 16
     """Tensors of a kind below which packing takes longer than single copies."""
     MAX_TENSOR = 1 << 20
-    """Bytes above which a tensor is copied alone."""
+    """Bytes above which a tensor is copied by itself."""
     MAX_PIECE = 64 << 20
     """Bytes of a piece at most."""
 
@@ -242,7 +242,7 @@ class SaveTransfer:
     # -- when the request is over ----------------------------------------------
 
     def collect(self) -> None:
-        """Take the copies of pieces whose tensors have not been edited since."""
+        """Take the copies of pieces with tensors that have not been edited since."""
         for piece in self.pieces.values():
             if piece.copies is None:
                 continue
@@ -288,7 +288,7 @@ class SaveTransfer:
             self._copies.update(zip(map(id, tensors), known, strict=True))
 
     def copies_of(self, value: Any) -> Any:
-        """`value` with copies of its tensors on the device. The block goes on with its own."""
+        """`value` with copies of its tensors on the device. The block keeps its own tensors."""
         self.collect()
         known, self._copies = self._copies, {}
         copied = apply(value, lambda tensor: self._copy(tensor, known), torch.Tensor)
@@ -298,7 +298,7 @@ class SaveTransfer:
     def deliver(self, value: Any) -> Any:
         """`value` with its tensors on the device; lists and dicts are changed in place. `wait` must follow.
 
-        Tensors of an autograd graph stay as they are: a copy would have neither its place in the graph nor its `.grad`.
+        Tensors of an autograd graph are not copied: a copy would have neither the place in the graph nor `.grad`.
         """
         if isinstance(value, torch.Tensor):
             if value.requires_grad and not isinstance(value, torch.nn.Parameter):

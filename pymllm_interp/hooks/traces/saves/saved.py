@@ -1,7 +1,7 @@
 """Saved tensors: how they are found, and how they get storage of their own.
 
 While a request runs, its saves are views of the batch's values. At the end of each pass they get storage of their own
-(`give_own_storage`), or share a piece with other saves of the same ``with`` block (`SaveTransfer.pack`).
+(`give_own_storage`). Or they share a piece with other saves of the same ``with`` block (`SaveTransfer.pack`).
 """
 
 from __future__ import annotations

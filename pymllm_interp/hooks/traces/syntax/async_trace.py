@@ -1,4 +1,4 @@
-"""``async with lm.trace(...)``: the event loop goes on while the block is served."""
+"""``async with lm.trace(...)``: the event loop continues while the block is served."""
 
 from __future__ import annotations
 

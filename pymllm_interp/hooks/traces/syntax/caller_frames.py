@@ -1,4 +1,4 @@
-"""The caller's frames: where a trace's warnings and errors point to, and how a call is told from a ``with`` statement."""
+"""The caller's frames: where warnings and errors of a trace point, and how a call differs from a ``with`` statement."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import lru_cache
 from types import CodeType, FrameType, TracebackType
 
 OURS = ("nnsight.", "pymllm_interp.", "greenlet")
-"""Name prefixes of the modules whose frames a user does not see."""
+"""Name prefixes of modules with frames that a user does not see."""
 
 
 def warn_at_caller(texts: list[str]) -> None:

@@ -46,7 +46,7 @@ OUTSIDE = (
 
 
 class Read(eproperty):
-    """nnsight's property of the same name, with a fast path: a read or an assignment takes one call instead of eight.
+    """nnsight's property of the same name, with a fast path: a read or an assignment takes one call, not eight.
 
     Args:
         of: nnsight's property, which must have no `transform`.
@@ -114,7 +114,7 @@ class Read(eproperty):
 
 
 class TracedEnvoy(Envoy):
-    """An envoy whose errors name the modules that exist."""
+    """An envoy with errors that name the modules that exist."""
 
     input: Any = Read(of=Envoy.input)
     inputs: Any = Read(of=Envoy.inputs)
@@ -276,7 +276,7 @@ class TracedModel(TracedEnvoy):
 
     @eproperty(description="this step's sampled token")
     def samples(self, value: Any) -> Any:
-        """The sampled token id, [1, 1] int64. Assign to replace the token that the generation goes on with."""
+        """The sampled token id, [1, 1] int64. Assign to replace the next token of the generation."""
         return value
 
     def edit(self, *, inplace: bool = False, name: str | None = None, backend: Any = None) -> EditingTracer:

@@ -34,7 +34,7 @@ NOT_EAGER = (
 
 
 class EngineSource(Source):
-    """The operations of a forward. The error of an unknown name says whose forward it is."""
+    """The operations of a forward. The error of an unknown name says which forward it was looked up in."""
 
     def __getattr__(self, name: str) -> SourceEnvoy:
         try:
@@ -52,7 +52,7 @@ def source_of(envoy: Envoy) -> EngineSource:
     """The operations of the envoy's module.
 
     Raises:
-        ValueError: they are those of an attention, in the block of a trace that runs the engine's kernels.
+        ValueError: the operations are in an attention, and the trace runs the engine's kernels.
     """
     if not _is_attention(envoy):
         return EngineSource(envoy, envoy.path, install_source(envoy))

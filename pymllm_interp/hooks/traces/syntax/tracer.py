@@ -1,7 +1,7 @@
 """`EngineTracer`: the ``with`` block of a trace, on its caller's thread.
 
-nnsight captures the source of the block and skips its body. When the ``with`` ends, `EngineTracer.execute` makes one
-`RequestTrace` per prompt, `TracedModel.run_traces` serves them, and the saved names are bound in the caller's frame.
+nnsight captures the source of the block and skips its body. When the ``with`` ends, `EngineTracer.execute` makes one `RequestTrace`
+per prompt. `TracedModel.run_traces` serves them, and the saved names are bound in the caller's frame.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NOTHING_SAVED = "the trace read values and saved none: after its block there is 
 Invocation = tuple[Mediator, tuple, dict[str, Any], frozenset[str]]
 """A block, the ``(args, kwargs)`` that its prompts were given by, and the names of its invoke's own keywords."""
 TraceInput = tuple[tuple, dict[str, Any]]
-"""``(args, kwargs)`` of the prompts of a block; None in its place for a block that sees the prompts of all others."""
+"""``(args, kwargs)`` of the prompts of a block. None: the block sees the prompts of all others."""
 
 
 class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
@@ -185,7 +185,7 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
             raise error
 
     def _collect(self, code: CodeType) -> None:
-        """The blocks: that of the ``with`` itself, or those of its invokes. Code around the invokes runs now."""
+        """Add the block of the ``with`` itself, or the blocks of its invokes. Other code runs now."""
         frame = self.info.frame  # pyright: ignore[reportOptionalMemberAccess]
         if self._model._batch_size(*self.args, **self.kwargs):
             block = Mediator(code, frame.f_globals, frame.f_locals, node=self.node)

@@ -1,4 +1,4 @@
-"""`kept_property`: `functools.cached_property` without a lock. `versioned_property`: computed anew after an edit in place."""
+"""`unlocked_cached_property`: `functools.cached_property` without a lock. `versioned_property`: computed anew after an edit."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-class kept_property(Generic[T]):  # used as a decorator, like `property`
+class unlocked_cached_property(Generic[T]):  # used as a decorator, like `property`
     """A property that is computed once for an object. Threads that ask at the same time may each compute it.
 
-    Up to Python 3.11 a `cached_property` has one lock for all objects. Two that need each other's values, from the other end,
-    wait for each other forever; and threads wait while one of them hashes.
+    Up to Python 3.11 a `cached_property` has one lock for all objects. Two that need each other's values wait for each other
+    forever. Threads wait while one of them hashes.
     """
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
@@ -35,7 +35,9 @@ class kept_property(Generic[T]):  # used as a decorator, like `property`
 
 
 class versioned_property(Generic[T]):  # used as a decorator, like `property`
-    """A property that is computed once for each `version` of its object: a number that grows with every edit in place."""
+    """A property that is computed once for each `version` of its object. The version is a number that grows with every edit in
+    place.
+    """
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
         self._compute, self.__doc__ = compute, compute.__doc__
