@@ -9,7 +9,7 @@ from ...core.request import Request
 from ...hooks.traces.blocks.trace import RequestTrace
 from ...hooks.traces.lowering.analysis import lower
 from ...hooks.traces.lowering.plan import NotLowered, Plan, Points, points_of
-from ...hooks.traces.lowering.replay import Replay
+from ...hooks.traces.lowering.replay import Replay, replay
 from ...hooks.traces.syntax.envoy import TracedModel
 from ...hooks.traces.syntax.pass_options import NONE
 from ...models.native.decoder import DecoderForCausalLM
@@ -37,7 +37,12 @@ class Lowered:
         self.mode, self._device = mode, device
         module: Any = model._module
         self._native = isinstance(module, DecoderForCausalLM)
-        self._points: Points = points_of(model.path, module.spec.family, module.spec.num_hidden_layers)
+        self._points: Points = points_of(
+            model.path,
+            module.spec.family,
+            module.spec.num_hidden_layers,
+            getattr(module.config, "final_logit_softcapping", None),
+        )
 
     def lower(self, mode: str, traces: Sequence[RequestTrace], inputs: Sequence[TraceInput]) -> None:
         """Set the `plan` of each trace whose block can run after its request.
@@ -96,16 +101,22 @@ class Lowered:
             if trace.plan is not None:
                 trace.plan, trace.receipt.lowered, trace.receipt.not_lowered = None, False, str(error)
 
-    def replay(self, trace: RequestTrace, request: Request) -> None:
-        """Run the block of a request that has ended."""
-        states = request.activations
-        plan: Plan = trace.plan
-        if states is not None and states.error is not None:
-            trace.error = states.error
-            return
-        device = self._device if plan.computes and self._device.type != "cpu" else None
-        token_ids = (*request.prompt_token_ids, *request.output_token_ids)
-        Replay(trace, plan, self._points, states, token_ids, request.prompt_len, device).run()
+    def replay(self, ended: Sequence[tuple[RequestTrace, Request]]) -> None:
+        """Run the blocks of requests that have ended. Blocks that fill a list of their ``with`` run together."""
+        replays = {trace: made for trace, request in ended if (made := self._replay_of(trace, request)) is not None}
+        replay([made for trace, made in replays.items() if trace.saves.outer])
+        for trace, made in replays.items():
+            if not trace.saves.outer:
+                replay([made])
+            trace.saves.end()
+
+    def _replay_of(self, trace: RequestTrace, request: Request) -> Replay | None:
+        states, plan = request.activations, trace.plan
         trace.receipt.preemptions = request.num_preemptions
         trace.warnings += trace.receipt.warnings
-        trace.saves.end()
+        if request.error is not None or states is None or states.error is not None:
+            trace.error = request.error or (None if states is None else states.error)
+            return None
+        device = self._device if plan.computes and self._device.type != "cpu" else None
+        token_ids = (*request.prompt_token_ids, *request.output_token_ids)
+        return Replay(trace, plan, self._points, states, token_ids, request.prompt_len, device)

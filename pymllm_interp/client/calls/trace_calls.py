@@ -124,12 +124,11 @@ class TraceCalls(TracedModel):
             for handle in handles:
                 handle.wait()
             raise
-        owner = {request_id: trace for trace in traces if trace.plan is not None for request_id in trace.request_ids}
+        owners = {request_id: trace for trace in traces if trace.plan is not None for request_id in trace.request_ids}
+        self._lowered.replay([(owners[r.request_id], r) for r in requests if r.request_id in owners])
         for request in requests:
-            trace = owner.get(request.request_id) or request.trace
+            trace = owners.get(request.request_id) or request.trace
             if trace.plan is not None:
-                if request.error is None:
-                    self._lowered.replay(trace, request)
                 trace.error = _ended_early(request) or request.error or trace.error
                 continue
             trace.activations.append(NOTHING if request.activations is None else request.activations)

@@ -1,7 +1,8 @@
 """Every name of nnsight that this package uses.
 
 The names under "documented" are nnsight's extension points. Names under "internal" are used by nnsight's own vLLM runner. Names
-under "private" may change at any time. tests/hooks/traces/test_nnsight_compat.py tests what we rely on, and fails first when nnsight changes.
+under "private" may change at any time. tests/hooks/traces/test_nnsight_compat.py tests what we rely on, and fails first when
+nnsight changes.
 """
 
 from __future__ import annotations

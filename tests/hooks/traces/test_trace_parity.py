@@ -12,7 +12,7 @@ import parity_scripts as scripts
 import pytest
 import torch
 from conftest import tiny_tokenizer
-from helpers_parity import (  # noqa: F401, F811
+from helpers_parity import (  # noqa: F401
     OTHER,
     PAGE_PLUS_ONE,
     PROMPT,

@@ -29,16 +29,18 @@ class Point(NamedTuple):
     in_tuple: bool = False
 
 
-def points_of(root: str, family: Family, num_layers: int) -> dict[str, Point]:
+def points_of(root: str, family: Family, num_layers: int, softcap: float | None) -> dict[str, Point]:
     """Location -> site, for each location where the value of a site stands whole.
 
     Args:
         root: path of the model's envoy.
+        softcap: of the logits, which the head's output is before.
     """
     found: dict[str, Point] = {}
     before, inside, after = [], [], []
     for kind, (module, end) in family.points.items():
-        if not family.is_slice(kind):
+        normed = kind == "mlp_in" and "resid_mid" not in family.points
+        if not (family.is_slice(kind) or normed or (softcap and kind == LOGITS)):
             group = inside if "{}" in module else after if before or inside else before
             group.append((kind, module, end))
     attention = f"{family.layers}.{{}}.{family.attention}"

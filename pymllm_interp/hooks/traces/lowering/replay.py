@@ -6,12 +6,14 @@ step that it waits for. So loops over steps, the order of reads and names are th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
-from greenlet import GreenletExit
+from greenlet import GreenletExit, getcurrent
 
 from ...captures.activations import Activations
 from ...positions import selected, windows_of
@@ -54,6 +56,8 @@ class Replay:
         device: torch.device | None,
     ) -> None:
         self._trace, self._plan, self._points, self._states = trace, plan, points, states
+        assert trace.main_block is not None
+        self._block = trace.main_block
         self._token_ids, self._prompt_len, self._device = token_ids, prompt_len, device
         self._step, self._order = 0, -1
         self._served: tuple[str, Any] = "", None
@@ -82,45 +86,66 @@ class Replay:
 
     # -- the block -------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Run the block to its end. What it raises ends its trace."""
-        trace, block = self._trace, self._trace.main_block
-        assert block is not None
-        scope = save_scope.__dict__
-        depth, saves = scope.get("depth", 0), scope.get("saves")
-        scope["depth"], scope["saves"] = block.depth, trace.saves.ids
+    @property
+    def waits_for(self) -> tuple[int, int] | None:
+        """(step, rank of the location) that the block waits for; None once it has ended."""
+        pending = self._block.pending
+        if pending is None:
+            return None
+        point = self._points.get(pending.provider or "")
+        return (
+            (self.passes, 0) if point is None or pending.provider == "result" else (pending.iteration or 0, point.order)
+        )
+
+    def start(self) -> None:
+        """Run the block to its first read."""
+        trace = self._trace
         trace.visits = self  # pyright: ignore[reportAttributeAccessIssue]
         trace.max_passes = max(trace.max_passes, self.passes)
+        self._resume(lambda: Mediator.start(self._block, self) or self._block.pending)  # pyright: ignore[reportArgumentType]
+
+    def advance(self) -> None:
+        """Serve the read that the block waits for, and run it to the next one."""
+        block, worker, pending = self._block, cast(Any, self._block.worker), self._block.pending
+        assert pending is not None
+        try:
+            value = self._answer(pending)
+        except (LoopEnd, OutOfOrderError) as error:
+            self._resume(partial(worker.throw, error))
+            return
+        self._trace.receipt.reads += 1
+        if block.iteration:  # the rest of the step follows in sequence
+            block.iteration = None
+        block.last_location = pending.provider
+        self._resume(partial(worker.switch, value))
+
+    def _resume(self, resume: Callable[[], Pending | None]) -> None:
+        """Run the block until it waits. What it raises ends its trace."""
+        block, trace, scope = self._block, self._trace, save_scope.__dict__
+        depth, saves = scope.get("depth", 0), scope.get("saves")
+        scope["depth"], scope["saves"], block.pending = block.depth, trace.saves.ids, None
+        if block.worker is not None:
+            block.worker.parent = getcurrent()
         try:
             with torch.no_grad():
-                resume: Any = partial(Mediator.start, block, self)  # pyright: ignore[reportArgumentType]
-                resume()
-                pending = block.pending
-                while pending is not None:
-                    worker: Any = block.worker
-                    try:
-                        value = self._answer(pending)
-                    except (LoopEnd, OutOfOrderError) as error:
-                        pending = worker.throw(error)
-                    else:
-                        trace.receipt.reads += 1
-                        if block.iteration:
-                            block.iteration = None
-                        block.last_location = pending.provider
-                        pending = worker.switch(value)
+                block.pending = resume()
         except Exception as raised:
             trace.fail(raised)
         finally:
-            block.pending = None
-            if block.alive:  # it waits for what never comes
-                cast(Any, block.worker).throw(GreenletExit())
             scope["depth"], scope["saves"] = depth, saves
+
+    def close(self) -> None:
+        """Unwind the block, if it still waits."""
+        block = self._block
+        if block.alive:
+            cast(Any, block.worker).throw(GreenletExit())
+        block.pending = None
 
     def _answer(self, pending: Pending) -> Any:
         """The value that the block waits for."""
         location, step = pending.provider, pending.iteration
-        block, trace = self._trace.main_block, self._trace
-        assert location is not None and step is not None and block is not None
+        block, trace = self._block, self._trace
+        assert location is not None and step is not None
         point = self._points.get(location)
         if location == "result" and step == 0:
             self._order, self._step = 0, self.passes
@@ -173,3 +198,23 @@ class Replay:
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
         return CausalLMOutputWithPast(logits=self._rows("logits", 0))  # pyright: ignore[reportArgumentType]
+
+
+def replay(replays: Sequence[Replay]) -> None:
+    """Run the blocks of several requests in the order in which one forward pass would: values that they append to one list are in
+    that order."""
+    waiting: list[tuple[tuple[int, int], int, int]] = []
+    arrivals = itertools.count()  # at one place, blocks are served in the order in which they came
+    try:
+        for index, one in enumerate(replays):
+            one.start()
+            if (place := one.waits_for) is not None:
+                heapq.heappush(waiting, (place, next(arrivals), index))
+        while waiting:
+            *_, index = heapq.heappop(waiting)
+            replays[index].advance()
+            if (place := replays[index].waits_for) is not None:
+                heapq.heappush(waiting, (place, next(arrivals), index))
+    finally:
+        for one in replays:
+            one.close()
