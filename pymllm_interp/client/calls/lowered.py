@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ...core.request import Request
-from ...hooks.traces.blocks.trace import RequestTrace
+from ...hooks.traces.blocks.block_analysis import codes_of
+from ...hooks.traces.blocks.trace import Block, RequestTrace
 from ...hooks.traces.lowering.analysis import lower
 from ...hooks.traces.lowering.plan import NotLowered, Plan, Points, points_of
 from ...hooks.traces.lowering.replay import Replay, replay
+from ...hooks.traces.nnsight_compat import Envoy, InterleavingTracer
 from ...hooks.traces.syntax.envoy import TracedModel
 from ...hooks.traces.syntax.pass_options import NONE
 from ...models.native.decoder import DecoderForCausalLM
@@ -17,6 +22,8 @@ from ..prompt_batch import prompts_of
 
 OWN_WORDS = ("interventions", "capture", "n", "num_return_sequences")
 """Keywords of a trace with which its block runs in the passes."""
+MAX_ITEMS, MAX_KNOWN = 64, 512
+"""Most items of a list in a key, and most blocks of which the lowering is kept."""
 TraceInput = tuple[tuple, dict[str, Any]] | None
 
 
@@ -36,6 +43,7 @@ class Lowered:
     def __init__(self, model: TracedModel, mode: str, device: Any) -> None:
         self.mode, self._device = mode, device
         module: Any = model._module
+        self._known: dict[tuple[Any, ...], tuple[Plan | NotLowered, Any]] = {}
         self._native = isinstance(module, DecoderForCausalLM)
         self._points: Points = points_of(
             model.path,
@@ -85,7 +93,15 @@ class Lowered:
         if len(prompts_of(args, kwargs, "the prompt")[0].prompts) != 1:
             return NotLowered("it has a list of prompts")
         saved = {id(value) for value in trace.saves.outer.values()}
-        return lower(block.node, block.lcls, saved, self._points, mode == "trace")
+        key = _key(block, saved, mode)
+        found = self._known.get(key) if key is not None else None
+        if found is None:
+            found = lower(block.node, block.lcls, saved, self._points, mode == "trace"), key
+            if key is not None:
+                if len(self._known) == MAX_KNOWN:
+                    self._known.clear()
+                self._known[key] = found
+        return found[0]
 
     def unlower(self, traces: Sequence[RequestTrace], error: BaseException) -> None:
         """Run the blocks in the passes after all: the captures do not fit.
@@ -120,3 +136,50 @@ class Lowered:
         device = self._device if plan.computes and self._device.type != "cpu" else None
         token_ids = (*request.prompt_token_ids, *request.output_token_ids)
         return Replay(trace, plan, self._points, states, token_ids, request.prompt_len, device)
+
+
+class _Same:
+    """An object, equal to itself only. It lives as long as what has it as a key."""
+
+    __slots__ = ("of",)
+
+    def __init__(self, of: object) -> None:
+        self.of = of
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.of is self.of
+
+    def __hash__(self) -> int:
+        return id(self.of)
+
+
+def _key(block: Block, saved: set[int], mode: str) -> tuple[Any, ...] | None:
+    """What the lowering of a block depends on: its code, and the names that it may read. None where that is not known."""
+    parts: list[Any] = [block.code, mode]
+    for name in {name for code in codes_of(block.code) for name in code.co_names}:
+        try:
+            value = block.lcls[name]
+        except (KeyError, NameError):
+            continue
+        part = ("saved",) if id(value) in saved else _part(value)
+        if part is None:
+            return None
+        parts.append((name, part))
+    return tuple(parts)
+
+
+def _part(value: Any) -> Any:
+    if type(value) in (bool, int, float, str, type(None)):
+        return type(value), value
+    if type(value) in (list, tuple) and len(value) <= MAX_ITEMS:
+        items = [_part(item) for item in value]
+        return None if None in items else (type(value), *items)
+    if type(value) in (range, slice):
+        return type(value), value.start, value.stop, value.step
+    if isinstance(value, torch.Tensor):
+        return ("tensor",)
+    if isinstance(value, InterleavingTracer):
+        return ("tracer",)
+    if isinstance(value, Envoy | types.ModuleType | types.FunctionType | types.BuiltinFunctionType | type):
+        return _Same(value)
+    return None
