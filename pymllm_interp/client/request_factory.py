@@ -391,7 +391,7 @@ class RequestFactory:
             request.receipt, request.sample_index = trace.receipt, i % copies
             requests.append(request)
             if trace.plan is not None:
-                self.declare(request, (), trace.plan.captures(), this)
+                self.declare(request, trace.plan.interventions(), trace.plan.captures(), this)
                 continue
             request.trace = trace
             request.differentiable, request.alone = trace.grad, trace.grad or trace.options.alone

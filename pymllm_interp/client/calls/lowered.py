@@ -12,7 +12,7 @@ from ...core.request import Request
 from ...hooks.traces.blocks.block_analysis import codes_of
 from ...hooks.traces.blocks.trace import Block, RequestTrace
 from ...hooks.traces.lowering.analysis import lower
-from ...hooks.traces.lowering.plan import NotLowered, Plan, Points, points_of
+from ...hooks.traces.lowering.plan import Model, NotLowered, Plan, points_of
 from ...hooks.traces.lowering.replay import Replay, replay
 from ...hooks.traces.nnsight_compat import Envoy, InterleavingTracer
 from ...hooks.traces.syntax.envoy import TracedModel
@@ -41,16 +41,13 @@ class Lowered:
     """
 
     def __init__(self, model: TracedModel, mode: str, device: Any) -> None:
-        self.mode, self._device = mode, device
+        self.mode = mode
         module: Any = model._module
         self._known: dict[tuple[Any, ...], tuple[Plan | NotLowered, Any]] = {}
         self._native = isinstance(module, DecoderForCausalLM)
-        self._points: Points = points_of(
-            model.path,
-            module.spec.family,
-            module.spec.num_hidden_layers,
-            getattr(module.config, "final_logit_softcapping", None),
-        )
+        softcap = getattr(module.config, "final_logit_softcapping", None)
+        points = points_of(model.path, module.spec.family, module.spec.num_hidden_layers, softcap)
+        self.model = Model(points, module.spec.hidden_size, module.spec.dtype, device)
 
     def lower(self, mode: str, traces: Sequence[RequestTrace], inputs: Sequence[TraceInput]) -> None:
         """Set the `plan` of each trace whose block can run after its request.
@@ -96,8 +93,8 @@ class Lowered:
         key = _key(block, saved, mode)
         found = self._known.get(key) if key is not None else None
         if found is None:
-            found = lower(block.node, block.lcls, saved, self._points, mode == "trace"), key
-            if key is not None:
+            found = lower(block, saved, self.model, mode == "trace"), key
+            if key is not None and not (isinstance(found[0], Plan) and found[0].edits):
                 if len(self._known) == MAX_KNOWN:
                     self._known.clear()
                 self._known[key] = found
@@ -128,14 +125,14 @@ class Lowered:
 
     def _replay_of(self, trace: RequestTrace, request: Request) -> Replay | None:
         states, plan = request.activations, trace.plan
-        trace.receipt.preemptions = request.num_preemptions
+        trace.receipt.preemptions, trace.receipt.edits = request.num_preemptions, len(plan.edits)
         trace.warnings += trace.receipt.warnings
         if request.error is not None or states is None or states.error is not None:
             trace.error = request.error or (None if states is None else states.error)
             return None
-        device = self._device if plan.computes and self._device.type != "cpu" else None
+        device = self.model.device if plan.computes and self.model.device.type != "cpu" else None
         token_ids = (*request.prompt_token_ids, *request.output_token_ids)
-        return Replay(trace, plan, self._points, states, token_ids, request.prompt_len, device)
+        return Replay(trace, plan, self.model.points, states, token_ids, request.prompt_len, device)
 
 
 class _Same:

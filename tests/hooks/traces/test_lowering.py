@@ -51,10 +51,15 @@ def ran(run: Callable[..., dict[str, Any]], lm: LM, prompt: list[int] = PROMPT) 
     """(saved names, tracer, the error's type and text)."""
     weights = torch.randn(lm.cfg.hidden_size, 3, generator=torch.Generator().manual_seed(0))
     try:
-        found = run(lm, prompt, weights, {"layer": 1, "rows": [0, -1]})
+        found = run(lm, prompt, weights, {"layer": 1, "rows": [0, -1], "V": vectors_of(lm)})
     except Exception as error:
         return {}, None, f"{type(error).__name__}: {str(error).partition(':')[2] or error}"
     return {k: v for k, v in found.items() if k not in ("lm", "prompt", "W", "known", "tracer")}, found["tracer"], ""
+
+
+def vectors_of(lm: LM) -> list[torch.Tensor]:
+    noise = torch.Generator().manual_seed(1)
+    return [torch.randn(lm.cfg.hidden_size, generator=noise) for _ in range(8)]
 
 
 def assert_equal(ours: Any, theirs: Any, where: str) -> None:
@@ -95,7 +100,7 @@ GENERATION = "lm.generate(prompt, max_new_tokens=6, ignore_eos=True)"
 
 def modules_of(lm: LM) -> list[str]:
     """What a block may read, in the order of the pass."""
-    points = lm._lowered._points
+    points = lm._lowered.model.points
     return [f"lm.{name.removeprefix('model.')}" for name, point in points.items() if point.end]
 
 
@@ -186,8 +191,13 @@ def test_random_blocks_in_a_small_pool_give_the_same_bits(lm_of, seed):
 
 
 IN_THE_PASS = {
-    "an edit in place": (["lm.model.layers[0].output[:] = 0", "h = lm.model.layers[1].output.save()"], "assignment|edit"),
-    "an assignment": (["lm.model.layers[0].output = lm.model.layers[0].output * 2", "h = lm.logits.save()"], "assign"),
+    "an edit after a read": (["h = lm.model.layers[0].output.clone().save()", "lm.model.layers[0].output[:] = 0"], "after a read"),
+    "two edits of one place": (
+        ["lm.model.layers[0].output[:] += 1", "lm.model.layers[0].output[:] += 2", "h = lm.lm_head.output.save()"], "another edit",
+    ),
+    "an edit by a value of the pass": (["lm.model.layers[1].output[:] = lm.model.layers[0].output"], "edit"),
+    "an edit of another shape": (["lm.model.layers[1].output[0, :2] += torch.ones(2, 72)", "o = lm.lm_head.output.save()"], "edit"),
+    "an edit of a norm": (["lm.model.layers[1].input_layernorm.output[:] = 0", "o = lm.lm_head.output.save()"], "an edit of"),
     "an in-place method": (["h = lm.model.layers[0].output", "h.zero_()", "o = lm.lm_head.output.save()"], "zero_"),
     "an augmented read": (["h = lm.model.layers[0].output", "h += 1", "o = lm.lm_head.output.save()"], "edited in place"),
     "a branch on a value": (["h = lm.model.layers[0].output.save()", "if h.sum() > 0:", "    g = h.clone().save()"], "branch"),
@@ -232,7 +242,66 @@ def test_require_refuses_with_the_line(lm_of):
     with pytest.raises(LoweringError, match=r"line \d+: an edit in place"):
         with lm.trace(PROMPT):
             h = lm.model.layers[0].output.save()  # noqa: F841
-            lm.model.layers[1].output[:] = 0
+            lm.model.layers[1].output[:] /= 2
+
+
+EDITS = (
+    "{x} += V[{i}]", "{x} -= V[{i}]", "{x} *= 1.5", "{x} = V[{i}]", "{x} = 0", "{x} += 0.25", "{x} *= 0", "{x} -= 3",
+)  # fmt: skip
+PLACES = (
+    "lm.model.layers[{i}].output", "lm.model.layers[{i}].input", "lm.model.layers[{i}].mlp.output",
+    "lm.model.embed_tokens.output", "lm.model.layers[{i}].self_attn.output[0]",
+)  # fmt: skip
+INDEXES = ("[:]", "[:, -1]", "[0, -1]", "[0]", "[:, :]", "[:, -1, :]", "[...]")
+
+
+def random_edits(rng: random.Random, layers: int, single: bool, rows: int) -> list[str]:
+    """A block that edits places of the model, and reads what comes of it."""
+    i = rng.randrange(layers - 1)
+    place = rng.choice(PLACES).format(i=i)
+    index = rng.choice(
+        ["[:]", "[:, -1]", "[0, -1]", "[0]", "[:, :]", "[:, -1, :]", "[...]"] + (["[0, 1]", "[:, 0]"] if single else [])
+    )
+    edit = rng.choice(EDITS).format(x=place + index, i=i)
+    if rng.random() < 0.2 and "self_attn" not in place:
+        edit = f"{place} = {place} {rng.choice(['+', '-'])} V[{i}]"
+    after = [f"a = {place}.clone()"] if rng.random() < 0.4 else []
+    reads = [edit, *after, f"h = lm.model.layers[{i + 1}].output[0, -1]"]
+    if single:
+        return [
+            "V = known['V']",
+            *reads,
+            *(["a.save()"] if after else []),
+            "h.save()",
+            "out = lm.lm_head.output.save()",
+        ]
+    steps = rng.choice(["[:]", "[:3]", "[1:4]", "[2]", "[0]", "[3:]"])
+    kept = ["kept.append(h)", *(["kept.append(a)"] if after else [])]
+    lines = [
+        "V = known['V']",
+        "kept = list().save()",
+        f"for step in tracer.iter{steps}:",
+        *(f"    {line}" for line in (*reads, *kept)),
+    ]
+    return [*lines, "out = tracer.result.save()"]
+
+
+def compared_edits(lms: tuple[LM, LM], seed: int, tries: int) -> int:
+    rng, lowered = random.Random(seed), 0
+    for _ in range(tries):
+        single = rng.random() < 0.5
+        prompt = [rng.randrange(1, 90) for _ in range(rng.choice([2, 3, 7, 16, 17]))]
+        lines = random_edits(rng, lms[0].cfg.num_hidden_layers, single, len(prompt))
+        receipt = same(lms, lines, ONE_PASS if single else GENERATION, prompt)
+        lowered += receipt is not None and receipt.lowered
+    return lowered
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+def test_random_edits_give_the_same_bits(lm_of, family, dtype):
+    lms = lm_of(family, lower_traces="auto", dtype=dtype), lm_of(family, lower_traces="off", dtype=dtype)
+    assert compared_edits(lms, 7, 60) > 10
 
 
 @pytest.fixture
@@ -270,7 +339,7 @@ def test_a_block_beside_edits_of_other_invokes_is_lowered(lms):
     for lm in lms:
         with lm.trace() as tracer:
             with tracer.invoke(PROMPT):
-                lm.model.layers[0].output[:] = 0
+                lm.model.layers[0].output[:] /= 2
                 first = lm.lm_head.output[0, -1].save()
             with tracer.invoke(PROMPT):
                 second = lm.lm_head.output[0, -1].save()

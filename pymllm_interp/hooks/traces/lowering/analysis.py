@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from ..nnsight_compat import Envoy, InterleavingTracer, Iterations, save
+from ..nnsight_compat import Envoy, InterleavingTracer, Iterations, Mediator, save
 from ..syntax.envoy import TracedEnvoy, TracedModel
 from . import pure
-from .plan import LAST, Lowering, Need, NotLowered, Plan, Points, Scope
+from .edits import Edits, without_edits
+from .plan import LAST, Lowering, Model, Need, NotLowered, Plan, Refused, Scope
 
 MAX_NODES = 100_000
 """Most nodes that are walked, loops unrolled."""
@@ -61,39 +62,47 @@ class Steps:
         self.start, self.stop = start, stop
 
 
-class Refused(Exception):
-    """The block is not static."""
-
-
 UNKNOWN = Unknown()
 
 
-def lower(node: ast.With | ast.AsyncWith, scope: Scope, saved: set[int], points: Points, single: bool) -> Lowering:
-    """What a block reads, or why it is not known before it runs.
+def lower(block: Mediator, saved: set[int], model: Model, single: bool) -> Lowering:
+    """What a block reads and edits, or why it is not known before it runs.
 
     Args:
-        node: the block.
-        scope: values of the names from outside.
         saved: ids of the containers that were saved above the block.
-        points: locations that are sites.
         single: the request is one forward pass.
     """
-    walk = _Walk(scope, saved, points, single)
+    walk, node = Walk(block.lcls, saved, model, single), block.node
     try:
         walk.body(node.body)
+        walk.plan.code = without_edits(node, block.code, walk.edited) if walk.edited else None
     except Refused as refused:
         return NotLowered(str(refused), walk.line)
     return walk.plan
 
 
-class _Walk:
-    """One walk over a block."""
+class Walk:
+    """One walk over a block.
 
-    def __init__(self, scope: Scope, saved: set[int], points: Points, single: bool) -> None:
+    Attributes:
+        plan: what it has found.
+        line: where it is.
+        steps: of the loop over steps that it is in.
+        read: sites that were read.
+        edited: (line, column) of the statements that edit.
+        conditional: it is in a branch that not all steps take.
+    """
+
+    def __init__(self, scope: Scope, saved: set[int], model: Model, single: bool) -> None:
         self.plan, self.line = Plan(), 0
-        self._scope, self._saved, self._points, self._single = scope, saved, points, single
+        self._scope, self._saved, self.model, self.single = scope, saved, model, single
+        self.points = model.points
         self._names: dict[str, Any] = {}
-        self._steps: Steps | None = None
+        self.steps: Steps | None = None
+        self.read: set[str] = set()
+        self.edited: set[tuple[int, int]] = set()
+        self.conditional = False
+        self._edits = Edits(self)
         self._order, self._looped, self._left = -1, False, MAX_NODES
 
     # -- statements ----------------------------------------------------------------------------
@@ -114,6 +123,8 @@ class _Walk:
 
     def _Assign(self, node: ast.Assign) -> None:
         one_name = len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
+        if self._edits.assigns(node):
+            return
         value = self.value(node.value, whole=not one_name)
         for target in node.targets:
             self._bind(target, value)
@@ -124,7 +135,8 @@ class _Walk:
 
     def _AugAssign(self, node: ast.AugAssign) -> None:
         if not isinstance(node.target, ast.Name):
-            raise Refused("an edit in place")
+            self._edits.augments(node)
+            return
         before, value = self._load(node.target.id), self.value(node.value)
         if not isinstance(before, KNOWN) and not isinstance(before, Unknown):
             raise Refused(f"`{node.target.id}` is changed in place")
@@ -140,11 +152,11 @@ class _Walk:
         if not test.step:
             raise Refused("a branch on a value of the pass")
         self._forget(node.body + node.orelse)
-        order = self._order
+        order, self.conditional = self._order, True
         self.body(node.body)
         reached, self._order = self._order, order
         self.body(node.orelse)
-        self._order = max(reached, self._order)
+        self._order, self.conditional = max(reached, self._order), False
         self._forget(node.body + node.orelse)
 
     def _For(self, node: ast.For) -> None:
@@ -159,14 +171,14 @@ class _Walk:
             self.body(node.body)
 
     def _loop_over_steps(self, node: ast.For, steps: Steps) -> None:
-        if self._steps is not None or self._looped or (self._order >= 0 and steps.start == 0):
+        if self.steps is not None or self._looped or (self._order >= 0 and steps.start == 0):
             raise Refused("a second look at a step")
         self._forget([node])
-        self._steps, self._order, self._looped = steps, -1, True
+        self.steps, self._order, self._looped = steps, -1, True
         self._bind(node.target, Unknown(step=True))
         self.body(node.body)
         self._forget([node])
-        self._steps = None
+        self.steps = None
 
     def _forget(self, statements: list[ast.stmt]) -> None:
         """Names that the statements bind have another value each time."""
@@ -257,13 +269,13 @@ class _Walk:
         return self._known(_plain_attribute(of, name))
 
     def _of_tracer(self, name: str) -> Any:
-        if name == "iter" and not self._single:
+        if name == "iter" and not self.single:
             return Iterations
-        if name != "result" or self._steps is not None:
+        if name != "result" or self.steps is not None:
             raise Refused(f"`tracer.{name}` is not lowered")
         self.plan.reads_result = self._looped = True
-        if self._single:
-            self._reach("result")
+        if self.single:
+            self.reach("result")
             self._need("logits", None)
         return UNKNOWN
 
@@ -278,26 +290,27 @@ class _Walk:
         raise Refused(f"`{envoy.path}.{name}` is not lowered")
 
     def _read(self, location: str) -> Read | Unknown:
-        point = self._points.get(location)
-        if point is None or (self._single and not point.site):
+        point = self.points.get(location)
+        if point is None or (self.single and not point.site):
             raise Refused(f"`{location}` is no site")
-        self._reach(location)
+        self.reach(location)
         if not point.site:  # the token
             return UNKNOWN
+        self.read.add(point.site)
         self._need(point.site, LAST)
         return Read(point.site, point.in_tuple)
 
-    def _reach(self, location: str) -> None:
-        order = self._points[location].order
-        again = order == self._order and (self._steps is None)
-        if (order <= self._order and not again) or (self._looped and self._steps is None):
+    def reach(self, location: str) -> None:
+        order = self.points[location].order
+        again = order == self._order
+        if (order <= self._order and not again) or (self._looped and self.steps is None):
             raise Refused(f"`{location}` is read late, or again")
         self._order = order
 
     def _need(self, site: str, row: int | None) -> None:
-        need, steps = self.plan.needs.setdefault(site, Need()), self._steps
+        need, steps = self.plan.needs.setdefault(site, Need()), self.steps
         if steps is None or steps.start == 0:
-            need.add_rows(LAST if site == "logits" and not self._single else row)
+            need.add_rows(LAST if site == "logits" and not self.single else row)
         if steps is not None:
             need.add_generated(max(steps.start, 1) - 1, None if steps.stop is None else steps.stop - 1)
 
@@ -346,7 +359,7 @@ class _Walk:
 
     def _rows_known(self, row: int) -> bool:
         """Whether an index means one row of the prompt in each step that it is used in."""
-        return self._steps is None or row == LAST
+        return self.steps is None or row == LAST
 
     def _part(self, of: Unknown) -> Unknown:
         if isinstance(of, Read):

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any, NamedTuple
+
+import torch
 
 from ....core.families import LOGITS, Family
 from ...captures.spec import Capture
+from ...interventions.op import Op
+from ...interventions.specs import Patch, Scale, Steer
 from ...positions import Generated, Positions
 
 LAST = -1
@@ -94,17 +99,46 @@ class Need:
         return Generated(-1 if self.rows else self.start, self.stop)
 
 
+class Edit(NamedTuple):
+    """An edit of a site.
+
+    Attributes:
+        operator: "+", "-", "*" or "=".
+        operand: a number, or a tensor [width].
+        positions: where it acts.
+    """
+
+    site: str
+    operator: str
+    operand: Any
+    positions: Positions
+
+    def op(self) -> Op:
+        """The declared op that does the same."""
+        number = not isinstance(self.operand, torch.Tensor)
+        if self.operator == "*":
+            return Scale(self.site, float(self.operand), positions=self.positions)
+        if self.operator == "=":
+            return Patch(self.site, self.operand, positions=self.positions)
+        assert not number
+        return Steer(self.site, self.operand, scale=1.0 if self.operator == "+" else -1.0, positions=self.positions)
+
+
 @dataclass
 class Plan:
-    """What a block reads.
+    """What a block reads and edits.
 
     Attributes:
         needs: by site.
+        edits: in the order of the block.
+        code: the block with a read in the place of each edit, to run after the request; None for the block's own.
         computes: the block computes with what it reads, and not only moves it.
         reads_result: it reads ``tracer.result``.
     """
 
     needs: dict[str, Need] = field(default_factory=dict)
+    edits: list[Edit] = field(default_factory=list)
+    code: CodeType | None = None
     computes: bool = False
     reads_result: bool = False
 
@@ -118,9 +152,18 @@ class Plan:
         """Captures of all that the block reads."""
         return [Capture(site, positions=need.positions) for site, need in self.needs.items()]
 
+    def interventions(self) -> list[Op]:
+        """Declared ops that do what the block's edits do."""
+        return [edit.op() for edit in self.edits]
+
     def __str__(self) -> str:
-        lines = [f"capture {site} at {need.positions}" for site, need in self.needs.items()]
+        lines = [f"{edit.op().name}: {edit.site} at {edit.positions}" for edit in self.edits]
+        lines += [f"capture {site} at {need.positions}" for site, need in self.needs.items()]
         return "\n".join(lines) or "no read"
+
+
+class Refused(Exception):
+    """The block is not static."""
 
 
 @dataclass(frozen=True)
@@ -140,5 +183,22 @@ class NotLowered:
 
 
 Points = Mapping[str, Point]
+
+
+class Model(NamedTuple):
+    """The model that blocks are written against.
+
+    Attributes:
+        points: locations that are sites.
+        width: of the residual stream.
+        dtype, device: of its states.
+    """
+
+    points: Points
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+
+
 Lowering = Plan | NotLowered
 Scope = Mapping[str, Any]

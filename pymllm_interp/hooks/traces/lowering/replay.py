@@ -101,6 +101,8 @@ class Replay:
         """Run the block to its first read."""
         trace = self._trace
         trace.visits = self  # pyright: ignore[reportAttributeAccessIssue]
+        if self._plan.code is not None:
+            self._block.code = self._plan.code
         trace.max_passes = max(trace.max_passes, self.passes)
         self._resume(lambda: Mediator.start(self._block, self) or self._block.pending)  # pyright: ignore[reportArgumentType]
 
@@ -116,7 +118,7 @@ class Replay:
         self._trace.receipt.reads += 1
         if block.iteration:  # the rest of the step follows in sequence
             block.iteration = None
-        block.last_location = pending.provider
+        block.last_location = pending.provider or ""
         self._resume(partial(worker.switch, value))
 
     def _resume(self, resume: Callable[[], Pending | None]) -> None:
@@ -163,6 +165,8 @@ class Replay:
         return self._served[1]
 
     def _value(self, location: str, point: Point, step: int) -> Any:
+        if point.site and point.site not in self._plan.needs:
+            return None if point.end == "output" else ((None,), {})  # an edit, which the pass has made
         if not point.site:
             return torch.tensor([[self._token_ids[self._prompt_len + step]]], device=self._device)
         rows = self._rows(point.site, step)

@@ -1,0 +1,191 @@
+"""Edits of a lowered block: the declared op that does the same, and the block without them."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import math
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...positions import Generated, Positions
+from ...site import Site
+from ..blocks.loops import AST_LOCK, with_loop_ends
+from ..nnsight_compat import Envoy
+from .plan import LAST, Edit, Refused
+
+if TYPE_CHECKING:
+    from .analysis import Walk
+
+KINDS = frozenset({"embed", "resid_pre", "attn_out", "mlp_out", "resid_post"})
+"""Kinds of sites on the residual stream where an edit of the module's value is an edit of the site."""
+OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}
+IN_PLACE = "an edit in place"
+
+
+class Edits:
+    """The edits of one walk over a block."""
+
+    def __init__(self, walk: Walk) -> None:
+        self._walk = walk
+
+    def augments(self, node: ast.AugAssign) -> None:
+        """``layer.output[...] += v``."""
+        operator = OPERATORS.get(type(node.op))
+        if operator is None:
+            raise Refused(IN_PLACE)
+        self._edit(node, node.target, operator, node.value)
+
+    def assigns(self, node: ast.Assign) -> bool:
+        """``layer.output[...] = v`` or ``layer.output = layer.output + v``; False if it is another assignment."""
+        target = node.targets[0]
+        place = target.value if isinstance(target, ast.Subscript) else target
+        if not (isinstance(place, ast.Subscript | ast.Attribute) and self._is_read(place)):
+            return False
+        if isinstance(target, ast.Subscript) and not self._is_container(target):
+            self._edit(node, target, "=", node.value)
+            return True
+        value = node.value
+        if (
+            not isinstance(value, ast.BinOp)
+            or type(value.op) not in OPERATORS
+            or ast.unparse(value.left) != ast.unparse(target)
+        ):
+            raise Refused("an assignment to a module")
+        self._edit(node, target, OPERATORS[type(value.op)], value.right, assigned=True)
+        return True
+
+    def _is_read(self, node: ast.expr) -> bool:
+        """Whether an expression is ``module.output``, or an entry of it."""
+        while isinstance(node, ast.Subscript):
+            node = node.value
+        if not (isinstance(node, ast.Attribute) and node.attr in ("output", "input")):
+            return False
+        return isinstance(self._walk.value(node.value), Envoy)
+
+    def _is_container(self, target: ast.Subscript) -> bool:
+        """Whether the target is the entry of a tuple: ``attention.output[0]``."""
+        if isinstance(target.value, ast.Subscript):
+            return False
+        point = self._walk.points.get(self._location(target.value))
+        return point is not None and point.in_tuple
+
+    def _location(self, node: ast.expr) -> str:
+        assert isinstance(node, ast.Attribute)
+        envoy = self._walk.value(node.value)
+        return f"{envoy.path}.{node.attr}"
+
+    def _edit(self, node: ast.stmt, target: ast.expr, operator: str, value: ast.expr, assigned: bool = False) -> None:
+        walk = self._walk
+        index = None
+        if not self._is_read(target):
+            raise Refused(IN_PLACE)
+        if isinstance(target, ast.Subscript) and not self._is_container(target):
+            index, target = target.slice, target.value
+        container = isinstance(target, ast.Subscript)
+        if isinstance(target, ast.Subscript):
+            if not self._is_container(target) or walk.value(target.slice) != 0:
+                raise Refused(IN_PLACE)
+            target = target.value
+        location = self._location(target)
+        point = walk.points.get(location)
+        if point is None or not point.site or Site.parse(point.site).kind not in KINDS or point.in_tuple != container:
+            raise Refused(f"an edit of `{location}`")
+        if point.site in walk.read or any(edit.site == point.site for edit in walk.plan.edits) or walk.conditional:
+            raise Refused("an edit after a read or another edit, or in a branch")
+        operand = self._operand(walk.value(value), operator, assigned)
+        walk.reach(location)
+        walk.plan.edits += [Edit(point.site, operator, operand, where) for where in self._positions(index)]
+        walk.edited.add((node.lineno, node.col_offset))
+
+    def _operand(self, value: Any, operator: str, assigned: bool) -> Any:
+        """The operand of an edit, if it exists before the block runs.
+
+        Args:
+            assigned: the result is assigned, so it must have the dtype of the states.
+
+        Returns:
+            a number, or a tensor [width] float32 on the CPU.
+        """
+        model = self._walk.model
+        if type(value) in (int, float) and math.isfinite(value):
+            return float(value) if operator == "*" else torch.full((model.width,), float(value))
+        if type(value) is not torch.Tensor or operator == "*":
+            raise Refused(IN_PLACE)
+        fits = 0 < value.dim() <= 3 and value.shape[-1] == model.width == value.numel()
+        dtypes = (model.dtype,) if assigned else (model.dtype, torch.float32)
+        if not fits or value.dtype not in dtypes or value.requires_grad or value.device.type != model.device.type:
+            raise Refused("an edit by a tensor that no declared op takes")
+        if not bool(torch.isfinite(value).all()):
+            raise Refused("an edit by NaN or infinity")
+        return value.reshape(-1).float().cpu()
+
+    def _positions(self, index: ast.expr | None) -> list[Positions]:
+        """Positions of the rows that an index selects, in all steps of the edit."""
+        walk = self._walk
+        row = self._row(index)
+        steps = walk.steps
+        if walk.single or steps is None:
+            if row is not None and not walk.single and row != LAST:
+                raise Refused("an edit of a row of the prompt")
+            return ["prompt"] if row is None else [(row,)]
+        if row not in (None, LAST):
+            raise Refused("an edit of one row in several steps")
+        stop = None if steps.stop is None else steps.stop - 1
+        if steps.start > 0:
+            return [Generated(steps.start - 1, stop)]
+        if row == LAST:
+            return [Generated(-1, stop)] if stop is None or stop > -1 else []
+        return ["all"] if stop is None else ["prompt", *([Generated(0, stop)] if stop > 0 else [])]
+
+    def _row(self, index: ast.expr | None) -> int | None:
+        """The row that an index selects; None for all rows."""
+        walk = self._walk
+        if index is None:
+            return None
+        parts = [walk.value(part) for part in (index.elts if isinstance(index, ast.Tuple) else [index])]
+        batch, *rest = parts
+        if not (batch == slice(None) or (type(batch) is int and batch == 0) or batch is ...):
+            raise Refused(IN_PLACE)
+        if batch is ... and rest:
+            raise Refused(IN_PLACE)
+        if len(rest) > 1 and rest[1:] != [slice(None)]:
+            raise Refused(IN_PLACE)
+        if not rest or rest[0] == slice(None):
+            return None
+        if type(rest[0]) is not int:
+            raise Refused(IN_PLACE)
+        return rest[0]
+
+
+def without_edits(node: ast.With | ast.AsyncWith, code: CodeType, edited: set[tuple[int, int]]) -> CodeType:
+    """The block's code with a read of the module in the place of each edit.
+
+    Args:
+        code: its code.
+        edited: (line, column) of the statements that edit.
+    """
+    with AST_LOCK:
+        block = copy.deepcopy(node)
+        block.body = _Reads(edited).visit(ast.Module(body=block.body, type_ignores=[])).body
+        ast.fix_missing_locations(block)
+        module = ast.Module(body=block.body, type_ignores=[])
+        made = compile(module, code.co_filename, "exec").replace(co_name=code.co_name)
+    return with_loop_ends(block, made)
+
+
+class _Reads(ast.NodeTransformer):
+    def __init__(self, edited: set[tuple[int, int]]) -> None:
+        self._edited = edited
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        if isinstance(node, ast.Assign | ast.AugAssign) and (node.lineno, node.col_offset) in self._edited:
+            place: ast.expr = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            while isinstance(place, ast.Subscript):
+                place = place.value
+            assert isinstance(place, ast.Attribute)
+            place.ctx = ast.Load()
+            return ast.copy_location(ast.Expr(place), node)
+        return super().generic_visit(node)
