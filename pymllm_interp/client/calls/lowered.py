@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -135,21 +136,6 @@ class Lowered:
         return Replay(trace, plan, self.model.points, states, token_ids, request.prompt_len, device)
 
 
-class _Same:
-    """An object, equal to itself only. It lives as long as what has it as a key."""
-
-    __slots__ = ("of",)
-
-    def __init__(self, of: object) -> None:
-        self.of = of
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.of is self.of
-
-    def __hash__(self) -> int:
-        return id(self.of)
-
-
 def _key(block: Block, saved: set[int], mode: str) -> tuple[Any, ...] | None:
     """What the lowering of a block depends on: its code, and the names that it may read. None where that is not known."""
     parts: list[Any] = [block.code, mode]
@@ -178,5 +164,5 @@ def _part(value: Any) -> Any:
     if isinstance(value, InterleavingTracer):
         return ("tracer",)
     if isinstance(value, Envoy | types.ModuleType | types.FunctionType | types.BuiltinFunctionType | type):
-        return _Same(value)
+        return weakref.ref(value)
     return None
