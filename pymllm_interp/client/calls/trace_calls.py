@@ -101,6 +101,9 @@ class TraceCalls(TracedModel):
             for handle in handles:
                 handle.wait()
             raise
+        saves = {key: names for request in requests for key, names in request.saves.items()}
+        for trace in traces:
+            trace.saves.collected = saves.get(trace.key, {})
         for request in requests:
             trace = request.trace
             trace.activations.append(NOTHING if request.activations is None else request.activations)
