@@ -190,7 +190,7 @@ def test_the_import_reader_reads_imports():
     """It would see a wrong one: known imports are found, and what is for type checkers only is left out."""
     found = {name for name, _ in imports_of("pymllm_interp.runner.interp_model_runner")}
     assert {
-        "pymllm_interp.hooks.traces.serving.interleaver",
+        "pymllm_interp.hooks.traces.syntax.envoy",
         "pymllm_interp.runner.model_runner",
         "pymllm_interp.config",
     } <= found

@@ -130,13 +130,13 @@ class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore
         )
 
         open_engines.wait_for_released()
-        self.runner = InterpModelRunner(server_config, model_config, wrap=None)
+        self.runner = InterpModelRunner(server_config, model_config, wrap=self.tree_maker(rename, envoys))
         engine = None
         try:
             self.engine = engine = Engine(self.runner)
             open_engines.track(engine)
             engine.start()
-            self._init_client(rename, envoys, seed)
+            self._init_client(seed)
             open_engines.release_with(self._factory, engine)  # copies of this LM (`lm.edit()`) have it, too
         except BaseException as error:
             try:
@@ -149,11 +149,9 @@ class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore
                 clear_frames(error.__traceback__)
             raise
 
-    def _init_client(self, rename: dict[Any, Any] | None, envoys: dict[Any, Any] | None, seed: int) -> None:
-        """The envoy tree, the tokenizer, and what makes requests: all of an `LM` that its engine does not know."""
+    def _init_client(self, seed: int) -> None:
+        """The tokenizer, and what makes requests: all of an `LM` that its engine does not know."""
         seal(self.runner.get_model())
-        super().__init__(self.runner.get_model(), rename=rename, envoys=envoys, interleaver=self.runner.interleaver)
-        self.runner.attach_model(self)
         assert self.runner.source is not None
         self.tokenizer = load_tokenizer(self.runner.source)
         self.hf_config: PretrainedConfig = self.runner.source.hf_config

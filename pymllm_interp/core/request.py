@@ -134,6 +134,8 @@ class Request:
     """What was applied (hooks.receipt.Receipt), where something was declared or traced."""
     activations: Any = None
     """What was captured (hooks.captures.activations.Activations)."""
+    saves: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Key of a trace -> what it saved, by name: its own, and traces that end with this request."""
     error: BaseException | None = None
     warnings: list[str] = field(default_factory=list)
 

@@ -207,6 +207,8 @@ class ModelRunnerOutput:
     """Requests that called `tracer.stop()`."""
     saves: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Request id -> what its trace saved, by name; set by `finish_nnsight`."""
+    shared_saves: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Key of a trace without a request of its own (an invoke without a prompt) -> what it saved, by name."""
 
     @property
     def req_id_to_index(self) -> dict[str, int]:

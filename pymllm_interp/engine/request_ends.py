@@ -82,9 +82,12 @@ class RequestEnds:
             ending, request.gang[:] = list(request.gang), []
         else:
             ending = [request]
-        if request.trace is not None:
+        if request.trace is not None and ending:
             try:
-                self.runner.finish_nnsight([member.ending() for member in ending])
+                output = self.runner.finish_nnsight([member.ending() for member in ending])
+                for member in ending:
+                    member.saves = {member.trace.key: output.saves.get(member.request_id, {})}
+                ending[-1].saves |= output.shared_saves
             except BaseException as error:
                 for member in ending:
                     member.error = member.error or error

@@ -50,6 +50,8 @@ class PoolOwner(Protocol):
     max_running_requests: int
     max_total_num_tokens: int
 
+    def get_kv_cache_spec(self) -> dict[int, tuple[int, int, torch.dtype]]: ...
+
     def profile_run(self) -> None: ...
 
     def profile_cudagraph_memory(self) -> int: ...
@@ -85,8 +87,8 @@ def memory_left(device: str, gpu_id: int) -> str:
     """ " (x of y GiB are free)", for error messages; empty off CUDA."""
     if not device.startswith("cuda"):
         return ""
-    free, total = torch.cuda.mem_get_info(gpu_id)
-    return f" ({free / 2**30:.1f} of {total / 2**30:.1f} GiB are free)"
+    free, total = get_available_gpu_memory(gpu_id=gpu_id), get_total_gpu_memory(gpu_id=gpu_id)
+    return f" ({free:.1f} of {total:.1f} GiB are free)"
 
 
 def smaller_pool(config: ServerConfig) -> str:
@@ -144,7 +146,7 @@ def long_pass_bytes(runner: PassOwner, tokens: int, eager_attention: bool) -> in
 
 def kv_bytes_per_token(runner: PoolOwner) -> int:
     """K and V of one token in all layers."""
-    return runner.num_kv_layers * 2 * runner.num_kv_heads * runner.head_dim * runner.kv_cache_dtype.itemsize
+    return sum(2 * heads * head_dim * dtype.itemsize for heads, head_dim, dtype in runner.get_kv_cache_spec().values())
 
 
 def num_running_requests(runner: PoolOwner) -> int:

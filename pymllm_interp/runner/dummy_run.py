@@ -9,7 +9,7 @@ from torch import nn
 
 from ..attention.attention_backend import AttentionBackend, RadixAttention
 from ..core.forward_batch import ForwardBatch
-from ..sampling import sample_tokens
+from ..core.step import LogitsProcessorOutput
 from .partition import Execution
 
 
@@ -26,7 +26,11 @@ class DummyRunner(Protocol):
 
     def prepare_forward_batch_extend(self, *args: Any, **kwargs: Any) -> ForwardBatch: ...
 
+    def prepare_forward_batch_decode(self, *args: Any, **kwargs: Any) -> ForwardBatch: ...
+
     def forward(self, forward_batch: ForwardBatch, execution: Execution = ...) -> Any: ...
+
+    def sample(self, *args: Any, **kwargs: Any) -> torch.Tensor: ...
 
 
 # -- dummy passes -----------------------------------------------------------------------------
@@ -84,15 +88,18 @@ def dummy_run(
 
 @torch.no_grad()
 def dummy_sampler_run(runner: DummyRunner, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Sample from hidden states [rows, hidden] with every filter on, as the widest step would.
+    """Sample from hidden states [rows, hidden] with every filter and log probabilities on, as the widest step would.
 
     Returns:
         token ids [rows] int32.
     """
     model: Any = runner.get_model()
     logits = model.logits_of(hidden_states.unsqueeze(0))[0]
-    ones = torch.ones(logits.shape[0], device=logits.device)
-    return sample_tokens(logits, ones, ones * 0.9, (ones * 50).to(torch.int64))
+    ones = torch.ones(len(logits), device=logits.device)
+    rows, slots = runner.prepare_dummy_attn(len(logits), len(logits))
+    ids, lens = torch.zeros_like(slots), ones.to(torch.int32)
+    batch = runner.prepare_forward_batch_decode(ids, rows, lens, slots, return_logprob=True)
+    return runner.sample(LogitsProcessorOutput(logits), batch, ones, ones * 0.9, (ones * 50).to(torch.int64))
 
 
 class _NoAttention(AttentionBackend):

@@ -53,22 +53,12 @@ class ForwardPasses:
         assert self.model is not None, "call initialize() first"
         return self.model
 
-    @property
-    def sliding_window_size(self) -> int | None:
-        """The widest sliding window of the layers, or None where some layer sees the whole context."""
-        windows = [window for window in self.model_spec.sliding_windows if window]
-        return max(windows) if len(windows) == self.num_hidden_layers else None
-
     def get_kv_cache_spec(self) -> dict[int, tuple[int, int, torch.dtype]]:
         """Layer -> (kv heads, head_dim, dtype) of its KV."""
         return {
             layer.layer_id: (layer.num_kv_heads, layer.head_dim, self.kv_cache_dtype)
             for layer in self.get_model().attention_layers()
         }
-
-    def get_supported_tasks(self) -> tuple[str, ...]:
-        """What the model can be asked for."""
-        return ("generate",)
 
     # -- building batches ----------------------------------------------------------
 
@@ -161,13 +151,8 @@ class ForwardPasses:
             return self.replay(forward_batch)
         return self.plan_and_call(forward_batch, execution)
 
-    def forward_extend(
-        self, forward_batch: ForwardBatch, execution: Execution = Execution.PLAIN
-    ) -> LogitsProcessorOutput:
-        """New tokens behind cached ones, for each request."""
-        if execution is Execution.REPLAY or (execution is Execution.PLAIN and self.can_replay(forward_batch)):
-            return self.replay(forward_batch)
-        return self.plan_and_call(forward_batch, execution)
+    forward_extend = forward_decode
+    """New tokens behind cached ones, for each request."""
 
     def can_replay(self, batch: ForwardBatch) -> bool:
         """Whether a CUDA graph serves the batch."""

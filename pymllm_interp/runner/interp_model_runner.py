@@ -7,18 +7,17 @@ class makes the stages, and is what engine and clients ask for::
     attach                a trace, before its first step
     execute_model         a step; the stages serve its hooks
     finish_declared       results of interventions and captures
-    finish_nnsight        blocks that still wait, saves
+    finish_nnsight        blocks that still wait; saves, which the engine delivers
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from ..config import ModelConfig, ServerConfig
 from ..core.step import DeclaredResult, ModelRunnerOutput, RequestEnd, SchedulerOutput
@@ -28,16 +27,11 @@ from ..hooks.declared_stage import DeclaredStage
 from ..hooks.interventions.device_tables import DeviceTables
 from ..hooks.saes.registry import SAERegistry
 from ..hooks.traces.blocks.trace import RequestTrace
-from ..hooks.traces.serving.interleaver import EngineInterleaver
-from ..hooks.traces.syntax.envoy import TracedModel
+from ..hooks.traces.syntax.envoy import TracedModel, TreeMaker
 from ..models.readout import ModelReadout
 from .graphs.segments import Segments
 from .model_runner import ModelRunner
 from .traced_stage import TracedStage
-
-
-def _wrap(module: nn.Module, interleaver: EngineInterleaver) -> TracedModel:
-    return TracedModel(module, interleaver=interleaver)
 
 
 class RunnerCommand(Protocol):
@@ -52,7 +46,7 @@ class InterpModelRunner(ModelRunner):
     """A ModelRunner that lets each request's hooks read and change its own hidden states, logits and samples.
 
     Args:
-        wrap: makes the envoy tree over the loaded weights; None where a client brings its own (`attach_model`), as `LM` does.
+        wrap: makes the envoy tree over the loaded weights, such as `TracedModel.tree_maker()`; None for a worker without traces.
 
     Attributes:
         interleaver: serves the blocks of traces.
@@ -70,7 +64,7 @@ class InterpModelRunner(ModelRunner):
         model_config: ModelConfig | None = None,
         gpu_id: int = 0,
         *,
-        wrap: Callable[[nn.Module, EngineInterleaver], TracedModel] | None = _wrap,
+        wrap: TreeMaker | None = TracedModel,
     ) -> None:
         super().__init__(server_config, model_config, gpu_id)
         self._wrap = wrap
@@ -80,28 +74,20 @@ class InterpModelRunner(ModelRunner):
         self.declarations: Declarations | None = None
         self.saes: SAERegistry | None = None
         self.kept: dict[str, Any] = {}
-        self._own_model: TracedModel | None = None
-        self._model_of_client: weakref.ref[TracedModel] | None = None
+        self._tree: TracedModel | weakref.ref[TracedModel] | None = None
 
     # -- life cycle ------------------------------------------------------------------
 
     @property
     def nnsight_model(self) -> TracedModel | None:
-        """The envoy tree over the served module, which it does not copy; None before `load_model`.
-
-        The runner's own, or that of a client (`attach_model`).
-        """
-        return self._own_model if self._model_of_client is None else self._model_of_client()
-
-    def attach_model(self, tree: TracedModel) -> None:
-        """Serve traces that are written against `tree`, an envoy tree over this runner's model and interleaver."""
-        self._model_of_client = weakref.ref(tree)
+        """The envoy tree over the served module, which it does not copy. None before `load_model`, and without `wrap`."""
+        return self._tree() if isinstance(self._tree, weakref.ref) else self._tree
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the weights, then wrap the module."""
         super().load_model(*args, **kwargs)
         self.traced_stage.model_spec = self.model_spec
-        self._own_model = None if self._wrap is None else self._wrap(self.get_model(), self.interleaver)
+        self._tree = None if self._wrap is None else self._wrap(self.get_model(), self.interleaver)
 
     def init_memory_pool(self) -> None:
         """The pools, and the tables of declared interventions."""
@@ -123,7 +109,7 @@ class InterpModelRunner(ModelRunner):
             self.saes.close()
         if self.declarations is not None:
             self.declarations.close()
-        self._own_model = self.saes = None
+        self._tree = self.saes = None
         self.kept.clear()
         super().shutdown()
 
@@ -163,22 +149,22 @@ class InterpModelRunner(ModelRunner):
         """Release what a finished request's interventions hold; its results, when all captured states have arrived."""
         return self.declared.finish(end)
 
-    def finish_nnsight(self, ends: Sequence[RequestEnd]) -> ModelRunnerOutput:
+    def finish_nnsight(self, finished_requests: Sequence[RequestEnd]) -> ModelRunnerOutput:
         """Wind up the traces of finished requests.
 
         Returns:
-            their saves and errors, by request.
+            what their blocks saved, by request; what blocks without a request of their own saved, by trace.
         """
-        helper, traces = self.nnsight_request_helper, self.nnsight_request_helper.traces_of(ends)
+        helper, traces = self.nnsight_request_helper, self.nnsight_request_helper.traces_of(finished_requests)
         if any(trace.in_pass for trace in traces.values()):
             self.drop_finished(traces)
-        helper.process_finished_reqs([end for end in ends if end.request_id in traces])
-        output = ModelRunnerOutput(req_ids=list(traces))
-        for rid, trace in traces.items():
-            output.saves[rid] = trace.saved_names()
-            if trace.error is not None:
-                output.errors[rid] = trace.error
-        return output
+        wholes = {whole for trace in traces.values() for whole in trace.whole_batch}
+        helper.process_finished_reqs([end for end in finished_requests if end.request_id in traces])
+        return ModelRunnerOutput(
+            req_ids=list(traces),
+            saves={rid: trace.saves.saved_names() for rid, trace in traces.items()},
+            shared_saves={whole.key: whole.saves.saved_names() for whole in wholes if whole.over},
+        )
 
     def drop_finished(self, finished_req_ids: Collection[str]) -> None:
         """Take finished requests' traces out of the pass under way: no block sees a step that did not happen."""

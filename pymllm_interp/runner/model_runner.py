@@ -50,13 +50,14 @@ from .graphs.segments import Segments
 from .input_batch import ExecuteModelState, InputBatch, InputBuffers
 from .partition import BatchExecutionDescriptor, Execution, Partition
 from .request_state import RequestState
+from .seed_names import SeedNames
 from .stage import PassDemands, Stage
 from .step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
 
 
-class ModelRunner(ForwardPasses):
+class ModelRunner(ForwardPasses, SeedNames):
     """Runs the forward passes of one model on one device.
 
     Args:
@@ -311,18 +312,6 @@ class ModelRunner(ForwardPasses):
         """Whether the model is a causal language model."""
         return self.model is None or isinstance(self.model, CausalLM)
 
-    def update_max_model_len(self, max_model_len: int) -> None:
-        """Set the longest sequence that is served, here and in the request table.
-
-        Raises:
-            ValueError: above what the tables were made for.
-        """
-        assert self.req_to_token_pool is not None, "call initialize() first"
-        limit = self.req_to_token_pool.max_context_len
-        if not 1 <= max_model_len <= limit:
-            raise ValueError(f"max_model_len={max_model_len}: the tables hold 1 to {limit} tokens")
-        self.context_len = self.req_states.max_model_len = max_model_len
-
     def _init_metadata(self, spec: ModelSpec) -> None:
         self.model_spec = spec
         self.num_hidden_layers, self.num_attention_heads = spec.num_hidden_layers, spec.num_attention_heads
@@ -481,10 +470,6 @@ class ModelRunner(ForwardPasses):
             return None if graphs is None else graphs.padded_size(step.total_num_scheduled_tokens)
         graphs, count = self.graph_runner, len(step.scheduled)
         return None if graphs is None or count > graphs.max_bs else graphs.padded_size(count)
-
-    def prepare_attn(self, input_batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rows of the requests in `req_to_token`, [reqs]; KV slot of each token row, [tokens]), both int64."""
-        return self.step_inputs.prepare_attn(input_batch)
 
     def make_forward_batch(self, input_batch: InputBatch) -> ForwardBatch:
         """The step's `ForwardBatch`: DECODE where each request computes one token, else EXTEND or MIXED."""

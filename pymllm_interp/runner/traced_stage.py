@@ -39,6 +39,7 @@ class TracedStage(Stage):
         helper, interleaver = self.helper, self.interleaver
         helper.enter(step.scheduled_new_reqs)
         if not helper.traced(step.scheduled):
+            helper.leave_step()
             return
         helper.process_new_reqs(step.scheduled)
         interleaver.begin_pass(helper.traces)

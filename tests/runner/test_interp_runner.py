@@ -278,7 +278,7 @@ def test_n11_nothing_is_left_of_finished_requests(lm):
     helper = lm.runner.nnsight_request_helper
     assert (
         not helper.attached
-        and not helper._started
+        and not helper.req_id_to_batch_group_idx
         and not helper.num_prompts_in_mediator
         and not helper.interleaver_to_ids
     )

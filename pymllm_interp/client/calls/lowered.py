@@ -123,6 +123,7 @@ class Lowered:
             if not trace.saves.outer:
                 replay([made])
             trace.saves.end()
+            trace.saves.collected = trace.saves.saved_names()
 
     def _replay_of(self, trace: RequestTrace, request: Request) -> Replay | None:
         states, plan = request.activations, trace.plan

@@ -124,6 +124,9 @@ class TraceCalls(TracedModel):
             for handle in handles:
                 handle.wait()
             raise
+        saves = {key: names for request in requests for key, names in request.saves.items()}
+        for trace in traces:
+            trace.saves.collected = saves.get(trace.key, {})
         owners = {request_id: trace for trace in traces if trace.plan is not None for request_id in trace.request_ids}
         self._lowered.replay([(owners[r.request_id], r) for r in requests if r.request_id in owners])
         for request in requests:

@@ -41,13 +41,11 @@ class ServedModel(TraceCalls, ForwardCalls, TokenCalls):  # pyright: ignore[repo
 
     def __init__(self, model: ModelConfig, server: ServerConfig, shared_prefix_cache: bool = False) -> None:
         self._shared_prefix_cache = shared_prefix_cache
-        self.runner = InterpModelRunner(server, model, wrap=None)
+        self.runner = InterpModelRunner(server, model, wrap=self.tree_maker())
         self.engine = Engine(self.runner)
         open_engines.track(self.engine)
         self.engine.start()
         seal(self.runner.get_model())
-        super().__init__(self.runner.get_model(), interleaver=self.runner.interleaver)
-        self.runner.attach_model(self)
         source = self.runner.source
         assert source is not None
         self.tokenizer = load_tokenizer(source)

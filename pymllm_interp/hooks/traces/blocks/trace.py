@@ -220,10 +220,6 @@ class RequestTrace:
         if text not in self.warnings:
             self.warnings.append(text)
 
-    def saved_names(self) -> dict[str, Any]:
-        """The values that the block saved, by name."""
-        return self.saves.saved_names()
-
     def unsaved_names(self) -> list[str]:
         """Names bound to what the block read, if it did nothing else, so that the trace leaves no effect."""
         block = self.main_block

@@ -23,15 +23,17 @@ class BlockSaves:
         transfer: copies saves to the caller's device.
         ids: ids of the objects that ``.save()`` marked.
         outer: values that were saved above the block, by the name that they had there.
+        collected: what the engine delivered when the requests had ended, by name (`Request.saves`).
         changed: a block of the request has run since the saves were last searched.
     """
 
-    __slots__ = ("_block", "_done", "_seen", "changed", "ids", "outer", "transfer")
+    __slots__ = ("_block", "_done", "_seen", "changed", "collected", "ids", "outer", "transfer")
 
     def __init__(self, block: Mediator | None, transfer: SaveTransfer) -> None:
         self._block, self.transfer = block, transfer
         self.ids: set[int] = set()
         self.outer: dict[str, Any] = {}
+        self.collected: dict[str, Any] = {}
         self.changed = True
         self._seen: dict[int, int] = {}
         self._done: torch.cuda.Event | None = None
@@ -46,13 +48,6 @@ class BlockSaves:
         """The values that the block saved, by name."""
         return {name: value for name, value in self.names().items() if id(value) in self.ids}
 
-    def saved_values(self) -> list[Any]:
-        """The values that the block saved and still has a name for."""
-        if self._block is None or not self.ids:
-            return []
-        ids, value_of = self.ids, self._block.lcls.get
-        return [value for name in self._block.lcls.written if id(value := value_of(name)) in ids]
-
     # -- while the request runs ------------------------------------------------
 
     def find(self, found: list[torch.Tensor], searched: set[int]) -> None:
@@ -63,16 +58,17 @@ class BlockSaves:
         """
         if self.changed:
             self.changed = False
-            if self.ids:
-                self._find(found)
+            self._find(found)
             for value in self.outer.values():
                 if id(value) not in searched:
                     searched.add(id(value))
                     find_tensors(value, found, self.transfer.seen)
 
     def _find(self, found: list[torch.Tensor]) -> None:
-        for value in self.saved_values():
-            find_tensors(value, found, self._seen)
+        if self._block is not None and self.ids:
+            ids, scope = self.ids, self._block.lcls
+            for value in [value for name in scope.written if id(value := scope.get(name)) in ids]:
+                find_tensors(value, found, self._seen)
 
     def end(self) -> None:
         """The blocks have ended: give storage to what their last lines saved, and record when the device has computed it."""
@@ -92,29 +88,28 @@ class BlockSaves:
             torch.cuda.current_stream(self._done.device).wait_event(self._done)
         if self.transfer.device is not None:
             self.transfer.collect()
-            for value in itertools.chain(self.saved_values(), self.outer.values()):
+            for value in itertools.chain(self.collected.values(), self.outer.values()):
                 self.transfer.queue(value)
 
     def deliver(self, delivered: dict[int, Any]) -> dict[str, Any]:
-        """The values that the block bound, by name, as the caller gets them. Saved values are on the caller's device, and marked.
+        """The values that the block bound, by name, as the caller gets them. `collected` ones are on the caller's device, and marked.
 
         `queue` and `SaveTransfer.flush` come before, `SaveTransfer.finish` after.
 
         Args:
             delivered: values that outlive the trace are added, by id.
         """
-        names, in_session = self.names(), self.transfer.device is None
         for value in self.outer.values():
             value = mark(self.transfer.deliver(value))
             delivered[id(value)] = value
-        for name, value in names.items():
-            if id(value) in self.ids:
-                value = names[name] = mark(self.transfer.deliver(value))
-                delivered[id(value)] = value
-            elif in_session:  # a session keeps every name
-                delivered[id(value)] = value
+        names = {name: value for name, value in self.names().items() if id(value) not in self.ids}
+        if self.transfer.device is None:  # a session keeps every name
+            delivered |= {id(value): value for value in names.values()}
+        for name, value in self.collected.items():
+            value = names[name] = mark(self.transfer.deliver(value))
+            delivered[id(value)] = value
         return names
 
     def release(self) -> None:
         """Drop the references to the block and to the values above it."""
-        self._block, self.outer = None, {}
+        self._block, self.outer, self.collected = None, {}, {}

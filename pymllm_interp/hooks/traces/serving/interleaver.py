@@ -232,7 +232,7 @@ class EngineInterleaver(Interleaver):
         if trace.on_step is None or trace.ended:
             return
         try:
-            saved = trace.saves.transfer.copies_of(trace.saved_names())
+            saved = trace.saves.transfer.copies_of(trace.saves.saved_names())
             call = partial(trace.on_step, trace.visits.passes - 1, saved)
             if self.call_back is None:
                 call()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import cached_property, partial, wraps
 from types import CodeType, SimpleNamespace
@@ -232,13 +233,17 @@ class GeneratorEnvoy(TracedEnvoy):
         self._output = value
 
 
+TreeMaker = Callable[[nn.Module, EngineInterleaver], "TracedModel | weakref.ref[TracedModel]"]
+"""Makes the envoy tree over a loaded module. A client that is the tree itself gives a weak reference: it holds the runner."""
+
+
 class TracedModel(TracedEnvoy):
     """The root of the tree: the model's modules, the step's `logits` and `samples`, and the `generator`.
 
     Args:
         module: the runner's model; its weights are not copied.
-        rename: aliases for modules, as in nnsight.
         interleaver: serves the tree's values, and is bound to the tree; None makes one.
+        rename: aliases for modules, as in nnsight.
         envoys: nnsight's map from module classes or paths to envoy classes.
 
     Attributes:
@@ -251,8 +256,8 @@ class TracedModel(TracedEnvoy):
     def __init__(
         self,
         module: nn.Module,
-        rename: dict[Any, Any] | None = None,
         interleaver: EngineInterleaver | None = None,
+        rename: dict[Any, Any] | None = None,
         envoys: dict[Any, Any] | None = None,
     ) -> None:
         super().__init__(
@@ -268,6 +273,18 @@ class TracedModel(TracedEnvoy):
             Generator(), path=f"{self.path}.generator", interleaver=self.interleaver, parent=self
         )
         self._children.append(self.generator)
+
+    def tree_maker(self, rename: dict[Any, Any] | None = None, envoys: dict[Any, Any] | None = None) -> TreeMaker:
+        """What makes this object, not initialised yet, the tree over the weights that a runner has loaded."""
+        own: weakref.ref[TracedModel] = weakref.ref(self)
+
+        def wrap(module: nn.Module, interleaver: EngineInterleaver) -> weakref.ref[TracedModel]:
+            if (tree := own()) is None:
+                raise ReferenceError("the client was deleted while its model was loaded")
+            TracedModel.__init__(tree, module, interleaver, rename, envoys)
+            return own
+
+        return wrap
 
     @eproperty(description="this step's logits, before sampling")
     def logits(self, value: Any) -> Any:

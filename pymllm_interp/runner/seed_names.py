@@ -1,0 +1,43 @@
+"""Names of SGLang's and vLLM's model runners that nothing here calls, over what does run."""
+
+from __future__ import annotations
+
+import torch
+
+from ..core.model_spec import ModelSpec
+from ..mem_cache.memory_pool import ReqToTokenPool
+from .input_batch import InputBatch
+from .request_state import RequestState
+from .step_inputs import StepInputs
+
+
+class SeedNames:
+    """For code that is written against those runners. Part of `ModelRunner`, whose attributes these are."""
+
+    context_len: int
+    model_spec: ModelSpec
+    req_states: RequestState
+    req_to_token_pool: ReqToTokenPool | None
+    step_inputs: StepInputs
+
+    @property
+    def sliding_window_size(self) -> int | None:
+        """The widest sliding window of the layers, or None where some layer sees the whole context."""
+        windows = [window for window in self.model_spec.sliding_windows if window]
+        return max(windows) if len(windows) == self.model_spec.num_hidden_layers else None
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """What the model can be asked for."""
+        return ("generate",)
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        """Set the longest sequence that is served, here and in the request table. Raises ValueError above the tables' size."""
+        assert self.req_to_token_pool is not None, "call initialize() first"
+        limit = self.req_to_token_pool.max_context_len
+        if not 1 <= max_model_len <= limit:
+            raise ValueError(f"max_model_len={max_model_len}: the tables hold 1 to {limit} tokens")
+        self.context_len = self.req_states.max_model_len = max_model_len
+
+    def prepare_attn(self, input_batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows of the requests in `req_to_token`, [reqs]; KV slot of each token row, [tokens]), both int64."""
+        return self.step_inputs.prepare_attn(input_batch)
