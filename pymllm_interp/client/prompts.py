@@ -87,7 +87,7 @@ def ids_of(prompt: Any, what: str) -> list[int]:
 def params_for(
     prompts: list[Any], sampling_params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[SamplingParams | None]:
-    """Sampling parameters of each prompt: one for all, or a list; None means the model's defaults.
+    """Sampling parameters of each prompt: one for all, a list, or None, for the model's defaults.
 
     Raises:
         TypeError: neither.
@@ -100,7 +100,7 @@ def params_for(
             f"sampling_params is a {type(sampling_params).__name__}: SamplingParams is expected, or a list of them"
         )
     for params in sampling_params:
-        if params is not None and not isinstance(params, SamplingParams):
+        if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params holds a {type(params).__name__}: SamplingParams is expected")
     if len(sampling_params) != len(prompts):
         raise PromptError(f"{len(prompts)} prompts, but {len(sampling_params)} SamplingParams: one, or one for each")

@@ -25,9 +25,10 @@ from ...utils.arguments import PromptError
 from ...utils.device import DTYPES
 from ...wire.specs import to_json
 from ..backend import Backend, ModelFacts, Submission
+from ..chat import RenderedPrompt
 from ..generation_defaults import GenerationDefaults
 from ..handle import RequestHandle
-from ..request_limits import truncated
+from ..request_limits import max_tokens_of, truncated
 from .remote_engine import RemoteEngine
 from .remote_tracer import RemoteSession, RemoteTracer, edits_payload, run_remotely
 from .remote_vectors import RemoteVectors
@@ -84,15 +85,15 @@ class RemoteBackend(Backend):
     def submit(self, submission: Submission) -> list[RequestHandle]:
         if not submission.prompts:
             return []
-        frames, accepted = self.engine.start(_body_of(submission))
+        sent = [self._sent(*each) for each in zip(submission.prompts, submission.params, submission.names, strict=True)]
+        frames, accepted = self.engine.start(_body_of(submission, sent))
         handles: list[RequestHandle] = []
         subscribers: list[tuple[str, RequestHandle]] = []
         for i, prompt in enumerate(submission.prompts):
             own = SamplingParams(**_params_of(accepted["params"][i]))
-            ids = truncated(prompt.token_ids, own, self.limits.max_model_len)
             requests = [
                 Request(
-                    f"{frames.call}-{i}-{j}", ids, own, accepted["max_tokens"][i], own.seed or 0, j,
+                    f"{frames.call}-{i}-{j}", sent[i], own, accepted["max_tokens"][i], own.seed or 0, j,
                     stream=submission.stream, logprobs=None if own.logprobs is None else [],
                 )
                 for j in range(own.n)
@@ -103,6 +104,14 @@ class RemoteBackend(Backend):
             subscribers += [(request.request_id, handle) for request in requests]
         self.engine.follow(frames, subscribers)
         return handles
+
+    def _sent(self, prompt: RenderedPrompt, params: SamplingParams | None, name: str) -> list[int]:
+        """The token ids that the server gets. What no context holds is refused here, and does not travel."""
+        limits = self.limits
+        params = params or self.defaults.fitting(limits.max_model_len - len(prompt.token_ids))
+        ids = truncated(prompt.token_ids, params, limits.max_model_len)
+        max_tokens_of(limits, self.tokenizer, ids, params, name, forward_only=False)
+        return ids
 
     def session(self, model: TracedModel, device: Any, **kwargs: Any) -> RemoteSession:
         return RemoteSession(model, device, **kwargs)
@@ -149,11 +158,11 @@ def _tokenizer(engine: RemoteEngine) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def _body_of(submission: Submission) -> dict[str, Any]:
-    """The JSON of a submission."""
+def _body_of(submission: Submission, prompts: list[list[int]]) -> dict[str, Any]:
+    """The JSON of a submission of these token ids."""
     ops, captures = submission.interventions, submission.captures
     return {
-        "prompts": [prompt.token_ids for prompt in submission.prompts],
+        "prompts": prompts,
         "params": [None if params is None else _params_to_json(params) for params in submission.params],
         "interventions": [[to_json(op) for op in found] for found in ops] if any(ops) else [],
         "captures": [[to_json(spec) for spec in found] for found in captures] if any(captures) else [],

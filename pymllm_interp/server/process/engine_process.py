@@ -212,15 +212,17 @@ def _vectors_of(body: bytes, what: str) -> Any:
 
 def _submission_of(message: m.Submit, model: ServedModel) -> Submission:
     """What a client's call asks for."""
-    params: Any = _for_each([None if given is None else _params(given) for given in message.params], message.prompts)
+    room, prompts = model.limits.max_model_len, message.prompts
+    params = _for_each([None if given is None else _params(given) for given in message.params], prompts)
+    params = [one or model.backend.defaults.fitting(room - len(ids)) for one, ids in zip(params, prompts, strict=True)]
     options: Any = dict(message.options)
     for key, given, read in (
         ("interventions", message.interventions, intervention_of), ("capture", message.captures, capture_of)
     ):  # fmt: skip
         if given:
             lists = [[read(one, f"{key}[{i}]") for i, one in enumerate(ops)] for ops in given]
-            options[key] = _for_each(lists, message.prompts)
-    return model.submission(message.prompts, params, options, message.stream, message.names, message.prompt_logits)
+            options[key] = _for_each(lists, prompts)
+    return model.submission(prompts, params, options, message.stream, message.names, message.prompt_logits)
 
 
 def _for_each(given: list[Any], prompts: list[Any]) -> list[Any]:
