@@ -250,7 +250,6 @@ def test_folders_are_small():
 
 BY_NAME = {
     "pymllm_interp.client.activation_cache": ["lens"],
-    "pymllm_interp.hooks.saes.sae": ["hooks.saes.formats"],
 }
 """Modules that import others of ours by name, against the order. The list may only shrink."""
 
