@@ -246,18 +246,10 @@ class RequestCalls(BackedModel):
             raise PromptError(f"one prompt is expected, got {len(prompts)}: lm.generate takes lists")
         return self._submit_all(prompts, params, options, streaming)[0]
 
-    def _submit_all(
-        self,
-        prompts: list[Any],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        options: RequestOptions,
-        streaming: bool = False,
-        names: Sequence[str] | None = None,
-        prompt_logits: bool = False,
-    ) -> list[RequestHandle]:
-        """A handle for each prompt, all submitted at once."""
+    def _submit_all(self, prompts: list[Any], *asked: Any, **how: Any) -> list[RequestHandle]:
+        """A handle for each prompt, all submitted at once. Takes the arguments of `submission`."""
         self.engine.check_open()
-        return self.backend.submit(self.submission(prompts, params, options, streaming, names, prompt_logits))
+        return self.backend.submit(self.submission(prompts, *asked, **how))
 
 
 def wait_for(handles: list[RequestHandle], names: Sequence[str] | None = None) -> list[RequestOutput]:
