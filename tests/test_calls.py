@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from pymllm_interp import LM, RequestOutput, SamplingParams, Scale, Steer
 from pymllm_interp.client.handle import EngineClosedError, RequestError, RequestHandle
 from pymllm_interp.core.events import FinishedEvent
+from pymllm_interp.core.request import Request
 from pymllm_interp.utils.arguments import PromptError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -98,8 +99,7 @@ def test_the_error_is_there_when_the_last_event_is(lm: LM) -> None:
             known.append(handle.error is not None)
             super().put(item, *args, **kwargs)
 
-    backend: Any = lm.backend
-    (requests,) = backend.prepare(lm.submission([[1, 2, 3]], GREEDY, {}, stream=True))
+    requests = [Request("r", [1, 2, 3], GREEDY, 4, 0, stream=True)]
     handle = RequestHandle(None, requests, None, lm.engine, streaming=True)
     handle._events = Watched()
     handle.put(FinishedEvent(requests[0].request_id, [], "error", error=ValueError("why")))
