@@ -46,7 +46,12 @@ SECTIONS = [
     Section(
         "LM", "Prompts in, outputs out; and the tree that traces are written against ([traces](traces.md)).",
         ("LM", "client.request_options:RequestOptions", "config:ServerConfig"),
-        ("run_traces", "edits_of", "pass_options", "interleave", "interleaver", "source", "input", "inputs", "output"),
+        ("run_traces", "submission", "edits_of", "pass_options", "interleave",
+        "interleaver", "source", "input", "inputs", "output"),
+    ),
+    Section(
+        "Backends", "What `LM(backend=...)` asks of an engine.",
+        ("client.backend:Backend", "client.backend:ModelFacts", "client.backend:Submission", "client.handle:RequestEngine"),
     ),
     Section(
         "Traces", "What a `with` binds: `with lm.trace(prompt) as tracer:` ([traces](traces.md)).",

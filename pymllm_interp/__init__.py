@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .client.lm import LM
     from .core.output import RequestOutput
     from .core.sampling_params import SamplingParams
     from .harvest.reader import Harvest, open_harvest
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from .hooks.saes.sae import SAE
     from .hooks.site import Site
     from .hooks.traces.syntax.async_trace import SavedSteps
+    from .lm import LM
     from .runner.interp_model_runner import InterpModelRunner
     from .runner.model_runner import ModelRunner
     from .sampling.token_constraint import ConstraintError, allow_only
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LM": "client.lm",
+    "LM": "lm",
     "Ablate": "hooks.interventions.projections",
     "Activations": "hooks.captures.activations",
     "Capture": "hooks.captures.spec",

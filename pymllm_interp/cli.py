@@ -254,8 +254,8 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from .client.lm import LM
     from .core.sampling_params import SamplingParams
+    from .lm import LM
 
     params = SamplingParams(
         temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_tokens, seed=args.seed

@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from .client.handle import RequestHandle
-from .client.lm import LM
 from .core.sampling_params import SamplingParams
+from .lm import LM
 
 QUESTIONS = [
     "What is the capital of France?",

@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,9 +20,10 @@ import torch
 
 from .. import __version__
 from ..client.handle import RequestHandle
-from ..client.lm import LM
 from ..core.sampling_params import SamplingParams
 from ..doctor import cpu_model
+from ..lm import LM
+from ..runner.interp_model_runner import InterpModelRunner
 
 Prompts = list[list[int]]
 RESULTS = Path("benchmarks/results")
@@ -37,7 +39,7 @@ PAIRS = 5
 def random_prompts(lm: LM, batch: int, tokens: int) -> Prompts:
     """`batch` prompts of seeded random token ids."""
     generator = torch.Generator().manual_seed(batch)
-    return torch.randint(lm.runner.vocab_size, (batch, tokens), generator=generator).tolist()
+    return torch.randint(lm.limits.vocab_size, (batch, tokens), generator=generator).tolist()
 
 
 def greedy(new_tokens: int) -> SamplingParams:
@@ -81,6 +83,24 @@ def compare(plain: Callable[[int], None], given: Callable[[int], None], new_toke
     return summary([(step_ms(0), step_ms(1)) for _ in range(pairs)])
 
 
+@dataclass(frozen=True)
+class CapturesArrive:
+    """Note when the captures of the steps so far have arrived on the host."""
+
+    def run(self, runner: InterpModelRunner) -> Future[float]:
+        """The time, by `time.perf_counter`."""
+        arrived: Future[float] = Future()
+
+        def stamp() -> None:
+            arrived.set_result(time.perf_counter())
+
+        if runner.capture_ring is None:
+            stamp()
+        else:
+            runner.capture_ring.after(stamp)
+        return arrived
+
+
 def steady_ms(lm: LM, submit: Callable[[int], list[RequestHandle]], new_tokens: int) -> float:
     """Milliseconds of a step while all requests decode. Work that is done once for each request is excluded.
 
@@ -90,20 +110,11 @@ def steady_ms(lm: LM, submit: Callable[[int], list[RequestHandle]], new_tokens: 
         submit: called on the engine's thread with a number of new tokens; returns the handles in order of submission.
         new_tokens: number of measured steps; some more tokens are generated before and after.
     """
-    engine, ring = lm.engine, lm.runner.capture_ring
+    engine = lm.engine
 
     def mark() -> tuple[int, float, Future[float]]:
         """(steps launched, time now, time at which the captures of these steps have arrived)."""
-        arrived: Future[float] = Future()
-
-        def stamp() -> None:
-            arrived.set_result(time.perf_counter())
-
-        if ring is None:
-            stamp()
-        else:
-            ring.after(stamp)
-        return engine.num_steps, time.perf_counter(), arrived
+        return engine.num_steps, time.perf_counter(), lm.backend.run(CapturesArrive())
 
     handles: list[RequestHandle] = engine.call(lambda: submit(new_tokens + 2 * MARGIN))
     first, last = handles[0].requests[0], handles[-1].requests[0]

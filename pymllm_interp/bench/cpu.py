@@ -19,7 +19,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from ..client.lm import LM
+from ..lm import LM
 from .common import Prompts, default_path, generate, greedy, random_prompts, timed, write
 from .startup import StartResult, measure_start
 
@@ -91,7 +91,7 @@ def run_cpu(
             decode = _bench_decode(lm, reference, settings, progress)
             del reference
             trace = _bench_traces(lm, settings, progress)
-        name, dtype_name = str(getattr(lm.runner.source, "name", model)), str(lm.runner.dtype).removeprefix("torch.")
+        name, dtype_name = lm.backend.facts.name, str(lm.dtype).removeprefix("torch.")
     start = measure_start(model, dtype, load_format, settings.repeats)
     console.print(_start_table(start), _decode_table(decode, name, dtype_name), _trace_table(trace))
     path = out or default_path(f"cpu-{Path(name).name}-{dtype_name}.json")
@@ -154,13 +154,12 @@ def reference_generate(model: Any, prompts: Prompts, new_tokens: int) -> None:
 
 def _transformers_model(lm: LM) -> Any:
     """The model in transformers' own class, with the same weights; random ones for dummy weights."""
-    source = lm.runner.source
-    assert source is not None
+    folder = lm.backend.facts.folder
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    if source.folder is None:
-        return AutoModelForCausalLM.from_config(source.hf_config, dtype=lm.runner.dtype).eval()
-    return AutoModelForCausalLM.from_pretrained(source.folder, dtype=lm.runner.dtype, local_files_only=True).eval()
+    if folder is None:
+        return AutoModelForCausalLM.from_config(lm.hf_config, dtype=lm.dtype).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=lm.dtype, local_files_only=True).eval()
 
 
 # -- traces -----------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..client.handle import RequestHandle
-from ..client.lm import LM
+from ..lm import LM
+from ..runner.interp_model_runner import InterpModelRunner
 from .common import Prompts, generate, greedy, random_prompts, timed
 from .profile import StepProfile
 
@@ -134,9 +135,8 @@ def _alone(measure: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]
 
 def facts(lm: LM) -> dict[str, Any]:
     """Model, dtype and device."""
-    source = lm.runner.source
-    assert source is not None
-    return {"model": source.name, "dtype": str(lm.runner.dtype).removeprefix("torch."), "device": lm.runner.device}
+    known = lm.backend.facts
+    return {"model": known.name, "dtype": str(known.dtype).removeprefix("torch."), "device": known.device}
 
 
 # -- plain serving ---------------------------------------------------------------------------------
@@ -146,12 +146,10 @@ def decode_suite(model: Model) -> dict[str, Any]:
     """Start-up, decoding at each batch size, and prefill."""
     started = time.perf_counter()
     with model.load() as lm:
-        start_s, graphs, settings = time.perf_counter() - started, lm.runner.graph_runner, model.settings
+        start_s, settings = time.perf_counter() - started, model.settings
         found = facts(lm) | {
             "start_s": start_s,
-            "graphs": len(graphs.graphs) if graphs else 0,
-            "graphs_mib": graphs.memory_usage / 2**20 if graphs else 0.0,
-            "attention": type(lm.runner.attn_backend).__name__,
+            **lm.backend.run(DescribeGraphs()),
             "decode": [measure_decode(lm, batch, settings) for batch in settings.batches],
             "prefill": measure_prefill(lm, settings),
             "execution": lm.engine.stats()["execution"],
@@ -193,11 +191,34 @@ def measure_decode(lm: LM, batch: int, settings: GpuSettings) -> dict[str, Any]:
 
 def graph_ms(lm: LM, batch: int, repeats: int = 20) -> float | None:
     """GPU milliseconds of one replay of the batch's graph, with the inputs of its last step; None without graphs."""
-    runner = lm.runner.graph_runner
-    if runner is None:
-        return None
-    graph = runner.graphs[runner.padded_size(batch)]
-    return lm.engine.call(lambda: replay_ms(graph, repeats))
+    return lm.backend.run(ReplayGraph(batch, repeats))
+
+
+@dataclass(frozen=True)
+class ReplayGraph:
+    """Replay the graph of a batch size."""
+
+    batch: int
+    repeats: int
+
+    def run(self, runner: InterpModelRunner) -> float | None:
+        """Milliseconds of one replay; None without graphs."""
+        captured = runner.graph_runner
+        return captured and replay_ms(captured.graphs[captured.padded_size(self.batch)], self.repeats)
+
+
+@dataclass(frozen=True)
+class DescribeGraphs:
+    """Read what is captured for decode steps."""
+
+    def run(self, runner: InterpModelRunner) -> dict[str, Any]:
+        """Number and size of the graphs, and the attention backend."""
+        captured = runner.graph_runner
+        return {
+            "graphs": len(captured.graphs) if captured else 0,
+            "graphs_mib": captured.memory_usage / 2**20 if captured else 0.0,
+            "attention": type(runner.attn_backend).__name__,
+        }
 
 
 def replay_ms(graph: torch.cuda.CUDAGraph, repeats: int) -> float:

@@ -10,6 +10,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from ..hooks.interventions.op import Gate, Op
 from ..hooks.interventions.projections import Ablate, Clamp
 from ..hooks.interventions.specs import Steer
 from ..runner.graphs.cuda_graph_runner import CudaGraphRunner
+from ..runner.interp_model_runner import InterpModelRunner
 from .common import PAIRS, against_plain, greedy, random_prompts, summary, timed
-from .gpu import GpuSettings, Model, facts, replay_ms
+from .gpu import DescribeGraphs, GpuSettings, Model, facts, replay_ms
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 65
 CAPTURED_PROMPTS = 12
@@ -53,7 +55,7 @@ def interventions_suite(model: Model) -> Iterator[dict[str, Any]]:
         found["execution"] = lm.engine.stats()["execution"]
         yield found
         length = sum(short_lengths(settings).values())
-        for batch in settings.batches if lm.runner.graph_runner is not None else ():
+        for batch in settings.batches if lm.backend.run(DescribeGraphs())["graphs"] else ():
             found["rows"].append({"case": TABLES_PRESENT, "batch": batch, **tables(lm, batch, length)})
             yield found
 
@@ -67,7 +69,7 @@ def short_lengths(settings: GpuSettings) -> dict[str, int]:
 
 def cases(lm: LM) -> dict[str, Specs]:
     """The cases. Interventions are weak: their cost does not depend on their strength."""
-    width, depth = lm.runner.hidden_size, lm.runner.num_hidden_layers
+    width, depth = lm.hidden_size, lm.num_layers
     middle = depth // 2
 
     def vector(seed: int, *rows: int) -> torch.Tensor:
@@ -147,7 +149,7 @@ def measure_harvest(lm: LM, settings: GpuSettings) -> dict[str, float]:
 
 def _bytes_a_row(lm: LM) -> int:
     """Bytes of the states after each layer, for one position."""
-    return lm.runner.num_hidden_layers * lm.runner.hidden_size * lm.runner.dtype.itemsize
+    return lm.num_layers * lm.hidden_size * lm.dtype.itemsize
 
 
 def tables(lm: LM, batch: int, length: int, replays: int = 20) -> dict[str, Any]:
@@ -156,11 +158,23 @@ def tables(lm: LM, batch: int, length: int, replays: int = 20) -> dict[str, Any]
     "control" is the ratio of the two graphs without tables, which differ only in the place of their memory. The engine's own
     graphs cannot be used afterwards: the attention backend plans for the graphs that were captured last.
     """
-    runner = lm.runner
+    found = lm.backend.run(ReplayTables(batch, length, replays))
+    control = statistics.median(second / first for first, _, second in found)
+    return summary([((first + second) / 2, with_tables) for first, with_tables, second in found]) | {"control": control}
 
-    def run() -> list[list[float]]:
+
+@dataclass(frozen=True)
+class ReplayTables:
+    """Capture a decode pass without tables, with them, and without them again, and replay the graphs in turns."""
+
+    batch: int
+    length: int
+    replays: int
+
+    def run(self, runner: InterpModelRunner) -> list[list[float]]:
+        """Milliseconds of the three graphs, in each of `PAIRS` turns."""
         assert runner.graph_runner is not None
-        size, captured = runner.graph_runner.padded_size(batch), runner.captured_site_ops
+        size, captured = runner.graph_runner.padded_size(self.batch), runner.captured_site_ops
         made, kept = [], []
         for edits in (lambda bs: None, captured, lambda bs: None):
             runner.captured_site_ops = edits  # type: ignore[method-assign]
@@ -169,14 +183,10 @@ def tables(lm: LM, batch: int, length: int, replays: int = 20) -> dict[str, Any]
             finally:
                 runner.captured_site_ops = captured  # type: ignore[method-assign]
             kept.append(dict(vars(runner.attn_backend).get("_graphs", {})))  # buffers of this graph
-        runner.input_buffers.seq_lens.fill_(length)
+        runner.input_buffers.seq_lens.fill_(self.length)
         graphs = [graph_runner.graphs[size] for graph_runner in made]
-        found = [[replay_ms(graph, replays) for graph in graphs] for _ in range(PAIRS + 1)][1:]
+        found = [[replay_ms(graph, self.replays) for graph in graphs] for _ in range(PAIRS + 1)][1:]
         for graph_runner in made:
             graph_runner.shutdown()
         kept.clear()
         return found
-
-    found = lm.engine.call(run)
-    control = statistics.median(second / first for first, _, second in found)
-    return summary([((first + second) / 2, with_tables) for first, with_tables, second in found]) | {"control": control}

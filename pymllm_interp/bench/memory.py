@@ -46,9 +46,9 @@ def run_requests(lm: LM, count: int, settings: GpuSettings) -> None:
     """`count` requests of each kind at once. The last block of the trace fails."""
     prompts = random_prompts(lm, len(KINDS) * count, min(PROMPT_TOKENS, settings.prompt_tokens))
     plain, steered, captured, cancelled, traced = (prompts[kind :: len(KINDS)] for kind in range(len(KINDS)))
-    new_tokens, middle = min(NEW_TOKENS, settings.new_tokens), lm.runner.num_hidden_layers // 2
+    new_tokens, middle = min(NEW_TOKENS, settings.new_tokens), lm.num_layers // 2
     params = greedy(new_tokens)
-    vectors = torch.randn(count, lm.runner.hidden_size)
+    vectors = torch.randn(count, lm.hidden_size)
     handles = [
         *(lm.submit(prompt, params) for prompt in plain),
         *(

@@ -6,10 +6,11 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
-from ..client.lm import LM
 from ..core.events import Event, FinishedEvent
 from ..hooks.interventions.op import Op
+from ..lm import LM
 from .common import greedy
 from .serving.traffic import TokenStream
 
@@ -65,15 +66,17 @@ class OurEngine:
         plain = [stream for stream in streams if not stream.traced]
         if plain:
             declared = self._interventions
-            made = self._lm._factory.for_prompts(
-                [stream.prompt for stream in plain],
-                [greedy(stream.new_tokens) for stream in plain],
-                {} if declared is None else {"interventions": [declared[stream.index] for stream in plain]},
-                stream=True,
+            backend: Any = self._lm.backend
+            made = backend.prepare(
+                self._lm.submission(
+                    [stream.prompt for stream in plain],
+                    [greedy(stream.new_tokens) for stream in plain],
+                    {} if declared is None else {"interventions": [declared[stream.index] for stream in plain]},
+                    stream=True,
+                )
             )
             receivers = [Receiver(stream) for stream in plain]
-            groups = [(requests, receiver) for (_, requests), receiver in zip(made, receivers, strict=True)]
-            self._lm.engine.submit_all(groups)
+            backend.send(list(zip(made, receivers, strict=True)))
             self._receivers += receivers
         self._blocks += [self._pool.submit(self._trace, stream) for stream in streams if stream.traced]
 

@@ -12,7 +12,7 @@ import torch
 from torch.autograd.profiler_util import Interval
 from torch.profiler import ProfilerActivity, profile
 
-from ..client.lm import LM
+from ..lm import LM
 
 KERNELS = 30
 """Kernels that are kept, longest first."""
@@ -29,7 +29,7 @@ class StepProfile:
     _marks: list[tuple[float, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._cuda = self.lm.runner.device.startswith("cuda")
+        self._cuda = self.lm.backend.facts.device.startswith("cuda")
         self._profiler = profile(activities=[ProfilerActivity.CUDA if self._cuda else ProfilerActivity.CPU])
 
     @property

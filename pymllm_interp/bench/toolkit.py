@@ -55,7 +55,7 @@ def toolkit_suite(model: Model) -> Iterator[dict[str, Any]]:
 
 def cases(lm: LM) -> Mapping[str, tuple[Declared, int]]:
     """The cases, with the largest batch of each."""
-    depth, width, most = lm.runner.num_hidden_layers, lm.runner.hidden_size, 1 << 30
+    depth, width, most = lm.num_layers, lm.hidden_size, 1 << 30
     site, later = f"resid_post.{depth // 2}", f"resid_post.{min(depth // 2 + 1, depth - 1)}"
     lm.saes["bench"] = random_sae(width, site)
 
@@ -98,7 +98,7 @@ def measure_lens(lm: LM, settings: GpuSettings) -> dict[str, float]:
     """Milliseconds until the caller has one layer's lens at each position of a prompt, less the plain prompt's time."""
     tokens = min(LENS_ROWS, settings.prefill_tokens)
     (prompt,) = random_prompts(lm, 1, tokens)
-    capture = [Capture(f"resid_post.{lm.runner.num_hidden_layers // 2}", reduce=Lens(top_k=LENS_TOP_K))]
+    capture = [Capture(f"resid_post.{lm.num_layers // 2}", reduce=Lens(top_k=LENS_TOP_K))]
 
     def ms(**given: Any) -> float:
         return timed(lambda: lm.generate([prompt], greedy(1), **given) and None) * 1e3

@@ -37,7 +37,7 @@ def traces_suite(model: Model) -> Iterator[dict[str, Any]]:
     settings = model.settings
     with model.load() as lm:
         found: dict[str, Any] = facts(lm) | {"pairs": PAIRS, "new_tokens": NEW_TOKENS, "rows": []}
-        for case in cases(lm.runner.num_hidden_layers):
+        for case in cases(lm.num_layers):
             for batch in settings.batches:
                 found["rows"].append({"case": case.name, "batch": batch, **measure(lm, case, batch, settings)})
                 found |= {name: lm.engine.stats()[name] for name in ("segments", "execution")}
@@ -71,7 +71,7 @@ def measure(lm: LM, case: Case, batch: int, settings: GpuSettings) -> dict[str, 
 def measure_sweep(lm: LM, settings: GpuSettings) -> dict[str, float]:
     """Seconds of one trace with many invokes that each save a layer, against plain generation for each prompt."""
     count, tokens = (SWEEP, SWEEP_TOKENS) if settings.repeats > 1 else (8, 4)
-    prompts, layer = random_prompts(lm, count, tokens), lm.runner.num_hidden_layers // 2
+    prompts, layer = random_prompts(lm, count, tokens), lm.num_layers // 2
 
     def traced() -> None:
         with lm.generate(max_new_tokens=1, ignore_eos=True) as tracer:

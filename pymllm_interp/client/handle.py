@@ -34,22 +34,47 @@ class RequestError(RuntimeError):
 
 
 class RequestEngine(Protocol):
-    """What a handle needs of its engine."""
+    """What runs requests. Handles hold it until their requests have ended."""
 
     forked: EngineClosedError | None
     """What waiting raises in a forked child."""
 
+    @property
+    def state(self) -> str:
+        """In words: idle, how many requests are live, or "shut down"."""
+        ...
+
+    @property
+    def on_engine_thread(self) -> bool:
+        """Whether the caller runs on an engine's thread."""
+        ...
+
+    def check_open(self) -> None:
+        """Raises EngineClosedError where requests cannot be submitted."""
+        ...
+
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests with finish_reason "abort"."""
+        """End requests with finish_reason "abort". Finished and unknown ones are left as they are."""
         ...
 
     def call_back(self, function: Callable[[], None]) -> None:
         """Run a caller's function on a thread for callbacks."""
         ...
 
-    @property
-    def on_engine_thread(self) -> bool:
-        """Whether the caller runs on an engine's thread."""
+    def stats(self) -> dict[str, Any]:
+        """Counters of steps and requests, as JSON."""
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV that the prefix cache keeps. Raises PermissionError where this client may not."""
+        ...
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End this client's requests, and what only it uses. A second call does nothing.
+
+        Raises:
+            TimeoutError: it takes longer than `timeout` seconds. It ends as soon as it can.
+        """
         ...
 
 

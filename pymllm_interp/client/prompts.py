@@ -48,6 +48,27 @@ def rendered(tokenizer: Any, prompt: Any, what: str) -> RenderedPrompt:
     return tokenized(tokenizer, prompt, what)
 
 
+def checked(tokenizer: Any, prompt: Any, vocab_size: int, what: str) -> RenderedPrompt:
+    """The text and the token ids of a prompt: a text, token ids (list or tensor), a tokenizer's dict, or messages.
+
+    Raises:
+        PromptError: empty, of another type, or with ids outside the vocabulary.
+    """
+    found = rendered(tokenizer, prompt, what)
+    ids = found.token_ids
+    if not ids:
+        raise PromptError(f"{what} is empty: a prompt needs at least one token")
+    for token in (min(ids), max(ids)):
+        if not 0 <= token < vocab_size:
+            raise PromptError(f"{what} holds token id {token}, but the vocabulary goes from 0 to {vocab_size - 1}")
+    return found
+
+
+def names_of(prompts: Sequence[Any]) -> list[str]:
+    """Names of a call's prompts, for messages."""
+    return [f"prompt {i}" for i in range(len(prompts))] if len(prompts) > 1 else ["the prompt"] * len(prompts)
+
+
 def ids_of(prompt: Any, what: str) -> list[int]:
     """Token ids of a prompt that is no text: ids, a tensor, an array, or a tokenizer's dict.
 

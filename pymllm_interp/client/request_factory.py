@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -32,15 +32,15 @@ from ..runner.device_memory import free_bytes, long_pass_bytes
 from ..runner.interp_model_runner import InterpModelRunner
 from ..utils.arguments import PromptError
 from ..utils.gc_threshold import LiveObjects
+from .backend import Submission
 from .calls.pipe import GeneratedText
-from .chat import RenderedPrompt
 from .detokenizer import StopStrings
 from .generation_defaults import IGNORED, GenerationDefaults
 from .known_names import KnownNames
 from .prompt_batch import pad_together, prompts_of, repeated
-from .prompts import params_for, rendered, warn_of_flat_list
+from .prompts import checked
 from .request_limits import max_tokens_of, truncated
-from .request_options import RequestOptions, check_trace_options, checked_salt, priorities_of
+from .request_options import check_trace_options, checked_salt, priorities_of
 
 FORWARD = SamplingParams(temperature=0.0, max_tokens=1)
 """Sampling parameters of a trace's single pass, for blocks that read `lm.samples`."""
@@ -81,6 +81,10 @@ class RequestFactory:
         assert runner.saes is not None and runner.declarations is not None, "call initialize() first"
         self.saes, self._declarations = runner.saes, runner.declarations
         self._ordinals = itertools.count()
+
+    def for_owner(self, cache_owner: str | None) -> RequestFactory:
+        """A factory of the same engine, with vectors and a prefix cache of another owner."""
+        return RequestFactory(self.runner, self.tokenizer, self.defaults, self.seed, cache_owner)
 
     @property
     def limits(self) -> EngineLimits:
@@ -126,80 +130,43 @@ class RequestFactory:
 
     # -- plain requests ---------------------------------------------------------------------
 
-    def tokens(self, prompt: Any, what: str = "prompt") -> RenderedPrompt:
-        """The text and the token ids of a prompt: a text, token ids (list or tensor), a tokenizer's dict, or messages.
-
-        Raises:
-            PromptError: empty, of another type, or with ids outside the vocabulary.
-        """
-        found = rendered(self.tokenizer, prompt, what)
-        ids = found.token_ids
-        if not ids:
-            raise PromptError(f"{what} is empty: a prompt needs at least one token")
-        vocab_size = self.limits.vocab_size
-        for token in (min(ids), max(ids)):
-            if not 0 <= token < vocab_size:
-                raise PromptError(f"{what} holds token id {token}, but the vocabulary goes from 0 to {vocab_size - 1}")
-        return found
-
-    def for_prompts(
-        self,
-        prompts: list[Any],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        options: RequestOptions,
-        traces: Callable[[], RequestTrace] | None = None,
-        stream: bool = False,
-        names: Sequence[str] | None = None,
-        prompt_logits: bool = False,
-    ) -> list[tuple[str | None, list[Request]]]:
-        """(text, requests) of each prompt. What is wrong with any of them is raised before one is scheduled.
-
-        Args:
-            traces: makes the trace of a request that persistent edits follow; None where there are none.
-            stream: whether an event is emitted for each token.
-            names: of the prompts, for messages; None: "prompt 0" and so on.
-            prompt_logits: capture the logits of all prompt positions.
+    def for_prompts(self, submission: Submission) -> list[list[Request]]:
+        """The requests of each prompt. What is wrong with any of them is raised before one is scheduled.
 
         Raises:
             PromptError, ValueError: a prompt, a parameter, an intervention or a capture that cannot be served.
         """
-        params = params_for(prompts, sampling_params)
-        if names is None:
-            names = [f"prompt {i}" for i in range(len(prompts))] if len(prompts) > 1 else ["the prompt"] * len(prompts)
-        warn_of_flat_list(options.get("interventions"), len(prompts))
-        declared = for_each_prompt(options.get("interventions"), len(prompts))
-        captures = captures_for_each_prompt(options.get("capture"), len(prompts))
-        live = LiveObjects(_num_objects(params, declared, captures))
-        declared, captures = self.named(declared, names), self.named(captures, names)
-        if prompt_logits:
+        names, edits = submission.names, submission.edits
+        live = LiveObjects(_num_objects(submission.params, submission.interventions, submission.captures))
+        declared, captures = self.named(submission.interventions, names), self.named(submission.captures, names)
+        if submission.prompt_logits:
             if any(spec.site == LOGITS for specs in captures for spec in specs):
                 raise PromptError("capture: the logits of all positions are captured in any case; leave them out")
             captures = [[*specs, PROMPT_LOGITS] for specs in captures]
-        priorities, salt = priorities_of(options.get("priority"), len(prompts)), checked_salt(options.get("cache_salt"))
         fingerprint = self.model_state.fingerprint() if any(declared) or any(captures) else None
-        found: list[tuple[str | None, list[Request]]] = []
-        for i, (prompt, param, what) in enumerate(zip(prompts, params, names, strict=True)):
-            text, ids = self.tokens(prompt, what)
+        found: list[list[Request]] = []
+        for i, ((_, ids), param, what) in enumerate(zip(submission.prompts, submission.params, names, strict=True)):
             param = param or self.defaults.fitting(self.limits.max_model_len - len(ids))
             ids = truncated(ids, param, self.limits.max_model_len)
-            if traces is not None and param.n > 1:
+            if edits and param.n > 1:
                 raise PromptError(
                     f"{what} asks for n={param.n}, but this model has edits, which follow one generation each"
                 )
-            requests = self.requests(ids, param, what=what, timeout=options.get("timeout"))
+            requests = self.requests(ids, param, what=what, timeout=submission.timeout)
             for request in requests:
-                request.stream, request.prompt_logits, request.live_objects = stream, prompt_logits, live
-                request.priority, request.cache_salt = priorities[i], salt
-                if traces is not None:
-                    request.trace = traces()
+                request.stream, request.prompt_logits = submission.stream, submission.prompt_logits
+                request.live_objects = live
+                request.priority, request.cache_salt = submission.priority[i], submission.cache_salt
+                if edits:
+                    request.trace = RequestTrace(None, list(edits), options=submission.passes)
                     request.alone = request.trace.options.alone
                     request.receipt = request.trace.receipt
                     self._check_pass([request], what)
                 if any(spec.site == LOGITS for spec in captures[i]):
                     request.params = param  # the prompt's logits of each completion, where they are asked for
                 self.declare(request, declared[i], captures[i], what, fingerprint)
-            found.append((text, requests))
-        self.hold([request for _, requests in found for request in requests])
+            found.append(requests)
+        self.hold([request for requests in found for request in requests])
         return found
 
     def requests(
@@ -463,7 +430,7 @@ class RequestFactory:
         """
         timeout, (priority,) = kwargs.pop("timeout", None), priorities_of(kwargs.pop("priority", None), 1)
         salt = checked_salt(kwargs.pop("cache_salt", None))
-        _, ids = self.tokens(prompt, what)
+        _, ids = checked(self.tokenizer, prompt, self.limits.vocab_size, what)
         if mode == "trace":
             check_trace_options(kwargs.keys() - IGNORED)
             params = FORWARD if plan is None else PREFILL

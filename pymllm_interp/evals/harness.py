@@ -12,8 +12,8 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from ..client.lm import LM
 from ..core.sampling_params import SamplingParams
+from ..lm import LM
 from .scoring import interventions_of, score
 
 _PER_CALL = 256

@@ -24,9 +24,9 @@ from inspect_ai.model import (
 )
 from inspect_ai.tool import ToolChoice, ToolInfo
 
-from ..client.lm import LM
 from ..core.output import CompletionOutput
 from ..core.sampling_params import SamplingParams
+from ..lm import LM
 from .scoring import interventions_of
 
 STOP_REASONS = {"stop": "stop", "length": "max_tokens"}

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ..client.lm import LM
 from ..core.sampling_params import SamplingParams
 from ..hooks.interventions.knockout import Intervention
 from ..hooks.positions import Window, windows_of
 from ..hooks.spec import PlacedSpec
+from ..lm import LM
 from ..wire.specs import intervention_of
 
 _SCORED = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0)

@@ -13,7 +13,7 @@ from transformer_lens.model_bridge import RemoteBridge, TransformerBridge
 from transformer_lens.model_bridge.driver_protocol import to_torch
 from transformer_lens.model_bridge.sources._bridge_builder import configure_tokenizer
 
-from ..client.lm import LM
+from ..lm import LM
 from .cache import BridgeCache
 from .driver import Edit, EngineDriver
 from .generation import generate
@@ -45,7 +45,7 @@ class Bridge(Weights, RemoteBridge):
     """
 
     def __init__(self, lm: LM) -> None:
-        if getattr(lm, "is_remote", False):
+        if not lm.backend.in_process:
             raise TypeError("Bridge(lm) needs a local LM: run it in the server's process, or use lm.run_with_cache")
         adapter = adapter_of(lm)
         tokenizer = lm.tokenizer and configure_tokenizer(deepcopy(lm.tokenizer), adapter.cfg)
@@ -236,24 +236,24 @@ class Bridge(Weights, RemoteBridge):
     @property
     def W_E(self) -> torch.Tensor:
         """Token embeddings, [vocab, hidden], on the CPU as the cache is."""
-        return self._weight(self.lm.runner.model_spec.family.embed).cpu()
+        return self._weight(self.lm.model_spec.family.embed).cpu()
 
     @property
     def W_U(self) -> torch.Tensor:
         """The LM head, [hidden, vocab], on the CPU."""
-        return self._weight(self.lm.runner.model_spec.family.head).cpu().T
+        return self._weight(self.lm.model_spec.family.head).cpu().T
 
     @property
     def b_U(self) -> torch.Tensor:
         """The LM head's bias, [vocab], on the CPU; zeros where it has none."""
-        head = self.lm.get(self.lm.runner.model_spec.family.head)._module
+        head = self.lm.get(self.lm.model_spec.family.head)._module
         bias = getattr(head, "bias", None)
         return head.weight.new_zeros(head.weight.shape[0], device="cpu") if bias is None else bias.detach().cpu()
 
     @torch.no_grad()
     def ln_final(self, x: torch.Tensor) -> torch.Tensor:
         """The final norm of x [..., hidden], on x's device."""
-        norm = self.lm.get(self.lm.runner.model_spec.family.final_norm)._module
+        norm = self.lm.get(self.lm.model_spec.family.final_norm)._module
         return norm(x.to(norm.weight.device)).to(x.device)
 
     def unembed(self, x: torch.Tensor) -> torch.Tensor:
@@ -284,7 +284,7 @@ class Bridge(Weights, RemoteBridge):
         """The columns of `W_U` of some tokens: text, an id, or ids [...] -> [..., hidden], on the CPU."""
         if isinstance(tokens, str):
             tokens = self.to_single_token(tokens)
-        weight = self._weight(self.lm.runner.model_spec.family.head)
+        weight = self._weight(self.lm.model_spec.family.head)
         return weight[torch.as_tensor(tokens, device=weight.device)].cpu()
 
 

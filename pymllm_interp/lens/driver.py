@@ -13,8 +13,8 @@ from transformer_lens.model_bridge.driver_protocol import ForwardResult, Interve
 from transformer_lens.model_bridge.sources._driver_base import DriverBase
 
 from ..client.calls.site_hooks import state_at
-from ..client.lm import LM
 from ..hooks.captures.spec import Capture
+from ..lm import LM
 from .interventions import declared
 from .layout import Layout
 from .names import UNSERVED, Place, norm_part, places_of
@@ -49,8 +49,8 @@ class EngineDriver(DriverBase):
         super().__init__(bridge_config, tokenizer)
         self.lm = lm
         self.output_weight = output_weight
-        self.spec = lm.runner.model_spec
-        places = places_of(components, self.spec, lm.runner.declared.limits.inner_sites)
+        self.spec = lm.model_spec
+        places = places_of(components, self.spec, lm.backend.facts.inner_sites)
         self.places = dict(sorted(places.items(), key=lambda item: item[1].order))
         self.supported_hook_points = frozenset(self.places)
         layers = range(self.spec.num_hidden_layers)

@@ -60,7 +60,7 @@ class _Sweep:
         self._base, self._starts = self._corrupted_run(cells)
         self.cells = [cell for cell in cells if self._starts[cell] is not None]
         self._found: dict[Index, torch.Tensor] = {}
-        run = self._by_wavefront if Wavefront.serves(bridge.lm.runner) else self._by_requests
+        run = self._by_wavefront if Wavefront.serves(bridge.lm) else self._by_requests
         self._coming = zip(*(run(row, ids) for row, ids in enumerate(tokens.tolist())), strict=True)
 
     def run_with_hooks(self, tokens: torch.Tensor, fwd_hooks: list[Any]) -> torch.Tensor:
@@ -126,7 +126,7 @@ class _Sweep:
             start = self._starts[cell] or 0
             values = self._values(cell, row).flatten(1)
             made.append(WaveCell(site, start, values if position is not None else values[start:], channels))
-        front = Wavefront(lm.engine.run, lm.engine.post, ids, lm.num_layers, lm.limits.max_num_tokens)
+        front = Wavefront(lm.backend.run, lm.backend.post, ids, lm.num_layers, lm.limits.max_num_tokens)
         for i, logits in front.row_logits(made):
             yield self.cells[i], logits.cpu()
 

@@ -13,7 +13,7 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_c
 from transformer_lens.model_bridge.sources._hf_format import determine_architecture_from_hf_config
 from transformers import AutoModelForCausalLM
 
-from ..client.lm import LM
+from ..lm import LM
 from .points import BridgePoint
 
 
@@ -24,7 +24,7 @@ def adapter_of(lm: LM) -> Any:
         ValueError: TransformerLens does not know the architecture.
     """
     architecture = determine_architecture_from_hf_config(lm.hf_config)
-    config = build_bridge_config_from_hf(lm.hf_config, architecture, lm.runner.model_config.model, lm.dtype)
+    config = build_bridge_config_from_hf(lm.hf_config, architecture, lm.backend.facts.model, lm.dtype)
     return ArchitectureAdapterFactory.select_architecture_adapter(config)
 
 
@@ -42,7 +42,7 @@ def weights_of(lm: LM, points: Mapping[str, BridgePoint]) -> TransformerBridge:
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(lm.hf_config, dtype=lm.dtype, attn_implementation="eager")
-    values = {name: value.detach().cpu() for name, value in lm.runner.get_model().state_dict().items()}
+    values = {name: value.detach().cpu() for name, value in lm._module.state_dict().items()}
     _check(model, values)
     model.load_state_dict(values, assign=True, strict=False)
     model.tie_weights()

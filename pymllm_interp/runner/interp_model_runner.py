@@ -89,6 +89,11 @@ class InterpModelRunner(ModelRunner):
         self.traced_stage.model_spec = self.model_spec
         self._tree = None if self._wrap is None else self._wrap(self.get_model(), self.interleaver)
 
+    def adopt(self, tree: TracedModel) -> None:
+        """Take a tree over the served module as `nnsight_model`, unless `load_model` has made one. It is held weakly."""
+        if self.nnsight_model is None:
+            self._tree = weakref.ref(tree)
+
     def init_memory_pool(self) -> None:
         """The pools, and the tables of declared interventions."""
         self.saes = SAERegistry(self.model_spec, self.device)

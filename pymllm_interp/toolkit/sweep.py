@@ -181,9 +181,9 @@ def _heads(heads: Heads | str, kind: str, spec: Any) -> list[int]:
 
 def _why_requests(lm: Any) -> str:
     """Why the cells run as requests; "" where the wavefront runs them."""
-    if getattr(lm, "is_remote", False):
+    if not lm.backend.in_process:
         return "the engine is a server's"
-    return "" if Wavefront.serves(lm.runner) else "the model runs by its class in transformers"
+    return "" if Wavefront.serves(lm) else "the model runs by its class in transformers"
 
 
 def _both_runs(
@@ -210,7 +210,7 @@ def _by_wavefront(plan: Plan) -> Iterator[tuple[Place, float]]:
     lm, entries = plan.lm, plan.cells()
     lm.engine.check_open()
     depth, most = lm.model_spec.num_hidden_layers, lm.limits.max_num_tokens
-    front = Wavefront(lm.engine.run, lm.engine.post, plan.token_ids, depth, most)
+    front = Wavefront(lm.backend.run, lm.backend.post, plan.token_ids, depth, most)
     shape = lm.model_spec.shape(plan.kind)
     channels = [None] if plan.heads is None else [channels_of([head], shape) for head in plan.heads]
     cells = [

@@ -82,9 +82,9 @@ class Wavefront:
         self._run, self._post = run, post
 
     @staticmethod
-    def serves(runner: InterpModelRunner) -> bool:
-        """Whether the model's layers can run one by one: native families."""
-        return isinstance(runner.get_model(), DecoderForCausalLM)
+    def serves(lm: Any) -> bool:
+        """Whether the layers of an `LM`'s model can run one by one: native families."""
+        return isinstance(lm._module, DecoderForCausalLM)
 
     def logits(self, cells: Sequence[WaveCell]) -> Iterator[tuple[list[int], torch.Tensor]]:
         """The logits of the last position, cell by cell.
@@ -258,7 +258,7 @@ class SweepRun:
         self.model: Any = runner.get_model()
         self.decoder = getattr(self.model, self.model.decoder_name)
         self.layers = list(getattr(self.decoder, self.decoder.layers_name))
-        self.runner: InterpModelRunner = weakref.proxy(runner)  # which holds this object
+        self.worker: InterpModelRunner = weakref.proxy(runner)  # which holds this object
         self.num_tokens = len(token_ids)
         self.token_ids = torch.tensor(token_ids, device=runner.device)
         self._base_kv: list[torch.Tensor] = []
@@ -277,7 +277,7 @@ class SweepRun:
 
     def planned(self, spans: list[tuple[int, int]], first_slot: int) -> tuple[ForwardBatch, Any]:
         """The pass of `batch_of`, and its rotations."""
-        batch = batch_of(self.runner, self.kv, self.token_ids, spans, first_slot)
+        batch = batch_of(self.worker, self.kv, self.token_ids, spans, first_slot)
         return batch, self.rotations_of(batch)
 
     def rotations_of(self, batch: ForwardBatch) -> Any:
@@ -344,7 +344,7 @@ class _Wave:
         normed = getattr(layer, family.attention_norm).normalize(h)
         attention: Attention = getattr(layer, family.attention)
         attention.write_kv(normed, *self.rotations[layer.rotary], batch=self.batch)
-        self.batch, rows = last_rows_of(front.runner, front.kv, self.batch)
+        self.batch, rows = last_rows_of(front.worker, front.kv, self.batch)
         self.h = front.run_layer(index, h[:, rows], self.batch, front.rotations_of(self.batch))
         self.spans = [(stop - 1, stop) for _, stop in self.spans]
 

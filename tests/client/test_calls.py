@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from pymllm_interp import LM, RequestOutput, SamplingParams, Scale, Steer
 from pymllm_interp.client.handle import EngineClosedError, RequestError, RequestHandle
 from pymllm_interp.core.events import FinishedEvent
+from pymllm_interp.core.request import Request
 from pymllm_interp.utils.arguments import PromptError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
@@ -98,7 +99,7 @@ def test_the_error_is_there_when_the_last_event_is(lm: LM) -> None:
             known.append(handle.error is not None)
             super().put(item, *args, **kwargs)
 
-    ((_, requests),) = lm._factory.for_prompts([[1, 2, 3]], GREEDY, {}, stream=True)
+    requests = [Request("r", [1, 2, 3], GREEDY, 4, 0, stream=True)]
     handle = RequestHandle(None, requests, None, lm.engine, streaming=True)
     handle._events = Watched()
     handle.put(FinishedEvent(requests[0].request_id, [], "error", error=ValueError("why")))
@@ -418,7 +419,7 @@ def test_what_was_not_asked_for_is_none(lm: LM, lm_of: Callable[..., LM]) -> Non
 
 def test_dir_of_the_package_is_its_public_names() -> None:
     import pymllm_interp
-    import pymllm_interp.client.lm  # a submodule that was imported is no public name
+    import pymllm_interp.lm  # a submodule that was imported is no public name
 
     assert set(dir(pymllm_interp)) == {*pymllm_interp.__all__, "__version__"}
     assert all(hasattr(pymllm_interp, name) for name in dir(pymllm_interp))

@@ -24,9 +24,10 @@ from helpers_paths import ROOT
 from helpers_runner import random_ids
 
 from pymllm_interp import LM, SamplingParams, Scale, Steer
-from pymllm_interp.client import lm as lm_module
-from pymllm_interp.client import open_engines
+from pymllm_interp import lm as lm_module
+from pymllm_interp.client import local_backend, open_engines
 from pymllm_interp.client.handle import EngineClosedError, RequestHandle
+from pymllm_interp.client.local_backend import LocalBackend
 from pymllm_interp.client.request_factory import RequestFactory
 from pymllm_interp.config import ServerConfig
 from pymllm_interp.core.events import FinishedEvent
@@ -178,7 +179,7 @@ def test_a_process_ends_though_a_block_waits_for_ever(model_folder: Callable[[st
 INTERRUPTED = [
     (InterpModelRunner, "load_model"), (InterpModelRunner, "init_memory_pool"), (InterpModelRunner, "init_cuda_graphs"),
     (Engine, "start"), (Engine, "_initialize"), (open_engines, "track"), (open_engines, "release_with"),
-    (lm_module, "load_tokenizer"), (RequestFactory, "__init__"),
+    (local_backend, "load_tokenizer"), (RequestFactory, "__init__"),
 ]  # fmt: skip
 
 
@@ -497,25 +498,24 @@ def test_requests_of_a_deleted_lm_are_served_to_their_end() -> None:
     handles[0].cancel()  # of no effect
 
 
-def test_a_failed_construction_frees_what_it_had_made(model_folder: Callable[[str], Path]) -> None:
+def test_a_failed_construction_frees_what_it_had_made(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also while the error is kept, as a notebook does."""
     made: list[weakref.ref[Any]] = []
 
-    class Watched(LM):
-        def _init_client(self, *args: Any) -> None:
-            made.extend(parts_of_runner(self))
-            super()._init_client(*args)
-            raise ValueError("the last part")
+    class Watched(LocalBackend):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            pool = self.runner.token_to_kv_pool
+            assert pool is not None
+            made.extend(map(weakref.ref, (self.engine, self.module.lm_head.weight, pool)))
 
-    def parts_of_runner(lm: LM) -> list[weakref.ref[Any]]:
-        pool = lm.runner.token_to_kv_pool
-        assert pool is not None
-        return [weakref.ref(lm.engine), weakref.ref(lm.runner.get_model().lm_head.weight), weakref.ref(pool)]
-
+    monkeypatch.setattr(lm_module, "LocalBackend", Watched)
     errors = []
     for _ in range(3):
-        with pytest.raises(ValueError, match="the last part") as caught:
-            Watched(model_folder("llama"), device="cpu")
+        with pytest.raises((TypeError, AttributeError, ValueError)) as caught:
+            LM(model_folder("llama"), device="cpu", rename={"model": 3})
         errors.append(caught.value)
     gc.collect()
     assert len(made) == 9 and [part() for part in made] == [None] * 9 and len(errors) == 3

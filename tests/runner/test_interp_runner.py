@@ -368,7 +368,7 @@ def test_n13_the_error_stands_in_the_steps_output_under_its_owner(lm, monkeypatc
 
 def test_n14_finish_nnsight_gives_each_requests_saves_under_its_own_id(lm, monkeypatch):
     """N14: one name in two requests does not collide."""
-    monkeypatch.setattr(lm._lowered, "mode", "off")
+    monkeypatch.setattr(lm.backend.lowered, "mode", "off")
     outputs: list[ModelRunnerOutput] = []
     finish = InterpModelRunner.finish_nnsight
     monkeypatch.setattr(
@@ -468,7 +468,7 @@ def test_n17_a_patch_never_touches_another_request_bit_for_bit(lm):
 
 def test_n18_plain_requests_cost_no_hook_and_no_module_call(lm, monkeypatch):
     """N18."""
-    monkeypatch.setattr(lm._lowered, "mode", "off")
+    monkeypatch.setattr(lm.backend.lowered, "mode", "off")
     calls: list[str] = []
     for owner, name in (
         (type(lm.interleaver), "handle"), (type(lm.interleaver), "begin_pass"), (NNsightRequestHelper, "process_new_reqs"),

@@ -14,8 +14,8 @@ from conftest import held
 from helpers_constraints import Alternating, OnlyThese
 from runner_process import WorkerProcess
 
-import pymllm_interp.client.lm as lm_module
 from pymllm_interp import LM, Ablate, Capture, Clamp, Gate, Knockout, Lens, Patch, SamplingParams, Steer
+from pymllm_interp.client import local_backend
 from pymllm_interp.core.output import RequestOutput
 from pymllm_interp.core.step import DeclaredResult, ModelRunnerOutput, RequestEnd, SchedulerOutput
 from pymllm_interp.hooks.captures.spec import Project
@@ -193,7 +193,7 @@ def far(request: Any, model_folder: Callable[[str], Path]) -> Iterator[Callable[
         key = tuple(sorted(kwargs.items()))
         if key not in made:
             with pytest.MonkeyPatch.context() as monkeypatch:
-                monkeypatch.setattr(lm_module, "InterpModelRunner", request.param)
+                monkeypatch.setattr(local_backend, "InterpModelRunner", request.param)
                 made[key] = LM(model_folder(FAMILY), dtype="float32", device="cpu", **kwargs)
             assert type(made[key].runner) is request.param
         return made[key]
@@ -237,7 +237,7 @@ def test_vectors_and_records_of_tables_go_by_bytes(model_folder: Callable[[str],
     for runner in (ByBytes, InterpModelRunner):
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(DeclaredStage, "has_tables", True)
-            monkeypatch.setattr(lm_module, "InterpModelRunner", runner)
+            monkeypatch.setattr(local_backend, "InterpModelRunner", runner)
             with LM(model_folder(FAMILY), dtype="float32", device="cpu", capture_ring_bytes=1 << 16) as lm:
                 found.append(served(lm, [dict(asked, params=sampling(3)) for asked in load]))
                 assert lm.runner.declarations is not None and (pool := lm.runner.declarations.pool) is not None

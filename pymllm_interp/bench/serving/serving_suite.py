@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from ...client.lm import LM
-from ...config import ModelConfig
+from ...config import ModelConfig, ServerConfig
 from ...hooks.interventions.op import Op
 from ...hooks.interventions.specs import Steer
+from ...lm import LM
 from ...models.weights.source import resolve_model
 from ..common import eighths
 from ..gpu import facts
@@ -106,7 +106,7 @@ def serving_records(
             with LM(model, dtype=dtype, device=device, load_format=load_format, **options) as lm:
                 record |= facts(lm) | {"limits": asdict(lm.limits)}
                 for row in _on_ours(lm, settings):
-                    rows.append({"policy": lm.runner.server_config.schedule_policy, **row})
+                    rows.append({"policy": options.get("schedule_policy", ServerConfig.schedule_policy), **row})
                     yield record
             del lm
             _free()
@@ -125,7 +125,7 @@ def _split(name: str) -> tuple[str, str | None]:
 
 
 def _on_ours(lm: LM, settings: ServingSettings) -> Iterator[dict[str, Any]]:
-    layers = eighths(lm.runner.num_hidden_layers)
+    layers = eighths(lm.num_layers)
 
     def steered(workload: Workload) -> OurEngine:
         return OurEngine(lm, interventions=[_steers(lm, layers, i) for i in range(len(workload.prompts))])
@@ -150,7 +150,7 @@ def _on_ours(lm: LM, settings: ServingSettings) -> Iterator[dict[str, Any]]:
 
 def _steers(lm: LM, layers: list[int], index: int) -> list[Op]:
     """A weak vector of the request's own: the cost does not depend on its strength."""
-    vector = torch.randn(lm.runner.hidden_size, generator=torch.Generator().manual_seed(index))
+    vector = torch.randn(lm.hidden_size, generator=torch.Generator().manual_seed(index))
     return [Steer(f"resid_post.{layer}", vector, scale=1e-3) for layer in layers]
 
 

@@ -10,7 +10,6 @@ import torch
 
 from ...hooks.captures.activations import Activations
 from ...hooks.captures.spec import Capture
-from ...runner.interp_model_runner import InterpModelRunner
 from ...utils.arguments import PromptError, shown
 from ...utils.tables import Shown, Table
 from ..activation_cache import ActivationCache, NamesFilter, select_sites
@@ -65,8 +64,6 @@ class ForwardOutput(Shown):
 class ForwardCalls(RequestCalls):
     """Forward passes: logits and states of whole prompts."""
 
-    runner: InterpModelRunner
-
     @names_options()
     def forward(self, prompts: Any, **options: Unpack[RequestOptions]) -> list[ForwardOutput]:
         """One forward pass over each prompt: the logits of all positions, and what is captured.
@@ -117,14 +114,12 @@ class ForwardCalls(RequestCalls):
         check_options("lm.run_with_cache", options, OF_TRANSFORMER_LENS)
         if "capture" in options:
             raise TypeError("lm.run_with_cache(prompts, names_filter) got capture: names_filter selects the sites")
-        sites = select_sites(names_filter, self.runner.model_spec, self.runner.declared.limits.inner_sites)
+        sites = select_sites(names_filter, self.model_spec, self.backend.facts.inner_sites)
         tokens = self._of_equal_length(prompts)
         captures = [Capture(site, positions="prompt") for site in sites if site.kind != "logits"]
         outs = self._forward(tokens, {**options, "capture": [captures] * len(tokens)})
         states = {site: torch.stack([out.activations[site] for out in outs]) for site in sites}
-        return torch.stack([out.logits for out in outs]), ActivationCache(
-            self.runner.model_spec.num_hidden_layers, states, self
-        )
+        return torch.stack([out.logits for out in outs]), ActivationCache(self.num_layers, states, self)
 
     @names_options("capture")
     def run_with_hooks(
@@ -149,8 +144,8 @@ class ForwardCalls(RequestCalls):
         check_options("lm.run_with_hooks", options, OF_TRANSFORMER_LENS)
         if "capture" in options:
             raise TypeError("lm.run_with_hooks() got capture: a hook keeps what it reads, for example in a list")
-        hooks, tokens = placed_hooks(fwd_hooks, self.runner.model_spec), self._of_equal_length(prompts)
-        with self.tracer_class(self, "trace", **options) as tracer:
+        hooks, tokens = placed_hooks(fwd_hooks, self.model_spec), self._of_equal_length(prompts)
+        with self.backend.tracer(self, "trace", **options) as tracer:
             logits = list().save()  # pyright: ignore[reportAttributeAccessIssue]
             for ids in tokens:
                 with tracer.invoke(ids):
@@ -162,7 +157,7 @@ class ForwardCalls(RequestCalls):
         several = as_prompts(prompts)
         if isinstance(prompts, torch.Tensor) and prompts.dim() == 2:
             several = list(prompts)
-        tokens = [self._factory.tokens(prompt, f"prompt {i}").token_ids for i, prompt in enumerate(several)]
+        tokens = [self.token_ids(prompt, f"prompt {i}") for i, prompt in enumerate(several)]
         lengths = [len(ids) for ids in tokens]
         if not lengths:
             raise PromptError("an empty list of prompts: expected at least one")

@@ -16,13 +16,14 @@ from ...hooks.traces.lowering.analysis import lower
 from ...hooks.traces.lowering.plan import Model, NotLowered, Plan, points_of
 from ...hooks.traces.lowering.replay import Replay, replay
 from ...hooks.traces.nnsight_compat import Envoy, InterleavingTracer
-from ...hooks.traces.syntax.envoy import TracedModel
 from ...hooks.traces.syntax.pass_options import NONE
 from ...models.native.decoder import DecoderForCausalLM
 from ..prompt_batch import prompts_of
 
 OWN_WORDS = ("interventions", "capture", "n", "num_return_sequences")
 """Keywords of a trace with which its block runs in the passes."""
+ROOT = "model"
+"""Path of the tree's root."""
 MAX_ITEMS, MAX_KNOWN = 64, 512
 """Most items of a list in a key, and most blocks of which the lowering is kept."""
 TraceInput = tuple[tuple, dict[str, Any]] | None
@@ -36,18 +37,17 @@ class Lowered:
     """Lowers the traces of one model.
 
     Args:
-        model: the root of the tree that blocks are written against.
+        module: the model that is served.
         mode: `ServerConfig.lower_traces`.
         device: of the model.
     """
 
-    def __init__(self, model: TracedModel, mode: str, device: Any) -> None:
+    def __init__(self, module: Any, mode: str, device: torch.device) -> None:
         self.mode = mode
-        module: Any = model._module
         self._known: dict[tuple[Any, ...], tuple[Plan | NotLowered, Any]] = {}
         self._native = isinstance(module, DecoderForCausalLM)
         softcap = getattr(module.config, "final_logit_softcapping", None)
-        points = points_of(model.path, module.spec.family, module.spec.num_hidden_layers, softcap)
+        points = points_of(ROOT, module.spec.family, module.spec.num_hidden_layers, softcap)
         self.model = Model(points, module.spec.hidden_size, module.spec.dtype, device)
 
     def lower(self, mode: str, traces: Sequence[RequestTrace], inputs: Sequence[TraceInput]) -> None:

@@ -10,34 +10,20 @@ from typing import Any, Unpack
 
 from ...core.output import RequestOutput
 from ...core.sampling_params import SamplingParams
-from ...engine.engine import Engine
 from ...hooks.interventions.knockout import Intervention
-from ...hooks.traces.blocks.trace import RequestTrace
 from ...hooks.traces.syntax.caller_frames import opens_with
-from ...hooks.traces.syntax.envoy import TracedModel
-from ...hooks.traces.syntax.tracer import EngineTracer
 from ...utils.arguments import PromptError
 from ..chat import is_conversation, render
 from ..completion import StreamPiece
 from ..handle import RequestHandle, results_of
 from ..notebook.signatures import names_options, signature_of
 from ..prompts import as_prompts
-from ..request_factory import RequestFactory
 from ..request_options import RequestOptions, check_options
+from .backed import BackedModel
 
 
-class RequestCalls(TracedModel):
-    """Calls for outputs: `generate`, `chat`, `sweep`, `submit`, `stream`, and theirs for asyncio and for endless inputs.
-
-    Attributes:
-        engine: serves the requests.
-        tokenizer: a transformers tokenizer, or None.
-    """
-
-    engine: Engine
-    tokenizer: Any
-    tracer_class: type[EngineTracer] = EngineTracer
-    _factory: RequestFactory
+class RequestCalls(BackedModel):
+    """Calls for outputs: `generate`, `chat`, `sweep`, `submit`, `stream`, and theirs for asyncio and for endless inputs."""
 
     @names_options()
     def _generate(
@@ -67,7 +53,7 @@ class RequestCalls(TracedModel):
             RuntimeError: the engine was shut down.
         """
         if opens_with(sys._getframe(1)):
-            return self.tracer_class(self, "generate", *args, **kwargs)
+            return self.backend.tracer(self, "generate", *args, **kwargs)
         return self._generate(*args, **kwargs)
 
     @names_options()
@@ -150,7 +136,7 @@ class RequestCalls(TracedModel):
         if "interventions" in options:
             raise TypeError("lm.sweep(prompt, runs) got interventions: the runs have them")
         lists = [[run] if isinstance(run, Intervention) else run for run in runs]
-        rendered = self._factory.tokens(prompt, "the prompt")
+        rendered = self._read(prompt, "the prompt")
         options["interventions"], names = lists, [f"run {i}" for i in range(len(lists))]
         handles = self._submit_all([rendered] * len(lists), sampling_params, options, names=names)
         return wait_for(handles, names)
@@ -178,7 +164,7 @@ class RequestCalls(TracedModel):
             PromptError, RequestError: of a prompt, after the outputs of those before it.
         """
         check_options("lm.imap", options)
-        most = 2 * self._factory.limits.max_running if max_in_flight is None else max_in_flight
+        most = 2 * self.limits.max_running if max_in_flight is None else max_in_flight
         if most < 1:
             raise ValueError(f"max_in_flight={max_in_flight}: expected at least 1")
         return self._imap(iter(prompts), sampling_params, most, options)
@@ -260,34 +246,10 @@ class RequestCalls(TracedModel):
             raise PromptError(f"one prompt is expected, got {len(prompts)}: lm.generate takes lists")
         return self._submit_all(prompts, params, options, streaming)[0]
 
-    def _submit_all(
-        self,
-        prompts: list[Any],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        options: RequestOptions,
-        streaming: bool = False,
-        names: Sequence[str] | None = None,
-        prompt_logits: bool = False,
-    ) -> list[RequestHandle]:
-        """A handle for each prompt, all submitted at once."""
+    def _submit_all(self, prompts: list[Any], *asked: Any, **how: Any) -> list[RequestHandle]:
+        """A handle for each prompt, all submitted at once. Takes the arguments of `submission`."""
         self.engine.check_open()
-        blocks = self.edits_of(options.get("edits"))
-        passes = self.pass_options(blocks, {})
-        traces = (lambda: RequestTrace(None, blocks, options=passes)) if blocks else None
-        made = self._factory.for_prompts(prompts, params, options, traces, streaming, names, prompt_logits)
-        mode = self._factory.runner.server_config.logprobs_mode
-        handles = [
-            RequestHandle(text, requests, self.tokenizer, self.engine, streaming, mode) for text, requests in made
-        ]
-        self._send(handles)
-        return handles
-
-    def _send(self, handles: list[RequestHandle]) -> None:
-        try:
-            self.engine.submit_all([(handle.requests, handle) for handle in handles])
-        except BaseException:
-            self._factory.release([request for handle in handles for request in handle.requests])
-            raise
+        return self.backend.submit(self.submission(prompts, *asked, **how))
 
 
 def wait_for(handles: list[RequestHandle], names: Sequence[str] | None = None) -> list[RequestOutput]:

@@ -7,18 +7,12 @@ from typing import Any, cast
 
 import torch
 
-from ...hooks.traces.syntax.envoy import TracedModel
 from ...utils.arguments import PromptError
+from .backed import BackedModel
 
 
-class TokenCalls(TracedModel):
-    """Conversions between text and token ids.
-
-    Attributes:
-        tokenizer: a transformers tokenizer, or None.
-    """
-
-    tokenizer: Any
+class TokenCalls(BackedModel):
+    """Conversions between text and token ids."""
 
     def to_tokens(self, text: str | Sequence[str], prepend_bos: bool | None = None) -> torch.Tensor:
         """Token ids of a text, or of several that have equally many tokens.

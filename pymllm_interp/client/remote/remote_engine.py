@@ -1,4 +1,4 @@
-"""`RemoteEngine`: a server, as the handles and calls of a `RemoteLM` see an engine."""
+"""`RemoteEngine`: the connection to a server, as handles and calls see an engine."""
 
 from __future__ import annotations
 
@@ -247,7 +247,11 @@ class RemoteEngine:
         """The engine's counters."""
         return self.ask("GET", "/v1/interp/stats").json()
 
-    def shutdown(self) -> None:
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV that the server's prefix cache keeps, of all clients. Servers do it for operators (`serve --operator`)."""
+        self.ask("POST", "/v1/interp/reset_prefix_cache")
+
+    def shutdown(self, timeout: float | None = None) -> None:
         """Close the connections. What runs ends; the server goes on."""
         if not self._closed:
             for call in {frames.call for frames, _ in list(self._calls.values()) if frames.call is not None}:

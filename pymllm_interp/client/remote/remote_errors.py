@@ -24,10 +24,6 @@ OURS["EngineDiedError"] = EngineClosedError
 """Exceptions that a client gets back as what they are, beside Python's own."""
 
 
-LAST_LINE = (1 << 31) - 1
-"""The largest line number that a traceback can have."""
-
-
 class RemoteError(RuntimeError):
     """An exception of the server, of a class that the client does not have. The message begins with the class."""
 

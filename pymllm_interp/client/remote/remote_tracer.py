@@ -1,4 +1,4 @@
-"""Traces of a `RemoteLM`: their blocks are sent to the server, and what they save comes back."""
+"""Traces of a server's model: their blocks are sent to the server, and what they save comes back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from ...hooks.traces.nnsight_compat import EditingTracer, Mediator, mark, push_result
 from ...hooks.traces.syntax.caller_frames import warn_at_caller
-from ...hooks.traces.syntax.envoy import TracedModel
 from ...hooks.traces.syntax.scanned import current_scan
 from ...hooks.traces.syntax.session import SessionTracer
 from ...hooks.traces.syntax.tracer import EngineTracer
@@ -16,6 +15,7 @@ from ...wire.gate_words import TRACE_PATH, TRACE_TYPE
 from ...wire.receipts import receipt_of
 from ...wire.trace_payload import block_to_data, dump, edit_to_data
 from ...wire.values import Values, tensors_of
+from ..calls.backed import BackedModel
 from .remote_engine import Frames, RemoteEngine
 
 
@@ -36,7 +36,7 @@ class _Names:
             raise TypeError(
                 "the block reads the tracer of another trace, whose results are its saved values: read those"
             )
-        if isinstance(obj, TracedModel) and getattr(obj, "is_remote", False):
+        if isinstance(obj, BackedModel) and not obj.backend.in_process:
             return "model", self.number(obj)
         return None
 
@@ -58,11 +58,9 @@ def payload_of(content: dict[str, Any], names: _Names) -> bytes:
     return dump({"main": main, "models": models}, names.of)
 
 
-def edits_payload(model: TracedModel, edits: Sequence[Mediator]) -> bytes:
-    """The payload of persistent edits alone, for requests without a block."""
-    names = _Names()
-    names.number(model)
-    return dump({"edits": [edit_to_data(edit) for edit in edits]}, names.of)
+def edits_payload(edits: Sequence[Mediator]) -> bytes:
+    """The payload of persistent edits, for requests without a block."""
+    return dump({"edits": [edit_to_data(edit) for edit in edits]}, _Names().of)
 
 
 def post(engine: RemoteEngine, payload: bytes) -> Frames:

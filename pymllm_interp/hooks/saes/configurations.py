@@ -21,8 +21,9 @@ import torch
 
 from ...core.model_spec import PATTERN
 from ..site import Site
-from .sae import NORMALIZATIONS
 
+NORMALIZATIONS = ("none", "layer_norm", "constant_norm_rescale")
+"""What an SAE may do to a state before it reads it."""
 _ARCHITECTURES = {
     "standard": "standard", "gated": "gated", "jumprelu": "jumprelu", "jump_relu": "jumprelu", "topk": "topk",
     "batchtopk": "jumprelu", "matryoshka_batchtopk": "jumprelu", "transcoder": "standard", "skip_transcoder": "standard",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ...utils.arguments import check_names, shown
+from ...utils.arguments import shown
 from ...utils.device import DTYPES
-from ..site import Site
+from ..vectors.files import checked_vector
 from .configurations import SAEFile, gemma_scope, gemma_scope_2, llama_scope, of_config
-from .sae import SAE, checked
 
 Tensors = dict[str, Any]
 _TRANSPOSED = {
@@ -30,27 +28,23 @@ _RENAMED = {
     "b_gate": "b_enc", "topk_threshold": "threshold",
 }  # fmt: skip
 """Names of tensors -> ours. The first are stored transposed, as torch.nn.Linear's weights are."""
+_TENSORS = ("W_enc", "b_enc", "W_dec", "b_dec", "threshold", "r_mag", "b_mag", "W_skip")
 
 
-def load_sae(
-    cls: type[SAE],
-    source: Any,
-    site: str | Site | None,
-    dtype: torch.dtype | str | None,
-    norm_scaling_factor: float | None,
-    changes: Mapping[str, Any],
-) -> SAE:
-    """See `SAE.load`."""
-    known = [part.name for part in fields(SAE)]
-    check_names("SAE.load", changes, known, {})
+def read_fields(
+    source: Any, dtype: torch.dtype | str | None, norm_scaling_factor: float | None, changes: Mapping[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """The fields of an `SAE`, and a name of the source for messages. See `SAE.load`.
+
+    Args:
+        source: as of `SAE.load`; an `SAEFile` in place of an SAE.
+    """
     if isinstance(dtype, str):
         if dtype not in DTYPES:
             raise ValueError(f"SAE.load: dtype={dtype!r}; expected one of {', '.join(sorted(DTYPES))}")
         dtype = DTYPES[dtype]
-    if site is not None:
-        changes = {**changes, "site": str(site)}
-    if isinstance(source, SAE):
-        who, found = "SAE", SAEFile({part.name: getattr(source, part.name) for part in fields(SAE)}, {})
+    if isinstance(source, SAEFile):
+        who, found = "SAE", source
     elif isinstance(source, str | Path):
         who, found = str(source), _read(Path(source), norm_scaling_factor)
     elif hasattr(source, "cfg") and hasattr(source, "state_dict"):
@@ -62,10 +56,7 @@ def load_sae(
     if made.get("site") is None and (reason := made.pop("no_site", "")):
         raise ValueError(f"{who}: {reason}; name the site that it reads, as in SAE.load(..., site='resid_post.12')")
     made.pop("no_site", None)
-    try:
-        return cls(**made)
-    except ValueError as error:
-        raise ValueError(f"{who}: {error}") from None
+    return who, made
 
 
 def _named(found: SAEFile, who: str, dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -73,11 +64,11 @@ def _named(found: SAEFile, who: str, dtype: torch.dtype | None) -> dict[str, Ten
     given, tensors = found.tensors, {}
     for name, value in given.items():
         own = _TRANSPOSED.get(name) or _RENAMED.get(name, name)
-        if own not in {part.name for part in fields(SAE)}:
+        if own not in _TENSORS:
             raise ValueError(
                 f"{who}: the tensor {name!r} is not of an SAE that is supported; they have {', '.join(_names())}"
             )
-        tensor = checked(value, f"{who}, {name}", dtype)
+        tensor = _checked(value, f"{who}, {name}", dtype)
         tensors[own] = tensor.T.contiguous() if name in _TRANSPOSED else tensor
     for name in ("W_enc", "b_enc", "W_dec", "b_dec") if given else ():
         if name not in tensors:
@@ -99,7 +90,14 @@ def _named(found: SAEFile, who: str, dtype: torch.dtype | None) -> dict[str, Ten
 
 
 def _names() -> list[str]:
-    return sorted({*_TRANSPOSED, *_RENAMED} | {part.name for part in fields(SAE) if "Tensor" in str(part.type)})
+    return sorted({*_TRANSPOSED, *_RENAMED, *_TENSORS})
+
+
+def _checked(tensor: Any, who: str, dtype: torch.dtype | None) -> Tensor:
+    """A finite tensor on the CPU, in a dtype; None: its own, or float32 for what is no floating tensor of torch."""
+    found = checked_vector(tensor, who, (0, 1, 2))
+    own = tensor.dtype if isinstance(tensor, Tensor) and tensor.is_floating_point() else torch.float32
+    return found.to(dtype or own)
 
 
 # -- files -------------------------------------------------------------------------------

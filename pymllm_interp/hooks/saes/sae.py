@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from importlib import import_module
 from math import inf
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -27,13 +26,14 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
+from ...utils.arguments import check_names
 from ...utils.cached_properties import version_of, versioned_property
 from ..site import Site, canonical
-from ..vectors.files import checked_vector
+from .configurations import NORMALIZATIONS, SAEFile
+from .formats import read_fields
 
 Architecture = Literal["standard", "jumprelu", "gated", "topk"]
 ARCHITECTURES = ("standard", "jumprelu", "gated", "topk")
-NORMALIZATIONS = ("none", "layer_norm", "constant_norm_rescale")
 _EPSILON = 1e-5
 """Of layer_norm, as in SAELens."""
 
@@ -141,8 +141,17 @@ class SAE:
             FileNotFoundError: no such file or folder, or no weights in it.
             ValueError: an unsupported architecture, a hook without a site, tensors that do not fit, or a file that needs pickle.
         """
-        formats = import_module("pymllm_interp.hooks.saes.formats")  # which builds on this module
-        return formats.load_sae(cls, source, site, dtype, norm_scaling_factor, fields)
+        known = list(cls.__dataclass_fields__)
+        check_names("SAE.load", fields, known, {})
+        if isinstance(source, SAE):
+            source = SAEFile({name: getattr(source, name) for name in known}, {})
+        who, made = read_fields(
+            source, dtype, norm_scaling_factor, fields if site is None else {**fields, "site": str(site)}
+        )
+        try:
+            return cls(**made)
+        except ValueError as error:
+            raise ValueError(f"{who}: {error}") from None
 
     # -- facts ---------------------------------------------------------------------------
 
@@ -305,10 +314,3 @@ def _products_float32(x: Tensor, weight: Tensor) -> Tensor:
     if x.is_cuda and x.dtype is weight.dtype and x.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(x, weight, out_dtype=torch.float32)
     return x.float() @ weight.float()
-
-
-def checked(tensor: Any, who: str, dtype: torch.dtype | None) -> Tensor:
-    """A finite tensor on the CPU, in a dtype. None: its own dtype, or float32 for what is no floating tensor of torch."""
-    found = checked_vector(tensor, who, (0, 1, 2))
-    own = tensor.dtype if isinstance(tensor, Tensor) and tensor.is_floating_point() else torch.float32
-    return found.to(dtype or own)

@@ -27,10 +27,11 @@ import zmq
 from safetensors import SafetensorError
 from safetensors.torch import load
 
+from ...client.backend import Submission
+from ...client.prompts import names_of
 from ...config import ModelConfig, ServerConfig
 from ...core.limits import MAX_NAMED
 from ...core.sampling_params import MAX_TOKEN_IDS, SamplingParams
-from ...hooks.traces.blocks.trace import RequestTrace
 from ...utils.arguments import PromptError
 from ...wire import messages as m
 from ...wire.failures import failure_of
@@ -98,8 +99,7 @@ class EngineServer:
 
     def stats(self) -> dict[str, Any]:
         """The engine's counters."""
-        limits = self.model.factory("").limits
-        return self.model.engine.stats() | {"kv_tokens": limits.kv_tokens, "traces": self.traces.num_running}
+        return self.model.engine.stats() | {"kv_tokens": self.model.limits.kv_tokens, "traces": self.traces.num_running}
 
     def close(self) -> None:
         """End what runs."""
@@ -125,39 +125,17 @@ class EngineServer:
             self._abort(abort)
 
     def _submit(self, message: m.Submit) -> None:
-        model, factory = self.model, self.model.factory(message.owner)
-        self._check_sizes(message, factory.limits.max_model_len)
-        edits = self.traces.edits_of(message.edits)
-        params = _for_each([None if given is None else _params(given) for given in message.params], message.prompts)
-        names = _names(message)
-        options: Any = dict(message.options)
-        for key, given, read in (
-            ("interventions", message.interventions, intervention_of), ("capture", message.captures, capture_of)
-        ):  # fmt: skip
-            if given:
-                lists = [[read(one, f"{key}[{i}]") for i, one in enumerate(ops)] for ops in given]
-                options[key] = _for_each(lists, message.prompts)
-        passes = model.pass_options(edits, {})
-        traces = (lambda: RequestTrace(None, edits, options=passes)) if edits else None
-        if any(one is None for one in params):
-            room = factory.limits.max_model_len
-            params = [
-                one or factory.defaults.fitting(room - len(ids))
-                for one, ids in zip(params, message.prompts, strict=True)
-            ]
-        made = factory.for_prompts(
-            message.prompts, params, options, traces, message.stream, names, message.prompt_logits  # pyright: ignore[reportArgumentType]
-        )  # fmt: skip
-        requests = [request for _, own in made for request in own]
-        ids = self._calls[message.call] = [request.request_id for request in requests]
+        self._check_sizes(message, self.model.limits.max_model_len)
+        model = self.model.of(message.owner, self.traces.edits_of(message.edits))
+        made = model.backend.prepare(_submission_of(message, model))
+        ids = self._calls[message.call] = [request.request_id for own in made for request in own]
         events = CallEvents(self.outbox, message.call, ids, partial(self._ended, message.call))
         self.outbox.put(
-            m.Accepted(message.call, [asdict(own[0].params) for _, own in made], [own[0].max_tokens for _, own in made])
+            m.Accepted(message.call, [asdict(own[0].params) for own in made], [own[0].max_tokens for own in made])
         )
         try:
-            model.engine.submit(requests, events)
+            model.backend.send([(own, events) for own in made])
         except BaseException:
-            factory.release(requests)
             self._calls.pop(message.call, None)
             raise
 
@@ -165,7 +143,7 @@ class EngineServer:
         """Refuse what is larger than it can be, before it is walked."""
         for i, ids in enumerate(message.prompts):
             if len(ids) > max_model_len:
-                what = _names(message)[i]
+                what = (message.names or names_of(message.prompts))[i]
                 raise PromptError(
                     f"{what} has {len(ids)} tokens, but the context holds {max_model_len} (max_model_len)"
                 )
@@ -232,10 +210,19 @@ def _vectors_of(body: bytes, what: str) -> Any:
     return next(iter(tensors.values()))
 
 
-def _names(message: m.Submit) -> list[str]:
-    """Names of the prompts, for messages."""
-    count = len(message.prompts)
-    return message.names or [f"prompt {i}" if count > 1 else "the prompt" for i in range(count)]
+def _submission_of(message: m.Submit, model: ServedModel) -> Submission:
+    """What a client's call asks for."""
+    room, prompts = model.limits.max_model_len, message.prompts
+    params = _for_each([None if given is None else _params(given) for given in message.params], prompts)
+    params = [one or model.backend.defaults.fitting(room - len(ids)) for one, ids in zip(params, prompts, strict=True)]
+    options: Any = dict(message.options)
+    for key, given, read in (
+        ("interventions", message.interventions, intervention_of), ("capture", message.captures, capture_of)
+    ):  # fmt: skip
+        if given:
+            lists = [[read(one, f"{key}[{i}]") for i, one in enumerate(ops)] for ops in given]
+            options[key] = _for_each(lists, prompts)
+    return model.submission(prompts, params, options, message.stream, message.names, message.prompt_logits)
 
 
 def _for_each(given: list[Any], prompts: list[Any]) -> list[Any]:
@@ -276,7 +263,7 @@ def serve(settings: dict[str, Any]) -> None:
     server = EngineServer(served, outbox, settings["queued_bytes"])
     gc.collect()
     gc.freeze()  # modules and weights stay for good: a full collection over them would stop all requests for 0.2 s
-    outbox.put(m.Ready(0, served.describe(), components()))
+    outbox.put(m.Ready(0, served.backend.describe(), components()))
     try:
         while os.getppid() == settings["parent"]:  # which may have ended while the model was loaded
             if not incoming.poll(POLL_MS):

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...client.handle import RequestHandle
+from ...core.request import Request
 from ...hooks.traces.blocks.errors import TraceTimeoutError
 from ...hooks.traces.nnsight_compat import EditingTracer, Mediator, Tracer, dec, inc
 from ...hooks.traces.syntax.session import SessionTracer
@@ -54,9 +54,9 @@ class Run:
         """The thread that calls this is the trace's."""
         self._thread = threading.get_ident()
 
-    def sent(self, handles: list[RequestHandle]) -> None:
+    def sent(self, requests: list[Request]) -> None:
         """Requests were submitted."""
-        self._requests += [request.request_id for handle in handles for request in handle.requests]
+        self._requests += [request.request_id for request in requests]
 
     def send(self, size: int, wait: bool) -> None:
         """Count a result of so many bytes; with `wait`, once its client has read enough of those before it."""
@@ -257,9 +257,8 @@ class _Named:
     def model(self, number: int) -> ServedModel:
         """The client's model of this number: each has persistent edits of its own."""
         if number not in self._models:
-            self._models[number] = copy = self._root.of(self._owner, [])
-            if self._run is not None:
-                copy.sent = self._run.sent
+            sent = None if self._run is None else self._run.sent
+            self._models[number] = self._root.of(self._owner, [], sent)
         return self._models[number]
 
     def tracer(self, kind: str) -> Any:

@@ -100,7 +100,7 @@ GENERATION = "lm.generate(prompt, max_new_tokens=6, ignore_eos=True)"
 
 def modules_of(lm: LM) -> list[str]:
     """What a block may read, in the order of the pass."""
-    points = lm._lowered.model.points
+    points = lm.backend.lowered.model.points
     return [f"lm.{name.removeprefix('model.')}" for name, point in points.items() if point.end]
 
 

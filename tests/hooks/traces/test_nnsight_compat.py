@@ -214,10 +214,10 @@ TypedAttributeSet.__init_subclass__ = classmethod(check)
 
 
 @pytest.mark.parametrize("anyio", ["", OLD_ANYIO], ids=["installed", "4.15"])
-@pytest.mark.parametrize("first", ["nnsight", "pymllm_interp.client.lm"])
+@pytest.mark.parametrize("first", ["nnsight", "pymllm_interp.lm"])
 def test_http_clients_import_after_nnsight(first: str, anyio: str) -> None:
     """nnsight gives every object a `save`, which anyio refuses in classes that it defines late."""
     late = "anyio.abc, anyio._backends._asyncio, anyio.streams.tls, anyio.from_thread, anyio.streams.file"
-    code = f"{anyio}\nimport {first}, nnsight, pymllm_interp.client.lm, {late}"
+    code = f"{anyio}\nimport {first}, nnsight, pymllm_interp.lm, {late}"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert found.returncode == 0, found.stderr[-2000:]

@@ -1297,7 +1297,7 @@ def test_an_edit_of_the_result_that_holds_nan_is_counted(lm: LM) -> None:
 
 def test_a_step_without_a_live_block_calls_no_module(lm: LM, monkeypatch) -> None:
     """Only the steps that a block waits for go module by module; iter[3] of 6 tokens is one of six."""
-    monkeypatch.setattr(lm._lowered, "mode", "off")
+    monkeypatch.setattr(lm.backend.lowered, "mode", "off")
     with lm.generate(A, max_new_tokens=6) as tracer:
         for _ in tracer.iter[3]:
             h = lm.model.layers[1].output.save()

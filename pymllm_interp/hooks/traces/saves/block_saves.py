@@ -92,7 +92,7 @@ class BlockSaves:
                 self.transfer.queue(value)
 
     def deliver(self, delivered: dict[int, Any]) -> dict[str, Any]:
-        """The values that the block bound, by name, as the caller gets them. `collected` ones are on the caller's device, and marked.
+        """The values that the block bound, by name. `collected` ones are on the caller's device, and marked.
 
         `queue` and `SaveTransfer.flush` come before, `SaveTransfer.finish` after.
 

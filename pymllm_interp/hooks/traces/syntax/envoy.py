@@ -1,6 +1,6 @@
 """`TracedModel`: the nnsight model over a runner's weights, which traces are written against.
 
-It is the envoy tree of the module that the runner serves. Users hold an `LM` (client/lm.py), which is the same object as the
+It is the envoy tree of the module that the runner serves. Users hold an `LM` (lm.py), which is the same object as the
 runner's `nnsight_model`.
 """
 

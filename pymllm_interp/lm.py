@@ -10,42 +10,39 @@ with lm.trace("The Eiffel Tower is in") as tracer:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import import_module
+from dataclasses import fields
 from os import PathLike
 from pathlib import Path
 from traceback import clear_frames
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers import PretrainedConfig
 
-from ..config import ModelConfig, ServerConfig
-from ..core import unsupported
-from ..core.limits import EngineLimits
-from ..core.model_spec import ModelSpec
-from ..core.sampling_params import SamplingParams
-from ..engine.engine import Engine
-from ..harvest.result import HarvestResult
-from ..harvest.run import run_harvest
-from ..hooks.captures.spec import Capture
-from ..hooks.declared import captures_for_each_prompt, for_each_prompt
-from ..hooks.interventions.knockout import Intervention
-from ..hooks.site import Site
-from ..hooks.traces.syntax.pass_options import take_options
-from ..layers.seal import seal
-from ..models.weights.source import load_tokenizer
-from ..runner.interp_model_runner import InterpModelRunner
-from ..utils.arguments import check_names
-from . import open_engines
-from .activation_cache import select_sites
-from .calls.forward_calls import ForwardCalls
-from .calls.token_calls import TokenCalls
-from .calls.toolkit_calls import ToolkitCalls
-from .calls.trace_calls import TraceCalls
-from .generation_defaults import GenerationDefaults
-from .handle import RequestHandle
-from .notebook.tab_completion import set_up_completion
-from .request_factory import PREFILL, RequestFactory
+from .client.activation_cache import NamesFilter
+from .client.backend import Backend, Submission
+from .client.calls.model import ClientModel
+from .client.chat import RenderedPrompt
+from .client.handle import RequestHandle
+from .client.local_backend import LocalBackend
+from .client.notebook.tab_completion import set_up_completion
+from .client.request_factory import PREFILL
+from .config import ModelConfig, ServerConfig
+from .core import unsupported
+from .harvest.result import HarvestResult
+from .harvest.run import run_harvest
+from .hooks.captures.spec import Capture
+from .hooks.declared import captures_for_each_prompt, for_each_prompt
+from .hooks.heads import Heads
+from .hooks.interventions.knockout import Intervention
+from .hooks.positions import Positions
+from .hooks.site import Site
+from .hooks.traces.syntax.pass_options import take_options
+from .utils.arguments import check_names
+
+if TYPE_CHECKING:
+    from .runner.interp_model_runner import InterpModelRunner
+    from .toolkit.attribution_result import Attribution
+    from .toolkit.sweep_result import PatchSweep
 
 ELSEWHERE = {
     "device_map": "one device holds the model, device='cuda' or 'cpu'",
@@ -60,7 +57,7 @@ ELSEWHERE = {
 """What nnsight's and vLLM's users write -> what to do."""
 
 
-class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore[reportIncompatibleMethodOverride]
+class LM(ClientModel):
     """A language model, its engine, and the tree that traces are written against.
 
     Args:
@@ -82,11 +79,9 @@ class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore
         generation_config: "auto": the model's generation_config.json sets `default_sampling_params`; "none": it does not; or a
             folder with another one.
         saes: {name: an `SAE`, a file or a folder}, as `lm.saes` has them. On CUDA, `SetFeature` takes those top-k SAEs alone.
+        backend: an engine that has its model already, in place of all arguments above but `rename`, `envoys` and
+            `attn_implementation` (client/backend.py). `connect` makes one of a server.
         server: further fields of `ServerConfig`, by name.
-
-    Attributes:
-        vectors: by name, for interventions that give a name in a vector's place (hooks/vectors/registry.py).
-        saes: sparse autoencoders by name, for captures and interventions that give a name in place of one (hooks/saes).
 
     Raises:
         FileNotFoundError, ValueError: no such model, or one that cannot be served; see `models`.
@@ -112,6 +107,7 @@ class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore
         attn_implementation: str | None = None,
         generation_config: str | PathLike[str] = "auto",
         saes: Mapping[str, Any] | None = None,
+        backend: Backend | None = None,
         **server: Any,
     ) -> None:
         _check_arguments(model, server)
@@ -128,47 +124,33 @@ class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore
             kv_cache_tokens=kv_cache_tokens,
             **server,
         )
-
-        open_engines.wait_for_released()
-        self.runner = InterpModelRunner(server_config, model_config, wrap=self.tree_maker(rename, envoys))
-        engine = None
+        if backend is not None:
+            _check_unused(model_config, server_config)
+        made = backend
         try:
-            self.engine = engine = Engine(self.runner)
-            open_engines.track(engine)
-            engine.start()
-            self._init_client(seed)
-            open_engines.release_with(self._factory, engine)  # copies of this LM (`lm.edit()`) have it, too
+            if made is None:
+                made = LocalBackend(model_config, server_config, wrap=self.tree_maker(rename, envoys))
+            super().__init__(made, rename, envoys)
+            set_up_completion(type(self))
         except BaseException as error:
             try:
-                if engine is not None:
-                    engine.shutdown()  # a second Ctrl-C ends this wait; the thread then ends by itself
+                if made is not None and backend is None:
+                    made.engine.shutdown()  # a second Ctrl-C ends this wait; the engine's thread then ends by itself
             finally:
                 # A notebook keeps the error, which holds this frame and those below.
                 self.__dict__.clear()
-                engine = None
+                made = None
                 clear_frames(error.__traceback__)
             raise
-
-    def _init_client(self, seed: int) -> None:
-        """The tokenizer, and what makes requests: all of an `LM` that its engine does not know."""
-        seal(self.runner.get_model())
-        assert self.runner.source is not None
-        self.tokenizer = load_tokenizer(self.runner.source)
-        self.hf_config: PretrainedConfig = self.runner.source.hf_config
-        setting = self.runner.model_config.generation_config
-        defaults = GenerationDefaults.of(setting, self.hf_config, self.runner.source.folder)
-        self._factory = RequestFactory(self.runner, self.tokenizer, defaults, seed)
-        self.vectors, self.saes = self._factory.vectors, self._factory.saes
-        set_up_completion(type(self))
 
     def __repr__(self) -> str:
         """The model, its device and dtype and the engine's state; then the tree of modules."""
         return f"{self._summary()}\n{super().__repr__()}"
 
     def _summary(self) -> str:
-        source, dtype = self.runner.source, str(self.dtype).removeprefix("torch.")
-        assert source is not None
-        return f"LM({source.name}, {self.runner.device}, {dtype}, engine: {self.engine.state})"
+        facts = self.backend.facts
+        dtype = str(facts.dtype).removeprefix("torch.")
+        return f"LM({facts.name}, {facts.device}, {dtype}, engine: {self.engine.state})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -177,47 +159,36 @@ class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore
         )
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of weights and states, as `lm.device` says where they are."""
-        return self.runner.dtype
-
-    @property
-    def cfg(self) -> PretrainedConfig:
-        """The model's transformers config: `hf_config`, by TransformerLens' name for a config."""
-        return self.hf_config
-
-    @property
-    def num_layers(self) -> int:
-        """Number of decoder layers."""
-        return self.model_spec.num_hidden_layers
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the residual stream."""
-        return self.model_spec.hidden_size
-
-    @property
-    def sites(self) -> list[str]:
-        """The sites that captures read, in the order of a forward pass; ``.*`` stands for the layer: "resid_post.*"."""
-        found = select_sites(None, self.model_spec, self.runner.declared.limits.inner_sites, captured=False)
-        kinds = [site.kind if site.layer is None else f"{site.kind}.*" for site in (*found, Site("logits"))]
-        return [*dict.fromkeys(kinds), "pattern.*"] if self.model_spec.cuts_edges else list(dict.fromkeys(kinds))
-
-    @property
     def model_fingerprint(self) -> str:
         """A hash of config, dtype and weights, as they are now: it follows edits of the weights (models/weights/model_state.py)."""
-        self.engine.check_open()
-        return self._factory.model_state.fingerprint()
+        return self.backend.fingerprint()
 
     @property
     def weights_version(self) -> int:
         """Grows with every edit of the weights. Cheap: nothing is read from the device."""
-        return self._factory.model_state.version
+        return self.backend.weights_version
 
     @property
-    def default_sampling_params(self) -> SamplingParams:
-        """Sampling parameters of calls without any: those of the model's generation_config.json, as in vLLM."""
-        return self._factory.defaults.sampling_params
+    def is_remote(self) -> bool:
+        """Whether the weights are in another process."""
+        return not self.backend.in_process
+
+    @property
+    def runner(self) -> InterpModelRunner:
+        """The model's runner. Raises NotImplementedError where it is in another process."""
+        self.backend.require_process("lm.runner")
+        backend: Any = self.backend
+        return backend.runner
+
+    @property
+    def capabilities(self) -> dict[str, Any]:
+        """The model, its sites, ops and limits, as JSON; of a server also what this key may do."""
+        return self.backend.describe()
+
+    @property
+    def engine_name(self) -> str:
+        """What computes: versions, device, attention backend and dtype."""
+        return self.backend.facts.engine_name
 
     # -- harvests ----------------------------------------------------------------------
 
@@ -260,6 +231,7 @@ class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore
             FileExistsError: the folder holds other files.
             HarvestError: the run stopped before the end of the input. The message names the document, and what was kept.
         """
+        self.backend.require_process("lm.harvest", "or capture with lm.imap")
         if self.engine.on_engine_thread:
             raise RuntimeError("a harvest cannot be run inside the block of a trace: the engine would wait for itself")
         self.engine.check_open()
@@ -272,32 +244,6 @@ class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore
             too_long=too_long, on_error=on_error, progress=progress,
         )  # fmt: skip
 
-    @property
-    def limits(self) -> EngineLimits:
-        """Upper bounds of requests and steps, as they are now."""
-        return self._factory.limits
-
-    @property
-    def engine_name(self) -> str:
-        """What computes: versions, device, attention backend and dtype."""
-        return self._factory.engine_name
-
-    @property
-    def model_spec(self) -> ModelSpec:
-        """Sites and widths of the model."""
-        return self.runner.model_spec
-
-    def token_ids(self, prompt: Any, what: str = "the prompt") -> list[int]:
-        """Token ids of a prompt: a text, token ids (list or tensor), or a tokenizer's dict.
-
-        Args:
-            what: names the prompt in messages.
-
-        Raises:
-            PromptError: it is empty, of another type, or has ids outside the vocabulary.
-        """
-        return self._factory.tokens(prompt, what).token_ids
-
     def resolve_specs(
         self, capture: Sequence[Capture | Site | str], interventions: Sequence[Intervention] | None = None
     ) -> tuple[list[Capture], list[Intervention]]:
@@ -306,9 +252,7 @@ class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore
         Raises:
             ValueError: an unknown name, or not a spec.
         """
-        (captures,) = self._factory.named(captures_for_each_prompt(capture, 1))
-        (declared,) = self._factory.named(for_each_prompt(interventions, 1))
-        return captures, declared
+        return self.backend.resolve(captures_for_each_prompt(capture, 1)[0], for_each_prompt(interventions, 1)[0])
 
     def submit_prefill(
         self,
@@ -329,12 +273,104 @@ class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore
             ValueError: the vector pool is full.
         """
         self.engine.check_open()
-        (request,) = self._factory.requests(token_ids, PREFILL, what=what)
-        self._factory.declare(request, interventions, captures, what)
-        self._factory.hold([request])
-        handle = RequestHandle(None, [request], None, self.engine)
-        self._send([handle])
+        prefill = Submission(
+            prompts=[RenderedPrompt(None, token_ids)], params=[PREFILL], interventions=[list(interventions)],
+            captures=[list(captures)], priority=[0], names=[what],
+        )  # fmt: skip
+        (handle,) = self.backend.submit(prefill)
         return handle
+
+    # -- experiments -------------------------------------------------------------------------
+
+    def patch_sweep(
+        self,
+        base: Any,
+        source: Any,
+        *,
+        site: str = "resid_post",
+        metric: Any,
+        positions: Positions | None = None,
+        heads: Heads | str = None,
+        layers: Iterable[int] | None = None,
+        how: str = "auto",
+        stream: bool = False,
+        progress: bool | None = None,
+    ) -> PatchSweep:
+        """Activation patching at every layer and position: the base prompt, each time with one state of the source prompt.
+
+        Each cell is the run of one `Patch`. Native families run all cells as one growing pass (docs/toolkit.md), others as
+        requests.
+
+        Args:
+            base, source: prompts with equally many tokens.
+            site: a kind of site (`resid_pre`, `resid_mid`, `resid_post`, `attn_out`, `mlp_out`, `mlp_act`, `q`, `k`, `v`, `z`), or
+                a pattern with layers.
+            metric: of the last position's logits: two tokens, the difference of their logits; one token, its log probability; or
+                a function of float32 logits [rows, vocab] that returns [rows]. A token is an id, or text.
+            positions: of the prompts; None: all. The result has them in ascending order.
+            heads: at `q`, `k`, `v` and `z`, patch these heads one by one; "all"; or None, for whole states.
+            layers: some layers; None: all.
+            how: "wavefront", "requests", or "auto": the wavefront where it serves.
+            stream: return after the two unpatched runs. Iterating over the result runs the cells.
+            progress: show a bar on standard error; None: on a terminal.
+
+        Returns:
+            a `PatchSweep`: `values` [layers, positions], or [layers, positions, heads].
+
+        Raises:
+            PromptError, ValueError: prompts of different lengths, or a metric, site, layer, position or head that cannot be served;
+                nothing was scheduled then.
+            NotImplementedError: a model with edits, or `how` is "wavefront" where it does not serve.
+        """
+        from .toolkit.sweep import patch_sweep
+
+        self._check_outside()
+        return patch_sweep(
+            self, base, source, site=site, metric=metric, positions=positions, heads=heads, layers=layers, how=how, stream=stream,
+            progress=progress,
+        )  # fmt: skip
+
+    def attribute(
+        self,
+        clean: Any,
+        corrupted: Any,
+        *,
+        metric: Any,
+        sites: NamesFilter,
+        steps: int = 1,
+        neurons: bool = False,
+    ) -> Attribution:
+        """Attribution patching: an estimate of what patching each site from the clean run adds to the corrupted run's metric.
+
+        One step is ``(clean - corrupted) * gradient`` with the corrupted run's gradients, and one pass serves all sites. More
+        steps are integrated gradients: each site has passes of its own, with states between both runs in its place. Their sum is
+        what patching the whole site does; the result's `completeness` compares the two.
+
+        Args:
+            clean, corrupted: prompts with equally many tokens.
+            metric: as `patch_sweep`; a function must be differentiable.
+            sites: a site's name or pattern, or several, of all kinds but `logits`.
+            steps: gradients to average, at the middle of equal parts of the way.
+            neurons: keep the width of each state, in place of sums over positions and heads.
+
+        Returns:
+            an `Attribution`: by site, [positions]; at `q`, `k`, `v` and `z` [positions, heads].
+
+        Raises:
+            PromptError, ValueError: prompts of different lengths, or a metric, site or number of steps that cannot be served;
+                nothing was scheduled then.
+            NotImplementedError: a model with edits, or a server's.
+        """
+        from .toolkit.attribution import attribute
+
+        self.backend.require_process("lm.attribute", "lm.patch_sweep runs here, as requests")
+        self._check_outside()
+        return attribute(self, clean, corrupted, metric=metric, sites=sites, steps=steps, neurons=neurons)
+
+    def _check_outside(self) -> None:
+        self.engine.check_open()
+        if self.engine.on_engine_thread:
+            raise RuntimeError("this cannot run inside the block of a trace: the engine would wait for itself")
 
     def reset_prefix_cache(self) -> None:
         """Forget the KV that the prefix cache keeps. Edits of the weights do so by themselves."""
@@ -356,15 +392,14 @@ class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore
             ConnectionError: no server answers there, or it serves another version.
             PermissionError: the key is missing or not known.
         """
-        remote = import_module("pymllm_interp.client.remote.remote_lm")  # above this package, which it builds on
-        return remote.RemoteLM(url, api_key, timeout)
+        from .client.remote.remote_backend import RemoteBackend
 
-    # -- life ----------------------------------------------------------------------------
+        return cls(backend=RemoteBackend(url, api_key, timeout))
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End what runs, and release all but the weights, which the tree shows: they go with the last reference (`del lm`).
 
-        A second call does nothing.
+        A server goes on; its connection is closed. A second call does nothing.
 
         Args:
             timeout: seconds to wait for the end; None: as long as it takes. A block that waits for a lock may take for ever.
@@ -372,9 +407,8 @@ class LM(TraceCalls, ForwardCalls, ToolkitCalls, TokenCalls):  # pyright: ignore
         Raises:
             TimeoutError: it takes longer. It goes on by itself.
         """
-        engine = self.__dict__.get("engine")
-        if engine is not None:
-            engine.shutdown(timeout)
+        if (backend := self.__dict__.get("backend")) is not None:
+            backend.engine.shutdown(timeout)
 
     def __enter__(self) -> LM:
         return self
@@ -392,3 +426,11 @@ def _check_arguments(model: Any, keywords: Mapping[str, Any]) -> None:
         )
     known = [*ModelConfig.__dataclass_fields__, *ServerConfig.__dataclass_fields__, "rename", "attn_implementation"]
     check_names("LM", keywords, known, ELSEWHERE)
+
+
+def _check_unused(model: ModelConfig, server: ServerConfig) -> None:
+    """Raises TypeError where arguments of an engine of our own come with a backend, which has its own."""
+    for given, default in ((model, ModelConfig()), (server, ServerConfig())):
+        for field in fields(default):
+            if getattr(given, field.name) != getattr(default, field.name):
+                raise TypeError(f"LM(backend=..., {field.name}=...): the backend's engine has its settings already")

@@ -1,0 +1,197 @@
+"""What an `LM` asks of the engine behind it: `Backend`.
+
+`LocalBackend` is an engine of this process, `RemoteBackend` a server's. Another engine is one more subclass: ``LM(backend=...)``
+has the calls of an `LM` over it. What it does not define raises NotImplementedError with its name and that of the feature.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from transformers import PretrainedConfig
+
+from ..core.limits import EngineLimits
+from ..core.model_spec import ModelSpec
+from ..core.sampling_params import SamplingParams
+from ..hooks.captures.spec import Capture
+from ..hooks.interventions.knockout import Intervention
+from ..hooks.traces.blocks.trace import RequestTrace
+from ..hooks.traces.nnsight_compat import Mediator
+from ..hooks.traces.syntax.envoy import TracedModel
+from ..hooks.traces.syntax.pass_options import NONE, PassOptions
+from ..hooks.traces.syntax.session import SessionTracer
+from ..hooks.traces.syntax.tracer import EngineTracer
+from ..runner.interp_model_runner import RunnerCommand
+from .chat import RenderedPrompt
+from .generation_defaults import GenerationDefaults
+from .handle import RequestHandle
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What a client knows of a served model. None of it changes while the model is served."""
+
+    name: str
+    """The model's name, and where it is served, if that is elsewhere."""
+    model: str
+    """As it was asked for: a name, a folder, a file or a hub id."""
+    folder: Path | None
+    """The folder with the weights' files on this machine; None where there is none."""
+    spec: ModelSpec
+    hf_config: PretrainedConfig
+    dtype: torch.dtype
+    """Dtype of weights and states."""
+    device: str
+    engine_name: str
+    """Versions, device, attention backend and dtype: with equal weights, results may differ by it in the last bits."""
+    inner_sites: frozenset[str]
+    """Kinds of inner sites ("q", "z", ...) that captures and interventions can use."""
+    logprobs_mode: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """The requests of one call, which are submitted all at once or not at all. The lists have an entry for each prompt."""
+
+    prompts: list[RenderedPrompt]
+    params: list[SamplingParams | None]
+    """None: the model's defaults."""
+    interventions: list[list[Intervention]]
+    captures: list[list[Capture]]
+    priority: list[int]
+    names: list[str]
+    """Of the prompts, for messages."""
+    cache_salt: str | None = None
+    timeout: float | None = None
+    """Seconds, after which the requests end with finish_reason "timeout"."""
+    stream: bool = False
+    """Whether each token is an event."""
+    prompt_logits: bool = False
+    """Whether the logits of all prompt positions are captured."""
+    edits: Sequence[Mediator] = ()
+    """Persistent edits of the model, which follow each request."""
+    passes: PassOptions = NONE
+    """How passes run for the edits."""
+
+
+class Backend(ABC):
+    """An engine with a model, and all that a client needs to use it.
+
+    Attributes:
+        in_process: whether weights, modules and gradients are in this process.
+        tracer: the class of a trace's ``with`` block: (model, mode, *inputs, **keywords).
+        engine: runs the requests, and outlives the backend until they have ended. A `RequestEngine`.
+        facts: the model.
+        module: the model's modules (`nn.Module`), which traces are written against; on the meta device where the weights are
+            elsewhere.
+        interleaver: an `EngineInterleaver`, which serves the blocks of traces; None where they do not run in this process.
+        tokenizer: a transformers tokenizer, or None: prompts are then token ids.
+        defaults: sampling parameters of requests without any, and the end-of-sequence ids.
+        vectors: by name, for interventions that give a name in a vector's place. Assignment uploads a vector.
+        saes: by name, for captures and interventions. Assignment raises NotImplementedError where they are a server's.
+    """
+
+    in_process: ClassVar[bool] = False
+    tracer: ClassVar[type[EngineTracer]] = EngineTracer
+    engine: Any
+    facts: ModelFacts
+    module: Any
+    interleaver: Any = None
+    tokenizer: Any
+    defaults: GenerationDefaults
+    vectors: MutableMapping[str, Any]
+    saes: MutableMapping[str, Any]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.facts.name}, {self.engine.state})"
+
+    @property
+    @abstractmethod
+    def limits(self) -> EngineLimits:
+        """Upper bounds of requests and steps, as they are now."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Model, sites, ops and limits, as JSON: what a server's ``/v1/interp/capabilities`` answers."""
+
+    @abstractmethod
+    def submit(self, submission: Submission) -> list[RequestHandle]:
+        """Start requests, and return a handle for each prompt at once.
+
+        Raises:
+            PromptError, ValueError: one of them cannot be served; none is started then.
+            EngineClosedError: the engine was shut down.
+        """
+
+    # -- traces ----------------------------------------------------------------------------
+
+    def attach(self, model: TracedModel) -> None:  # noqa: B027
+        """Serve traces that are written against this tree of `module`. Does not hold it."""
+
+    @abstractmethod
+    def run_pass(self, model: TracedModel, mode: str, inputs: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of a trace without a block, on the CPU. Raises what `run_traces` raises, and what its edits do."""
+
+    @abstractmethod
+    def session(self, model: TracedModel, device: Any, **kwargs: Any) -> SessionTracer:
+        """The ``with`` block around several traces of `model`. What it saves is on `device` afterwards."""
+
+    def run_traces(self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]) -> None:
+        """Serve the requests of traces with blocks in this process. Returns when all have ended.
+
+        Args:
+            mode: "trace" (one forward pass), "generate" or "pipe".
+            inputs: ``(args, kwargs)`` of each trace's prompts; None for a trace that sees the prompts of all others.
+
+        Raises:
+            PromptError, TypeError, ValueError: an invoke that cannot be served.
+            RuntimeError: called inside a block: the engine would wait for itself.
+            NotImplementedError: blocks run elsewhere.
+        """
+        self.require_process("a block of this process")
+
+    # -- what needs the model's process ------------------------------------------------------
+
+    def require_process(self, feature: str, instead: str = "") -> None:
+        """Raises NotImplementedError, which names the feature and this backend, unless the model is in this process.
+
+        Args:
+            feature: such as "lm.harvest".
+            instead: what to do here.
+        """
+        if not self.in_process:
+            hint = f"; {instead}" if instead else ""
+            raise NotImplementedError(
+                f"{feature} runs where the model is, {self.facts.name}: make a local LM there{hint}"
+            )
+
+    def run(self, command: RunnerCommand) -> Any:
+        """Have the runner run a command between steps. Returns its answer."""
+        self.require_process(f"the command {type(command).__name__}")
+
+    def post(self, command: RunnerCommand) -> None:
+        """`run` without waiting for the answer. Does nothing after the engine's end."""
+        self.run(command)
+
+    def resolve(
+        self, captures: list[Capture], interventions: list[Intervention]
+    ) -> tuple[list[Capture], list[Intervention]]:
+        """One prompt's specs with this model's vectors and SAEs in place of names. Raises PromptError for an unknown name."""
+        self.require_process("lm.resolve_specs")
+        return captures, interventions
+
+    def fingerprint(self) -> str:
+        """A hash of config, dtype and weights, as they are now."""
+        self.require_process("lm.model_fingerprint")
+        return ""
+
+    @property
+    def weights_version(self) -> int:
+        """Grows with every edit of the weights. Cheap: nothing is read from the device."""
+        self.require_process("lm.weights_version")
+        return 0

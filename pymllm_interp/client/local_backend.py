@@ -1,0 +1,289 @@
+"""`LocalBackend`: an engine of this process, as `LM` and the server's engine process use it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from traceback import clear_frames
+from typing import Any, ClassVar
+
+import torch
+
+from ..config import ModelConfig, ServerConfig
+from ..core.events import Subscriber
+from ..core.limits import EngineLimits
+from ..core.model_spec import NUMBERED_SITES
+from ..core.request import Request
+from ..engine.engine import Engine
+from ..hooks.captures.activations import NOTHING
+from ..hooks.captures.spec import Capture
+from ..hooks.interventions.knockout import Intervention
+from ..hooks.registry import ops
+from ..hooks.traces.blocks.trace import RequestTrace
+from ..hooks.traces.nnsight_compat import apply
+from ..hooks.traces.saves.save_transfer import SaveTransfer
+from ..hooks.traces.syntax.envoy import TracedModel, TreeMaker
+from ..hooks.traces.syntax.scanned import current_scan
+from ..hooks.traces.syntax.session import SessionTracer
+from ..layers.seal import seal
+from ..models.registry import is_native
+from ..models.weights.source import load_tokenizer
+from ..runner.interp_model_runner import InterpModelRunner, RunnerCommand
+from . import open_engines
+from .backend import Backend, ModelFacts, Submission
+from .calls.lowered import Lowered
+from .generation_defaults import GenerationDefaults
+from .handle import RequestHandle
+from .request_factory import RequestFactory
+
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+"""Sampling parameters that a model's generation_config.json may set."""
+
+
+class LocalBackend(Backend):
+    """A `Backend` whose engine, runner and weights are in this process.
+
+    Args:
+        model, server: the configuration of the model and of the engine.
+        wrap: makes the tree of the client over the loaded weights (`TracedModel.tree_maker`); None where it is made later.
+
+    Attributes:
+        runner: the model's.
+        factory: makes requests, with the named vectors of one owner.
+
+    Raises:
+        FileNotFoundError, ValueError: no such model, or one that cannot be served.
+    """
+
+    in_process: ClassVar[bool] = True
+
+    def __init__(self, model: ModelConfig, server: ServerConfig, wrap: TreeMaker | None = None) -> None:
+        open_engines.wait_for_released()
+        self.runner = InterpModelRunner(server, model, wrap=wrap)
+        engine = None
+        try:
+            self.engine = engine = Engine(self.runner)
+            open_engines.track(engine)
+            engine.start()
+            self._describe_model()
+            open_engines.release_with(self.factory, engine)  # which views and copies of an LM (`lm.edit()`) have, too
+        except BaseException as error:
+            self._undo(engine, error)
+            engine = None
+            raise
+
+    def _undo(self, engine: Engine | None, error: BaseException) -> None:
+        """End an engine that could not be set up. A notebook keeps the error, which holds this frame and those below."""
+        try:
+            if engine is not None:
+                engine.shutdown()  # a second Ctrl-C ends this wait; the thread then ends by itself
+        finally:
+            vars(self).clear()
+            clear_frames(error.__traceback__)
+
+    def _describe_model(self) -> None:
+        runner, config = self.runner, self.runner.model_config
+        source = runner.source
+        self.module: Any = runner.get_model()
+        self.interleaver: Any = runner.interleaver
+        assert source is not None
+        seal(self.module)
+        self.lowered = Lowered(self.module, runner.server_config.lower_traces, torch.device(runner.device))
+        self.tokenizer = load_tokenizer(source)
+        self.defaults = GenerationDefaults.of(config.generation_config, source.hf_config, source.folder)
+        self._use(RequestFactory(runner, self.tokenizer, self.defaults, config.seed))
+        self.facts = ModelFacts(
+            name=source.name, model=config.model, folder=source.folder, spec=runner.model_spec, hf_config=source.hf_config,
+            dtype=runner.dtype, device=runner.device, engine_name=self.factory.engine_name,
+            inner_sites=runner.declared.limits.inner_sites, logprobs_mode=runner.server_config.logprobs_mode,
+        )  # fmt: skip
+
+    def view(self, factory: RequestFactory, sent: Callable[[list[Request]], None] | None = None) -> LocalBackend:
+        """The same engine with another factory.
+
+        Args:
+            sent: called with the requests of a trace before they are submitted.
+        """
+        found = copy.copy(self)
+        found._use(factory, sent)
+        return found
+
+    def _use(self, factory: RequestFactory, sent: Callable[[list[Request]], None] | None = None) -> None:
+        self.factory, self._sent = factory, sent
+        self.vectors, self.saes = factory.vectors, factory.saes
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self.factory.limits
+
+    def fingerprint(self) -> str:
+        self.engine.check_open()
+        return self.factory.model_state.fingerprint()
+
+    @property
+    def weights_version(self) -> int:
+        return self.factory.model_state.version
+
+    def attach(self, model: TracedModel) -> None:
+        self.runner.adopt(model)
+
+    def resolve(
+        self, captures: list[Capture], interventions: list[Intervention]
+    ) -> tuple[list[Capture], list[Intervention]]:
+        return self.factory.named([captures])[0], self.factory.named([interventions])[0]
+
+    # -- requests --------------------------------------------------------------------------
+
+    def submit(self, submission: Submission) -> list[RequestHandle]:
+        engine, mode, made = self.engine, self.facts.logprobs_mode, self.prepare(submission)
+        handles = [
+            RequestHandle(prompt.text, requests, self.tokenizer, engine, submission.stream, mode)
+            for prompt, requests in zip(submission.prompts, made, strict=True)
+        ]
+        self.send([(handle.requests, handle) for handle in handles])
+        return handles
+
+    def prepare(self, submission: Submission) -> list[list[Request]]:
+        """The requests of each prompt, checked. They hold vectors until `send` has sent them and they have ended.
+
+        Raises:
+            PromptError, ValueError, EngineClosedError: as `submit`.
+        """
+        self.engine.check_open()
+        return self.factory.for_prompts(submission)
+
+    def send(self, groups: Sequence[tuple[Sequence[Request], Subscriber]]) -> None:
+        """Queue requests, all at once, with the subscriber to their events."""
+        try:
+            self.engine.submit_all(groups)
+        except BaseException:
+            self.factory.release([request for requests, _ in groups for request in requests])
+            raise
+
+    # -- traces ----------------------------------------------------------------------------
+
+    def session(self, model: TracedModel, device: Any, **kwargs: Any) -> SessionTracer:
+        return SessionTracer(device, **kwargs)
+
+    def run_traces(self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]) -> None:
+        if self.engine.on_engine_thread or current_scan() is not None:
+            raise RuntimeError(
+                "a trace cannot be opened inside the block of another, of this LM or of another: use a session, or invokes"
+            )
+        self.engine.check_open()
+        requests = self._requests_of(mode, traces, inputs)
+        handles = [RequestHandle(None, [request], None, self.engine) for request in requests]
+        if self._sent is not None:
+            self._sent(requests)
+        self.send([(handle.requests, handle) for handle in handles])
+        for trace in traces:
+            trace.cancel = lambda: [handle.cancel() for handle in handles]
+        try:
+            for handle in handles:
+                handle.wait()
+        except BaseException:
+            for handle in handles:
+                handle.cancel()
+            for handle in handles:
+                handle.wait()
+            raise
+        saves = {key: names for request in requests for key, names in request.saves.items()}
+        for trace in traces:
+            trace.saves.collected = saves.get(trace.key, {})
+        owners = {request_id: trace for trace in traces if trace.plan is not None for request_id in trace.request_ids}
+        self.lowered.replay([(owners[r.request_id], r) for r in requests if r.request_id in owners])
+        for request in requests:
+            trace = owners.get(request.request_id) or request.trace
+            if trace.plan is not None:
+                trace.error = _ended_early(request) or request.error or trace.error
+                continue
+            trace.activations.append(NOTHING if request.activations is None else request.activations)
+            # Why it ended comes before what its block, which still waited, made of that.
+            trace.error = _ended_early(request) or request.error or trace.error
+
+    def _requests_of(
+        self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]
+    ) -> list[Request]:
+        """The requests of the traces, with captures and ops in the place of blocks that can run afterwards."""
+        self.lowered.lower(mode, traces, inputs)
+        try:
+            return self.factory.for_traces(mode, traces, inputs)
+        except Exception as error:
+            if all(trace.plan is None for trace in traces):
+                raise
+            self.lowered.unlower(traces, error)
+            return self.factory.for_traces(mode, traces, inputs)
+
+    def run_pass(self, model: TracedModel, mode: str, inputs: tuple, kwargs: dict[str, Any]) -> Any:
+        blocks = model.edits_of(kwargs.pop("edits", None))
+        options = model.pass_options(blocks, kwargs)
+        trace = RequestTrace(None, blocks, options=options, transfer=SaveTransfer(None))
+        trace.keeps_result = True
+        self.run_traces(mode, [trace], [(inputs, kwargs)])
+        trace.saves.queue()
+        result, error = trace.result, trace.take_error()
+        trace.release_blocks()
+        if error is not None:
+            raise error
+        return apply(result, lambda tensor: tensor.detach().to("cpu", copy=True), torch.Tensor)
+
+    # -- commands and facts ----------------------------------------------------------------
+
+    def run(self, command: RunnerCommand) -> Any:
+        return self.engine.run(command)
+
+    def post(self, command: RunnerCommand) -> None:
+        self.engine.post(command)
+
+    def describe(self) -> dict[str, Any]:
+        runner, facts, config = self.runner, self.facts, self.runner.server_config
+        spec, limits, impl = facts.spec, self.limits, runner.model_config.impl
+        kinds = [kind for kind in NUMBERED_SITES if kind in spec.family.points or kind == "logits"]
+        defaults = self.defaults.sampling_params
+        return {
+            "model": facts.model,
+            "architecture": type(self.module).__name__,
+            "impl": "native" if is_native(facts.hf_config, impl) else "transformers",
+            "dtype": str(facts.dtype)[6:],
+            "device": facts.device,
+            "engine": facts.engine_name,
+            "num_layers": spec.num_hidden_layers,
+            "hidden_size": spec.hidden_size,
+            "sites": {
+                kind: {"shape": list(spec.shape(kind)), "layers": kind not in ("embed", "final_norm", "logits")}
+                for kind in kinds
+                if kind not in ("q", "k", "v", "z", "mlp_act") or kind in facts.inner_sites
+            },
+            "ops": sorted(ops()),
+            "saes": {name: {"site": sae.site, "features": sae.d_sae} for name, sae in self.saes.items()},
+            "hooks": {
+                "hook_execution": config.hook_execution,
+                "declared": "inside the forward pass; no Python runs, and CUDA graphs are replayed",
+                "traces": "Python at module boundaries, between graph segments on CUDA",
+            },
+            "limits": {
+                "max_model_len": limits.max_model_len,
+                "max_num_tokens": limits.max_num_tokens,
+                "kv_tokens": limits.kv_tokens,
+                "max_running_requests": limits.max_running,
+                "vocab_size": limits.vocab_size,
+                "max_interventions_per_site": config.max_interventions_per_site,
+                "max_intervention_vectors": config.max_intervention_vectors,
+                "max_capture_bytes": config.max_capture_bytes,
+                "trace_step_timeout": config.trace_step_timeout,
+            },
+            "sampling_defaults": {name: getattr(defaults, name) for name in SAMPLING_DEFAULTS},
+            "logprobs_mode": facts.logprobs_mode,
+            "inner_sites": sorted(facts.inner_sites),
+            "eos_token_ids": sorted(self.defaults.eos_token_ids),
+            "seed": runner.model_config.seed,
+            "hf_config": facts.hf_config.to_dict(),
+            "tokenizer": self.tokenizer is not None,
+            "chat": bool(getattr(self.tokenizer, "chat_template", None)),
+        }
+
+
+def _ended_early(request: Request) -> BaseException | None:
+    if request.finish_reason == "timeout":
+        return TimeoutError(f"request {request.request_id} ran into its timeout")
+    return None

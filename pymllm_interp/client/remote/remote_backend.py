@@ -1,0 +1,189 @@
+"""`RemoteBackend`: a server, as the backend of the `LM` that `LM.connect` returns. The weights stay on the server."""
+
+from __future__ import annotations
+
+import base64
+import io
+import tarfile
+import tempfile
+from dataclasses import fields
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+
+from ... import __version__
+from ...core.limits import EngineLimits
+from ...core.request import Request
+from ...core.sampling_params import SamplingParams
+from ...hooks.traces.syntax.envoy import TracedModel
+from ...hooks.traces.syntax.tracer import EngineTracer
+from ...layers.seal import seal
+from ...models.registry import NATIVE, architecture_of, spec_of
+from ...utils.arguments import PromptError
+from ...utils.device import DTYPES
+from ...wire.specs import to_json
+from ..backend import Backend, ModelFacts, Submission
+from ..chat import RenderedPrompt
+from ..generation_defaults import GenerationDefaults
+from ..handle import RequestHandle
+from ..request_limits import max_tokens_of, truncated
+from .remote_engine import RemoteEngine
+from .remote_tracer import RemoteSession, RemoteTracer, edits_payload, run_remotely
+from .remote_vectors import RemoteVectors
+
+MOST_IN_FLIGHT = 64
+"""Requests of `lm.imap` that may be pending, halved; each has a connection."""
+
+
+class RemoteBackend(Backend):
+    """A `Backend` whose engine is a server's.
+
+    Args:
+        url, api_key, timeout: as of `LM.connect`.
+
+    Raises:
+        ConnectionError: no server answers there, or it serves another version.
+        PermissionError: the key is missing or not known.
+    """
+
+    tracer: ClassVar[type[EngineTracer]] = RemoteTracer
+
+    def __init__(self, url: str, api_key: str | None = None, timeout: float | None = None) -> None:
+        self.engine = RemoteEngine(url, api_key, timeout)
+        self._info = info = self.engine.ask("GET", "/v1/interp/capabilities").json()
+        if info["version"] != __version__:
+            raise ConnectionError(
+                f"{url} runs pymllm-interp {info['version']}, and this is {__version__}: install the same"
+            )
+        config, dtype = config_of(info["hf_config"]), DTYPES[info["dtype"]]
+        self.module: Any = tree_of(config, info["impl"], dtype)
+        self.facts = ModelFacts(
+            name=f"{info['model']} at {self.engine.url}", model=info["model"], folder=None, spec=self.module.spec,
+            hf_config=config, dtype=dtype, device=info["device"], engine_name=info["engine"],
+            inner_sites=frozenset(info["inner_sites"]), logprobs_mode=info["logprobs_mode"],
+        )  # fmt: skip
+        values = {name: value for name, value in info["sampling_defaults"].items() if value is not None}
+        values["max_new_tokens"] = values.pop("max_tokens", 16)
+        self.defaults = GenerationDefaults(values, frozenset(info["eos_token_ids"]))
+        self.tokenizer = _tokenizer(self.engine) if info["tokenizer"] else None
+        self.vectors = RemoteVectors(self.engine)
+        self.saes = ServedSAEs(info["saes"])
+
+    @property
+    def limits(self) -> EngineLimits:
+        found = self._info["limits"]
+        return EngineLimits(
+            found["vocab_size"], found["max_model_len"], found["max_num_tokens"], found["kv_tokens"],
+            min(found["max_running_requests"], found["max_concurrent"] // 2, MOST_IN_FLIGHT),
+        )  # fmt: skip
+
+    def describe(self) -> dict[str, Any]:
+        return self._info
+
+    def submit(self, submission: Submission) -> list[RequestHandle]:
+        if not submission.prompts:
+            return []
+        sent = [self._sent(*each) for each in zip(submission.prompts, submission.params, submission.names, strict=True)]
+        frames, accepted = self.engine.start(_body_of(submission, sent))
+        handles: list[RequestHandle] = []
+        subscribers: list[tuple[str, RequestHandle]] = []
+        for i, prompt in enumerate(submission.prompts):
+            own = SamplingParams(**_params_of(accepted["params"][i]))
+            requests = [
+                Request(
+                    f"{frames.call}-{i}-{j}", sent[i], own, accepted["max_tokens"][i], own.seed or 0, j,
+                    stream=submission.stream, logprobs=None if own.logprobs is None else [],
+                )
+                for j in range(own.n)
+            ]  # fmt: skip
+            mode = self.facts.logprobs_mode
+            handle = RequestHandle(prompt.text, requests, self.tokenizer, self.engine, submission.stream, mode)
+            handles.append(handle)
+            subscribers += [(request.request_id, handle) for request in requests]
+        self.engine.follow(frames, subscribers)
+        return handles
+
+    def _sent(self, prompt: RenderedPrompt, params: SamplingParams | None, name: str) -> list[int]:
+        """The token ids that the server gets. What no context holds is refused here, and does not travel."""
+        limits = self.limits
+        params = params or self.defaults.fitting(limits.max_model_len - len(prompt.token_ids))
+        ids = truncated(prompt.token_ids, params, limits.max_model_len)
+        max_tokens_of(limits, self.tokenizer, ids, params, name, forward_only=False)
+        return ids
+
+    def session(self, model: TracedModel, device: Any, **kwargs: Any) -> RemoteSession:
+        return RemoteSession(model, device, **kwargs)
+
+    def run_pass(self, model: TracedModel, mode: str, inputs: tuple, kwargs: dict[str, Any]) -> Any:
+        return run_remotely(model, mode, inputs, kwargs)
+
+
+class ServedSAEs(dict[str, Any]):
+    """The server's SAEs by name: their sites and numbers of features."""
+
+    def __setitem__(self, name: str, sae: Any) -> None:
+        raise NotImplementedError(f"lm.saes[{name!r}]: a server has the SAEs that it is started with (serve --sae)")
+
+
+def config_of(values: dict[str, Any]) -> PretrainedConfig:
+    """A transformers config from its values."""
+    rest = {name: value for name, value in values.items() if name not in ("model_type", "transformers_version")}
+    return AutoConfig.for_model(values["model_type"], **rest)
+
+
+def tree_of(config: PretrainedConfig, impl: str, dtype: torch.dtype) -> nn.Module:
+    """The model's modules, without weights."""
+    spec = spec_of(config, impl, dtype)
+    if impl == "native":
+        model: nn.Module = NATIVE[architecture_of(config)](config, spec, "meta", spec.context_len)
+    else:
+        with torch.device("meta"):
+            served = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = nn.Module()
+        for name, child in served.named_children():
+            model.add_module(name, child)
+        model.spec = spec  # pyright: ignore
+    seal(model)
+    return model
+
+
+def _tokenizer(engine: RemoteEngine) -> Any:
+    """The server's tokenizer."""
+    archive = engine.ask("GET", "/v1/interp/tokenizer").content
+    with tempfile.TemporaryDirectory(prefix="pymllm-interp-") as folder:
+        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            files.extractall(folder, filter="data")
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _body_of(submission: Submission, prompts: list[list[int]]) -> dict[str, Any]:
+    """The JSON of a submission of these token ids."""
+    ops, captures = submission.interventions, submission.captures
+    return {
+        "prompts": prompts,
+        "params": [None if params is None else _params_to_json(params) for params in submission.params],
+        "interventions": [[to_json(op) for op in found] for found in ops] if any(ops) else [],
+        "captures": [[to_json(spec) for spec in found] for found in captures] if any(captures) else [],
+        "priority": submission.priority,
+        "cache_salt": submission.cache_salt,
+        "timeout": submission.timeout,
+        "names": submission.names,
+        "stream": submission.stream,
+        "prompt_logits": submission.prompt_logits,
+        "edits": base64.b64encode(edits_payload(submission.edits)).decode() if submission.edits else "",
+    }
+
+
+def _params_to_json(params: SamplingParams) -> dict[str, Any]:
+    if params.constraint is not None:
+        raise PromptError(
+            "SamplingParams(constraint=...): a constraint is code, which a server does not take: use a local LM"
+        )
+    return {field.name: value for field in fields(params) if (value := getattr(params, field.name)) != field.default}
+
+
+def _params_of(given: dict[str, Any]) -> dict[str, Any]:
+    biases = given.get("logit_bias")
+    return given if biases is None else given | {"logit_bias": {int(token): bias for token, bias in biases.items()}}
