@@ -25,7 +25,7 @@ from ..hooks.declared import captures_for_each_prompt, for_each_prompt
 from ..hooks.interventions.knockout import Intervention
 from ..hooks.receipt import Receipt
 from ..hooks.traces.blocks.trace import RequestTrace
-from ..hooks.traces.lowering.plan import Plan
+from ..hooks.traces.lowering.plan import BlockPlan
 from ..hooks.vectors.registry import VectorRegistry
 from ..models.weights.model_state import ModelState
 from ..runner.device_memory import free_bytes, long_pass_bytes
@@ -421,7 +421,7 @@ class RequestFactory:
 
     def _traced(
         self, mode: str, prompt: Any, kwargs: dict[str, Any], what: str, sampling: dict[tuple, SamplingParams],
-        plan: Plan | None,
+        plan: BlockPlan | None,
     ) -> Request:  # fmt: skip
         """The request of one prompt.
 

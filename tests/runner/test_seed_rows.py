@@ -191,7 +191,7 @@ def test_n12_load_model_wraps_the_weights_in_the_clients_own_tree(
         made: Any = LM(model_folder("llama"), device="cpu")
     else:
         made = ServedModel(ModelConfig(model=str(model_folder("llama"))), ServerConfig(device="cpu"))
-    assert trees == [made] and made.runner.nnsight_model is made
+    assert trees == [made] and made.backend.runner.nnsight_model is made
     made.engine.shutdown()
 
 

@@ -13,7 +13,7 @@ from ...core.request import Request
 from ...hooks.traces.blocks.block_analysis import codes_of
 from ...hooks.traces.blocks.trace import Block, RequestTrace
 from ...hooks.traces.lowering.analysis import lower
-from ...hooks.traces.lowering.plan import Model, NotLowered, Plan, points_of
+from ...hooks.traces.lowering.plan import BlockPlan, LoweringModel, NotLowered, points_of
 from ...hooks.traces.lowering.replay import Replay, replay
 from ...hooks.traces.nnsight_compat import Envoy, InterleavingTracer
 from ...hooks.traces.syntax.pass_options import NONE
@@ -44,11 +44,11 @@ class Lowered:
 
     def __init__(self, module: Any, mode: str, device: torch.device) -> None:
         self.mode = mode
-        self._known: dict[tuple[Any, ...], tuple[Plan | NotLowered, Any]] = {}
+        self._known: dict[tuple[Any, ...], tuple[BlockPlan | NotLowered, Any]] = {}
         self._native = isinstance(module, DecoderForCausalLM)
         softcap = getattr(module.config, "final_logit_softcapping", None)
         points = points_of(ROOT, module.spec.family, module.spec.num_hidden_layers, softcap)
-        self.model = Model(points, module.spec.hidden_size, module.spec.dtype, device)
+        self.model = LoweringModel(points, module.spec.hidden_size, module.spec.dtype, device)
 
     def lower(self, mode: str, traces: Sequence[RequestTrace], inputs: Sequence[TraceInput]) -> None:
         """Set the `plan` of each trace whose block can run after its request.
@@ -60,14 +60,14 @@ class Lowered:
             return
         for trace, given in zip(traces, inputs, strict=True):
             found = self._lowering(mode, trace, given)
-            if isinstance(found, Plan):
+            if isinstance(found, BlockPlan):
                 trace.plan, trace.receipt.lowered, trace.single = found, True, mode == "trace"
             elif self.mode == "require":
                 raise LoweringError(f"lower_traces='require', but this block runs in the forward passes: {found}")
             else:
                 trace.receipt.not_lowered = str(found)
 
-    def _lowering(self, mode: str, trace: RequestTrace, given: TraceInput) -> Plan | NotLowered:
+    def _lowering(self, mode: str, trace: RequestTrace, given: TraceInput) -> BlockPlan | NotLowered:
         block = trace.main_block
         outside = (
             (not self._native, "this model runs by its class in transformers"),
@@ -95,7 +95,7 @@ class Lowered:
         found = self._known.get(key) if key is not None else None
         if found is None:
             found = lower(block, saved, self.model, mode == "trace"), key
-            if key is not None and not (isinstance(found[0], Plan) and found[0].edits):
+            if key is not None and not (isinstance(found[0], BlockPlan) and found[0].edits):
                 if len(self._known) == MAX_KNOWN:
                     self._known.clear()
                 self._known[key] = found

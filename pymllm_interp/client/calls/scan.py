@@ -119,7 +119,7 @@ class ScanTracer(EngineTracer):
         for i, (block, args, kwargs, _) in enumerate(self._invocations):
             what = f"invoke {i}" if len(self._invocations) > 1 else "the prompt"
             batch, kwargs = prompts_of(args, kwargs, what)
-            lengths = [len(model._factory.tokens(prompt, what).token_ids) for prompt in batch.prompts]
+            lengths = [len(model.token_ids(prompt, what)) for prompt in batch.prompts]
             width = batch.padding.width if batch.padding else max(lengths, default=0)
             edits = model.edits_of(kwargs.pop("edits", None)) if lengths else []
             joined = bool(kwargs.pop("padding", False)) or not lengths or joined

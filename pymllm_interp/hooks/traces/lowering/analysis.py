@@ -8,64 +8,23 @@ that decides what is read. Whatever the walk does not know, it refuses, and the 
 from __future__ import annotations
 
 import ast
-import builtins
-import itertools
-import types
-from collections.abc import Iterator
-from typing import Any
 
-import torch
-
-from ..nnsight_compat import Envoy, InterleavingTracer, Iterations, Mediator, save
-from ..syntax.envoy import TracedEnvoy, TracedModel
-from . import pure
+from ..nnsight_compat import Mediator
 from .edits import Edits, without_edits
-from .plan import LAST, Lowering, Model, Need, NotLowered, Plan, Refused, Scope
-
-MAX_NODES = 100_000
-"""Most nodes that are walked, loops unrolled."""
-KNOWN = (bool, int, float, str, type(None), slice, range, torch.dtype, torch.device, type(...))
-
-
-class Unknown:
-    """A value that exists when the block runs.
-
-    Args:
-        step: it depends on nothing but the number of the step.
-        fresh: a container that the block made, or that was saved above it.
-    """
-
-    __slots__ = ("fresh", "step")
-
-    def __init__(self, step: bool = False, fresh: bool = False) -> None:
-        self.step, self.fresh = step, fresh
+from .expressions import Expressions
+from .plan import Lowering, LoweringModel, NotLowered, NotStatic, Scope
+from .values import (
+    KNOWN,
+    UNKNOWN,
+    SiteRead,
+    Steps,
+    Unknown,
+    combined,
+    truth,
+)
 
 
-class Read(Unknown):
-    """What a location gives: a value of a site, or a tuple of it."""
-
-    __slots__ = ("in_tuple", "site")
-
-    def __init__(self, site: str, in_tuple: bool) -> None:
-        super().__init__()
-        self.site, self.in_tuple = site, in_tuple
-
-
-class Tracer:
-    """The block's own tracer."""
-
-
-class Steps:
-    """``tracer.iter[...]``: steps `start` to `stop`; None for no end."""
-
-    def __init__(self, start: int, stop: int | None) -> None:
-        self.start, self.stop = start, stop
-
-
-UNKNOWN = Unknown()
-
-
-def lower(block: Mediator, saved: set[int], model: Model, single: bool) -> Lowering:
+def lower(block: Mediator, saved: set[int], model: LoweringModel, single: bool) -> Lowering:
     """What a block reads and edits, or why it is not known before it runs.
 
     Args:
@@ -76,34 +35,19 @@ def lower(block: Mediator, saved: set[int], model: Model, single: bool) -> Lower
     try:
         walk.body(node.body)
         walk.plan.code = without_edits(node, block.code, walk.edited) if walk.edited else None
-    except Refused as refused:
+    except NotStatic as refused:
         return NotLowered(str(refused), walk.line)
+    except Exception as error:  # a block that this module cannot read runs as it always did
+        return NotLowered(f"it cannot be analysed: {type(error).__name__}: {error}", walk.line)
     return walk.plan
 
 
-class Walk:
-    """One walk over a block.
+class Walk(Expressions):
+    """One walk over a block: its statements."""
 
-    Attributes:
-        plan: what it has found.
-        line: where it is.
-        steps: of the loop over steps that it is in.
-        read: sites that were read.
-        edited: (line, column) of the statements that edit.
-        conditional: it is in a branch that not all steps take.
-    """
-
-    def __init__(self, scope: Scope, saved: set[int], model: Model, single: bool) -> None:
-        self.plan, self.line = Plan(), 0
-        self._scope, self._saved, self.model, self.single = scope, saved, model, single
-        self.points = model.points
-        self._names: dict[str, Any] = {}
-        self.steps: Steps | None = None
-        self.read: set[str] = set()
-        self.edited: set[tuple[int, int]] = set()
-        self.conditional = False
+    def __init__(self, scope: Scope, saved: set[int], model: LoweringModel, single: bool) -> None:
+        super().__init__(scope, saved, model, single)
         self._edits = Edits(self)
-        self._order, self._looped, self._left = -1, False, MAX_NODES
 
     # -- statements ----------------------------------------------------------------------------
 
@@ -112,7 +56,7 @@ class Walk:
             self.line = statement.lineno
             visit = getattr(self, f"_{type(statement).__name__}", None)
             if visit is None:
-                raise Refused(f"`{type(statement).__name__.lower()}` is not lowered")
+                raise NotStatic(f"`{type(statement).__name__.lower()}` is not lowered")
             visit(statement)
 
     def _Expr(self, node: ast.Expr) -> None:
@@ -139,18 +83,18 @@ class Walk:
             return
         before, value = self._load(node.target.id), self.value(node.value)
         if not isinstance(before, KNOWN) and not isinstance(before, Unknown):
-            raise Refused(f"`{node.target.id}` is changed in place")
+            raise NotStatic(f"`{node.target.id}` is changed in place")
         if isinstance(before, Unknown) and not before.step:
-            raise Refused(f"`{node.target.id}` may be a tensor that is edited in place")
-        self._names[node.target.id] = _combined(before, value)
+            raise NotStatic(f"`{node.target.id}` may be a tensor that is edited in place")
+        self._names[node.target.id] = combined(before, value)
 
     def _If(self, node: ast.If) -> None:
         test = self.value(node.test)
         if not isinstance(test, Unknown):
-            self.body(node.body if _truth(test) else node.orelse)
+            self.body(node.body if truth(test) else node.orelse)
             return
         if not test.step:
-            raise Refused("a branch on a value of the pass")
+            raise NotStatic("a branch on a value of the pass")
         self._forget(node.body + node.orelse)
         order, self.conditional = self._order, True
         self.body(node.body)
@@ -161,7 +105,7 @@ class Walk:
 
     def _For(self, node: ast.For) -> None:
         if node.orelse:
-            raise Refused("`else` of a loop")
+            raise NotStatic("`else` of a loop")
         over = self.value(node.iter)
         if isinstance(over, Steps):
             self._loop_over_steps(node, over)
@@ -172,7 +116,7 @@ class Walk:
 
     def _loop_over_steps(self, node: ast.For, steps: Steps) -> None:
         if self.steps is not None or self._looped or (self._order >= 0 and steps.start == 0):
-            raise Refused("a second look at a step")
+            raise NotStatic("a second look at a step")
         self._forget([node])
         self.steps, self._order, self._looped = steps, -1, True
         self._bind(node.target, Unknown(step=True))
@@ -185,436 +129,6 @@ class Walk:
         for statement in statements:
             for found in ast.walk(statement):
                 if isinstance(found, ast.Name) and isinstance(found.ctx, ast.Store):
-                    if isinstance(before := self._names.get(found.id), Read):
+                    if isinstance(before := self._names.get(found.id), SiteRead):
                         self._need(before.site, None)
                     self._names[found.id] = UNKNOWN
-
-    def _bind(self, target: ast.expr, value: Any) -> None:
-        if isinstance(target, ast.Name):
-            self._names[target.id] = value
-        elif isinstance(target, ast.Tuple | ast.List):
-            if any(isinstance(entry, ast.Starred) for entry in target.elts):
-                raise Refused("a starred name")
-            items = self._items(value) if not isinstance(value, Unknown) else itertools.repeat(self._part(value))
-            for entry, item in zip(target.elts, items, strict=False):
-                self._bind(entry, item)
-        elif isinstance(target, ast.Subscript):
-            into = self.value(target.value)
-            if not (isinstance(into, Unknown) and into.fresh):
-                raise Refused("an edit in place, or of an object from outside")
-            self.value(target.slice)
-        else:
-            raise Refused("an assignment to an attribute")
-
-    # -- expressions ---------------------------------------------------------------------------
-
-    def value(self, node: ast.expr | None, whole: bool = True) -> Any:
-        """The value of an expression: an object that exists, or an `Unknown`.
-
-        Args:
-            whole: a value of a site is used as it is; False where its rows are known.
-        """
-        self._left -= 1
-        if self._left < 0:
-            raise Refused(f"more than {MAX_NODES} operations")
-        visit = getattr(self, f"_{type(node).__name__}_value", None)
-        if visit is None:
-            raise Refused(f"`{type(node).__name__.lower()}` is not lowered")
-        found = visit(node)
-        if whole and isinstance(found, Read):
-            self._need(found.site, None)
-        return found
-
-    def _Constant_value(self, node: ast.Constant) -> Any:
-        return node.value
-
-    def _Name_value(self, node: ast.Name) -> Any:
-        return self._load(node.id)
-
-    def _load(self, name: str) -> Any:
-        if name in self._names:
-            return self._names[name]
-        try:
-            return self._known(self._scope[name])
-        except (KeyError, NameError):
-            pass
-        if hasattr(builtins, name):
-            return getattr(builtins, name)
-        raise Refused(f"`{name}` does not exist yet")
-
-    def _known(self, value: Any) -> Any:
-        if isinstance(value, InterleavingTracer):
-            return Tracer()
-        if id(value) in self._saved and isinstance(value, list | dict):
-            return Unknown(fresh=True)
-        return value
-
-    def _Attribute_value(self, node: ast.Attribute) -> Any:
-        of = self.value(node.value, whole=node.attr not in ("shape", "dtype", "ndim"))
-        name = node.attr
-        if isinstance(of, Read) and name in ("shape", "dtype", "ndim"):
-            return UNKNOWN
-        if isinstance(of, Tracer):
-            return self._of_tracer(name)
-        if isinstance(of, Unknown):
-            if name not in pure.ATTRIBUTES:
-                raise Refused(f"`.{name}` is not lowered")
-            return Unknown(of.step)
-        if isinstance(of, Envoy):
-            return self._of_envoy(of, name)
-        if isinstance(of, torch.Tensor):
-            if name not in pure.ATTRIBUTES:
-                raise Refused(f"`.{name}` of a tensor")
-            return UNKNOWN
-        return self._known(_plain_attribute(of, name))
-
-    def _of_tracer(self, name: str) -> Any:
-        if name == "iter" and not self.single:
-            return Iterations
-        if name != "result" or self.steps is not None:
-            raise Refused(f"`tracer.{name}` is not lowered")
-        self.plan.reads_result = self._looped = True
-        if self.single:
-            self.reach("result")
-            self._need("logits", None)
-        return UNKNOWN
-
-    def _of_envoy(self, envoy: Envoy, name: str) -> Any:
-        if type(envoy) is not TracedEnvoy and not isinstance(envoy, TracedModel):
-            raise Refused(f"`{type(envoy).__name__}` is a class of its own")
-        root = isinstance(envoy, TracedModel)
-        if name in ("output", "input") or (root and name in ("logits", "samples")):
-            return self._read(f"{envoy.path}.{name}")
-        if name in envoy._child_map or name in envoy._aliases:
-            return getattr(envoy, name)
-        raise Refused(f"`{envoy.path}.{name}` is not lowered")
-
-    def _read(self, location: str) -> Read | Unknown:
-        point = self.points.get(location)
-        if point is None or (self.single and not point.site):
-            raise Refused(f"`{location}` is no site")
-        self.reach(location)
-        if not point.site:  # the token
-            return UNKNOWN
-        self.read.add(point.site)
-        self._need(point.site, LAST)
-        return Read(point.site, point.in_tuple)
-
-    def reach(self, location: str) -> None:
-        order = self.points[location].order
-        again = order == self._order
-        if (order <= self._order and not again) or (self._looped and self.steps is None):
-            raise Refused(f"`{location}` is read late, or again")
-        self._order = order
-
-    def _need(self, site: str, row: int | None) -> None:
-        need, steps = self.plan.needs.setdefault(site, Need()), self.steps
-        if steps is None or steps.start == 0:
-            need.add_rows(LAST if site == "logits" and not self.single else row)
-        if steps is not None:
-            need.add_generated(max(steps.start, 1) - 1, None if steps.stop is None else steps.stop - 1)
-
-    def _Subscript_value(self, node: ast.Subscript) -> Any:
-        of = self.value(node.value, whole=False)
-        if isinstance(of, Read):
-            return self._of_read(of, node.slice)
-        index = self.value(node.slice)
-        if of is Iterations:
-            return _steps(index)
-        if isinstance(of, Unknown):
-            return self._part(of)
-        if isinstance(of, Envoy):
-            if isinstance(index, Unknown) or not isinstance(index, int):
-                raise Refused("a module by an index that is not known")
-            try:
-                return of[index]
-            except Exception as error:
-                raise Refused(f"{error}") from None
-        if isinstance(of, torch.Tensor) or isinstance(index, Unknown):
-            self._is_pure_value(of)
-            self.plan.computes |= isinstance(index, Unknown)
-            return UNKNOWN
-        if isinstance(of, list | tuple | dict | range | str):
-            try:
-                return self._known(of[index])  # pyright: ignore[reportArgumentType, reportCallIssue]
-            except Exception as error:
-                raise Refused(f"{type(error).__name__}: {error}") from None
-        raise Refused(f"an entry of a {type(of).__name__}")
-
-    def _of_read(self, read: Read, index: ast.expr) -> Any:
-        """A part of a site's value: the rows that it has are known where the index is a constant."""
-        parts = index.elts if isinstance(index, ast.Tuple) else [index]
-        values = [self.value(part) for part in parts]
-        if read.in_tuple:
-            if len(values) == 1 and isinstance(values[0], int) and values[0] == 0:
-                return Read(read.site, in_tuple=False)
-            self._need(read.site, None)
-            return UNKNOWN
-        row = values[1] if len(values) > 1 else None
-        known = (
-            len(values) > 1 and not isinstance(values[0], Unknown) and values[0] is not ... and values[0] is not None
-        )
-        self._need(read.site, row if known and type(row) is int and self._rows_known(row) else None)
-        return UNKNOWN
-
-    def _rows_known(self, row: int) -> bool:
-        """Whether an index means one row of the prompt in each step that it is used in."""
-        return self.steps is None or row == LAST
-
-    def _part(self, of: Unknown) -> Unknown:
-        if isinstance(of, Read):
-            self._need(of.site, None)
-        return Unknown(of.step)
-
-    def _Slice_value(self, node: ast.Slice) -> Any:
-        parts = [None if part is None else self.value(part) for part in (node.lower, node.upper, node.step)]
-        found = next((part for part in parts if isinstance(part, Unknown)), None)
-        return found or slice(*parts)
-
-    def _Tuple_value(self, node: ast.Tuple) -> Any:
-        items = [self.value(item) for item in node.elts]
-        return Unknown() if any(isinstance(item, Unknown) for item in items) else tuple(items)
-
-    def _List_value(self, node: ast.List) -> Any:
-        items = [self.value(item) for item in node.elts]
-        return Unknown(fresh=True) if any(isinstance(i, Unknown) for i in items) or not items else items
-
-    def _Dict_value(self, node: ast.Dict) -> Any:
-        for part in (*node.keys, *node.values):
-            self.value(part)
-        return Unknown(fresh=True)
-
-    def _ListComp_value(self, node: ast.ListComp) -> Any:
-        self._comprehend(node.generators, [node.elt])
-        return Unknown(fresh=True)
-
-    _GeneratorExp_value = _SetComp_value = _ListComp_value
-
-    def _DictComp_value(self, node: ast.DictComp) -> Any:
-        self._comprehend(node.generators, [node.key, node.value])
-        return Unknown(fresh=True)
-
-    def _comprehend(self, generators: list[ast.comprehension], parts: list[ast.expr]) -> None:
-        if not generators:
-            for part in parts:
-                self.value(part)
-            return
-        first, *rest = generators
-        hidden = dict(self._names)
-        for item in self._items(self.value(first.iter)):
-            self._bind(first.target, item)
-            tests = [self.value(test) for test in first.ifs]
-            if any(isinstance(test, Unknown) and not test.step for test in tests):
-                raise Refused("a branch on a value of the pass")
-            if all(isinstance(test, Unknown) or _truth(test) for test in tests):
-                self._comprehend(rest, parts)
-        self._names = hidden
-
-    def _items(self, of: Any) -> Iterator[Any]:
-        """What a loop goes over, which must be known."""
-        if isinstance(of, Envoy) and type(of) is TracedEnvoy:
-            return (child for _, child in of._named_children())
-        if isinstance(of, _Lazy):
-            return iter(of.items)
-        if isinstance(of, list | tuple | range | dict | str):
-            return iter([self._known(item) for item in of])
-        raise Refused("a loop over what is not known")
-
-    def _BinOp_value(self, node: ast.BinOp) -> Any:
-        return self._computed(node, [self.value(node.left), self.value(node.right)])
-
-    def _UnaryOp_value(self, node: ast.UnaryOp) -> Any:
-        return self._computed(node, [self.value(node.operand)])
-
-    def _Compare_value(self, node: ast.Compare) -> Any:
-        return self._computed(node, [self.value(part) for part in (node.left, *node.comparators)])
-
-    def _BoolOp_value(self, node: ast.BoolOp) -> Any:
-        found = [self.value(part) for part in node.values]
-        if any(isinstance(part, Unknown) and not part.step for part in found):
-            raise Refused("a branch on a value of the pass")
-        return self._computed(node, found)
-
-    def _IfExp_value(self, node: ast.IfExp) -> Any:
-        test = self.value(node.test)
-        if isinstance(test, Unknown):
-            raise Refused("a branch on a value of the pass")
-        return self.value(node.body if _truth(test) else node.orelse)
-
-    def _JoinedStr_value(self, node: ast.JoinedStr) -> Any:
-        found = [self.value(part) for part in node.values]
-        return UNKNOWN if any(isinstance(part, Unknown) for part in found) else self._computed(node, found)
-
-    def _FormattedValue_value(self, node: ast.FormattedValue) -> Any:
-        found = self.value(node.value)
-        self._is_pure_value(found)
-        return Unknown(step=True)
-
-    def _computed(self, node: ast.expr, parts: list[Any]) -> Any:
-        """The result of an operator: of known numbers it is known, too."""
-        for part in parts:
-            self._is_pure_value(part)
-        if all(isinstance(part, KNOWN) for part in parts) and not isinstance(node, ast.JoinedStr):
-            return _evaluate(node, parts)
-        self.plan.computes |= not all(isinstance(part, Unknown) and part.step for part in parts)
-        return Unknown(
-            step=all(not isinstance(part, Unknown) or part.step for part in parts)
-            and not any(isinstance(part, torch.Tensor) for part in parts)
-        )
-
-    @staticmethod
-    def _is_pure_value(value: Any) -> None:
-        if not isinstance(value, (Unknown, torch.Tensor, list, tuple, dict, *KNOWN)):
-            raise Refused(f"an operation of a {type(value).__name__}")
-
-    # -- calls ---------------------------------------------------------------------------------
-
-    def _Call_value(self, node: ast.Call) -> Any:
-        if any(isinstance(argument, ast.Starred) for argument in node.args) or any(
-            k.arg is None for k in node.keywords
-        ):
-            raise Refused("starred arguments")
-        if any(keyword.arg == "out" for keyword in node.keywords):
-            raise Refused("`out=` writes into a tensor")
-        if isinstance(node.func, ast.Attribute):
-            of = self._receiver(node.func)
-            if of is not None:
-                return self._method(of[0], node.func.attr, node)
-        function = self.value(node.func)
-        arguments = self._arguments(node)
-        if function is save and len(arguments) == 1:
-            return arguments[0]
-        try:
-            allowed = function in pure.FUNCTIONS
-        except TypeError:
-            allowed = False
-        if not allowed:
-            raise Refused(f"a call of `{ast.unparse(node.func)}`")
-        for argument in arguments:
-            if not isinstance(argument, Envoy | _Lazy):
-                self._is_pure_value(argument)
-        return self._result(function, arguments)
-
-    def _result(self, function: Any, arguments: list[Any]) -> Any:
-        if function in (list, dict) and not arguments:
-            return Unknown(fresh=True)
-        known = not any(isinstance(argument, Unknown) for argument in arguments)
-        if function is len and known and isinstance(arguments[0], Envoy):
-            return len(dict(arguments[0]._named_children()))
-        if function in LISTED and known:
-            return _Lazy(LISTED[function](*(a if type(a) is int else list(self._items(a)) for a in arguments)))
-        if known and all(isinstance(argument, KNOWN) for argument in arguments) and function in pure.BUILTINS:
-            try:
-                return function(*arguments)
-            except Exception as error:
-                raise Refused(f"{type(error).__name__}: {error}") from None
-        self.plan.computes |= function not in pure.MOVING
-        return Unknown(fresh=function in (list, dict, sorted))
-
-    def _arguments(self, node: ast.Call) -> list[Any]:
-        return [self.value(argument) for argument in (*node.args, *(keyword.value for keyword in node.keywords))]
-
-    def _receiver(self, function: ast.Attribute) -> tuple[Any] | None:
-        """The object of a method, where it is a value; None for a function of a module."""
-        before, order = self._left, self._order
-        of = self.value(function.value)
-        if isinstance(of, (Unknown, torch.Tensor, list, tuple, dict, str, _Lazy)):
-            return (of,)
-        self._left, self._order = before, order
-        return None
-
-    def _method(self, of: Any, name: str, node: ast.Call) -> Any:
-        arguments = self._arguments(node)
-        for argument in arguments:
-            self._is_pure_value(argument)
-        if name == "save" and not arguments:
-            return of
-        fresh = isinstance(of, Unknown) and of.fresh
-        if name in pure.FILLS:
-            if not fresh:
-                raise Refused(f"`.{name}()` fills an object from outside: save it above the block")
-            return UNKNOWN
-        if name not in pure.METHODS:
-            raise Refused(f"`.{name}()` is not lowered")
-        self.plan.computes |= name not in pure.MOVES
-        return UNKNOWN
-
-
-class _Lazy:
-    """Items that are known, of a ``zip`` or the like."""
-
-    def __init__(self, items: list[Any]) -> None:
-        self.items = items
-
-
-LISTED = {
-    enumerate: lambda items, start=0: list(enumerate(items, start)),
-    zip: lambda *items: list(zip(*items, strict=False)),
-    reversed: lambda items: items[::-1],
-    list: list,
-    tuple: list,
-}
-"""Functions of known sequences -> the items that they give."""
-
-
-def _is_small(number: Any) -> bool:
-    return isinstance(number, bool | float) or (type(number) is int and abs(number) < 2**31)
-
-
-def _combined(*parts: Any) -> Unknown:
-    return Unknown(step=all(not isinstance(part, Unknown) or part.step for part in parts))
-
-
-def _steps(index: Any) -> Steps:
-    if isinstance(index, slice):
-        parts = index.start or 0, index.stop
-        if (
-            any(isinstance(part, Unknown) for part in parts)
-            or index.step not in (None, 1)
-            or min(parts[0], parts[1] or 0) < 0
-        ):
-            raise Refused("steps that are not known")
-        return Steps(*parts)
-    if type(index) is int and index >= 0:
-        return Steps(index, index + 1)
-    raise Refused("a list of steps")
-
-
-def _truth(value: Any) -> bool:
-    if not isinstance(value, (*KNOWN, list, tuple, dict)):
-        raise Refused(f"a branch on a {type(value).__name__}")
-    return bool(value)
-
-
-def _evaluate(node: ast.expr, parts: list[Any]) -> Any:
-    """The operator `node` over known operands."""
-    names = [ast.Name(f"x{i}", ast.Load()) for i in range(len(parts))]
-    if isinstance(node, ast.BinOp):
-        if isinstance(node.op, ast.Pow | ast.LShift | ast.Mult) and not all(map(_is_small, parts)):
-            raise Refused("a large number")
-        made: ast.expr = ast.BinOp(names[0], node.op, names[1])
-    elif isinstance(node, ast.UnaryOp):
-        made = ast.UnaryOp(node.op, names[0])
-    elif isinstance(node, ast.BoolOp):
-        made = ast.BoolOp(node.op, list(names))
-    else:
-        assert isinstance(node, ast.Compare)
-        made = ast.Compare(names[0], node.ops, list(names[1:]))
-    code = compile(ast.fix_missing_locations(ast.Expression(made)), "<lowered>", "eval")
-    try:
-        return eval(code, {f"x{i}": part for i, part in enumerate(parts)})
-    except Exception as error:
-        raise Refused(f"{type(error).__name__}: {error}") from None
-
-
-def _plain_attribute(of: Any, name: str) -> Any:
-    """An attribute that is stored in the object, and computed by nothing."""
-    if isinstance(of, types.ModuleType):
-        stored, computed = vars(of), False
-    elif type(of).__getattribute__ is object.__getattribute__:
-        stored, computed = getattr(of, "__dict__", {}), hasattr(getattr(type(of), name, None), "__get__")
-    else:
-        stored, computed = {}, True
-    if name in stored and not computed:
-        return stored[name]
-    raise Refused(f"`.{name}` of a {type(of).__name__}")

@@ -14,10 +14,10 @@ from ...positions import Generated, Positions
 from ...site import Site
 from ..blocks.loops import AST_LOCK, with_loop_ends
 from ..nnsight_compat import Envoy
-from .plan import LAST, Edit, Refused
+from .plan import LAST, Edit, NotStatic
 
 if TYPE_CHECKING:
-    from .analysis import Walk
+    from .expressions import Expressions
 
 KINDS = frozenset({"embed", "resid_pre", "attn_out", "mlp_out", "resid_post"})
 """Kinds of sites on the residual stream where an edit of the module's value is an edit of the site."""
@@ -28,14 +28,14 @@ IN_PLACE = "an edit in place"
 class Edits:
     """The edits of one walk over a block."""
 
-    def __init__(self, walk: Walk) -> None:
+    def __init__(self, walk: Expressions) -> None:
         self._walk = walk
 
     def augments(self, node: ast.AugAssign) -> None:
         """``layer.output[...] += v``."""
         operator = OPERATORS.get(type(node.op))
         if operator is None:
-            raise Refused(IN_PLACE)
+            raise NotStatic(IN_PLACE)
         self._edit(node, node.target, operator, node.value)
 
     def assigns(self, node: ast.Assign) -> bool:
@@ -53,7 +53,7 @@ class Edits:
             or type(value.op) not in OPERATORS
             or ast.unparse(value.left) != ast.unparse(target)
         ):
-            raise Refused("an assignment to a module")
+            raise NotStatic("an assignment to a module")
         self._edit(node, target, OPERATORS[type(value.op)], value.right, assigned=True)
         return True
 
@@ -81,20 +81,20 @@ class Edits:
         walk = self._walk
         index = None
         if not self._is_read(target):
-            raise Refused(IN_PLACE)
+            raise NotStatic(IN_PLACE)
         if isinstance(target, ast.Subscript) and not self._is_container(target):
             index, target = target.slice, target.value
         container = isinstance(target, ast.Subscript)
         if isinstance(target, ast.Subscript):
             if not self._is_container(target) or walk.value(target.slice) != 0:
-                raise Refused(IN_PLACE)
+                raise NotStatic(IN_PLACE)
             target = target.value
         location = self._location(target)
         point = walk.points.get(location)
         if point is None or not point.site or Site.parse(point.site).kind not in KINDS or point.in_tuple != container:
-            raise Refused(f"an edit of `{location}`")
+            raise NotStatic(f"an edit of `{location}`")
         if point.site in walk.read or any(edit.site == point.site for edit in walk.plan.edits) or walk.conditional:
-            raise Refused("an edit after a read or another edit, or in a branch")
+            raise NotStatic("an edit after a read or another edit, or in a branch")
         operand = self._operand(walk.value(value), operator, assigned)
         walk.reach(location)
         walk.plan.edits += [Edit(point.site, operator, operand, where) for where in self._positions(index)]
@@ -113,13 +113,13 @@ class Edits:
         if type(value) in (int, float) and math.isfinite(value):
             return float(value) if operator == "*" else torch.full((model.width,), float(value))
         if type(value) is not torch.Tensor or operator == "*":
-            raise Refused(IN_PLACE)
+            raise NotStatic(IN_PLACE)
         fits = 0 < value.dim() <= 3 and value.shape[-1] == model.width == value.numel()
         dtypes = (model.dtype,) if assigned else (model.dtype, torch.float32)
         if not fits or value.dtype not in dtypes or value.requires_grad or value.device.type != model.device.type:
-            raise Refused("an edit by a tensor that no declared op takes")
+            raise NotStatic("an edit by a tensor that no declared op takes")
         if not bool(torch.isfinite(value).all()):
-            raise Refused("an edit by NaN or infinity")
+            raise NotStatic("an edit by NaN or infinity")
         return value.reshape(-1).float().cpu()
 
     def _positions(self, index: ast.expr | None) -> list[Positions]:
@@ -129,10 +129,10 @@ class Edits:
         steps = walk.steps
         if walk.single or steps is None:
             if row is not None and not walk.single and row != LAST:
-                raise Refused("an edit of a row of the prompt")
+                raise NotStatic("an edit of a row of the prompt")
             return ["prompt"] if row is None else [(row,)]
         if row not in (None, LAST):
-            raise Refused("an edit of one row in several steps")
+            raise NotStatic("an edit of one row in several steps")
         stop = None if steps.stop is None else steps.stop - 1
         if steps.start > 0:
             return [Generated(steps.start - 1, stop)]
@@ -148,15 +148,15 @@ class Edits:
         parts = [walk.value(part) for part in (index.elts if isinstance(index, ast.Tuple) else [index])]
         batch, *rest = parts
         if not (batch == slice(None) or (type(batch) is int and batch == 0) or batch is ...):
-            raise Refused(IN_PLACE)
+            raise NotStatic(IN_PLACE)
         if batch is ... and rest:
-            raise Refused(IN_PLACE)
+            raise NotStatic(IN_PLACE)
         if len(rest) > 1 and rest[1:] != [slice(None)]:
-            raise Refused(IN_PLACE)
+            raise NotStatic(IN_PLACE)
         if not rest or rest[0] == slice(None):
             return None
         if type(rest[0]) is not int:
-            raise Refused(IN_PLACE)
+            raise NotStatic(IN_PLACE)
         return rest[0]
 
 

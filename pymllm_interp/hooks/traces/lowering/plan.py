@@ -18,7 +18,7 @@ from ...positions import Generated, Positions
 LAST = -1
 
 
-class Point(NamedTuple):
+class SiteLocation(NamedTuple):
     """A location of the model that is a site.
 
     Attributes:
@@ -34,14 +34,14 @@ class Point(NamedTuple):
     in_tuple: bool = False
 
 
-def points_of(root: str, family: Family, num_layers: int, softcap: float | None) -> dict[str, Point]:
+def points_of(root: str, family: Family, num_layers: int, softcap: float | None) -> dict[str, SiteLocation]:
     """Location -> site, for each location where the value of a site stands whole.
 
     Args:
         root: path of the model's envoy.
         softcap: of the logits, which the head's output is before.
     """
-    found: dict[str, Point] = {}
+    found: dict[str, SiteLocation] = {}
     before, inside, after = [], [], []
     for kind, (module, end) in family.points.items():
         normed = kind == "mlp_in" and "resid_mid" not in family.points
@@ -50,16 +50,16 @@ def points_of(root: str, family: Family, num_layers: int, softcap: float | None)
             group.append((kind, module, end))
     attention = f"{family.layers}.{{}}.{family.attention}"
     for kind, module, end in before:
-        found[f"{root}.{module}.{end}"] = Point(kind, len(found), end)
+        found[f"{root}.{module}.{end}"] = SiteLocation(kind, len(found), end)
     for layer in range(num_layers):
         for kind, module, end in inside:
             in_tuple = end == "output" and module == attention
-            found[f"{root}.{module.format(layer)}.{end}"] = Point(f"{kind}.{layer}", len(found), end, in_tuple)
+            found[f"{root}.{module.format(layer)}.{end}"] = SiteLocation(f"{kind}.{layer}", len(found), end, in_tuple)
     for kind, module, end in after:
-        found[f"{root}.{module}.{end}"] = Point(kind, len(found), end)
-    found[f"{root}.logits"] = Point(LOGITS, len(found), "")
-    found[f"{root}.samples"] = Point("", len(found), "")
-    found["result"] = Point("", len(found), "")
+        found[f"{root}.{module}.{end}"] = SiteLocation(kind, len(found), end)
+    found[f"{root}.logits"] = SiteLocation(LOGITS, len(found), "")
+    found[f"{root}.samples"] = SiteLocation("", len(found), "")
+    found["result"] = SiteLocation("", len(found), "")
     return found
 
 
@@ -125,7 +125,7 @@ class Edit(NamedTuple):
 
 
 @dataclass
-class Plan:
+class BlockPlan:
     """What a block reads and edits.
 
     Attributes:
@@ -162,7 +162,7 @@ class Plan:
         return "\n".join(lines) or "no read"
 
 
-class Refused(Exception):
+class NotStatic(Exception):
     """The block is not static."""
 
 
@@ -182,10 +182,10 @@ class NotLowered:
         return f"line {self.line}: {self.reason}" if self.line else self.reason
 
 
-Points = Mapping[str, Point]
+Points = Mapping[str, SiteLocation]
 
 
-class Model(NamedTuple):
+class LoweringModel(NamedTuple):
     """The model that blocks are written against.
 
     Attributes:
@@ -200,5 +200,5 @@ class Model(NamedTuple):
     device: torch.device
 
 
-Lowering = Plan | NotLowered
+Lowering = BlockPlan | NotLowered
 Scope = Mapping[str, Any]

@@ -21,7 +21,7 @@ from ..blocks.errors import LoopEnd
 from ..blocks.trace import RequestTrace
 from ..nnsight_compat import Mediator, OutOfOrderError, Pending, save_scope
 from ..serving.lifecycle import TOO_LATE
-from .plan import Plan, Point, Points
+from .plan import BlockPlan, Points, SiteLocation
 
 _NO_KEY = -1, -2
 
@@ -48,7 +48,7 @@ class Replay:
     def __init__(
         self,
         trace: RequestTrace,
-        plan: Plan,
+        plan: BlockPlan,
         points: Points,
         states: Activations,
         token_ids: Sequence[int],
@@ -164,7 +164,7 @@ class Replay:
             self._served = location, self._value(location, point, step)
         return self._served[1]
 
-    def _value(self, location: str, point: Point, step: int) -> Any:
+    def _value(self, location: str, point: SiteLocation, step: int) -> Any:
         if point.site and point.site not in self._plan.needs:
             return None if point.end == "output" else ((None,), {})  # an edit, which the pass has made
         if not point.site:
