@@ -128,8 +128,8 @@ class ServerConfig:
     gpu_memory_utilization: float = 0.9
     """Fraction of the device's memory for weights, activations and KV."""
     lower_traces: str = "auto"
-    """Blocks that only read known places run after their request, over captured states. "auto" lowers those, "require" refuses
-    others with the line that prevents it, and "off" runs every block in the forward passes."""
+    """Blocks that only read known places run after their request, over captured states. "auto" lowers such
+    blocks. "require" refuses other blocks, with the line that prevents it. "off" runs every block in the forward passes."""
     trace_step_warning: float = 5.0
     """Seconds that one visit of a trace's block may take before a warning."""
     trace_step_timeout: float | None = 60.0

@@ -65,8 +65,8 @@ class LM(ClientModel):
         dtype: "auto" is float32 on a CPU and bfloat16 on CUDA.
         device: "auto" is CUDA where there is one.
         load_format: "dummy" makes seeded random weights; config.json is enough, and no tokenizer is needed.
-        impl: "native", our implementation; "transformers", the family's own class over our KV pool; "auto": native where there is
-            one, else transformers (docs/models.md).
+        impl: "native": our implementation. "transformers": the family's own class over our KV pool. "auto": native, or else
+            transformers (docs/models.md).
         max_model_len: tokens of one request, prompt and new ones.
         max_running_requests: requests in one step; None derives the number from the KV pool.
         max_num_tokens: token rows in one step; longer prompts run in chunks, traced ones in a step of their own.
@@ -78,7 +78,7 @@ class LM(ClientModel):
         hf_config: a transformers config in place of config.json (with load_format="dummy").
         generation_config: "auto": the model's generation_config.json sets `default_sampling_params`; "none": it does not; or a
             folder with another one.
-        saes: {name: an `SAE`, a file or a folder}, as `lm.saes` has them. On CUDA, `SetFeature` takes those top-k SAEs alone.
+        saes: {name: an `SAE`, a file or a folder}, as `lm.saes` has them. On CUDA, `SetFeature` takes only these top-k SAEs.
         backend: an engine that has its model already, in place of all arguments above but `rename`, `envoys` and
             `attn_implementation` (client/backend.py). `connect` makes one of a server.
         server: further fields of `ServerConfig`, by name.
@@ -211,16 +211,16 @@ class LM(ClientModel):
         failed: it skips the documents in whole shards, and deletes all other files of the run.
 
         Args:
-            inputs: an iterable of documents (texts or token ids), which may be lazy and endless. Or one stream of tokens (a tensor
-                [n], an array, an iterable of integers), which is cut into documents of `max_length` tokens.
-            capture: sites and `Capture`s. Positions and reductions are those of one pass.
+            inputs: an iterable of documents (texts or token ids), which may be lazy and endless. Or one stream of tokens: a tensor
+                [n], an array, an iterable of integers. It is cut into documents of `max_length` tokens.
+            capture: sites and `Capture`s. Positions and reductions apply to one pass.
             out: a new folder, or a folder of the same harvest.
             interventions: applied to each document.
             shard_bytes: upper bound of a shard, in bytes. A document is never split over shards, so a larger document makes a
                 larger shard. About twice this much is held in host memory.
             max_length: upper bound of a pass, in tokens; None: max_model_len.
-            too_long: what to do with a longer document: "error"; "truncate": read its beginning; "split": read it in several
-                passes of `max_length` tokens, which do not attend to each other. Positions still count from the start of the
+            too_long: what to do with a longer document: "error"; "truncate": read its beginning; "split": read it in several passes
+                of `max_length` tokens. These do not attend to each other. Positions still count from the start of the
                 document, so the position in the pass is ``position % max_length``.
             on_error: "raise"; "skip": leave out documents that fail, and name them in the result and the manifest.
             progress: show documents, rates and the time left on standard error: a bar on a terminal, lines elsewhere. None: no
@@ -305,8 +305,8 @@ class LM(ClientModel):
             base, source: prompts with equally many tokens.
             site: a kind of site (`resid_pre`, `resid_mid`, `resid_post`, `attn_out`, `mlp_out`, `mlp_act`, `q`, `k`, `v`, `z`), or
                 a pattern with layers.
-            metric: of the last position's logits: two tokens, the difference of their logits; one token, its log probability; or
-                a function of float32 logits [rows, vocab] that returns [rows]. A token is an id, or text.
+            metric: of the last position's logits. Two tokens: the difference of their logits. One token: its log probability. Or a
+                function of float32 logits [rows, vocab] that returns [rows]. A token is an id, or text.
             positions: of the prompts; None: all. The result has them in ascending order.
             heads: at `q`, `k`, `v` and `z`, patch these heads one by one; "all"; or None, for whole states.
             layers: some layers; None: all.
@@ -380,8 +380,8 @@ class LM(ClientModel):
     def connect(cls, url: str, *, api_key: str | None = None, timeout: float | None = None) -> LM:
         """The model that a server (`pymllm-interp serve`) runs, with the calls of a local `LM`.
 
-        Outputs are equal to those of a local `LM`. Traces are sent to the server as source code, with the values that they read,
-        and need a key with the right `code`; what they save comes back as tensors. `lm.lm_head(h)` works inside blocks alone.
+        Outputs equal a local `LM`'s. Traces are sent to the server as source code, with the values that they read. They need a key
+        with the right `code`; what they save comes back as tensors. `lm.lm_head(h)` works only inside blocks.
 
         Args:
             url: such as "http://127.0.0.1:8000".
@@ -399,13 +399,13 @@ class LM(ClientModel):
     def shutdown(self, timeout: float | None = None) -> None:
         """End what runs, and release all but the weights, which the tree shows: they go with the last reference (`del lm`).
 
-        A server goes on; its connection is closed. A second call does nothing.
+        A server keeps running; its connection is closed. A second call does nothing.
 
         Args:
             timeout: seconds to wait for the end; None: as long as it takes. A block that waits for a lock may take for ever.
 
         Raises:
-            TimeoutError: it takes longer. It goes on by itself.
+            TimeoutError: it takes longer. The engine ends later by itself.
         """
         if (backend := self.__dict__.get("backend")) is not None:
             backend.engine.shutdown(timeout)

@@ -17,7 +17,7 @@ class StreamPiece(str):
         text: the piece itself.
         token_ids: tokens that the piece was decoded from; several where a character took several.
         output_index: index of the completion among the prompt's `n`.
-        finish_reason: set on the last piece of a completion, whose text may be empty.
+        finish_reason: set on the last piece of a completion. Its text may be empty.
         activations, receipt: set on the last piece, where something was captured or declared; else None.
     """
 

@@ -144,7 +144,7 @@ class RequestHandle:
         """Wait until all completions have ended.
 
         Raises:
-            TimeoutError: after `timeout` seconds; the request goes on.
+            TimeoutError: after `timeout` seconds; the request keeps running.
             RuntimeError: called on an engine's thread, which must not wait.
         """
         self._refuse_engine_thread()
@@ -160,7 +160,7 @@ class RequestHandle:
             name: of the prompt, for messages.
 
         Raises:
-            TimeoutError: it takes longer than `timeout` seconds; the request goes on.
+            TimeoutError: it takes longer than `timeout` seconds; the request keeps running.
             RequestError: the request failed. The error has its output.
             RuntimeError: the engine was shut down.
         """

@@ -41,7 +41,7 @@ SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 
 
 class LocalBackend(Backend):
-    """A `Backend` whose engine, runner and weights are in this process.
+    """A `Backend` with its engine, runner and weights in this process.
 
     Args:
         model, server: the configuration of the model and of the engine.

@@ -34,7 +34,7 @@ def release_with(owner: object, engine: Engine) -> None:
 
 
 def wait_for_released() -> None:
-    """Wait for the end of idle engines whose `LM` is gone: a new one then finds their memory free."""
+    """Wait for the end of idle engines without an `LM`: a new one then finds their memory free."""
     if _open:
         gc.collect()  # an LM with persistent edits is in a cycle: its edits refer to their caller's variables
     for engine in list(_open):

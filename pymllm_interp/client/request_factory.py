@@ -60,7 +60,7 @@ class RequestFactory:
         tokenizer: or None, where prompts are token ids.
         defaults: the model's sampling parameters, for requests without any, and its end-of-sequence ids.
         seed: of requests that bring none.
-        cache_owner: whose requests they are, where they share no KV with others'.
+        cache_owner: owner of the requests, if they share no KV with other owners'.
 
     Attributes:
         vectors: vectors by name, for interventions that give a name in a vector's place.
@@ -399,7 +399,7 @@ class RequestFactory:
             )
 
     def _form_gang(self, requests: list[Request]) -> None:
-        """Bind requests whose blocks see or need each other: one step must hold them all."""
+        """Bind requests with blocks that see or need each other: one step must hold them all."""
         limits = self.limits
         page = self.runner.server_config.page_size
         kv = sum(-(-request.max_total_tokens // page) * page for request in requests)  # in whole pages

@@ -23,7 +23,7 @@ class Generated:
     """Positions after the prompt: ``Generated(0, 8)`` selects the first 8 new tokens, ``Generated(step=4)`` every fourth.
 
     Positions are positions of input tokens. Position 0 is the first new token, as the input that yields the second. The first new
-    token itself is computed at the prompt's last position, -1: ``Generated(-1)`` selects all positions that yield a new token.
+    token itself is computed at the prompt's last position, -1. ``Generated(-1)`` selects all positions that yield a new token.
 
     Args:
         start: first position, counted from the end of the prompt; -1 is the prompt's last.

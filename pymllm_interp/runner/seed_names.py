@@ -12,7 +12,7 @@ from .step_inputs import StepInputs
 
 
 class SeedNames:
-    """For code that is written against those runners. Part of `ModelRunner`, whose attributes these are."""
+    """For code that is written against those runners. Part of `ModelRunner`, which has these attributes."""
 
     context_len: int
     model_spec: ModelSpec

@@ -51,7 +51,7 @@ class Lowered:
         self.model = LoweringModel(points, module.spec.hidden_size, module.spec.dtype, device)
 
     def lower(self, mode: str, traces: Sequence[RequestTrace], inputs: Sequence[TraceInput]) -> None:
-        """Set the `plan` of each trace whose block can run after its request.
+        """Set the `plan` of each trace with a block that can run after its request.
 
         Raises:
             LoweringError: a block cannot, and must.

@@ -38,7 +38,7 @@ MOST_IN_FLIGHT = 64
 
 
 class RemoteBackend(Backend):
-    """A `Backend` whose engine is a server's.
+    """A `Backend` with a server's engine.
 
     Args:
         url, api_key, timeout: as of `LM.connect`.

@@ -87,7 +87,7 @@ class _Cancel:
 
 
 class RemoteTracer(EngineTracer):
-    """A ``with lm.trace(...)`` or ``with lm.generate(...)`` block whose model is a server's."""
+    """A ``with lm.trace(...)`` or ``with lm.generate(...)`` block of a server's model."""
 
     def execute(self, code: CodeType) -> None:
         """Send the block, pass on what it saves at each step, and bind the saved names in the caller's frame."""
@@ -123,7 +123,7 @@ class RemoteSession(SessionTracer):
     """A ``with lm.session():`` block, which runs on the server as a whole.
 
     Args:
-        model: whose session it is.
+        model: the session's model.
         device: where the caller gets the saves.
     """
 

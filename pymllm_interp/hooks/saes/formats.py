@@ -94,7 +94,7 @@ def _names() -> list[str]:
 
 
 def _checked(tensor: Any, who: str, dtype: torch.dtype | None) -> Tensor:
-    """A finite tensor on the CPU, in a dtype; None: its own, or float32 for what is no floating tensor of torch."""
+    """A finite tensor on the CPU, in a dtype; None: its own floating dtype, or else float32."""
     found = checked_vector(tensor, who, (0, 1, 2))
     own = tensor.dtype if isinstance(tensor, Tensor) and tensor.is_floating_point() else torch.float32
     return found.to(dtype or own)

@@ -1,6 +1,6 @@
 """Whether a block can run after its request, over captured states, and what must be captured for it.
 
-A block is *static* if where it reads is known before it runs, and if it changes nothing of the pass. `lower` walks the block's
+A block is *static* if its reads are known before it runs, and if it changes nothing of the pass. `lower` walks the block's
 syntax tree with the values of the names from outside. A value that the pass will give is `Unknown`: nothing may depend on it
 that decides what is read. Whatever the walk does not know, it refuses, and the block runs in the forward pass.
 """

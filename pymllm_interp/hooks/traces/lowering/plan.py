@@ -131,7 +131,7 @@ class BlockPlan:
     Attributes:
         needs: by site.
         edits: in the order of the block.
-        code: the block with a read in the place of each edit, to run after the request; None for the block's own.
+        code: the block to run after the request, with a read in place of each edit; None: its own code.
         computes: the block computes with what it reads, and not only moves it.
         reads_result: it reads ``tracer.result``.
     """
@@ -172,7 +172,7 @@ class NotLowered:
 
     Attributes:
         reason: what the block does.
-        line: of the file; 0 where it is none of the block's lines.
+        line: of the file; 0 where no line of the block prevents it.
     """
 
     reason: str

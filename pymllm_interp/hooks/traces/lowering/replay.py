@@ -1,7 +1,7 @@
 """`replay`: runs a lowered block after its request, on its caller's thread, over what the request captured.
 
-The block's own code runs. Where it reads a module, it waits as it does in a forward pass, and gets the captured rows of the
-step that it waits for. So loops over steps, the order of reads and names are those of a block that runs in the pass.
+The block's own code runs. At a module it waits as it does in a forward pass, and gets the captured rows of that
+step. So loops over steps, the order of reads and names are the same as in the pass.
 """
 
 from __future__ import annotations
@@ -205,8 +205,10 @@ class Replay:
 
 
 def replay(replays: Sequence[Replay]) -> None:
-    """Run the blocks of several requests in the order in which one forward pass would: values that they append to one list are in
-    that order."""
+    """Run the blocks of several requests in the order in which one forward pass runs them.
+
+    Values that they append to one list have that order.
+    """
     waiting: list[tuple[tuple[int, int], int, int]] = []
     arrivals = itertools.count()  # at one place, blocks are served in the order in which they came
     try:

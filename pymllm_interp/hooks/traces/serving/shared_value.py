@@ -113,7 +113,7 @@ class SharedValue:
         self.edits[trace] = self.edits.get(trace, 0) + 1
 
     def settle(self) -> Any:
-        """What the model goes on with."""
+        """What the model continues with."""
         if self.edits and self._whole is not None and self._whole.rows_count_alone:
             torch.autograd.graph.increment_version([self._whole.tensor])
         if self._assigned or self._differentiable:

@@ -45,7 +45,7 @@ def offer_tokens(
         token_ids: [sampling requests] int32.
 
     Returns:
-        the tokens that generation goes on with, of the same shape.
+        the tokens that generation continues with, of the same shape.
     """
     device, sampled = token_ids.device, token_ids.tolist()
     offered = torch.tensor(sampled, dtype=torch.int64, device=device).unsqueeze(1)

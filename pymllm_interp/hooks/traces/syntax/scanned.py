@@ -35,7 +35,7 @@ def current_scan() -> ScanInterleaver | None:
 
 
 def scanned(envoy: Envoy) -> Envoy:
-    """The double of a module's envoy inside the block of a scan; the envoy itself elsewhere, or where it has no double."""
+    """The double of a module's envoy inside the block of a scan; elsewhere, the envoy itself."""
     scan = current_scan()
     if scan is None or vars(envoy).get("interleaver") is not scan.served:  # an envoy that is being made has none yet
         return envoy
