@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...core.request import Request
+from ...hooks.captures.activations import NOTHING
 from ...hooks.traces.blocks.block_analysis import codes_of
 from ...hooks.traces.blocks.trace import Block, RequestTrace
 from ...hooks.traces.lowering.analysis import lower
@@ -126,11 +127,12 @@ class Lowered:
             trace.saves.collected = trace.saves.saved_names()
 
     def _replay_of(self, trace: RequestTrace, request: Request) -> Replay | None:
-        states, plan = request.activations, trace.plan
+        plan: BlockPlan = trace.plan
         trace.receipt.preemptions, trace.receipt.edits = request.num_preemptions, len(plan.edits)
         trace.warnings += trace.receipt.warnings
-        if request.error is not None or states is None or states.error is not None:
-            trace.error = request.error or (None if states is None else states.error)
+        states = NOTHING if request.activations is None else request.activations
+        if (error := request.error or states.error) is not None:
+            trace.error = error
             return None
         device = self.model.device if plan.computes and self.model.device.type != "cpu" else None
         token_ids = (*request.prompt_token_ids, *request.output_token_ids)

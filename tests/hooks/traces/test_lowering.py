@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import linecache
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
@@ -42,14 +43,14 @@ def script(lines: list[str], opening: str) -> Callable[..., dict[str, Any]]:
     source = f"def run(lm, prompt, W, known):\n    with {opening} as tracer:\n{body}\n    return dict(locals())\n"
     name = f"<lowering {next(_files)}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    scope: dict[str, Any] = {"torch": torch, "nnsight": nnsight, "einops": einops}
+    scope: dict[str, Any] = {"torch": torch, "nnsight": nnsight, "einops": einops, "made": defaultdict(int)}
     exec(compile(source, name, "exec"), scope)
     return scope["run"]
 
 
 def ran(run: Callable[..., dict[str, Any]], lm: LM, prompt: list[int] = PROMPT) -> tuple[dict[str, Any], Any, str]:
     """(saved names, tracer, the error's type and text)."""
-    weights = torch.randn(lm.cfg.hidden_size, 3, generator=torch.Generator().manual_seed(0))
+    weights = torch.randn(lm.cfg.hidden_size, 3, generator=torch.Generator().manual_seed(0)).to(lm.device, lm.dtype)
     try:
         found = run(lm, prompt, weights, {"layer": 1, "rows": [0, -1], "V": vectors_of(lm)})
     except Exception as error:
@@ -59,7 +60,7 @@ def ran(run: Callable[..., dict[str, Any]], lm: LM, prompt: list[int] = PROMPT) 
 
 def vectors_of(lm: LM) -> list[torch.Tensor]:
     noise = torch.Generator().manual_seed(1)
-    return [torch.randn(lm.cfg.hidden_size, generator=noise) for _ in range(8)]
+    return [torch.randn(lm.cfg.hidden_size, generator=noise).to(lm.device) for _ in range(8)]
 
 
 def assert_equal(ours: Any, theirs: Any, where: str) -> None:
@@ -209,6 +210,9 @@ IN_THE_PASS = {
     "a function with out=": (["h = lm.model.layers[0].output", "g = torch.abs(h, out=torch.empty_like(h)).save()"], "call|out="),
     "a stop": (["h = lm.model.layers[0].output.save()", "tracer.stop()"], "stop"),
     "inputs": (["h = lm.model.layers[0].inputs.save()"], "not lowered"),
+    "an edit of a layer's input": (["lm.model.layers[0].input[:] = 0", "h = lm.model.layers[1].output.save()"], "an edit of"),
+    "a long loop": (["for i in range(10**9):", "    break", "h = lm.model.layers[1].output.save()"], "not known"),
+    "a dict that makes its values": (["n = made[3]", "h = lm.model.layers[n].output.save()"], "defaultdict"),
     "a while": (["n = 0", "while n < 2:", "    n += 1", "h = lm.model.layers[0].output.save()"], "while"),
     "a lambda": (["f = lambda x: x", "h = f(lm.model.layers[0].output).save()"], "lambda"),
     "a print": (["h = lm.model.layers[0].output.save()", "print(h.shape)"], "call"),
@@ -237,6 +241,48 @@ def test_other_blocks_run_in_the_pass_with_a_reason(what, lms):
                 assert_equal(ours[name], value, name)
 
 
+STEP_EDIT = [
+    "for step in tracer.iter[:]:", "    if step > 0:", "        if step > 2:", "            pass",
+    "        lm.model.layers[0].output[:] = 0", "    h = lm.model.layers[1].output.save()",
+]  # fmt: skip
+
+
+def test_an_edit_behind_a_branch_of_a_branch_is_not_lowered(lms):
+    receipt = same(lms, STEP_EDIT, GENERATION)
+    assert not receipt.lowered and "in a branch" in receipt.not_lowered
+
+
+def test_the_analysis_computes_no_large_number(lms):
+    lines = ["if 3 < known['layer']:", "    n = 2147483647 ** 2147483647", "h = lm.model.layers[1].output.save()"]
+    assert same(lms, lines, ONE_PASS).lowered, "a branch that is not taken is not computed"
+    run = script(["h = lm.model.layers[1].output.save()", "f = lambda: 2147483647 ** 2147483647"], ONE_PASS)
+    assert not ran(run, lms[0])[1].receipt.lowered
+
+
+def test_an_error_of_the_analysis_leaves_the_block_to_the_pass(lms, monkeypatch):
+    from pymllm_interp.hooks.traces.lowering.analysis import Walk
+
+    def fails(*_: Any) -> None:
+        raise ZeroDivisionError("of a test")
+
+    monkeypatch.setattr(Walk, "_Expr", fails)
+    monkeypatch.setattr(lms[0].backend.lowered, "_known", {})
+    receipt = same(lms, ["lm.model.layers[1].output.save()"], ONE_PASS)
+    assert "cannot be analysed: ZeroDivisionError: of a test" in receipt.not_lowered
+
+
+def test_lowered_traces_leave_nothing_behind(lms):
+    from helpers_idle import left_behind
+
+    run = script(
+        ["kept = list().save()", "for step in tracer.iter[:]:", "    kept.append(lm.model.layers[1].output[0, -1])"],
+        GENERATION,
+    )
+    for _ in range(50):
+        assert ran(run, lms[0])[1].receipt.lowered
+    assert left_behind(lms[0]) == {}
+
+
 def test_require_refuses_with_the_line(lm_of):
     lm = lm_of("llama", lower_traces="require")
     with pytest.raises(LoweringError, match=r"line \d+: an edit in place"):
@@ -249,7 +295,7 @@ EDITS = (
     "{x} += V[{i}]", "{x} -= V[{i}]", "{x} *= 1.5", "{x} = V[{i}]", "{x} = 0", "{x} += 0.25", "{x} *= 0", "{x} -= 3",
 )  # fmt: skip
 PLACES = (
-    "lm.model.layers[{i}].output", "lm.model.layers[{i}].input", "lm.model.layers[{i}].mlp.output",
+    "lm.model.layers[{i}].output", "lm.model.layers[{i}].output", "lm.model.layers[{i}].mlp.output",
     "lm.model.embed_tokens.output", "lm.model.layers[{i}].self_attn.output[0]",
 )  # fmt: skip
 INDEXES = ("[:]", "[:, -1]", "[0, -1]", "[0]", "[:, :]", "[:, -1, :]", "[...]")
@@ -302,6 +348,15 @@ def compared_edits(lms: tuple[LM, LM], seed: int, tries: int) -> int:
 def test_random_edits_give_the_same_bits(lm_of, family, dtype):
     lms = lm_of(family, lower_traces="auto", dtype=dtype), lm_of(family, lower_traces="off", dtype=dtype)
     assert compared_edits(lms, 7, 60) > 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_on_cuda_give_the_same_bits(lm_of, dtype):
+    """Replayed graphs on one side, passes with blocks on the other."""
+    lms = tuple(lm_of("llama", device="cuda", dtype=dtype, lower_traces=mode) for mode in ("auto", "off"))
+    assert compared(lms, 3, 40) > 20
+    assert compared_edits(lms, 4, 40) > 10
 
 
 @pytest.fixture
@@ -393,6 +448,16 @@ def test_sampled_generations_and_their_tokens_are_the_same(lms):
             out = tracer.result.save()
         found.append((tokens, logits, out))
     assert_equal(*found, "generation")
+
+
+def test_a_block_that_only_edits_and_reads_the_result(lms):
+    lines = [
+        "for _ in tracer.iter[:]:",
+        "    lm.model.layers[0].output[:] += known['V'][0]",
+        "out = tracer.result.save()",
+    ]
+    assert same(lms, lines, GENERATION).lowered
+    assert same(lms, ["out = tracer.result.save()"], GENERATION).lowered
 
 
 def test_threads_and_coroutines(lms):

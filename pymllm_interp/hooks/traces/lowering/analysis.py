@@ -96,11 +96,11 @@ class Walk(Expressions):
         if not test.step:
             raise NotStatic("a branch on a value of the pass")
         self._forget(node.body + node.orelse)
-        order, self.conditional = self._order, True
+        order, conditional, self.conditional = self._order, self.conditional, True
         self.body(node.body)
         reached, self._order = self._order, order
         self.body(node.orelse)
-        self._order, self.conditional = max(reached, self._order), False
+        self._order, self.conditional = max(reached, self._order), conditional
         self._forget(node.body + node.orelse)
 
     def _For(self, node: ast.For) -> None:

@@ -19,7 +19,7 @@ from .plan import LAST, Edit, NotStatic
 if TYPE_CHECKING:
     from .expressions import Expressions
 
-KINDS = frozenset({"embed", "resid_pre", "attn_out", "mlp_out", "resid_post"})
+KINDS = frozenset({"embed", "attn_out", "mlp_out", "resid_post"})
 """Kinds of sites on the residual stream where an edit of the module's value is an edit of the site."""
 OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}
 IN_PLACE = "an edit in place"

@@ -15,6 +15,7 @@ from ..syntax.envoy import TracedEnvoy, TracedModel
 from . import pure
 from .plan import LAST, BlockPlan, LoweringModel, Need, NotStatic, Scope
 from .values import (
+    CONTAINERS,
     KNOWN,
     LISTED,
     MAX_NODES,
@@ -199,7 +200,7 @@ class Expressions:
             self._is_pure_value(of)
             self.plan.computes |= isinstance(index, Unknown)
             return UNKNOWN
-        if isinstance(of, list | tuple | dict | range | str):
+        if type(of) in CONTAINERS or isinstance(of, tuple):
             try:
                 return self._known(of[index])  # pyright: ignore[reportArgumentType, reportCallIssue]
             except Exception as error:
@@ -281,7 +282,7 @@ class Expressions:
             return (child for _, child in of._named_children())
         if isinstance(of, KnownItems):
             return iter(of.items)
-        if isinstance(of, list | tuple | range | dict | str):
+        if (type(of) in CONTAINERS or isinstance(of, tuple)) and len(of) <= MAX_NODES:
             return iter([self._known(item) for item in of])
         raise NotStatic("a loop over what is not known")
 
@@ -364,11 +365,14 @@ class Expressions:
         if function in (list, dict) and not arguments:
             return Unknown(fresh=True)
         known = not any(isinstance(argument, Unknown) for argument in arguments)
+        if function is len and type(arguments[0]) in CONTAINERS:
+            return len(arguments[0])
         if function is len and known and isinstance(arguments[0], Envoy):
             return len(dict(arguments[0]._named_children()))
         if function in LISTED and known:
             return KnownItems(LISTED[function](*(a if type(a) is int else list(self._items(a)) for a in arguments)))
-        if known and all(isinstance(argument, KNOWN) for argument in arguments) and function in pure.BUILTINS:
+        scalars = all(isinstance(argument, KNOWN) and type(argument) is not range for argument in arguments)
+        if known and scalars and function in pure.BUILTINS:
             try:
                 return function(*arguments)
             except Exception as error:

@@ -15,6 +15,10 @@ MAX_NODES = 100_000
 KNOWN = (bool, int, float, str, type(None), slice, range, torch.dtype, torch.device, type(...))
 
 
+CONTAINERS = (list, dict, range, str)
+"""Containers that only look up what they hold."""
+
+
 class Unknown:
     """A value that exists when the block runs.
 
@@ -70,9 +74,9 @@ LISTED = {
 """Functions of known sequences -> the items that they give."""
 
 
-def is_small(number: Any) -> bool:
+def is_small(number: Any, most: int = 2**31) -> bool:
     """Whether arithmetic of the number stays cheap."""
-    return isinstance(number, bool | float) or (type(number) is int and abs(number) < 2**31)
+    return isinstance(number, bool | float) or (type(number) is int and abs(number) < most)
 
 
 def combined(*parts: Any) -> Unknown:
@@ -107,7 +111,9 @@ def evaluate(node: ast.expr, parts: list[Any]) -> Any:
     """The operator `node` over known operands."""
     names = [ast.Name(f"x{i}", ast.Load()) for i in range(len(parts))]
     if isinstance(node, ast.BinOp):
-        if isinstance(node.op, ast.Pow | ast.LShift | ast.Mult) and not all(map(is_small, parts)):
+        most = 2**31 if isinstance(node.op, ast.Mult) else 64
+        grows = isinstance(node.op, ast.Pow | ast.LShift | ast.Mult)
+        if grows and not (is_small(parts[0]) and is_small(parts[1], most)):
             raise NotStatic("a large number")
         made: ast.expr = ast.BinOp(names[0], node.op, names[1])
     elif isinstance(node, ast.UnaryOp):
