@@ -88,6 +88,7 @@ def same(pair: tuple[LM, LM], lines: list[str], opening: str, prompt: list[int] 
     run = script(lines, opening)
     (ours, tracer, error), (theirs, other, expected) = ran(run, pair[0], prompt), ran(run, pair[1], prompt)
     assert error == expected, lines
+    assert ours.keys() == theirs.keys(), lines
     assert_equal(ours, theirs, "saved")
     if tracer is None:
         return None

@@ -537,7 +537,7 @@ def test_a_scan_on_cuda_takes_no_device_memory(lm_of):
         logits = (lm.lm_head(h) + torch.ones(97, device=h.device)).save()
         weight = lm.lm_head.weight.save()
     assert torch.cuda.memory_allocated() == before
-    assert described([logits, weight]) == [((1, 100, 97), torch.bfloat16, "cuda"), ((97, 72), torch.bfloat16, "cuda")]
+    assert described([logits, weight]) == [((1, 100, 97), torch.float32, "cuda"), ((97, 72), torch.bfloat16, "cuda")]
     with lm.scan(TEXT) as tracer:
         scanned = tracer.cache(device=None)
     with lm.trace(TEXT) as tracer:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from greenlet import GreenletExit, getcurrent
 
+from ....core.families import LOGITS
 from ...captures.activations import Activations
-from ...positions import selected, windows_of
+from ...positions import Window, selected, windows_of
 from ..blocks.errors import LoopEnd
 from ..blocks.trace import RequestTrace
 from ..nnsight_compat import Mediator, OutOfOrderError, Pending, save_scope
@@ -60,7 +60,8 @@ class Replay:
         self._block = trace.main_block
         self._token_ids, self._prompt_len, self._device = token_ids, prompt_len, device
         self._step, self._order = 0, -1
-        self._served: tuple[str, Any] = "", None
+        self._served: Any = None
+        self._rows_of: dict[str, _SiteRows] = {}
         self.counts: dict[str, int] = {}
         self.calls: dict[str, int] = {}
         self.points = self.visits = self
@@ -104,34 +105,41 @@ class Replay:
         if self._plan.code is not None:
             self._block.code = self._plan.code
         trace.max_passes = max(trace.max_passes, self.passes)
-        self._resume(lambda: Mediator.start(self._block, self) or self._block.pending)  # pyright: ignore[reportArgumentType]
+        self._run(lambda: Mediator.start(self._block, self) or self._block.pending, once=True)  # pyright: ignore[reportArgumentType]
 
-    def advance(self) -> None:
-        """Serve the read that the block waits for, and run it to the next one."""
+    def advance(self, once: bool = True) -> None:
+        """Serve the read that the block waits for, and run it to the next one; without `once`, to its end."""
+        self._run(self._answered, once)
+
+    def _answered(self) -> Pending | None:
+        """Serve one read. Returns what the block waits for next."""
         block, worker, pending = self._block, cast(Any, self._block.worker), self._block.pending
         assert pending is not None
+        block.pending = None
         try:
             value = self._answer(pending)
         except (LoopEnd, OutOfOrderError) as error:
-            self._resume(partial(worker.throw, error))
-            return
+            return worker.throw(error)
         self._trace.receipt.reads += 1
         if block.iteration:  # the rest of the step follows in sequence
             block.iteration = None
-        block.last_location = pending.provider or ""
-        self._resume(partial(worker.switch, value))
+        block.last_location = pending[1] or ""
+        return worker.switch(value)
 
-    def _resume(self, resume: Callable[[], Pending | None]) -> None:
-        """Run the block until it waits. What it raises ends its trace."""
+    def _run(self, resume: Callable[[], Pending | None], once: bool) -> None:
+        """Run the block with its own scope of saves, as the engine does. What it raises ends its trace."""
         block, trace, scope = self._block, self._trace, save_scope.__dict__
         depth, saves = scope.get("depth", 0), scope.get("saves")
-        scope["depth"], scope["saves"], block.pending = block.depth, trace.saves.ids, None
+        scope["depth"], scope["saves"] = block.depth, trace.saves.ids
         if block.worker is not None:
             block.worker.parent = getcurrent()
         try:
             with torch.no_grad():
                 block.pending = resume()
+                while not once and block.pending is not None:
+                    block.pending = resume()
         except Exception as raised:
+            block.pending = None
             trace.fail(raised)
         finally:
             scope["depth"], scope["saves"] = depth, saves
@@ -161,10 +169,10 @@ class Replay:
             raise OutOfOrderError(f"request {trace.request_id}: {TOO_LATE.format(location, before)}")
         if (step, point.order) != (self._step, self._order):
             self._step, self._order = step, point.order
-            self._served = location, self._value(location, point, step)
-        return self._served[1]
+            self._served = self._value(point, step)
+        return self._served
 
-    def _value(self, location: str, point: SiteLocation, step: int) -> Any:
+    def _value(self, point: SiteLocation, step: int) -> Any:
         if point.site and point.site not in self._plan.needs:
             return None if point.end == "output" else ((None,), {})  # an edit, which the pass has made
         if not point.site:
@@ -178,22 +186,14 @@ class Replay:
 
     def _rows(self, site: str, step: int) -> torch.Tensor:
         """[1, tokens, width]: what the pass of this step computed."""
-        need, states, n = self._plan.needs[site], self._states.as_arrived(site), self._prompt_len
-        windows = windows_of(need.positions, n)
-        if step:
-            before = sum(window.among(0, n + step - 1) for window in windows)
-            found = states[before : before + 1]
-        else:
-            of_prompt = sum(window.among(0, n) for window in windows)
-            found = states[:of_prompt]
-            if site == "logits" and not self._trace.single:
-                found = found[-1:]
-            elif of_prompt < n:
-                filled = found.new_empty(n, *found.shape[1:])
-                filled[torch.from_numpy(selected(windows, n))] = found
-                found = filled
-        found = found.reshape(1, len(found), -1)
-        return found.clone() if self._device is None else found.to(self._device, copy=True)
+        rows = self._rows_of.get(site)
+        if rows is None:
+            last_only = site == LOGITS and not self._trace.single
+            windows = windows_of(self._plan.needs[site].positions, self._prompt_len)
+            states = self._states.as_arrived(site)
+            states = states.reshape(len(states), -1) if self._device is None else states.to(self._device).flatten(1)
+            rows = self._rows_of[site] = _SiteRows.of(states, windows, self._prompt_len, last_only)
+        return rows.prompt if step == 0 else rows.generated[step - 1 - rows.first]
 
     def _result(self) -> Any:
         """What ``tracer.result`` is."""
@@ -204,6 +204,38 @@ class Replay:
         return CausalLMOutputWithPast(logits=self._rows("logits", 0))  # pyright: ignore[reportArgumentType]
 
 
+class _SiteRows(NamedTuple):
+    """What was captured of a site, by steps.
+
+    Attributes:
+        prompt: [1, tokens, width] of the step that computes the prompt. Rows that were not captured hold anything.
+        generated: [1, 1, width] of each later step.
+        first: generated position of the first of them.
+    """
+
+    prompt: torch.Tensor
+    generated: Sequence[torch.Tensor]
+    first: int
+
+    @classmethod
+    def of(cls, states: torch.Tensor, windows: Sequence[Window], prompt_len: int, last_only: bool) -> _SiteRows:
+        """Cut the captured rows.
+
+        Args:
+            states: [positions, width], in ascending order.
+            windows: the positions.
+            last_only: the step that computes the prompt has the last row only.
+        """
+        of_prompt = sum(window.among(0, prompt_len) for window in windows)
+        prompt, first = states[:of_prompt], max((window.start - prompt_len for window in windows), default=0)
+        if last_only:
+            prompt = prompt[-1:]
+        elif of_prompt < prompt_len:
+            prompt = states.new_empty(prompt_len, states.shape[1])
+            prompt[torch.from_numpy(selected(windows, prompt_len))] = states[:of_prompt]
+        return cls(prompt.unsqueeze(0), states[of_prompt:, None, None].unbind(), max(first, 0))
+
+
 def replay(replays: Sequence[Replay]) -> None:
     """Run the blocks of several requests in the order in which one forward pass runs them.
 
@@ -212,6 +244,11 @@ def replay(replays: Sequence[Replay]) -> None:
     waiting: list[tuple[tuple[int, int], int, int]] = []
     arrivals = itertools.count()  # at one place, blocks are served in the order in which they came
     try:
+        if len(replays) == 1:
+            replays[0].start()
+            if replays[0].waits_for is not None:
+                replays[0].advance(once=False)
+            return
         for index, one in enumerate(replays):
             one.start()
             if (place := one.waits_for) is not None:
