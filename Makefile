@@ -39,7 +39,7 @@ REMOTE_TESTS := $(addprefix tests/hooks/traces/test_,nnsight_calls.py trace_pari
 test: $(STAMP)
 	$(PYTEST) $(TESTS)
 ifeq ($(TESTS),tests)
-	$(PYTEST) --hook-execution segments --ahead --lower-traces off $(TRACE_TESTS)
+	$(PYTEST) --hook-execution segments --ahead $(TRACE_TESTS)
 	$(PYTEST) --remote $(REMOTE_TESTS) -k "not qwen3 and not bit"
 endif
 

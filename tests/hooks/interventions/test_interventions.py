@@ -178,7 +178,7 @@ def test_positions_that_are_not_understood_are_refused_when_the_spec_is_made(pos
         Scale(SITE, 2.0, positions=positions)
 
 
-@pytest.mark.parametrize("arguments", [(-1,), (3, 3), (3, 2), (0, None, 0), (0.5,), (True,), (0, "4"), (0, 4, None)])
+@pytest.mark.parametrize("arguments", [(-2,), (3, 3), (3, 2), (0, None, 0), (0.5,), (True,), (0, "4"), (0, 4, None)])
 def test_generated_is_checked(arguments):
     with pytest.raises(ValueError, match=r"Generated\("):
         Generated(*arguments)
