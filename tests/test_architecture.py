@@ -174,7 +174,7 @@ def test_no_two_classes_have_one_name():
 
 LINES = {
     "attention": 1500, "bench": 2850, "client": 4850, "core": 2100, "engine": 2450, "evals": 450, "harvest": 1400, "hooks":
-    16000, "kernels": 1950, "layers": 1500, "lens": 1700, "mem_cache": 750, "models": 4650, "plots": 550, "runner": 3550,
+    16050, "kernels": 1950, "layers": 1500, "lens": 1700, "mem_cache": 750, "models": 4650, "plots": 550, "runner": 3550,
     "sampling": 1000, "server": 4900, "toolkit": 1600, "top": 1400, "utils": 450, "wire": 1400,
 }  # fmt: skip
 """Most lines of each folder: what grows is seen here. The aim is 44,000 in all."""

@@ -195,6 +195,7 @@ class LocalBackend(Backend):
         for request in requests:
             trace = owners.get(request.request_id) or request.trace
             if trace.plan is not None:
+                trace.activations.append(NOTHING)
                 trace.error = _ended_early(request) or request.error or trace.error
                 continue
             trace.activations.append(NOTHING if request.activations is None else request.activations)

@@ -319,7 +319,7 @@ class RequestFactory:
                 if len(own) > 1 and not trace.gang:
                     self._form_gang(own)
         for trace in traces:
-            trace.num_prompts, trace.postprocess = len(made), text
+            trace.num_prompts, trace.postprocess = sum(request.trace is not None for request in made), text
             if not trace.request_ids:
                 trace.request_ids = tuple(request.request_id for request in made)
         check_gang(traces)

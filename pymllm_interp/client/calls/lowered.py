@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
 from ...core.request import Request
 from ...hooks.captures.activations import NOTHING
 from ...hooks.traces.blocks.block_analysis import codes_of
+from ...hooks.traces.blocks.torch_modes import is_any_autocast_enabled
 from ...hooks.traces.blocks.trace import Block, RequestTrace
 from ...hooks.traces.lowering.analysis import lower
 from ...hooks.traces.lowering.plan import BlockPlan, LoweringModel, NotLowered, points_of
@@ -67,6 +69,15 @@ class Lowered:
                 raise LoweringError(f"lower_traces='require', but this block runs in the forward passes: {found}")
             else:
                 trace.receipt.not_lowered = str(found)
+        if any(trace.plan is None for trace in traces):  # which may fill or read what a lowered one reads or fills
+            for trace in traces:
+                if trace.plan is not None:
+                    self._leave(trace, "another invoke is not lowered")
+
+    @staticmethod
+    def _leave(trace: RequestTrace, reason: str) -> None:
+        trace.plan, trace.single = None, False
+        trace.receipt.lowered, trace.receipt.not_lowered = False, reason
 
     def _lowering(self, mode: str, trace: RequestTrace, given: TraceInput) -> BlockPlan | NotLowered:
         block = trace.main_block
@@ -80,6 +91,7 @@ class Lowered:
             (len(trace.blocks) > 1, "the model has edits"),
             (trace.on_step is not None, "on_step is called while it runs"),
             (trace.saves.transfer.device is None, "it is part of a session"),
+            (_has_modes(), "its caller has a mode of torch"),
         )
         for prevents, reason in outside:
             if prevents:
@@ -89,7 +101,11 @@ class Lowered:
         words = [word for word in OWN_WORDS if kwargs.get(word) is not None]
         if words:
             return NotLowered(f"{words[0]}= is given")
-        if len(prompts_of(args, kwargs, "the prompt")[0].prompts) != 1:
+        try:
+            count = len(prompts_of(args, kwargs, "the prompt")[0].prompts)
+        except Exception:
+            return NotLowered("its prompt cannot be read")  # said where the request is made
+        if count != 1:
             return NotLowered("it has a list of prompts")
         saved = {id(value) for value in trace.saves.outer.values()}
         key = _key(block, saved, mode)
@@ -114,7 +130,7 @@ class Lowered:
             ) from error
         for trace in traces:
             if trace.plan is not None:
-                trace.plan, trace.receipt.lowered, trace.receipt.not_lowered = None, False, str(error)
+                self._leave(trace, str(error))
 
     def replay(self, ended: Sequence[tuple[RequestTrace, Request]]) -> None:
         """Run the blocks of requests that have ended. Blocks that fill a list of their ``with`` run together."""
@@ -137,6 +153,12 @@ class Lowered:
         device = self.model.device if plan.computes and self.model.device.type != "cpu" else None
         token_ids = (*request.prompt_token_ids, *request.output_token_ids)
         return Replay(trace, plan, self.model.points, states, token_ids, request.prompt_len, device)
+
+
+def _has_modes() -> bool:
+    """Whether torch computes otherwise on this thread than on the engine's."""
+    modes = _len_torch_function_stack() or _len_torch_dispatch_stack()
+    return bool(modes) or is_any_autocast_enabled() or torch.is_inference_mode_enabled()
 
 
 def _key(block: Block, saved: set[int], mode: str) -> tuple[Any, ...] | None:

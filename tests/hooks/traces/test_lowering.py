@@ -390,7 +390,7 @@ def test_invokes_share_a_list_and_each_has_its_own_constants(lms):
     assert_equal(*found, "lists")
 
 
-def test_a_block_beside_edits_of_other_invokes_is_lowered(lms):
+def test_a_block_beside_edits_of_other_invokes_runs_with_them(lms):
     found = []
     for lm in lms:
         with lm.trace() as tracer:
@@ -400,7 +400,7 @@ def test_a_block_beside_edits_of_other_invokes_is_lowered(lms):
             with tracer.invoke(PROMPT):
                 second = lm.lm_head.output[0, -1].save()
         found.append((first, second))
-        assert [receipt.lowered for receipt in tracer.receipts] == [False, lm is lms[0]]
+        assert [receipt.lowered for receipt in tracer.receipts] == [False, False]
     assert_equal(*found, "logits")
     assert not torch.equal(*found[0])
 

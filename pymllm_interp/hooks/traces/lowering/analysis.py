@@ -111,6 +111,9 @@ class Walk(Expressions):
             self._loop_over_steps(node, over)
             return
         for item in self._items(over):
+            self._left -= 1
+            if self._left < 0:
+                raise NotStatic("a long loop")
             self._bind(node.target, item)
             self.body(node.body)
 
@@ -130,5 +133,5 @@ class Walk(Expressions):
             for found in ast.walk(statement):
                 if isinstance(found, ast.Name) and isinstance(found.ctx, ast.Store):
                     if isinstance(before := self._names.get(found.id), SiteRead):
-                        self._need(before.site, None)
+                        self.use(before)
                     self._names[found.id] = UNKNOWN

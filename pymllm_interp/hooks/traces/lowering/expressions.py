@@ -16,9 +16,13 @@ from . import pure
 from .plan import LAST, BlockPlan, LoweringModel, Need, NotStatic, Scope
 from .values import (
     CONTAINERS,
+    EXACT,
+    FUNCTION_TYPES,
     KNOWN,
     LISTED,
     MAX_NODES,
+    OPEN,
+    SCALARS,
     UNKNOWN,
     KnownItems,
     SiteRead,
@@ -71,10 +75,12 @@ class Expressions:
             raise NotStatic(f"`{type(node).__name__.lower()}` is not lowered")
         found = visit(node)
         if whole and isinstance(found, SiteRead):
-            self._need(found.site, None)
+            self.use(found)
         return found
 
     def _bind(self, target: ast.expr, value: Any) -> None:
+        if isinstance(value, KnownItems):
+            raise NotStatic("a name of an iterator")
         if isinstance(target, ast.Name):
             self._names[target.id] = value
         elif isinstance(target, ast.Tuple | ast.List):
@@ -111,8 +117,10 @@ class Expressions:
     def _known(self, value: Any) -> Any:
         if isinstance(value, InterleavingTracer):
             return TracerValue()
-        if id(value) in self._saved and isinstance(value, list | dict):
+        if id(value) in self._saved and type(value) in (list, dict):
             return Unknown(fresh=True)
+        if isinstance(value, OPEN) and type(value) not in EXACT:
+            raise NotStatic(f"a {type(value).__name__}, which may have operators of its own")
         return value
 
     def _Attribute_value(self, node: ast.Attribute) -> Any:
@@ -139,10 +147,10 @@ class Expressions:
             return Iterations
         if name != "result" or self.steps is not None:
             raise NotStatic(f"`tracer.{name}` is not lowered")
-        self.plan.reads_result = self._looped = True
         if self.single:
             self.reach("result")
-            self._need("logits", None)
+            self._need("logits", None, None)
+        self._looped = True
         return UNKNOWN
 
     def _of_envoy(self, envoy: Envoy, name: str) -> Any:
@@ -163,8 +171,8 @@ class Expressions:
         if not point.site:  # the token
             return UNKNOWN
         self.read.add(point.site)
-        self._need(point.site, LAST)
-        return SiteRead(point.site, point.in_tuple)
+        self._need(point.site, LAST, self.steps)
+        return SiteRead(point.site, point.in_tuple, self.steps)
 
     def reach(self, location: str) -> None:
         order = self.points[location].order
@@ -173,8 +181,12 @@ class Expressions:
             raise NotStatic(f"`{location}` is read late, or again")
         self._order = order
 
-    def _need(self, site: str, row: int | None) -> None:
-        need, steps = self.plan.needs.setdefault(site, Need()), self.steps
+    def use(self, read: SiteRead, row: int | None = None) -> None:
+        """Need a row of what was read; None: all of them."""
+        self._need(read.site, row, read.steps)
+
+    def _need(self, site: str, row: int | None, steps: Steps | None) -> None:
+        need = self.plan.needs.setdefault(site, Need())
         if steps is None or steps.start == 0:
             need.add_rows(LAST if site == "logits" and not self.single else row)
         if steps is not None:
@@ -185,6 +197,7 @@ class Expressions:
         if isinstance(of, SiteRead):
             return self._of_read(of, node.slice)
         index = self.value(node.slice)
+        self._is_pure_value(index)
         if of is Iterations:
             return steps(index)
         if isinstance(of, Unknown):
@@ -213,23 +226,16 @@ class Expressions:
         values = [self.value(part) for part in parts]
         if read.in_tuple:
             if len(values) == 1 and isinstance(values[0], int) and values[0] == 0:
-                return SiteRead(read.site, in_tuple=False)
-            self._need(read.site, None)
+                return SiteRead(read.site, False, read.steps)
+            self.use(read)
             return UNKNOWN
-        row = values[1] if len(values) > 1 else None
-        known = (
-            len(values) > 1 and not isinstance(values[0], Unknown) and values[0] is not ... and values[0] is not None
-        )
-        self._need(read.site, row if known and type(row) is int and self._rows_known(row) else None)
+        row = values[1] if len(values) > 1 and type(values[0]) in (int, slice) and type(values[1]) is int else None
+        self.use(read, row if read.steps is None or row == LAST else None)
         return UNKNOWN
-
-    def _rows_known(self, row: int) -> bool:
-        """Whether an index means one row of the prompt in each step that it is used in."""
-        return self.steps is None or row == LAST
 
     def _part(self, of: Unknown) -> Unknown:
         if isinstance(of, SiteRead):
-            self._need(of.site, None)
+            self.use(of)
         return Unknown(of.step)
 
     def _Slice_value(self, node: ast.Slice) -> Any:
@@ -253,8 +259,6 @@ class Expressions:
     def _ListComp_value(self, node: ast.ListComp) -> Any:
         self._comprehend(node.generators, [node.elt])
         return Unknown(fresh=True)
-
-    _GeneratorExp_value = _SetComp_value = _ListComp_value
 
     def _DictComp_value(self, node: ast.DictComp) -> Any:
         self._comprehend(node.generators, [node.key, node.value])
@@ -314,22 +318,29 @@ class Expressions:
     def _FormattedValue_value(self, node: ast.FormattedValue) -> Any:
         found = self.value(node.value)
         self._is_pure_value(found)
-        return Unknown(step=True)
+        if node.format_spec is not None:
+            self.value(node.format_spec)
+        self.plan.computes = True
+        return Unknown(step=isinstance(found, KNOWN) or (isinstance(found, Unknown) and found.step))
 
     def _computed(self, node: ast.expr, parts: list[Any]) -> Any:
         """The result of an operator: of known numbers it is known, too."""
         for part in parts:
             self._is_pure_value(part)
-        if all(isinstance(part, KNOWN) for part in parts) and not isinstance(node, ast.JoinedStr):
+            if isinstance(part, range) or (isinstance(part, str) and isinstance(node, ast.BinOp)):
+                raise NotStatic(f"an operation of a {type(part).__name__}")
+        if all(isinstance(part, SCALARS) for part in parts) and not isinstance(node, ast.JoinedStr):
             return evaluate(node, parts)
         self.plan.computes |= not all(isinstance(part, Unknown) and part.step for part in parts)
-        return Unknown(
-            step=all(not isinstance(part, Unknown) or part.step for part in parts)
-            and not any(isinstance(part, torch.Tensor) for part in parts)
-        )
+        return Unknown(step=all(isinstance(part, KNOWN) or (isinstance(part, Unknown) and part.step) for part in parts))
 
-    @staticmethod
-    def _is_pure_value(value: Any) -> None:
+    def _is_pure_value(self, value: Any) -> None:
+        self.plan.computes |= isinstance(value, torch.Tensor)  # it is on the model's device
+        if type(value) in (list, tuple, dict):
+            if len(value) > MAX_NODES:
+                raise NotStatic("a long list")
+            for item in value if not isinstance(value, dict) else (*value.keys(), *value.values()):
+                self._is_pure_value(self._known(item))
         if not isinstance(value, (Unknown, torch.Tensor, list, tuple, dict, *KNOWN)):
             raise NotStatic(f"an operation of a {type(value).__name__}")
 
@@ -340,8 +351,8 @@ class Expressions:
             k.arg is None for k in node.keywords
         ):
             raise NotStatic("starred arguments")
-        if any(keyword.arg == "out" for keyword in node.keywords):
-            raise NotStatic("`out=` writes into a tensor")
+        if any(keyword.arg in ("out", "inplace") for keyword in node.keywords):
+            raise NotStatic("`out=` and `inplace=` write into a tensor")
         if isinstance(node.func, ast.Attribute):
             of = self._receiver(node.func)
             if of is not None:
@@ -350,11 +361,7 @@ class Expressions:
         arguments = self._arguments(node)
         if function is save and len(arguments) == 1:
             return arguments[0]
-        try:
-            allowed = function in pure.FUNCTIONS
-        except TypeError:
-            allowed = False
-        if not allowed:
+        if not isinstance(function, FUNCTION_TYPES) or function not in pure.FUNCTIONS:
             raise NotStatic(f"a call of `{ast.unparse(node.func)}`")
         for argument in arguments:
             if not isinstance(argument, Envoy | KnownItems):
@@ -372,12 +379,14 @@ class Expressions:
         if function in LISTED and known:
             return KnownItems(LISTED[function](*(a if type(a) is int else list(self._items(a)) for a in arguments)))
         scalars = all(isinstance(argument, KNOWN) and type(argument) is not range for argument in arguments)
+        if any(isinstance(argument, range) for argument in arguments) and function is not len:
+            raise NotStatic("a function of a range")
         if known and scalars and function in pure.BUILTINS:
             try:
                 return function(*arguments)
             except Exception as error:
                 raise NotStatic(f"{type(error).__name__}: {error}") from None
-        self.plan.computes |= function not in pure.MOVING
+        self.plan.computes |= function not in pure.MOVING or function is str
         return Unknown(fresh=function in (list, dict, sorted))
 
     def _arguments(self, node: ast.Call) -> list[Any]:

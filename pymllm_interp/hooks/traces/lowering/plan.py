@@ -133,14 +133,12 @@ class BlockPlan:
         edits: in the order of the block.
         code: the block to run after the request, with a read in place of each edit; None: its own code.
         computes: the block computes with what it reads, and not only moves it.
-        reads_result: it reads ``tracer.result``.
     """
 
     needs: dict[str, Need] = field(default_factory=dict)
     edits: list[Edit] = field(default_factory=list)
     code: CodeType | None = None
     computes: bool = False
-    reads_result: bool = False
 
     @property
     def reads_logits(self) -> bool:

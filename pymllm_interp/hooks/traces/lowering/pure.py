@@ -15,7 +15,7 @@ METHODS = frozenset(
         "item", "items", "keys", "kthvalue", "le", "log", "log10", "log2", "log_softmax", "logsumexp", "long", "lt", "masked_fill",
         "matmul", "max", "mean", "median", "min", "mm", "movedim", "mul", "narrow", "ndimension", "ne", "neg", "norm", "numel",
         "permute", "pow", "reciprocal", "relu", "repeat", "reshape", "round", "rsqrt", "select", "sigmoid", "sign", "sin", "size",
-        "softmax", "sort", "split", "sqrt", "square", "squeeze", "std", "sub", "sum", "swapaxes", "t", "tanh", "to", "tolist",
+        "softmax", "split", "sqrt", "square", "squeeze", "std", "sub", "sum", "swapaxes", "t", "tanh", "to", "tolist",
         "topk", "transpose", "tril", "triu", "type", "unbind", "unflatten", "unsqueeze", "values", "var", "view", "view_as",
         "where",
     }
@@ -38,18 +38,7 @@ _TORCH = (
     "squeeze", "stack", "std", "sub", "sum", "tanh", "tensor", "topk", "transpose", "tril", "triu", "unbind", "unsqueeze", "var",
     "where", "zeros", "zeros_like",
 )  # fmt: skip
-_FUNCTIONAL = (
-    "cosine_similarity",
-    "cross_entropy",
-    "gelu",
-    "kl_div",
-    "log_softmax",
-    "mse_loss",
-    "normalize",
-    "relu",
-    "silu",
-    "softmax",
-)
+_FUNCTIONAL = ("cosine_similarity", "cross_entropy", "gelu", "kl_div", "log_softmax", "mse_loss", "softmax")
 _LINALG = ("norm", "vector_norm")
 BUILTINS = (
     abs,

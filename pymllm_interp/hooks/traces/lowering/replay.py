@@ -174,7 +174,11 @@ class Replay:
 
     def _value(self, point: SiteLocation, step: int) -> Any:
         if point.site and point.site not in self._plan.needs:
-            return None if point.end == "output" else ((None,), {})  # an edit, which the pass has made
+            if all(edit.site != point.site for edit in self._plan.edits):
+                raise LookupError(
+                    f"{point.site} was not captured: an object from outside changed while the request ran"
+                )
+            return None if point.end == "output" else ((None,), {})  # the pass has made the edit
         if not point.site:
             return torch.tensor([[self._token_ids[self._prompt_len + step]]], device=self._device)
         rows = self._rows(point.site, step)
@@ -208,7 +212,7 @@ class _SiteRows(NamedTuple):
     """What was captured of a site, by steps.
 
     Attributes:
-        prompt: [1, tokens, width] of the step that computes the prompt. Rows that were not captured hold anything.
+        prompt: [1, tokens, width] of the step that computes the prompt. Rows that were not captured are NaN.
         generated: [1, 1, width] of each later step.
         first: generated position of the first of them.
     """
@@ -231,7 +235,7 @@ class _SiteRows(NamedTuple):
         if last_only:
             prompt = prompt[-1:]
         elif of_prompt < prompt_len:
-            prompt = states.new_empty(prompt_len, states.shape[1])
+            prompt = states.new_full((prompt_len, states.shape[1]), torch.nan)
             prompt[torch.from_numpy(selected(windows, prompt_len))] = states[:of_prompt]
         return cls(prompt.unsqueeze(0), states[of_prompt:, None, None].unbind(), max(first, 0))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..blocks.loops import AST_LOCK
 from .plan import NotStatic
 
 MAX_NODES = 100_000
@@ -15,6 +16,12 @@ MAX_NODES = 100_000
 KNOWN = (bool, int, float, str, type(None), slice, range, torch.dtype, torch.device, type(...))
 
 
+SCALARS = (bool, int, float, type(None))
+"""Known values that operators are evaluated of."""
+OPEN = (int, float, str, list, tuple, dict, torch.Tensor)
+"""Classes that others extend, with operators of their own."""
+EXACT = (bool, int, float, str, list, tuple, dict, torch.Size, torch.Tensor, torch.nn.Parameter)
+FUNCTION_TYPES = (types.BuiltinFunctionType, types.FunctionType, type, type(torch.ones_like))
 CONTAINERS = (list, dict, range, str)
 """Containers that only look up what they hold."""
 
@@ -36,11 +43,11 @@ class Unknown:
 class SiteRead(Unknown):
     """What a location gives: a value of a site, or a tuple of it."""
 
-    __slots__ = ("in_tuple", "site")
+    __slots__ = ("in_tuple", "site", "steps")
 
-    def __init__(self, site: str, in_tuple: bool) -> None:
+    def __init__(self, site: str, in_tuple: bool, steps: Steps | None) -> None:
         super().__init__()
-        self.site, self.in_tuple = site, in_tuple
+        self.site, self.in_tuple, self.steps = site, in_tuple, steps
 
 
 class TracerValue:
@@ -123,7 +130,8 @@ def evaluate(node: ast.expr, parts: list[Any]) -> Any:
     else:
         assert isinstance(node, ast.Compare)
         made = ast.Compare(names[0], node.ops, list(names[1:]))
-    code = compile(ast.fix_missing_locations(ast.Expression(made)), "<lowered>", "eval")
+    with AST_LOCK:
+        code = compile(ast.fix_missing_locations(ast.Expression(made)), "<lowered>", "eval")
     try:
         return eval(code, {f"x{i}": part for i, part in enumerate(parts)})
     except Exception as error:
