@@ -145,7 +145,7 @@ def main() -> None:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     record = {
         "suite": "lowered traces", "device": device, "torch": torch.__version__, "pymllm_interp": __version__,
-        "argv": sys.argv[1:], "rows": rows,
+        "argv": [part for part in sys.argv[1:] if part != str(args.out)], "rows": rows,
     }  # fmt: skip
     if args.out is not None:
         args.out.write_text(json.dumps(record, indent=1) + "\n")
