@@ -31,7 +31,7 @@ from ..models.weights.source import load_tokenizer
 from ..runner.interp_model_runner import InterpModelRunner, RunnerCommand
 from . import open_engines
 from .backend import Backend, ModelFacts, Submission
-from .calls.lowered import Lowered
+from .calls.lowered import Lowered, LoweringError
 from .generation_defaults import GenerationDefaults
 from .handle import RequestHandle
 from .request_factory import RequestFactory
@@ -213,7 +213,13 @@ class LocalBackend(Backend):
             if all(trace.plan is None for trace in traces):
                 raise
             self.lowered.unlower(traces, error)
-            return self.factory.for_traces(mode, traces, inputs)
+            requests = self.factory.for_traces(mode, traces, inputs)  # raises what is wrong in any case
+            if self.lowered.mode == "require":
+                self.factory.release(requests)
+                raise LoweringError(
+                    f"lower_traces='require', but what this block reads cannot be captured: {error}"
+                ) from error
+            return requests
 
     def run_pass(self, model: TracedModel, mode: str, inputs: tuple, kwargs: dict[str, Any]) -> Any:
         blocks = model.edits_of(kwargs.pop("edits", None))

@@ -119,15 +119,7 @@ class Lowered:
         return found[0]
 
     def unlower(self, traces: Sequence[RequestTrace], error: BaseException) -> None:
-        """Run the blocks in the passes after all: the captures do not fit.
-
-        Raises:
-            LoweringError: they must not.
-        """
-        if self.mode == "require":
-            raise LoweringError(
-                "lower_traces='require', but the states that this block reads cannot be captured"
-            ) from error
+        """Run the blocks in the passes after all: the request with captures was refused with `error`."""
         for trace in traces:
             if trace.plan is not None:
                 self._leave(trace, str(error))
@@ -184,7 +176,7 @@ def _part(value: Any) -> Any:
         return None if None in items else (type(value), *items)
     if type(value) in (range, slice):
         return type(value), value.start, value.stop, value.step
-    if isinstance(value, torch.Tensor):
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
         return ("tensor",)
     if isinstance(value, InterleavingTracer):
         return ("tracer",)

@@ -242,6 +242,18 @@ def test_other_blocks_run_in_the_pass_with_a_reason(what, lms):
                 assert_equal(ours[name], value, name)
 
 
+def test_require_names_what_is_wrong_with_the_request(lm_of):
+    lm = lm_of("llama", lower_traces="require")
+    with pytest.raises(ValueError, match=r"holds token id 10{18}, but the vocabulary") as raised:
+        with lm.trace([5, 10**18]):
+            h = lm.model.layers[0].output.save()
+    assert not isinstance(raised.value, LoweringError)
+    with pytest.raises(LoweringError, match=r"cannot be captured: .*beyond the prompt"):
+        with lm.trace(PROMPT):
+            h = lm.model.layers[0].output[0, 10**6].save()  # noqa: F841
+    assert lm.engine.stats()["running"] == 0
+
+
 STEP_EDIT = [
     "for step in tracer.iter[:]:", "    if step > 0:", "        if step > 2:", "            pass",
     "        lm.model.layers[0].output[:] = 0", "    h = lm.model.layers[1].output.save()",
