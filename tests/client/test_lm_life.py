@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import gc
+import signal
 import subprocess
 import sys
 import textwrap
@@ -202,9 +203,13 @@ def test_ctrl_c_while_an_lm_is_made_leaves_neither_thread_nor_weights(
 
     monkeypatch.setattr(InterpModelRunner, "load_model", noted)
     monkeypatch.setattr(owner, name, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        LM(model_folder("llama"), device="cpu")
-        time.sleep(10)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for its background jobs
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            LM(model_folder("llama"), device="cpu")
+            time.sleep(10)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     until(lambda: engine_threads() == before)
     gc.collect()
     assert [model() for model in models] == [None] * len(models)

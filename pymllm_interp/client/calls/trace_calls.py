@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -83,6 +84,24 @@ class TraceCalls(BackedModel):
     def session(self, device: Any = "cpu", **kwargs: Any) -> SessionTracer:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Several traces that see each other's values: ``with lm.session():``. What it saves is on `device` afterwards."""
         return self.backend.session(self, device, **kwargs)
+
+    def explain(self, tracer: EngineTracer) -> str:
+        """How the blocks of a trace ran: what was declared in the place of each, or the line that keeps it in the passes.
+
+        Raises:
+            ValueError: the trace has not run.
+        """
+        if not tracer.receipts:
+            raise ValueError("lm.explain() needs the tracer of a trace that has run: call it behind the `with`")
+        told = []
+        for number, (receipt, plan) in enumerate(zip_longest(tracer.receipts, tracer.plans)):
+            if receipt.lowered:
+                told.append(f"invoke {number} runs after its request")
+                told += [f"  {line}" for line in str(plan or "").splitlines()]
+            else:
+                reason = receipt.not_lowered or "lower_traces='off'"
+                told.append(f"invoke {number} runs in the forward passes: {reason}")
+        return "\n".join(told)
 
     def run_traces(self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]) -> None:
         self.backend.run_traces(mode, traces, inputs)

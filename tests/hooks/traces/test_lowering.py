@@ -178,6 +178,59 @@ def test_random_blocks_give_the_same_bits(lms, seed):
     assert compared(lms, seed, 40) > 20
 
 
+APPENDS = {
+    "one read": (["    kept.append(lm.model.layers[1].output[0, -1])"], True),
+    "all rows": (["    kept.append(lm.model.layers[1].output)"], True),
+    "several layers": (["    for i in (0, 2):", "        kept.append(lm.model.layers[i].output[0, -1])"], True),
+    "modules": (["    for layer in lm.model.layers:", "        kept.append(layer.output[:, -1])"], True),
+    "names": (
+        ["    h = lm.model.layers[1].output", "    x = h[0, -1].float()", "    kept.append(x)", "    kept.append(h[0, 0])"], True),
+    "one value in two lists": (
+        ["    x = lm.model.layers[1].output[0, -1]", "    kept.append(x)", "    other.append(x)", "    kept.append(x)"], True,
+    ),
+    "one place twice": (["    h = lm.model.layers[1].output", "    kept.append(h[0, -1])", "    kept.append(h[0])"], True),
+    "a saved value": (["    kept.append(lm.model.layers[0].input[0, -1].save())"], True),
+    "copies": (["    kept.append(lm.lm_head.output[0, -1, ::2].clone().detach().cpu().double())"], True),
+    "attention": (["    kept.append(lm.model.layers[2].self_attn.output[0][0, -1])"], True),
+    "an edit": (["    lm.model.layers[0].output[:] += known['V'][0]", "    kept.append(lm.model.layers[1].output[0, -1])"], True),
+    "a known branch": (["    if known['layer'] == 1:", "        kept.append(lm.model.layers[1].output[0, -1])"], True),
+    "a constant": (["    'a step'", "    kept.append(lm.model.layers[1].output[0, -1])", "    pass"], True),
+    "a number of the step": (["    kept.append(lm.model.layers[1].output[0, -1])", "    other.append(step)"], False),
+    "a branch on the step": (["    if step > 1:", "        kept.append(lm.model.layers[1].output[0, -1])"], False),
+    "an earlier step's value": (["    h = lm.model.layers[1].output", "    kept.append(last)", "    last = h[0, -1]"], False),
+    "a value of the first step": (["    kept.append(first)", "    g = lm.model.layers[1].output[0, -1]"], False),
+    "a computed value": (["    kept.append(lm.model.layers[1].output[0, -1] * 2)"], False),
+    "a tuple": (["    kept.append(lm.model.layers[2].self_attn.output)"], False),
+    "the step's logits": (["    kept.append(lm.logits)"], False),
+    "tokens": (["    kept.append(lm.samples)"], False),
+    "a nested append": (["    kept.append(other.append(lm.model.layers[1].output[0, -1]))"], False),
+    "an entry": (["    kept.append(lm.model.layers[1].output[0][-1])"], False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", ["[:]", "[1:]", "[:4]", "[2:5]", "[:9]", "[5:]", "[6:]"])
+@pytest.mark.parametrize("what", APPENDS)
+def test_steps_that_only_append_are_taken_at_once(what, steps, lms):
+    body, taken = APPENDS[what]
+    lines = ["kept = list().save()", "other = list().save()", "last = 0", f"for step in tracer.iter{steps}:", *body]
+    if "first" in body[0]:
+        if steps == "[:]" or steps.startswith("[:"):
+            return  # the step cannot be looked at twice
+        lines.insert(3, "first = lm.model.layers[1].output[0, -1]")
+    lines.append("pass" if steps == "[6:]" else "ended = [step].save()")
+    run = script(lines, GENERATION)
+    (ours, tracer, error), (theirs, other, expected) = ran(run, lms[0]), ran(run, lms[1])
+    assert error == expected and ours.keys() == theirs.keys()
+    assert_equal(ours, theirs, what)
+    if tracer is None:
+        return
+    assert tracer.receipt.lowered, tracer.receipt.not_lowered
+    assert (tracer.plans[0].loop is not None) == taken
+    assert tracer.receipt.reads == other.receipt.reads
+    shared = [[any(x is y for y in found["other"]) for x in found["kept"]] for found in (ours, theirs)]
+    assert shared[0] == shared[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 120))
 def test_many_random_blocks_give_the_same_bits(lms, seed):

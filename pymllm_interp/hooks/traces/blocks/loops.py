@@ -53,8 +53,11 @@ class StepIterations(Iterations):
     def __iter__(self) -> Iterator[int]:
         block = getcurrent().mediator()  # pyright: ignore[reportAttributeAccessIssue]
         trace, previous = block.trace, block.iteration
+        running = self
+        if block.take_steps is not None and self.steps is None:
+            running = StepIterations(block.take_steps(self.start, self.stop), self.stop)
         try:
-            for step in self._indices():
+            for step in running._indices():
                 block.iteration = step
                 yield step
         finally:

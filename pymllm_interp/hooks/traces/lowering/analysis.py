@@ -13,9 +13,11 @@ from ..nnsight_compat import Mediator
 from .edits import Edits, without_edits
 from .expressions import Expressions
 from .plan import Lowering, LoweringModel, NotLowered, NotStatic, Scope
+from .step_loop import TakenLoop
 from .values import (
     KNOWN,
     UNKNOWN,
+    RowRead,
     SiteRead,
     Steps,
     Unknown,
@@ -57,6 +59,8 @@ class Walk(Expressions):
             visit = getattr(self, f"_{type(statement).__name__}", None)
             if visit is None:
                 raise NotStatic(f"`{type(statement).__name__.lower()}` is not lowered")
+            if self.taken is not None and not self.taken.takes(statement):
+                self.taken = None
             visit(statement)
 
     def _Expr(self, node: ast.Expr) -> None:
@@ -70,6 +74,8 @@ class Walk(Expressions):
         if self._edits.assigns(node):
             return
         value = self.value(node.value, whole=not one_name)
+        if self.taken is not None and not (one_name and isinstance(value, RowRead | SiteRead)):
+            self.taken = None
         for target in node.targets:
             self._bind(target, value)
 
@@ -93,6 +99,7 @@ class Walk(Expressions):
         if not isinstance(test, Unknown):
             self.body(node.body if truth(test) else node.orelse)
             return
+        self.taken = None
         if not test.step:
             raise NotStatic("a branch on a value of the pass")
         self._forget(node.body + node.orelse)
@@ -123,7 +130,9 @@ class Walk(Expressions):
         self._forget([node])
         self.steps, self._order, self._looped = steps, -1, True
         self._bind(node.target, Unknown(step=True))
+        self.taken = TakenLoop(steps) if isinstance(node.target, ast.Name) else None
         self.body(node.body)
+        self.plan.loop, self.taken = self.taken and self.taken.loop(), None
         self._forget([node])
         self.steps = None
 

@@ -99,6 +99,8 @@ class Edits:
         walk.reach(location)
         walk.plan.edits += [Edit(point.site, operator, operand, where) for where in self._positions(index)]
         walk.edited.add((node.lineno, node.col_offset))
+        if walk.taken is not None:
+            walk.taken.reads += 1
 
     def _operand(self, value: Any, operator: str, assigned: bool) -> Any:
         """The operand of an edit, if it exists before the block runs.

@@ -13,7 +13,8 @@ import torch
 from ..nnsight_compat import Envoy, InterleavingTracer, Iterations, save
 from ..syntax.envoy import TracedEnvoy, TracedModel
 from . import pure
-from .plan import LAST, BlockPlan, LoweringModel, Need, NotStatic, Scope
+from .plan import LAST, BlockPlan, LoweringModel, Need, NotStatic, Row, Scope
+from .step_loop import TakenLoop
 from .values import (
     CONTAINERS,
     EXACT,
@@ -25,6 +26,7 @@ from .values import (
     SCALARS,
     UNKNOWN,
     KnownItems,
+    RowRead,
     SiteRead,
     Steps,
     TracerValue,
@@ -46,6 +48,7 @@ class Expressions:
         read: sites that were read.
         edited: (line, column) of the statements that edit.
         conditional: it is in a branch that not all steps take.
+        taken: the loop over steps that it is in, while all of the loop's steps can be taken at once.
     """
 
     def __init__(self, scope: Scope, saved: set[int], model: LoweringModel, single: bool) -> None:
@@ -57,6 +60,7 @@ class Expressions:
         self.read: set[str] = set()
         self.edited: set[tuple[int, int]] = set()
         self.conditional = False
+        self.taken: TakenLoop | None = None
         self._order, self._looped, self._left = -1, False, MAX_NODES
 
     # -- expressions ---------------------------------------------------------------------------
@@ -169,8 +173,13 @@ class Expressions:
             raise NotStatic(f"`{location}` is no site")
         self.reach(location)
         if not point.site:  # the token
+            self.taken = None
             return UNKNOWN
         self.read.add(point.site)
+        if self.taken is not None:
+            self.taken.reads += 1
+        if not point.end:  # the step's logits have a shape of their own
+            self.taken = None
         self._need(point.site, LAST, self.steps)
         return SiteRead(point.site, point.in_tuple, self.steps)
 
@@ -231,7 +240,8 @@ class Expressions:
             return UNKNOWN
         row = values[1] if len(values) > 1 and type(values[0]) in (int, slice) and type(values[1]) is int else None
         self.use(read, row if read.steps is None or row == LAST else None)
-        return UNKNOWN
+        basic = all(type(value) in (int, slice, type(None), type(...)) for value in values)
+        return RowRead(Row(read.site, tuple(values)), read.steps) if basic else UNKNOWN
 
     def _part(self, of: Unknown) -> Unknown:
         if isinstance(of, SiteRead):
@@ -344,6 +354,13 @@ class Expressions:
         if not isinstance(value, (Unknown, torch.Tensor, list, tuple, dict, *KNOWN)):
             raise NotStatic(f"an operation of a {type(value).__name__}")
 
+    def _saved_value(self, value: Any) -> Any:
+        if isinstance(value, RowRead):
+            value.row = value.row._replace(saved=True)
+        else:
+            self.taken = None
+        return value
+
     # -- calls ---------------------------------------------------------------------------------
 
     def _Call_value(self, node: ast.Call) -> Any:
@@ -360,7 +377,7 @@ class Expressions:
         function = self.value(node.func)
         arguments = self._arguments(node)
         if function is save and len(arguments) == 1:
-            return arguments[0]
+            return self._saved_value(arguments[0])
         if not isinstance(function, FUNCTION_TYPES) or function not in pure.FUNCTIONS:
             raise NotStatic(f"a call of `{ast.unparse(node.func)}`")
         for argument in arguments:
@@ -406,11 +423,15 @@ class Expressions:
         for argument in arguments:
             self._is_pure_value(argument)
         if name == "save" and not arguments:
-            return of
+            return self._saved_value(of)
+        if name in pure.COPIES and not arguments and isinstance(of, RowRead):
+            return RowRead(Row(of.row.site, of.row.index, (*of.row.methods, name)), of.steps)
         fresh = isinstance(of, Unknown) and of.fresh
         if name in pure.FILLS:
             if not fresh:
                 raise NotStatic(f"`.{name}()` fills an object from outside: save it above the block")
+            if self.taken is not None and not self.taken.append(node, arguments):
+                self.taken = None
             return UNKNOWN
         if name not in pure.METHODS:
             raise NotStatic(f"`.{name}()` is not lowered")

@@ -124,6 +124,36 @@ class Edit(NamedTuple):
         return Steer(self.site, self.operand, scale=1.0 if self.operator == "+" else -1.0, positions=self.positions)
 
 
+class Row(NamedTuple):
+    """A part of a site's value, which a loop over steps keeps.
+
+    Attributes:
+        site: its canonical name.
+        index: integers, slices, None and ``...``, of the value [1, tokens, width].
+        methods: called on the part, in this order, without arguments.
+        saved: ``.save()`` was called on it.
+    """
+
+    site: str
+    index: tuple[Any, ...] = ()
+    methods: tuple[str, ...] = ()
+    saved: bool = False
+
+
+class StepLoop(NamedTuple):
+    """A loop over steps that does nothing but append parts of values to lists.
+
+    Attributes:
+        rows: what one step reads, each once.
+        appends: (name of a list, index into `rows`), in the order of a step.
+        reads: reads of one step.
+    """
+
+    rows: tuple[Row, ...]
+    appends: tuple[tuple[str, int], ...]
+    reads: int
+
+
 @dataclass
 class BlockPlan:
     """What a block reads and edits.
@@ -133,12 +163,14 @@ class BlockPlan:
         edits: in the order of the block.
         code: the block to run after the request, with a read in place of each edit; None: its own code.
         computes: the block computes with what it reads, and not only moves it.
+        loop: its loop over steps, if all of its steps can be taken at once.
     """
 
     needs: dict[str, Need] = field(default_factory=dict)
     edits: list[Edit] = field(default_factory=list)
     code: CodeType | None = None
     computes: bool = False
+    loop: StepLoop | None = None
 
     @property
     def reads_logits(self) -> bool:
@@ -157,6 +189,9 @@ class BlockPlan:
     def __str__(self) -> str:
         lines = [f"{edit.op().name}: {edit.site} at {edit.positions}" for edit in self.edits]
         lines += [f"capture {site} at {need.positions}" for site, need in self.needs.items()]
+        if self.loop is not None:
+            lists = dict.fromkeys(name for name, _ in self.loop.appends)
+            lines.append(f"take all steps of the loop at once: {', '.join(lists)}")
         return "\n".join(lines) or "no read"
 
 

@@ -21,9 +21,9 @@ METHODS = frozenset(
     }
 )  # fmt: skip
 """Methods of tensors and of containers."""
-MOVES = frozenset(
-    {"clone", "contiguous", "cpu", "detach", "dim", "numel", "size", "squeeze", "unsqueeze", "view", "reshape"}
-)
+COPIES = frozenset({"bfloat16", "clone", "contiguous", "cpu", "detach", "double", "float", "half"})
+"""Methods without arguments that copy or convert each element: of many values at once they give the same."""
+MOVES = COPIES | {"dim", "numel", "size", "squeeze", "unsqueeze", "view", "reshape"}
 """Methods that compute nothing: their result is the same on every device."""
 FILLS = frozenset({"append", "extend", "insert", "setdefault", "update"})
 """Methods that fill a container."""

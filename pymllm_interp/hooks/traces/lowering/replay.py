@@ -9,7 +9,9 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
 
 import torch
 from greenlet import GreenletExit, getcurrent
@@ -22,8 +24,11 @@ from ..blocks.trace import RequestTrace
 from ..nnsight_compat import Mediator, OutOfOrderError, Pending, save_scope
 from ..serving.lifecycle import TOO_LATE
 from .plan import BlockPlan, Points, SiteLocation
+from .step_loop import StepRows, taken_steps
 
 _NO_KEY = -1, -2
+FEWEST_STEPS = 2
+"""Steps that are worth taking at once."""
 
 
 class Replay:
@@ -41,7 +46,10 @@ class Replay:
     Attributes:
         counts: nnsight asks for these when a block starts.
         passes: of the request.
+        shares: other blocks run beside it, and fill the same lists.
     """
+
+    shares = False
 
     event_count = pass_index = -3
 
@@ -104,6 +112,8 @@ class Replay:
         trace.visits = self  # pyright: ignore[reportAttributeAccessIssue]
         if self._plan.code is not None:
             self._block.code = self._plan.code
+        if self._plan.loop is not None:
+            self._block.take_steps = self._take_steps
         trace.max_passes = max(trace.max_passes, self.passes)
         self._run(lambda: Mediator.start(self._block, self) or self._block.pending, once=True)  # pyright: ignore[reportArgumentType]
 
@@ -190,6 +200,10 @@ class Replay:
 
     def _rows(self, site: str, step: int) -> torch.Tensor:
         """[1, tokens, width]: what the pass of this step computed."""
+        rows = self._site_rows(site)
+        return rows.prompt if step == 0 else rows.by_step[step - 1 - rows.first]
+
+    def _site_rows(self, site: str) -> _SiteRows:
         rows = self._rows_of.get(site)
         if rows is None:
             last_only = site == LOGITS and not self._trace.single
@@ -197,7 +211,30 @@ class Replay:
             states = self._states.as_arrived(site)
             states = states.reshape(len(states), -1) if self._device is None else states.to(self._device).flatten(1)
             rows = self._rows_of[site] = _SiteRows.of(states, windows, self._prompt_len, last_only)
-        return rows.prompt if step == 0 else rows.generated[step - 1 - rows.first]
+        return rows
+
+    def _take_steps(self, start: int, stop: int | None) -> int:
+        """Take steps of the block's loop at once. The last one runs: it binds the loop's names, and ends the loop.
+
+        Returns:
+            the step from which the loop runs.
+        """
+        loop, saves = self._plan.loop, self._trace.saves
+        end = (self.passes if stop is None else min(stop, self.passes)) - 1
+        if loop is None or end - start < FEWEST_STEPS or start < self._step:
+            return start
+        taken = taken_steps(loop, self._block.lcls, lambda site: self._site_rows(site).among(start, end))
+        shared = {id(value) for value in saves.outer.values()} if self.shares else set()
+        if taken is None or not shared.isdisjoint(taken.columns):
+            return start
+        for into, columns in taken.columns.values():
+            began_empty = not into
+            into += itertools.chain.from_iterable(zip(*columns, strict=True))
+            if began_empty and self._device is None:
+                saves.settle(into)
+        saves.ids.update(map(id, taken.saved))
+        self._trace.receipt.reads += loop.reads * (end - start)
+        return end
 
     def _result(self) -> Any:
         """What ``tracer.result`` is."""
@@ -208,18 +245,36 @@ class Replay:
         return CausalLMOutputWithPast(logits=self._rows("logits", 0))  # pyright: ignore[reportArgumentType]
 
 
-class _SiteRows(NamedTuple):
+@dataclass
+class _SiteRows:
     """What was captured of a site, by steps.
 
     Attributes:
         prompt: [1, tokens, width] of the step that computes the prompt. Rows that were not captured are NaN.
-        generated: [1, 1, width] of each later step.
+        generated: [steps, 1, 1, width] of the later steps.
         first: generated position of the first of them.
     """
 
     prompt: torch.Tensor
-    generated: Sequence[torch.Tensor]
+    generated: torch.Tensor
     first: int
+
+    @cached_property
+    def by_step(self) -> Sequence[torch.Tensor]:
+        """[1, 1, width] of each later step."""
+        return self.generated.unbind()
+
+    def among(self, start: int, stop: int) -> StepRows:
+        """The values of the steps from `start` on.
+
+        Raises:
+            LookupError: they were not captured.
+        """
+        first = max(start, 1) - 1 - self.first
+        generated = self.generated[first : stop - 1 - self.first] if first >= 0 else self.generated[:0]
+        if len(generated) != stop - max(start, 1):
+            raise LookupError(f"steps {start} to {stop}")
+        return StepRows(self.prompt if start == 0 else None, generated)
 
     @classmethod
     def of(cls, states: torch.Tensor, windows: Sequence[Window], prompt_len: int, last_only: bool) -> _SiteRows:
@@ -237,7 +292,7 @@ class _SiteRows(NamedTuple):
         elif of_prompt < prompt_len:
             prompt = states.new_full((prompt_len, states.shape[1]), torch.nan)
             prompt[torch.from_numpy(selected(windows, prompt_len))] = states[:of_prompt]
-        return cls(prompt.unsqueeze(0), states[of_prompt:, None, None].unbind(), max(first, 0))
+        return cls(prompt.unsqueeze(0), states[of_prompt:, None, None], max(first, 0))
 
 
 def replay(replays: Sequence[Replay]) -> None:
@@ -254,6 +309,7 @@ def replay(replays: Sequence[Replay]) -> None:
                 replays[0].advance(once=False)
             return
         for index, one in enumerate(replays):
+            one.shares = True
             one.start()
             if (place := one.waits_for) is not None:
                 heapq.heappush(waiting, (place, next(arrivals), index))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..blocks.loops import AST_LOCK
-from .plan import NotStatic
+from .plan import NotStatic, Row
 
 MAX_NODES = 100_000
 """Most nodes that are walked, loops unrolled."""
@@ -48,6 +48,16 @@ class SiteRead(Unknown):
     def __init__(self, site: str, in_tuple: bool, steps: Steps | None) -> None:
         super().__init__()
         self.site, self.in_tuple, self.steps = site, in_tuple, steps
+
+
+class RowRead(Unknown):
+    """A part of a site's value, by an index that is known."""
+
+    __slots__ = ("row", "steps")
+
+    def __init__(self, row: Row, steps: Steps | None) -> None:
+        super().__init__()
+        self.row, self.steps = row, steps
 
 
 class TracerValue:

@@ -82,6 +82,11 @@ class BlockSaves:
 
     # -- when it is over, on the caller's thread -------------------------------
 
+    def settle(self, into: list[torch.Tensor]) -> None:
+        """What a list holds stays as it is: each tensor has storage of its own."""
+        self._seen[id(into)] = len(into)
+        self.transfer.settle(into)
+
     def queue(self) -> None:
         """Queue what `deliver` is going to deliver."""
         if self._done is not None:

@@ -66,7 +66,7 @@ class SaveTransfer:
         self.device = device
         self.seen: dict[int, int] = {}
         self.pieces: dict[int, Piece] = {}
-        self._copied_lists: dict[int, int] = {}
+        self._settled: dict[int, int] = {}
         self._queued_containers: dict[int, Any] = {}
         self._delivered: dict[int, tuple[Any, Any]] = {}
         self._copies: _Copies = {}
@@ -259,7 +259,8 @@ class SaveTransfer:
                 self._queued[id(value)] = value
         elif isinstance(value, (list, tuple, dict)) and id(value) not in self._queued_containers:
             self._queued_containers[id(value)] = value
-            for item in value.values() if isinstance(value, dict) else value:
+            first = self._settled.get(id(value), 0)
+            for item in value.values() if isinstance(value, dict) else value[first:] if first else value:
                 if id(item) not in self._copies:
                     self.queue(item)
 
@@ -323,11 +324,20 @@ class SaveTransfer:
                 return delivered
         return value
 
+    def settle(self, into: list[torch.Tensor]) -> None:
+        """The items of a list have storage of their own. `queue` and `deliver` leave them if they are on the device."""
+        self.seen[id(into)] = len(into)
+        if not into or self._is_on_device(into[0]):
+            self._settled[id(into)] = len(into)
+
     def _deliver_list(self, value: list[Any]) -> None:
+        if first := self._settled.get(id(value), 0):
+            value[first:] = [self.deliver(item) for item in value[first:]]
+            return
         copied = [known for known in map(self._copies.get, map(id, value)) if known is not None]
         if len(copied) == len(value) > 0 and [version for _, version, _ in copied] == _versions(value):
             value[:] = [copy for _, _, copy in copied]
-            self._copied_lists[id(value)] = len(value)
+            self._settled[id(value)] = len(value)
         else:
             value[:] = [self.deliver(item) for item in value]
 
@@ -336,7 +346,7 @@ class SaveTransfer:
         self.wait()
         found: list[torch.Tensor] = []
         for value in delivered:
-            find_tensors(value, found, self._copied_lists)
+            find_tensors(value, found, self._settled)
         give_own_storage(batch_views(found))
 
     def wait(self) -> None:

@@ -63,6 +63,7 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
     Attributes:
         mode: "trace" (one forward pass) or "generate".
         receipts: the receipt of each invoke, in their order. Set when the block has run.
+        plans: what was captured and declared in the place of each block that ran after its request; None for the others.
         captures: the activations that each prompt's request captured (`capture=`), in order; empty for a request without
             captures. A state is captured after the block's edits.
     """
@@ -72,6 +73,7 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
         self.mode = mode
         self.device = saves_device(device) if device is not None else None
         self.receipts: list[Any] = []
+        self.plans: list[Any] = []
         self.captures: list[Activations] = []
         self.served: list[RequestTrace] = []
         self.barriers = 0
@@ -160,6 +162,7 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
         try:
             self._model.run_traces(self.mode, traces, inputs)
             self.receipts = [trace.receipt for trace in traces]
+            self.plans = [trace.plan for trace in traces]
             self.captures = [found for trace in traces for found in trace.activations]
             for trace in traces:
                 trace.saves.queue()
