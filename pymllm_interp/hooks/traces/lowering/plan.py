@@ -191,7 +191,7 @@ class BlockPlan:
         lines += [f"capture {site} at {need.positions}" for site, need in self.needs.items()]
         if self.loop is not None:
             lists = dict.fromkeys(name for name, _ in self.loop.appends)
-            lines.append(f"take all steps of the loop at once: {', '.join(lists)}")
+            lines.append(f"take the steps of the loop at once: {', '.join(lists) or 'edits only'}")
         return "\n".join(lines) or "no read"
 
 
