@@ -305,13 +305,14 @@ class RequestFactory:
         """
         made: list[Request] = []
         sampling: dict[tuple, SamplingParams] = {}
+        weights = self.model_state.fingerprint() if any(trace.plan is not None for trace in traces) else None
         grad = any(trace.grad for trace in traces) if traces[0].gang else False
         text = GeneratedText(self.tokenizer) if mode == "pipe" else None
         for i, (trace, given) in enumerate(zip(traces, inputs, strict=True)):
             trace.grad, trace.pad_token_id = trace.grad or grad, self.pad_token_id
             if given is not None:
                 what = f"invoke {i}" if len(traces) > 1 else "the prompt"
-                own = self._of_trace(mode, trace, given, what, sampling)
+                own = self._of_trace(mode, trace, given, what, sampling, weights)
                 trace.request_ids = tuple(request.request_id for request in own)
                 made += own
                 if text is not None:
@@ -336,8 +337,14 @@ class RequestFactory:
         given: tuple[tuple, dict],
         what: str,
         sampling: dict[tuple, SamplingParams],
+        weights: str | None,
     ) -> list[Request]:
-        """The requests of one trace, in the order of its prompts."""
+        """The requests of one trace, in the order of its prompts.
+
+        Args:
+            sampling: see `_traced`.
+            weights: fingerprint of the weights, where it is known.
+        """
         batch, kwargs = prompts_of(*given, what)
         copies = 1
         if mode != "trace":  # which takes no sampling parameters, and says so
@@ -358,7 +365,7 @@ class RequestFactory:
             request.receipt, request.sample_index = trace.receipt, i % copies
             requests.append(request)
             if trace.plan is not None:
-                self.declare(request, trace.plan.interventions(), trace.plan.captures(), this)
+                self.declare(request, trace.plan.interventions, trace.plan.captures, this, weights)
                 continue
             request.trace = trace
             request.differentiable, request.alone = trace.grad, trace.grad or trace.options.alone

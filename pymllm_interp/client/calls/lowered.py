@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import types
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +28,10 @@ from ..prompt_batch import prompts_of
 
 OWN_WORDS = ("interventions", "capture", "n", "num_return_sequences")
 """Keywords of a trace with which its block runs in the passes."""
+THREADS = min(8, max(1, (os.cpu_count() or 1) // 2))
+"""Threads that copy what the loops of several blocks read."""
+FEWEST_SHARED = 8
+"""Blocks of a ``with`` from which on these threads are used."""
 ROOT = "model"
 """Path of the tree's root."""
 MAX_ITEMS, MAX_KNOWN = 64, 512
@@ -127,12 +134,18 @@ class Lowered:
     def replay(self, ended: Sequence[tuple[RequestTrace, Request]]) -> None:
         """Run the blocks of requests that have ended. Blocks that fill a list of their ``with`` run together."""
         replays = {trace: made for trace, request in ended if (made := self._replay_of(trace, request)) is not None}
-        replay([made for trace, made in replays.items() if trace.saves.outer])
-        for trace, made in replays.items():
-            if not trace.saves.outer:
-                replay([made])
-            trace.saves.end()
-            trace.saves.collected = trace.saves.saved_names()
+        # Copies of rows wait for memory more than for Python.
+        pool = ThreadPoolExecutor(THREADS, "lowered") if len(replays) >= FEWEST_SHARED else nullcontext()
+        with pool:
+            if isinstance(pool, ThreadPoolExecutor):
+                for made in replays.values():
+                    made.prepare(pool)
+            replay([made for trace, made in replays.items() if trace.saves.outer])
+            for trace, made in replays.items():
+                if not trace.saves.outer:
+                    replay([made])
+                trace.saves.end()
+                trace.saves.collected = trace.saves.saved_names()
 
     def _replay_of(self, trace: RequestTrace, request: Request) -> Replay | None:
         plan: BlockPlan = trace.plan

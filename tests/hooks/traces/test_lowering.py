@@ -231,6 +231,28 @@ def test_steps_that_only_append_are_taken_at_once(what, steps, lms):
     assert shared[0] == shared[1]
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_loops_of_many_invokes_are_taken_together(shared, lms):
+    """Threads copy what they read. A list above the invokes is filled step by step, as in the passes."""
+    found = []
+    for lm in lms:
+        known = vectors_of(lm)
+        with lm.generate(max_new_tokens=7, ignore_eos=True) as tracer:
+            above = list().save()
+            for i in range(12):
+                with tracer.invoke([1 + i + j for j in range(3 + i)]):
+                    own = list().save()
+                    for _ in tracer.iter[:]:
+                        lm.model.layers[0].output[:] += known[i % 8]
+                        own.append(lm.model.layers[1].output[0, -1])
+                        if shared:
+                            above.append(lm.model.layers[2].output[0, -1])
+        found.append((own, above, [receipt.reads for receipt in tracer.receipts]))
+        assert len(above) == (12 * 7 if shared else 0)
+        assert all((plan is not None) == (lm is lms[0]) for plan in tracer.plans)
+    assert_equal(found[0], found[1], "saved")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 120))
 def test_many_random_blocks_give_the_same_bits(lms, seed):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -139,6 +140,11 @@ class Row(NamedTuple):
     methods: tuple[str, ...] = ()
     saved: bool = False
 
+    @property
+    def is_last(self) -> bool:
+        """Whether it is the last row of a step's tokens."""
+        return len(self.index) > 1 and self.index[1] == LAST and type(self.index[0]) in (int, slice)
+
 
 class StepLoop(NamedTuple):
     """A loop over steps that does nothing but append parts of values to lists.
@@ -147,8 +153,11 @@ class StepLoop(NamedTuple):
         rows: what one step reads, each once.
         appends: (name of a list, index into `rows`), in the order of a step.
         reads: reads of one step.
+        start, stop: the steps; `stop` None for no end.
     """
 
+    start: int
+    stop: int | None
     rows: tuple[Row, ...]
     appends: tuple[tuple[str, int], ...]
     reads: int
@@ -178,10 +187,12 @@ class BlockPlan:
         need = self.needs.get(LOGITS)
         return need is not None and (need.rows is None or bool(need.rows))
 
+    @cached_property
     def captures(self) -> list[Capture]:
         """Captures of all that the block reads."""
         return [Capture(site, positions=need.positions) for site, need in self.needs.items()]
 
+    @cached_property
     def interventions(self) -> list[Op]:
         """Declared ops that do what the block's edits do."""
         return [edit.op() for edit in self.edits]

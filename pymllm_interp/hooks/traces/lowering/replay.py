@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Executor, Future
 from functools import cached_property
 from typing import Any, cast
 
@@ -23,8 +23,8 @@ from ..blocks.errors import LoopEnd
 from ..blocks.trace import RequestTrace
 from ..nnsight_compat import Mediator, OutOfOrderError, Pending, save_scope
 from ..serving.lifecycle import TOO_LATE
-from .plan import BlockPlan, Points, SiteLocation
-from .step_loop import StepRows, taken_steps
+from .plan import BlockPlan, Points, SiteLocation, StepLoop
+from .step_loop import StepRows, columns_of, taken_rows
 
 _NO_KEY = -1, -2
 FEWEST_STEPS = 2
@@ -69,6 +69,8 @@ class Replay:
         self._token_ids, self._prompt_len, self._device = token_ids, prompt_len, device
         self._step, self._order = 0, -1
         self._served: Any = None
+        self._taken: Future[list[list[torch.Tensor]] | None] | None = None
+        self._has_taken = False
         self._rows_of: dict[str, _SiteRows] = {}
         self.counts: dict[str, int] = {}
         self.calls: dict[str, int] = {}
@@ -201,7 +203,10 @@ class Replay:
     def _rows(self, site: str, step: int) -> torch.Tensor:
         """[1, tokens, width]: what the pass of this step computed."""
         rows = self._site_rows(site)
-        return rows.prompt if step == 0 else rows.by_step[step - 1 - rows.first]
+        if step == 0:
+            return rows.prompt
+        steps = rows.generated if self._has_taken else rows.by_step
+        return steps[step - 1 - rows.first]
 
     def _site_rows(self, site: str) -> _SiteRows:
         rows = self._rows_of.get(site)
@@ -210,29 +215,56 @@ class Replay:
             windows = windows_of(self._plan.needs[site].positions, self._prompt_len)
             states = self._states.as_arrived(site)
             states = states.reshape(len(states), -1) if self._device is None else states.to(self._device).flatten(1)
-            rows = self._rows_of[site] = _SiteRows.of(states, windows, self._prompt_len, last_only)
+            rows = self._rows_of[site] = _SiteRows(states, windows, self._prompt_len, last_only)
         return rows
 
+    # -- its loop over steps ------------------------------------------------------------------------
+
+    def prepare(self, pool: Executor) -> None:
+        """Start reading the steps of the block's loop."""
+        if self._plan.loop is not None:
+            self._taken = pool.submit(self._loop_values)
+
+    def _loop_values(self) -> list[list[torch.Tensor]] | None:
+        """What the loop reads, by steps; None if it has to run."""
+        loop = self._plan.loop
+        assert loop is not None
+        stop = self._loop_stop(loop)
+        if stop - loop.start < FEWEST_STEPS:
+            return None
+        try:
+            rows = [self._site_rows(row.site).among(loop.start, stop, row.is_last) for row in loop.rows]
+            return [taken_rows(steps, row) for steps, row in zip(rows, loop.rows, strict=True)]
+        except LookupError:  # which the block raises at its line
+            return None
+
+    def _loop_stop(self, loop: StepLoop) -> int:
+        """The last step of the loop. It runs: it binds the loop's names, and ends the loop."""
+        return (self.passes if loop.stop is None else min(loop.stop, self.passes)) - 1
+
     def _take_steps(self, start: int, stop: int | None) -> int:
-        """Take steps of the block's loop at once. The last one runs: it binds the loop's names, and ends the loop.
+        """Take the steps of the block's loop at once, but for the last one.
 
         Returns:
             the step from which the loop runs.
         """
         loop, saves = self._plan.loop, self._trace.saves
-        end = (self.passes if stop is None else min(stop, self.passes)) - 1
-        if loop is None or end - start < FEWEST_STEPS or start < self._step:
+        if loop is None or (start, stop) != (loop.start, loop.stop):
             return start
-        taken = taken_steps(loop, self._block.lcls, lambda site: self._site_rows(site).among(start, end))
+        values = self._loop_values() if self._taken is None else self._taken.result()
+        columns = None if values is None else columns_of(loop, self._block.lcls, values)
         shared = {id(value) for value in saves.outer.values()} if self.shares else set()
-        if taken is None or not shared.isdisjoint(taken.columns):
+        if values is None or columns is None or not shared.isdisjoint(columns):
             return start
-        for into, columns in taken.columns.values():
+        for into, appended in columns.values():
             began_empty = not into
-            into += itertools.chain.from_iterable(zip(*columns, strict=True))
+            into += itertools.chain.from_iterable(zip(*appended, strict=True))
             if began_empty and self._device is None:
                 saves.settle(into)
-        saves.ids.update(map(id, taken.saved))
+        for row, taken in zip(loop.rows, values, strict=True):
+            if row.saved:
+                saves.ids.update(map(id, taken))
+        self._has_taken, end = True, self._loop_stop(loop)
         self._trace.receipt.reads += loop.reads * (end - start)
         return end
 
@@ -245,27 +277,56 @@ class Replay:
         return CausalLMOutputWithPast(logits=self._rows("logits", 0))  # pyright: ignore[reportArgumentType]
 
 
-@dataclass
 class _SiteRows:
     """What was captured of a site, by steps.
 
+    Args:
+        states: [positions, width], in ascending order.
+        windows: the positions.
+        last_only: the step that computes the prompt has the last row only.
+
     Attributes:
-        prompt: [1, tokens, width] of the step that computes the prompt. Rows that were not captured are NaN.
         generated: [steps, 1, 1, width] of the later steps.
         first: generated position of the first of them.
     """
 
-    prompt: torch.Tensor
-    generated: torch.Tensor
-    first: int
+    def __init__(self, states: torch.Tensor, windows: Sequence[Window], prompt_len: int, last_only: bool) -> None:
+        of_prompt = sum(window.among(0, prompt_len) for window in windows)
+        self._states, self._windows, self._prompt_len, self._last_only = (
+            states[:of_prompt],
+            windows,
+            prompt_len,
+            last_only,
+        )
+        self.generated = states[of_prompt:, None, None]
+        self.first = max(max((window.start - prompt_len for window in windows), default=0), 0)
+
+    @cached_property
+    def prompt(self) -> torch.Tensor:
+        """[1, tokens, width] of the step that computes the prompt. Rows that were not captured are NaN."""
+        prompt = self._states
+        if self._last_only:
+            prompt = prompt[-1:]
+        elif len(prompt) < self._prompt_len:
+            prompt = prompt.new_full((self._prompt_len, prompt.shape[1]), torch.nan)
+            prompt[self._has] = self._states
+        return prompt.unsqueeze(0)
+
+    @cached_property
+    def _has(self) -> torch.Tensor:
+        """[prompt tokens] bool: which rows of the prompt were captured."""
+        return torch.from_numpy(selected(self._windows, self._prompt_len))
 
     @cached_property
     def by_step(self) -> Sequence[torch.Tensor]:
         """[1, 1, width] of each later step."""
         return self.generated.unbind()
 
-    def among(self, start: int, stop: int) -> StepRows:
+    def among(self, start: int, stop: int, last: bool) -> StepRows:
         """The values of the steps from `start` on.
+
+        Args:
+            last: the last row of the prompt is enough.
 
         Raises:
             LookupError: they were not captured.
@@ -274,25 +335,9 @@ class _SiteRows:
         generated = self.generated[first : stop - 1 - self.first] if first >= 0 else self.generated[:0]
         if len(generated) != stop - max(start, 1):
             raise LookupError(f"steps {start} to {stop}")
-        return StepRows(self.prompt if start == 0 else None, generated)
-
-    @classmethod
-    def of(cls, states: torch.Tensor, windows: Sequence[Window], prompt_len: int, last_only: bool) -> _SiteRows:
-        """Cut the captured rows.
-
-        Args:
-            states: [positions, width], in ascending order.
-            windows: the positions.
-            last_only: the step that computes the prompt has the last row only.
-        """
-        of_prompt = sum(window.among(0, prompt_len) for window in windows)
-        prompt, first = states[:of_prompt], max((window.start - prompt_len for window in windows), default=0)
-        if last_only:
-            prompt = prompt[-1:]
-        elif of_prompt < prompt_len:
-            prompt = states.new_full((prompt_len, states.shape[1]), torch.nan)
-            prompt[torch.from_numpy(selected(windows, prompt_len))] = states[:of_prompt]
-        return cls(prompt.unsqueeze(0), states[of_prompt:, None, None], max(first, 0))
+        if start > 0:
+            return StepRows(None, generated)
+        return StepRows(self._states[None, -1:] if last and self._has[-1] else self.prompt, generated)
 
 
 def replay(replays: Sequence[Replay]) -> None:

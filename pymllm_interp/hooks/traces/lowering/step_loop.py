@@ -58,7 +58,7 @@ class TakenLoop:
         places = {id(read): place for place, read in enumerate(reads)}
         rows = tuple(read.row if isinstance(read, RowRead) else Row(read.site) for read in reads)
         appends = tuple((name, places[id(read)]) for name, read in self._appends)
-        return StepLoop(rows, appends, self.reads) if self.reads else None
+        return StepLoop(self._steps.start, self._steps.stop, rows, appends, self.reads) if self.reads else None
 
 
 class StepRows(NamedTuple):
@@ -77,49 +77,38 @@ class StepRows(NamedTuple):
         return StepRows(None if self.prompt is None else function(self.prompt), function(self.generated))
 
 
-class TakenSteps(NamedTuple):
-    """What the steps of a loop append.
+def taken_rows(rows: StepRows, row: Row) -> list[torch.Tensor]:
+    """What a loop reads, by steps. Each tensor is contiguous and has storage of its own, as saves have it.
 
-    Attributes:
-        columns: of each list, by its id: the list, and the values of each append in a step, by steps.
-        saved: values on which ``.save()`` was called.
+    Raises:
+        IndexError: the index is out of range.
     """
-
-    columns: dict[int, tuple[list[Any], list[list[torch.Tensor]]]]
-    saved: list[torch.Tensor]
-
-
-def taken_steps(loop: StepLoop, scope: Mapping[str, Any], rows_of: Callable[[str], StepRows]) -> TakenSteps | None:
-    """The values that a loop appends; None if it has to run.
-
-    Args:
-        scope: of the block.
-        rows_of: the values of a site in the steps that are taken.
-    """
-    lists = [scope[name] for name, _ in loop.appends]
-    if any(type(into) is not list for into in lists):
-        return None
-    try:
-        values = [_own(_part(rows_of(row.site), row)) for row in loop.rows]
-    except LookupError:  # which the body raises at its line
-        return None
-    columns: dict[int, tuple[list[Any], list[list[torch.Tensor]]]] = {}
-    for into, (_, place) in zip(lists, loop.appends, strict=True):
-        columns.setdefault(id(into), (into, []))[1].append(values[place])
-    return TakenSteps(columns, [v for row, column in zip(loop.rows, values, strict=True) if row.saved for v in column])
-
-
-def _own(part: StepRows) -> list[torch.Tensor]:
-    """The values by steps, each contiguous and with storage of its own, as saves have it."""
+    prompt = None if rows.prompt is None else rows.prompt[row.index] if row.index else rows.prompt
+    part = StepRows(prompt, rows.generated[(slice(None), *row.index)])
+    for method in row.methods:
+        part = part.each(operator.methodcaller(method))
     values = list(torch.unbind_copy(part.generated))
     if part.prompt is not None:
         values.insert(0, part.prompt.clone(memory_format=torch.contiguous_format))
     return values
 
 
-def _part(rows: StepRows, row: Row) -> StepRows:
-    prompt = None if rows.prompt is None else rows.prompt[row.index] if row.index else rows.prompt
-    part = StepRows(prompt, rows.generated[(slice(None), *row.index)])
-    for method in row.methods:
-        part = part.each(operator.methodcaller(method))
-    return part
+def columns_of(
+    loop: StepLoop, scope: Mapping[str, Any], values: Sequence[list[torch.Tensor]]
+) -> dict[int, tuple[list[Any], list[list[torch.Tensor]]]] | None:
+    """What a loop appends to each list: id of the list -> the list, and the values of each append of a step, by steps.
+
+    Args:
+        scope: of the block.
+        values: of `StepLoop.rows`, by steps.
+
+    Returns:
+        None if a name is not a list.
+    """
+    columns: dict[int, tuple[list[Any], list[list[torch.Tensor]]]] = {}
+    for name, place in loop.appends:
+        into = scope[name]
+        if type(into) is not list:
+            return None
+        columns.setdefault(id(into), (into, []))[1].append(values[place])
+    return columns
