@@ -127,7 +127,7 @@ class ServerConfig:
     temperature and filters. "processed_logprobs" and "processed_logits" are after them; prompt tokens have no such values."""
     gpu_memory_utilization: float = 0.9
     """Fraction of the device's memory for weights, activations and KV."""
-    lower_traces: str = "off"
+    lower_traces: str = "auto"
     """Whether blocks that only read known places run after their request, over captured states. "auto" lowers such
     blocks. "require" refuses other blocks, with the line that prevents it. "off" runs every block in the forward passes."""
     trace_step_warning: float = 5.0

@@ -86,7 +86,7 @@ class TraceCalls(BackedModel):
         return self.backend.session(self, device, **kwargs)
 
     def explain(self, tracer: EngineTracer) -> str:
-        """How the blocks of a trace ran: what was declared in the place of each, or the line that keeps it in the passes.
+        """How the blocks of a trace ran: what was declared in their place, or the line that prevents it.
 
         Raises:
             ValueError: the trace has not run.

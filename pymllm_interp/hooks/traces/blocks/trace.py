@@ -42,7 +42,7 @@ class Block(Mediator):
         served: the block has been resumed at least once.
         last_location: where the block was last served; "" before the first time.
         reads_tokens: it was served a value of the streamer.
-        take_steps: takes steps of a loop at once. It gets the first and the last step, and returns the step to go on with.
+        take_steps: takes steps of a loop at once: (first step, stop) -> the step from which the loop runs.
         depth: nnsight's ``with`` blocks around the line where it waits: more than 1 inside ``with tracer.iter[...]:``.
     """
 

@@ -12,7 +12,7 @@ import ast
 from ..nnsight_compat import Mediator
 from .edits import Edits, without_edits
 from .expressions import Expressions
-from .plan import Lowering, LoweringModel, NotLowered, NotStatic, Scope
+from .plan import Lowering, LoweringModel, NotLowered, NotStatic
 from .step_loop import TakenLoop
 from .values import (
     KNOWN,
@@ -47,10 +47,6 @@ def lower(block: Mediator, saved: set[int], model: LoweringModel, single: bool) 
 class Walk(Expressions):
     """One walk over a block: its statements."""
 
-    def __init__(self, scope: Scope, saved: set[int], model: LoweringModel, single: bool) -> None:
-        super().__init__(scope, saved, model, single)
-        self._edits = Edits(self)
-
     # -- statements ----------------------------------------------------------------------------
 
     def body(self, statements: list[ast.stmt]) -> None:
@@ -71,7 +67,7 @@ class Walk(Expressions):
 
     def _Assign(self, node: ast.Assign) -> None:
         one_name = len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
-        if self._edits.assigns(node):
+        if Edits(self).assigns(node):
             return
         value = self.value(node.value, whole=not one_name)
         if self.taken is not None and not (one_name and isinstance(value, RowRead | SiteRead)):
@@ -85,7 +81,7 @@ class Walk(Expressions):
 
     def _AugAssign(self, node: ast.AugAssign) -> None:
         if not isinstance(node.target, ast.Name):
-            self._edits.augments(node)
+            Edits(self).augments(node)
             return
         before, value = self._load(node.target.id), self.value(node.value)
         if not isinstance(before, KNOWN) and not isinstance(before, Unknown):

@@ -23,6 +23,7 @@ from ..blocks.errors import LoopEnd
 from ..blocks.trace import RequestTrace
 from ..nnsight_compat import Mediator, OutOfOrderError, Pending, save_scope
 from ..serving.lifecycle import TOO_LATE
+from ..serving.visits import VisitCounts
 from .plan import BlockPlan, Points, SiteLocation, StepLoop
 from .step_loop import StepRows, columns_of, taken_rows
 
@@ -162,6 +163,8 @@ class Replay:
         if block.alive:
             cast(Any, block.worker).throw(GreenletExit())
         block.pending = None
+        self._trace.visits = VisitCounts()
+        vars(self).clear()  # the block holds the replay
 
     def _answer(self, pending: Pending) -> Any:
         """The value that the block waits for."""
@@ -243,7 +246,7 @@ class Replay:
         return (self.passes if loop.stop is None else min(loop.stop, self.passes)) - 1
 
     def _take_steps(self, start: int, stop: int | None) -> int:
-        """Take the steps of the block's loop at once, but for the last one.
+        """Take all steps of the block's loop at once, except for the last one.
 
         Returns:
             the step from which the loop runs.

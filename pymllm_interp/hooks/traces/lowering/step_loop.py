@@ -1,4 +1,4 @@
-"""Loops over steps that only edit, and append what they read: all steps are taken at once, by slices of the captured rows.
+"""Loops over steps that only edit and append. All steps are taken at once, by slices of the captured rows.
 
 A loop's body costs some 20 microseconds a read. A slice and its split cost about one.
 """

@@ -63,7 +63,7 @@ class EngineTracer(AsyncBlock, _Captured, InterleavingTracer):
     Attributes:
         mode: "trace" (one forward pass) or "generate".
         receipts: the receipt of each invoke, in their order. Set when the block has run.
-        plans: what was captured and declared in the place of each block that ran after its request; None for the others.
+        plans: what was declared in the place of each block; None for blocks that ran in the passes.
         captures: the activations that each prompt's request captured (`capture=`), in order; empty for a request without
             captures. A state is captured after the block's edits.
     """
