@@ -37,6 +37,7 @@ from .hooks.interventions.knockout import Intervention
 from .hooks.positions import Positions
 from .hooks.site import Site
 from .hooks.traces.syntax.pass_options import take_options
+from .lens.bridge_of import bridge_of
 from .utils.arguments import check_names
 
 if TYPE_CHECKING:
@@ -189,6 +190,8 @@ class LM(ClientModel):
     def engine_name(self) -> str:
         """What computes: versions, device, attention backend and dtype."""
         return self.backend.facts.engine_name
+
+    _bridge = bridge_of  # for the methods of TransformerLens' caches
 
     # -- harvests ----------------------------------------------------------------------
 

@@ -17,8 +17,8 @@ from ..core.request import Request
 from ..engine.engine import Engine
 from ..hooks.captures.activations import NOTHING
 from ..hooks.captures.spec import Capture
+from ..hooks.catalogue import ops
 from ..hooks.interventions.knockout import Intervention
-from ..hooks.registry import ops
 from ..hooks.traces.blocks.trace import RequestTrace
 from ..hooks.traces.nnsight_compat import apply
 from ..hooks.traces.saves.save_transfer import SaveTransfer
