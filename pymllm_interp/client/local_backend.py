@@ -250,6 +250,8 @@ class LocalBackend(Backend):
         return {
             "model": facts.model,
             "architecture": type(self.module).__name__,
+            "tasks": list(runner.get_supported_tasks()),
+            "sliding_window_size": runner.sliding_window_size,
             "impl": "native" if is_native(facts.hf_config, impl) else "transformers",
             "dtype": str(facts.dtype)[6:],
             "device": facts.device,

@@ -88,7 +88,7 @@ class RequestFactory:
 
     @property
     def limits(self) -> EngineLimits:
-        """The limits as they are now: `ModelRunner.update_max_model_len` may lower them."""
+        """The limits as they are now: `ModelRunner.update_max_model_len` may change them."""
         runner = self.runner
         return EngineLimits(
             vocab_size=runner.vocab_size,

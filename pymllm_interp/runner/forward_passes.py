@@ -248,9 +248,16 @@ class ForwardPasses:
 
 
 def _penalties(
-    logits: torch.Tensor, token_histories: Sequence[Sequence[int]], **strengths: torch.Tensor | None
+    logits: torch.Tensor, token_histories: Sequence[Sequence[int]], **penalties: torch.Tensor | None
 ) -> PenaltyBatch:
     rows, vocab = logits.shape
     if len(token_histories) != rows:
         raise ValueError(f"token_histories has {len(token_histories)} lists, logits has {rows} rows: give one for each")
-    return PenaltyBatch.from_histories(token_histories, strengths, vocab, logits.device)
+    strengths = torch.tensor([[1.0, 0.0, 0.0]], device=logits.device).repeat(rows, 1)
+    for column, name in enumerate(("repetition_penalties", "frequency_penalties", "presence_penalties")):
+        if (values := penalties.get(name)) is not None:
+            if values.shape != (rows,):
+                raise ValueError(f"{name} has shape {tuple(values.shape)}, expected ({rows},): one value for each row")
+            strengths[:, column] = values
+    every = torch.arange(rows, device=logits.device)
+    return PenaltyBatch.of_tokens(every, strengths, [[]] * rows, token_histories, vocab)

@@ -68,9 +68,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         for prompt_len, traced in traffic:
             self.sim.add(prompt_len, 12, traced=traced)
 
-    @rule(prompt_len=st.integers(1, 20), exclusive=st.booleans())
-    def single_pass(self, prompt_len: int, exclusive: bool) -> None:
-        self.sim.add(prompt_len, 1, traced=True, forward_only=True, exclusive=exclusive)
+    @rule(prompt_len=st.integers(1, 20), alone=st.booleans())
+    def single_pass(self, prompt_len: int, alone: bool) -> None:
+        self.sim.add(prompt_len, 1, traced=True, forward_only=True, exclusive=alone)
 
     @rule(prompts=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 10)), min_size=2, max_size=3))
     def gang(self, prompts: list[tuple[int, int]]) -> None:

@@ -481,23 +481,21 @@ def test_penalty_batch_equals_loop_reference_on_its_rows_alone():
     assert torch.equal(scores[0], logits[0])
 
 
-NAMES = ("repetition_penalties", "frequency_penalties", "presence_penalties")
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_penalties_of_histories_equal_the_loop_reference(device):
     logits = random_logits(6, 23).to(device)
     histories = [[], [0], [22, 22, 22, 1], [5, 6, 5], list(range(23)), [7] * 40]
-    strengths = dict(zip(NAMES, torch.tensor(PENALTIES, device=device).unbind(1), strict=True))
+    strengths, rows = torch.tensor(PENALTIES, device=device), torch.arange(6, device=device)
     scores = logits.clone()
-    PenaltyBatch.from_histories(histories, strengths, 23, device).apply_(scores)
+    PenaltyBatch.of_tokens(rows, strengths, [[]] * 6, histories, 23).apply_(scores)
     expected = [
         reference_penalties(row, [], history, *penalties)
         for row, history, penalties in zip(logits.cpu(), histories, PENALTIES, strict=True)
     ]
     torch.testing.assert_close(scores.cpu(), torch.stack(expected), rtol=1e-6, atol=1e-5)
     scores = logits.clone()
-    PenaltyBatch.from_histories(histories, dict.fromkeys(NAMES), 23, device).apply_(scores)
+    off = torch.tensor([[1.0, 0.0, 0.0]], device=device).repeat(6, 1)
+    PenaltyBatch.of_tokens(rows, off, [[]] * 6, histories, 23).apply_(scores)
     assert torch.equal(scores, logits)
 
 
@@ -509,13 +507,11 @@ def test_penalties_reach_the_sampled_token():
 
 def test_what_lies_outside_the_vocabulary_is_refused():
     with pytest.raises(ValueError, match="token 23; expected 0 to 22"):
-        PenaltyBatch.from_histories([[4, 23]], {}, 23, "cpu")
+        PenaltyBatch.of_tokens(torch.arange(1), torch.ones(1, 3), [[]], [[4, 23]], 23)
     with pytest.raises(ValueError, match="token -1; expected 0 to 22"):
-        PenaltyBatch.from_histories([[-1]], {}, 23, "cpu")
+        PenaltyBatch.of_tokens(torch.arange(1), torch.ones(1, 3), [[-1]], [[]], 23)
     with pytest.raises(ValueError, match="request 'r6': logit_bias names token 23"):
         SamplingBatch.from_requests([make_request(seed=6, logit_bias={23: 1.0})], 23, "cpu")
-    with pytest.raises(ValueError, match=r"frequency_penalties has shape \(2,\), expected \(1,\)"):
-        PenaltyBatch.from_histories([[]], {"frequency_penalties": torch.ones(2)}, 23, "cpu")
 
 
 # --- log probabilities ---
