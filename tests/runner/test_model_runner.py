@@ -583,6 +583,13 @@ def test_r23_samples_follow_the_distribution_and_greedy_rows_beside_them_stay_gr
     assert ((observed - expected) ** 2 / expected).sum() < 18.5  # 4 degrees of freedom, p = 0.001
     nucleus = sampled(runner, logits.expand(rows, -1), temperatures=torch.ones(rows), top_ps=torch.full((rows,), 0.7))
     assert set(nucleus.tolist()) == {2, 4}
+    ones = torch.ones(20, dtype=torch.int32)
+    assert sampled(runner, torch.zeros(20, 9), temperatures=ones.float(), top_ks=ones).tolist() == [0] * 20
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        first, second = (sampled(runner, torch.zeros(20, 999), temperatures=ones.float()).tolist() for _ in range(2))
+        torch.manual_seed(0)
+        assert sampled(runner, torch.zeros(20, 999), temperatures=ones.float()).tolist() == first != second
 
 
 def test_r24_penalties_equal_a_loop_and_leave_the_logits(runner):
