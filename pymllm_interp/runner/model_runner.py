@@ -481,7 +481,7 @@ class ModelRunner(ForwardPasses, SeedNames):
 
     def make_forward_batch(self, input_batch: InputBatch) -> ForwardBatch:
         """The step's `ForwardBatch`: DECODE where each request computes one token, else EXTEND or MIXED."""
-        batch = self.step_inputs.forward_batch(input_batch, self._pass_resources())
+        batch = self.step_inputs.forward_batch(input_batch, self)
         for stage in self.stages:
             stage.prepare(batch, input_batch)
         return batch
