@@ -198,9 +198,9 @@ def test_no_two_classes_have_one_name():
 LINES = {
     "attention": 1500, "bench": 2850, "client": 4850, "core": 2100, "engine": 2450, "evals": 450, "harvest": 1400, "hooks":
     16050, "kernels": 1950, "layers": 1500, "lens": 1750, "mem_cache": 750, "models": 4650, "plots": 550, "runner": 3550,
-    "sampling": 1000, "server": 4900, "toolkit": 1600, "top": 1400, "utils": 450, "wire": 1400,
+    "sampling": 950, "server": 4900, "toolkit": 1600, "top": 1400, "utils": 450, "wire": 1400,
 }  # fmt: skip
-"""Most lines of each folder: what grows is seen here. The aim is 44,000 in all."""
+"""Most lines of each folder, to the next 50: what grows is seen here. The aim of 44,000 in all is not met (docs/decisions, 94)."""
 
 
 def test_growth_is_seen():
