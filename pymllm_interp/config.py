@@ -67,7 +67,8 @@ class ServerConfig:
 
     device: str = "auto"
     max_model_len: int | None = None
-    """Maximum prompt and generated tokens of one request. None: the model's own limit."""
+    """Maximum prompt and generated tokens of one request. None: the model's own limit, or less where memory derives a smaller KV
+    pool."""
     max_running_requests: int | None = 512
     """Maximum requests in one step. None: derived from the KV pool, 512 tokens a request (`device_memory.num_running_requests`)."""
     max_num_tokens: int | None = None

@@ -66,17 +66,17 @@ def _machine_rows() -> list[tuple[str, str]]:
 def _package_rows() -> tuple[list[tuple[str, str]], bool]:
     rows, ok = [("pymllm-interp", __version__)], True
     for name in REQUIRED:
-        found = _version(name)
+        found = installed_version(name)
         ok = ok and found is not None
         rows.append((name, found or "[red]missing[/]; run: pip install pymllm-interp"))
     for name, what in OPTIONAL.items():
-        rows.append((name, _version(name) or f"[yellow]missing[/] ({what}); run: pip install {name}"))
+        rows.append((name, installed_version(name) or f"[yellow]missing[/] ({what}); run: pip install {name}"))
     return rows, ok
 
 
 def _demo_row() -> tuple[tuple[str, str], bool]:
     try:
-        return ("demo model", str(find_demo_gguf())), _version("gguf") is not None
+        return ("demo model", str(find_demo_gguf())), installed_version("gguf") is not None
     except FileNotFoundError as error:
         return ("demo model", f"[red]missing[/]: {error}"), False
 
@@ -96,7 +96,8 @@ def _cache_row() -> tuple[str, str]:
     return "cache", f"{cache} ({shutil.disk_usage(existing).free / 1e9:.1f} GB free)"
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """The version of an installed package; None if it is missing."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -37,6 +37,7 @@ from .hooks.interventions.knockout import Intervention
 from .hooks.positions import Positions
 from .hooks.site import Site
 from .hooks.traces.syntax.pass_options import take_options
+from .lens.bridge_of import bridge_of
 from .utils.arguments import check_names
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ class LM(ClientModel):
         load_format: "dummy" makes seeded random weights; config.json is enough, and no tokenizer is needed.
         impl: "native": our implementation. "transformers": the family's own class over our KV pool. "auto": native, or else
             transformers (docs/models.md).
-        max_model_len: tokens of one request, prompt and new ones.
+        max_model_len: tokens of one request, prompt and new ones. None: as many as the model's positions allow, or fewer where the
+            memory derives a smaller KV pool.
         max_running_requests: requests in one step; None derives the number from the KV pool.
         max_num_tokens: token rows in one step; longer prompts run in chunks, traced ones in a step of their own.
         kv_cache_tokens: slots of the KV pool.
@@ -189,6 +191,8 @@ class LM(ClientModel):
     def engine_name(self) -> str:
         """What computes: versions, device, attention backend and dtype."""
         return self.backend.facts.engine_name
+
+    _bridge = bridge_of  # for the methods of TransformerLens' caches
 
     # -- harvests ----------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import inspect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -20,9 +20,9 @@ from pymllm_interp.runner.partition import Execution
 ROOT = Path(pymllm_interp.__file__).parent
 ORDER = (
     ("utils",), ("core",), ("config",), ("kernels",), ("mem_cache",), ("attention",), ("layers",), ("sampling",), ("hooks",),
-    ("models",), ("runner",), ("harvest",), ("engine",), ("wire",), ("client",), ("plots",), ("toolkit",), ("lm",),
+    ("models",), ("runner",), ("harvest",), ("engine",), ("wire",), ("client",), ("plots",), ("toolkit",), ("lens",), ("lm",),
     ("server",),
-    ("cli", "bench", "demo", "doctor", "evals", "lens"),
+    ("cli", "bench", "demo", "doctor", "evals", "nnterp"),
 )  # fmt: skip
 """An import goes to an earlier place, or stays in its own."""
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
@@ -30,6 +30,15 @@ FILES = {
     ".".join(("pymllm_interp", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(ROOT.rglob("*.py"))
 }
+OWN_PLACES = {"pymllm_interp.lens": "nnterp", "pymllm_interp.lens.nnterp": "nnterp"}
+"""`lens.StandardizedLM` is an `LM`, which uses the rest of that folder; the folder's ``__init__`` names both."""
+LOADERS = {
+    "pymllm_interp": (),
+    "pymllm_interp.hooks.catalogue": ("hooks.interventions", "hooks.captures", "hooks.captures.reductions"),
+    "pymllm_interp.utils.extras": (),
+}
+"""Modules that import others by a computed name -> the folders of ours that they import so. The package's ``__init__`` and the
+``__init__`` of folders with an extra (by `names_of_extra`) name what stands beside or below them, which type checkers see, too."""
 CONFIG_FIELDS = [(cls, field.name) for cls in (ModelConfig, ServerConfig) for field in dataclasses.fields(cls)]
 
 
@@ -60,14 +69,27 @@ def imports_of(module: str) -> Iterator[tuple[str, int]]:
             base = ".".join(part for part in (base, node.module) if part)
             whole = [f"{base}.{alias.name}" for alias in node.names if alias.name != "__version__"]
             names = [name if name in FILES else base for name in whole]
+        elif isinstance(node, ast.Call):
+            names = list(by_name(node, package))
         else:
             continue
         yield from ((name, node.lineno) for name in names if name.split(".")[0] == "pymllm_interp")
+    folders = tuple(f"pymllm_interp.{folder}" for folder in LOADERS.get(module, ()))
+    yield from ((name, 0) for name in FILES if name.rpartition(".")[0] in folders and FILES[name].name != "__init__.py")
+
+
+def by_name(call: ast.Call, package: Sequence[str]) -> Iterator[str]:
+    """The module that a call of `import_module` or ``__import__`` names; nothing for other calls, and for computed names."""
+    function = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if function in ("import_module", "__import__") and call.args and isinstance(call.args[0], ast.Constant):
+        name = str(call.args[0].value)
+        level = len(name) - len(name.lstrip("."))
+        yield ".".join((*package[: len(package) - level + 1], name[level:])) if level else name
 
 
 def place(module: str) -> str:
     """The folder, or the file at the top, that the module belongs to; "" is the package itself."""
-    return module.partition(".")[2].partition(".")[0]
+    return OWN_PLACES.get(module) or module.partition(".")[2].partition(".")[0]
 
 
 def test_every_module_has_a_place_in_the_order():
@@ -101,6 +123,7 @@ def all_imports_of(module: str) -> set[str]:
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             base = ".".join(part for part in (base, node.module) if part)
             found |= {name if (name := f"{base}.{alias.name}") in FILES else base for alias in node.names}
+    found |= {name for name, _ in imports_of(module)}
     return {name for name in found if name in FILES and name != module and place(name)}
 
 
@@ -174,16 +197,16 @@ def test_no_two_classes_have_one_name():
 
 LINES = {
     "attention": 1500, "bench": 2850, "client": 4850, "core": 2100, "engine": 2450, "evals": 450, "harvest": 1400, "hooks":
-    16050, "kernels": 1950, "layers": 1500, "lens": 1700, "mem_cache": 750, "models": 4650, "plots": 550, "runner": 3550,
-    "sampling": 1000, "server": 4900, "toolkit": 1600, "top": 1400, "utils": 450, "wire": 1400,
+    16050, "kernels": 1950, "layers": 1500, "lens": 1750, "mem_cache": 750, "models": 4650, "plots": 550, "runner": 3550,
+    "sampling": 950, "server": 4900, "toolkit": 1600, "top": 1400, "utils": 450, "wire": 1400,
 }  # fmt: skip
-"""Most lines of each folder: what grows is seen here. The aim is 44,000 in all."""
+"""Most lines of each folder, to the next 50: what grows is seen here. The aim of 44,000 in all is not met (docs/decisions, 94)."""
 
 
 def test_growth_is_seen():
     counts: Counter[str] = Counter()
-    for module, path in FILES.items():
-        counts[place(module) if path.parent != ROOT else "top"] += len(path.read_text().splitlines())
+    for path in FILES.values():
+        counts["top" if path.parent == ROOT else path.relative_to(ROOT).parts[0]] += len(path.read_text().splitlines())
     assert not {room: (count, LINES[room]) for room, count in counts.items() if count > LINES[room]}
 
 
@@ -248,21 +271,23 @@ def test_folders_are_small():
     assert not {str(folder.relative_to(ROOT)): count for folder, count in folders.items() if count > 15}
 
 
-BY_NAME = {
-    "pymllm_interp.client.activation_cache": ["lens"],
-}
-"""Modules that import others of ours by name, against the order. The list may only shrink."""
-
-
-def test_few_modules_are_imported_by_name():
-    found: dict[str, list[str]] = {}
-    for module in FILES:
-        for node in at_run_time(tree_of(module)):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "import_module" and node.args:
-                (name,) = [a.value for a in node.args[:1] if isinstance(a, ast.Constant)] or [None]
-                if isinstance(name, str) and name.startswith("pymllm_interp."):
-                    found.setdefault(module, []).append(name.removeprefix("pymllm_interp."))
-    assert found == BY_NAME
+def test_names_of_imported_modules_are_read():
+    """`import_module` counts as an import: by its name, or, where the name is computed, as a row of `LOADERS` says."""
+    computed = {
+        module
+        for module in FILES
+        for node in at_run_time(tree_of(module))
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") in ("import_module", "__import__")
+        and not isinstance(node.args[0], ast.Constant)
+    }
+    assert (
+        computed - {"pymllm_interp.models.transformers.transformers_pass"} == LOADERS.keys()
+    )  # a module of transformers
+    package = ("pymllm_interp", "client", "calls")
+    for text, name in (("'pymllm_interp.lens'", "pymllm_interp.lens"), ("'..handle'", "pymllm_interp.client.handle")):
+        (call,) = [node for node in ast.walk(ast.parse(f"import_module({text})")) if isinstance(node, ast.Call)]
+        assert list(by_name(call, package)) == [name]
 
 
 @pytest.mark.parametrize("folder", ["bench", "evals", "harvest", "lens", "server", "toolkit"])

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 from .. import __version__
 from ..client.handle import RequestHandle
 from ..core.sampling_params import SamplingParams
-from ..doctor import cpu_model
+from ..doctor import cpu_model, installed_version
 from ..lm import LM
 from ..runner.interp_model_runner import InterpModelRunner
 
@@ -175,14 +174,14 @@ def describe_machine(noted_commit: str | None = None) -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "versions": {"pymllm-interp": __version__}
-        | {name: _version(name) for name in ("torch", "transformers", "nnsight")},
+        | {name: installed_version(name) for name in ("torch", "transformers", "nnsight")},
         "commit": noted_commit or commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
         found["versions"] |= {"cuda": torch.version.cuda} | {
-            name: _version(name) for name in ("triton", "flashinfer-python")
+            name: installed_version(name) for name in ("triton", "flashinfer-python")
         }
     return found
 
@@ -205,10 +204,3 @@ def write(record: dict[str, Any], path: Path) -> None:
     """Write the record as JSON; creates the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

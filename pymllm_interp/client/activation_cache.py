@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -107,7 +106,7 @@ class ActivationCache(BySite):
         lm = self._lm()
         if lm is None:
             raise RuntimeError("TransformerLens' methods need the LM of these states, which does not exist any more")
-        return import_module("pymllm_interp.lens").Bridge(lm).cache_of(self._tensors)  # above this package
+        return lm._bridge().cache_of(self._tensors)
 
     def __getattr__(self, name: str) -> Any:
         if name not in OF_TRANSFORMER_LENS:

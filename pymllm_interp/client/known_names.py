@@ -88,8 +88,8 @@ def _token_id(text: str, tokenizer: Any) -> int:
         return ids[0]
     parts = [tokenizer.decode([token]) for token in ids]
     spaced = f" {text}"
-    alone = not text.startswith(" ") and len(tokenizer(spaced, add_special_tokens=False)["input_ids"]) == 1
-    hint = f"; {spaced!r}, with a space, is one" if alone else ": name one of them, or its id"
+    is_token = not text.startswith(" ") and len(tokenizer(spaced, add_special_tokens=False)["input_ids"]) == 1
+    hint = f"; {spaced!r}, with a space, is one" if is_token else ": name one of them, or its id"
     raise PromptError(f"Lens: tokens holds {text!r}, which is {len(ids)} tokens, {parts}{hint}")
 
 

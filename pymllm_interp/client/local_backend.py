@@ -17,8 +17,8 @@ from ..core.request import Request
 from ..engine.engine import Engine
 from ..hooks.captures.activations import NOTHING
 from ..hooks.captures.spec import Capture
+from ..hooks.catalogue import ops
 from ..hooks.interventions.knockout import Intervention
-from ..hooks.registry import ops
 from ..hooks.traces.blocks.trace import RequestTrace
 from ..hooks.traces.nnsight_compat import apply
 from ..hooks.traces.saves.save_transfer import SaveTransfer
@@ -250,6 +250,8 @@ class LocalBackend(Backend):
         return {
             "model": facts.model,
             "architecture": type(self.module).__name__,
+            "tasks": list(runner.get_supported_tasks()),
+            "sliding_window_size": runner.sliding_window_size,
             "impl": "native" if is_native(facts.hf_config, impl) else "transformers",
             "dtype": str(facts.dtype)[6:],
             "device": facts.device,

@@ -17,9 +17,9 @@ from ..core.limits import EngineLimits
 from ..core.model_spec import LOGITS
 from ..core.request import Request
 from ..core.sampling_params import SamplingParams
-from ..engine.alone import check_gang
 from ..engine.bad_words import bad_word_ids, check_allowed
 from ..engine.constraints import constraint_of
+from ..engine.exclusive import check_gang
 from ..hooks.captures.spec import Capture
 from ..hooks.declared import captures_for_each_prompt, for_each_prompt
 from ..hooks.interventions.knockout import Intervention
@@ -88,7 +88,7 @@ class RequestFactory:
 
     @property
     def limits(self) -> EngineLimits:
-        """The limits as they are now: `ModelRunner.update_max_model_len` may lower them."""
+        """The limits as they are now: `ModelRunner.update_max_model_len` may change them."""
         runner = self.runner
         return EngineLimits(
             vocab_size=runner.vocab_size,
@@ -159,7 +159,7 @@ class RequestFactory:
                 request.priority, request.cache_salt = submission.priority[i], submission.cache_salt
                 if edits:
                     request.trace = RequestTrace(None, list(edits), options=submission.passes)
-                    request.alone = request.trace.options.alone
+                    request.exclusive = request.trace.options.exclusive
                     request.receipt = request.trace.receipt
                     self._check_pass([request], what)
                 if any(spec.site == LOGITS for spec in captures[i]):
@@ -368,7 +368,7 @@ class RequestFactory:
                 self.declare(request, trace.plan.interventions, trace.plan.captures, this, weights)
                 continue
             request.trace = trace
-            request.differentiable, request.alone = trace.grad, trace.grad or trace.options.alone
+            request.differentiable, request.exclusive = trace.grad, trace.grad or trace.options.exclusive
             self.declare(request, interventions[i], captures[i], this)
             if trace.grad and mode != "trace":
                 raise PromptError(
@@ -422,9 +422,9 @@ class RequestFactory:
         self._check_pass(requests, f"the {len(requests)} prompts of this trace")
         self._declarations.check_room(requests, "prompts of one trace")
         gang = list(requests)  # which the engine empties at the end
-        alone = any(request.alone for request in gang)
+        exclusive = any(request.exclusive for request in gang)
         for request in requests:
-            request.gang, request.alone = gang, alone
+            request.gang, request.exclusive = gang, exclusive
 
     def _traced(
         self, mode: str, prompt: Any, kwargs: dict[str, Any], what: str, sampling: dict[tuple, SamplingParams],

@@ -72,7 +72,7 @@ class Request:
     """One forward pass that computes the logits of all positions, and no generation."""
     prompt_logits: bool = False
     """The logits of all prompt positions are computed."""
-    alone: bool = False
+    exclusive: bool = False
     """No other request may take part in its passes."""
     differentiable: bool = False
     """Its pass runs with gradients, and serves no other request."""

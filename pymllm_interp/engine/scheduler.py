@@ -19,7 +19,7 @@ from ..core.request import Request, RequestStatus
 from ..core.step import AcceptedToken, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from ..hooks.captures.egress.admission import RingAdmission
 from ..utils.out_of_memory import is_out_of_memory
-from .alone import AloneTurns
+from .exclusive import ExclusiveTurns
 from .kv_manager import KVManager
 from .step_times import StepTimes
 from .stopping import take
@@ -63,7 +63,7 @@ class Scheduler:
         self.swapped: list[Request] = []
         self.lost: list[Request] = []
         self.num_preempted = self.num_swapped = 0
-        self._alone = AloneTurns()
+        self._exclusive = ExclusiveTurns()
         self._arrivals = 0
         self._entering: dict[str, Request] = {}
         self._accepted: list[AcceptedToken] = []
@@ -81,7 +81,7 @@ class Scheduler:
             self._arrivals += 1
             self.waiting.add(request)
             self.requests[request.request_id] = request
-            self._alone.add(request)
+            self._exclusive.add(request)
 
     @property
     def live(self) -> list[Request]:
@@ -125,7 +125,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         del self.requests[request.request_id]
-        self._alone.finish(request)
+        self._exclusive.finish(request)
         self._finished_ids.add(request.request_id)
         if self.ring_admission is not None:
             self.ring_admission.forget_lost([request.request_id])
@@ -157,11 +157,11 @@ class Scheduler:
         budget = self.max_num_tokens
         decoding = [request for request in self.running if request.is_decoding]
         prompts_run = len(decoding) < len(self.running)
-        if self._alone.requests:
-            self._schedule_alone(step, others=any(not request.alone for request in self.live))
+        if self._exclusive.requests:
+            self._schedule_exclusive(step, others=any(not request.exclusive for request in self.live))
             if step.scheduled:
                 return step
-            decoding = [request for request in decoding if not request.alone]
+            decoding = [request for request in decoding if not request.exclusive]
         self._decodes_wait = self._prompts_have_this_step(len(decoding))
         if not self._decodes_wait:
             budget = self._schedule_decodes(step, budget, decoding)
@@ -169,10 +169,10 @@ class Scheduler:
             self._beyond_target, budget = self._beyond(step, budget)
             if prompts_run:
                 budget = self._schedule_chunks(step, budget)
-            budget = self._schedule_swapped(step, budget, [r for r in self.swapped if not r.alone])
+            budget = self._schedule_swapped(step, budget, [r for r in self.swapped if not r.exclusive])
             self._schedule_waiting(step, budget)
-        if self._alone.requests and not step.scheduled:
-            self._schedule_alone(step, others=False)
+        if self._exclusive.requests and not step.scheduled:
+            self._schedule_exclusive(step, others=False)
         step.scheduled.sort(key=attrgetter("decodes"), reverse=True)  # stable: decode first
         return step
 
@@ -185,9 +185,9 @@ class Scheduler:
         within = budget if fits is None else min(budget, fits)
         return budget - within, within
 
-    def _schedule_alone(self, step: SchedulerOutput, others: bool) -> None:
+    def _schedule_exclusive(self, step: SchedulerOutput, others: bool) -> None:
         """If it is its turn, give the step to one request with steps of its own, or its gang."""
-        turn = self._alone.next(others)
+        turn = self._exclusive.next(others)
         if any(request.status is RequestStatus.SWAPPED for request in turn):
             self._schedule_swapped(step, len(turn), turn)
         else:
@@ -205,7 +205,7 @@ class Scheduler:
             return False
         # A traced prompt needs one pass; beside many decoding requests the budget would never hold it.
         tokens = sum(request.num_tokens_left for request in head)
-        return head[0].alone or tokens + decoding > self.max_num_tokens
+        return head[0].exclusive or tokens + decoding > self.max_num_tokens
 
     def _admissible_head(self) -> list[Request] | None:
         """The requests to admit next, if rows and pages suffice and none that is swapped out comes before; else None."""
@@ -273,7 +273,7 @@ class Scheduler:
             if (
                 (tokens > budget + self._beyond_target and not beyond)
                 or not self._can_admit(unit)
-                or (request.alone and step.scheduled)
+                or (request.exclusive and step.scheduled)
             ):
                 return  # first come, first served
             for member in unit:
@@ -291,7 +291,7 @@ class Scheduler:
                 step.scheduled.append(member.scheduled(tokens))
                 self.kv.share(member, member.kv_len + tokens)
                 budget -= tokens
-            if room and request.alone:
+            if room and request.exclusive:
                 return
 
     def _can_admit(self, unit: list[Request]) -> bool:

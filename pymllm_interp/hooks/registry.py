@@ -13,39 +13,25 @@ and on CUDA a branch of the kernel; a reduction is one class.
 
 from __future__ import annotations
 
-import pkgutil
-from collections.abc import Mapping
-from functools import cache
-from importlib import import_module
 from typing import TypeVar
 
 from .spec import Spec, arguments_of
 
 SpecClass = TypeVar("SpecClass", bound=type[Spec])
-_OPS: dict[str, type[Spec]] = {}
-_REDUCTIONS: dict[str, type[Spec]] = {}
+OPS: dict[str, type[Spec]] = {}
+"""Name in JSON -> class of interventions, of the files that are imported so far; `catalogue.ops` imports all."""
+REDUCTIONS: dict[str, type[Spec]] = {}
+"""Name in JSON -> class of reductions, of the files that are imported so far."""
 
 
 def op(cls: SpecClass) -> SpecClass:
     """Register a class of interventions."""
-    return _registered(_OPS, cls)
+    return _registered(OPS, cls)
 
 
 def reduction(cls: SpecClass) -> SpecClass:
     """Register a class of reductions. A string stands for one without fields: ``Capture(site, reduce="mean")``."""
-    return _registered(_REDUCTIONS, cls)
-
-
-def ops() -> Mapping[str, type[Spec]]:
-    """Name in JSON -> class of interventions."""
-    _load_all()
-    return _OPS
-
-
-def reductions() -> Mapping[str, type[Spec]]:
-    """Name in JSON -> class of reductions."""
-    _load_all()
-    return _REDUCTIONS
+    return _registered(REDUCTIONS, cls)
 
 
 def json_name(cls: type[Spec]) -> str:
@@ -55,7 +41,7 @@ def json_name(cls: type[Spec]) -> str:
 
 def is_spelled(cls: type[Spec]) -> bool:
     """Whether a string, its name, says all of a reduction: it has no fields."""
-    return json_name(cls) in _REDUCTIONS and not arguments_of(cls)
+    return json_name(cls) in REDUCTIONS and not arguments_of(cls)
 
 
 def _registered(known: dict[str, type[Spec]], cls: SpecClass) -> SpecClass:
@@ -63,12 +49,3 @@ def _registered(known: dict[str, type[Spec]], cls: SpecClass) -> SpecClass:
     if other is not cls:
         raise ValueError(f"{json_name(cls)!r} is the name of {other.__module__}.{other.__qualname__}: choose another")
     return cls
-
-
-@cache
-def _load_all() -> None:
-    """Import the modules that register classes."""
-    for folder in ("interventions", "captures", "captures.reductions"):
-        package = import_module(f"{__package__}.{folder}")
-        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            import_module(module.name)

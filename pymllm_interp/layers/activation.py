@@ -8,7 +8,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.activations import ACT2FN
 
 from .dispatch import kernels_for, triton_kernels_for
 
@@ -41,7 +40,13 @@ FUNCTIONS: dict[str, Activation] = {
 
 def activation(name: str) -> Activation:
     """The function of a config's name: ours, or else transformers'."""
-    return FUNCTIONS.get(name) or ACT2FN[name]
+    return FUNCTIONS.get(name) or _of_transformers(name)
+
+
+def _of_transformers(name: str) -> nn.Module:
+    from transformers.activations import ACT2FN  # which imports much else
+
+    return ACT2FN[name]
 
 
 def gated(gate_up: torch.Tensor, act: Activation) -> torch.Tensor:
@@ -84,5 +89,5 @@ def activation_module(name: str) -> nn.Module:
     """`activation` as a module."""
     function = FUNCTIONS.get(name)
     if function is None:
-        return ACT2FN[name]
+        return _of_transformers(name)
     return SiLU() if function is silu else GELU(function is gelu_tanh)

@@ -13,7 +13,7 @@ from transformer_lens.model_bridge import RemoteBridge, TransformerBridge
 from transformer_lens.model_bridge.driver_protocol import to_torch
 from transformer_lens.model_bridge.sources._bridge_builder import configure_tokenizer
 
-from ..lm import LM
+from ..client.calls.model import ClientModel
 from .cache import BridgeCache
 from .driver import Edit, EngineDriver
 from .generation import generate
@@ -44,7 +44,7 @@ class Bridge(Weights, RemoteBridge):
         ValueError: TransformerLens does not know the architecture.
     """
 
-    def __init__(self, lm: LM) -> None:
+    def __init__(self, lm: ClientModel) -> None:
         if not lm.backend.in_process:
             raise TypeError("Bridge(lm) needs a local LM: run it in the server's process, or use lm.run_with_cache")
         adapter = adapter_of(lm)

@@ -12,9 +12,9 @@ from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.model_bridge.driver_protocol import ForwardResult, Intervention, TensorLike
 from transformer_lens.model_bridge.sources._driver_base import DriverBase
 
+from ..client.calls.model import ClientModel
 from ..client.calls.site_hooks import state_at
 from ..hooks.captures.spec import Capture
-from ..lm import LM
 from .interventions import declared
 from .layout import Layout
 from .names import UNSERVED, Place, norm_part, places_of
@@ -40,7 +40,7 @@ class EngineDriver(DriverBase):
 
     def __init__(
         self,
-        lm: LM,
+        lm: ClientModel,
         bridge_config: TransformerBridgeConfig,
         components: Any,
         tokenizer: Any,

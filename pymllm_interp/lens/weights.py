@@ -13,11 +13,11 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_c
 from transformer_lens.model_bridge.sources._hf_format import determine_architecture_from_hf_config
 from transformers import AutoModelForCausalLM
 
-from ..lm import LM
+from ..client.calls.model import ClientModel
 from .points import BridgePoint
 
 
-def adapter_of(lm: LM) -> Any:
+def adapter_of(lm: ClientModel) -> Any:
     """A new adapter of TransformerLens for the model's architecture.
 
     Raises:
@@ -28,7 +28,7 @@ def adapter_of(lm: LM) -> Any:
     return ArchitectureAdapterFactory.select_architecture_adapter(config)
 
 
-def weights_of(lm: LM, points: Mapping[str, BridgePoint]) -> TransformerBridge:
+def weights_of(lm: ClientModel, points: Mapping[str, BridgePoint]) -> TransformerBridge:
     """TransformerLens' own components over the engine's parameters.
 
     The modules are transformers', without values of their own. On a CPU they share the engine's memory; of another device
@@ -89,7 +89,7 @@ class Weights:
         AttributeError: the model has no such weight; TransformerLens' message names it.
     """
 
-    lm: LM
+    lm: ClientModel
     _hook_registry: dict[str, Any]
     _weights: tuple[int, TransformerBridge] | None = None
 

@@ -22,7 +22,6 @@ from .native.llama import LlamaForCausalLM
 from .native.mistral import MistralForCausalLM
 from .native.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 from .transformers.structure import config_spec
-from .transformers.transformers_model import check_has_class, load_transformers_model
 from .weights.loading import init_dummy_weights, iter_safetensors, load_weights
 
 NATIVE: dict[str, type[DecoderForCausalLM]] = {
@@ -139,6 +138,8 @@ def load_model(
         WeightsError: weights that are missing, unexpected, misshapen or unreadable.
     """
     if not is_native(config, impl):
+        from .transformers.transformers_model import load_transformers_model  # which imports transformers' models
+
         return load_transformers_model(config, spec, device, folder, seed)
     model = NATIVE[architecture_of(config)](config, spec, device, max_positions)
     if folder is None:
@@ -158,6 +159,8 @@ def described(config: PretrainedConfig, impl: str = "auto") -> str:
     architecture, model_type = architecture_of(config), config.get_text_config().model_type
     if is_native(config, impl):
         return f"native: {architecture} has an implementation of ours, with fused kernels and CUDA graphs"
+    from .transformers.transformers_model import check_has_class
+
     check_has_class(config)
     sites = (
         "sites by its row in core/families.py"

@@ -1,4 +1,4 @@
-"""Building batches and running forward passes: the part of a `ModelRunner` that knows no steps."""
+"""Running forward passes: the part of a `ModelRunner` that knows no steps."""
 
 from __future__ import annotations
 
@@ -8,39 +8,33 @@ from typing import Any
 
 import torch
 
-from ..attention.attention_backend import AttentionBackend
 from ..core.forward_batch import ForwardBatch, ForwardMode
-from ..core.model_spec import LOGITS, ModelSpec
+from ..core.model_spec import LOGITS
 from ..core.step import LogitsProcessorOutput
 from ..layers.edits.base import apply_inner
-from ..mem_cache.kv_pool import KVPool
-from ..mem_cache.memory_pool import ReqToTokenPool
 from ..models.base import CausalLM
 from ..sampling import PenaltyBatch, Sampler, SamplingBatch
 from . import dummy_run
+from .batch_builder import BatchBuilder
 from .executions import Executions
 from .graphs.cuda_graph_runner import CudaGraphRunner
 from .graphs.prefill_graphs import PrefillGraphs
 from .partition import Execution
-from .step_inputs import PassResources, decode_batch, dummy_attn, extend_batch
+from .step_inputs import dummy_attn
 
 
-class ForwardPasses:
-    """Builds `ForwardBatch`es, runs them, and samples from their logits. `ModelRunner` adds life cycle and steps."""
+class ForwardPasses(BatchBuilder):
+    """Runs batches, and samples from their logits. `ModelRunner` adds life cycle and steps."""
 
     device: str
     dtype: torch.dtype
     vocab_size: int
     model: CausalLM | None
-    model_spec: ModelSpec
     kv_cache_dtype: torch.dtype
     num_hidden_layers: int
     max_num_tokens: int
     max_running_requests: int
     context_len: int
-    req_to_token_pool: ReqToTokenPool | None
-    token_to_kv_pool: KVPool | None
-    attn_backend: AttentionBackend | None
     graph_runner: CudaGraphRunner | None
     plain_graphs: CudaGraphRunner | None
     prefill_graphs: PrefillGraphs | None
@@ -59,67 +53,6 @@ class ForwardPasses:
             layer.layer_id: (layer.num_kv_heads, layer.head_dim, self.kv_cache_dtype)
             for layer in self.get_model().attention_layers()
         }
-
-    # -- building batches ----------------------------------------------------------
-
-    def prepare_forward_batch_extend(
-        self,
-        input_ids: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        extend_seq_lens: torch.Tensor,
-        extend_prefix_lens: torch.Tensor,
-        out_cache_loc: torch.Tensor,
-        return_logprob: bool = False,
-        top_logprobs_nums: list[int] | None = None,
-        *,
-        extend_seq_lens_cpu: list[int] | None = None,
-        extend_prefix_lens_cpu: list[int] | None = None,
-    ) -> ForwardBatch:
-        """A batch that extends each request by `extend_seq_lens` tokens behind its `extend_prefix_lens` cached ones.
-
-        Args:
-            input_ids: [tokens], all new tokens, request by request.
-            req_pool_indices, seq_lens, extend_seq_lens, extend_prefix_lens: [batch].
-            out_cache_loc: [tokens], the KV slot of each new token.
-            extend_seq_lens_cpu, extend_prefix_lens_cpu: the same on the host, so that nothing waits for the device.
-
-        Raises:
-            ValueError: lengths that do not add up, or a request without a new token.
-        """
-        return extend_batch(
-            self._pass_resources(), input_ids, req_pool_indices, seq_lens, extend_seq_lens, extend_prefix_lens, out_cache_loc,
-            return_logprob, top_logprobs_nums, extend_seq_lens_cpu=extend_seq_lens_cpu,
-            extend_prefix_lens_cpu=extend_prefix_lens_cpu,
-        )  # fmt: skip
-
-    def prepare_forward_batch_decode(
-        self,
-        input_ids: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        out_cache_loc: torch.Tensor,
-        return_logprob: bool = False,
-        top_logprobs_nums: list[int] | None = None,
-        mrope_position_deltas: torch.Tensor | None = None,
-        *,
-        positions: torch.Tensor | None = None,
-        seq_lens_cpu: torch.Tensor | None = None,
-    ) -> ForwardBatch:
-        """A batch of one new token for each request. All arguments are [batch]; `seq_lens` counts the new token.
-
-        Args:
-            positions: int64, `seq_lens` - 1.
-            seq_lens_cpu: `seq_lens` on the host, so that nothing waits for the device.
-        """
-        return decode_batch(
-            self._pass_resources(), input_ids, req_pool_indices, seq_lens, out_cache_loc, return_logprob, top_logprobs_nums,
-            mrope_position_deltas, positions=positions, seq_lens_cpu=seq_lens_cpu,
-        )  # fmt: skip
-
-    def _pass_resources(self) -> PassResources:
-        length_dependent = self.model_spec.rope_depends_on_length
-        return PassResources(self.req_to_token_pool, self.token_to_kv_pool, self.attn_backend, length_dependent)
 
     # -- forward and sample ---------------------------------------------------------
 
@@ -248,9 +181,16 @@ class ForwardPasses:
 
 
 def _penalties(
-    logits: torch.Tensor, token_histories: Sequence[Sequence[int]], **strengths: torch.Tensor | None
+    logits: torch.Tensor, token_histories: Sequence[Sequence[int]], **penalties: torch.Tensor | None
 ) -> PenaltyBatch:
     rows, vocab = logits.shape
     if len(token_histories) != rows:
         raise ValueError(f"token_histories has {len(token_histories)} lists, logits has {rows} rows: give one for each")
-    return PenaltyBatch.from_histories(token_histories, strengths, vocab, logits.device)
+    strengths = torch.tensor([[1.0, 0.0, 0.0]], device=logits.device).repeat(rows, 1)
+    for column, name in enumerate(("repetition_penalties", "frequency_penalties", "presence_penalties")):
+        if (values := penalties.get(name)) is not None:
+            if values.shape != (rows,):
+                raise ValueError(f"{name} has shape {tuple(values.shape)}, expected ({rows},): one value for each row")
+            strengths[:, column] = values
+    every = torch.arange(rows, device=logits.device)
+    return PenaltyBatch.of_tokens(every, strengths, [[]] * rows, token_histories, vocab)

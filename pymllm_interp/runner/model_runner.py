@@ -189,6 +189,14 @@ class ModelRunner(ForwardPasses, SeedNames):
             "max_model_len",
         )
         self.max_total_num_tokens = device_memory.num_kv_tokens(self)
+        config, longest = self.server_config, self.max_total_num_tokens
+        if config.max_model_len is None and config.kv_cache_tokens is None and longest < self.context_len:
+            logger.warning(
+                "max_model_len is %d, what the KV pool has room for; the model's positions end at %d",
+                longest,
+                self.context_len,
+            )
+            self.update_max_model_len(longest)
         self.token_to_kv_pool = device_memory.make_kv_pool(self)
         self.token_to_kv_pool_allocator = TokenToKVPoolAllocator(
             self.max_total_num_tokens, self.server_config.page_size
@@ -473,7 +481,7 @@ class ModelRunner(ForwardPasses, SeedNames):
 
     def make_forward_batch(self, input_batch: InputBatch) -> ForwardBatch:
         """The step's `ForwardBatch`: DECODE where each request computes one token, else EXTEND or MIXED."""
-        batch = self.step_inputs.forward_batch(input_batch, self._pass_resources())
+        batch = self.step_inputs.forward_batch(input_batch, self)
         for stage in self.stages:
             stage.prepare(batch, input_batch)
         return batch

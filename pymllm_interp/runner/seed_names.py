@@ -1,4 +1,4 @@
-"""Names of SGLang's and vLLM's model runners that nothing here calls, over what does run."""
+"""Short names of SGLang's and vLLM's model runners, over what does run."""
 
 from __future__ import annotations
 

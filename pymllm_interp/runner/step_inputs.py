@@ -1,128 +1,27 @@
 """From a step's schedule to the arrays of its forward pass.
 
 `StepInputs` is the only place that turns a `SchedulerOutput` into arrays: what it makes is what another rank would need.
-`extend_batch` and `decode_batch` make the `ForwardBatch` of such arrays, or of arrays by hand.
+A `BatchBuilder` makes the `ForwardBatch` of such arrays.
 """
 
 from __future__ import annotations
 
 from itertools import compress
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ..attention.attention_backend import AttentionBackend
 from ..core.forward_batch import ForwardBatch, ForwardMode
 from ..core.step import SchedulerOutput
-from ..mem_cache.kv_pool import KVPool
 from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 from ..sampling import LogprobTensors, prompt_logprobs
 from ..utils.upload import upload
+from .batch_builder import BatchBuilder
 from .input_batch import InputBatch, InputBuffers
 from .request_state import RequestState
 
 PAD_SLOT_ID = 0
 """KV slot of padding rows. Never handed out; unlike a negative one it can be written to."""
-
-
-class PassResources(NamedTuple):
-    """What a `ForwardBatch` refers to."""
-
-    req_to_token_pool: ReqToTokenPool | None
-    token_to_kv_pool: KVPool | None
-    attn_backend: AttentionBackend | None
-    length_dependent_rope: bool = False
-
-
-def extend_batch(
-    resources: PassResources,
-    input_ids: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
-    extend_seq_lens: torch.Tensor,
-    extend_prefix_lens: torch.Tensor,
-    out_cache_loc: torch.Tensor,
-    return_logprob: bool = False,
-    top_logprobs_nums: list[int] | None = None,
-    *,
-    extend_seq_lens_cpu: list[int] | None = None,
-    extend_prefix_lens_cpu: list[int] | None = None,
-) -> ForwardBatch:
-    """See `ModelRunner.prepare_forward_batch_extend`."""
-    sizes = extend_seq_lens_cpu if extend_seq_lens_cpu is not None else extend_seq_lens.tolist()
-    prefixes = extend_prefix_lens_cpu if extend_prefix_lens_cpu is not None else extend_prefix_lens.tolist()
-    if sum(sizes) != input_ids.shape[0]:
-        raise ValueError(f"extend_seq_lens add up to {sum(sizes)}, but input_ids has {input_ids.shape[0]} tokens")
-    if min(sizes, default=1) < 1:
-        raise ValueError(f"request {sizes.index(min(sizes))} has no new token: extend_seq_lens={sizes}")
-    ends = np.cumsum(sizes, dtype=np.int32) if sizes else np.zeros(0, dtype=np.int32)
-    lens = np.array(prefixes, dtype=np.int32) + np.array(sizes, dtype=np.int32)
-    positions = np.arange(sum(sizes), dtype=np.int64) - np.repeat(ends - lens, sizes)
-    seq_lens_cpu = torch.from_numpy(lens)
-    positions, starts, last_rows, rope_lens = upload(
-        input_ids.device, positions, ends - np.array(sizes, dtype=np.int32), ends.astype(np.int64) - 1,
-        np.repeat(lens, sizes).astype(np.int64),
-    )  # fmt: skip
-    return ForwardBatch(
-        forward_mode=ForwardMode.EXTEND,
-        batch_size=len(sizes),
-        input_ids=input_ids,
-        req_pool_indices=req_pool_indices,
-        seq_lens=seq_lens,
-        out_cache_loc=out_cache_loc,
-        seq_lens_sum=int(seq_lens_cpu.sum()),
-        seq_lens_cpu=seq_lens_cpu,
-        positions=positions,
-        extend_num_tokens=int(sum(sizes)),
-        extend_seq_lens=extend_seq_lens,
-        extend_prefix_lens=extend_prefix_lens,
-        extend_start_loc=starts,
-        extend_prefix_lens_cpu=list(prefixes),
-        extend_seq_lens_cpu=list(sizes),
-        return_logprob=return_logprob,
-        top_logprobs_nums=top_logprobs_nums,
-        req_to_token_pool=resources.req_to_token_pool,
-        token_to_kv_pool=resources.token_to_kv_pool,
-        attn_backend=resources.attn_backend,
-        logits_indices=last_rows,
-        rope_lens=rope_lens if resources.length_dependent_rope else None,
-    )
-
-
-def decode_batch(
-    resources: PassResources,
-    input_ids: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
-    out_cache_loc: torch.Tensor,
-    return_logprob: bool = False,
-    top_logprobs_nums: list[int] | None = None,
-    mrope_position_deltas: torch.Tensor | None = None,
-    *,
-    positions: torch.Tensor | None = None,
-    seq_lens_cpu: torch.Tensor | None = None,
-) -> ForwardBatch:
-    """See `ModelRunner.prepare_forward_batch_decode`."""
-    lens = seq_lens_cpu if seq_lens_cpu is not None else seq_lens.cpu()
-    return ForwardBatch(
-        forward_mode=ForwardMode.DECODE,
-        batch_size=input_ids.shape[0],
-        input_ids=input_ids,
-        req_pool_indices=req_pool_indices,
-        seq_lens=seq_lens,
-        out_cache_loc=out_cache_loc,
-        seq_lens_sum=int(lens.sum()),
-        seq_lens_cpu=lens,
-        positions=seq_lens.to(torch.int64) - 1 if positions is None else positions,
-        return_logprob=return_logprob,
-        top_logprobs_nums=top_logprobs_nums,
-        req_to_token_pool=resources.req_to_token_pool,
-        token_to_kv_pool=resources.token_to_kv_pool,
-        attn_backend=resources.attn_backend,
-        mrope_position_deltas=mrope_position_deltas,
-        rope_lens=seq_lens.to(torch.int64) if resources.length_dependent_rope else None,
-    )
 
 
 def dummy_attn(num_reqs: int, num_tokens: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -232,20 +131,20 @@ class StepInputs:
             return self.buffers.rows[:tokens], slots
         return upload(self.device, batch.idx_mapping_np)[0], slots
 
-    def forward_batch(self, batch: InputBatch, resources: PassResources) -> ForwardBatch:
+    def forward_batch(self, batch: InputBatch, builder: BatchBuilder) -> ForwardBatch:
         """The step's `ForwardBatch`: DECODE where each request computes one token, else EXTEND or MIXED."""
         rows, slots = self.prepare_attn(batch)
         sizes, lens = batch.num_scheduled_tokens, batch.seq_lens_cpu
         if batch.decodes:
-            found = decode_batch(
-                resources, batch.input_ids, rows, self.buffers.seq_lens[: len(sizes)], slots, positions=batch.positions,
+            found = builder.prepare_forward_batch_decode(
+                batch.input_ids, rows, self.buffers.seq_lens[: len(sizes)], slots, positions=batch.positions,
                 seq_lens_cpu=lens,
             )  # fmt: skip
         else:
             prefixes = lens.numpy() - sizes
             seq_lens, extend_lens, prefix_lens = upload(self.device, lens, sizes, prefixes)
-            found = extend_batch(
-                resources, batch.input_ids, rows, seq_lens, extend_lens, prefix_lens, slots,
+            found = builder.prepare_forward_batch_extend(
+                batch.input_ids, rows, seq_lens, extend_lens, prefix_lens, slots,
                 extend_seq_lens_cpu=sizes.tolist(), extend_prefix_lens_cpu=prefixes.tolist(),
             )  # fmt: skip
             if any(entry.decodes for entry in batch.entries):
@@ -257,7 +156,7 @@ class StepInputs:
         found.logits_indices = None
         if len(batch.logits_indices) != found.num_tokens:
             (found.logits_indices,) = upload(self.device, batch.logits_indices)
-        if resources.length_dependent_rope:
+        if builder.model_spec.rope_depends_on_length:
             found.rope_lens = self._rope_lens(batch)
         return found
 

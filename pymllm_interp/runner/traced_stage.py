@@ -49,7 +49,7 @@ class TracedStage(Stage):
         demands.num_hooked = helper.count_requests(interleaver.hooked())
         demands.modules_for = options.modules_for
         # Passes with gradients, and as transformers runs them, are not padded: their values are served whole.
-        demands.unpadded = options.alone or self._with_gradients
+        demands.unpadded = options.exclusive or self._with_gradients
         demands.keeps_logits = True
 
     def _put_hooked_last(self, step: SchedulerOutput) -> None:
@@ -80,7 +80,7 @@ class TracedStage(Stage):
             self.helper.pad_to(batch.batch_size)
         elif batch.num_tokens > batch.num_request_tokens:
             self.helper.pad_prompts_to(batch.num_tokens)
-        if options.alone:
+        if options.exclusive:
             batch.transformers_pass = TransformersPass(
                 batch,
                 self.model_spec,

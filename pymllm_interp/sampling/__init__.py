@@ -3,7 +3,7 @@
 from .logprobs import LogprobTensors, gather_logprobs, prompt_logprobs
 from .noise import uniform_noise
 from .penalties import PenaltyBatch
-from .sampler import Sampler, SamplerOutput, sample_tokens
+from .sampler import Sampler, SamplerOutput
 from .sampling_batch import LogitBias, SamplingBatch
 from .sampling_request import SamplingRequest
 from .token_constraint import BitmaskRows, ConstraintError, ConstraintSpec, TokenConstraint, TokenMasks, allow_only
@@ -24,6 +24,5 @@ __all__ = [
     "allow_only",
     "gather_logprobs",
     "prompt_logprobs",
-    "sample_tokens",
     "uniform_noise",
 ]

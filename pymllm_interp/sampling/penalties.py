@@ -81,49 +81,38 @@ class PenaltyBatch:
         params = [request.params for request in asking]
         values = [[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in params]
         strengths, places = upload(device, torch.tensor(values, dtype=torch.float32), torch.tensor(rows))
-        repetition, frequency, presence = strengths.unbind(1)
         # Only the repetition penalty looks at the prompt, which may be long.
         prompts = [request.prompt_token_ids if request.params.repetition_penalty != 1 else [] for request in asking]
+        return cls.of_tokens(places, strengths, prompts, [request.output_token_ids for request in asking], vocab_size)
+
+    @classmethod
+    def of_tokens(
+        cls,
+        rows: torch.Tensor,
+        strengths: torch.Tensor,
+        prompts: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+        vocab_size: int,
+    ) -> PenaltyBatch:
+        """The penalties of `k` rows.
+
+        Args:
+            rows: [k] int64, rows of the batch.
+            strengths: [k, 3] float32: repetition, frequency and presence penalty; 1, 0 and 0 are off.
+            prompts, outputs: the tokens of each row.
+
+        Raises:
+            ValueError: a token outside the vocabulary.
+        """
+        repetition, frequency, presence = strengths.unbind(1)
         return cls(
-            rows=places,
+            rows=rows,
             repetition=repetition,
             frequency=frequency,
             presence=presence,
-            prompt_mask=count_tokens(prompts, vocab_size, device) > 0,
-            output_counts=count_tokens([request.output_token_ids for request in asking], vocab_size, device),
+            prompt_mask=count_tokens(prompts, vocab_size, rows.device) > 0,
+            output_counts=count_tokens(outputs, vocab_size, rows.device),
         )
-
-    @classmethod
-    def from_histories(
-        cls,
-        histories: Sequence[Sequence[int]],
-        strengths: dict[str, torch.Tensor | None],
-        vocab_size: int,
-        device: torch.device | str,
-    ) -> PenaltyBatch:
-        """The penalties of all rows, for tokens that count as output.
-
-        Args:
-            histories: the tokens of each row.
-            strengths: `repetition_penalties`, `frequency_penalties`, `presence_penalties`: [rows] each; None: off.
-
-        Raises:
-            ValueError: a length other than that of `histories`, or a token outside the vocabulary.
-        """
-        rows = len(histories)
-        for name, values in strengths.items():
-            if values is not None and values.shape != (rows,):
-                raise ValueError(f"{name} has shape {tuple(values.shape)}, expected ({rows},): one value for each row")
-        off = {"repetition_penalties": 1.0, "frequency_penalties": 0.0, "presence_penalties": 0.0}
-        repetition, frequency, presence = (
-            torch.full((rows,), neutral, device=device)
-            if (given := strengths.get(name)) is None
-            else given.to(device, torch.float32)
-            for name, neutral in off.items()
-        )
-        counts = count_tokens(histories, vocab_size, device)
-        every = torch.arange(rows, device=device)
-        return cls(every, repetition, frequency, presence, torch.zeros_like(counts, dtype=torch.bool), counts)
 
     def apply_(self, scores: torch.Tensor) -> None:
         """Penalise this batch's rows of `scores` [batch, vocab] float32 in place."""

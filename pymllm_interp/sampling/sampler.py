@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels.cpu_dispatch import cpu_kernels_for
-from .filters import filter_width, filtered_weights, kept_tokens
+from .filters import filtered_weights, kept_tokens
 from .logprobs import LogprobTensors, gather_logprobs
 from .noise import uniform_noise
 from .sampling_batch import SamplingBatch
@@ -68,38 +68,6 @@ class Sampler:
             values = _processed(scores, batch) if self._processed else logits
             output.logprobs = gather_logprobs(values, output.token_ids, batch.num_logprobs, self.as_logits)
         return output
-
-
-def sample_tokens(
-    logits: torch.Tensor,  # [batch, vocab]
-    temperatures: torch.Tensor | None = None,  # [batch], 0 is greedy; None: all are
-    top_ps: torch.Tensor | None = None,  # [batch], 1 is off
-    top_ks: torch.Tensor | None = None,  # [batch] int; -1, 0, vocab and above are off
-    uniforms: torch.Tensor | None = None,  # [batch] in [0, 1); None: torch's global generator
-) -> torch.Tensor:
-    """Sample by plain tensors: `Sampler` without requests, with the same rules.
-
-    Returns:
-        [batch] int32.
-
-    Raises:
-        ValueError: a tensor does not have the batch's shape.
-    """
-    batch, vocab = logits.shape
-    limits = {"temperatures": temperatures, "top_ps": top_ps, "top_ks": top_ks, "uniforms": uniforms}
-    for name, values in limits.items():
-        if values is not None and values.shape != (batch,):
-            raise ValueError(f"{name} has shape {tuple(values.shape)}, expected ({batch},): one value for each row")
-    if temperatures is None:
-        return _greedy(logits)
-    if uniforms is None:
-        uniforms = torch.rand(batch, dtype=torch.float64, device=logits.device)
-    width = vocab
-    if logits.device.type == "cpu":
-        ks = [0] * batch if top_ks is None else top_ks.tolist()
-        ps = [1.0] * batch if top_ps is None else top_ps.tolist()
-        width = filter_width(ks, ps, vocab, logits.device)
-    return _draw(logits, temperatures, uniforms, top_ks, top_ps, None, width)
 
 
 def _adjusted(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..core.forward_batch import ForwardBatch
+from ..runner.batch_builder import BatchBuilder
 from ..runner.interp_model_runner import InterpModelRunner
-from ..runner.step_inputs import PassResources, extend_batch
 
 Span = tuple[int, int]
 """(first, stop): consecutive positions of the prompt."""
@@ -109,10 +109,9 @@ def _planned(
     slots: torch.Tensor,
 ) -> ForwardBatch:
     """The pass of sequences that compute positions `starts` up to `lens`, [batch] on the host each."""
-    sizes, device, length_dependent = lens - starts, input_ids.device, runner.model_spec.rope_depends_on_length
+    sizes, device = lens - starts, input_ids.device
     on_device = [numbers.to(torch.int32).to(device) for numbers in (lens, sizes, starts)]
-    batch = extend_batch(
-        PassResources(table, kv, runner.attn_backend, length_dependent),
+    batch = BatchBuilder(runner.model_spec, table, kv, runner.attn_backend).prepare_forward_batch_extend(
         input_ids,
         torch.arange(len(sizes), device=device),
         seq_lens=on_device[0],

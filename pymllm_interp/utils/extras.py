@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
+
+
+@contextmanager
+def library_of_extra(what: str, library: str, extra: str) -> Iterator[None]:
+    """Say how to install `library`, if an import in the block does not find it.
+
+    Args:
+        what: needs the library; it begins the message.
+        extra: of pymllm-interp, which installs the library.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != library:
+            raise
+        needed = library.replace("_", "-")
+        raise ModuleNotFoundError(
+            f'{what} needs {needed}: pip install "pymllm-interp[{extra}]"', name=error.name
+        ) from error
 
 
 def names_of_extra(module: str, extra: str, homes: Mapping[str, tuple[str, str]]) -> Callable[[str], Any]:
@@ -20,15 +40,8 @@ def names_of_extra(module: str, extra: str, homes: Mapping[str, tuple[str, str]]
         if name not in homes:
             raise AttributeError(f"module {module!r} has no attribute {name!r}; it has {', '.join(sorted(homes))}")
         home, library = homes[name]
-        try:
+        with library_of_extra(f"{module}.{name}", library, extra):
             found = import_module(f".{home}", module)
-        except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] != library:
-                raise
-            needed = library.replace("_", "-")
-            raise ModuleNotFoundError(
-                f'{module}.{name} needs {needed}: pip install "pymllm-interp[{extra}]"', name=error.name
-            ) from error
         return found if name == home else getattr(found, name)
 
     return find

@@ -22,9 +22,10 @@ from ..core.limits import MAX_NAMED
 from ..hooks.captures.lens_files import JacobianLens, TunedLens
 from ..hooks.captures.reductions.reduction import Reduction
 from ..hooks.captures.spec import Capture
+from ..hooks.catalogue import ops, reductions
 from ..hooks.interventions.set_feature import MAX_FEATURES, FeatureTargets
 from ..hooks.positions import Positions
-from ..hooks.registry import is_spelled, ops, reductions
+from ..hooks.registry import is_spelled
 from ..hooks.saes.sae import SAE
 from ..hooks.site import Site
 from ..hooks.spec import Spec, arguments_of

@@ -20,11 +20,12 @@ import torch
 
 from ..hooks.captures.lens_files import JacobianLens, TunedLens
 from ..hooks.captures.spec import Capture, Project
+from ..hooks.catalogue import ops, reductions
 from ..hooks.interventions.knockout import Intervention
 from ..hooks.interventions.op import Gate
 from ..hooks.interventions.set_feature import MAX_FEATURES, FeatureTargets
 from ..hooks.positions import Generated, Masked, Positions
-from ..hooks.registry import json_name, ops, reductions
+from ..hooks.registry import json_name
 from ..hooks.saes.sae import SAE
 from ..hooks.site import Site
 from ..hooks.spec import Argument, Spec, arguments_of, as_argument

@@ -27,14 +27,14 @@ PLAIN = (bool, int, float, str, type(None))
 MAX_DEPTH = 64
 
 
-class Tree:
+class ValueEncoder:
     """Turns values into trees, and collects their tensors. One tensor is sent once, whatever its names."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._known: dict[int, tuple[Any, dict[str, Any]]] = {}
 
-    def of(self, value: Any, what: str, depth: int = 0) -> Any:
+    def encode(self, value: Any, what: str, depth: int = 0) -> Any:
         """The tree of a value.
 
         Raises:
@@ -65,14 +65,14 @@ class Tree:
             entries = {
                 path: [(entry.output, entry.inputs) for entry in visits] for path, visits in cache.entries.items()
             }
-            return {"cache": self.of(entries, what, depth + 1), "path": CacheView._node_path(value)}
+            return {"cache": self.encode(entries, what, depth + 1), "path": CacheView._node_path(value)}
         if isinstance(value, ModelOutput):
             return {"output": type(value).__name__, "items": self._items(value, what, depth)}
         if isinstance(value, Mapping):
             return {"dict": self._items(value, what, depth)}
         for kind in (torch.Size, tuple, list, set, frozenset):
             if isinstance(value, kind):
-                items = [self.of(item, f"{what}[{i}]", depth + 1) for i, item in enumerate(value)]
+                items = [self.encode(item, f"{what}[{i}]", depth + 1) for i, item in enumerate(value)]
                 return {kind.__name__: items}
         raise TypeError(
             f"{what} is a {type(value).__name__}, which cannot be sent to the client: save tensors, numbers, strings, and lists, "
@@ -86,7 +86,7 @@ class Tree:
 
     def _items(self, value: Mapping[Any, Any], what: str, depth: int) -> list[Any]:
         return [
-            [self.of(k, f"a key of {what}", depth + 1), self.of(v, f"{what}[{k!r}]", depth + 1)]
+            [self.encode(k, f"a key of {what}", depth + 1), self.encode(v, f"{what}[{k!r}]", depth + 1)]
             for k, v in value.items()
         ]
 
@@ -105,7 +105,7 @@ class Tree:
         return self._known[id(tensor)][1]
 
 
-class Values:
+class ValueDecoder:
     """Turns trees into values again.
 
     Args:
@@ -118,7 +118,7 @@ class Values:
         self._model = model
         self._tensors = {name: tensor if device is None else tensor.to(device) for name, tensor in tensors.items()}
 
-    def of(self, tree: Any) -> Any:
+    def decode(self, tree: Any) -> Any:
         """The value of a tree.
 
         Raises:
@@ -131,19 +131,19 @@ class Values:
             case {"v": value}:
                 return value
             case {"list": items}:
-                return [self.of(item) for item in items]
+                return [self.decode(item) for item in items]
             case {"tuple": items}:
-                return tuple(self.of(item) for item in items)
+                return tuple(self.decode(item) for item in items)
             case {"Size": items}:
-                return torch.Size(self.of(item) for item in items)
+                return torch.Size(self.decode(item) for item in items)
             case {"set": items} | {"frozenset": items}:
-                return ({*()} if "set" in tree else frozenset()).union(self.of(item) for item in items)
+                return ({*()} if "set" in tree else frozenset()).union(self.decode(item) for item in items)
             case {"dict": items}:
-                return {self.of(k): self.of(v) for k, v in items}
+                return {self.decode(k): self.decode(v) for k, v in items}
             case {"output": name, "items": items}:
-                return _output(name, {self.of(k): self.of(v) for k, v in items})
+                return _output(name, {self.decode(k): self.decode(v) for k, v in items})
             case {"numpy": tensor, "scalar": scalar}:
-                array = self.of(tensor).numpy()
+                array = self.decode(tensor).numpy()
                 return array[()] if scalar else array
             case {"dtype": name}:
                 return getattr(torch, name)
@@ -156,12 +156,12 @@ class Values:
             case {"activations": num_layers, "sites": sites}:
                 found = Activations(num_layers)
                 for site, (rows, positions, tokens, others) in sites.items():
-                    further = {name: self.of(part) for name, part in others.items()}
-                    found.add(site, self.of(rows), self.of(positions), self.of(tokens), further)
+                    further = {name: self.decode(part) for name, part in others.items()}
+                    found.add(site, self.decode(rows), self.decode(positions), self.decode(tokens), further)
                 return found
             case {"cache": content, "path": path}:
                 cache = Cache(self._model, modules=[])
-                for name, visits in self.of(content).items():
+                for name, visits in self.decode(content).items():
                     cache.entries[name] = [CacheEntry(output=output, inputs=inputs) for output, inputs in visits]
                 return CacheView(cache, None, path)
         raise ValueError(f"the server sent a value that this version does not know: {sorted(tree)}")

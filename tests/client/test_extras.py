@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 USES = {
     "transformer_lens": ("pymllm_interp.lens", "Bridge", "bridge", "lens"),
@@ -26,6 +27,32 @@ def test_nothing_imports_them_before_they_are_used() -> None:
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )
+
+
+def test_an_lm_is_imported_without_the_models_of_transformers() -> None:
+    """They, and what they import, take longer than all else. A native model without a tokenizer needs none of them."""
+    code = (
+        "import sys; from pymllm_interp import LM; "
+        "heavy = {'transformers.modeling_utils', 'transformers.core_model_loading', 'torch._dynamo', 'sympy', 'sklearn'}; "
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
+
+
+def test_a_method_of_a_cache_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pymllm_interp import LM
+    from pymllm_interp.client.activation_cache import ActivationCache
+    from pymllm_interp.hooks.site import Site
+
+    for loaded in [name for name in sys.modules if name.startswith("pymllm_interp.lens.")]:
+        monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.setitem(sys.modules, "transformer_lens", None)
+    lm = LM.__new__(LM)
+    cache = ActivationCache(1, {Site.parse("resid_post.0"): torch.zeros(1, 2, 3)}, lm)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install "pymllm-interp\[lens\]"'):
+        cache.accumulated_resid()
 
 
 @pytest.mark.parametrize("package", USES)

@@ -70,7 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(prompt_len=st.integers(1, 20), alone=st.booleans())
     def single_pass(self, prompt_len: int, alone: bool) -> None:
-        self.sim.add(prompt_len, 1, traced=True, forward_only=True, alone=alone)
+        self.sim.add(prompt_len, 1, traced=True, forward_only=True, exclusive=alone)
 
     @rule(prompts=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 10)), min_size=2, max_size=3))
     def gang(self, prompts: list[tuple[int, int]]) -> None:
@@ -213,7 +213,7 @@ def test_early_requests_finish_while_others_keep_arriving(policy: str) -> None:
     for i in range(150):
         sim.add(1 + i % 9, 6, traced=i % 3 == 0)
         if i % 5 == 0:
-            sim.add(1 + i % 7, 1, traced=True, forward_only=True, alone=True)
+            sim.add(1 + i % 7, 1, traced=True, forward_only=True, exclusive=True)
         sim.step()
         if all(request.finished for request in early):
             break
@@ -263,7 +263,7 @@ def test_requests_that_go_alone_do_not_stop_what_was_there_before(policy: str) -
     (chunked,) = sim.add(30, 3)
     sim.step()
     for _ in range(60):
-        sim.add(4, 1, traced=True, forward_only=True, alone=True)
+        sim.add(4, 1, traced=True, forward_only=True, exclusive=True)
         sim.step()
     assert decoding.finished and chunked.finished
     sim.run(200)

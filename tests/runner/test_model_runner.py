@@ -8,6 +8,7 @@ import logging
 import re
 import weakref
 from collections import Counter
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -17,7 +18,7 @@ from conftest import COMMON, CONFIGS
 from helpers_runner import ByHand, Steps, make_runner, random_ids
 from transformers import GPTJConfig, LlamaConfig, Qwen3Config
 
-from pymllm_interp import ModelRunner
+from pymllm_interp import LM, ModelRunner, SamplingParams
 from pymllm_interp.attention import AttentionBackend, TorchAttnBackend, attention_workspace_bytes
 from pymllm_interp.attention.flashinfer_backend import WORKSPACE_BYTES
 from pymllm_interp.config import ModelConfig, ServerConfig
@@ -33,6 +34,7 @@ from pymllm_interp.runner.interp_model_runner import InterpModelRunner
 from pymllm_interp.runner.partition import Execution
 from pymllm_interp.runner.request_state import RequestState
 from pymllm_interp.runner.step_inputs import StepInputs
+from pymllm_interp.utils.arguments import PromptError
 
 PARTS = ("model", "req_to_token_pool", "token_to_kv_pool", "token_to_kv_pool_allocator", "attn_backend", "graph_runner")
 
@@ -193,6 +195,18 @@ def test_r15_the_number_of_running_requests_is_derived_where_it_is_none():
         **{**COMMON, "max_position_embeddings": 2048}, hidden_size=64, num_hidden_layers=1, num_attention_heads=4
     )
     assert make_runner(long, kv_cache_tokens=None, max_running_requests=None).max_running_requests == 4096 // 512
+
+
+def test_requests_are_as_long_as_a_derived_pool_allows(monkeypatch):
+    """A machine with room for 48 tokens of KV: the longest sequence is as long, and default lengths fit."""
+    per_token = 2 * 3 * 3 * 8 * 4
+    monkeypatch.setattr("pymllm_interp.runner.device_memory._host_memory", lambda: 4 * 50 * per_token)
+    with LM(hf_config=CONFIGS["llama"](), load_format="dummy", device="cpu", dtype="float32") as lm:
+        assert lm.capabilities["limits"]["kv_tokens"] == lm.capabilities["limits"]["max_model_len"] == 48
+        params = SamplingParams(temperature=0, ignore_eos=True)
+        assert len(lm.generate([[3] * 40], replace(params, max_tokens=None))[0].token_ids) == 8
+        with pytest.raises(PromptError, match=r"41 tokens and asks for 8 new ones .* holds 48 \(max_model_len\)"):
+            lm.generate([[3] * 41], replace(params, max_tokens=8))
 
 
 def test_r15_a_profile_run_makes_the_logits_of_every_row(runner, monkeypatch):
@@ -569,6 +583,13 @@ def test_r23_samples_follow_the_distribution_and_greedy_rows_beside_them_stay_gr
     assert ((observed - expected) ** 2 / expected).sum() < 18.5  # 4 degrees of freedom, p = 0.001
     nucleus = sampled(runner, logits.expand(rows, -1), temperatures=torch.ones(rows), top_ps=torch.full((rows,), 0.7))
     assert set(nucleus.tolist()) == {2, 4}
+    ones = torch.ones(20, dtype=torch.int32)
+    assert sampled(runner, torch.zeros(20, 9), temperatures=ones.float(), top_ks=ones).tolist() == [0] * 20
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        first, second = (sampled(runner, torch.zeros(20, 999), temperatures=ones.float()).tolist() for _ in range(2))
+        torch.manual_seed(0)
+        assert sampled(runner, torch.zeros(20, 999), temperatures=ones.float()).tolist() == first != second
 
 
 def test_r24_penalties_equal_a_loop_and_leave_the_logits(runner):
@@ -601,6 +622,10 @@ def test_r24_penalties_equal_a_loop_and_leave_the_logits(runner):
     assert not (sampled(runner, logits, penalty_params=strong) == kept.argmax(-1)).any()
     with pytest.raises(ValueError, match="token_histories has 2 lists, logits has 3 rows"):
         sampled(runner, logits, penalty_params={**params, "token_histories": [[], []]})
+    with pytest.raises(ValueError, match=r"frequency_penalties has shape \(2,\), expected \(3,\)"):
+        sampled(runner, logits, penalty_params={**params, "frequency_penalties": torch.ones(2)})
+    only = {**params, "repetition_penalties": None, "presence_penalties": None, "frequency_penalties": None}
+    assert sampled(runner, logits, penalty_params=only).tolist() == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("batch", [0, 1, 5])

@@ -299,7 +299,7 @@ def test_the_largest_step_is_measured_with_sample_and_its_log_probabilities(
     assert calls == [(True, runner.max_running_requests, runner.max_running_requests)]
 
 
-def test_names_that_nothing_calls_are_short_and_in_one_place() -> None:
+def test_short_names_of_the_seeds_are_in_one_place() -> None:
     (cls,) = (node for node in ast.parse(inspect.getsource(seed_names)).body if isinstance(node, ast.ClassDef))
     functions = [node for node in cls.body if isinstance(node, ast.FunctionDef)]
     names = {function.name for function in functions}

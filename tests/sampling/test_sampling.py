@@ -19,7 +19,6 @@ from pymllm_interp.sampling import (
     SamplingBatch,
     gather_logprobs,
     prompt_logprobs,
-    sample_tokens,
     uniform_noise,
 )
 from pymllm_interp.sampling.filters import PROBE, filter_width, filtered_weights, kept_tokens
@@ -309,7 +308,6 @@ def test_top_k_one_takes_the_first_of_equals_as_greedy_does():
     logits = torch.zeros(20, 50)
     logits[:, 7:9] = 2.0
     assert sample(logits, [make_request(seed=s, top_k=1) for s in range(20)]) == [7] * 20
-    assert sample_tokens(logits, torch.ones(20), top_ks=torch.ones(20, dtype=torch.int32)).tolist() == [7] * 20
 
 
 def test_tiny_temperatures_are_greedy_and_do_not_overflow():
@@ -334,10 +332,8 @@ def test_a_batch_holds_only_what_a_row_asks_for():
 def test_empty_batches():
     assert sample(torch.empty(0, 50), []) == []
     assert gather_logprobs(torch.empty(0, 50), torch.empty(0, dtype=torch.int32), []).tolists() == []
-    none = torch.empty(0)
-    for limits in ({}, {"temperatures": none}, {"temperatures": none, "top_ps": none, "top_ks": none.int()}):
-        tokens = sample_tokens(torch.empty(0, 50), **limits)
-        assert tokens.shape == (0,) and tokens.dtype == torch.int32
+    tokens = Sampler()(torch.empty(0, 50), SamplingBatch(rows=0)).token_ids
+    assert tokens.shape == (0,) and tokens.dtype == torch.int32
 
 
 def test_a_batch_of_another_length_is_refused():
@@ -364,56 +360,23 @@ def test_cuda_draws_as_the_cpu_does_and_waits_for_nothing():
     assert tokens.tolist() == expected
 
 
-# --- sample_tokens, the form of seed 000 ---
-
-
-def test_sample_tokens_is_greedy_without_or_at_zero_temperatures():
-    logits = random_logits(4, 30)
-    expected = logits.argmax(-1).tolist()
-    assert sample_tokens(logits).tolist() == expected
-    assert sample_tokens(logits, torch.zeros(4)).tolist() == expected
-    off = sample_tokens(logits, torch.zeros(4), torch.ones(4), torch.tensor([-1, 0, 1, 30]))
-    assert off.tolist() == expected and off.dtype == torch.int32
-
-
-def test_sample_tokens_and_sampler_draw_alike():
-    logits = random_logits(40, 3000, scale=1.0)
-    requests = [make_request(seed=s, temperature=0.5 + s / 40, top_k=s * 50 - 1, top_p=0.7) for s in range(40)]
-    batch = SamplingBatch.from_requests(requests, 3000, "cpu")
-    assert batch.seeds is not None and batch.sample_indices is not None and batch.gen_indices is not None
-    noise = uniform_noise(batch.seeds, batch.sample_indices, batch.gen_indices)
-    tops = [torch.tensor([getattr(r.params, name) for r in requests]) for name in ("top_p", "top_k")]
-    tokens = sample_tokens(logits, batch.temperatures, tops[0], tops[1].int(), noise)
-    assert tokens.tolist() == Sampler()(logits, batch).token_ids.tolist()
+# --- draws at the ends of the noise ---
 
 
 @pytest.mark.parametrize("u", [0.0, 1 - 2.0**-53, 1.0])
-def test_a_token_without_probability_is_never_drawn(u):
+def test_a_token_without_probability_is_never_drawn(u, monkeypatch):
+    monkeypatch.setattr(
+        "pymllm_interp.sampling.sampler.uniform_noise",
+        lambda seeds, *_: torch.full(seeds.shape, u, dtype=torch.float64),
+    )
     logits = torch.full((3, 11), -torch.inf)
     logits[0, 4] = logits[1, 2] = logits[1, 9] = logits[2, 10] = 1.5
-    ones = torch.ones(3)
-    tokens = sample_tokens(logits, ones, uniforms=torch.full((3,), u, dtype=torch.float64))
-    assert tokens.tolist() == ([4, 2, 10] if u == 0 else [4, 9, 10])
+    assert sample(logits, [make_request(seed=s) for s in range(3)]) == ([4, 2, 10] if u == 0 else [4, 9, 10])
     spread = random_logits(3, 2000)
-    kept = sample_tokens(spread, ones, uniforms=u * ones, top_ps=0.5 * ones, top_ks=torch.tensor([5, 0, 1]))
-    for row, (k, token) in enumerate(zip((5, 0, 1), kept.tolist(), strict=True)):
+    kept = sample(spread, [make_request(seed=k, top_p=0.5, top_k=k) for k in (5, 0, 1)])
+    for row, (k, token) in enumerate(zip((5, 0, 1), kept, strict=True)):
         support = reference_kept(spread[row].numpy(), 1.0, k, 0.5, 0.0)
         assert token == (min(support) if u == 0 else max(support))
-
-
-def test_sample_tokens_without_uniforms_follows_the_global_generator():
-    logits = torch.zeros(20, 1000)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        first, second = (sample_tokens(logits, torch.ones(20)).tolist() for _ in range(2))
-        torch.manual_seed(0)
-        assert sample_tokens(logits, torch.ones(20)).tolist() == first != second
-
-
-@pytest.mark.parametrize("name", ["temperatures", "top_ps", "top_ks", "uniforms"])
-def test_sample_tokens_names_the_tensor_of_a_wrong_shape(name):
-    with pytest.raises(ValueError, match=rf"{name} has shape \(2, 1\), expected \(2,\)"):
-        sample_tokens(torch.zeros(2, 5), **{name: torch.ones(2, 1)})
 
 
 # --- bias, min_tokens, penalties ---
@@ -481,23 +444,21 @@ def test_penalty_batch_equals_loop_reference_on_its_rows_alone():
     assert torch.equal(scores[0], logits[0])
 
 
-NAMES = ("repetition_penalties", "frequency_penalties", "presence_penalties")
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_penalties_of_histories_equal_the_loop_reference(device):
     logits = random_logits(6, 23).to(device)
     histories = [[], [0], [22, 22, 22, 1], [5, 6, 5], list(range(23)), [7] * 40]
-    strengths = dict(zip(NAMES, torch.tensor(PENALTIES, device=device).unbind(1), strict=True))
+    strengths, rows = torch.tensor(PENALTIES, device=device), torch.arange(6, device=device)
     scores = logits.clone()
-    PenaltyBatch.from_histories(histories, strengths, 23, device).apply_(scores)
+    PenaltyBatch.of_tokens(rows, strengths, [[]] * 6, histories, 23).apply_(scores)
     expected = [
         reference_penalties(row, [], history, *penalties)
         for row, history, penalties in zip(logits.cpu(), histories, PENALTIES, strict=True)
     ]
     torch.testing.assert_close(scores.cpu(), torch.stack(expected), rtol=1e-6, atol=1e-5)
     scores = logits.clone()
-    PenaltyBatch.from_histories(histories, dict.fromkeys(NAMES), 23, device).apply_(scores)
+    off = torch.tensor([[1.0, 0.0, 0.0]], device=device).repeat(6, 1)
+    PenaltyBatch.of_tokens(rows, off, [[]] * 6, histories, 23).apply_(scores)
     assert torch.equal(scores, logits)
 
 
@@ -509,13 +470,11 @@ def test_penalties_reach_the_sampled_token():
 
 def test_what_lies_outside_the_vocabulary_is_refused():
     with pytest.raises(ValueError, match="token 23; expected 0 to 22"):
-        PenaltyBatch.from_histories([[4, 23]], {}, 23, "cpu")
+        PenaltyBatch.of_tokens(torch.arange(1), torch.ones(1, 3), [[]], [[4, 23]], 23)
     with pytest.raises(ValueError, match="token -1; expected 0 to 22"):
-        PenaltyBatch.from_histories([[-1]], {}, 23, "cpu")
+        PenaltyBatch.of_tokens(torch.arange(1), torch.ones(1, 3), [[-1]], [[]], 23)
     with pytest.raises(ValueError, match="request 'r6': logit_bias names token 23"):
         SamplingBatch.from_requests([make_request(seed=6, logit_bias={23: 1.0})], 23, "cpu")
-    with pytest.raises(ValueError, match=r"frequency_penalties has shape \(2,\), expected \(1,\)"):
-        PenaltyBatch.from_histories([[]], {"frequency_penalties": torch.ones(2)}, 23, "cpu")
 
 
 # --- log probabilities ---

@@ -15,7 +15,7 @@ from helpers_server import KEYS, serving
 
 from pymllm_interp import LM
 from pymllm_interp.server.engine_client import Call, SlowReaderError
-from pymllm_interp.server.process.trace_runs import Run
+from pymllm_interp.server.process.trace_runs import TraceRun
 from pymllm_interp.wire import messages as m
 from pymllm_interp.wire.trace_payload import with_arguments_of_super
 
@@ -53,7 +53,7 @@ def test_what_waits_for_a_client_that_does_not_read_is_bounded() -> None:
 
 
 def test_a_trace_waits_until_its_client_has_read_enough() -> None:
-    run, sent = Run(1, lambda ids: None, 100), threading.Event()
+    run, sent = TraceRun(1, lambda ids: None, 100), threading.Event()
     run.send(1000, wait=True)  # nothing waits: whatever its size
 
     def more() -> None:

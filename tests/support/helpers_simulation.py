@@ -251,7 +251,7 @@ class Simulation:
                 whole = num_tokens == request.num_tokens - start
                 assert whole, f"traced {request.request_id} got {num_tokens} of its tokens from {start}"
             assert request.trace is None or not request.num_shared_pages, f"traced {rid} shares pages"
-            assert not request.alone or len(requests) == 1, f"{request.request_id} does not have its step alone"
+            assert not request.exclusive or len(requests) == 1, f"{request.request_id} does not have its step alone"
             if request.gang:
                 missing = [r.request_id for r in request.gang if not r.finished and r not in requests]
                 assert not missing, f"{request.request_id} runs without {missing} of its gang"

@@ -10,10 +10,10 @@ from types import CodeType
 from typing import Any
 
 import torch
+import transformers
 from greenlet import getcurrent
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from ...hooks.traces.blocks.block_analysis import depend_on_each_other, want_gradients
 from ...hooks.traces.nnsight_compat import Barrier, Batcher, Envoy, Interleaver, Iterations, Mediator, push_result
@@ -45,14 +45,17 @@ class FakeModel(Envoy):
     """
 
     def __init__(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, served: Interleaver) -> None:
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv  # which imports sympy
+
         config = copy.deepcopy(config)
         vars(config).pop("quantization_config", None)
         config._attn_implementation = None
         config.dtype = None  # transformers would set torch's default dtype, which the engine's thread reads
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(assume_static_by_default=True))
         self.lock = threading.Lock()
+        auto = transformers.AutoModelForCausalLM
         with self.mode, torch.device(device):
-            model = AutoModelForCausalLM.from_config(config)
+            model = auto.from_config(config)
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(dtype)
         interleaver = ScanInterleaver(served)

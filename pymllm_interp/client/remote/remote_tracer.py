@@ -14,7 +14,7 @@ from ...hooks.traces.syntax.tracer import EngineTracer
 from ...wire.gate_words import TRACE_PATH, TRACE_TYPE
 from ...wire.receipts import receipt_of
 from ...wire.trace_payload import block_to_data, dump, edit_to_data
-from ...wire.values import Values, tensors_of
+from ...wire.values import ValueDecoder, tensors_of
 from ..calls.backed import BackedModel
 from .remote_engine import Frames, RemoteEngine
 
@@ -103,18 +103,18 @@ class RemoteTracer(EngineTracer):
         self.served = [_Cancel(model.engine, frames)]  # pyright: ignore[reportAttributeAccessIssue]
         try:
             for header, body in frames:
-                values = Values(tensors_of(body), self.device, model)
+                values = ValueDecoder(tensors_of(body), self.device, model)
                 if header["type"] == "step" and on_step is not None:
-                    on_step(header["step"], {name: values.of(tree) for name, tree in header["names"].items()})
+                    on_step(header["step"], {name: values.decode(tree) for name, tree in header["names"].items()})
                 elif header["type"] == "result":
                     self._take(header, values)
         finally:
             self.served = []
             frames.close()
 
-    def _take(self, header: Mapping[str, Any], values: Values) -> None:
+    def _take(self, header: Mapping[str, Any], values: ValueDecoder) -> None:
         self.receipts = [receipt_of(receipt) for receipt in header["receipts"]]
-        self.captures = [values.of(tree) for tree in header["captures"]]
+        self.captures = [values.decode(tree) for tree in header["captures"]]
         _bind(self, header, values)
         warn_at_caller(header["warnings"])
 
@@ -138,7 +138,7 @@ class RemoteSession(SessionTracer):
         try:
             for header, body in frames:
                 if header["type"] == "result":
-                    _bind(self, header, Values(tensors_of(body), self.device, model))
+                    _bind(self, header, ValueDecoder(tensors_of(body), self.device, model))
         finally:
             frames.close()
 
@@ -151,7 +151,7 @@ def run_remotely(model: Any, mode: str, inputs: tuple, kwargs: dict[str, Any]) -
     try:
         for header, body in frames:
             if header["type"] == "result":
-                result = Values(tensors_of(body), None, model).of(header["names"]["result"])
+                result = ValueDecoder(tensors_of(body), None, model).decode(header["names"]["result"])
     finally:
         frames.close()
     return result
@@ -164,7 +164,7 @@ def _block_of(tracer: Any) -> dict[str, Any]:
     return block_to_data(tracer.node, code.co_filename, code.co_name, frame.f_globals, frame.f_locals, first)
 
 
-def _bind(tracer: Any, header: Mapping[str, Any], values: Values) -> None:
+def _bind(tracer: Any, header: Mapping[str, Any], values: ValueDecoder) -> None:
     """Bind the saved names in the caller's frame."""
-    found = {name: mark(values.of(tree)) for name, tree in header["names"].items()}
+    found = {name: mark(values.decode(tree)) for name, tree in header["names"].items()}
     push_result(tracer.info.frame, found)

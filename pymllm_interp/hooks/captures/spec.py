@@ -12,7 +12,7 @@ from ...utils.device import DTYPES
 from ..heads import Heads
 from ..interventions.projections import MAX_RANK
 from ..positions import Positions, is_whole
-from ..registry import is_spelled, json_name, reduction, reductions
+from ..registry import REDUCTIONS, is_spelled, json_name, reduction
 from ..site import Site
 from ..spec import PlacedSpec
 from ..vectors.files import Source
@@ -100,12 +100,12 @@ class Capture(PlacedSpec):
         """The object that `reduce` means."""
         if self.reduce is None:
             return STATES
-        named: Any = reductions().get(self.reduce) if isinstance(self.reduce, str) else None
+        named: Any = REDUCTIONS.get(self.reduce) if isinstance(self.reduce, str) else None
         if named is not None and is_spelled(named):
             return named()
         if not isinstance(self.reduce, Reduction):
-            spelled = [repr(name) for name, cls in reductions().items() if is_spelled(cls)]
-            others = sorted(cls.__name__ for cls in reductions().values() if not is_spelled(cls) and cls is not Project)
+            spelled = [repr(name) for name, cls in REDUCTIONS.items() if is_spelled(cls)]
+            others = sorted(cls.__name__ for cls in REDUCTIONS.values() if not is_spelled(cls))
             expected = f"{', '.join(spelled)}, a Project or another reduction ({', '.join(others)}), or None"
             self._check("reduce", False, expected)
         return cast(Reduction, self.reduce)

@@ -86,8 +86,8 @@ class Steer(Op):
     @cached_property
     def addend(self) -> Tensor | None:
         """``scale * vector``; None where the state's norm or the position matters, or with heads."""
-        alone = self.norm == "none" and self.heads is None and self.vector.ndim == 1
-        return self.scale * self.vector if alone else None
+        is_constant = self.norm == "none" and self.heads is None and self.vector.ndim == 1
+        return self.scale * self.vector if is_constant else None
 
     def written(self) -> Iterator[tuple[str, float]]:
         """``scale * vector``, unless it is rescaled to the state's norm."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from ...core.families import FAMILIES, TRANSFORMERS_FAMILIES, Family
 from ...core.model_spec import LENGTH_DEPENDENT_ROPE, ModelSpec
 from ...core.unsupported import UnsupportedModelError
 from .probed import Probe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 BY_STRUCTURE = frozenset({"embed", "resid_pre", "resid_post", "final_norm", "logits"})
 """Kinds of sites that are found in a family without a row."""

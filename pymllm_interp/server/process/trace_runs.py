@@ -21,7 +21,7 @@ from ...wire import messages as m
 from ...wire.failures import failure_of
 from ...wire.receipts import receipt_to_json
 from ...wire.trace_payload import Sources, envoy_at, frame_for, is_envoy_id, load
-from ...wire.values import Tree, pack
+from ...wire.values import ValueEncoder, pack
 from .outbox import Outbox
 from .served_model import ServedModel
 
@@ -34,7 +34,7 @@ class RunEndedError(BaseException):
     """Raised into the thread of a trace that is ended before its time. No class of errors that a block would handle."""
 
 
-class Run:
+class TraceRun:
     """One trace's thread, and how it is ended before its time.
 
     Args:
@@ -107,7 +107,7 @@ class TraceRuns:
     def __init__(self, model: ServedModel, outbox: Outbox, queued_bytes: int) -> None:
         self._model, self._outbox, self._queued_bytes = model, outbox, queued_bytes
         self._sources = Sources()
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, TraceRun] = {}
 
     @property
     def num_running(self) -> int:
@@ -116,7 +116,7 @@ class TraceRuns:
 
     def run(self, message: m.RunTrace) -> None:
         """Start a trace. Returns at once."""
-        run = self._runs[message.call] = Run(message.call, self._model.engine.abort, self._queued_bytes)
+        run = self._runs[message.call] = TraceRun(message.call, self._model.engine.abort, self._queued_bytes)
         threading.Thread(
             target=self._serve, args=(run, message), name=f"pymllm-interp-trace-{message.call}", daemon=True
         ).start()
@@ -150,7 +150,7 @@ class TraceRuns:
             edit.name = data["edit"]
         return edit
 
-    def _serve(self, run: Run, message: m.RunTrace) -> None:
+    def _serve(self, run: TraceRun, message: m.RunTrace) -> None:
         timer = None
         answer: m.Answer | m.Failed = m.Answer(message.call)
         try:
@@ -175,7 +175,7 @@ class TraceRuns:
             self._runs.pop(message.call, None)
         self._outbox.put(answer)
 
-    def _execute(self, run: Run, message: m.RunTrace) -> None:
+    def _execute(self, run: TraceRun, message: m.RunTrace) -> None:
         named = _Named(self._model, message.owner, run)
         parts = load(message.payload, named.find)
         content = load(parts["main"], named.find)
@@ -203,29 +203,29 @@ class TraceRuns:
             dec()
             self._send_result(run, tracer, names.bound)
 
-    def _send_result(self, run: Run, tracer: Any, bound: Mapping[str, Any]) -> None:
+    def _send_result(self, run: TraceRun, tracer: Any, bound: Mapping[str, Any]) -> None:
         """What the block saved, also before it failed."""
-        tree, header = Tree(), {"type": "result", "receipts": [], "captures": [], "warnings": []}
-        header["names"] = {name: tree.of(value, name) for name, value in bound.items()}
+        encoder, header = ValueEncoder(), {"type": "result", "receipts": [], "captures": [], "warnings": []}
+        header["names"] = {name: encoder.encode(value, name) for name, value in bound.items()}
         if isinstance(tracer, ServedTracer):
             header["receipts"] = [receipt_to_json(receipt) for receipt in tracer.receipts]
-            header["captures"] = [tree.of(found, "captures") for found in tracer.captures]
+            header["captures"] = [encoder.encode(found, "captures") for found in tracer.captures]
             header["warnings"] = tracer.texts
-        frame = m.Frame(run.call, *pack(header, tree.tensors))
+        frame = m.Frame(run.call, *pack(header, encoder.tensors))
         run.send(len(frame.body), wait=True)
         self._outbox.put(frame)
 
-    def _send_step(self, run: Run, step: int, saved: Mapping[str, Any]) -> None:
+    def _send_step(self, run: TraceRun, step: int, saved: Mapping[str, Any]) -> None:
         """What is saved so far; they are copies, which the outbox's thread packs."""
 
         def frame() -> m.Frame:
-            tree = Tree()
+            encoder = ValueEncoder()
             header = {
                 "type": "step",
                 "step": step,
-                "names": {name: tree.of(value, name) for name, value in saved.items()},
+                "names": {name: encoder.encode(value, name) for name, value in saved.items()},
             }
-            found = m.Frame(run.call, *pack(header, tree.tensors))
+            found = m.Frame(run.call, *pack(header, encoder.tensors))
             run.send(len(found.body), wait=False)
             return found
 
@@ -249,7 +249,7 @@ class ServedTracer(EngineTracer):
 class _Named:
     """What a payload names in place of pickling it: models, their modules, and the tracer."""
 
-    def __init__(self, root: ServedModel, owner: str, run: Run | None) -> None:
+    def __init__(self, root: ServedModel, owner: str, run: TraceRun | None) -> None:
         self._root, self._owner, self._run = root, owner, run
         self._models: dict[int, ServedModel] = {}
         self._tracers: dict[str, Any] = {}

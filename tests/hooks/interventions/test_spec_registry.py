@@ -19,8 +19,9 @@ from helpers_server import CLOSE, serving
 from pymllm_interp import Capture, Lens
 from pymllm_interp.hooks.captures.activations import Activations
 from pymllm_interp.hooks.captures.reductions.pools import Last, Mean
+from pymllm_interp.hooks.catalogue import ops, reductions
 from pymllm_interp.hooks.interventions.op import Gate, Op
-from pymllm_interp.hooks.registry import is_spelled, op, ops, reductions
+from pymllm_interp.hooks.registry import is_spelled, op
 from pymllm_interp.hooks.spec import Spec, arguments_of
 from pymllm_interp.utils.arguments import PromptError
 from pymllm_interp.wire.specs import capture_of, to_json

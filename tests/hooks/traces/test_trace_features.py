@@ -324,6 +324,7 @@ def test_saves_are_streamed_while_the_request_runs(lm: LM) -> None:
     assert h.shape == (1, 1, 72)
 
 
+@pytest.mark.local
 def test_a_block_writes_to_the_callers_own_queue(lm: LM) -> None:
     out: queue.Queue = queue.Queue()
     first = threading.Event()

@@ -253,7 +253,7 @@ class BlockScope:
         trace, path = block.trace, location.removesuffix(".skip")
         trace.visits.skip(path)
         points = self._runner.points
-        if (trace.rows is None or trace.rows.alone) and not points.at(location).has_attention:
+        if (trace.rows is None or trace.rows.covers_pass) and not points.at(location).has_attention:
             shared.count_edit(trace)
             shared.value = replacement
         else:

@@ -88,7 +88,7 @@ class NaNCheck:
             return tensor
         state = tensor.detach() if tensor.requires_grad else tensor
         rows = next(iter(edits)).rows
-        dim, logits = (None, False) if rows is None or rows.alone else rows.layout(tensor, of_logits)
+        dim, logits = (None, False) if rows is None or rows.covers_pass else rows.layout(tensor, of_logits)
         if dim is not None:
             spans = [_span(trace, logits) for trace in edits]
             first, last = min(start for start, _ in spans), max(start + size for start, size in spans)

@@ -23,15 +23,15 @@ class RowSpan:
     Attributes:
         start, size, total: first row, number of rows, and rows of all requests, among token rows.
         logit_start, logit_size, logit_total: the same among logit rows.
-        alone: the request has all rows, and its trace alone sees them, so that values are served whole.
+        covers_pass: the request has all rows, and only its trace sees them, so that values are served whole.
     """
 
-    __slots__ = ("alone", "logit_size", "logit_start", "logit_total", "size", "start", "total")
+    __slots__ = ("covers_pass", "logit_size", "logit_start", "logit_total", "size", "start", "total")
 
     def __init__(self, start: int, size: int, total: int, logit_start: int, logit_size: int, logit_total: int) -> None:
         self.start, self.size, self.total = start, size, total
         self.logit_start, self.logit_size, self.logit_total = logit_start, logit_size, logit_total
-        self.alone = size == total and logit_size == logit_total
+        self.covers_pass = size == total and logit_size == logit_total
 
     def padded(self, total: int) -> RowSpan:
         """The same rows, in a pass with `total` token rows."""
@@ -39,10 +39,10 @@ class RowSpan:
 
     def shared(self) -> RowSpan:
         """The same rows, in a pass whose values other blocks edit too."""
-        if not self.alone:
+        if not self.covers_pass:
             return self
         span = RowSpan(self.start, self.size, self.total, self.logit_start, self.logit_size, self.logit_total)
-        span.alone = False
+        span.covers_pass = False
         return span
 
     def layout(self, tensor: torch.Tensor, of_logits: bool) -> tuple[int | None, bool]:
@@ -63,7 +63,7 @@ class RowSpan:
 
     def narrow(self, tensor: torch.Tensor, of_logits: bool) -> Any:
         """The request's rows of `tensor`, as a view."""
-        if self.alone:
+        if self.covers_pass:
             return tensor
         dim, logits = self.layout(tensor, of_logits)
         if dim is None:
@@ -132,7 +132,7 @@ class BatchRows:
         gathered: padded copies that were made of the rows.
     """
 
-    alone = False
+    covers_pass = False
     """Values are never served whole: their rows are flat, and the batch is not."""
 
     def __init__(self, spans: Sequence[RowSpan | None], padding: Padding | None = None) -> None:

@@ -61,7 +61,7 @@ class SharedValue:
     def rows_of(self, rows: Rows | None) -> Any:
         """The request's rows of each tensor, or what it has assigned to them. The whole value if `rows` is None."""
         value = self.value
-        if rows is None or rows.alone:
+        if rows is None or rows.covers_pass:
             return value
         if torch.is_grad_enabled():
             self._differentiable = True  # the model goes on with what is served, so that gradients reach it
@@ -75,7 +75,7 @@ class SharedValue:
     def served_to(self, trace: RequestTrace) -> Any:
         """`rows_of` the trace, without the engine's batch. A tuple or dict is one object, however often it is read."""
         rows, cut = trace.rows, self._whole
-        if cut is not None and rows is not None and not rows.alone:
+        if cut is not None and rows is not None and not rows.covers_pass:
             return cut.rows_of(rows)
         if isinstance(self.value, torch.Tensor):
             return self.rows_of(rows)
@@ -99,7 +99,7 @@ class SharedValue:
             return
         if self.masks is not None:
             edited = self.masks.removed_from(edited)
-        if not (self._assigned or rows.alone or isinstance(self.value, torch.Tensor)):
+        if not (self._assigned or rows.covers_pass or isinstance(self.value, torch.Tensor)):
             self.value = _each_once(self.value)
         assigned: list[tuple[BatchCut, torch.Tensor]] = []
         self.value = self._replaced(self.value, edited, rows, assigned)
@@ -151,14 +151,14 @@ class SharedValue:
             return merged
         if isinstance(full, ForwardBatch):  # blocks are served None for it
             return full
-        if edited is not full and not rows.alone:
+        if edited is not full and not rows.covers_pass:
             raise EditError(f"the whole batch shares this {type(full).__name__}: one request cannot replace it")
         return edited
 
     def _replaced_tensor(
         self, full: torch.Tensor, edited: Any, rows: Rows, assigned: list[tuple[BatchCut, torch.Tensor]]
     ) -> torch.Tensor:
-        cut = None if rows.alone else self._cut(full, rows)
+        cut = None if rows.covers_pass else self._cut(full, rows)
         seen = full if cut is None else cut.seen_by(rows)
         if (
             not isinstance(edited, torch.Tensor)

@@ -20,7 +20,7 @@ class PassOptions(NamedTuple):
     output_hidden_states: bool = False
 
     @property
-    def alone(self) -> bool:
+    def exclusive(self) -> bool:
         """Whether no other request takes part in such a pass."""
         return any(self)
 

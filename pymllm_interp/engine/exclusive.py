@@ -9,7 +9,7 @@ from ..hooks.traces.blocks.trace import RequestTrace
 from ..utils.arguments import PromptError
 
 
-class AloneTurns:
+class ExclusiveTurns:
     """Which request has the next step, among the requests that run in steps of their own. Their steps alternate with the steps of
     all other requests.
 
@@ -23,12 +23,12 @@ class AloneTurns:
 
     def add(self, request: Request) -> None:
         """Add a request, if it runs in steps of its own."""
-        if request.alone:
+        if request.exclusive:
             self.requests.append(request)
 
     def finish(self, request: Request) -> None:
         """Forget a request."""
-        if request.alone:
+        if request.exclusive:
             self.requests.remove(request)
 
     def next(self, others: bool) -> list[Request]:

@@ -1,0 +1,32 @@
+"""All ops and reductions by their name in JSON: the registry, after the import of each file that may register a class."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+
+from . import captures, interventions
+from .captures import reductions as reductions_folder
+from .registry import OPS, REDUCTIONS
+from .spec import Spec
+
+
+def ops() -> Mapping[str, type[Spec]]:
+    """Name in JSON -> class of interventions."""
+    _import_files()
+    return OPS
+
+
+def reductions() -> Mapping[str, type[Spec]]:
+    """Name in JSON -> class of reductions."""
+    _import_files()
+    return REDUCTIONS
+
+
+@cache
+def _import_files() -> None:
+    for folder in (interventions, captures, reductions_folder):
+        for module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
+            import_module(module.name)
