@@ -35,7 +35,6 @@ ELSEWHERE = {
     "num_return_sequences": "here it is n",
     "stop_strings": "here it is stop",
     "top_logprobs": "here it is logprobs",
-    "prompt_lookup_num_tokens": "here it is LM(..., speculative={'method': 'ngram', 'num_speculative_tokens': k})",
     **dict.fromkeys(("num_beams", "use_beam_search", "best_of", "length_penalty", "early_stopping"), _NO_BEAMS),
     **dict.fromkeys(("bad_words_ids", "suppress_tokens"), _BANS),
     **unsupported.OF_REQUESTS,

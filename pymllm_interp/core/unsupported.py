@@ -73,6 +73,7 @@ OF_REQUESTS: dict[str, str] = {
     ),
     **dict.fromkeys(("adapter", "lora_request"), LORA),
     **dict.fromkeys(("assistant_model", "num_assistant_tokens"), SPECULATION),
+    "prompt_lookup_num_tokens": "it is set for all requests: LM(..., speculative={'method': 'ngram', 'num_speculative_tokens': k})",
     "pooling_params": POOLING,
     **dict.fromkeys(
         (

@@ -47,10 +47,11 @@ class Drafts:
 
     def add(self, request: Request) -> None:
         """A request arrived: decide whether it is drafted for."""
-        why = why_undrafted(request)
-        if why:
+        if not request.generates:
+            return
+        if why := why_undrafted(request):
             self._undrafted[why] += 1
-        elif request.generates:
+        else:
             request.drafts = RequestDrafts()
 
     # -- a step ------------------------------------------------------------------------
@@ -144,7 +145,7 @@ class Drafts:
         self._counts.update(steps=1, drafted=num_drafts, accepted=accepted, pauses=pauses)
 
     def failed(self, request: Request) -> None:
-        """A pass with drafts of the request failed: it is run again without."""
+        """A pass with drafts of the request failed: it will run again without."""
         assert request.drafts is not None, "it had drafts"
         self._counts["pauses"] += request.drafts.pause(request.accepted_len)
 

@@ -383,6 +383,7 @@ class Scheduler:
             decodes = entry.decodes
             if self._drafts is not None and entry.request_id in step.drafts:
                 self._drafts.failed(request)
+                self.kv.trim(request, request.kv_len)
                 self._settled[entry.request_id], decodes = entry.start, True
             if request.trace is not None or (decodes and request.request_id not in self._entering):
                 self._entering[request.request_id] = request

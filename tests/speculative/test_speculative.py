@@ -233,13 +233,16 @@ def test_tokens_are_those_without_drafts(kind, ahead, plain, with_drafter):
             assert accepted < drafted / 10
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gemma3_text", "llama-rope", "mistral"])
-def test_other_families_are_drafted_for(family, model_folder, lm_of):
-    """Windows of attention, learned positions, RoPE of other kinds."""
+@pytest.mark.parametrize(
+    ("family", "impl"),
+    [("gpt2", "auto"), ("gemma3_text", "auto"), ("llama-rope", "auto"), ("mistral", "auto"), ("llama", "transformers")],
+)
+def test_other_families_are_drafted_for(family, impl, model_folder, lm_of):
+    """Windows of attention, learned positions, RoPE of other kinds, and transformers' own modules."""
     drafter = Told("partly", "right")
-    wanted = lm_of(family).generate(PROMPTS, greedy())
+    wanted = lm_of(family, impl=impl).generate(PROMPTS, greedy())
     drafter.tell(wanted)
-    with LM(model_folder(family), dtype="float32", device="cpu", speculative=drafter) as lm:
+    with LM(model_folder(family), dtype="float32", device="cpu", impl=impl, speculative=drafter) as lm:
         found = lm.generate(PROMPTS, greedy())
     assert [out.token_ids for out in found] == [out.token_ids for out in wanted]
     assert counts_of(found)[1] > 5
@@ -483,7 +486,7 @@ def test_a_stream_has_each_token_once(plain, with_drafter):
 
 def test_a_pass_with_drafts_that_fails_is_run_again_without(plain, with_drafter):
     drafter = Told("right", "partly")
-    lm = with_drafter(drafter)
+    lm = with_drafter(drafter, page_size=1)
     options = specs()
     wanted = plain.generate(PROMPTS, greedy(60), **options)
     drafter.tell(wanted)
