@@ -485,7 +485,7 @@ def test_a_stream_has_each_token_once(plain, with_drafter):
 
 
 def test_a_pass_with_drafts_that_fails_is_run_again_without(plain, with_drafter):
-    drafter = Told("right", "partly")
+    drafter = Told("wrong")
     lm = with_drafter(drafter, page_size=1)
     options = specs()
     wanted = plain.generate(PROMPTS, greedy(60), **options)
@@ -494,7 +494,7 @@ def test_a_pass_with_drafts_that_fails_is_run_again_without(plain, with_drafter)
 
     def run(batch: Any, descriptor: Any) -> Any:
         output = call(batch, descriptor)
-        if batch.forward_mode.is_extend() and batch.seq_lens_sum > sum(map(len, PROMPTS)) + 12 and not failed:
+        if batch.forward_mode.is_extend() and batch.seq_lens_sum > sum(map(len, PROMPTS)) and not failed:
             failed.append(batch)
             raise RuntimeError("the device is tired")
         return output
