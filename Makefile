@@ -33,13 +33,16 @@ demo: $(STAMP)
 # with the fewest tests would come last, some of which take the longest, and one worker would wait for the other.
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 TRACE_TESTS := $(addprefix tests/hooks/traces/test_trace_,parity.py features.py errors.py) tests/engine/test_stress.py tests/runner/test_interp_runner.py
+LOWERED_TESTS := $(addprefix tests/hooks/traces/test_,trace_freed.py trace_fuzz.py class_keys.py)
 REMOTE_TESTS := $(addprefix tests/hooks/traces/test_,nnsight_calls.py trace_parity.py)
 
-# The traces three times: as a CPU runs them; as a GPU does, in segments and with steps launched ahead; and by LM.connect.
+# The traces four times: as a CPU runs them; as a GPU does, in segments and with steps launched ahead; after their requests, where
+# they can be lowered; and by LM.connect.
 test: $(STAMP)
 	$(PYTEST) $(TESTS)
 ifeq ($(TESTS),tests)
 	$(PYTEST) --hook-execution segments --ahead $(TRACE_TESTS)
+	$(PYTEST) --lower-traces auto $(TRACE_TESTS) $(LOWERED_TESTS)
 	$(PYTEST) --remote $(REMOTE_TESTS) -k "not qwen3 and not bit"
 endif
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .core.families import INNER_SITES
+from .speculative.drafter import SpeculativeConfig
 from .utils.arguments import shown
 
 if TYPE_CHECKING:
@@ -128,6 +129,9 @@ class ServerConfig:
     temperature and filters. "processed_logprobs" and "processed_logits" are after them; prompt tokens have no such values."""
     gpu_memory_utilization: float = 0.9
     """Fraction of the device's memory for weights, activations and KV."""
+    speculative: Any = None
+    """What proposes draft tokens: None, {"method": "ngram", "num_speculative_tokens": k} with vLLM's keys, or a `Drafter`
+    (speculative/drafter.py). Drafts never change a token (docs/speculative.md)."""
     lower_traces: str = "auto"
     """Whether blocks that only read known places run after their request, over captured states. "auto" lowers such
     blocks. "require" refuses other blocks, with the line that prevents it. "off" runs every block in the forward passes."""
@@ -147,6 +151,7 @@ class ServerConfig:
         for kind in self.inner_sites:
             if kind not in INNER_SITES:
                 raise ValueError(f"inner_sites holds {kind!r}: expected some of {', '.join(INNER_SITES)}")
+        SpeculativeConfig.of(self.speculative)
         _one_of(self, "capture_when_full", ("block", "fail"))
         _one_of(self, "schedule_policy", ("mixed", "prefill_first"))
         _one_of(self, "scheduling_policy", ("fcfs", "lpm"))

@@ -52,6 +52,10 @@ ELSEWHERE = {
     "max_num_seqs": "here it is max_running_requests",
     "max_num_batched_tokens": "here it is max_num_tokens",
     "enforce_eager": "here it is disable_cuda_graph=True",
+    **dict.fromkeys(
+        ("speculative_config", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
+        "here it is speculative={'method': 'ngram', 'num_speculative_tokens': k}",
+    ),
     "tensor_parallel_size": "one device holds the model",
     **unsupported.OPTIONS,
 }

@@ -118,6 +118,7 @@ class Completion:
             error=end.error,
             activations=self._activations(end),
             receipt=end.receipt,
+            drafts=end.drafts,
         )
 
     def _activations(self, end: FinishedEvent) -> Any:

@@ -39,7 +39,7 @@ from .generation_defaults import IGNORED, GenerationDefaults
 from .known_names import KnownNames
 from .prompt_batch import pad_together, prompts_of, repeated
 from .prompts import checked
-from .request_limits import max_tokens_of, truncated
+from .request_limits import check_speculate, max_tokens_of, truncated
 from .request_options import check_trace_options, checked_salt, priorities_of
 
 FORWARD = SamplingParams(temperature=0.0, max_tokens=1)
@@ -80,6 +80,7 @@ class RequestFactory:
         self.vectors = VectorRegistry(runner.model_spec)
         assert runner.saes is not None and runner.declarations is not None, "call initialize() first"
         self.saes, self._declarations = runner.saes, runner.declarations
+        self._speculates = runner.server_config.speculative is not None
         self._ordinals = itertools.count()
 
     def for_owner(self, cache_owner: str | None) -> RequestFactory:
@@ -165,6 +166,7 @@ class RequestFactory:
                 if any(spec.site == LOGITS for spec in captures[i]):
                     request.params = param  # the prompt's logits of each completion, where they are asked for
                 self.declare(request, declared[i], captures[i], what, fingerprint)
+                check_speculate(request, self._speculates, what)
             found.append(requests)
         self.hold([request for requests in found for request in requests])
         return found
@@ -370,6 +372,7 @@ class RequestFactory:
             request.trace = trace
             request.differentiable, request.exclusive = trace.grad, trace.grad or trace.options.exclusive
             self.declare(request, interventions[i], captures[i], this)
+            check_speculate(request, self._speculates, this)
             if trace.grad and mode != "trace":
                 raise PromptError(
                     f"{this}: gradients need a single forward pass: use `with lm.trace(...)` (the block names "

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .output import Logprob
+
+if TYPE_CHECKING:
+    from ..speculative.request_drafts import DraftCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,8 @@ class FinishedEvent:
     """Prompt tokens with KV in the prefix cache."""
     error: BaseException | None = None
     warnings: list[str] = field(default_factory=list)
+    drafts: DraftCounts | None = None
+    """What came of its drafts, or None."""
 
 
 Event = TokenEvent | FinishedEvent

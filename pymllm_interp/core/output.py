@@ -12,6 +12,7 @@ from ..utils.tables import Shown, Table
 if TYPE_CHECKING:
     from ..hooks.captures.activations import Activations
     from ..hooks.receipt import Receipt
+    from ..speculative.request_drafts import DraftCounts
 
 
 class Logprob(NamedTuple):
@@ -44,6 +45,8 @@ class CompletionOutput(Shown):
     """What was applied, and how its steps ran (hooks.receipt.Receipt), or None."""
     logprobs_mode: str = "raw_logprobs"
     """What `logprobs` holds (`ServerConfig.logprobs_mode`)."""
+    drafts: DraftCounts | None = None
+    """Passes with drafts, their drafts, and the accepted ones; None where none are proposed (docs/speculative.md)."""
 
     @property
     def cumulative_logprob(self) -> float | None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .output import Logprob
 from .sampling_params import SamplingParams
 from .step import NewRequest, RequestEnd, RequestHooks, ScheduledRequest
+
+if TYPE_CHECKING:
+    from ..speculative.request_drafts import RequestDrafts
 
 
 class RequestStatus(Enum):
@@ -88,6 +91,8 @@ class Request:
     """Whether an event is emitted for each token."""
     live_objects: Any = None
     """Freed with it (gc_threshold.LiveObjects)."""
+    drafts: RequestDrafts | None = None
+    """What came of its drafts; None: none are proposed."""
     stop_checker: StopChecker | None = None
     """Set where `params` has stop strings."""
     generates: bool = field(init=False)
@@ -227,12 +232,24 @@ class Request:
         return 0 < generated < self.max_tokens and len(self.prompt_token_ids) + generated - computed == 1
 
     @property
+    def in_prompt(self) -> bool:
+        """Whether it has tokens to compute before it decodes."""
+        return self.num_tokens_left > 0 and not self.is_decoding
+
+    @property
+    def unit(self) -> list[Request]:
+        """The request, or the members of its gang that have not finished."""
+        return [r for r in self.gang if not r.finished] if self.gang else [self]
+
+    @property
     def needs_tokens(self) -> bool:
         """Whether the next step cannot be prepared before the host has read this step's token.
 
         Penalties count the token, and bad words of several tokens are compared with it. The requests of a gang are scheduled
-        together while they have not finished.
+        together while they have not finished. Drafts follow the token.
         """
+        if self.drafts is not None and self.drafts.due(self.num_generated):
+            return True
         return self.params.penalised or bool(self.gang) or any(len(word) > 1 for word in self.bad_words)
 
     def scheduled(self, num_tokens: int) -> ScheduledRequest:

@@ -115,6 +115,9 @@ class SamplingParams:
     """Compute the whole prompt, whatever the prefix cache has of it."""
     constraint: ConstraintSpec | None = None
     """Makes the constraint of each completion: the tokens that may come next, by those before (sampling/token_constraint.py)."""
+    speculate: bool | None = None
+    """False: no drafts are proposed (docs/speculative.md). None: where the engine has a drafter, and the request allows it. True:
+    the request is refused where they cannot be. The tokens are the same in any case."""
 
     def __post_init__(self) -> None:
         for spec in fields(self):
@@ -138,6 +141,7 @@ class SamplingParams:
         )
         self._check("logit_bias", biases, "a dict from token id to number")
         self._check_token_sets()
+        self._check("speculate", self.speculate in (None, True, False), "True, False or None")
         self._check("n", 1 <= self.n <= MAX_N, f"at least 1, and at most {MAX_N}")
         self._check("temperature", self.temperature >= 0, "0 (greedy) or above")
         self._check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")

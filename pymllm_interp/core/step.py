@@ -6,7 +6,7 @@ through pickle, so that another process, or another rank, can run the step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -130,7 +130,7 @@ class ScheduledRequest(NamedTuple):
     samples: bool
     """Whether the step computes the request's last token, so that the next one is sampled."""
     decodes: bool
-    """Whether that token is the last one sampled. It is fed on the device; the host may not know it yet."""
+    """Whether that token is the last one sampled. It is fed on the device; the host may not know it yet. False with drafts."""
     logit_rows: int
     """Positions that the head runs on, counted from the part's end."""
 
@@ -166,6 +166,10 @@ class SchedulerOutput:
     preempted_req_ids: set[str] = field(default_factory=set)
     lost_captures: dict[str, str] = field(default_factory=dict)
     """Request id -> why its captures are lost, since the last step."""
+
+    def drop(self, request_ids: Collection[str]) -> None:
+        """Take requests out of a step that is being scheduled."""
+        self.scheduled[:] = [entry for entry in self.scheduled if entry.request_id not in request_ids]
 
     @property
     def total_num_scheduled_tokens(self) -> int:

@@ -8,8 +8,8 @@ class UnsupportedModelError(ValueError):
 
 
 SPECULATION = (
-    "speculative decoding is not supported: each step samples one token a request; decode steps are replayed from CUDA graphs, "
-    "and the next one is launched before the last one's tokens are read (async_scheduling)"
+    "speculative decoding with another model, or with a given text, is not supported: LM(..., speculative={'method': 'ngram', "
+    "'num_speculative_tokens': 4}) drafts from the prompt and the output"
 )
 LORA = (
     "LoRA adapters are not supported: merge the adapter into the weights (peft: model.merge_and_unload(), save_pretrained) and "
@@ -38,8 +38,8 @@ QUANTISATION = "quantised weights are not supported: bfloat16 is, and a .gguf fi
 OPTIONS: dict[str, str] = {
     **dict.fromkeys(
         (
-            "speculative_config", "speculative_model", "num_speculative_tokens", "draft_model", "num_lookahead_slots",
-            "speculative_draft_tensor_parallel_size", "spec_decoding_acceptance_method",
+            "speculative_model", "draft_model", "num_lookahead_slots", "speculative_draft_tensor_parallel_size",
+            "spec_decoding_acceptance_method",
         ),
         SPECULATION,
     ),
@@ -72,7 +72,8 @@ OF_REQUESTS: dict[str, str] = {
         STRUCTURED,
     ),
     **dict.fromkeys(("adapter", "lora_request"), LORA),
-    **dict.fromkeys(("assistant_model", "prompt_lookup_num_tokens", "num_assistant_tokens"), SPECULATION),
+    **dict.fromkeys(("assistant_model", "num_assistant_tokens"), SPECULATION),
+    "prompt_lookup_num_tokens": "it is set for all requests: LM(..., speculative={'method': 'ngram', 'num_speculative_tokens': k})",
     "pooling_params": POOLING,
     **dict.fromkeys(
         (

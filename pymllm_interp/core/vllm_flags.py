@@ -18,7 +18,7 @@ SAME: dict[str, str] = {
 """Arguments of LM with vLLM's name, which `--option` sets -> the value of a flag without one."""
 RENAMED: dict[str, str] = {
     "block_size": "page_size", "max_num_batched_tokens": "max_num_tokens", "max_num_seqs": "max_running_requests",
-    "model_impl": "impl",
+    "model_impl": "impl", "speculative_config": "speculative",
 }  # fmt: skip
 """vLLM's name -> the argument of LM."""
 OTHERS: dict[str, str] = {

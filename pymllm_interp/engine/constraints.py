@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -13,35 +13,57 @@ from ..utils.arguments import PromptError
 
 
 class RequestConstraint:
-    """A request's constraint, and the mask that its next token is sampled by. A preemption changes neither.
+    """A request's constraint, and the masks that its next tokens are sampled by. A preemption changes neither.
 
     Args:
         constraint: of this request only.
     """
 
-    __slots__ = ("_constraint", "_row")
+    __slots__ = ("_constraint", "_masks")
 
     def __init__(self, constraint: TokenConstraint) -> None:
         self._constraint = constraint
-        self._row: torch.Tensor | None = None
+        self._masks: list[torch.Tensor | ConstraintError] = []  # of the next tokens, in their order
 
     @property
     def name(self) -> str:
         """Names the constraint in messages."""
         return type(self._constraint).__name__
 
-    def mask(self, row: torch.Tensor) -> None:
-        """Have the constraint write `row`: [words] int32, all tokens allowed. The row is kept until the token comes.
+    def mask(self, rows: torch.Tensor, drafts: Sequence[int] = ()) -> None:
+        """Have the constraint write the masks of the next token, and of the token behind each draft. They are kept until then.
+
+        Rows behind a draft that is not allowed stay as they are: their tokens are not accepted. An error behind a draft is raised
+        by `accept`, if the request comes so far.
+
+        Args:
+            rows: [1 + drafts, words] int32, all tokens allowed.
 
         Raises:
             ConstraintError: the constraint raised, or allows nothing.
         """
+        self._masks = [self._mask(rows[0])]
+        num_taken = 0
+        for row, draft in zip(rows[1:], drafts, strict=True):
+            last = self._masks[-1]
+            if isinstance(last, ConstraintError) or not allows(last, draft):
+                break
+            try:
+                self._guarded("accept", lambda draft=draft: self._constraint.accept([draft]))
+                num_taken += 1
+                self._masks.append(self._mask(row))
+            except ConstraintError as error:
+                self._masks.append(error)
+        if num_taken:
+            self._guarded("rollback", lambda: self._constraint.rollback(num_taken))
+
+    def _mask(self, row: torch.Tensor) -> torch.Tensor:
         inside = row.clone()
         self._guarded("mask", lambda: self._constraint.mask(row))
         row &= inside  # no bits past the vocabulary
         if not row.any():
             raise ConstraintError(f"the constraint {self.name} allows no token: allow an end-of-sequence token to end")
-        self._row = row
+        return row
 
     def accept(self, token: int) -> None:
         """Take the token that the request is given.
@@ -49,8 +71,10 @@ class RequestConstraint:
         Raises:
             ConstraintError: the constraint raised, or its mask forbids the token.
         """
-        assert self._row is not None, "a token is sampled by a mask"
-        if not allows(self._row, token):
+        mask = self._masks.pop(0)  # a token is sampled by a mask
+        if isinstance(mask, ConstraintError):
+            raise mask
+        if not allows(mask, token):
             raise ConstraintError(
                 f"the constraint {self.name} forbids token {token}: a trace set `samples` to it, or min_tokens, bad_words "
                 "and allowed_token_ids forbid all tokens that the constraint allows"
@@ -83,19 +107,26 @@ def constraint_of(params: SamplingParams, vocab_size: int, what: str) -> Request
 
 
 def masks_of(
-    requests: Sequence[Request], vocab_size: int, fail: Callable[[list[Request], BaseException], None]
+    requests: Sequence[Request],
+    vocab_size: int,
+    fail: Callable[[list[Request], BaseException], None],
+    drafts: Mapping[str, Sequence[int]],
 ) -> TokenMasks | None:
     """The masks that these requests are sampled by in a step; None without requests.
 
     Args:
+        drafts: request id -> its drafts in the step.
         fail: ends requests by an error.
     """
     if not requests:
         return None
-    bits = empty_bitmask(len(requests), vocab_size)
-    for row, request in zip(bits, requests, strict=True):
+    own = [drafts.get(request.request_id, ()) for request in requests]
+    counts = [1 + len(tokens) for tokens in own]
+    bits = empty_bitmask(sum(counts), vocab_size)
+    for rows, request, tokens in zip(bits.split(counts), requests, own, strict=True):
         try:
-            request.constraint.mask(row)
+            request.constraint.mask(rows, tokens)
         except ConstraintError as error:
             fail([request], error)
-    return TokenMasks([request.request_id for request in requests], bits)
+    ids = [request.request_id for request, count in zip(requests, counts, strict=True) for _ in range(count)]
+    return TokenMasks(ids, bits)

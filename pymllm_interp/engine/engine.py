@@ -29,6 +29,7 @@ from ..runner.interp_model_runner import InterpModelRunner, RunnerCommand
 from ..utils.out_of_memory import is_out_of_memory
 from .callbacks import Callbacks
 from .constraints import masks_of
+from .drafts import Drafts
 from .kv_manager import KVManager
 from .request_ends import RequestEnds
 from .scheduler import Scheduler
@@ -274,7 +275,8 @@ class Engine(RequestEnds):
         kv = KVManager.of(runner)
         ring = runner.capture_ring
         admission = None if ring is None else ring.admission
-        self.scheduler = Scheduler(runner.server_config, runner.max_num_tokens, kv, admission, self._pacing.times)
+        drafts, times = Drafts.of(runner.server_config, runner.vocab_size), self._pacing.times
+        self.scheduler = Scheduler(runner.server_config, runner.max_num_tokens, kv, admission, times, drafts)
         if ring is not None:
             ring.notify_when_freed(self._wake_up)
 
@@ -350,8 +352,7 @@ class Engine(RequestEnds):
         while self.scheduler.lost:
             self._finished(self.scheduler.lost.pop())
         # Room that was freed since then has woken the thread up.
-        nothing_runs = not step.scheduled and self._in_flight is None
-        self._waits_for_room = nothing_runs and self.scheduler.waits_for_room
+        self._waits_for_room = not (step.scheduled or self._in_flight) and self.scheduler.waits_for_room
         launched = self._launch(step)
         if launched is not None:
             self._pacing.launched(step, started, idle=self._in_flight is None or self._in_flight[1].done)
@@ -394,7 +395,7 @@ class Engine(RequestEnds):
         ids = [entry.request_id for entry in step.scheduled if entry.samples and entry.request_id in self._constrained]
         if any(request.num_pending for request in self._known(ids)):
             self._sync_previous_step()
-        masks = masks_of(self._known(ids), self.runner.vocab_size, self._fail)
+        masks = masks_of(self._known(ids), self.runner.vocab_size, self._fail, step.drafts)
         if masks is not None:
             self.runner.constrain(masks)
 
@@ -434,15 +435,17 @@ class Engine(RequestEnds):
         """A pass failed. Its traced requests cannot be run again, so they end; the others are run again.
 
         Where it had no trace, all end. After a lack of memory, decoding requests are run again once, without the prompts that made
-        the step large.
+        the step large. A step with drafts is run again without.
         """
         logger.warning("a step failed: %r", error)
         live = [(entry, self.scheduler.requests.get(entry.request_id)) for entry in step.scheduled]
         requests = [request for _, request in live if request is not None]
         ending = [request for request in requests if request.trace is not None]
-        if not ending and isinstance(error, torch.OutOfMemoryError):
-            ending = [request for entry, request in live if request is not None and not entry.decodes]
-        self._fail(ending or requests, error)
+        if not ending and not step.drafts:
+            if isinstance(error, torch.OutOfMemoryError):
+                ending = [request for entry, request in live if request is not None and not entry.decodes]
+            ending = ending or requests
+        self._fail(ending, error)
         if isinstance(error, torch.OutOfMemoryError):
             gc.collect()
             torch.cuda.empty_cache()

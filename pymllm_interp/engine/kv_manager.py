@@ -98,6 +98,13 @@ class KVManager:
         self._changed[request.request_id] = request
         return True
 
+    def trim(self, request: Request, num_tokens: int) -> None:
+        """Take back the request's own pages behind its first `num_tokens` positions: drafts had them that were not accepted."""
+        kept = max(self.pages_for(num_tokens), request.num_shared_pages)
+        self.allocator.free_pages(request.pages[kept:])
+        del request.pages[kept:]
+        request.num_pages_sent = min(request.num_pages_sent, kept)
+
     def admit(self, request: Request) -> None:
         """Give the request a row, and pages for the tokens that it has: known ones first. `fits` must hold for it."""
         row = self.rows.alloc()

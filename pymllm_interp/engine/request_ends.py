@@ -127,6 +127,8 @@ class RequestEnds:
         receipt.spec = fingerprint_of(request.hooks.interventions, request.hooks.captures)
         receipt.preemptions = request.num_preemptions
         receipt.num_cached_tokens, receipt.not_reused = request.num_cached_tokens, request.not_reused
+        if request.drafts is not None:
+            receipt.drafted, receipt.accepted = request.drafts.drafted, request.drafts.accepted
         return arrived
 
     def _answer(self, request: Request, arrived: Future[DeclaredResult] | None = None) -> None:

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable, Set
 from operator import attrgetter
 from typing import Any
 
-import torch
-
 from ..config import ServerConfig
 from ..core.request import Request, RequestStatus
 from ..core.step import AcceptedToken, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from ..hooks.captures.egress.admission import RingAdmission
 from ..utils.out_of_memory import is_out_of_memory
+from .drafts import Drafts
 from .exclusive import ExclusiveTurns
 from .kv_manager import KVManager
+from .step_results import swap_error
 from .step_times import StepTimes
 from .stopping import take
 from .waiting_queue import WaitingQueue
@@ -38,6 +38,7 @@ class Scheduler:
         kv: pages and rows of the requests.
         ring_admission: reserves room for captured states in the ring; None where captures need none.
         times: of the steps so far; None: not known.
+        drafts: of decoding requests; None: nothing proposes any.
 
     Attributes:
         requests: live requests by id.
@@ -51,12 +52,13 @@ class Scheduler:
         kv: KVManager,
         ring_admission: RingAdmission | None = None,
         times: StepTimes | None = None,
+        drafts: Drafts | None = None,
     ) -> None:
         self.config = config
         self.max_num_tokens = max_num_tokens
         self.max_running = min(kv.rows.size, max_num_tokens)
         self.kv = kv
-        self.ring_admission, self._times = ring_admission, times
+        self.ring_admission, self._times, self._drafts = ring_admission, times, drafts
         self.requests: dict[str, Request] = {}
         self.waiting = WaitingQueue(config.scheduling_policy, kv.num_cached_tokens)
         self.running: list[Request] = []
@@ -67,6 +69,7 @@ class Scheduler:
         self._arrivals = 0
         self._entering: dict[str, Request] = {}
         self._accepted: list[AcceptedToken] = []
+        self._settled: dict[str, int] = {}
         self._finished_ids: set[str] = set()
         self._preempted_ids: set[str] = set()
         self._decodes_wait = False
@@ -82,6 +85,8 @@ class Scheduler:
             self.waiting.add(request)
             self.requests[request.request_id] = request
             self._exclusive.add(request)
+            if self._drafts is not None:
+                self._drafts.add(request)
 
     @property
     def live(self) -> list[Request]:
@@ -102,6 +107,7 @@ class Scheduler:
             "preempted": self.num_preempted,
             "moved_to_host": self.num_swapped,
             "prefix_cache": self.kv.sharing.stats(),
+            "speculation": None if self._drafts is None else self._drafts.stats(),
         }
 
     @property
@@ -143,7 +149,7 @@ class Scheduler:
             step = self._pick()
         step.scheduled_new_reqs = [request.entering() for request in self._entering.values()]
         step.page_writes = self.kv.page_writes()
-        step.accepted = list(self._accepted)
+        step.accepted, step.settled = list(self._accepted), dict(self._settled)
         step.finished_req_ids, self._finished_ids = self._finished_ids, set()
         step.preempted_req_ids, self._preempted_ids = self._preempted_ids, set()
         if self.ring_admission is not None:
@@ -173,6 +179,8 @@ class Scheduler:
             self._schedule_waiting(step, budget)
         if self._exclusive.requests and not step.scheduled:
             self._schedule_exclusive(step, others=False)
+        elif self._drafts is not None:
+            self._drafts.extend(step, self.requests, self.kv, self.max_num_tokens - step.total_num_scheduled_tokens)
         step.scheduled.sort(key=attrgetter("decodes"), reverse=True)  # stable: decode first
         return step
 
@@ -199,9 +207,9 @@ class Scheduler:
             return False
         head = self._admissible_head()
         if self.config.schedule_policy == "prefill_first":
-            back = any(self._can_admit(self._unit(request)) for request in self.swapped)
-            return back or head is not None or any(map(_in_prompt, self.running))
-        if head is None or head[0].trace is None or any(map(_in_prompt, self.running)):
+            back = any(self._can_admit(request.unit) for request in self.swapped)
+            return back or head is not None or any(r.in_prompt for r in self.running)
+        if head is None or head[0].trace is None or any(r.in_prompt for r in self.running):
             return False
         # A traced prompt needs one pass; beside many decoding requests the budget would never hold it.
         tokens = sum(request.num_tokens_left for request in head)
@@ -211,7 +219,7 @@ class Scheduler:
         """The requests to admit next, if rows and pages suffice and none that is swapped out comes before; else None."""
         if self._swapped_come_first or not self.waiting:
             return None
-        unit = self._unit(self.waiting.in_order()[0])
+        unit = self.waiting.in_order()[0].unit
         return unit if self._can_admit(unit) and self._ring_fits(unit) else None
 
     def _schedule_decodes(self, step: SchedulerOutput, budget: int, decoding: list[Request]) -> int:
@@ -229,7 +237,7 @@ class Scheduler:
 
     def _schedule_chunks(self, step: SchedulerOutput, budget: int) -> int:
         """Continue prompts that earlier steps began."""
-        for request in sorted((r for r in self.running if _in_prompt(r)), key=lambda r: r.arrival):
+        for request in sorted((r for r in self.running if r.in_prompt), key=lambda r: r.arrival):
             tokens = min(request.num_tokens_left, budget)
             if tokens:
                 tokens = self._reserve_ring([(request, tokens)], whole=request.trace is not None)
@@ -244,7 +252,7 @@ class Scheduler:
     def _schedule_swapped(self, step: SchedulerOutput, budget: int, swapped: list[Request]) -> int:
         """Bring requests with KV in host memory back, the earliest first."""
         for request in sorted(swapped, key=lambda r: r.arrival):
-            unit = [r for r in self._unit(request) if r.status is RequestStatus.SWAPPED]
+            unit = [r for r in request.unit if r.status is RequestStatus.SWAPPED]
             if request.status is not RequestStatus.SWAPPED or len(unit) > budget or not self._can_admit(unit):
                 continue
             if not self._reserve_ring([(member, 1) for member in unit]):
@@ -253,7 +261,7 @@ class Scheduler:
                 self.kv.admit(member)
                 self._enter(member)
                 if not self._try_swap(member, self.kv.swap_in):
-                    _drop(step, unit)
+                    step.drop({gone.request_id for gone in unit})
                     break
                 step.scheduled.append(member.scheduled(1))
                 budget -= 1
@@ -265,7 +273,7 @@ class Scheduler:
                 return
             if request.status is not RequestStatus.WAITING:
                 continue
-            unit = self._unit(request)
+            unit = request.unit
             whole = request.trace is not None or len(unit) > 1
             tokens = sum(r.num_tokens_left for r in unit) if whole else 0
             # Longer than any step may be: it has one for itself.
@@ -338,7 +346,7 @@ class Scheduler:
         seen: set[Request] = set()
         for request in decoding:
             if self.ring_admission.concerns(request) and request not in seen:
-                together = [r for r in self._unit(request) if r.is_decoding]
+                together = [r for r in request.unit if r.is_decoding]
                 seen.update(together)
                 if not self._reserve_ring([(r, 1) for r in together]):
                     sit_out.update(together)
@@ -364,6 +372,7 @@ class Scheduler:
         self._entering.clear()
         self.kv.sent()
         del self._accepted[: len(step.accepted)]
+        self._settled.clear()
 
     def failed(self, step: SchedulerOutput) -> None:
         """A step's pass failed: requests of it that still run enter the runner's table anew, and prompts wait again."""
@@ -371,7 +380,12 @@ class Scheduler:
             request = self.requests.get(entry.request_id)
             if request is None or request.status is not RequestStatus.RUNNING:
                 continue
-            if request.trace is not None or (entry.decodes and request.request_id not in self._entering):
+            decodes = entry.decodes
+            if self._drafts is not None and entry.request_id in step.drafts:
+                self._drafts.failed(request)
+                self.kv.trim(request, request.kv_len)
+                self._settled[entry.request_id], decodes = entry.start, True
+            if request.trace is not None or (decodes and request.request_id not in self._entering):
                 self._entering[request.request_id] = request
                 self.kv.resend(request)
             else:
@@ -393,12 +407,17 @@ class Scheduler:
             if request is None:
                 continue
             request.num_pending -= entry.samples
-            if not entry.decodes:
+            drafts = step.drafts.get(entry.request_id)
+            if not entry.decodes and drafts is None:
                 request.prompt_computed = max(request.prompt_computed, entry.start + entry.num_tokens)
             try:
                 reason = take(request, token_ids, output, self._accepted)
             except BaseException as error:  # a tokenizer's, while stop strings are looked for
                 request.error, reason = error, "error"
+            if drafts is not None and self._drafts is not None:
+                self._drafts.settle(request, entry, len(drafts), len(token_ids))
+                self.kv.trim(request, request.kv_len)
+                self._settled[request.request_id] = request.kv_len
             if reason is not None:
                 self.finish(request, reason)
                 ended.append(request)
@@ -425,10 +444,10 @@ class Scheduler:
 
     def _preempt(self, request: Request, step: SchedulerOutput) -> None:
         """Preempt a request, with the other requests of its gang."""
-        for member in self._unit(request):
+        for member in request.unit:
             if member.status is not RequestStatus.RUNNING:
                 continue
-            _drop(step, [member])
+            step.drop({member.request_id})
             if member.trace is not None and not self._try_swap(member, self.kv.swap_out):
                 return  # it has ended, with its gang
             member.num_preemptions += 1
@@ -464,12 +483,8 @@ class Scheduler:
             reason = str(error)
         else:
             return True
-        for member in self._unit(request):
-            member.error = torch.OutOfMemoryError(
-                f"request {request.request_id} was preempted, and there was no memory to swap the KV of its "
-                f"{request.kv_len} tokens to the host or back; the engine goes on. What helps: fewer requests at "
-                f"once (max_running_requests, now {self.max_running}), or a larger KV pool\n{reason}"
-            )
+        for member in request.unit:
+            member.error = swap_error(request, self.max_running, reason)
             self.finish(member, "error")
             self.lost.append(member)
         return False
@@ -478,23 +493,7 @@ class Scheduler:
         self._entering.pop(request.request_id, None)
         self.kv.release(request, keep)
 
-    @staticmethod
-    def _unit(request: Request) -> list[Request]:
-        """The request, or the members of its gang that have not finished."""
-        return [r for r in request.gang if not r.finished] if request.gang else [request]
-
     def check_integrity(self) -> None:
         """Every page and row is free or held by one live request. Raises AssertionError otherwise."""
         self.kv.check_integrity(self.running, [*self.swapped, *self.waiting])
         assert set(self.requests) == {request.request_id for request in self.live}, "requests and queues differ"
-
-
-def _in_prompt(request: Request) -> bool:
-    """Whether the request has tokens to compute before it decodes."""
-    return request.num_tokens_left > 0 and not request.is_decoding
-
-
-def _drop(step: SchedulerOutput, requests: list[Request]) -> None:
-    """Take requests out of a step that is being scheduled."""
-    ids = {request.request_id for request in requests}
-    step.scheduled[:] = [entry for entry in step.scheduled if entry.request_id not in ids]

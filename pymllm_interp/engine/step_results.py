@@ -39,7 +39,7 @@ def needs_tokens(requests: Mapping[str, Request], step: SchedulerOutput) -> bool
         requests: the live ones, by id.
     """
     found = [requests.get(entry.request_id) for entry in step.scheduled]
-    return any(request is not None and request.needs_tokens for request in found)
+    return bool(step.drafts) or any(request is not None and request.needs_tokens for request in found)
 
 
 def count_step(requests: Mapping[str, Request], step: SchedulerOutput, output: ModelRunnerOutput) -> None:
@@ -90,6 +90,7 @@ def finished_event(request: Request) -> FinishedEvent:
         num_cached_tokens=request.num_cached_tokens,
         error=request.error,
         warnings=request.warnings,
+        drafts=None if request.drafts is None else request.drafts.counts,
     )
 
 
@@ -114,4 +115,13 @@ def out_of_memory_error(runner: InterpModelRunner, step: SchedulerOutput, error:
         f"{runner.device}; the engine goes on. What helps: a lower max_num_tokens (now {runner.max_num_tokens}), for "
         f"smaller steps of prompts; a lower max_running_requests (now {runner.max_running_requests}), for smaller steps "
         f"of any kind; a lower {kv}, for a smaller KV pool\n{error}"
+    )
+
+
+def swap_error(request: Request, max_running: int, reason: str) -> torch.OutOfMemoryError:
+    """The error of a request with KV that could not be swapped, and of its gang."""
+    return torch.OutOfMemoryError(
+        f"request {request.request_id} was preempted, and there was no memory to swap the KV of its {request.kv_len} tokens to the "
+        "host or back; the engine goes on. What helps: fewer requests at once (max_running_requests, now "
+        f"{max_running}), or a larger KV pool\n{reason}"
     )

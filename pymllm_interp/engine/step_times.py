@@ -108,7 +108,7 @@ class StepPacing:
             self.times.shorten(self._waited_for.rows, self._waited_for.prompt_tokens)
             self._waited_for.counts = False
         self._waited_for = None
-        self._launched.append(_Launched(rows, prompt_tokens, started if idle else None))
+        self._launched.append(_Launched(rows, prompt_tokens, started if idle else None, counts=not step.drafts))
 
     def ended(self) -> None:
         """The tokens of the earliest launched step were read."""

@@ -16,13 +16,15 @@ def take(
         return "error"
     if not request.generates:
         return "length" if token_ids else None
-    for i, token in enumerate(token_ids, 1):
-        reason = _append(request, token, output, accepted)
-        if reason is not None:
-            if request.logprobs and i < len(token_ids):
-                del request.logprobs[i - len(token_ids) :]
-            return reason
-    return None
+    try:
+        for token in token_ids:
+            reason = _append(request, token, output, accepted)
+            if reason is not None:
+                return reason
+        return None
+    finally:  # a constraint's or a tokenizer's error, too
+        if request.logprobs:
+            del request.logprobs[len(request.output_token_ids) :]
 
 
 def _append(request: Request, token: int, output: ModelRunnerOutput, accepted: list[AcceptedToken]) -> str | None:

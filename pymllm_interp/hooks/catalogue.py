@@ -1,4 +1,4 @@
-"""All ops and reductions by their name in JSON: the registry, after the import of each file that may register a class."""
+"""All ops and reductions by name in JSON: the registry, once every file that may register one is imported."""
 
 from __future__ import annotations
 

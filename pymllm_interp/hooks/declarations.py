@@ -53,7 +53,7 @@ class Declarations:
             return
         declared = hooks.bound = Declared.bound(hooks, request.prompt_len, self._model, self._limits, self._readout)
         declared.hash_large()
-        request.declared = declared.demands()
+        request.declared = declared.demands(self._limits.device_tables)
         if trace is None or not trace.grad:
             self.check_room([request], "this request")
 

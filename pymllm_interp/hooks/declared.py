@@ -380,8 +380,24 @@ class Declared:
             self.captures.settle(num_positions)
         self.draft_stop = None
 
-    def demands(self) -> Demands:
-        """What the scheduler must know of it."""
+    def why_undrafted(self, in_tables: bool) -> str:
+        """What it counts or captures in a pass with drafts that `settle` cannot take back; "" for nothing.
+
+        Args:
+            in_tables: ops run as kernels, from device tables, and captures use the ring.
+        """
+        if self.patterns is not None:
+            return "attention patterns"
+        if in_tables and self.captures is not None:
+            return "captures on CUDA"
+        return "gates on CUDA" if in_tables and any(op.spec.when is not None for op in self) else ""
+
+    def demands(self, in_tables: bool = False) -> Demands:
+        """What the scheduler must know of it.
+
+        Args:
+            in_tables: see `why_undrafted`.
+        """
         # Where each position decides for itself, a gate's site matters only at the positions of its ops.
         gated = [
             window
@@ -391,7 +407,8 @@ class Declared:
         ]
         sizes = None if self.captures is None else self.captures.sizes()
         patterns = None if self.patterns is None else self.patterns.wanted
-        return Demands(self.kv_edits, sizes, patterns, gated, self.vectors, self.held)
+        why_undrafted = self.why_undrafted(in_tables)
+        return Demands(self.kv_edits, sizes, patterns, gated, self.vectors, self.held, why_undrafted)
 
     def activations(self, token_ids: list[int], expected: int | None = None) -> Activations | None:
         """The captured states and patterns of the positions of `token_ids`; None without captures.

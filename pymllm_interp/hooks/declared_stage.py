@@ -172,10 +172,10 @@ class DeclaredStage:
             declared = self._live.get(entry.request_id)
             if declared is None or entry.request_id not in step.drafts:
                 continue
-            if self.device_tables is not None or declared.patterns is not None:
+            if why := declared.why_undrafted(self.device_tables is not None):
                 raise NotImplementedError(
-                    f"request {entry.request_id}: its interventions or captures count drafts that are not accepted, in device "
-                    "tables and in captures of attention patterns; schedule it without drafts"
+                    f"request {entry.request_id}: drafts that are not accepted cannot be taken back ({why}); schedule it without "
+                    "drafts"
                 )
             declared.begin_draft(entry.start + entry.num_tokens)
 

@@ -21,6 +21,7 @@ class Demands:
         gated: positions where a gate is counted, or decides.
         vectors: id of a tensor -> its first row in `VectorPool`.
         held: keys of these rows.
+        why_undrafted: see `Declared.why_undrafted`.
     """
 
     def __init__(
@@ -31,9 +32,10 @@ class Demands:
         gated: Sequence[Window],
         vectors: dict[int, int],
         held: list[tuple[bytes, int]],
+        why_undrafted: str = "",
     ) -> None:
         self.kv_edits, self.captures = kv_edits, captures
-        self.vectors, self.held = vectors, held
+        self.vectors, self.held, self.why_undrafted = vectors, held, why_undrafted
         self._patterns, self._gated = patterns, gated
 
     def first_observed(self, start: int) -> tuple[int | None, str]:

@@ -89,6 +89,10 @@ class Receipt(_Brief, Shown):
     """Number of prompt tokens with KV in the prefix cache."""
     not_reused: str = ""
     """How many tokens more the prefix cache had, and why they were computed again."""
+    drafted: int = 0
+    """Number of draft tokens that were computed."""
+    accepted: int = 0
+    """Number of them that became tokens of the request."""
 
     @property
     def warnings(self) -> list[str]:
@@ -103,7 +107,16 @@ class Receipt(_Brief, Shown):
         counts += [("eager part", part, count) for part, count in self.eager_parts.items()]
         counts += [(applied.intervention, applied.site, _rows_of(applied)) for applied in self.interventions]
         counts += [("captured", captured.site, _rows_of(captured)) for captured in self.captures]
-        for name in ("reads", "edits", "nan_edits", "preemptions", "num_cached_tokens", "not_reused"):
+        for name in (
+            "reads",
+            "edits",
+            "nan_edits",
+            "preemptions",
+            "num_cached_tokens",
+            "not_reused",
+            "drafted",
+            "accepted",
+        ):
             if value := getattr(self, name):
                 counts.append((name, "", value))
         return Table("receipt", ("what", "where", "count"), counts)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from itertools import chain
 
 import torch
 
 from ..core.step import ModelRunnerOutput, SampledLogprobs
-from ..sampling import LogprobTensors, SamplerOutput
+from ..sampling import LogprobTensors, SamplerOutput, VerifiedTokens
 from .input_batch import InputBatch
 
 
@@ -26,8 +27,9 @@ class AsyncOutput:
 
     Args:
         output: all but tokens and log probabilities.
-        sampled: of the requests that sample, on the device.
+        sampled: in the rows that are sampled, on the device.
         prompt_logprobs: request -> log probabilities of its prompt positions in this step, on the device.
+        verified: the tokens of a step with drafts; None without.
     """
 
     def __init__(
@@ -36,11 +38,12 @@ class AsyncOutput:
         batch: InputBatch,
         sampled: SamplerOutput,
         prompt_logprobs: Mapping[str, LogprobTensors],
+        verified: VerifiedTokens | None = None,
     ) -> None:
         self.output = output
         self._batch: InputBatch | None = batch
         self._logprobs, self._prompt_logprobs = sampled.logprobs, prompt_logprobs
-        tensors = [sampled.token_ids]
+        tensors = [sampled.token_ids] if verified is None else [verified.sampled, verified.num_sampled]
         for logprobs in (sampled.logprobs, *prompt_logprobs.values()):
             tensors += () if logprobs is None else logprobs.tensors
         self._host, self._copied = _copy_to_host(tensors)
@@ -61,17 +64,26 @@ class AsyncOutput:
 
     def _read(self, batch: InputBatch) -> None:
         """Complete the output from the host's tensors."""
-        token_ids, *rest = self._host
-        tensors = iter(rest)
+        tensors, verifier = iter(self._host), batch.verifier
+        token_ids = next(tensors).tolist()
+        counts = None if verifier is None else next(tensors).tolist()
 
         def lists(logprobs: LogprobTensors) -> list[SampledLogprobs | None]:
             return logprobs._replace(token_ids=next(tensors), values=next(tensors), ranks=next(tensors)).tolists()
 
         output = self.output
-        output.sampled_token_ids = batch.spread([[token] for token in token_ids.tolist()])
+        if counts is None:
+            output.sampled_token_ids = batch.spread([[token] for token in token_ids])
+        else:
+            output.sampled_token_ids = [own[:count] for own, count in zip(token_ids, counts, strict=True)]
         output.logprobs = [[] for _ in output.req_ids]
         if self._logprobs is not None:
-            output.logprobs = batch.spread([[] if entry is None else [entry] for entry in lists(self._logprobs)])
+            found = [[] if entry is None else [entry] for entry in lists(self._logprobs)]
+            if verifier is None or counts is None:
+                output.logprobs = batch.spread(found)
+            else:
+                rows = zip(verifier.starts.tolist(), counts, strict=False)
+                output.logprobs = [list(chain.from_iterable(found[start : start + n])) for start, n in rows]
         for request_id, logprobs in self._prompt_logprobs.items():
             output.prompt_logprobs[request_id] = [entry for entry in lists(logprobs) if entry is not None]
         self._host = []

@@ -12,7 +12,7 @@ import torch
 from ..core.forward_batch import ForwardBatch
 from ..core.step import LogitsProcessorOutput, ScheduledRequest, SchedulerOutput
 from ..layers.edits.table import TableOps
-from ..sampling.token_constraint import TokenMasks
+from ..sampling import RejectionSampler, TokenMasks
 from ..utils.upload import upload
 from .partition import BatchExecutionDescriptor
 from .request_state import RequestState
@@ -23,8 +23,9 @@ class InputBatch:
     """What `ModelRunner.prepare_inputs` makes of a step's schedule.
 
     Attributes:
-        sampling: the requests with a token to sample, in batch order.
+        sampling: the request of each sampled row, in batch order: with drafts once for each of its rows.
         sample_rows: the logit row of each of them.
+        verifier: compares the sampled tokens with the drafts of the step; None without drafts.
     """
 
     # fmt: off
@@ -42,6 +43,7 @@ class InputBatch:
     sample_rows:          list[int]
     decodes:              bool = False  # whether each request computes one token, the last one sampled
     padded_size:          int = 0       # rows of the input buffers that are laid out, padding included
+    verifier:             RejectionSampler | None = None
     # fmt: on
 
     @property

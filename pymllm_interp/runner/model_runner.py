@@ -410,7 +410,7 @@ class ModelRunner(ForwardPasses, SeedNames):
     def _sample_step(self, state: ExecuteModelState) -> AsyncOutput:
         batch, all_logits = state.input_batch, state.logits_output.next_token_logits
         logits, rows = all_logits, self.input_buffers.rows[: batch.num_tokens]
-        if len(batch.sample_rows) != batch.num_tokens:
+        if len(batch.sample_rows) != batch.num_tokens or batch.verifier is not None:
             logit_rows, token_rows = upload(
                 self.device, np.array(batch.sample_rows, dtype=np.int64), batch.last_token_rows
             )
@@ -422,9 +422,13 @@ class ModelRunner(ForwardPasses, SeedNames):
         sampled = self._sample(logits, state)
         for stage in self.stages:
             sampled.token_ids = stage.sampled(batch, sampled.token_ids)
+        verified, fed = None, sampled.token_ids
+        if batch.verifier is not None:
+            verified = batch.verifier(sampled.token_ids)
+            fed = verified.last[upload(self.device, np.flatnonzero([entry.samples for entry in batch.entries]))[0]]
         # The copy to the host is queued first: it waits for nothing that follows.
-        on_the_way = AsyncOutput(output, batch, sampled, of_prompts)
-        self.req_states.feed(rows, sampled.token_ids)
+        on_the_way = AsyncOutput(output, batch, sampled, of_prompts, verified)
+        self.req_states.feed(rows, fed)
         for stage in self.stages:
             stage.end(output)
         return on_the_way
@@ -445,10 +449,11 @@ class ModelRunner(ForwardPasses, SeedNames):
             stage.enter_pass(batch, first)
 
     def _sample(self, logits: torch.Tensor, state: ExecuteModelState) -> SamplerOutput:
-        """logits [sampling requests, vocab]."""
-        table = self.req_states.requests
-        sampling = state.input_batch.sampling
-        batch = SamplingBatch.from_requests([table[e.row] for e in sampling], self.vocab_size, self.device)  # pyright: ignore
+        """logits [sampled rows, vocab]."""
+        sampling, table = state.input_batch.sampling, self.req_states
+        drafted = state.input_batch.verifier is not None
+        rows = table.sampled_rows(sampling) if drafted else [table.requests[e.row] for e in sampling]
+        batch = SamplingBatch.from_requests(rows, self.vocab_size, self.device)  # pyright: ignore
         if state.token_masks is not None:
             batch.constrained = state.token_masks.for_rows([entry.request_id for entry in sampling], self.device)
         return self.sampler(logits, batch)

@@ -6,13 +6,14 @@ not know is here: the last sampled tokens, on the device.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from ..core.sampling_params import SamplingParams
-from ..core.step import AcceptedToken, NewRequest, SchedulerOutput
+from ..core.step import AcceptedToken, NewRequest, ScheduledRequest, SchedulerOutput
 from ..utils.upload import upload
 
 
@@ -49,6 +50,36 @@ class RunningRequest:
         """Generated tokens that the engine has accepted."""
         table = self._table
         return table.all_token_ids[self.row, self.prompt_len : table.total_len[self.row]].tolist()
+
+
+class DraftedRow:
+    """A request as the token behind some of its drafts is sampled: its history has these drafts (`sampling.SamplingRequest`).
+
+    Args:
+        request: with drafts in the table.
+        num_behind: its rows in the step behind this one.
+    """
+
+    __slots__ = (
+        "_request", "_table", "bad_words", "eos_token_ids", "num_generated", "params", "request_id", "sample_index", "seed",
+    )  # fmt: skip
+
+    def __init__(self, request: RunningRequest, table: RequestState, num_behind: int) -> None:
+        self._request, self._table = request, table
+        self.request_id, self.params, self.seed = request.request_id, request.params, request.seed
+        self.sample_index, self.eos_token_ids = request.sample_index, request.eos_token_ids
+        self.bad_words, self.num_generated = request.bad_words, request.num_generated - num_behind
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """Token ids of the prompt."""
+        return self._request.prompt_token_ids
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Generated tokens, then the drafts up to this row."""
+        start = self._request.prompt_len
+        return self._table.all_token_ids[self._request.row, start : start + self.num_generated].tolist()
 
 
 class RequestState:
@@ -134,6 +165,21 @@ class RequestState:
         for entry in step.scheduled:
             drafts = step.drafts.get(entry.request_id, [])
             self.all_token_ids[entry.row, entry.start + 1 : entry.start + 1 + len(drafts)] = drafts
+
+    def sampled_rows(self, sampling: Sequence[ScheduledRequest]) -> list[RunningRequest | DraftedRow]:
+        """What each sampled row is sampled by.
+
+        Args:
+            sampling: the request of each row; with drafts it is there once for each of its rows.
+        """
+        left = Counter(entry.row for entry in sampling)
+        found: list[RunningRequest | DraftedRow] = []
+        for entry in sampling:
+            request = self.requests[entry.row]
+            assert request is not None, "the step entered its requests"
+            left[entry.row] -= 1
+            found.append(DraftedRow(request, self, left[entry.row]) if entry.num_tokens > 1 else request)
+        return found
 
     def set_computed(self, rows: np.ndarray, num_computed_tokens: np.ndarray) -> None:
         """State how many positions of these rows have KV after the step."""

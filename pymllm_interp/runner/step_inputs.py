@@ -14,7 +14,7 @@ import torch
 from ..core.forward_batch import ForwardBatch, ForwardMode
 from ..core.step import SchedulerOutput
 from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
-from ..sampling import LogprobTensors, prompt_logprobs
+from ..sampling import LogprobTensors, RejectionSampler, prompt_logprobs
 from ..utils.upload import upload
 from .batch_builder import BatchBuilder
 from .input_batch import InputBatch, InputBuffers
@@ -106,6 +106,18 @@ class StepInputs:
             logits_indices = np.repeat(loc[1:] - cu_num_logits[1:], logit_counts) + np.arange(cu_num_logits[-1])
         padded = int(loc[-1]) if padded_size is None else padded_size
         self.buffers.lay_out(np.stack((token_ids, positions, rows)), states, self.table.req_to_token, padded)
+        sampling, sample_rows = (
+            list(compress(entries, samples)),
+            list(compress((cu_num_logits[1:] - 1).tolist(), samples)),
+        )
+        verifier = None
+        if step.drafts:
+            verifier = RejectionSampler([step.drafts.get(e.request_id, ()) if e.samples else None for e in entries])
+            counts = np.diff(verifier.starts)
+            sampling = [entry for entry, count in zip(entries, counts.tolist(), strict=True) for _ in range(count)]
+            sample_rows = (
+                np.arange(len(sampling)) + np.repeat(cu_num_logits[1:] - verifier.starts[1:], counts)
+            ).tolist()
         return InputBatch(
             req_ids=list(req_ids),
             entries=entries,
@@ -117,10 +129,11 @@ class StepInputs:
             seq_lens_cpu=torch.from_numpy(lens),
             logits_indices=logits_indices,
             cu_num_logits=cu_num_logits,
-            sampling=list(compress(entries, samples)),
-            sample_rows=list(compress((cu_num_logits[1:] - 1).tolist(), samples)),
+            sampling=sampling,
+            sample_rows=sample_rows,
             decodes=decodes,
             padded_size=padded,
+            verifier=verifier,
         )
 
     def prepare_attn(self, batch: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,6 +3,7 @@
 from .logprobs import LogprobTensors, gather_logprobs, prompt_logprobs
 from .noise import uniform_noise
 from .penalties import PenaltyBatch
+from .rejection_sampler import RejectionSampler, VerifiedTokens
 from .sampler import Sampler, SamplerOutput
 from .sampling_batch import LogitBias, SamplingBatch
 from .sampling_request import SamplingRequest
@@ -15,12 +16,14 @@ __all__ = [
     "LogitBias",
     "LogprobTensors",
     "PenaltyBatch",
+    "RejectionSampler",
     "Sampler",
     "SamplerOutput",
     "SamplingBatch",
     "SamplingRequest",
     "TokenConstraint",
     "TokenMasks",
+    "VerifiedTokens",
     "allow_only",
     "gather_logprobs",
     "prompt_logprobs",

@@ -42,11 +42,13 @@ class TokenConstraint(Protocol):
         ...
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Take tokens that the request keeps, each once and in order; the last `mask` allowed the first of them."""
+        """Take tokens, each once and in order; the last `mask` allowed the first of them. The request keeps them, unless they are
+        drafts: `rollback` follows then, in the same step.
+        """
         ...
 
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last `num_tokens` accepted tokens. For speculative decoding; nothing calls it yet."""
+        """Take back the last `num_tokens` accepted tokens: drafts, which the model may not sample."""
         ...
 
 
@@ -107,12 +109,18 @@ class TokenMasks:
     """The bitmasks of a step's constrained requests, as data."""
 
     request_ids: list[str]
-    """Some of the requests that sample in the step."""
+    """The request of each mask: it samples in the step. With drafts it has several masks, in the order of its rows."""
     bits: torch.Tensor
-    """[requests, ceil(vocab / 32)] int32 on the CPU."""
+    """[masks, ceil(vocab / 32)] int32 on the CPU."""
 
     def for_rows(self, sampled_ids: Sequence[str], device: torch.device | str) -> BitmaskRows:
-        """The masks on `device`, by row among the requests that sample."""
-        places = {request_id: row for row, request_id in enumerate(sampled_ids)}
-        rows = torch.tensor([places[request_id] for request_id in self.request_ids])
-        return BitmaskRows(*upload(device, rows, self.bits))
+        """The masks on `device`, by sampled row.
+
+        Args:
+            sampled_ids: the request of each sampled row.
+        """
+        places: dict[str, list[int]] = {}
+        for row, request_id in enumerate(sampled_ids):
+            places.setdefault(request_id, []).append(row)
+        rows = [row for request_id in dict.fromkeys(self.request_ids) for row in places[request_id]]
+        return BitmaskRows(*upload(device, torch.tensor(rows), self.bits))

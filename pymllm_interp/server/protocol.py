@@ -18,6 +18,7 @@ SAME_NAMES = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "stop",
     "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "prompt_logprobs", "include_stop_str_in_output",
     "skip_special_tokens", "skip_reading_prefix_cache", "allowed_token_ids", "bad_words", "truncate_prompt_tokens",
+    "speculate",
 )  # fmt: skip
 """Fields with the name that they have in SamplingParams."""
 MAX_MESSAGES, MAX_TOOLS = 4096, 128
@@ -82,6 +83,9 @@ class GenerationRequest(Strict):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     skip_reading_prefix_cache: bool | None = None
+    speculate: bool | None = Field(
+        None, description="false: no drafts are proposed; true: refused where they cannot be"
+    )
     prompt_logprobs: StrictInt | None = None
     return_token_ids: bool | None = Field(None, description="token_ids in each choice, and prompt_token_ids")
     priority: StrictInt | None = None

@@ -156,6 +156,8 @@ class Finished(EngineMessage):
     num_cached_tokens: int = 0
     failure: Failure | None = None
     warnings: list[str] = []
+    drafts: tuple[int, int, int] | None = None
+    """Steps with drafts, draft tokens, and accepted ones."""
 
 
 class Frame(EngineMessage):

@@ -26,8 +26,6 @@ OPTIONS = [
     ("V8", "cp_kv_cache_interleave_size", 2, "context parallelism"),
     ("V9", "limit_mm_per_prompt", {"image": 1}, "multimodal inputs.*take text"),
     ("V9", "enable_prompt_embeds", True, "multimodal inputs.*token ids"),
-    ("V10", "speculative_config", {"method": "ngram"}, "speculative decoding.*async_scheduling"),
-    ("V10", "num_speculative_tokens", 3, "speculative decoding.*one token a request"),
     ("V12", "draft_model", "tiny", "speculative decoding"),
     ("V14", "task", "embed", r"pooling and embedding.*capture=\['final_norm'\]"),
     ("V14", "runner", "pooling", "pooling and embedding"),

@@ -43,7 +43,7 @@ async def twice(body: str = "") -> str:
 @app.get("/slow")
 async def slow() -> str:
     begun.release()
-    await asyncio.to_thread(gate.wait, 60)
+    await asyncio.to_thread(gate.wait, 600)
     return "hello"
 
 

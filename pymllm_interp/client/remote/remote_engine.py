@@ -14,6 +14,7 @@ from ...core.events import Event, FinishedEvent, TokenEvent
 from ...core.output import Logprob
 from ...engine.callbacks import Callbacks
 from ...hooks.captures.activations import Activations
+from ...speculative.request_drafts import DraftCounts
 from ...utils.arguments import PromptError
 from ...wire.failures import Failure
 from ...wire.frames import FRAME_PREFIX, frame_sizes
@@ -280,6 +281,7 @@ def event_of(header: dict[str, Any], body: bytes, request_id: str) -> Event:
         num_cached_tokens=header.get("num_cached_tokens", 0),
         error=None if failure is None else exception_of(Failure(**failure)),
         warnings=header.get("warnings", []),
+        drafts=None if header.get("drafts") is None else DraftCounts(*header["drafts"]),
     )
 
 

@@ -81,6 +81,9 @@ def _of_engine(stats: Mapping[str, Any]) -> Iterator[str]:
     for name in ("steps", "overlapped_steps", "preempted", "moved_to_host"):
         yield from _one(f"{name}_total", "counter", stats[name])
     yield from _one("block_seconds_total", "counter", stats["block_seconds"])
+    for name, count in (stats.get("speculation") or {}).items():
+        if name != "undrafted":
+            yield from _one(f"speculation_{name}_total", "counter", count)
     yield from _head("steps_by_execution_total", "counter", "Steps by how they ran, and why.")
     for how, count in sorted(stats["execution"].items()):
         mode, _, why = how.partition(": ")

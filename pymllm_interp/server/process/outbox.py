@@ -135,6 +135,7 @@ class CallEvents:
             num_cached_tokens=event.num_cached_tokens,
             failure=None if event.error is None else failure_of(event.error),
             warnings=event.warnings,
+            drafts=event.drafts,
         )
         return self._outbox.finish(message, event.activations)
 

@@ -103,7 +103,13 @@ class Format:
         read = sum(len(prompt.token_ids) for prompt in prompts)
         made = sum(len(end.token_ids) for end in ends.values())
         cached = sum(end.num_cached_tokens for (_, sample), end in ends.items() if sample == 0)
-        return usage_of(read, made) | {"prompt_tokens_details": {"cached_tokens": cached}}
+        found = usage_of(read, made) | {"prompt_tokens_details": {"cached_tokens": cached}}
+        if drafts := [end.drafts for end in ends.values() if end.drafts is not None]:
+            drafted, accepted = (sum(counts[i] for counts in drafts) for i in (1, 2))
+            found["completion_tokens_details"] = {
+                "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted
+            }  # fmt: skip
+        return found
 
     # -- log probabilities ------------------------------------------------------------------
 

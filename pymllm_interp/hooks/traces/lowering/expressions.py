@@ -425,7 +425,7 @@ class Expressions:
         if name == "save" and not arguments:
             return self._saved_value(of)
         if name in pure.COPIES and not arguments and isinstance(of, RowRead):
-            return RowRead(Row(of.row.site, of.row.index, (*of.row.methods, name)), of.steps)
+            return RowRead(Row(of.row.site, of.row.indexes, (*of.row.methods, name)), of.steps)
         fresh = isinstance(of, Unknown) and of.fresh
         if name in pure.FILLS:
             if not fresh:

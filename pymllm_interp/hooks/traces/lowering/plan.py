@@ -130,20 +130,20 @@ class Row(NamedTuple):
 
     Attributes:
         site: its canonical name.
-        index: integers, slices, None and ``...``, of the value [1, tokens, width].
+        indexes: integers, slices, None and ``...``, of the value [1, tokens, width].
         methods: called on the part, in this order, without arguments.
         saved: ``.save()`` was called on it.
     """
 
     site: str
-    index: tuple[Any, ...] = ()
+    indexes: tuple[Any, ...] = ()
     methods: tuple[str, ...] = ()
     saved: bool = False
 
     @property
     def is_last(self) -> bool:
         """Whether it is the last row of a step's tokens."""
-        return len(self.index) > 1 and self.index[1] == LAST and type(self.index[0]) in (int, slice)
+        return len(self.indexes) > 1 and self.indexes[1] == LAST and type(self.indexes[0]) in (int, slice)
 
 
 class StepLoop(NamedTuple):

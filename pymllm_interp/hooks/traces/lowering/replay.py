@@ -25,7 +25,7 @@ from ..nnsight_compat import Mediator, OutOfOrderError, Pending, save_scope
 from ..serving.lifecycle import TOO_LATE
 from ..serving.visits import VisitCounts
 from .plan import BlockPlan, Points, SiteLocation, StepLoop
-from .step_loop import StepRows, columns_of, taken_rows
+from .step_loop import LoopRows, columns_of, taken_rows
 
 _NO_KEY = -1, -2
 FEWEST_STEPS = 2
@@ -325,7 +325,7 @@ class _SiteRows:
         """[1, 1, width] of each later step."""
         return self.generated.unbind()
 
-    def among(self, start: int, stop: int, last: bool) -> StepRows:
+    def among(self, start: int, stop: int, last: bool) -> LoopRows:
         """The values of the steps from `start` on.
 
         Args:
@@ -339,8 +339,8 @@ class _SiteRows:
         if len(generated) != stop - max(start, 1):
             raise LookupError(f"steps {start} to {stop}")
         if start > 0:
-            return StepRows(None, generated)
-        return StepRows(self._states[None, -1:] if last and self._has[-1] else self.prompt, generated)
+            return LoopRows(None, generated)
+        return LoopRows(self._states[None, -1:] if last and self._has[-1] else self.prompt, generated)
 
 
 def replay(replays: Sequence[Replay]) -> None:

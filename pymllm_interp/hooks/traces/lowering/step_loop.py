@@ -32,8 +32,9 @@ class TakenLoop:
         """Whether the loop may have this statement, as far as its form says."""
         if isinstance(statement, ast.Expr):
             value = statement.value
-            appends = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
-            return isinstance(value, ast.Constant) or (appends and value.func.attr == "append")
+            method = value.func if isinstance(value, ast.Call) else None
+            appends = isinstance(method, ast.Attribute) and method.attr == "append"
+            return appends or isinstance(value, ast.Constant)
         if isinstance(statement, ast.AugAssign):
             return not isinstance(statement.target, ast.Name)
         return isinstance(statement, ast.Pass | ast.For | ast.If | ast.Assign)
@@ -61,7 +62,7 @@ class TakenLoop:
         return StepLoop(self._steps.start, self._steps.stop, rows, appends, self.reads) if self.reads else None
 
 
-class StepRows(NamedTuple):
+class LoopRows(NamedTuple):
     """The values of one site in some steps.
 
     Attributes:
@@ -72,22 +73,23 @@ class StepRows(NamedTuple):
     prompt: torch.Tensor | None
     generated: torch.Tensor
 
-    def each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> StepRows:
+    def each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> LoopRows:
         """The results of a function of the values."""
-        return StepRows(None if self.prompt is None else function(self.prompt), function(self.generated))
+        return LoopRows(None if self.prompt is None else function(self.prompt), function(self.generated))
 
 
-def taken_rows(rows: StepRows, row: Row) -> list[torch.Tensor]:
+def taken_rows(rows: LoopRows, row: Row) -> list[torch.Tensor]:
     """What a loop reads, by steps. Each tensor is contiguous and has storage of its own, as saves have it.
 
     Raises:
         IndexError: the index is out of range.
     """
-    prompt = None if rows.prompt is None else rows.prompt[row.index] if row.index else rows.prompt
-    part = StepRows(prompt, rows.generated[(slice(None), *row.index)])
+    prompt = None if rows.prompt is None else rows.prompt[row.indexes] if row.indexes else rows.prompt
+    part = LoopRows(prompt, rows.generated[(slice(None), *row.indexes)])
     for method in row.methods:
         part = part.each(operator.methodcaller(method))
-    values = list(torch.unbind_copy(part.generated))
+    copies: Any = torch.unbind_copy(part.generated)
+    values = list(copies)
     if part.prompt is not None:
         values.insert(0, part.prompt.clone(memory_format=torch.contiguous_format))
     return values
@@ -96,7 +98,7 @@ def taken_rows(rows: StepRows, row: Row) -> list[torch.Tensor]:
 def columns_of(
     loop: StepLoop, scope: Mapping[str, Any], values: Sequence[list[torch.Tensor]]
 ) -> dict[int, tuple[list[Any], list[list[torch.Tensor]]]] | None:
-    """What a loop appends to each list: id of the list -> the list, and the values of each append of a step, by steps.
+    """What a loop appends: id of a list -> the list, and the values of each append, by steps.
 
     Args:
         scope: of the block.

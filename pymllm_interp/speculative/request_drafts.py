@@ -1,0 +1,79 @@
+"""`RequestDrafts`: what came of a request's draft tokens, and when it is worth to propose more."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import NamedTuple
+
+WINDOW = 32
+"""Drafts after which their use is judged."""
+LEAST_ACCEPTED = 0.15
+"""Fraction of them that must have been accepted: a pass with drafts takes longer than a replayed one."""
+PAUSE = 64
+"""Tokens without drafts, where fewer were accepted, or a pass with drafts failed."""
+MAX_MISSES, MISSED_PAUSE = 16, 16
+"""Tokens in a row that nothing was proposed for, and tokens that nothing is then looked for."""
+
+
+class DraftCounts(NamedTuple):
+    """Passes of a request with drafts, their drafts, and the accepted ones."""
+
+    steps: int
+    drafted: int
+    accepted: int
+
+
+@dataclass(eq=False, slots=True)
+class RequestDrafts:
+    """The drafts of one request so far. The engine's thread writes it."""
+
+    steps: int = 0
+    """Passes with drafts."""
+    drafted: int = 0
+    accepted: int = 0
+    """Drafts that became tokens of the request."""
+    resumes_at: int = 1
+    """Generated tokens from which drafts are proposed."""
+    _judged: tuple[int, int] = (0, 0)
+    """`drafted` and `accepted` when their use was last judged."""
+    _misses: int = 0
+
+    @property
+    def counts(self) -> DraftCounts:
+        """What callers are told."""
+        return DraftCounts(self.steps, self.drafted, self.accepted)
+
+    def due(self, num_generated: int) -> bool:
+        """Whether drafts are proposed behind so many generated tokens."""
+        return num_generated >= self.resumes_at
+
+    def count(self, drafted: int, accepted: int, num_generated: int) -> bool:
+        """Count a pass with drafts. Returns whether it pauses now: too few of the last ones were accepted."""
+        self.steps += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self._misses = 0
+        drafted, accepted = self.drafted - self._judged[0], self.accepted - self._judged[1]
+        if drafted >= WINDOW:
+            self._judged = self.drafted, self.accepted
+            if accepted < LEAST_ACCEPTED * drafted:
+                return self.pause(num_generated)
+        return False
+
+    def miss(self, num_generated: int) -> bool:
+        """Nothing was proposed behind so many generated tokens. Returns whether it pauses now."""
+        self._misses += 1
+        if self._misses < MAX_MISSES:
+            return False
+        self._misses = 0
+        return self.pause(num_generated, MISSED_PAUSE)
+
+    def pause(self, num_generated: int, num_tokens: int = PAUSE) -> bool:
+        """Propose nothing for the next tokens. Returns True."""
+        self.resumes_at = num_generated + num_tokens
+        return True
+
+    def stop(self) -> None:
+        """Propose nothing any more."""
+        self.resumes_at = sys.maxsize
