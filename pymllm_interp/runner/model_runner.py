@@ -153,6 +153,7 @@ class ModelRunner(ForwardPasses, SeedNames):
             "memory (an LM that was not shut down, another process)",
         )
         self.model = model.eval().requires_grad_(False)
+        self.partition.can_split = self.model.fuses_ops
         self._init_metadata(self.model.spec)  # of what is loaded
         self.num_kv_layers = len(self.model.attention_layers())
         self.model_state = ModelState(self.model, self.source.hf_config)

@@ -51,6 +51,8 @@ class Partition:
 
     hook_execution: str = "auto"
     """ "auto", "segments", "split" or "eager": see `ServerConfig.hook_execution`."""
+    can_split: bool = True
+    """Plain requests can run without a call of the modules that blocks wait for (`CausalLM.fuses_ops`)."""
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(execution, reason) -> steps."""
 
@@ -95,7 +97,9 @@ class Partition:
     def _decide_hooked(self, mode: ForwardMode, plain: int, can_replay: bool) -> tuple[Execution, str]:
         waits = "a block waits for a module"
         if mode.is_decode() and plain and self.hook_execution == "split":
-            return Execution.SPLIT, f"{waits}: hook_execution='split'"
+            if self.can_split:
+                return Execution.SPLIT, f"{waits}: hook_execution='split'"
+            return Execution.MODULES, f"{waits}, and every pass of this model calls modules"
         if mode.is_decode() and self.hook_execution == "eager":
             return Execution.MODULES, f"{waits}: hook_execution='eager'"
         if mode.is_decode() and can_replay and self.hook_execution in ("auto", "segments"):

@@ -18,6 +18,7 @@ import helpers_flashinfer
 import pytest
 import torch
 from conftest import COMMON, held, random_model
+from family_configs import tiny_config
 from helpers_devices import DEVICES, ways
 from helpers_graphs import use_eager_graphs
 from helpers_runner import random_ids
@@ -562,3 +563,36 @@ def test_a_blocks_own_call_of_a_module_leaves_the_passes_its_ops(graphs: bool, c
     assert torch.equal(ids, expected_ids) and ids[0, len(PROMPT) :].tolist() == [7] * 5
     for a, b in zip(states, expected, strict=True):
         torch.testing.assert_close(a, b, **CLOSE)
+
+
+@pytest.mark.parametrize("how", ["segments", "split", "eager"])
+@pytest.mark.parametrize("family", ["mistral", "olmo2"])
+def test_blocks_and_plain_requests_beside_them_run_as_alone(family: str, how: str) -> None:
+    """Every pass of a transformers class calls modules: a block that waits for one must not be served in another half."""
+    config = tiny_config(family)
+    config.initializer_range = 0.2
+    lm = LM(
+        "dummy", load_format="dummy", hf_config=config, dtype="float32", device="cpu", hook_execution=how,
+        kv_cache_tokens=2048, lower_traces="off",
+    )  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+    def traced() -> torch.Tensor:
+        with lm.generate(PROMPT, max_new_tokens=8, ignore_eos=True) as tracer:
+            kept = list().save()
+            for _ in tracer.iter[:]:
+                lm.model.layers[0].output[:] *= 1.5
+                kept.append(lm.model.layers[1].output[0, -1].clone())
+        assert set(tracer.receipt.steps) <= {"modules", "split", "segments"}
+        return torch.stack(list(kept))
+
+    alone = traced()
+    plain = [out.token_ids for out in lm.generate(OTHERS[:2], params)]
+    with held(lm) as arrived:
+        handles = [lm.submit(prompt, params) for prompt in OTHERS[:2]]
+        arrived(2)
+    together = traced()
+    assert [handle.result(WAIT).token_ids for handle in handles] == plain
+    assert together.shape == alone.shape
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+    lm.shutdown()
