@@ -102,7 +102,7 @@ class ServerConfig:
     """A request for which the ring has no room: "block" makes it wait, "fail" drops its captures."""
     hook_execution: str = "auto"
     """How a decode step with a block that waits for a module runs. "segments" replays the graph segments between blocks. "split"
-    replays the plain requests and runs the hooked ones module by module; models by transformers' classes run as with "eager".
+    replays the plain requests and runs the hooked ones module by module. Models by transformers' classes run as with "eager".
     "eager" runs the whole batch module by module. "auto" is "segments" where decode passes are captured."""
     max_segments: int = 256
     """Maximum graph segments between blocks to keep; the least recently used one is evicted."""

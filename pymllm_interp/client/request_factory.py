@@ -19,6 +19,7 @@ from ..core.request import Request
 from ..core.sampling_params import SamplingParams
 from ..engine.bad_words import bad_word_ids, check_allowed
 from ..engine.constraints import constraint_of
+from ..engine.drafts import check_speculate
 from ..engine.exclusive import check_gang
 from ..hooks.captures.spec import Capture
 from ..hooks.declared import captures_for_each_prompt, for_each_prompt
@@ -39,7 +40,7 @@ from .generation_defaults import IGNORED, GenerationDefaults
 from .known_names import KnownNames
 from .prompt_batch import pad_together, prompts_of, repeated
 from .prompts import checked
-from .request_limits import check_speculate, max_tokens_of, truncated
+from .request_limits import max_tokens_of, truncated
 from .request_options import check_trace_options, checked_salt, priorities_of
 
 FORWARD = SamplingParams(temperature=0.0, max_tokens=1)

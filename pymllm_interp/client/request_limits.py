@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..core.limits import EngineLimits
-from ..core.request import Request
 from ..core.sampling_params import SamplingParams
-from ..engine.drafts import why_undrafted
 from ..utils.arguments import PromptError
 
 
@@ -62,21 +60,3 @@ def truncated(ids: list[int], params: SamplingParams, max_model_len: int) -> lis
     if kept == -1:
         kept = max(1, max_model_len - (params.max_tokens if params.max_tokens is not None else 1))
     return ids if kept is None or len(ids) <= kept else ids[-kept:]
-
-
-def check_speculate(request: Request, drafts: bool, what: str) -> None:
-    """Check that a request with `speculate=True` can be drafted for.
-
-    Args:
-        drafts: the engine has a drafter.
-        what: names the prompt in messages.
-
-    Raises:
-        PromptError: it cannot.
-    """
-    if not request.params.speculate:
-        return
-    if not drafts:
-        raise PromptError(f"{what}: speculate=True, but this engine has no drafter: LM(..., speculative=...) sets one")
-    if why := why_undrafted(request):
-        raise PromptError(f"{what}: speculate=True, but no drafts are proposed beside {why} (docs/speculative.md)")

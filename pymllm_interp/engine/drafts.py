@@ -13,6 +13,7 @@ from ..core.request import Request
 from ..core.step import ScheduledRequest, SchedulerOutput
 from ..speculative.drafter import DrafterError, SpeculativeConfig
 from ..speculative.request_drafts import RequestDrafts
+from ..utils.arguments import PromptError
 from .kv_manager import KVManager
 
 logger = logging.getLogger(__name__)
@@ -161,3 +162,21 @@ def why_undrafted(request: Request) -> str:
     if request.trace is not None:
         return "a trace"
     return "" if request.declared is None else request.declared.why_undrafted
+
+
+def check_speculate(request: Request, drafts: bool, what: str) -> None:
+    """Check that a request with `speculate=True` can be drafted for.
+
+    Args:
+        drafts: the engine has a drafter.
+        what: names the prompt in messages.
+
+    Raises:
+        PromptError: it cannot.
+    """
+    if not request.params.speculate:
+        return
+    if not drafts:
+        raise PromptError(f"{what}: speculate=True, but this engine has no drafter: LM(..., speculative=...) sets one")
+    if why := why_undrafted(request):
+        raise PromptError(f"{what}: speculate=True, but no drafts are proposed beside {why} (docs/speculative.md)")

@@ -907,7 +907,7 @@ def test_a_stream_and_a_stop_string_beside_a_block_get_what_they_get_alone(lm_of
 
 
 def fresh(model_folder: Callable[[str], Path]) -> LM:
-    return LM(model_folder("llama"), dtype="float32", device="cpu")
+    return LM(model_folder("llama"), dtype="float32", device="cpu", lower_traces="off")
 
 
 def test_shutdown_raises_in_every_waiter(model_folder: Callable[[str], Path]) -> None:

@@ -300,7 +300,7 @@ def served(model_folder: Callable[[str], Path]) -> Iterator[Callable[[bool], LM]
     def load(ahead: bool) -> LM:
         if ahead not in made:
             made[ahead] = LM(model_folder("llama"), dtype="float32", device="cpu", kv_cache_tokens=512,
-                             max_running_requests=8, async_scheduling=ahead)  # fmt: skip
+                             max_running_requests=8, async_scheduling=ahead, lower_traces="off")  # fmt: skip
         return made[ahead]
 
     yield load

@@ -166,7 +166,9 @@ def test_g02_during_a_capture_traces_wait_and_traced_passes_are_refused_on_that_
         return helpers_graphs.capture(run, pool)
 
     thread = threading.Thread(target=trace_of_another_thread)
-    with LM(folder, dtype="float32", device="cpu", max_running_requests=4, hook_execution="segments") as lm:
+    with LM(
+        folder, dtype="float32", device="cpu", max_running_requests=4, hook_execution="segments", lower_traces="off"
+    ) as lm:
         monkeypatch.setattr(graph_capture, "capture", capture)
         with lm.generate(prompt, max_new_tokens=5) as tracer:
             for _ in tracer.iter[:]:
@@ -447,7 +449,7 @@ def test_r20_steps_replay_plain_decode_and_run_hooked_decode_by_modules(lm_of, r
     params = SamplingParams(temperature=0, max_tokens=6)
     prompts = [random_ids(5, seed=1), random_ids(9, seed=2), random_ids(1, seed=3)]
     expected = [out.token_ids for out in lm_of("llama").generate(prompts, params)]
-    with LM(model_folder("llama"), dtype="float32", device="cpu", max_running_requests=8) as lm:
+    with LM(model_folder("llama"), dtype="float32", device="cpu", max_running_requests=8, lower_traces="off") as lm:
         lm.runner.graph_runner = lm.engine.call(lambda: CudaGraphRunner(lm.runner))
         assert [out.token_ids for out in lm.generate(prompts, params)] == expected
         ways = {

@@ -292,7 +292,7 @@ def test_requests_that_end_before_their_first_step_and_in_between(far: Callable[
 
 def test_traces_run_where_their_engine_is(far: Callable[..., LM], lm_of: Callable[..., LM]) -> None:
     """Their steps are bytes, too; their blocks are found by their key. Another process says that it cannot know them."""
-    lm, states = far(), []
+    lm, states = far(lower_traces="off"), []
     if isinstance(lm.runner, Elsewhere):
         with (
             pytest.raises(RuntimeError, match="blocks of traces run in the process of their engine"),

@@ -233,7 +233,7 @@ def test_flashinfers_plans_serve_hooked_requests_beside_replayed_ones(
     params, found = SamplingParams(temperature=0, max_tokens=24, logprobs=3), {}
     size = {"kv_cache_tokens": 512, "max_running_requests": 6, "page_size": page_size}
     for way in ("eager", how):
-        with LM(tmp_path, dtype="bfloat16", device="cpu", hook_execution=way, **size) as lm:
+        with LM(tmp_path, dtype="bfloat16", device="cpu", hook_execution=way, lower_traces="off", **size) as lm:
             with held(lm) as arrived:
                 handles = [lm.submit(prompt, params) for prompt in [PROMPT, *OTHERS]]
                 arrived(3)
