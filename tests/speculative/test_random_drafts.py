@@ -122,7 +122,7 @@ def trace(lm: LM, call: Call) -> tuple[list[Any], torch.Tensor]:
         states = list().save()
         for step in tracer.iter[:]:
             if step == 1:
-                lm.model.layers[0].output[:] += VECTORS[1]
+                lm.model.layers[0].output[:] += VECTORS[1].to(lm.device)
             states.append(lm.model.layers[1].output.clone())
         ids = tracer.result.save()
     return states, ids
