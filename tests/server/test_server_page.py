@@ -104,7 +104,7 @@ def test_both_texts_stream_while_a_lens_is_awaited(page: Page, server: Server) -
     top_row = "[...document.querySelectorAll('#heatmap tbody tr:first-child td')].map((cell) => cell.textContent)"
     assert page.run(top_row) == words
     assert text_of(page, "error") == ""
-    assert page.run(
+    page.wait_for(  # the second point of its line, a second after the first one
         "document.getElementById('chart').getContext('2d').getImageData(0, 0, 360, 56).data.some((v) => v > 0)"
     )
     assert page.run(SHIFTS) == []
