@@ -29,8 +29,16 @@ def track(engine: Engine) -> None:
 
 
 def release_with(owner: object, engine: Engine) -> None:
-    """Release the engine when `owner` is deleted: no `LM` is left then that could submit a request."""
-    weakref.finalize(owner, engine.release).atexit = False
+    """Release the engine when `owner` is deleted: no `LM` is left then that could submit a request.
+
+    The finalizer does not hold the engine, which may hold its caller's drafter, whose module may hold `owner`.
+    """
+    weakref.finalize(owner, _release, weakref.ref(engine)).atexit = False
+
+
+def _release(engine: weakref.ref[Engine]) -> None:
+    if (running := engine()) is not None:
+        running.release()
 
 
 def wait_for_released() -> None:

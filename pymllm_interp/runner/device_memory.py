@@ -6,6 +6,7 @@ CUDA graphs. The largest step is run once, without attention, and its peak stays
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -255,3 +256,15 @@ def _profiled_kv_tokens(runner: PoolOwner) -> int:
     # The allocator keeps the peak of the run for later steps.
     room = _within_utilization(runner) - _unused_by_tensors(runner) - workspace - runner.profile_cudagraph_memory()
     return int(room // kv_bytes_per_token(runner))
+
+
+def return_freed_memory(device: str) -> None:
+    """Return the memory of freed tensors to the device; on a CPU with glibc, to the system.
+
+    glibc takes tensors below 32 MiB from its heap, and keeps the pages of those that lie below one in use (mallopt(3)).
+    """
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+    elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)

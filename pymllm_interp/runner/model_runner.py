@@ -13,7 +13,6 @@ Nothing here knows of interpretability; `InterpModelRunner` is where the two mee
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Sequence
@@ -40,7 +39,7 @@ from ..utils.out_of_memory import within_memory
 from ..utils.upload import upload
 from . import device_memory
 from .async_output import AsyncOutput
-from .device_memory import get_available_gpu_memory, memory_left
+from .device_memory import get_available_gpu_memory, memory_left, return_freed_memory
 from .executions import Executions
 from .forward_passes import ForwardPasses
 from .graphs.cuda_graph_runner import CudaGraphRunner
@@ -312,9 +311,7 @@ class ModelRunner(ForwardPasses, SeedNames):
         self.req_to_token_pool = self.token_to_kv_pool = self.token_to_kv_pool_allocator = None
         for name in ("req_states", "input_buffers", "step_inputs"):  # as many as there came to be
             vars(self).pop(name, None)
-        gc.collect()
-        if self.device.startswith("cuda"):
-            torch.cuda.empty_cache()
+        return_freed_memory(self.device)
 
     @property
     def is_generation(self) -> bool:
