@@ -138,6 +138,8 @@ VLLM = [
     (r"from vllm import TokensPrompt", "TokensPrompt = dict"),
     (r"def _request_state\(model\):\n.*\n", "from nnsight_suite_plugin import request_state as _request_state\n"),
     (r"^def _preemptions\(model\)(.|\n)*?\n\n\n", "from nnsight_suite_plugin import preemptions as _preemptions\n\n\n"),
+    # The prompts share their prefix here, and have fewer tokens: 40 blocks hold all four.
+    (r"num_gpu_blocks_override=40\b", "num_gpu_blocks_override=20"),
 ]
 """For tests/vllm, whose `trace` generates."""
 
