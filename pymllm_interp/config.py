@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 DTYPE_NAMES = ("float32", "fp32", "float16", "fp16", "half", "bfloat16", "bf16")
+LOWER_TRACES = ("auto", "off", "require")
 """Names of the dtypes of models and KV pools, beside "auto"."""
 
 
@@ -156,7 +157,7 @@ class ServerConfig:
         _one_of(self, "schedule_policy", ("mixed", "prefill_first"))
         _one_of(self, "scheduling_policy", ("fcfs", "lpm"))
         _one_of(self, "hook_execution", ("auto", "segments", "split", "eager"))
-        _one_of(self, "lower_traces", ("auto", "off", "require"))
+        _one_of(self, "lower_traces", LOWER_TRACES)
         _one_of(self, "logprobs_mode", ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"))
         _one_of(self, "attention_backend", ("auto", "torch", "flashinfer"))
         if str(self.kv_cache_dtype).startswith(("fp8", "int8", "nvfp4")):

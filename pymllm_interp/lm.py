@@ -25,7 +25,7 @@ from .client.chat import RenderedPrompt
 from .client.handle import RequestHandle
 from .client.local_backend import LocalBackend
 from .client.notebook.tab_completion import set_up_completion
-from .client.request_factory import PREFILL
+from .client.traced_prompts import PREFILL
 from .config import ModelConfig, ServerConfig
 from .core import unsupported
 from .harvest.result import HarvestResult
@@ -385,24 +385,29 @@ class LM(ClientModel):
         self.engine.reset_prefix_cache()
 
     @classmethod
-    def connect(cls, url: str, *, api_key: str | None = None, timeout: float | None = None) -> LM:
+    def connect(
+        cls, url: str, *, api_key: str | None = None, timeout: float | None = None, lower_traces: str = "auto"
+    ) -> LM:
         """The model that a server (`pymllm-interp serve`) runs, with the calls of a local `LM`.
 
-        Outputs equal a local `LM`'s. Traces are sent to the server as source code, with the values that they read. They need a key
-        with the right `code`; what they save comes back as tensors. `lm.lm_head(h)` works only inside blocks.
+        Outputs equal a local `LM`'s. A trace whose block can run after its request is a declared request, and its block runs here.
+        Other blocks are sent to the server as source code, with the values that they read. They need a key with the right `code`;
+        what they save comes back as tensors. `lm.lm_head(h)` works only inside blocks.
 
         Args:
             url: such as "http://127.0.0.1:8000".
             api_key: where the server asks for one.
             timeout: seconds to wait for the next part of an answer; None: as long as it takes.
+            lower_traces: "auto"; "require" sends no code, and refuses blocks that need it; "off" sends each block as code.
 
         Raises:
+            ValueError: `lower_traces` is none of these.
             ConnectionError: no server answers there, or it serves another version.
             PermissionError: the key is missing or not known.
         """
         from .client.remote.remote_backend import RemoteBackend
 
-        return cls(backend=RemoteBackend(url, api_key, timeout))
+        return cls(backend=RemoteBackend(url, api_key, timeout, lower_traces))
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End what runs, and release all but the weights, which the tree shows: they go with the last reference (`del lm`).

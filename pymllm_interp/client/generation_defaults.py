@@ -29,6 +29,10 @@ TOP_K = 50
 """transformers' default `top_k`, where a generation samples."""
 FILTERS = ("temperature", "top_k", "top_p", "min_p")
 """Values that count where a generation samples. `repetition_penalty` counts in greedy ones too."""
+FOLLOWED = (
+    *FILTERS, "repetition_penalty", "do_sample", "max_new_tokens", "max_length", "min_new_tokens", "min_length",
+)  # fmt: skip
+"""Values that requests follow."""
 IGNORED = {"pad_token_id", "use_cache"}
 """Arguments that change nothing here: nothing is padded, and the cache is always used."""
 NOT_FOLLOWED: Mapping[str, Any] = {
@@ -119,6 +123,11 @@ class GenerationDefaults:
         ignored = {name: self.values.get(name, neutral) for name, neutral in NOT_FOLLOWED.items()}
         if unlike := [f"{name}={value!r}" for name, value in ignored.items() if value != NOT_FOLLOWED[name]]:
             logger.warning("%s has values that are not supported, and not followed: %s", origin, ", ".join(unlike))
+
+    @property
+    def followed(self) -> dict[str, Any]:
+        """Those of the values that requests follow."""
+        return {name: self.values[name] for name in FOLLOWED if name in self.values}
 
     @property
     def _of_calls(self) -> dict[str, Any]:

@@ -193,6 +193,11 @@ class RequestHandle:
         return self.result()
 
     @property
+    def ends(self) -> list[FinishedEvent]:
+        """The last event of each completion, once all have ended."""
+        return [self._finished[request.request_id] for request in self.requests]
+
+    @property
     def error(self) -> BaseException | None:
         """What ended the first completion that failed; None where none has failed."""
         found = (self._finished.get(request.request_id) for request in self.requests)

@@ -31,7 +31,7 @@ from ..models.weights.source import load_tokenizer
 from ..runner.interp_model_runner import InterpModelRunner, RunnerCommand
 from . import open_engines
 from .backend import Backend, ModelFacts, Submission
-from .calls.lowered import Lowered, LoweringError
+from .calls.lowered import Ended, Lowered, LoweringError
 from .generation_defaults import GenerationDefaults
 from .handle import RequestHandle
 from .request_factory import RequestFactory
@@ -191,7 +191,7 @@ class LocalBackend(Backend):
         for trace in traces:
             trace.saves.collected = saves.get(trace.key, {})
         owners = {request_id: trace for trace in traces if trace.plan is not None for request_id in trace.request_ids}
-        self.lowered.replay([(owners[r.request_id], r) for r in requests if r.request_id in owners])
+        self.lowered.replay([_ended(owners[r.request_id], r) for r in requests if r.request_id in owners])
         for request in requests:
             trace = owners.get(request.request_id) or request.trace
             if trace.plan is not None:
@@ -282,6 +282,7 @@ class LocalBackend(Backend):
                 "trace_step_timeout": config.trace_step_timeout,
             },
             "sampling_defaults": {name: getattr(defaults, name) for name in SAMPLING_DEFAULTS},
+            "generation_config": self.defaults.followed,
             "logprobs_mode": facts.logprobs_mode,
             "inner_sites": sorted(facts.inner_sites),
             "eos_token_ids": sorted(self.defaults.eos_token_ids),
@@ -290,6 +291,12 @@ class LocalBackend(Backend):
             "tokenizer": self.tokenizer is not None,
             "chat": bool(getattr(self.tokenizer, "chat_template", None)),
         }
+
+
+def _ended(trace: RequestTrace, request: Request) -> Ended:
+    trace.receipt.preemptions = request.num_preemptions
+    states = NOTHING if request.activations is None else request.activations
+    return Ended(trace, request.all_token_ids, request.prompt_len, states, request.error)
 
 
 def _ended_early(request: Request) -> BaseException | None:

@@ -36,17 +36,12 @@ from ..utils.gc_threshold import LiveObjects
 from .backend import Submission
 from .calls.pipe import GeneratedText
 from .detokenizer import StopStrings
-from .generation_defaults import IGNORED, GenerationDefaults
+from .generation_defaults import GenerationDefaults
 from .known_names import KnownNames
 from .prompt_batch import pad_together, prompts_of, repeated
-from .prompts import checked
 from .request_limits import max_tokens_of, truncated
-from .request_options import check_trace_options, checked_salt, priorities_of
+from .traced_prompts import traced_prompt
 
-FORWARD = SamplingParams(temperature=0.0, max_tokens=1)
-"""Sampling parameters of a trace's single pass, for blocks that read `lm.samples`."""
-PREFILL = SamplingParams(temperature=0.0, max_tokens=0)
-"""Sampling parameters of forward passes without a block."""
 PROMPT_LOGITS = Capture("logits", positions="prompt")
 REQUEST_OBJECTS, SPEC_OBJECTS = 64, 64
 """Objects of a request, and of an intervention or a capture of it, that Python's cycle collector tracks, about."""
@@ -142,9 +137,8 @@ class RequestFactory:
         live = LiveObjects(_num_objects(submission.params, submission.interventions, submission.captures))
         declared, captures = self.named(submission.interventions, names), self.named(submission.captures, names)
         if submission.prompt_logits:
-            if any(spec.site == LOGITS for specs in captures for spec in specs):
-                raise PromptError("capture: the logits of all positions are captured in any case; leave them out")
-            captures = [[*specs, PROMPT_LOGITS] for specs in captures]
+            named = (any(spec.site == LOGITS for spec in specs) for specs in captures)
+            captures = [specs if own else [*specs, PROMPT_LOGITS] for specs, own in zip(captures, named, strict=True)]
         fingerprint = self.model_state.fingerprint() if any(declared) or any(captures) else None
         found: list[list[Request]] = []
         for i, ((_, ids), param, what) in enumerate(zip(submission.prompts, submission.params, names, strict=True)):
@@ -439,31 +433,12 @@ class RequestFactory:
         Args:
             sampling: what the keywords of the trace's other prompts came to, which are most often the same objects.
         """
-        timeout, (priority,) = kwargs.pop("timeout", None), priorities_of(kwargs.pop("priority", None), 1)
-        salt = checked_salt(kwargs.pop("cache_salt", None))
-        _, ids = checked(self.tokenizer, prompt, self.limits.vocab_size, what)
-        if mode == "trace":
-            check_trace_options(kwargs.keys() - IGNORED)
-            params = FORWARD if plan is None else PREFILL
-        else:
-            params = kwargs.pop("sampling_params", None)
-            if params is None:
-                config = kwargs.pop("generation_config", None)
-                defaults = self.defaults.overlaid(config)
-                lengths = defaults.lengths(len(ids), self.limits.max_model_len - len(ids), what)
-                key = (lengths, id(config), *((name, id(value)) for name, value in kwargs.items()))
-                params = sampling.get(key)
-                if params is None:
-                    params = sampling[key] = defaults.of_trace(kwargs, lengths)
-        if params.max_tokens == 0 and mode != "trace":
-            raise PromptError(f"{what}: max_tokens=0 generates nothing: use `with lm.trace(prompt):`")
-        if params.truncate_prompt_tokens is not None:
-            raise PromptError(f"{what}: truncate_prompt_tokens is not for traces: cut the prompt before it is traced")
-        if params.n > 1:
-            raise PromptError(f"{what} asks for n={params.n}: a trace follows one generation; use one invoke for each")
+        found = traced_prompt(self, mode, prompt, kwargs, what, sampling, plan is not None)
         forward_only = mode == "trace" and plan is None
-        (request,) = self.requests(ids, params, what=what, timeout=timeout, forward_only=forward_only)
-        request.priority, request.cache_salt = priority, salt
+        (request,) = self.requests(
+            found.token_ids, found.params, what=what, timeout=found.timeout, forward_only=forward_only
+        )
+        request.priority, request.cache_salt = found.priority, found.cache_salt
         request.prompt_logits = mode == "trace" and plan is not None and plan.reads_logits
         return request
 

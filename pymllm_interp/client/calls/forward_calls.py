@@ -8,15 +8,17 @@ from typing import Any, Unpack
 
 import torch
 
+from ...core.model_spec import LOGITS
 from ...hooks.captures.activations import Activations
 from ...hooks.captures.spec import Capture
+from ...hooks.declared import captures_for_each_prompt
 from ...utils.arguments import PromptError, shown
 from ...utils.tables import Shown, Table
 from ..activation_cache import ActivationCache, NamesFilter, select_sites
 from ..notebook.signatures import names_options
 from ..prompts import as_prompts
-from ..request_factory import PREFILL
 from ..request_options import RequestOptions, check_options
+from ..traced_prompts import PREFILL
 from .request_calls import RequestCalls, wait_for
 from .site_hooks import HookFunction, placed_hooks, run_hooks
 
@@ -81,6 +83,9 @@ class ForwardCalls(RequestCalls):
         return self._forward(as_prompts(prompts), options)
 
     def _forward(self, prompts: list[Any], options: RequestOptions) -> list[ForwardOutput]:
+        captures = captures_for_each_prompt(options.get("capture"), len(prompts))
+        if any(spec.site == LOGITS for specs in captures for spec in specs):
+            raise PromptError("capture: the logits of all positions are captured in any case; leave them out")
         handles = self._submit_all(prompts, PREFILL, options, prompt_logits=True)
         outs = wait_for(handles)
         for i, out in enumerate(outs):

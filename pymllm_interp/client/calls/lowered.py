@@ -8,13 +8,12 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
-from ...core.request import Request
-from ...hooks.captures.activations import NOTHING
+from ...hooks.captures.activations import Activations
 from ...hooks.traces.blocks.block_analysis import codes_of
 from ...hooks.traces.blocks.torch_modes import is_any_autocast_enabled
 from ...hooks.traces.blocks.trace import Block, RequestTrace
@@ -41,6 +40,24 @@ TraceInput = tuple[tuple, dict[str, Any]] | None
 
 class LoweringError(ValueError):
     """A block cannot run after its request, and ``lower_traces="require"`` demands it."""
+
+
+class Ended(NamedTuple):
+    """The request of a lowered trace, when it has ended.
+
+    Attributes:
+        trace: a trace with a `plan`.
+        token_ids: of prompt and generation.
+        prompt_len: in tokens.
+        states: what its captures delivered.
+        error: what ended it, or None.
+    """
+
+    trace: RequestTrace
+    token_ids: Sequence[int]
+    prompt_len: int
+    states: Activations
+    error: BaseException | None
 
 
 class Lowered:
@@ -131,9 +148,9 @@ class Lowered:
             if trace.plan is not None:
                 self._leave(trace, str(error))
 
-    def replay(self, ended: Sequence[tuple[RequestTrace, Request]]) -> None:
+    def replay(self, ended: Sequence[Ended]) -> None:
         """Run the blocks of requests that have ended. Blocks that fill a list of their ``with`` run together."""
-        replays = {trace: made for trace, request in ended if (made := self._replay_of(trace, request)) is not None}
+        replays = {each.trace: made for each in ended if (made := self._replay_of(each)) is not None}
         # Copies of rows wait for memory more than for Python.
         pool = ThreadPoolExecutor(THREADS, "lowered") if len(replays) >= FEWEST_SHARED else nullcontext()
         with pool:
@@ -147,17 +164,15 @@ class Lowered:
                 trace.saves.end()
                 trace.saves.collected = trace.saves.saved_names()
 
-    def _replay_of(self, trace: RequestTrace, request: Request) -> Replay | None:
-        plan: BlockPlan = trace.plan
-        trace.receipt.preemptions, trace.receipt.edits = request.num_preemptions, len(plan.edits)
+    def _replay_of(self, ended: Ended) -> Replay | None:
+        trace, plan = ended.trace, ended.trace.plan
+        trace.receipt.edits = len(plan.edits)
         trace.warnings += trace.receipt.warnings
-        states = NOTHING if request.activations is None else request.activations
-        if (error := request.error or states.error) is not None:
+        if (error := ended.error or ended.states.error) is not None:
             trace.error = error
             return None
         device = self.model.device if plan.computes and self.model.device.type != "cpu" else None
-        token_ids = (*request.prompt_token_ids, *request.output_token_ids)
-        return Replay(trace, plan, self.model.points, states, token_ids, request.prompt_len, device)
+        return Replay(trace, plan, self.model.points, ended.states, ended.token_ids, ended.prompt_len, device)
 
 
 def _has_modes() -> bool:

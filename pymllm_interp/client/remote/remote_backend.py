@@ -14,9 +14,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from ... import __version__
+from ...config import LOWER_TRACES
 from ...core.limits import EngineLimits
 from ...core.request import Request
 from ...core.sampling_params import SamplingParams
+from ...hooks.traces.blocks.trace import RequestTrace
 from ...hooks.traces.syntax.envoy import TracedModel
 from ...hooks.traces.syntax.tracer import EngineTracer
 from ...layers.seal import seal
@@ -25,11 +27,13 @@ from ...utils.arguments import PromptError
 from ...utils.device import DTYPES
 from ...wire.specs import to_json
 from ..backend import Backend, ModelFacts, Submission
+from ..calls.lowered import Lowered
 from ..chat import RenderedPrompt
 from ..generation_defaults import GenerationDefaults
 from ..handle import RequestHandle
 from ..request_limits import max_tokens_of, truncated
 from .remote_engine import RemoteEngine
+from .remote_lowered import run_declared
 from .remote_tracer import RemoteSession, RemoteTracer, edits_payload, run_remotely
 from .remote_vectors import RemoteVectors
 
@@ -41,16 +45,24 @@ class RemoteBackend(Backend):
     """A `Backend` with a server's engine.
 
     Args:
-        url, api_key, timeout: as of `LM.connect`.
+        url, api_key, timeout, lower_traces: as of `LM.connect`.
 
     Raises:
         ConnectionError: no server answers there, or it serves another version.
         PermissionError: the key is missing or not known.
+
+    Attributes:
+        lowered: lowers traces to declared requests.
+        runs_code: the key may run code on the server.
     """
 
     tracer: ClassVar[type[EngineTracer]] = RemoteTracer
 
-    def __init__(self, url: str, api_key: str | None = None, timeout: float | None = None) -> None:
+    def __init__(
+        self, url: str, api_key: str | None = None, timeout: float | None = None, lower_traces: str = "auto"
+    ) -> None:
+        if lower_traces not in LOWER_TRACES:
+            raise ValueError(f"lower_traces={lower_traces!r}: expected one of {', '.join(map(repr, LOWER_TRACES))}")
         self.engine = RemoteEngine(url, api_key, timeout)
         self._info = info = self.engine.ask("GET", "/v1/interp/capabilities").json()
         if info["version"] != __version__:
@@ -64,12 +76,12 @@ class RemoteBackend(Backend):
             hf_config=config, dtype=dtype, device=info["device"], engine_name=info["engine"],
             inner_sites=frozenset(info["inner_sites"]), logprobs_mode=info["logprobs_mode"],
         )  # fmt: skip
-        values = {name: value for name, value in info["sampling_defaults"].items() if value is not None}
-        values["max_new_tokens"] = values.pop("max_tokens", 16)
-        self.defaults = GenerationDefaults(values, frozenset(info["eos_token_ids"]))
+        self.defaults = GenerationDefaults(info["generation_config"], frozenset(info["eos_token_ids"]))
         self.tokenizer = _tokenizer(self.engine) if info["tokenizer"] else None
         self.vectors = RemoteVectors(self.engine)
         self.saes = ServedSAEs(info["saes"])
+        self.lowered = Lowered(self.module, lower_traces, torch.device("cpu"))
+        self.runs_code = info["trust"] == "code"
 
     @property
     def limits(self) -> EngineLimits:
@@ -112,6 +124,9 @@ class RemoteBackend(Backend):
         ids = truncated(prompt.token_ids, params, limits.max_model_len)
         max_tokens_of(limits, self.tokenizer, ids, params, name, forward_only=False)
         return ids
+
+    def run_traces(self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]) -> None:
+        run_declared(self, mode, traces, inputs)
 
     def session(self, model: TracedModel, device: Any, **kwargs: Any) -> RemoteSession:
         return RemoteSession(model, device, **kwargs)

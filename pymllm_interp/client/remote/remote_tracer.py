@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from types import CodeType
 from typing import Any
 
+from ...hooks.traces.lowering.invokes import opens_invokes_only
 from ...hooks.traces.nnsight_compat import EditingTracer, Mediator, mark, push_result
 from ...hooks.traces.syntax.caller_frames import warn_at_caller
 from ...hooks.traces.syntax.scanned import current_scan
@@ -16,7 +18,9 @@ from ...wire.receipts import receipt_of
 from ...wire.trace_payload import block_to_data, dump, edit_to_data
 from ...wire.values import ValueDecoder, tensors_of
 from ..calls.backed import BackedModel
+from ..calls.lowered import LoweringError
 from .remote_engine import Frames, RemoteEngine
+from .remote_lowered import IN_SCAN, NotDeclaredError
 
 
 class _Names:
@@ -70,7 +74,7 @@ def post(engine: RemoteEngine, payload: bytes) -> Frames:
         RuntimeError: the call is inside the block of a scan, which makes the tensors of an answer fake.
     """
     if current_scan() is not None:
-        raise RuntimeError("a trace cannot be opened inside the block of a scan: use a session")
+        raise RuntimeError(IN_SCAN)
     return engine.frames(TRACE_PATH, content=payload, headers={"Content-Type": TRACE_TYPE})
 
 
@@ -90,7 +94,47 @@ class RemoteTracer(EngineTracer):
     """A ``with lm.trace(...)`` or ``with lm.generate(...)`` block of a server's model."""
 
     def execute(self, code: CodeType) -> None:
-        """Send the block, pass on what it saves at each step, and bind the saved names in the caller's frame."""
+        """Serve the block by declared requests, or else by the server, and bind the saved names in the caller's frame."""
+        reason = "lower_traces='off'"
+        if self._model.backend.lowered.mode != "off":
+            if self._runs_twice():
+                try:
+                    super().execute(code)
+                    return
+                except NotDeclaredError as error:
+                    reason = str(error)
+                self._withdraw()
+            else:
+                reason = "the code around its invokes does more than to open them"
+                if self._model.backend.lowered.mode == "require":
+                    raise LoweringError(f"lower_traces='require', but {reason}")
+        try:
+            self._send()
+        except PermissionError as error:
+            error.add_note(f"A block that can run after its request needs no such right; this one cannot: {reason}.")
+            raise
+
+    @property
+    def _model(self) -> Any:
+        return self.envoy
+
+    def _runs_twice(self) -> bool:
+        """Whether the ``with`` can be collected here, and still be sent. The code around invokes runs in both cases."""
+        frame: Any = self.info.frame
+        scope = ChainMap(frame.f_locals, frame.f_globals)
+        body = getattr(self.node, "body", None)
+        if body is None:
+            return False
+        return self._model._batch_size(*self.args, **self.kwargs) > 0 or opens_invokes_only(body, scope)
+
+    def _withdraw(self) -> None:
+        """Forget the traces that were to be declared."""
+        traces, self.served = self.served, []
+        for trace in traces:
+            trace.release_blocks()
+
+    def _send(self) -> None:
+        """Send the block, pass on what it saves at each step, and bind the saved names."""
         model: Any = self.envoy
         kwargs = dict(self.kwargs)
         on_step = kwargs.pop("on_step", None)

@@ -50,7 +50,7 @@ def script(lines: list[str], opening: str) -> Callable[..., dict[str, Any]]:
 
 def ran(run: Callable[..., dict[str, Any]], lm: LM, prompt: list[int] = PROMPT) -> tuple[dict[str, Any], Any, str]:
     """(saved names, tracer, the error's type and text)."""
-    weights = torch.randn(lm.cfg.hidden_size, 3, generator=torch.Generator().manual_seed(0)).to(lm.device, lm.dtype)
+    weights = torch.randn(lm.cfg.hidden_size, 3, generator=torch.Generator().manual_seed(0)).to(device_of(lm), lm.dtype)
     try:
         found = run(lm, prompt, weights, {"layer": 1, "rows": [0, -1], "V": vectors_of(lm)})
     except Exception as error:
@@ -60,7 +60,12 @@ def ran(run: Callable[..., dict[str, Any]], lm: LM, prompt: list[int] = PROMPT) 
 
 def vectors_of(lm: LM) -> list[torch.Tensor]:
     noise = torch.Generator().manual_seed(1)
-    return [torch.randn(lm.cfg.hidden_size, generator=noise).to(lm.device) for _ in range(8)]
+    return [torch.randn(lm.cfg.hidden_size, generator=noise).to(device_of(lm)) for _ in range(8)]
+
+
+def device_of(lm: LM) -> Any:
+    """Where a block's tensors are: on this machine, where the model is a server's."""
+    return lm.device if lm.backend.in_process else "cpu"
 
 
 def assert_equal(ours: Any, theirs: Any, where: str) -> None:

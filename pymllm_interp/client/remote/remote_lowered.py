@@ -1,0 +1,130 @@
+"""Traces of a server's model as declared requests: their blocks run here, over what the requests captured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ...core.events import FinishedEvent
+from ...core.sampling_params import SamplingParams
+from ...hooks.captures.activations import NOTHING
+from ...hooks.traces.blocks.trace import RequestTrace
+from ...hooks.traces.lowering.plan import BlockPlan
+from ...hooks.traces.syntax.scanned import current_scan
+from ...utils.arguments import PromptError
+from ..backend import Submission
+from ..calls.lowered import Ended, LoweringError
+from ..chat import RenderedPrompt
+from ..handle import RequestHandle
+from ..prompt_batch import prompts_of
+from ..traced_prompts import TracedPrompt, traced_prompt
+
+if TYPE_CHECKING:
+    from .remote_backend import RemoteBackend
+
+IN_SCAN = "a trace cannot be opened inside the block of a scan: use a session"
+
+
+class NotDeclaredError(Exception):
+    """A block cannot run after its request: it is sent to the server. The message says why."""
+
+
+def run_declared(
+    backend: RemoteBackend, mode: str, traces: list[RequestTrace], inputs: Sequence[tuple[tuple, dict] | None]
+) -> None:
+    """Serve traces without sending their blocks.
+
+    Args:
+        mode, inputs: as of `Backend.run_traces`.
+
+    Raises:
+        NotDeclaredError: a block must run in the forward passes. Nothing was submitted.
+        LoweringError: likewise, with ``lower_traces="require"``.
+        RuntimeError: the call is inside the block of a scan.
+    """
+    if current_scan() is not None:
+        raise RuntimeError(IN_SCAN)
+    backend.lowered.lower(mode, traces, inputs)
+    for trace in traces:
+        if trace.plan is None:
+            raise NotDeclaredError(trace.receipt.not_lowered)
+        if trace.plan.computes and backend.runs_code and backend.lowered.mode != "require":
+            raise NotDeclaredError("it computes with what it reads, which the server does before it answers")
+    handles = _submitted(backend, mode, traces, inputs)
+    for trace in traces:
+        trace.cancel = lambda: [handle.cancel() for handle in handles]
+    try:
+        for handle in handles:
+            handle.wait()
+    except BaseException:
+        for handle in handles:
+            handle.cancel()
+        raise
+    backend.lowered.replay([_ended(trace, handle) for trace, handle in zip(traces, handles, strict=True)])
+    for trace in traces:
+        trace.activations.append(NOTHING)
+
+
+def _submitted(
+    backend: RemoteBackend, mode: str, traces: list[RequestTrace], inputs: Sequence[tuple[tuple, dict] | None]
+) -> list[RequestHandle]:
+    """A handle for each trace.
+
+    Raises:
+        NotDeclaredError, LoweringError: the server refuses the requests.
+    """
+    try:
+        submission = _submission(backend, mode, traces, inputs)
+        return backend.submit(submission)
+    except (PromptError, ValueError, TypeError) as error:
+        backend.lowered.unlower(traces, error)
+        if backend.lowered.mode == "require":
+            raise LoweringError(
+                f"lower_traces='require', but what this block reads cannot be captured: {error}"
+            ) from error
+        raise NotDeclaredError(str(error)) from error
+
+
+def _submission(
+    backend: RemoteBackend, mode: str, traces: list[RequestTrace], inputs: Sequence[tuple[tuple, dict] | None]
+) -> Submission:
+    names = [f"invoke {i}" if len(traces) > 1 else "the prompt" for i in range(len(traces))]
+    plans: list[BlockPlan] = [trace.plan for trace in traces]
+    sampling: dict[tuple, SamplingParams] = {}
+    read: list[TracedPrompt] = []
+    for given, what in zip(inputs, names, strict=True):
+        assert given is not None  # else it would not be lowered
+        (prompts, _), kwargs = prompts_of(*given, what)
+        read.append(traced_prompt(backend, mode, prompts[0], dict(kwargs), what, sampling, lowered=True))
+    shared = {(prompt.timeout, prompt.cache_salt, plan.reads_logits) for prompt, plan in zip(read, plans, strict=True)}
+    if len(shared) > 1:
+        raise PromptError("its invokes differ in timeout, in cache_salt, or in that they read logits of their prompts")
+    ((timeout, cache_salt, reads_logits),) = shared
+    return Submission(
+        prompts=[RenderedPrompt(None, prompt.token_ids) for prompt in read],
+        params=[prompt.params for prompt in read],
+        interventions=[list(plan.interventions) for plan in plans],
+        captures=[list(plan.captures) for plan in plans],
+        priority=[prompt.priority for prompt in read],
+        names=names,
+        cache_salt=cache_salt,
+        timeout=timeout,
+        prompt_logits=mode == "trace" and reads_logits,
+    )
+
+
+def _ended(trace: RequestTrace, handle: RequestHandle) -> Ended:
+    (event,) = handle.ends
+    request = handle.requests[0]
+    if event.receipt is not None:
+        trace.receipt = event.receipt
+        trace.receipt.lowered = True
+    trace.warnings += event.warnings
+    token_ids = [*request.prompt_token_ids, *event.token_ids]
+    return Ended(trace, token_ids, request.prompt_len, event.activations or NOTHING, _error_of(event))
+
+
+def _error_of(event: FinishedEvent) -> BaseException | None:
+    if event.error is None and event.finish_reason == "timeout":
+        return TimeoutError(f"request {event.request_id} ran into its timeout")
+    return event.error

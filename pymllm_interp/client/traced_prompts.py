@@ -1,0 +1,81 @@
+"""The prompt of a traced request and its parameters, from the keywords of ``with lm.trace(...)`` or ``with lm.generate(...)``."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from ..core.limits import EngineLimits
+from ..core.sampling_params import SamplingParams
+from ..utils.arguments import PromptError
+from .generation_defaults import IGNORED, GenerationDefaults
+from .prompts import checked
+from .request_options import check_trace_options, checked_salt, priorities_of
+
+FORWARD = SamplingParams(temperature=0.0, max_tokens=1)
+"""Sampling parameters of a trace's single pass, for blocks that read `lm.samples`."""
+PREFILL = SamplingParams(temperature=0.0, max_tokens=0)
+"""Sampling parameters of forward passes without a block."""
+
+
+class TracedPrompt(NamedTuple):
+    """What a traced request is made from. `timeout` is in seconds."""
+
+    token_ids: list[int]
+    params: SamplingParams
+    timeout: float | None
+    priority: int
+    cache_salt: str | None
+
+
+class PromptReader(Protocol):
+    """What reads prompts: a factory of requests, or a server's backend."""
+
+    tokenizer: Any
+    defaults: GenerationDefaults
+
+    @property
+    def limits(self) -> EngineLimits:
+        """Upper bounds of requests and steps, as they are now."""
+        ...
+
+
+def traced_prompt(
+    reader: PromptReader, mode: str, prompt: Any, kwargs: dict[str, Any], what: str,
+    sampling: dict[tuple, SamplingParams], lowered: bool,
+) -> TracedPrompt:  # fmt: skip
+    """Read one prompt of a trace.
+
+    Args:
+        mode: "trace" (one forward pass), "generate" or "pipe".
+        kwargs: the trace's keywords; changed.
+        what: names the prompt in messages.
+        sampling: what the keywords of the trace's other prompts came to, which are most often the same objects.
+        lowered: its block runs after the request.
+
+    Raises:
+        PromptError, TypeError, ValueError: what no trace takes.
+    """
+    timeout, (priority,) = kwargs.pop("timeout", None), priorities_of(kwargs.pop("priority", None), 1)
+    salt = checked_salt(kwargs.pop("cache_salt", None))
+    limits = reader.limits
+    _, ids = checked(reader.tokenizer, prompt, limits.vocab_size, what)
+    if mode == "trace":
+        check_trace_options(kwargs.keys() - IGNORED)
+        params = PREFILL if lowered else FORWARD
+    else:
+        params = kwargs.pop("sampling_params", None)
+        if params is None:
+            config = kwargs.pop("generation_config", None)
+            defaults = reader.defaults.overlaid(config)
+            lengths = defaults.lengths(len(ids), limits.max_model_len - len(ids), what)
+            key = (lengths, id(config), *((name, id(value)) for name, value in kwargs.items()))
+            params = sampling.get(key)
+            if params is None:
+                params = sampling[key] = defaults.of_trace(kwargs, lengths)
+    if params.max_tokens == 0 and mode != "trace":
+        raise PromptError(f"{what}: max_tokens=0 generates nothing: use `with lm.trace(prompt):`")
+    if params.truncate_prompt_tokens is not None:
+        raise PromptError(f"{what}: truncate_prompt_tokens is not for traces: cut the prompt before it is traced")
+    if params.n > 1:
+        raise PromptError(f"{what} asks for n={params.n}: a trace follows one generation; use one invoke for each")
+    return TracedPrompt(ids, params, timeout, priority, salt)
