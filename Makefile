@@ -36,14 +36,15 @@ TRACE_TESTS := $(addprefix tests/hooks/traces/test_trace_,parity.py features.py 
 LOWERED_TESTS := $(addprefix tests/hooks/traces/test_,trace_freed.py trace_fuzz.py class_keys.py)
 REMOTE_TESTS := $(addprefix tests/hooks/traces/test_,nnsight_calls.py trace_parity.py)
 
-# The traces four times: as a CPU runs them; as a GPU does, in segments and with steps launched ahead; after their requests, where
-# they can be lowered; and by LM.connect.
+# The traces five times: as a CPU runs them; as a GPU does, in segments and with steps launched ahead; after their requests, where
+# they can be lowered; and by LM.connect, as code and where they can be lowered.
 test: $(STAMP)
 	$(PYTEST) $(TESTS)
 ifeq ($(TESTS),tests)
 	$(PYTEST) --hook-execution segments --ahead $(TRACE_TESTS)
 	$(PYTEST) --lower-traces auto $(TRACE_TESTS) $(LOWERED_TESTS)
 	$(PYTEST) --remote $(REMOTE_TESTS) -k "not qwen3 and not bit"
+	$(PYTEST) --remote --lower-traces auto $(REMOTE_TESTS) -k "not qwen3 and not bit"
 endif
 
 # As many workers as fit on the device, each with its share of the memory (tests/support/gpu_workers.py); then, one by one, the

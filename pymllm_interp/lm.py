@@ -21,11 +21,11 @@ from transformers import PretrainedConfig
 from .client.activation_cache import NamesFilter
 from .client.backend import Backend, Submission
 from .client.calls.model import ClientModel
+from .client.calls.traced_prompts import PREFILL
 from .client.chat import RenderedPrompt
 from .client.handle import RequestHandle
 from .client.local_backend import LocalBackend
 from .client.notebook.tab_completion import set_up_completion
-from .client.traced_prompts import PREFILL
 from .config import ModelConfig, ServerConfig
 from .core import unsupported
 from .harvest.result import HarvestResult
@@ -390,7 +390,7 @@ class LM(ClientModel):
     ) -> LM:
         """The model that a server (`pymllm-interp serve`) runs, with the calls of a local `LM`.
 
-        Outputs equal a local `LM`'s. A trace whose block can run after its request is a declared request, and its block runs here.
+        Outputs equal a local `LM`'s. A trace is a declared request, if its block can run afterwards; the block runs here.
         Other blocks are sent to the server as source code, with the values that they read. They need a key with the right `code`;
         what they save comes back as tensors. `lm.lm_head(h)` works only inside blocks.
 
@@ -401,7 +401,7 @@ class LM(ClientModel):
             lower_traces: "auto"; "require" sends no code, and refuses blocks that need it; "off" sends each block as code.
 
         Raises:
-            ValueError: `lower_traces` is none of these.
+            ValueError: `lower_traces` is another word.
             ConnectionError: no server answers there, or it serves another version.
             PermissionError: the key is missing or not known.
         """

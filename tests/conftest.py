@@ -273,7 +273,7 @@ def lm_of(model_folder: Callable[[str], Path], request: pytest.FixtureRequest) -
     made: dict[tuple, LM] = {}
     if request.config.getoption("--remote"):
         with ExitStack() as servers:
-            yield partial(_connected, servers, made, model_folder)
+            yield partial(_connected, servers, made, model_folder, request.config.getoption("--lower-traces"))
         return
     defaults = {
         "dtype": "float32", "device": "cpu", "hook_execution": request.config.getoption("--hook-execution"),
@@ -302,7 +302,12 @@ def lm_of(model_folder: Callable[[str], Path], request: pytest.FixtureRequest) -
 
 
 def _connected(
-    servers: ExitStack, made: dict[tuple, LM], model_folder: Callable[[str], Path], family: str, **kwargs: Any
+    servers: ExitStack,
+    made: dict[tuple, LM],
+    model_folder: Callable[[str], Path],
+    lower_traces: str,
+    family: str,
+    **kwargs: Any,
 ) -> LM:
     """An LM of a server with these arguments, which lives as long as `servers`."""
     key = (family, *sorted(kwargs.items()))
@@ -313,7 +318,7 @@ def _connected(
         server = servers.enter_context(
             serving(model_folder(family), "--allow-code-from", "anybody", *options, keys=None)
         )
-        made[key] = servers.enter_context(LM.connect(server.url))
+        made[key] = servers.enter_context(LM.connect(server.url, lower_traces=lower_traces))
     return made[key]
 
 

@@ -126,7 +126,7 @@ class GenerationDefaults:
 
     @property
     def followed(self) -> dict[str, Any]:
-        """Those of the values that requests follow."""
+        """The values that requests follow."""
         return {name: self.values[name] for name in FOLLOWED if name in self.values}
 
     @property

@@ -31,7 +31,7 @@ def track(engine: Engine) -> None:
 def release_with(owner: object, engine: Engine) -> None:
     """Release the engine when `owner` is deleted: no `LM` is left then that could submit a request.
 
-    The finalizer does not hold the engine, which may hold its caller's drafter, whose module may hold `owner`.
+    The finalizer does not hold the engine: a caller's drafter, which the engine holds, may hold `owner`.
     """
     weakref.finalize(owner, _release, weakref.ref(engine)).atexit = False
 

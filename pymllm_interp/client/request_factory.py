@@ -35,12 +35,12 @@ from ..utils.arguments import PromptError
 from ..utils.gc_threshold import LiveObjects
 from .backend import Submission
 from .calls.pipe import GeneratedText
+from .calls.traced_prompts import traced_prompt
 from .detokenizer import StopStrings
 from .generation_defaults import GenerationDefaults
 from .known_names import KnownNames
 from .prompt_batch import pad_together, prompts_of, repeated
 from .request_limits import max_tokens_of, truncated
-from .traced_prompts import traced_prompt
 
 PROMPT_LOGITS = Capture("logits", positions="prompt")
 REQUEST_OBJECTS, SPEC_OBJECTS = 64, 64

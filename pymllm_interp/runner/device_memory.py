@@ -261,7 +261,7 @@ def _profiled_kv_tokens(runner: PoolOwner) -> int:
 def return_freed_memory(device: str) -> None:
     """Return the memory of freed tensors to the device; on a CPU with glibc, to the system.
 
-    glibc takes tensors below 32 MiB from its heap, and keeps the pages of those that lie below one in use (mallopt(3)).
+    glibc has tensors below 32 MiB in its heap (mallopt(3)). It keeps the pages of freed ones until `malloc_trim`.
     """
     gc.collect()
     if device.startswith("cuda"):

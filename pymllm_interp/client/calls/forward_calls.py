@@ -18,9 +18,9 @@ from ..activation_cache import ActivationCache, NamesFilter, select_sites
 from ..notebook.signatures import names_options
 from ..prompts import as_prompts
 from ..request_options import RequestOptions, check_options
-from ..traced_prompts import PREFILL
 from .request_calls import RequestCalls, wait_for
 from .site_hooks import HookFunction, placed_hooks, run_hooks
+from .traced_prompts import PREFILL
 
 OF_TRANSFORMER_LENS = {
     "return_type": "the logits are returned; a loss is a function of them",

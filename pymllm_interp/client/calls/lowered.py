@@ -31,6 +31,7 @@ THREADS = min(8, max(1, (os.cpu_count() or 1) // 2))
 """Threads that copy what the loops of several blocks read."""
 FEWEST_SHARED = 8
 """Blocks of a ``with`` from which on these threads are used."""
+ANOTHER_INVOKE = "another invoke is not lowered"
 ROOT = "model"
 """Path of the tree's root."""
 MAX_ITEMS, MAX_KNOWN = 64, 512
@@ -96,7 +97,7 @@ class Lowered:
         if any(trace.plan is None for trace in traces):  # which may fill or read what a lowered one reads or fills
             for trace in traces:
                 if trace.plan is not None:
-                    self._leave(trace, "another invoke is not lowered")
+                    self._leave(trace, ANOTHER_INVOKE)
 
     @staticmethod
     def _leave(trace: RequestTrace, reason: str) -> None:

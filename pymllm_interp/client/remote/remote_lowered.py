@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ...core.events import FinishedEvent
 from ...core.sampling_params import SamplingParams
@@ -13,16 +13,24 @@ from ...hooks.traces.lowering.plan import BlockPlan
 from ...hooks.traces.syntax.scanned import current_scan
 from ...utils.arguments import PromptError
 from ..backend import Submission
-from ..calls.lowered import Ended, LoweringError
+from ..calls.lowered import ANOTHER_INVOKE, Ended, Lowered, LoweringError
+from ..calls.traced_prompts import PromptReader, TracedPrompt, traced_prompt
 from ..chat import RenderedPrompt
 from ..handle import RequestHandle
 from ..prompt_batch import prompts_of
-from ..traced_prompts import TracedPrompt, traced_prompt
-
-if TYPE_CHECKING:
-    from .remote_backend import RemoteBackend
 
 IN_SCAN = "a trace cannot be opened inside the block of a scan: use a session"
+
+
+class DeclaringBackend(PromptReader, Protocol):
+    """A server's backend."""
+
+    lowered: Lowered
+    runs_code: bool
+
+    def submit(self, submission: Submission) -> list[RequestHandle]:
+        """`Backend.submit`."""
+        ...
 
 
 class NotDeclaredError(Exception):
@@ -30,7 +38,7 @@ class NotDeclaredError(Exception):
 
 
 def run_declared(
-    backend: RemoteBackend, mode: str, traces: list[RequestTrace], inputs: Sequence[tuple[tuple, dict] | None]
+    backend: DeclaringBackend, mode: str, traces: list[RequestTrace], inputs: Sequence[tuple[tuple, dict] | None]
 ) -> None:
     """Serve traces without sending their blocks.
 
@@ -45,11 +53,10 @@ def run_declared(
     if current_scan() is not None:
         raise RuntimeError(IN_SCAN)
     backend.lowered.lower(mode, traces, inputs)
-    for trace in traces:
-        if trace.plan is None:
-            raise NotDeclaredError(trace.receipt.not_lowered)
-        if trace.plan.computes and backend.runs_code and backend.lowered.mode != "require":
-            raise NotDeclaredError("it computes with what it reads, which the server does before it answers")
+    if prevented := [trace.receipt.not_lowered for trace in traces if trace.plan is None]:
+        raise NotDeclaredError(next((reason for reason in prevented if reason != ANOTHER_INVOKE), ANOTHER_INVOKE))
+    if backend.runs_code and backend.lowered.mode != "require" and any(trace.plan.computes for trace in traces):
+        raise NotDeclaredError("it computes with what it reads, which the server does before it answers")
     handles = _submitted(backend, mode, traces, inputs)
     for trace in traces:
         trace.cancel = lambda: [handle.cancel() for handle in handles]
@@ -66,7 +73,7 @@ def run_declared(
 
 
 def _submitted(
-    backend: RemoteBackend, mode: str, traces: list[RequestTrace], inputs: Sequence[tuple[tuple, dict] | None]
+    backend: DeclaringBackend, mode: str, traces: list[RequestTrace], inputs: Sequence[tuple[tuple, dict] | None]
 ) -> list[RequestHandle]:
     """A handle for each trace.
 
@@ -86,7 +93,7 @@ def _submitted(
 
 
 def _submission(
-    backend: RemoteBackend, mode: str, traces: list[RequestTrace], inputs: Sequence[tuple[tuple, dict] | None]
+    backend: DeclaringBackend, mode: str, traces: list[RequestTrace], inputs: Sequence[tuple[tuple, dict] | None]
 ) -> Submission:
     names = [f"invoke {i}" if len(traces) > 1 else "the prompt" for i in range(len(traces))]
     plans: list[BlockPlan] = [trace.plan for trace in traces]

@@ -120,12 +120,10 @@ class RemoteTracer(EngineTracer):
 
     def _runs_twice(self) -> bool:
         """Whether the ``with`` can be collected here, and still be sent. The code around invokes runs in both cases."""
-        frame: Any = self.info.frame
-        scope = ChainMap(frame.f_locals, frame.f_globals)
-        body = getattr(self.node, "body", None)
-        if body is None:
-            return False
-        return self._model._batch_size(*self.args, **self.kwargs) > 0 or opens_invokes_only(body, scope)
+        if self._model._batch_size(*self.args, **self.kwargs):
+            return True
+        frame: Any = self.info.frame  # pyright: ignore[reportOptionalMemberAccess]
+        return opens_invokes_only(self.node.body, ChainMap(frame.f_locals, frame.f_globals))
 
     def _withdraw(self) -> None:
         """Forget the traces that were to be declared."""

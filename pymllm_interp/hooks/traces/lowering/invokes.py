@@ -1,4 +1,4 @@
-"""Whether the code around the invokes of a ``with`` can run twice: here, to collect their blocks, and on a server."""
+"""Whether the code around invokes can run twice: here, to collect their blocks, and on a server."""
 
 from __future__ import annotations
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-from ..core.limits import EngineLimits
-from ..core.sampling_params import SamplingParams
-from ..utils.arguments import PromptError
-from .generation_defaults import IGNORED, GenerationDefaults
-from .prompts import checked
-from .request_options import check_trace_options, checked_salt, priorities_of
+from ...core.limits import EngineLimits
+from ...core.sampling_params import SamplingParams
+from ...utils.arguments import PromptError
+from ..generation_defaults import IGNORED, GenerationDefaults
+from ..prompts import checked
+from ..request_options import check_trace_options, checked_salt, priorities_of
 
 FORWARD = SamplingParams(temperature=0.0, max_tokens=1)
 """Sampling parameters of a trace's single pass, for blocks that read `lm.samples`."""
