@@ -37,7 +37,7 @@ def local(lm_of) -> LM:
 
 @pytest.fixture(scope="module")
 def lm(server):
-    with LM.connect(server.url, api_key=KEYS["code"]) as found:
+    with LM.connect(server.url, api_key=KEYS["code"], lower_traces="off") as found:
         yield found
 
 
@@ -370,8 +370,10 @@ def test_who_may_connect(server):
         assert plain.generate("w1", SamplingParams(max_tokens=1))[0].token_ids
         with pytest.raises(PermissionError, match="'declared'"):
             plain.generate("w1", SamplingParams(max_tokens=1), capture=["resid_post.0"])
-        with pytest.raises(PermissionError, match="--allow-code-from plain"), plain.trace("w1"):
+        with pytest.raises(PermissionError, match="'declared'"), plain.trace("w1"):  # a declared request
             plain.model.layers[0].output.save()
+        with pytest.raises(PermissionError, match="--allow-code-from plain"), plain.trace("w1"):
+            print(plain.model.layers[0].output)
 
 
 class Doubler:

@@ -116,7 +116,7 @@ def test_no_answer_leads_to_a_host_that_the_client_named(server: Server, path):
 
 
 def test_an_error_shows_paths_of_the_clients_files_only(server: Server):
-    with LM.connect(server.url, api_key=KEYS["code"]) as lm:
+    with LM.connect(server.url, api_key=KEYS["code"], lower_traces="off") as lm:
         with pytest.raises(json.JSONDecodeError.__mro__[1]) as failure, lm.trace("w1"):
             lm.model.layers[0].output.save()
             __import__("json").loads("{")  # raises in a file of the server

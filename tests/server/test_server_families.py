@@ -24,7 +24,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     tiny_tokenizer().save_pretrained(folder)
     with (
         serving(folder, "--option", "impl='transformers'", "--allow-code-from", "anybody", keys=None) as server,
-        LM.connect(server.url) as remote,
+        LM.connect(server.url, lower_traces="off") as remote,
         LM(str(folder), impl="transformers", device="cpu", dtype="float32") as local,
     ):
         yield remote, local

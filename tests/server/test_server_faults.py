@@ -157,7 +157,7 @@ def mutate(server: Server, count: int, seed: int) -> None:
     from pymllm_interp.client.remote import remote_tracer
 
     kept: list[bytes] = []
-    with LM.connect(server.url, api_key=KEYS["code"]) as lm, pytest.MonkeyPatch.context() as patch:
+    with LM.connect(server.url, api_key=KEYS["code"], lower_traces="off") as lm, pytest.MonkeyPatch.context() as patch:
         post = remote_tracer.post
         patch.setattr(remote_tracer, "post", lambda engine, payload: kept.append(payload) or post(engine, payload))
         with lm.trace("w1 w2"):
@@ -188,7 +188,7 @@ def own_server(served_folder, tmp_path):
 
 
 def test_a_killed_engine_is_started_again_and_sigterm_lets_requests_end(own_server):
-    with own_server() as server, LM.connect(server.url, api_key=KEYS["code"]) as lm:
+    with own_server() as server, LM.connect(server.url, api_key=KEYS["code"], lower_traces="off") as lm:
         lm.vectors["v"] = torch.ones(72)
         steered = [{"op": "steer", "site": "resid_post.0", "vector": "v", "scale": 4}]
         with server.client() as client:
@@ -355,7 +355,7 @@ def test_vectors_that_are_junk_are_refused(server: Server):
 
 @pytest.mark.slow
 def test_a_block_that_ends_the_process_costs_what_runs_and_the_engine_comes_back(own_server):
-    with own_server() as server, LM.connect(server.url, api_key=KEYS["code"]) as lm:
+    with own_server() as server, LM.connect(server.url, api_key=KEYS["code"], lower_traces="off") as lm:
         before, pid = text_of(server), server.engine_pid()
         with pytest.raises(EngineClosedError, match="ended with status 7"), lm.trace("w1"):
             lm.model.layers[0].output.sum()

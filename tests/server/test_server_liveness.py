@@ -65,7 +65,7 @@ def test_a_step_that_does_not_end_is_ended_and_a_block_that_hangs_is_not_taken_f
     options = ["--allow-code-from", "code", "--engine-step-seconds", "4", "--option", "trace_step_timeout=1.0"]
     with serving(served_folder, *options, "--trace-timeout", "100", folder=tmp_path) as server:
         pid = server.engine_pid()
-        with LM.connect(server.url, api_key=KEYS["code"]) as lm:
+        with LM.connect(server.url, api_key=KEYS["code"], lower_traces="off") as lm:
             for _ in range(3):  # each is ended by its own watchdog, after a second
                 with pytest.raises(TimeoutError), lm.trace("w1"):
                     lm.model.layers[0].output.sum()

@@ -222,7 +222,7 @@ def test_captures_of_a_request_and_of_the_store_are_bounded(small: Server):
 
 
 def test_a_block_that_overruns_loses_its_request_and_the_engine_goes_on(small: Server):
-    with LM.connect(small.url, api_key=KEYS["code"]) as lm:
+    with LM.connect(small.url, api_key=KEYS["code"], lower_traces="off") as lm:
         with pytest.raises(TimeoutError, match=r"ran for more than|longer than"), lm.trace("w1"):
             lm.model.layers[0].output.sum()
             while True:
@@ -242,7 +242,10 @@ def test_a_block_that_overruns_loses_its_request_and_the_engine_goes_on(small: S
 def test_traces_of_a_key_are_counted(small: Server, tmp_path: Path):
     from pymllm_interp.client.remote.remote_engine import ServerError
 
-    with LM.connect(small.url, api_key=KEYS["code"]) as lm, LM.connect(small.url, api_key=KEYS["code"]) as second:
+    with (
+        LM.connect(small.url, api_key=KEYS["code"], lower_traces="off") as lm,
+        LM.connect(small.url, api_key=KEYS["code"], lower_traces="off") as second,
+    ):
         begun, refused = threading.Event(), str(tmp_path / "refused")
 
         def run() -> None:  # until the second one was refused

@@ -138,7 +138,7 @@ def load(
 ) -> Report:
     """Let clients send jobs for so many seconds. Each job's answer is known from a run of its own, before."""
     report, lock = Report(), threading.Lock()
-    with server.client("code") as client, LM.connect(server.url, api_key=KEYS["code"]) as lm:
+    with server.client("code") as client, LM.connect(server.url, api_key=KEYS["code"], lower_traces="off") as lm:
         work = [Job(number, prompts, max_tokens) for number in range(jobs)]
         work = [job for job in work if job.margin(client, lm) > CLEAR]
         expected = [job.run(client, lm) for job in work]
