@@ -74,7 +74,7 @@ class Lowered:
         self.mode = mode
         self._known: dict[tuple[Any, ...], tuple[BlockPlan | NotLowered, Any]] = {}
         self._native = isinstance(module, DecoderForCausalLM)
-        softcap = getattr(module.config, "final_logit_softcapping", None)
+        softcap = getattr(module.config, "final_logit_softcapping", None) if self._native else None
         points = points_of(ROOT, module.spec.family, module.spec.num_hidden_layers, softcap)
         self.model = LoweringModel(points, module.spec.hidden_size, module.spec.dtype, device)
 
