@@ -46,7 +46,7 @@ class Expressions:
         line: where it is.
         steps: of the loop over steps that it is in.
         read: sites that were read.
-        used: those of them that something was made of.
+        used: sites of which something was made.
         names: the block's own, and their values.
         edited: (line, column) of the statements that edit.
         conditional: it is in a branch that not all steps take.
