@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from ...core.events import FinishedEvent
@@ -19,6 +20,10 @@ from ..chat import RenderedPrompt
 from ..handle import RequestHandle
 from ..prompt_batch import prompts_of
 
+PER_PROMPT = ("prompts", "params", "interventions", "captures", "priority", "names")
+"""Fields of a `Submission` with an entry for each prompt."""
+TOO_MUCH = (413, 429)
+"""Statuses of a server that has no room for the requests. A trace of many invokes counts as one."""
 IN_SCAN = "a trace cannot be opened inside the block of a scan: use a session"
 
 
@@ -34,7 +39,10 @@ class DeclaringBackend(PromptReader, Protocol):
 
 
 class NotDeclaredError(Exception):
-    """A block cannot run after its request: it is sent to the server. The message says why."""
+    """A block cannot run after its request: it is sent to the server. The message says why.
+
+    Its cause is what the server refused the declared requests with, if it has refused them.
+    """
 
 
 def run_declared(
@@ -46,7 +54,7 @@ def run_declared(
         mode, inputs: as of `Backend.run_traces`.
 
     Raises:
-        NotDeclaredError: a block must run in the forward passes. Nothing was submitted.
+        NotDeclaredError: a block must run in the forward passes. No block has run here.
         LoweringError: likewise, with ``lower_traces="require"``.
         RuntimeError: the call is inside the block of a scan.
     """
@@ -57,39 +65,43 @@ def run_declared(
         raise NotDeclaredError(next((reason for reason in prevented if reason != ANOTHER_INVOKE), ANOTHER_INVOKE))
     if backend.runs_code and backend.lowered.mode != "require" and any(trace.plan.computes for trace in traces):
         raise NotDeclaredError("it computes with what it reads, which the server does before it answers")
-    handles = _submitted(backend, mode, traces, inputs)
+    handles: list[RequestHandle] = []
     for trace in traces:
         trace.cancel = lambda: [handle.cancel() for handle in handles]
     try:
+        _submit(backend, _submission(backend, mode, traces, inputs), handles)
         for handle in handles:
             handle.wait()
-    except BaseException:
+    except BaseException as error:
         for handle in handles:
             handle.cancel()
-        raise
-    backend.lowered.replay([_ended(trace, handle) for trace, handle in zip(traces, handles, strict=True)])
-    for trace in traces:
-        trace.activations.append(NOTHING)
-
-
-def _submitted(
-    backend: DeclaringBackend, mode: str, traces: list[RequestTrace], inputs: Sequence[tuple[tuple, dict] | None]
-) -> list[RequestHandle]:
-    """A handle for each trace.
-
-    Raises:
-        NotDeclaredError, LoweringError: the server refuses the requests.
-    """
-    try:
-        submission = _submission(backend, mode, traces, inputs)
-        return backend.submit(submission)
-    except (PromptError, ValueError, TypeError) as error:
+        refused = isinstance(error, ValueError | TypeError) or getattr(error, "status", None) in TOO_MUCH
+        if not refused:
+            raise
         backend.lowered.unlower(traces, error)
         if backend.lowered.mode == "require":
             raise LoweringError(
                 f"lower_traces='require', but what this block reads cannot be captured: {error}"
             ) from error
         raise NotDeclaredError(str(error)) from error
+    backend.lowered.replay([_ended(trace, handle) for trace, handle in zip(traces, handles, strict=True)])
+    for trace in traces:
+        trace.activations.append(NOTHING)
+
+
+def _submit(backend: DeclaringBackend, submission: Submission, handles: list[RequestHandle]) -> None:
+    """Submit the requests, as many at a time as the server takes from one client, and append their handles.
+
+    Raises:
+        ValueError, TypeError, ServerError: the server refuses some of them.
+    """
+    most = backend.limits.max_running
+    for start in range(0, len(submission.prompts), most):
+        if start >= 2 * most:
+            for handle in handles[start - 2 * most : start - most]:
+                handle.wait()
+        part = {name: getattr(submission, name)[start : start + most] for name in PER_PROMPT}
+        handles += backend.submit(replace(submission, **part))
 
 
 def _submission(

@@ -95,24 +95,39 @@ class RemoteTracer(EngineTracer):
 
     def execute(self, code: CodeType) -> None:
         """Serve the block by declared requests, or else by the server, and bind the saved names in the caller's frame."""
-        reason = "lower_traces='off'"
-        if self._model.backend.lowered.mode != "off":
-            if self._runs_twice():
-                try:
-                    super().execute(code)
-                    return
-                except NotDeclaredError as error:
-                    reason = str(error)
-                self._withdraw()
-            else:
-                reason = "the code around its invokes does more than to open them"
-                if self._model.backend.lowered.mode == "require":
-                    raise LoweringError(f"lower_traces='require', but {reason}")
+        try:
+            self._declare(code)
+            return
+        except NotDeclaredError as error:
+            self._withdraw()
+            if error.__cause__ is not None and not self._model.backend.runs_code:
+                error.__cause__.add_note(
+                    "The block is a declared request, of captures; with the right 'code' it needs none."
+                )
+                raise error.__cause__ from None
+            reason = str(error)
         try:
             self._send()
         except PermissionError as error:
             error.add_note(f"A block that can run after its request needs no such right; this one cannot: {reason}.")
             raise
+
+    def _declare(self, code: CodeType) -> None:
+        """Serve the block by declared requests.
+
+        Raises:
+            NotDeclaredError: it must run on the server.
+            LoweringError: likewise, and no block may.
+        """
+        mode = self._model.backend.lowered.mode
+        if mode == "off":
+            raise NotDeclaredError("lower_traces='off'")
+        if not self._runs_twice():
+            reason = "the code around its invokes does more than to open them"
+            if mode == "require":
+                raise LoweringError(f"lower_traces='require', but {reason}")
+            raise NotDeclaredError(reason)
+        super().execute(code)
 
     @property
     def _model(self) -> Any:

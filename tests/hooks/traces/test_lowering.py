@@ -198,6 +198,7 @@ APPENDS = {
     "copies": (["    kept.append(lm.lm_head.output[0, -1, ::2].clone().detach().cpu().double())"], True),
     "attention": (["    kept.append(lm.model.layers[2].self_attn.output[0][0, -1])"], True),
     "an edit": (["    lm.model.layers[0].output[:] += known['V'][0]", "    kept.append(lm.model.layers[1].output[0, -1])"], True),
+    "an edit by name": (["    h = lm.model.layers[1].output", "    h[:, -1] += known['V'][0]", "    kept.append(h[0, -1])"], True),
     "a known branch": (["    if known['layer'] == 1:", "        kept.append(lm.model.layers[1].output[0, -1])"], True),
     "a constant": (["    'a step'", "    kept.append(lm.model.layers[1].output[0, -1])", "    pass"], True),
     "a number of the step": (["    kept.append(lm.model.layers[1].output[0, -1])", "    other.append(step)"], False),
@@ -272,16 +273,24 @@ def test_random_blocks_in_a_small_pool_give_the_same_bits(lm_of, seed):
     assert compared(lms, 50 + seed, 20) > 8
 
 
+OUT = "o = lm.lm_head.output.save()"
 IN_THE_PASS = {
     "an edit after a read": (["h = lm.model.layers[0].output.clone().save()", "lm.model.layers[0].output[:] = 0"], "after a read"),
     "two edits of one place": (
         ["lm.model.layers[0].output[:] += 1", "lm.model.layers[0].output[:] += 2", "h = lm.lm_head.output.save()"], "another edit",
     ),
     "an edit by a value of the pass": (["lm.model.layers[1].output[:] = lm.model.layers[0].output"], "edit"),
-    "an edit of another shape": (["lm.model.layers[1].output[0, :2] += torch.ones(2, 72)", "o = lm.lm_head.output.save()"], "edit"),
-    "an edit of a norm": (["lm.model.layers[1].input_layernorm.output[:] = 0", "o = lm.lm_head.output.save()"], "an edit of"),
-    "an in-place method": (["h = lm.model.layers[0].output", "h.zero_()", "o = lm.lm_head.output.save()"], "zero_"),
-    "an augmented read": (["h = lm.model.layers[0].output", "h += 1", "o = lm.lm_head.output.save()"], "edited in place"),
+    "an edit of another shape": (["lm.model.layers[1].output[0, :2] += torch.ones(2, 72)", OUT], "edit"),
+    "an edit of a norm": (["lm.model.layers[1].input_layernorm.output[:] = 0", OUT], "an edit of"),
+    "an in-place method": (["h = lm.model.layers[0].output", "h.zero_()", OUT], "zero_"),
+    "by name after a part": (["h = lm.model.layers[0].output", "a = h[0, -1]", "h += 1", "a.save()"], "after a use"),
+    "by name after a copy": (["h = lm.model.layers[0].output", "a = h.clone().save()", "h[:] += 1"], "after a use"),
+    "by name, late": (
+        ["h = lm.model.layers[0].output", "g = lm.model.layers[1].output", "h += 1", OUT], "after a use",
+    ),
+    "two edits by name": (["h = lm.model.layers[0].output", "h += 1", "h += 2", OUT], "after a use"),
+    "an edit of a part by name": (["h = lm.model.layers[0].output[0]", "h += 1", OUT], "edited in place"),
+    "an edit of an input by name": (["h = lm.model.layers[1].input", "h += 1", OUT], "an edit of"),
     "a branch on a value": (["h = lm.model.layers[0].output.save()", "if h.sum() > 0:", "    g = h.clone().save()"], "branch"),
     "a module that is no site": (["g = lm.model.layers[0].mlp.act_fn.output.save()"], "no site"),
     "a call of a module": (["h = lm.lm_head(lm.model.layers[0].output).save()"], "call"),
@@ -397,15 +406,20 @@ INDEXES = ("[:]", "[:, -1]", "[0, -1]", "[0]", "[:, :]", "[:, -1, :]", "[...]")
 def random_edits(rng: random.Random, layers: int, single: bool, rows: int) -> list[str]:
     """A block that edits places of the model, and reads what comes of it."""
     i = rng.randrange(layers - 1)
-    place = rng.choice(PLACES).format(i=i)
+    module = place = rng.choice(PLACES).format(i=i)
+    before = []
+    if rng.random() < 0.4:  # by a name
+        before, place = [f"e = {module}", *(["f = e"] if rng.random() < 0.2 else [])], "e"
     index = rng.choice(
         ["[:]", "[:, -1]", "[0, -1]", "[0]", "[:, :]", "[:, -1, :]", "[...]"] + (["[0, 1]", "[:, 0]"] if single else [])
     )
     edit = rng.choice(EDITS).format(x=place + index, i=i)
-    if rng.random() < 0.2 and "self_attn" not in place:
+    if rng.random() < 0.2 and place == "e":
+        edit = f"e {rng.choice(['+', '-'])}= V[{i}]"
+    elif rng.random() < 0.2 and "self_attn" not in place and place != "e":
         edit = f"{place} = {place} {rng.choice(['+', '-'])} V[{i}]"
     after = [f"a = {place}.clone()"] if rng.random() < 0.4 else []
-    reads = [edit, *after, f"h = lm.model.layers[{i + 1}].output[0, -1]"]
+    reads = [*before, edit, *after, f"h = lm.model.layers[{i + 1}].output[0, -1]"]
     if single:
         return [
             "V = known['V']",

@@ -201,10 +201,30 @@ def test_captures_above_the_servers_limit_are_sent_as_code(served_folder, local,
         with LM.connect(small.url, api_key=KEYS["code"]) as lm:
             same((lm, local), ["h = lm.model.layers[0].output.save()"], ONE_PASS, [7] * 30)
             assert len(posts) == 1
-        with LM.connect(small.url, api_key=KEYS["declared"]) as lm, pytest.raises(PermissionError) as refused:
+        with LM.connect(small.url, api_key=KEYS["declared"]) as lm, pytest.raises(ValueError) as refused:
             with lm.trace([7] * 30):
                 h = lm.model.layers[0].output.save()  # noqa: F841
-        assert "max_capture_bytes" in refused.value.__notes__[0]
+        assert "max_capture_bytes" in str(refused.value) and "right 'code'" in refused.value.__notes__[0]
+    assert len(posts) == 1
+
+
+@pytest.mark.parametrize("key", ["declared", "code"])
+def test_more_invokes_than_a_key_may_have_requests(served_folder, local, tmp_path, key):
+    """They go in portions; a trace that is sent as code counts as one."""
+
+    def run(lm: Any) -> Any:
+        with lm.trace() as tracer:
+            kept = list().save()
+            for i in range(1, 40):
+                with tracer.invoke([i, i + 1]):
+                    kept.append(lm.model.layers[1].output[0, -1])
+        return torch.stack(kept), tracer.receipts
+
+    limits = ["--allow-code-from", "code", "--max-concurrent", "8"]
+    with serving(served_folder, *limits, folder=tmp_path) as small, LM.connect(small.url, api_key=KEYS[key]) as lm:
+        (ours, receipts), (theirs, _) = run(lm), run(local)
+    assert len(receipts) == 39 and all(receipt.lowered for receipt in receipts)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 def test_a_timeout_ends_it(declared):

@@ -80,7 +80,7 @@ class Walk(Expressions):
             self._bind(node.target, self.value(node.value))
 
     def _AugAssign(self, node: ast.AugAssign) -> None:
-        if not isinstance(node.target, ast.Name):
+        if not isinstance(node.target, ast.Name) or Edits(self).named(node.target) is not None:
             Edits(self).augments(node)
             return
         before, value = self._load(node.target.id), self.value(node.value)
@@ -88,7 +88,7 @@ class Walk(Expressions):
             raise NotStatic(f"`{node.target.id}` is changed in place")
         if isinstance(before, Unknown) and not before.step:
             raise NotStatic(f"`{node.target.id}` may be a tensor that is edited in place")
-        self._names[node.target.id] = combined(before, value)
+        self.names[node.target.id] = combined(before, value)
 
     def _If(self, node: ast.If) -> None:
         test = self.value(node.test)
@@ -137,6 +137,6 @@ class Walk(Expressions):
         for statement in statements:
             for found in ast.walk(statement):
                 if isinstance(found, ast.Name) and isinstance(found.ctx, ast.Store):
-                    if isinstance(before := self._names.get(found.id), SiteRead):
+                    if isinstance(before := self.names.get(found.id), SiteRead):
                         self.use(before)
-                    self._names[found.id] = UNKNOWN
+                    self.names[found.id] = UNKNOWN

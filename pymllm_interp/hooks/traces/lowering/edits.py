@@ -15,6 +15,7 @@ from ...site import Site
 from ..blocks.loops import AST_LOCK, with_loop_ends
 from ..nnsight_compat import Envoy
 from .plan import LAST, Edit, NotStatic
+from .values import SiteRead
 
 if TYPE_CHECKING:
     from .expressions import Expressions
@@ -32,7 +33,7 @@ class Edits:
         self._walk = walk
 
     def augments(self, node: ast.AugAssign) -> None:
-        """``layer.output[...] += v``."""
+        """``layer.output[...] += v``, and ``h[...] += v`` or ``h += v`` of a name of such a value."""
         operator = OPERATORS.get(type(node.op))
         if operator is None:
             raise NotStatic(IN_PLACE)
@@ -41,6 +42,9 @@ class Edits:
     def assigns(self, node: ast.Assign) -> bool:
         """``layer.output[...] = v`` or ``layer.output = layer.output + v``; False if it is another assignment."""
         target = node.targets[0]
+        if isinstance(target, ast.Subscript) and len(node.targets) == 1 and self.named(target.value) is not None:
+            self._edit(node, target, "=", node.value)
+            return True
         place = target.value if isinstance(target, ast.Subscript) else target
         if not (isinstance(place, ast.Subscript | ast.Attribute) and self._is_read(place)):
             return False
@@ -56,6 +60,11 @@ class Edits:
             raise NotStatic("an assignment to a module")
         self._edit(node, target, OPERATORS[type(value.op)], value.right, assigned=True)
         return True
+
+    def named(self, node: ast.expr) -> SiteRead | None:
+        """The value of a site that a name stands for."""
+        found = self._walk.names.get(node.id) if isinstance(node, ast.Name) else None
+        return found if isinstance(found, SiteRead) and not found.in_tuple else None
 
     def _is_read(self, node: ast.expr) -> bool:
         """Whether an expression is ``module.output``, or an entry of it."""
@@ -79,6 +88,10 @@ class Edits:
 
     def _edit(self, node: ast.stmt, target: ast.expr, operator: str, value: ast.expr, assigned: bool = False) -> None:
         walk = self._walk
+        read = self.named(target.value if isinstance(target, ast.Subscript) else target)
+        if read is not None:
+            self._edit_named(node, read, target.slice if isinstance(target, ast.Subscript) else None, operator, value)
+            return
         index = None
         if not self._is_read(target):
             raise NotStatic(IN_PLACE)
@@ -101,6 +114,27 @@ class Edits:
         walk.edited.add((node.lineno, node.col_offset))
         if walk.taken is not None:
             walk.taken.reads += 1
+
+    def _edit_named(
+        self, node: ast.stmt, read: SiteRead, index: ast.expr | None, operator: str, value: ast.expr
+    ) -> None:
+        """An edit of a value by its name, before anything else was made of it."""
+        walk = self._walk
+        point = next(point for point in walk.points.values() if point.site == read.site)
+        if Site.parse(read.site).kind not in KINDS:
+            raise NotStatic(f"an edit of `{read.site}`")
+        edited = any(edit.site == read.site for edit in walk.plan.edits)
+        if (
+            edited
+            or read.site in walk.used
+            or walk.conditional
+            or not walk.stands_at(point)
+            or read.steps is not walk.steps
+        ):
+            raise NotStatic("an edit after a use, another read or another edit, or in a branch")
+        operand = self._operand(walk.value(value), operator, assigned=False)
+        walk.plan.edits += [Edit(read.site, operator, operand, where) for where in self._positions(index)]
+        walk.edited.add((node.lineno, node.col_offset))
 
     def _operand(self, value: Any, operator: str, assigned: bool) -> Any:
         """The operand of an edit, if it exists before the block runs.
@@ -187,7 +221,7 @@ class _Reads(ast.NodeTransformer):
             place: ast.expr = node.targets[0] if isinstance(node, ast.Assign) else node.target
             while isinstance(place, ast.Subscript):
                 place = place.value
-            assert isinstance(place, ast.Attribute)
+            assert isinstance(place, ast.Attribute | ast.Name)
             place.ctx = ast.Load()
             return ast.copy_location(ast.Expr(place), node)
         return super().generic_visit(node)

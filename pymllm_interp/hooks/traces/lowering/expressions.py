@@ -13,7 +13,7 @@ import torch
 from ..nnsight_compat import Envoy, InterleavingTracer, Iterations, save
 from ..syntax.envoy import TracedEnvoy, TracedModel
 from . import pure
-from .plan import LAST, BlockPlan, LoweringModel, Need, NotStatic, Row, Scope
+from .plan import LAST, BlockPlan, LoweringModel, Need, NotStatic, Row, Scope, SiteLocation
 from .step_loop import TakenLoop
 from .values import (
     CONTAINERS,
@@ -46,6 +46,8 @@ class Expressions:
         line: where it is.
         steps: of the loop over steps that it is in.
         read: sites that were read.
+        used: sites of which something was made.
+        names: the block's own, and their values.
         edited: (line, column) of the statements that edit.
         conditional: it is in a branch that not all steps take.
         taken: the loop over steps that it is in, while all of the loop's steps can be taken at once.
@@ -55,9 +57,10 @@ class Expressions:
         self.plan, self.line = BlockPlan(), 0
         self._scope, self._saved, self.model, self.single = scope, saved, model, single
         self.points = model.points
-        self._names: dict[str, Any] = {}
+        self.names: dict[str, Any] = {}
         self.steps: Steps | None = None
         self.read: set[str] = set()
+        self.used: set[str] = set()
         self.edited: set[tuple[int, int]] = set()
         self.conditional = False
         self.taken: TakenLoop | None = None
@@ -86,7 +89,7 @@ class Expressions:
         if isinstance(value, KnownItems):
             raise NotStatic("a name of an iterator")
         if isinstance(target, ast.Name):
-            self._names[target.id] = value
+            self.names[target.id] = value
         elif isinstance(target, ast.Tuple | ast.List):
             if any(isinstance(entry, ast.Starred) for entry in target.elts):
                 raise NotStatic("a starred name")
@@ -108,8 +111,8 @@ class Expressions:
         return self._load(node.id)
 
     def _load(self, name: str) -> Any:
-        if name in self._names:
-            return self._names[name]
+        if name in self.names:
+            return self.names[name]
         try:
             return self._known(self._scope[name])
         except (KeyError, NameError):
@@ -190,8 +193,13 @@ class Expressions:
             raise NotStatic(f"`{location}` is read late, or again")
         self._order = order
 
+    def stands_at(self, point: SiteLocation) -> bool:
+        """Whether the block has reached this location last."""
+        return self._order == point.order
+
     def use(self, read: SiteRead, row: int | None = None) -> None:
         """Need a row of what was read; None: all of them."""
+        self.used.add(read.site)
         self._need(read.site, row, read.steps)
 
     def _need(self, site: str, row: int | None, steps: Steps | None) -> None:
@@ -280,7 +288,7 @@ class Expressions:
                 self.value(part)
             return
         first, *rest = generators
-        hidden = dict(self._names)
+        hidden = dict(self.names)
         for item in self._items(self.value(first.iter)):
             self._bind(first.target, item)
             tests = [self.value(test) for test in first.ifs]
@@ -288,7 +296,7 @@ class Expressions:
                 raise NotStatic("a branch on a value of the pass")
             if all(isinstance(test, Unknown) or truth(test) for test in tests):
                 self._comprehend(rest, parts)
-        self._names = hidden
+        self.names = hidden
 
     def _items(self, of: Any) -> Iterator[Any]:
         """What a loop goes over, which must be known."""

@@ -266,7 +266,8 @@ class Replay:
                 saves.settle(into)
         for row, taken in zip(loop.rows, values, strict=True):
             if row.saved:
-                saves.ids.update(map(id, taken))
+                for value in taken:
+                    saves.ids.add(id(value))
         self._has_taken, end = True, self._loop_stop(loop)
         self._trace.receipt.reads += loop.reads * (end - start)
         return end

@@ -11,6 +11,7 @@ from ..blocks.loops import PREFIX
 from ..nnsight_compat import Mediator, mark
 from .save_transfer import SaveTransfer
 from .saved import batch_views, find_tensors, give_own_storage
+from .saved_ids import SavedIds
 
 
 class BlockSaves:
@@ -31,7 +32,7 @@ class BlockSaves:
 
     def __init__(self, block: Mediator | None, transfer: SaveTransfer) -> None:
         self._block, self.transfer = block, transfer
-        self.ids: set[int] = set()
+        self.ids = SavedIds()
         self.outer: dict[str, Any] = {}
         self.collected: dict[str, Any] = {}
         self.changed = True
@@ -118,3 +119,4 @@ class BlockSaves:
     def release(self) -> None:
         """Drop the references to the block and to the values above it."""
         self._block, self.outer, self.collected = None, {}, {}
+        self.ids = SavedIds()
