@@ -119,4 +119,4 @@ class BlockSaves:
     def release(self) -> None:
         """Drop the references to the block and to the values above it."""
         self._block, self.outer, self.collected = None, {}, {}
-        self.ids = SavedIds()
+        self.ids.clear()

@@ -26,6 +26,11 @@ class SavedIds(set[int]):
         except TypeError:  # a list, or a number
             self._held[number] = saved
 
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._held.clear()  # the callbacks in it hold this set
+        super().clear()
+
     def _forget(self, number: int) -> None:
         self.discard(number)
         self._held.pop(number, None)
