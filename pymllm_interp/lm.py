@@ -401,7 +401,7 @@ class LM(ClientModel):
             lower_traces: "auto"; "require" sends no code, and refuses blocks that need it; "off" sends each block as code.
 
         Raises:
-            ValueError: `lower_traces` is another word.
+            ValueError: an unknown `lower_traces`.
             ConnectionError: no server answers there, or it serves another version.
             PermissionError: the key is missing or not known.
         """

@@ -72,7 +72,7 @@ class Submission:
     stream: bool = False
     """Whether each token is an event."""
     prompt_logits: bool = False
-    """Whether the logits of all prompt positions are computed; and captured, where no capture is of logits."""
+    """Whether the logits of all prompt positions are computed. They are captured, unless a capture names the logits."""
     edits: Sequence[Mediator] = ()
     """Persistent edits of the model, which follow each request."""
     passes: PassOptions = NONE

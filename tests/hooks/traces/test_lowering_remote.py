@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from helpers_server import KEYS, Server, serving
-from test_lowering import GENERATION, ONE_PASS, PROMPT, random_block, random_edits, same
+from test_lowering import GENERATION, ONE_PASS, PROMPT, random_block, random_edits, same, script
+from test_lowering import ran as run_block
 
 from pymllm_interp import LM
 from pymllm_interp.client.calls.lowered import LoweringError
@@ -52,7 +53,7 @@ def posts(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_blocks_give_what_they_give_in_the_pass_without_the_right_to_run_code(local, declared, posts, seed):
-    rng = random.Random(seed)
+    rng, compared = random.Random(seed), 0
     for make in (random_block, random_edits):
         for _ in range(12):
             single = rng.random() < 0.5
@@ -70,14 +71,12 @@ def test_blocks_give_what_they_give_in_the_pass_without_the_right_to_run_code(lo
                     continue
                 raise
             assert receipt is None or receipt.lowered
-    assert posts == []
+            compared += 1
+    assert posts == [] and compared >= 12
 
 
 def test_most_random_blocks_are_declared(declared):
     rng, ran = random.Random(1), 0
-    from test_lowering import ran as run_block
-    from test_lowering import script
-
     for _ in range(30):
         single = rng.random() < 0.5
         lines = random_block(rng, declared.cfg.num_hidden_layers, "lm.model.layers", single)

@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..nnsight_compat import InterleavingTracer
+
 CALLS = ("range", "len", "enumerate", "zip", "reversed", "sorted", "list", "dict", "str", "int", "tuple")
 """Builtins that change nothing."""
 
@@ -22,8 +24,12 @@ def opens_invokes_only(body: list[ast.stmt], scope: Mapping[str, Any]) -> bool:
 def _opens(statement: ast.stmt, scope: Mapping[str, Any]) -> bool:
     match statement:
         case ast.With(
-            items=[ast.withitem(context_expr=ast.Call(func=ast.Attribute(attr="invoke"), args=args) as call)]
-        ):
+            items=[
+                ast.withitem(
+                    context_expr=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="invoke"), args=args) as call
+                )
+            ]
+        ) if isinstance(_found(scope, name), InterleavingTracer):
             return all(_repeats(part, scope) for part in (*args, *(keyword.value for keyword in call.keywords)))
         case ast.For(iter=over, body=body, orelse=[]):
             return _repeats(over, scope) and opens_invokes_only(body, scope)
