@@ -102,11 +102,12 @@ class ServerConfig:
     capture_when_full: str = "block"
     """A request for which the ring has no room: "block" makes it wait, "fail" drops its captures."""
     hook_execution: str = "auto"
-    """How a decode step with a block that waits for a module runs. "segments" replays the graph segments between blocks. "split"
-    replays the plain requests and runs the hooked ones module by module. Models by transformers' classes run as with "eager".
-    "eager" runs the whole batch module by module. "auto" is "segments" where decode passes are captured."""
+    """How a step with a block that waits for a module runs. "segments" replays the graph segments between blocks. "split"
+    replays the plain requests of a decode step and runs the hooked ones module by module. Models by transformers' classes run as
+    with "eager". "eager" runs the whole batch module by module. "auto" is "segments" where the pass's size is captured."""
     max_segments: int = 256
-    """Maximum graph segments between blocks to keep; the least recently used one is evicted."""
+    """Maximum graph segments between blocks to keep; the least recently used one is evicted. Steps with prompts have segments of
+    their own. A segment of n layers is n + 1 graphs there, and at most 8 times as many graphs are kept."""
     schedule_policy: str = "mixed"
     """ "mixed" puts decode and prefill into one step; "prefill_first" gives prefill steps of its own, at most every second one."""
     scheduling_policy: str = "fcfs"

@@ -40,7 +40,7 @@ def traces_suite(model: Model) -> Iterator[dict[str, Any]]:
         for case in cases(lm.num_layers):
             for batch in settings.batches:
                 found["rows"].append({"case": case.name, "batch": batch, **measure(lm, case, batch, settings)})
-                found |= {name: lm.engine.stats()[name] for name in ("segments", "execution")}
+                found |= {name: lm.engine.stats()[name] for name in ("segments", "prompt_segments", "execution")}
                 yield found
         found["sweep"] = measure_sweep(lm, settings)
         yield found

@@ -99,6 +99,7 @@ def runner_counters(runner: InterpModelRunner) -> dict[str, Any]:
     return {
         "execution": {f"{how}: {why}": n for (how, why), n in Counter(runner.partition.counts).items()},
         "segments": None if runner.segments is None else runner.segments.stats(),
+        "prompt_segments": None if runner.prompt_segments is None else runner.prompt_segments.stats(),
         "eager_parts": dict(runner.interleaver.eager_parts),
         "block_seconds": runner.interleaver.blocks.seconds,
     }

@@ -15,7 +15,8 @@ from ..core.step import LogitsProcessorOutput
 from ..layers.edits.table import TableOps
 from .graphs.cuda_graph_runner import CudaGraphRunner
 from .graphs.prefill_graphs import PrefillGraphs
-from .graphs.segments import Segments
+from .graphs.prompt_segments import PromptSegments
+from .graphs.segments import DecodeSegments
 from .partition import BatchExecutionDescriptor, Execution
 from .stage import PassDemands
 
@@ -82,12 +83,28 @@ class Executions:
         runner: runs the parts of a pass.
 
     Attributes:
-        segments: CUDA graphs of what lies between blocks; None where passes are not captured.
+        segments: CUDA graphs of what lies between blocks in decode passes; None where they are not captured.
+        prompt_segments: the same of passes with prompts.
     """
 
     def __init__(self, runner: PassRunner) -> None:
         self.runner: PassRunner = weakref.proxy(runner)  # which holds this object
-        self.segments: Segments | None = None
+        self.segments: DecodeSegments | None = None
+        self.prompt_segments: PromptSegments | None = None
+
+    def open_segments(self, kept: int) -> None:
+        """Make room for `kept` graph segments of each kind of pass that the runner has captured."""
+        if self.runner.graph_runner is not None:
+            self.segments = DecodeSegments(self.runner.graph_runner, kept)
+        if self.runner.prefill_graphs is not None:
+            self.prompt_segments = PromptSegments(self.runner.prefill_graphs, kept)
+
+    def release_segments(self) -> None:
+        """Release the graph segments and their memory."""
+        for segments in (self.segments, self.prompt_segments):
+            if segments is not None:
+                segments.shutdown()
+        self.segments = self.prompt_segments = None
 
     def can(self, execution: Execution, batch: ForwardBatch) -> bool:
         """Whether the pass can run so."""
@@ -108,13 +125,10 @@ class Executions:
         return graphs is not None and batch.attention_cuts is None and graphs.can_run(batch)
 
     def _has_segments(self, batch: ForwardBatch) -> bool:
+        if batch.forward_mode.is_extend():
+            return self.prompt_segments is not None and self.prompt_segments.graphs.can_run(batch)
         graphs = self.runner.graph_runner
-        return (
-            self.segments is not None
-            and graphs is not None
-            and not batch.forward_mode.is_extend()
-            and graphs.can_run(batch)
-        )
+        return self.segments is not None and graphs is not None and graphs.can_run(batch)
 
     def _decodes(self, batch: ForwardBatch) -> bool:
         return batch.forward_mode.is_decode()
@@ -143,7 +157,9 @@ class Executions:
         return self._forward(batch, descriptor)
 
     def _in_segments(self, batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
-        """A decode pass module by module. The parts between its blocks are replayed."""
+        """The whole batch, module by module. The parts between its blocks are replayed."""
+        if batch.forward_mode.is_extend():
+            return self._prompts_in_segments(batch)
         assert self.segments is not None
         self.runner.forward_pass_id += 1
         padded = self.segments.begin(batch)
@@ -162,6 +178,18 @@ class Executions:
         finally:
             self.segments.end()
         return LogitsProcessorOutput(logits[: batch.batch_size])
+
+    def _prompts_in_segments(self, batch: ForwardBatch) -> LogitsProcessorOutput:
+        assert self.prompt_segments is not None
+        self.runner.forward_pass_id += 1
+        self.runner.enter_pass(batch)
+        try:
+            output = self.runner.plan_and_call(self.prompt_segments.begin(batch), Execution.SEGMENTS)
+        finally:
+            self.prompt_segments.end()
+        if output.hidden_states is not None:
+            output.hidden_states = batch.hidden_states = output.hidden_states[: batch.num_request_tokens]
+        return output
 
     def _split(self, batch: ForwardBatch, descriptor: BatchExecutionDescriptor) -> LogitsProcessorOutput:
         """A decode pass as two: requests without a waiting block, then the last `num_hooked` ones module by module.

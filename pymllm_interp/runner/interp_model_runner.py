@@ -29,7 +29,8 @@ from ..hooks.saes.registry import SAERegistry
 from ..hooks.traces.blocks.trace import RequestTrace
 from ..hooks.traces.syntax.envoy import TracedModel, TreeMaker
 from ..models.readout import ModelReadout
-from .graphs.segments import Segments
+from .graphs.prompt_segments import PromptSegments
+from .graphs.segments import DecodeSegments
 from .model_runner import ModelRunner
 from .traced_stage import TracedStage
 
@@ -135,9 +136,14 @@ class InterpModelRunner(ModelRunner):
         return None if self.declared_stage is None else self.declared_stage.capture_ring
 
     @property
-    def segments(self) -> Segments | None:
-        """CUDA graphs of what lies between blocks; None where passes are not captured."""
+    def segments(self) -> DecodeSegments | None:
+        """CUDA graphs of what lies between blocks in decode passes; None where they are not captured."""
         return self.executions.segments
+
+    @property
+    def prompt_segments(self) -> PromptSegments | None:
+        """The same of passes with prompts."""
+        return self.executions.prompt_segments
 
     @torch.no_grad()
     def run(self, command: RunnerCommand) -> Any:

@@ -45,7 +45,6 @@ from .forward_passes import ForwardPasses
 from .graphs.cuda_graph_runner import CudaGraphRunner
 from .graphs.graph_capture import capture_batch_sizes, capture_token_counts
 from .graphs.prefill_graphs import PrefillGraphs
-from .graphs.segments import Segments
 from .input_batch import ExecuteModelState, InputBatch, InputBuffers
 from .partition import BatchExecutionDescriptor, Execution, Partition
 from .request_state import RequestState
@@ -255,10 +254,10 @@ class ModelRunner(ForwardPasses, SeedNames):
         taken = self.graph_runner.memory_usage + (
             self.plain_graphs.memory_usage if self.plain_graphs is not None else 0
         )
-        self.executions.segments = Segments(self.graph_runner, self.server_config.max_segments)
         if sizes := self._prefill_sizes():
             self.prefill_graphs = PrefillGraphs(self, sizes)
             taken += self.prefill_graphs.memory_usage
+        self.executions.open_segments(self.server_config.max_segments)
         return taken
 
     @property
@@ -292,10 +291,11 @@ class ModelRunner(ForwardPasses, SeedNames):
         return "its RoPE depends on the lengths in the batch" if self.model_spec.rope_depends_on_length else None
 
     def _release_graphs(self) -> None:
-        for graphs in (self.executions.segments, self.prefill_graphs, self.plain_graphs, self.graph_runner):
+        self.executions.release_segments()
+        for graphs in (self.prefill_graphs, self.plain_graphs, self.graph_runner):
             if graphs is not None:
                 graphs.shutdown()
-        self.executions.segments = self.graph_runner = self.plain_graphs = self.prefill_graphs = None
+        self.graph_runner = self.plain_graphs = self.prefill_graphs = None
 
     def shutdown(self) -> None:
         """Release the model and all memory. A second call does nothing."""

@@ -8,6 +8,7 @@
 | the same, in a prefill or mixed pass that was captured | replay: `forward_fused`, as CUDA graphs between its attention layers |
 | a block that waits for a module of this pass | modules: `forward`, module by module |
 | the same, in a decode pass that was captured | segments: `forward`, with CUDA graphs between the blocks |
+| the same, in a prefill or mixed pass that was captured | segments: the same, with attention between two graphs |
 | a request that asks for transformers' own attention, or for hidden states | modules |
 | a request with cut edges of attention | segments where the pass was captured, else plain |
 | a block that waits, with ``hook_execution="split"`` | split: plain requests as above, hooked requests module by module |
@@ -102,6 +103,6 @@ class Partition:
             return Execution.MODULES, f"{waits}, and every pass of this model calls modules"
         if mode.is_decode() and self.hook_execution == "eager":
             return Execution.MODULES, f"{waits}: hook_execution='eager'"
-        if mode.is_decode() and can_replay and self.hook_execution in ("auto", "segments"):
+        if can_replay and self.hook_execution in ("auto", "segments"):
             return Execution.SEGMENTS, f"{waits}, and the pass was captured"
         return Execution.MODULES, waits

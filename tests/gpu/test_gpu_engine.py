@@ -112,10 +112,10 @@ def test_a_hooked_decode_step_runs_in_segments_and_the_others_replay(gpu_lm):
         for _ in tracer.iter[:]:
             logits.append(lm.lm_head.output[0, -1])
     assert len(logits) == 6 and first.shape == (1, 17, 384)
-    assert tracer.receipt.steps == {"modules": 1, "segments": 5}
+    assert tracer.receipt.steps == {"segments": 6}
     with lm.generate(prompt, max_new_tokens=6) as tracer:
         h = lm.model.layers[1].output.save()
-    assert tracer.receipt.steps == {"modules": 1, "replay": 5}
+    assert tracer.receipt.steps == {"segments": 1, "replay": 5}
     assert torch.equal(h, first), "the same pass in the same batch shape"
     assert (ways(lm) - before)["replay"] == 5
 

@@ -480,8 +480,8 @@ def test_v29_a_captured_pass_replays_unless_somebody_waits_for_a_module(mode, ho
     if mode is ForwardMode.IDLE:
         expected = Execution.IDLE
     else:
-        expected = Execution.SEGMENTS if hooked and mode is ForwardMode.DECODE else Execution.MODULES
-        expected = Execution.MODULES if is_profile else expected if hooked else Execution.REPLAY
+        captured = Execution.SEGMENTS if hooked else Execution.REPLAY
+        expected = Execution.MODULES if is_profile else captured
     assert decided.execution is expected and partition.counts == {(expected.value, decided.reason): 1}
 
 

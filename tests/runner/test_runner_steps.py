@@ -350,12 +350,12 @@ def test_v29_dispatch_is_a_decision_table(mode, hooked, num_tokens, is_profile):
 @pytest.mark.parametrize("plain", [0, 3])
 @pytest.mark.parametrize("captured", [False, True])
 def test_v29_hooked_decode_rows_run_in_segments_or_as_is_asked_for(how, mode, plain, captured):
-    """V29, R20, G9: only a decode pass with others in it can be split, and only a captured one has segments."""
+    """V29, R20, G9: only a decode pass with others in it can be split, and only a captured pass has segments."""
     decided = Partition(how).decide(mode, plain + 1, plain + 1, hooked=1, can_replay=captured)
     expected = Execution.MODULES
     if mode is ForwardMode.DECODE and how == "split" and plain:
         expected = Execution.SPLIT
-    elif mode is ForwardMode.DECODE and how in ("auto", "segments") and captured:
+    elif how in ("auto", "segments") and captured:
         expected = Execution.SEGMENTS
     assert decided.execution is expected and decided.num_hooked == 1
 

@@ -151,15 +151,15 @@ def test_the_receipt_names_what_sent_a_part_of_the_step_off_its_graph(device: st
             for _ in tracer.iter[:]:
                 layers[1].mlp.source.self_act_fn_0.output.save()
     receipts = tracer.receipts
-    assert all(receipt.steps["segments"] == 6 for receipt in receipts), receipts
+    assert all(receipt.steps["segments"] == 7 for receipt in receipts), receipts
     found = [receipt.eager_parts for receipt in receipts]
     assert found[0] == {} and found[1] == {
-        "model.layers.0.self_attn.q_proj.output": 3, "model.layers.2.mlp.act_fn.output": 6,
+        "model.layers.0.self_attn.q_proj.output": 3, "model.layers.2.mlp.act_fn.output": 7,
     }  # fmt: skip
     ((where, count),) = found[2].items()
-    assert where.startswith("model.layers.1.mlp.source.") and count == 6
+    assert where.startswith("model.layers.1.mlp.source.") and count == 7
     after = Counter(lm.engine.stats()["eager_parts"])
-    assert after - before == {"self_attn.q_proj": 3, "mlp.act_fn": 6, "mlp.source": 6}
+    assert after - before == {"self_attn.q_proj": 3, "mlp.act_fn": 7, "mlp.source": 7}
 
 
 @pytest.mark.parametrize("device", DEVICES)

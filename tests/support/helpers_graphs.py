@@ -55,7 +55,7 @@ class EagerPieces:
     """Stands for `graph_capture.Pieces`: a replay calls the function that would have been captured."""
 
     def __init__(self, run: Callable[[Callable[[Any], None]], torch.Tensor]) -> None:
-        self.replay = run
+        self.replay, self.graphs = run, [run]
 
 
 def use_eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,4 +81,4 @@ def use_eager_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_capture, "freeze_gc", nullcontext)
     monkeypatch.setattr(graph_capture, "capture", capture)
     monkeypatch.setattr(graph_capture, "record", record)
-    monkeypatch.setattr(graph_capture, "record_pieces", lambda run, pool: EagerPieces(run))
+    monkeypatch.setattr(graph_capture, "record_pieces", lambda run, pool, **options: EagerPieces(run))

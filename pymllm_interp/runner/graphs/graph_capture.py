@@ -142,7 +142,7 @@ class Pieces(Generic[T]):
         return self.output
 
 
-def record_pieces(run: Callable[[Callable[[Any], None]], T], pool: Any) -> Pieces[T]:
+def record_pieces(run: Callable[[Callable[[Any], None]], T], pool: Any, warm_ups: int = WARM_UPS) -> Pieces[T]:
     """Warm ``run(between)`` up and capture it, without what `between` does. Each call of it ends a graph and begins the next."""
     current = torch.cuda.current_stream()
     stream = _capture_stream(current.device_index)
@@ -161,7 +161,7 @@ def record_pieces(run: Callable[[Callable[[Any], None]], T], pool: Any) -> Piece
 
     try:
         with _captures, torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
+            for _ in range(warm_ups):
                 run(lambda argument: None)
             torch.cuda.synchronize()
             begin()

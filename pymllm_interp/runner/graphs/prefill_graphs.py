@@ -67,6 +67,8 @@ class PrefillGraphs:
         sizes: numbers of token rows, ascending.
 
     Attributes:
+        queries, outputs: [largest size, heads, head_dim], of attention, which runs between two graphs.
+        pool: the memory pool of the graphs.
         memory_usage: device memory of the graphs and buffers, in bytes.
     """
 
@@ -74,9 +76,11 @@ class PrefillGraphs:
         self.model_runner, self.sizes = model_runner, sizes
         layer = model_runner.get_model().attention_layers()[0]
         shape = sizes[-1], layer.num_heads, layer.head_dim
-        self._queries = torch.zeros(shape, dtype=model_runner.dtype, device=model_runner.device)
-        self._outputs = torch.zeros_like(self._queries)
+        self.queries = torch.zeros(shape, dtype=model_runner.dtype, device=model_runner.device)
+        self.outputs = torch.zeros_like(self.queries)
         self._pieces: dict[int, Pieces[torch.Tensor]] = {}
+        # By default of their own: tensors live from one graph to the next, and another engine may replay its graphs in between.
+        self.pool = graph_capture.memory_pool(model_runner.device)
         self.memory_usage = 0
         self._capture()
 
@@ -102,11 +106,10 @@ class PrefillGraphs:
     @torch.no_grad()
     def replay(self, batch: ForwardBatch) -> LogitsProcessorOutput:
         """Run the pass. `can_run` must hold for the batch. The logits [logit rows, vocab] are in fresh memory."""
-        requests, backend = batch.num_request_tokens, self.model_runner.attn_backend
+        backend = self.model_runner.attn_backend
         assert backend is not None
         backend.init_forward_metadata(batch)
-        attend = backend.attend_in_place(self._queries[:requests], self._outputs[:requests], batch)
-        h = self._pieces[batch.padded_size].replay(attend)
+        h = self._pieces[batch.padded_size].replay(self.attend(batch))
         logits = self.model_runner.get_model().head_fused(h, batch)[0]
         hidden_states = None
         if batch.return_hidden_states:
@@ -114,22 +117,26 @@ class PrefillGraphs:
             hidden_states = batch.hidden_states = batch.hidden_states.clone()
         return LogitsProcessorOutput(logits, hidden_states)
 
+    def attend(self, batch: ForwardBatch) -> Callable[[RadixAttention], None]:
+        """What computes the attention of each layer of a planned pass, from `queries` to `outputs`."""
+        requests, backend = batch.num_request_tokens, self.model_runner.attn_backend
+        assert backend is not None
+        return backend.attend_in_place(self.queries[:requests], self.outputs[:requests], batch)
+
     def shutdown(self) -> None:
         """Release the graphs and the buffers. A second call does nothing."""
         self._pieces.clear()
-        self._queries = self._outputs = torch.empty(0)
+        self.queries = self.outputs = torch.empty(0)
 
     @torch.no_grad()
     def _capture(self) -> None:
         """Capture every size, largest first: smaller graphs reuse its memory."""
         started, free = time.perf_counter(), free_memory(self.model_runner.device)
         size = self.sizes[-1]
-        # By default of their own: tensors live from one graph to the next, and another engine may replay its graphs in between.
-        pool = graph_capture.memory_pool(self.model_runner.device)
         try:
             with graph_capture.freeze_gc(), model_capture_mode(self.model_runner):
                 for size in reversed(self.sizes):
-                    self._pieces[size] = graph_capture.record_pieces(self._pass(size), pool)
+                    self._pieces[size] = graph_capture.record_pieces(self._pass(size), self.pool)
             self._warm_attention_up()
         except Exception as error:  # also errors of Triton's compiler, which are no RuntimeErrors
             self.shutdown()
@@ -169,7 +176,7 @@ class PrefillGraphs:
             attn_backend=backend,
         )
         backend.init_forward_metadata(batch)
-        attend = backend.attend_in_place(self._queries[:4], self._outputs[:4], batch)
+        attend = backend.attend_in_place(self.queries[:4], self.outputs[:4], batch)
         for layer in {replace(layer, layer_id=0) for layer in runner.get_model().attention_layers()}:
             attend(layer)
 
@@ -188,12 +195,12 @@ class PrefillGraphs:
             req_to_token_pool=runner.req_to_token_pool,
             token_to_kv_pool=runner.token_to_kv_pool,
             site_ops=runner.captured_site_ops(size),
-            query_buffer=self._queries[:size],
+            query_buffer=self.queries[:size],
         )
         input_ids, positions = batch.input_ids.unsqueeze(0), buffers.positions[:size].unsqueeze(0)
 
         def run(attend: Callable[[RadixAttention], None]) -> torch.Tensor:
-            batch.attn_backend = _BufferAttention(attend, self._outputs[:size])
+            batch.attn_backend = _BufferAttention(attend, self.outputs[:size])
             return runner.get_model().decoder_fused(input_ids, positions, batch)
 
         return run

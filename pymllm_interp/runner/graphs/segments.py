@@ -1,4 +1,4 @@
-"""Decode passes with hooks as piecewise CUDA graphs: from one hook to the next.
+"""Passes with hooks as piecewise CUDA graphs: from one hook to the next.
 
 A pass with a block that waits for a module runs module by module. So the block's Python runs at its place in the model. The layers
 between two blocks need no Python. The pass hands them over as a *graph segment*, some layers or a part of one. The segment is
@@ -9,8 +9,10 @@ replayed::
     layers 13..31      another graph segment
     norm, lm_head and other places where a block may wait: eagerly
 
-A segment runs eagerly the first time at a batch size, which warms its kernels up. The second time it is captured, and then it
-is replayed. The least recently used segment is evicted when there are more than `max_segments`.
+A segment runs eagerly the first time at a number of rows, which warms its kernels up. The second time it is captured, and then
+it is replayed. The least recently used segment is evicted when there are more than `max_segments`.
+
+In a decode pass, a segment is one graph (`DecodeSegments`). Passes with prompts: prompt_segments.py.
 
 Segments pass their tensors on in *registers*: one buffer for each name, at one address for all graphs. A segment returns
 copies, so no block ever holds memory that a graph will overwrite.
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -31,41 +34,48 @@ import torch
 from ...core.forward_batch import ForwardBatch, Registers
 from . import graph_capture
 from .cuda_graph_runner import CudaGraphRunner
+from .graph_capture import Capturing
 
 logger = logging.getLogger(__name__)
 
 
 class Replayable(Protocol):
-    """A captured segment."""
+    """A captured graph."""
 
     def replay(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class _Recording:
-    """A captured segment, and the names and shapes of its outputs in the registers."""
+class Recording:
+    """A captured segment, and the names and shapes of its outputs in the registers.
 
-    graph: Replayable
+    Attributes:
+        graphs: how many it takes.
+    """
+
+    replay: Callable[[], None]
     outputs: dict[str, torch.Size]
+    graphs: int = 1
 
 
-class Segments:
-    """The graph segments of decode passes, by batch size; see the module.
+class Segments(ABC):
+    """The graph segments of passes, by number of rows; see the module.
 
     Args:
-        graph_runner: the segments share its input buffers, plans and memory pool.
-        capacity: segments to keep at most.
+        owner: the runner that captures.
+        max_rows: of a pass.
+        capacity: graphs to keep at most. A segment that was met once counts, too.
 
     Attributes:
         num_captured, num_evicted: segments so far.
         broken: a capture failed. Captured segments are replayed, all others run eagerly.
     """
 
-    def __init__(self, graph_runner: CudaGraphRunner, capacity: int) -> None:
-        self.graph_runner, self.capacity = graph_runner, capacity
+    def __init__(self, owner: Capturing, max_rows: int, capacity: int) -> None:
+        self.owner, self.max_rows, self.capacity = owner, max_rows, capacity
         self.num_captured = self.num_evicted = 0
         self.broken = False
-        self._recordings: OrderedDict[Hashable, _Recording | None] = OrderedDict()  # None: met once
+        self._recordings: OrderedDict[Hashable, Recording | None] = OrderedDict()  # None: met once
         self._registers: dict[str, torch.Tensor] = {}
         self._loaded: dict[str, tuple[torch.Tensor, int]] = {}
         self._batch: ForwardBatch | None = None
@@ -80,42 +90,40 @@ class Segments:
             "captured": self.num_captured, "kept": len(self), "evicted": self.num_evicted, "broken": int(self.broken)
         }  # fmt: skip
 
+    @abstractmethod
     def begin(self, forward_batch: ForwardBatch) -> ForwardBatch:
-        """The batch to run in place of `forward_batch`: padded, over the input buffers of the graphs, and planned.
+        """The batch to run in place of `forward_batch`: its segments are these."""
 
-        Its token ids and positions are copies, which blocks may keep.
+    @abstractmethod
+    def _capture(self, run: Callable[[], None]) -> tuple[Callable[[], None], int]:
+        """Capture `run`. Returns what replays it, and the number of its graphs.
+
+        Raises:
+            RuntimeError: it cannot be captured.
         """
-        padded = self.graph_runner.prepare(forward_batch)
-        assert padded.positions is not None
-        ids, positions = padded.input_ids.clone(), padded.positions.clone()
-        self._batch = replace(
-            padded, input_ids=ids, positions=positions, segments=self,
-            return_hidden_states=forward_batch.return_hidden_states, hidden_states=None,
-        )  # fmt: skip
-        self._forget_plan()
-        return self._batch
 
     def run(self, key: Hashable, segment: Callable[..., Registers], inputs: Registers) -> Registers:
         """``segment(**inputs)``, replayed where it was captured. The results are in fresh memory."""
-        assert self._batch is not None, "begin() comes first"
+        batch = self._batch
+        assert batch is not None, "begin() comes first"
         # Without declared requests the kernels are the ones without tables.
-        known = self._batch.batch_size, self._batch.site_ops is None, key
+        known = batch.num_tokens, batch.site_ops is None, key
         static = {name: self._load(name, value) for name, value in inputs.items()}
         if known not in self._recordings:
             # Over the registers: kernels are compiled for the memory that they read, and a capture may not compile.
             outputs = segment(**static)
             for name, value in outputs.items():
                 self._view(name, value.shape, like=value)
-            self._evict()
-            self._recordings[known] = None  # it ran: its kernels are compiled, and its outputs have registers
+            self._keep(known, None)  # it ran: its kernels are compiled, and its outputs have registers
             return outputs
         self._recordings.move_to_end(known)
         recording = self._recordings[known]
         if recording is None and not self.broken:
-            recording = self._recordings[known] = self._record(lambda: segment(**static))
+            recording = self._record(lambda: segment(**static))
+            self._keep(known, recording)
         if recording is None:
             return segment(**static)
-        recording.graph.replay()
+        recording.replay()
         for name in recording.outputs:
             self._loaded.pop(name, None)
         return {name: self._view(name, shape).clone() for name, shape in recording.outputs.items()}
@@ -145,16 +153,16 @@ class Segments:
     def _view(self, name: str, shape: torch.Size, like: torch.Tensor | None = None) -> torch.Tensor:
         """The register's rows of this pass, in `shape`. The register is created on first use."""
         assert self._batch is not None
-        rows = self._batch.batch_size
+        rows = self._batch.num_tokens
         if name not in self._registers:
             assert like is not None
             width = shape.numel() // rows
-            self._registers[name] = torch.zeros(self.graph_runner.max_bs, width, dtype=like.dtype, device=like.device)
+            self._registers[name] = torch.zeros(self.max_rows, width, dtype=like.dtype, device=like.device)
         return self._registers[name][:rows].view(shape)
 
     # -- captures --------------------------------------------------------------------
 
-    def _record(self, segment: Callable[[], Registers]) -> _Recording | None:
+    def _record(self, segment: Callable[[], Registers]) -> Recording | None:
         """Capture the segment. None: the capture failed, and no segment is captured any more."""
         shapes: dict[str, torch.Size] = {}
 
@@ -163,25 +171,68 @@ class Segments:
                 self._view(name, value.shape).copy_(value)
                 shapes[name] = value.shape
 
-        self._forget_plan()
         try:
-            with _without_gc(), graph_capture.model_capture_mode(self.graph_runner.model_runner):
-                graph = graph_capture.capture(run, self.graph_runner.pool)
+            with _without_gc(), graph_capture.model_capture_mode(self.owner):
+                replay, graphs = self._capture(run)
         except RuntimeError as error:
             self.broken = True
             logger.warning(
                 "a graph segment between hooks could not be captured; segments run eagerly from now on: %s", error
             )
             return None
+        self.num_captured += 1
+        return Recording(replay, shapes, graphs)
+
+    def _keep(self, known: Hashable, recording: Recording | None) -> None:
+        """Keep a segment, in place of the least recently used ones if there are too many."""
+        self._recordings.pop(known, None)
+        room = self.capacity - _graphs_of(recording)
+        kept = sum(map(_graphs_of, self._recordings.values()))
+        while self._recordings and kept > room:
+            _, evicted = self._recordings.popitem(last=False)
+            kept -= _graphs_of(evicted)
+            self.num_evicted += evicted is not None
+        self._recordings[known] = recording
+
+
+def _graphs_of(recording: Recording | None) -> int:
+    return 1 if recording is None else recording.graphs
+
+
+class DecodeSegments(Segments):
+    """The graph segments of decode passes.
+
+    Args:
+        graph_runner: the segments share its input buffers, plans and memory pool.
+        capacity: segments to keep at most.
+    """
+
+    def __init__(self, graph_runner: CudaGraphRunner, capacity: int) -> None:
+        super().__init__(graph_runner.model_runner, graph_runner.max_bs, capacity)
+        self.graph_runner = graph_runner
+
+    def begin(self, forward_batch: ForwardBatch) -> ForwardBatch:
+        """The batch to run in place of `forward_batch`: padded, over the input buffers of the graphs, and planned.
+
+        Its token ids and positions are copies, which blocks may keep.
+        """
+        padded = self.graph_runner.prepare(forward_batch)
+        assert padded.positions is not None
+        ids, positions = padded.input_ids.clone(), padded.positions.clone()
+        self._batch = replace(
+            padded, input_ids=ids, positions=positions, segments=self,
+            return_hidden_states=forward_batch.return_hidden_states, hidden_states=None,
+        )  # fmt: skip
+        self._forget_plan()
+        return self._batch
+
+    def _capture(self, run: Callable[[], None]) -> tuple[Callable[[], None], int]:
+        self._forget_plan()
+        try:
+            graph: Replayable = graph_capture.capture(run, self.graph_runner.pool)
         finally:
             self._forget_plan()
-        self.num_captured += 1
-        return _Recording(graph, shapes)
-
-    def _evict(self) -> None:
-        while len(self._recordings) >= self.capacity:
-            _, recording = self._recordings.popitem(last=False)
-            self.num_evicted += recording is not None
+        return graph.replay, 1
 
     def _forget_plan(self) -> None:
         """Drop what one segment computed for all its layers: it lives in that segment's memory."""
