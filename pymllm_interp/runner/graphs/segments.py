@@ -99,7 +99,8 @@ class Segments:
         """``segment(**inputs)``, replayed where it was captured. The results are in fresh memory."""
         assert self._batch is not None, "begin() comes first"
         # Without declared requests the kernels are the ones without tables.
-        known = self._batch.batch_size, self._batch.site_ops is None, key
+        adapters = self._batch.adapters
+        known = self._batch.batch_size, self._batch.site_ops is None, adapters and adapters.version, key
         static = {name: self._load(name, value) for name, value in inputs.items()}
         if known not in self._recordings:
             # Over the registers: kernels are compiled for the memory that they read, and a capture may not compile.
