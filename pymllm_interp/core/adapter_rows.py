@@ -15,7 +15,7 @@ TILE_ROWS = 16
 
 
 class AdapterSpan(NamedTuple):
-    """Consecutive token rows ``[start, stop)`` of one adapter, by its slot."""
+    """The token rows ``[start, stop)`` of one request, and the slot of its adapter."""
 
     slot: int
     start: int
@@ -58,16 +58,12 @@ class AdapterRows:
         Returns:
             None where no request has an adapter.
         """
-        spans: list[AdapterSpan] = []
-        start = 0
-        for slot, size in zip(slots.tolist(), sizes.tolist(), strict=True):
-            stop = start + size
-            if slot >= 0:
-                if spans and spans[-1].slot == slot and spans[-1].stop == start:
-                    spans[-1] = spans[-1]._replace(stop=stop)
-                else:
-                    spans.append(AdapterSpan(slot, start, stop))
-            start = stop
+        stops = np.cumsum(sizes).tolist()
+        spans = [
+            AdapterSpan(slot, stop - size, stop)
+            for slot, size, stop in zip(slots.tolist(), sizes.tolist(), stops, strict=True)
+            if slot >= 0
+        ]
         return cls(tuple(spans), version=version) if spans else None
 
     @cached_property

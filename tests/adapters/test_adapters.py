@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from helpers_adapters import LLAMA_TARGETS, adapted, linear_modules, write_adapter
+from helpers_devices import DEVICES
 from helpers_families import points_of, states_of
 from helpers_graphs import use_eager_graphs
 from helpers_runner import random_ids
 
 from pymllm_interp import LM, SamplingParams, Scale, Steer
+from pymllm_interp.core.model_spec import INNER_SITES
 from pymllm_interp.utils.arguments import PromptError
 
 NATIVE = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox"]
@@ -39,14 +41,16 @@ def adapter(tmp_path_factory: pytest.TempPathFactory, oracle: Callable[[str], An
     return folder
 
 
-@pytest.fixture(scope="module")
-def load(model_folder: Callable[[str], Path]) -> Iterator[Callable[..., LM]]:
-    """(family, **options) -> a new LM in float32; the module's end shuts it down."""
+@pytest.fixture(params=DEVICES)
+def load(model_folder: Callable[[str], Path], request: pytest.FixtureRequest) -> Iterator[Callable[..., LM]]:
+    """(family, **options) -> a new LM in float32, which the test's end shuts down."""
     made: list[LM] = []
+    own: dict[str, Any] = {"device": request.param, "kv_cache_tokens": 2048, "max_running_requests": 16}
+    if request.param == "cuda":
+        own |= {"inner_sites": INNER_SITES, "capture_ring_bytes": 128 << 20}
 
     def lm_of(family: str, **options: Any) -> LM:
-        options = {"dtype": "float32", "device": "cpu", "kv_cache_tokens": 2048, "max_running_requests": 16, **options}
-        made.append(LM(model_folder(family), **options))
+        made.append(LM(model_folder(family), dtype="float32", **(own | options)))
         return made[-1]
 
     yield lm_of
