@@ -85,6 +85,10 @@ class ServerConfig:
     """Keep the KV of requests, and start prompts after the pages that an earlier request computed (docs/concepts.md)."""
     async_scheduling: bool | None = None
     """Launch each step before the previous step's tokens are read. None: on CUDA only."""
+    max_loras: int = 4
+    """Slots for LoRA adapters on the device: adapters of requests in flight at the same time. More may be loaded."""
+    max_lora_rank: int = 64
+    """Largest rank of an adapter."""
     max_interventions_per_site: int = 4
     """Maximum interventions of one request at one site."""
     max_intervention_vectors: int = 4096
@@ -147,6 +151,7 @@ class ServerConfig:
         _positive(
             self, "torch_compile_max_bs", "max_interventions_per_site", "max_intervention_vectors", "max_segments"
         )
+        _positive(self, "max_loras", "max_lora_rank")
         _positive(self, "max_capture_bytes", "capture_ring_bytes", "capture_kept_bytes")
         if self.prefill_graph_tokens != 0:
             _positive(self, "prefill_graph_tokens")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
@@ -168,6 +168,39 @@ class LM(ClientModel):
     def model_fingerprint(self) -> str:
         """A hash of config, dtype and weights, as they are now: it follows edits of the weights (models/weights/model_state.py)."""
         return self.backend.fingerprint()
+
+    # -- LoRA adapters -----------------------------------------------------------------
+
+    def load_adapter(self, name: str, folder: str | PathLike[str]) -> None:
+        """Load a LoRA adapter of PEFT's format, for requests with ``lora=name``. The model itself serves all others.
+
+        Requests with adapters and without share steps. `max_loras` adapters are on the device at a time; a request takes a slot
+        from its submission to its end, by default that of the adapter that was least recently used.
+
+        Args:
+            name: of the adapter.
+            folder: with adapter_config.json and adapter_model.safetensors, as PEFT's `save_pretrained` writes them. On a server,
+                a folder of its machine; only operators load adapters there.
+
+        Raises:
+            ValueError: no LoRA of this model's linear layers (`AdapterError` names the field, module or tensor), a rank above
+                `max_lora_rank`, a name that is taken, or requests in flight use all slots.
+            torch.OutOfMemoryError: no memory for the slots.
+        """
+        self.backend.load_adapter(name, fspath(folder))
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter.
+
+        Raises:
+            ValueError: there is none of this name, or requests in flight use it.
+        """
+        self.backend.unload_adapter(name)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Loaded LoRA adapters: name -> folder."""
+        return self.backend.adapters
 
     @property
     def weights_version(self) -> int:

@@ -66,6 +66,8 @@ class Submission:
     priority: list[int]
     names: list[str]
     """Of the prompts, for messages."""
+    adapters: Sequence[str | None] = ()
+    """LoRA adapters by name, for each prompt; empty: none."""
     cache_salt: str | None = None
     timeout: float | None = None
     """Seconds, after which the requests end with finish_reason "timeout"."""
@@ -185,8 +187,24 @@ class Backend(ABC):
         self.require_process("lm.resolve_specs")
         return captures, interventions
 
-    def fingerprint(self) -> str:
-        """A hash of config, dtype and weights, as they are now."""
+    # -- LoRA adapters ----------------------------------------------------------------------
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Load a LoRA adapter. See `LM.load_adapter`."""
+        self.require_process("lm.load_adapter")
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload a LoRA adapter. See `LM.unload_adapter`."""
+        self.require_process("lm.unload_adapter")
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Loaded adapters: name -> folder."""
+        self.require_process("lm.adapters")
+        return {}
+
+    def fingerprint(self, adapter: str | None = None) -> str:
+        """A hash of config, dtype and weights, as they are now, with those of an adapter."""
         self.require_process("lm.model_fingerprint")
         return ""
 

@@ -28,6 +28,7 @@ from ..hooks.traces.syntax.session import SessionTracer
 from ..layers.seal import seal
 from ..models.registry import is_native
 from ..models.weights.source import load_tokenizer
+from ..runner.adapters.commands import InstallAdapter, RemoveAdapter
 from ..runner.interp_model_runner import InterpModelRunner, RunnerCommand
 from . import open_engines
 from .backend import Backend, ModelFacts, Submission
@@ -116,9 +117,23 @@ class LocalBackend(Backend):
     def limits(self) -> EngineLimits:
         return self.factory.limits
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, adapter: str | None = None) -> str:
         self.engine.check_open()
-        return self.factory.model_state.fingerprint()
+        return self.factory.model_state.fingerprint(adapter)
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        self.engine.check_open()
+        assert self.runner.adapters is not None, "the engine is open"
+        self.engine.run(InstallAdapter(self.runner.adapters.read(name, folder)))
+
+    def unload_adapter(self, name: str) -> None:
+        self.engine.run(RemoveAdapter(name))
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        self.engine.check_open()
+        loaded = self.runner.adapters
+        return {} if loaded is None else {name: loaded.folder_of(name) for name in loaded.names}
 
     @property
     def weights_version(self) -> int:
@@ -265,6 +280,7 @@ class LocalBackend(Backend):
             },
             "ops": sorted(ops()),
             "saes": {name: {"site": sae.site, "features": sae.d_sae} for name, sae in self.saes.items()},
+            "adapters": self.adapters,
             "hooks": {
                 "hook_execution": config.hook_execution,
                 "declared": "inside the forward pass; no Python runs, and CUDA graphs are replayed",
@@ -279,6 +295,8 @@ class LocalBackend(Backend):
                 "max_interventions_per_site": config.max_interventions_per_site,
                 "max_intervention_vectors": config.max_intervention_vectors,
                 "max_capture_bytes": config.max_capture_bytes,
+                "max_loras": config.max_loras,
+                "max_lora_rank": config.max_lora_rank,
                 "trace_step_timeout": config.trace_step_timeout,
             },
             "sampling_defaults": {name: getattr(defaults, name) for name in SAMPLING_DEFAULTS},

@@ -28,6 +28,7 @@ from ..hooks.receipt import Receipt
 from ..hooks.traces.blocks.trace import RequestTrace
 from ..hooks.traces.lowering.plan import BlockPlan
 from ..hooks.vectors.registry import VectorRegistry
+from ..models.adapters.slots import AdapterHold, unknown_adapter
 from ..models.weights.model_state import ModelState
 from ..runner.device_memory import free_bytes, long_pass_bytes
 from ..runner.interp_model_runner import InterpModelRunner
@@ -40,6 +41,7 @@ from .detokenizer import StopStrings
 from .generation_defaults import GenerationDefaults
 from .known_names import KnownNames
 from .prompt_batch import pad_together, prompts_of, repeated
+from .request_options import adapters_of
 from .request_limits import max_tokens_of, truncated
 
 PROMPT_LOGITS = Capture("logits", positions="prompt")
@@ -139,7 +141,10 @@ class RequestFactory:
         if submission.prompt_logits:
             named = (any(spec.site == LOGITS for spec in specs) for specs in captures)
             captures = [specs if own else [*specs, PROMPT_LOGITS] for specs, own in zip(captures, named, strict=True)]
-        fingerprint = self.model_state.fingerprint() if any(declared) or any(captures) else None
+        adapters = list(submission.adapters) or [None] * len(submission.prompts)
+        for name, what in zip(adapters, names, strict=True):
+            self._known_adapter(name, what)
+        fingerprints = self._fingerprints(adapters) if any(declared) or any(captures) else {}
         found: list[list[Request]] = []
         for i, ((_, ids), param, what) in enumerate(zip(submission.prompts, submission.params, names, strict=True)):
             param = param or self.defaults.fitting(self.limits.max_model_len - len(ids))
@@ -153,6 +158,7 @@ class RequestFactory:
                 request.stream, request.prompt_logits = submission.stream, submission.prompt_logits
                 request.live_objects = live
                 request.priority, request.cache_salt = submission.priority[i], submission.cache_salt
+                request.adapter = adapters[i]
                 if edits:
                     request.trace = RequestTrace(None, list(edits), options=submission.passes)
                     request.exclusive = request.trace.options.exclusive
@@ -160,7 +166,7 @@ class RequestFactory:
                     self._check_pass([request], what)
                 if any(spec.site == LOGITS for spec in captures[i]):
                     request.params = param  # the prompt's logits of each completion, where they are asked for
-                self.declare(request, declared[i], captures[i], what, fingerprint)
+                self.declare(request, declared[i], captures[i], what, fingerprints.get(adapters[i]))
                 check_speculate(request, self._speculates, what)
             found.append(requests)
         self.hold([request for requests in found for request in requests])
@@ -267,15 +273,29 @@ class RequestFactory:
         receipt = request.receipt = request.receipt or Receipt()
         receipt.engine, receipt.model = self.engine_name, fingerprint or self.model_state.fingerprint(request.adapter)
 
+    def _fingerprints(self, adapters: Sequence[str | None]) -> dict[str | None, str]:
+        """The model's fingerprint with each of these adapters."""
+        return {name: self.model_state.fingerprint(name) for name in {*adapters}}
+
+    def _known_adapter(self, name: str | None, what: str) -> str | None:
+        """The name of a loaded adapter, or None. Raises PromptError for another one."""
+        if name is not None and name not in (loaded := self.model_state.adapters):
+            raise PromptError(f"{what}: {unknown_adapter(name, sorted(loaded))}")
+        return name
+
     def hold(self, requests: Sequence[Request]) -> None:
-        """Reserve rows for the vectors of all requests, or of none. Requests that are not submitted then `release` them.
+        """Reserve rows for the vectors of all requests, and slots for their adapters, or none of them. Requests that are not
+        submitted then `release` them.
 
         Raises:
+            PromptError: an adapter that is not loaded, or requests in flight use all slots.
             ValueError: the pool of vectors is full.
             RuntimeError, MemoryError: no memory for captures on the host.
         """
         try:
             for request in requests:
+                if request.adapter is not None:
+                    request.adapter_hold = self._hold_adapter(request.adapter)
                 self._declarations.hold(request)
         except BaseException:
             self.release(requests)
@@ -285,6 +305,16 @@ class RequestFactory:
         """Give back what `hold` reserved."""
         for request in requests:
             self._declarations.release(request)
+            if request.adapter_hold is not None:
+                request.adapter_hold.release()
+
+    def _hold_adapter(self, name: str) -> AdapterHold:
+        if self.runner.adapters is None:
+            raise EngineClosedError("the engine was shut down, and its model released")
+        try:
+            return self.runner.adapters.hold(name)
+        except ValueError as error:
+            raise PromptError(f"lora={name!r}: {error}") from error
 
     # -- traces ---------------------------------------------------------------------------------
 
@@ -302,7 +332,7 @@ class RequestFactory:
         """
         made: list[Request] = []
         sampling: dict[tuple, SamplingParams] = {}
-        weights = self.model_state.fingerprint() if any(trace.plan is not None for trace in traces) else None
+        weights: dict[str | None, str] = {}
         grad = any(trace.grad for trace in traces) if traces[0].gang else False
         text = GeneratedText(self.tokenizer) if mode == "pipe" else None
         for i, (trace, given) in enumerate(zip(traces, inputs, strict=True)):
@@ -334,13 +364,13 @@ class RequestFactory:
         given: tuple[tuple, dict],
         what: str,
         sampling: dict[tuple, SamplingParams],
-        weights: str | None,
+        weights: dict[str | None, str],
     ) -> list[Request]:
         """The requests of one trace, in the order of its prompts.
 
         Args:
             sampling: see `_traced`.
-            weights: fingerprint of the weights, where it is known.
+            weights: fingerprints that are known, by adapter; added to.
         """
         batch, kwargs = prompts_of(*given, what)
         copies = 1
@@ -356,13 +386,18 @@ class RequestFactory:
             names = [f"prompt {i} of {what.removeprefix('the prompt') or 'the list'}" for i in range(len(prompts))]
         interventions = self.named(for_each_prompt(specs, len(prompts)), names)
         captures = self.named(captures_for_each_prompt(captured, len(prompts)), names)
-        requests: list[Request] = []
+        given_adapters, requests = kwargs.pop("lora", None), list[Request]()
+        adapters = [name for name in adapters_of(given_adapters, len(prompts) // copies) for _ in range(copies)]
         for i, (prompt, this) in enumerate(zip(prompts, names, strict=True)):
-            request = self._traced(mode, prompt, dict(kwargs), this, sampling, trace.plan)
+            own = {**kwargs, "lora": adapters[i]}
+            request = self._traced(mode, prompt, own, this, sampling, trace.plan)
             request.receipt, request.sample_index = trace.receipt, i % copies
             requests.append(request)
             if trace.plan is not None:
-                self.declare(request, trace.plan.interventions, trace.plan.captures, this, weights)
+                if request.adapter not in weights:
+                    weights[request.adapter] = self.model_state.fingerprint(request.adapter)
+                specs = trace.plan.interventions, trace.plan.captures
+                self.declare(request, *specs, this, weights[request.adapter])
                 continue
             request.trace = trace
             request.differentiable, request.exclusive = trace.grad, trace.grad or trace.options.exclusive
@@ -439,6 +474,7 @@ class RequestFactory:
             found.token_ids, found.params, what=what, timeout=found.timeout, forward_only=forward_only
         )
         request.priority, request.cache_salt = found.priority, found.cache_salt
+        request.adapter = self._known_adapter(found.adapter, what)
         request.prompt_logits = mode == "trace" and plan is not None and plan.reads_logits
         return request
 

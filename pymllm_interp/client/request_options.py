@@ -28,6 +28,8 @@ class RequestOptions(TypedDict, total=False):
     """Requests with lower numbers are scheduled first, and preempted last; 0 by default. A list has one for each prompt."""
     cache_salt: str | None
     """Requests share KV through the prefix cache only with requests of the same salt."""
+    lora: Any
+    """Name of a LoRA adapter (`lm.load_adapter`): one for all prompts, or a list with a name or None for each; None: no adapter."""
     edits: list[str] | None
     """Names of the persistent edits that apply; None: all."""
 
@@ -72,6 +74,20 @@ def priorities_of(given: Any, prompts: int) -> list[int]:
     if len(found) != prompts or not all(is_whole(priority) for priority in found):
         raise PromptError(
             f"priority={shown(given)}: a whole number is expected, or one for each of the {prompts} prompts"
+        )
+    return found
+
+
+def adapters_of(given: Any, prompts: int) -> list[str | None]:
+    """The adapter of each prompt, by name.
+
+    Raises:
+        PromptError: no names, or not one for each prompt.
+    """
+    found = list(given) if isinstance(given, list | tuple) else [given] * prompts
+    if len(found) != prompts or not all(name is None or isinstance(name, str) for name in found):
+        raise PromptError(
+            f"lora={shown(given)}: expected the name of a loaded adapter, or a name or None for each of the {prompts} prompts"
         )
     return found
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
+from .adapter_rows import AdapterRows
 from .norm_kind import Norm
 from .pass_parts import AttentionCuts, TransformersOutputs
 
@@ -241,6 +242,7 @@ class ForwardBatch:
     query_buffer:    torch.Tensor | None = None  # [tokens, heads, head_dim], for each layer's rotated q; None: fresh memory
     site_ops:        SiteOps | None = field(default=None, repr=False)  # declared interventions and captures
     hook_query:      HookQuery | None = None      # where hooks wait; None: no hooks
+    adapters:        AdapterRows | None = None    # rows of requests with an adapter; None: no such request
     attention_cuts:  AttentionCuts | None = field(default=None, repr=False)  # edges that requests cut; None: none
     transformers_pass: TransformersOutputs | None = None  # None: as the engine's own passes run
     segments:        GraphSegments | None = None  # runs graph segments; None: kernel by kernel

@@ -60,7 +60,9 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token ids of `params.bad_words`."""
     adapter: str | None = None
-    """Adapter of the weights that it runs with, as part of the model's state. None, the only value yet, is the model itself."""
+    """LoRA adapter of the weights that it runs with, as part of the model's state; None: the model itself."""
+    adapter_hold: Any = None
+    """Keeps the adapter in its slot (models.adapters.slots.AdapterHold), from submission to the end."""
     constraint: Any = None
     """What its tokens must obey (engine.constraints.RequestConstraint); None for anything."""
     eos_token_id: int | None = None

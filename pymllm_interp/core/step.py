@@ -75,7 +75,7 @@ class NewRequest:
     """Token ids of `params.bad_words`."""
     hooks: RequestHooks | None = None
     adapter: str | None = None
-    """Adapter of the weights that it runs with; None: the model itself."""
+    """LoRA adapter of the weights that it runs with; None: the model itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,7 @@ SPECULATION = (
     "speculative decoding with another model, or with a given text, is not supported: LM(..., speculative={'method': 'ngram', "
     "'num_speculative_tokens': 4}) drafts from the prompt and the output"
 )
-LORA = (
-    "LoRA adapters are not supported: merge the adapter into the weights (peft: model.merge_and_unload(), save_pretrained) and "
-    "load that folder"
-)
+LORA = "LoRA adapters are loaded by lm.load_adapter(name, folder), and a request names one: lora=name"
 PIPELINE = "pipeline parallelism is not supported: one device holds the model; dtype='bfloat16' halves what float32 weights take"
 DATA_PARALLEL = "data parallelism is not supported: make an LM for each device, device='cuda:0', device='cuda:1', ..."
 CONTEXT_PARALLEL = "context parallelism is not supported: one device holds the KV cache, within max_model_len"
@@ -44,7 +41,7 @@ OPTIONS: dict[str, str] = {
         SPECULATION,
     ),
     **dict.fromkeys(
-        ("enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras", "fully_sharded_loras"), LORA
+        ("enable_lora", "lora_modules", "max_cpu_loras", "fully_sharded_loras"), LORA
     ),
     **dict.fromkeys(("pipeline_parallel_size", "distributed_executor_backend"), PIPELINE),
     **dict.fromkeys(("data_parallel_size", "data_parallel_rank", "data_parallel_size_local"), DATA_PARALLEL),
@@ -71,7 +68,7 @@ OF_REQUESTS: dict[str, str] = {
         ),
         STRUCTURED,
     ),
-    **dict.fromkeys(("adapter", "lora_request"), LORA),
+    **dict.fromkeys(("adapter", "lora_request", "lora_name"), LORA),
     **dict.fromkeys(("assistant_model", "num_assistant_tokens"), SPECULATION),
     "prompt_lookup_num_tokens": "it is set for all requests: LM(..., speculative={'method': 'ngram', 'num_speculative_tokens': k})",
     "pooling_params": POOLING,

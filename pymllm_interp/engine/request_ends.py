@@ -144,6 +144,8 @@ class RequestEnds:
                 _take_result(request, arrived.result())
         for ids in (self._declared, self._streaming, self._constrained):
             ids.discard(request.request_id)
+        if request.adapter_hold is not None:
+            request.adapter_hold.release()
         self._emit(request.request_id, finished_event(request))
         self._subscribers.pop(request.request_id, None)
 

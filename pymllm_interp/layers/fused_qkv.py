@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D as PlainConv1D
 
-from ..core.current_pass import current_site_ops
-from ..core.forward_batch import SiteOps
+from ..core.current_pass import current_batch
+from ..core.forward_batch import ForwardBatch, SiteOps
 from ..core.model_spec import ModelSpec
 from .edits.base import apply_inner, capture_inner
-from .linear import Gemm, InnerSite, Linear, Product
+from .gemm import Gemm
+from .linear import InnerSite, Linear, Product, adapted
 from .rope import heads_of
 
 
@@ -60,12 +61,18 @@ class FusedQKV(Product):
         """q, k and v, views [tokens, heads, head_dim] of the output [1, tokens, out]."""
         return heads_of(product[0].unflatten(-1, (-1, self.head_dim)), self.num_kv_heads, self.by_head)
 
-    def project(self, x: torch.Tensor, site_ops: SiteOps | None = None) -> torch.Tensor:
+    def project(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         """The projection, after the ops at its sites, captured."""
-        return self.capture(self._apply_ops(self.gemm(x), site_ops), site_ops)
+        return self.capture(self._applied(x, batch), None if batch is None else batch.site_ops)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self._apply_ops(self.project(input), current_site_ops())
+        return self._applied(input, current_batch())
+
+    def _applied(self, x: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor:
+        """The projection, after the ops at its sites."""
+        if batch is None:
+            return self.gemm(x)
+        return self._apply_ops(adapted(self.gemm(x), x, self.lora, batch), batch.site_ops)
 
     def capture(self, product: torch.Tensor, site_ops: SiteOps | None) -> torch.Tensor:
         """Capture q, k and v. Returns the product."""

@@ -16,75 +16,35 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..core.current_pass import current_site_ops
-from ..core.forward_batch import SiteOps
+from ..core.current_pass import current_batch, current_site_ops
+from ..core.forward_batch import ForwardBatch, SiteOps
 from ..core.model_spec import EMBED_SITE
-from ..kernels.cpu_dispatch import cpu_kernels_for
-from .dispatch import triton_kernels_for
 from .edits.base import apply_at, apply_inner, capture_inner
+from .gemm import Gemm
+from .lora import LoRASlots
 
 InnerSite = tuple[int, str]
 """(layer, kind) of an inner site or of the logits."""
-HALF = (torch.float16, torch.bfloat16)
 
 
-class Gemm:
-    """``x @ weight.T + bias`` by the device's fastest kernel.
-
-    On CUDA one row in half precision runs as our matrix-vector kernel. It comes closer to the memory's bandwidth than cuBLAS.
-
-    On a CPU our kernels read the weight as it lies in memory. On processors without AMX, bfloat16 runs from a copy of the weight
-    in oneDNN's blocked layout. The copy is made at first use, and again after a write to the weight.
-    """
-
-    def __init__(self, weights: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.weight = weight  # [out, in]
-        self.bias = bias  # [out]
-        self._columns = weight.t()
-        self._watched = weights  # their versions tell of writes to the weight
-        self._packed: torch.Tensor | None = None
-        self._versions: list[int] = []
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] -> [..., out], in x's dtype."""
-        one_row = x.numel() == self.weight.shape[1] and x.dtype in HALF and x.is_contiguous()
-        if one_row and (kernels := triton_kernels_for(x)) is not None:
-            return kernels.gemv(x, self.weight, self.bias)
-        if not x.is_cuda:
-            return self._on_cpu(x)
-        # The library call behind `F.linear`, without its dispatch, which takes 2 us on the host.
-        rows = x.reshape(-1, x.shape[-1])
-        out = torch.mm(rows, self._columns) if self.bias is None else torch.addmm(self.bias, rows, self._columns)
-        return out.view(*x.shape[:-1], self.weight.shape[0])
-
-    def _on_cpu(self, x: torch.Tensor) -> torch.Tensor:
-        fits = x.shape[-1] == self.weight.shape[1]
-        if fits and (kernels := cpu_kernels_for(x, self.weight)) is not None and kernels.has_gemm(x.dtype):
-            return kernels.gemm(x, self.weight, self.bias)
-        if x.is_cpu and x.dtype is torch.bfloat16 and _packs_bfloat16() and not torch.is_grad_enabled():
-            return torch.ops.mkldnn._linear_pointwise(x, self._pack(), self.bias, "none", [], "")
-        return F.linear(x, self.weight, self.bias)
-
-    def _pack(self) -> torch.Tensor:
-        versions = [weight._version for weight in self._watched]
-        if self._packed is None or versions != self._versions:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
-            self._versions = versions
-        assert self._packed is not None
-        return self._packed
-
-
-@cache
-def _packs_bfloat16() -> bool:
-    """Whether oneDNN has bfloat16 products for this CPU: it wants AVX-512 or the like."""
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+def adapted(
+    product: torch.Tensor, x: torch.Tensor, lora: LoRASlots | None, batch: ForwardBatch | None, part: int | None = None
+) -> torch.Tensor:
+    """The product of x after the adapters of the pass; see `LoRASlots.add`."""
+    if lora is None or batch is None or batch.adapters is None:
+        return product
+    if product.numel() != batch.num_tokens * product.shape[-1]:
+        raise RuntimeError(
+            f"a module that adapters target got {product.numel() // product.shape[-1]} rows in a pass of {batch.num_tokens}: its "
+            "rows are not the pass's, so it cannot be adapted"
+        )
+    return lora.add(product, x, batch.adapters, part)
 
 
 def plain_copy(module: nn.Linear, memo: dict[int, Any]) -> nn.Linear:
@@ -100,27 +60,30 @@ class Product(nn.Module):
 
     Attributes:
         gemm: computes it.
+        lora: the adapters' parts of it; None until an adapter targets it.
         input_site, output_site: the inner site of its input, or of its output, if any.
     """
 
     gemm: Gemm
+    lora: LoRASlots | None = None
     input_site: InnerSite | None = None
     output_site: InnerSite | None = None
 
-    def project(self, x: torch.Tensor, site_ops: SiteOps | None = None) -> torch.Tensor:
+    def project(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         """The projection of x. Captures x at `input_site`, and applies the ops at `output_site`.
 
         The ops at `input_site` come earlier: they belong to the module that computes x.
         """
-        if site_ops is None:
+        if batch is None:
             return self.gemm(x)
+        site_ops = batch.site_ops
         if self.input_site is not None:
             capture_inner(x, site_ops, *self.input_site)
-        out = self.gemm(x)
+        out = adapted(self.gemm(x), x, self.lora, batch)
         return out if self.output_site is None else apply_inner(out, site_ops, *self.output_site)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.project(input, current_site_ops())
+        return self.project(input, current_batch())
 
 
 class Linear(Product, nn.Linear):
@@ -177,6 +140,11 @@ class Projection(nn.Linear):
         self.weight = weight
         self.register_parameter("bias", bias)
 
+    @property
+    def place(self) -> tuple[MergedLinear, int]:
+        """The merged product, and the index of this projection in it."""
+        return self._merged, self._index
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         out = self._merged.slice(self._index, input, self.weight, self.bias)
         return out if self.output_site is None else apply_inner(out, current_site_ops(), *self.output_site)
@@ -211,6 +179,7 @@ class MergedLinear:
         parts = [] if merged_bias is None else merged_bias.split(self.sizes)
         self._biases = [nn.Parameter(part, False) for part in parts] or [None] * len(self.sizes)
         self.gemm = Gemm(self._weights, weight, merged_bias)
+        self.lora: LoRASlots | None = None
         self._input: torch.Tensor | None = None
         self._version = 0
         self._product: torch.Tensor | None = None
@@ -220,12 +189,15 @@ class MergedLinear:
         parts = zip(self._weights, self._biases, self._output_sites, strict=True)
         return [Projection(self, i, *own) for i, own in enumerate(parts)]
 
-    def project(self, x: torch.Tensor, site_ops: SiteOps | None = None) -> torch.Tensor:
+    def project(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         """All projections of x, concatenated along the last dim, after the ops and captures at their output sites."""
-        product = self.gemm(x)
-        if site_ops is not None and site_ops.inner:
-            self._apply_and_capture(product, site_ops)
+        product = self._multiply(x, batch)
+        if batch is not None and batch.site_ops is not None and batch.site_ops.inner:
+            self._apply_and_capture(product, batch.site_ops)
         return product
+
+    def _multiply(self, x: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor:
+        return adapted(self.gemm(x), x, self.lora, batch)
 
     def _apply_and_capture(self, product: torch.Tensor, site_ops: SiteOps) -> None:
         """The ops and captures at the output sites; `product` [1, tokens, sum of out] is written in place."""
@@ -252,17 +224,18 @@ class MergedLinear:
         A hook may have replaced the input, or written to it. The *merged* product is then computed again, at the same shape,
         so that untouched rows keep their bits.
         """
+        batch = current_batch()
         if self._input is None:
-            return F.linear(x, weight, bias)
+            return adapted(F.linear(x, weight, bias), x, self.lora, batch, index)
         if x is not self._input:
-            return self._part(self.project(x), index)
+            return self._part(self._multiply(x, batch), index)
         if x._version != self._version:
             self._compute(x)
         assert self._product is not None
         return self._part(self._product, index)
 
     def _compute(self, x: torch.Tensor) -> None:
-        self._input, self._version, self._product = x, x._version, self.project(x)
+        self._input, self._version, self._product = x, x._version, self._multiply(x, current_batch())
 
     def _part(self, product: torch.Tensor, index: int) -> torch.Tensor:
         """A copy: hooks get contiguous values, as in transformers, and may write to them."""

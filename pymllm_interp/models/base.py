@@ -127,7 +127,7 @@ class ResidualBranch(nn.Module, ABC):
         """`forward` without a call to a module, and without the ops at its output: [1, tokens, hidden]."""
         inner = self.inner_fused(*inputs, batch=batch)
         last: Product = getattr(self, self.last_projection)
-        return last.project(inner, batch.site_ops)
+        return last.project(inner, batch)
 
     def run_segments(self, batch: ForwardBatch, **inputs: torch.Tensor) -> torch.Tensor | None:
         """`forward` as graph segments, without the ops at its output.

@@ -65,6 +65,8 @@ class PassRunner(Protocol):
 
     def forward(self, forward_batch: ForwardBatch, execution: Execution = ...) -> LogitsProcessorOutput: ...
 
+    def decode_graphs(self, batch: ForwardBatch) -> CudaGraphRunner | None: ...
+
     def replay(self, batch: ForwardBatch, in_place: bool = False) -> LogitsProcessorOutput: ...
 
     def plan_and_call(self, batch: ForwardBatch, execution: Execution) -> LogitsProcessorOutput: ...
@@ -121,7 +123,7 @@ class Executions:
 
     def _is_captured(self, batch: ForwardBatch) -> bool:
         """Whether CUDA graphs serve the whole pass."""
-        graphs = self.runner.prefill_graphs if batch.forward_mode.is_extend() else self.runner.graph_runner
+        graphs = self.runner.prefill_graphs if batch.forward_mode.is_extend() else self.runner.decode_graphs(batch)
         return graphs is not None and batch.attention_cuts is None and graphs.can_run(batch)
 
     def _has_segments(self, batch: ForwardBatch) -> bool:
@@ -163,6 +165,7 @@ class Executions:
         assert self.segments is not None
         self.runner.forward_pass_id += 1
         padded = self.segments.begin(batch)
+        padded.adapters = batch.adapters
         self.runner.enter_pass(padded)
         if batch.attention_cuts is not None:
             padded.attention_cuts = batch.attention_cuts
@@ -216,6 +219,7 @@ class Executions:
             seq_lens_cpu=batch.seq_lens_cpu[start:stop],
         )
         half.site_ops = None if batch.site_ops is None else batch.site_ops.rows_from(start, stop)
+        half.adapters = None if batch.adapters is None else batch.adapters.rows_from(start, stop)
         half.attention_cuts = None if batch.attention_cuts is None else batch.attention_cuts.rows_from(start, stop)
         half.rope_lens = None if batch.rope_lens is None else batch.rope_lens[start:stop].clone()
         return half

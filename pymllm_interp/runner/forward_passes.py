@@ -91,6 +91,10 @@ class ForwardPasses(BatchBuilder):
         """Whether a CUDA graph serves the batch."""
         return self.executions.can(Execution.REPLAY, batch)
 
+    def decode_graphs(self, batch: ForwardBatch) -> CudaGraphRunner | None:
+        """The captured decode passes for a batch; None where there are none."""
+        return (self.plain_graphs if batch.site_ops is None else None) or self.graph_runner
+
     def replay(self, batch: ForwardBatch, in_place: bool = False) -> LogitsProcessorOutput:
         """Run a pass from its CUDA graphs.
 
@@ -100,8 +104,7 @@ class ForwardPasses(BatchBuilder):
         if batch.forward_mode.is_extend():
             assert self.prefill_graphs is not None
             return self.prefill_graphs.replay(batch)
-        plain = self.plain_graphs if batch.site_ops is None else None
-        graphs = plain or self.graph_runner
+        graphs = self.decode_graphs(batch)
         assert graphs is not None
         output = graphs.replay(batch, in_place)
         if batch.site_ops is not None:  # captured decode passes end before the ops at the logits

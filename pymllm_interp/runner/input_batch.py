@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..core.adapter_rows import AdapterRows, RowTiles, max_tiles, tiles_of
 from ..core.forward_batch import ForwardBatch
 from ..core.step import LogitsProcessorOutput, ScheduledRequest, SchedulerOutput
 from ..layers.edits.table import TableOps
@@ -67,6 +68,8 @@ class InputBatch:
         return [next(values) if entry.samples else [] for entry in self.entries]
 
 
+MAX_KERNEL_ROWS = 4
+"""Most rows of an adapter's span, in a pass with prompts, that kernels serve. Longer spans are matrix products."""
 PAD_SEQ_LEN = 1
 """The length of a padded row: one token of the dummy row."""
 
@@ -85,7 +88,11 @@ class InputBuffers:
         flags: [max_num_tokens] int64, memory for the flags of gates, which passes write.
         seq_lens: [max_num_tokens] int32, position + 1: the lengths of the requests in a decode pass.
         seq_lens_cpu: the same on the host; written for replayed passes.
+        adapter_tiles: rows of requests with adapters, on CUDA, and where passes are captured, from the first adapter on.
     """
+
+    adapter_tiles: RowTiles | None = None
+    max_loras = 0
 
     def __init__(self, max_num_tokens: int, device: str) -> None:
         self.input_ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
@@ -116,6 +123,40 @@ class InputBuffers:
         padded[:, : tokens.shape[1]] = tokens
         (uploaded,) = upload(self.input_ids.device, padded)
         self._lay_out(self, uploaded, states.last_sampled_tokens, states.edited, req_to_token)
+
+    def open_adapters(self, max_loras: int) -> None:
+        """Allocate `adapter_tiles`, unless they are there."""
+        if self.adapter_tiles is None:
+            rows, device = len(self.input_ids), self.input_ids.device
+            self.max_loras = max_loras
+            self.adapter_tiles = RowTiles(
+                torch.zeros(rows, dtype=torch.int32, device=device),
+                torch.zeros(max_tiles(rows, max_loras), 3, dtype=torch.int32, device=device),
+            )
+
+    def adapter_memory(self, rows: int) -> RowTiles:
+        """Memory of the tiles of a decode pass of so many rows."""
+        assert self.adapter_tiles is not None, "the first adapter opens them"
+        order, tiles = self.adapter_tiles
+        return RowTiles(order[:rows], tiles[: max_tiles(rows, self.max_loras)])
+
+    def lay_out_adapters(self, found: AdapterRows, decode_rows: int | None) -> AdapterRows:
+        """Write the rows' tiles.
+
+        Args:
+            decode_rows: of a decode pass, padding included; None: another pass, in which products serve the longer spans.
+        """
+        by_kernels, products = found.spans, ()
+        if decode_rows is None:
+            by_kernels = [span for span in found.spans if span.stop - span.start <= MAX_KERNEL_ROWS]
+            products = tuple(span for span in found.spans if span.stop - span.start > MAX_KERNEL_ROWS)
+        order, tiles = tiles_of(by_kernels)
+        own = self.adapter_memory(len(order) if decode_rows is None else decode_rows)
+        padded = np.zeros((len(own.tiles), 3), dtype=np.int32)
+        padded[: len(tiles)] = tiles
+        for memory, values in zip(own, upload(self.input_ids.device, order, padded), strict=True):
+            memory[: len(values)].copy_(values)
+        return replace(found, tiles=own, products=products)
 
     def populate(self, forward_batch: ForwardBatch, bs: int) -> None:
         """Copy a decode batch in and pad it up to `bs` rows. A step that was laid out with its padding is there already."""

@@ -29,6 +29,7 @@ from ..core.model_spec import ModelSpec
 from ..core.step import ModelRunnerOutput, SchedulerOutput
 from ..mem_cache.kv_pool import KVPool
 from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
+from ..models.adapters.slots import AdapterSlots
 from ..models.base import CausalLM
 from ..models.registry import check_supported, load_model, spec_of
 from ..models.weights.model_state import ModelState
@@ -38,10 +39,10 @@ from ..utils.device import resolve_device, resolve_dtype
 from ..utils.out_of_memory import within_memory
 from ..utils.upload import upload
 from . import device_memory
+from .adapters.adapted_passes import AdaptedPasses, AdapterGraphs
 from .async_output import AsyncOutput
 from .device_memory import get_available_gpu_memory, memory_left, return_freed_memory
 from .executions import Executions
-from .forward_passes import ForwardPasses
 from .graphs.cuda_graph_runner import CudaGraphRunner
 from .graphs.graph_capture import capture_batch_sizes, capture_token_counts
 from .graphs.prefill_graphs import PrefillGraphs
@@ -55,7 +56,7 @@ from .step_inputs import StepInputs
 logger = logging.getLogger(__name__)
 
 
-class ModelRunner(ForwardPasses, SeedNames):
+class ModelRunner(AdaptedPasses, SeedNames):
     """Runs the forward passes of one model on one device.
 
     Args:
@@ -66,11 +67,13 @@ class ModelRunner(ForwardPasses, SeedNames):
         model, req_to_token_pool, token_to_kv_pool, token_to_kv_pool_allocator, attn_backend: None before `initialize` and
             after `shutdown`.
         model_state: version and fingerprint of the model; None while `model` is.
+        adapters: the loaded LoRA adapters, and their slots; None while `model` is.
         graph_runner, prefill_graphs: None where passes are not captured (a CPU, `disable_cuda_graph`).
         stages: what serves hooks; empty in a runner without.
         demands: what they demand of the pass of the step under way.
         executions: how passes of steps run.
         plain_graphs: of decode passes without declared ops, where `wants_plain_graphs`; else None.
+        adapter_graphs: of decode passes with adapters, from the first adapter to the last; else None.
         gdn_pool: of recurrent models, which are not served: None.
         max_total_num_tokens: KV slots that requests can have.
         forward_pass_id: passes so far, idle ones included.
@@ -89,6 +92,8 @@ class ModelRunner(ForwardPasses, SeedNames):
         self.source: ModelSource | None = None
         self.model: CausalLM | None = None
         self.model_state: ModelState | None = None
+        self.adapters: AdapterSlots | None = None
+        self.adapter_graphs: AdapterGraphs | None = None
         self.req_to_token_pool: ReqToTokenPool | None = None
         self.token_to_kv_pool: KVPool | None = None
         self.token_to_kv_pool_allocator: TokenToKVPoolAllocator | None = None
@@ -155,6 +160,8 @@ class ModelRunner(ForwardPasses, SeedNames):
         self._init_metadata(self.model.spec)  # of what is loaded
         self.num_kv_layers = len(self.model.attention_layers())
         self.model_state = ModelState(self.model, self.source.hf_config)
+        config = self.server_config
+        self.adapters = AdapterSlots(self.model, config.max_loras, config.max_lora_rank, self.model_state.adapters)
         self.model_memory_usage = free - get_available_gpu_memory(kind, self.gpu_id)
         logger.info(
             "model loaded in %.1f s, %.2f GiB on the device", time.perf_counter() - started, self.model_memory_usage
@@ -202,8 +209,9 @@ class ModelRunner(ForwardPasses, SeedNames):
         )
         assert self.req_to_token_pool is not None
         self.step_inputs = StepInputs(
-            self.req_states, self.input_buffers, self.req_to_token_pool, self.token_to_kv_pool_allocator, self.device
-        )
+            self.req_states, self.input_buffers, self.req_to_token_pool, self.token_to_kv_pool_allocator, self.device,
+            self.adapters,
+        )  # fmt: skip
 
     def _init_tables(self) -> None:
         self.req_to_token_pool = ReqToTokenPool(self.max_running_requests, self.context_len, self.device)
@@ -291,6 +299,7 @@ class ModelRunner(ForwardPasses, SeedNames):
         return "its RoPE depends on the lengths in the batch" if self.model_spec.rope_depends_on_length else None
 
     def _release_graphs(self) -> None:
+        self.release_adapter_graphs()
         self.executions.release_segments()
         for graphs in (self.prefill_graphs, self.plain_graphs, self.graph_runner):
             if graphs is not None:
@@ -300,10 +309,10 @@ class ModelRunner(ForwardPasses, SeedNames):
     def shutdown(self) -> None:
         """Release the model and all memory. A second call does nothing."""
         self._release_graphs()
-        for part in (self.model_state, *self.stages):
+        for part in (self.model_state, self.adapters, *self.stages):
             if part is not None:
                 part.close()
-        self.model = self.model_state = None
+        self.model = self.model_state = self.adapters = None
         self.attn_backend = self.execute_model_state = None
         for pool in (self.req_to_token_pool, self.token_to_kv_pool):
             if pool is not None:

@@ -96,6 +96,7 @@ class RequestState:
         prompt_len, total_len: [rows] int32, tokens of the prompt; prompt and accepted tokens.
         prefill_len: [rows] int32, tokens that the request entered with: prompt and, after a preemption, generated ones.
         num_computed_tokens_np: [rows] int32, positions that have KV after the last step.
+        adapter_slots: [rows] int32, slot of the request's adapter; -1 without one.
         edited: [rows] int32 on the device, 1 where the request has ops or captures in the tables.
         last_sampled_tokens: [rows] int64 on the device, what decoding requests feed next.
     """
@@ -111,6 +112,7 @@ class RequestState:
         self.prefill_len = np.zeros(rows, dtype=np.int32)
         self.total_len = np.zeros(rows, dtype=np.int32)
         self.num_computed_tokens_np = np.zeros(rows, dtype=np.int32)
+        self.adapter_slots = np.full(rows, -1, dtype=np.int32)
         self.last_sampled_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.edited = torch.zeros(rows, dtype=torch.int32, device=device)
         self._staged: list[tuple[int, list[int]]] = []

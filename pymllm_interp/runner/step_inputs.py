@@ -11,9 +11,11 @@ from itertools import compress
 import numpy as np
 import torch
 
+from ..core.adapter_rows import AdapterRows
 from ..core.forward_batch import ForwardBatch, ForwardMode
 from ..core.step import SchedulerOutput
 from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
+from ..models.adapters.slots import AdapterSlots
 from ..sampling import LogprobTensors, RejectionSampler, prompt_logprobs
 from ..utils.upload import upload
 from .batch_builder import BatchBuilder
@@ -39,6 +41,7 @@ class StepInputs:
         table: KV slots of the requests' positions.
         allocator: says which slots a page has.
         device: of the passes.
+        adapters: the loaded ones; None in a runner without.
     """
 
     def __init__(
@@ -48,7 +51,9 @@ class StepInputs:
         table: ReqToTokenPool,
         allocator: TokenToKVPoolAllocator,
         device: str,
+        adapters: AdapterSlots | None = None,
     ) -> None:
+        self.adapters = adapters
         self.states, self.buffers, self.table, self.allocator, self.device = states, buffers, table, allocator, device
 
     # -- tables ----------------------------------------------------------------------------
@@ -65,6 +70,10 @@ class StepInputs:
         for request in step.scheduled_new_reqs:
             self.table.claim(request.row)
             self.states.add_request(request)
+            if self.adapters is not None:
+                self.states.adapter_slots[request.row] = self.adapters.slot_of(request.adapter)
+        if self.adapters is not None:
+            self.adapters.write_pending()
         self.states.apply_staged_writes()
         if step.drafts:
             self.states.write_drafts(step)
@@ -171,7 +180,18 @@ class StepInputs:
             (found.logits_indices,) = upload(self.device, batch.logits_indices)
         if builder.model_spec.rope_depends_on_length:
             found.rope_lens = self._rope_lens(batch)
+        if self.adapters is not None and self.adapters.any_loaded:
+            found.adapters = self._adapter_rows(batch, self.adapters.version)
         return found
+
+    def _adapter_rows(self, batch: InputBatch, version: int) -> AdapterRows | None:
+        """The rows of requests with an adapter; where passes are captured, and on CUDA, also as tiles, in the input buffers."""
+        rows = AdapterRows.of(
+            self.states.adapter_slots[batch.idx_mapping_np], batch.num_scheduled_tokens, version
+        )
+        if rows is None or self.buffers.adapter_tiles is None:
+            return rows
+        return self.buffers.lay_out_adapters(rows, batch.padded_size if batch.decodes else None)
 
     def _rope_lens(self, batch: InputBatch) -> torch.Tensor:
         """[tokens]: a prompt is rotated for its whole length, however it is chunked; a generated token for its own."""

@@ -18,7 +18,7 @@ from ..activation_cache import select_sites
 from ..backend import Backend, Submission
 from ..chat import RenderedPrompt
 from ..prompts import checked, names_of, params_for, warn_of_flat_list
-from ..request_options import RequestOptions, checked_salt, priorities_of
+from ..request_options import RequestOptions, adapters_of, checked_salt, priorities_of
 
 
 class BackedModel(TracedModel):
@@ -136,5 +136,5 @@ class BackedModel(TracedModel):
             prompts=[self._read(prompt, name) for prompt, name in zip(prompts, names, strict=True)],
             params=own, interventions=declared, captures=captures, names=names, stream=stream, prompt_logits=prompt_logits,
             priority=priorities_of(options.get("priority"), count), cache_salt=checked_salt(options.get("cache_salt")),
-            timeout=options.get("timeout"), edits=edits, passes=self.pass_options(edits, {}),
+            adapters=adapters_of(options.get("lora"), count), timeout=options.get("timeout"), edits=edits, passes=self.pass_options(edits, {}),
         )  # fmt: skip

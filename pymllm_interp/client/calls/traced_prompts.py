@@ -9,7 +9,7 @@ from ...core.sampling_params import SamplingParams
 from ...utils.arguments import PromptError
 from ..generation_defaults import IGNORED, GenerationDefaults
 from ..prompts import checked
-from ..request_options import check_trace_options, checked_salt, priorities_of
+from ..request_options import adapters_of, check_trace_options, checked_salt, priorities_of
 
 FORWARD = SamplingParams(temperature=0.0, max_tokens=1)
 """Sampling parameters of a trace's single pass, for blocks that read `lm.samples`."""
@@ -25,6 +25,7 @@ class TracedPrompt(NamedTuple):
     timeout: float | None
     priority: int
     cache_salt: str | None
+    adapter: str | None
 
 
 class PromptReader(Protocol):
@@ -56,7 +57,7 @@ def traced_prompt(
         PromptError, TypeError, ValueError: what no trace takes.
     """
     timeout, (priority,) = kwargs.pop("timeout", None), priorities_of(kwargs.pop("priority", None), 1)
-    salt = checked_salt(kwargs.pop("cache_salt", None))
+    salt, (adapter,) = checked_salt(kwargs.pop("cache_salt", None)), adapters_of(kwargs.pop("lora", None), 1)
     limits = reader.limits
     _, ids = checked(reader.tokenizer, prompt, limits.vocab_size, what)
     if mode == "trace":
@@ -78,4 +79,4 @@ def traced_prompt(
         raise PromptError(f"{what}: truncate_prompt_tokens is not for traces: cut the prompt before it is traced")
     if params.n > 1:
         raise PromptError(f"{what} asks for n={params.n}: a trace follows one generation; use one invoke for each")
-    return TracedPrompt(ids, params, timeout, priority, salt)
+    return TracedPrompt(ids, params, timeout, priority, salt, adapter)

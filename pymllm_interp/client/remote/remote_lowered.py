@@ -20,7 +20,7 @@ from ..chat import RenderedPrompt
 from ..handle import RequestHandle
 from ..prompt_batch import prompts_of
 
-PER_PROMPT = ("prompts", "params", "interventions", "captures", "priority", "names")
+PER_PROMPT = ("prompts", "params", "interventions", "captures", "priority", "names", "adapters")
 """Fields of a `Submission` with an entry for each prompt."""
 TOO_MUCH = (413, 429)
 """Statuses of a server that has no room for the requests. A trace of many invokes counts as one."""
@@ -125,6 +125,7 @@ def _submission(
         interventions=[list(plan.interventions) for plan in plans],
         captures=[list(plan.captures) for plan in plans],
         priority=[prompt.priority for prompt in read],
+        adapters=[prompt.adapter for prompt in read],
         names=names,
         cache_salt=cache_salt,
         timeout=timeout,

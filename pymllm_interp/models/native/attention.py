@@ -10,7 +10,7 @@ import torch
 from transformers import PretrainedConfig
 
 from ...attention.attention_backend import RadixAttention
-from ...core.forward_batch import ForwardBatch, SiteOps
+from ...core.forward_batch import ForwardBatch
 from ...core.model_spec import ModelSpec, attention_add, delta_site
 from ...layers.edits.base import apply_inner
 from ...layers.rope import apply_rope, heads_of, rope_and_write, rotation_of
@@ -46,7 +46,7 @@ class Attention(ResidualBranch):
         """q, k and v [tokens, heads, head_dim] of x [1, tokens, hidden], before RoPE, captured."""
 
     @abstractmethod
-    def projected_fused(self, x: torch.Tensor, site_ops: SiteOps | None) -> torch.Tensor:
+    def projected_fused(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """`projected` without a call to a module: [tokens, heads + 2 * kv_heads, head_dim], in the order of `by_head`."""
 
     def last(self, z: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ class Attention(ResidualBranch):
         """`inputs` are x [1, tokens, hidden], and the cosines and signed sines of a `rotation`, if any."""
         x, *rotation = inputs
         if batch.fresh_kv_only or batch.token_to_kv_pool is None:  # k and v do not go to the pool
-            q, k, v = heads_of(self.projected_fused(x, batch.site_ops), self.num_kv_heads, self.by_head)
+            q, k, v = heads_of(self.projected_fused(x, batch), self.num_kv_heads, self.by_head)
             if rotation:
                 q, k = apply_rope(q, *rotation), apply_rope(k, *rotation)
             z = self.attn(q, k, v, batch)
@@ -96,5 +96,5 @@ class Attention(ResidualBranch):
         x, *rotation = inputs
         pool, (cos, sin) = batch.token_to_kv_pool, rotation or (None, None)
         assert pool is not None, "prepare_forward_batch_* sets the pools"
-        qkv, slots = self.projected_fused(x, batch.site_ops), batch.out_cache_loc
+        qkv, slots = self.projected_fused(x, batch), batch.out_cache_loc
         return rope_and_write(qkv, cos, sin, pool, self.layer_idx, slots, batch.query_buffer, self.by_head)

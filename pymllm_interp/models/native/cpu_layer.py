@@ -33,7 +33,7 @@ def decode_layer(
     """`FusedLayer.forward_fused` on a CPU.
 
     Returns:
-        None where the pass is no decode pass, has ops, captures or cut edges, or lacks a kernel.
+        None where the pass is no decode pass, has ops, captures, cut edges or adapters, or lacks a kernel.
     """
     rows, pool, attention, mlp = decode_rows_of(batch), batch.token_to_kv_pool, layer.self_attn, layer.mlp
     if (
@@ -41,6 +41,7 @@ def decode_layer(
         or pool is None
         or batch.site_ops is not None
         or batch.attention_cuts is not None
+        or batch.adapters is not None
         or not layer.in_one_call
     ):
         return None

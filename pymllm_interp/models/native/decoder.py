@@ -161,7 +161,7 @@ class DecoderForCausalLM(CausalLM):
         return getattr(self, self.decoder_name).forward_fused(input_ids, position_ids, forward_batch)
 
     def head_fused(self, h: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
-        return self.lm_head.project(logit_rows(h, forward_batch), forward_batch.site_ops)
+        return self.lm_head.project(logit_rows(h, forward_batch), forward_batch)
 
 
 def causal_output(logits: Any, outputs: BaseModelOutputWithPast) -> CausalLMOutputWithPast:

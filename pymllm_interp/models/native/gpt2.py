@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from ...core.current_pass import current_batch
-from ...core.forward_batch import ForwardBatch, SiteOps
+from ...core.forward_batch import ForwardBatch
 from ...core.model_spec import EMBED_SITE, ModelSpec, delta_site, final_norm_site
 from ...layers.edits.base import apply_and_capture, apply_at, capture_at
 from ...layers.fused_qkv import Conv1D, FusedConv1D
@@ -42,8 +42,8 @@ class GPT2Attention(Attention):
         q, k, v = self.c_attn.heads_of(self.c_attn.capture(self.c_attn(x), batch.site_ops))
         return q.contiguous(), k, v
 
-    def projected_fused(self, x: torch.Tensor, site_ops: SiteOps | None) -> torch.Tensor:
-        return self.c_attn.project(x, site_ops).view(x.shape[1], -1, self.head_dim)
+    def projected_fused(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        return self.c_attn.project(x, batch).view(x.shape[1], -1, self.head_dim)
 
     def last(self, z: torch.Tensor) -> torch.Tensor:
         return self.resid_dropout(self.c_proj(z))

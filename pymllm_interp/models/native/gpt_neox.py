@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from ...core.current_pass import current_batch
-from ...core.forward_batch import Delta, ForwardBatch, ParallelDelta, SiteOps
+from ...core.forward_batch import Delta, ForwardBatch, ParallelDelta
 from ...core.model_spec import EMBED_SITE, ModelSpec, delta_site, final_norm_site
 from ...layers.edits.base import apply_and_capture, apply_at, capture_at
 from ...layers.fused_qkv import FusedLinear
@@ -40,8 +40,8 @@ class GPTNeoXAttention(Attention):
     def projected(self, x: torch.Tensor, batch: ForwardBatch) -> Sequence[torch.Tensor]:
         return self.query_key_value.heads_of(self.query_key_value.capture(self.query_key_value(x), batch.site_ops))
 
-    def projected_fused(self, x: torch.Tensor, site_ops: SiteOps | None) -> torch.Tensor:
-        return self.query_key_value.project(x, site_ops).view(x.shape[1], -1, self.head_dim)
+    def projected_fused(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        return self.query_key_value.project(x, batch).view(x.shape[1], -1, self.head_dim)
 
 
 class GPTNeoXMLP(MLP):

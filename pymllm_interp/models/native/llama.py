@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from ...core.current_pass import current_batch
-from ...core.forward_batch import ForwardBatch, SiteOps
+from ...core.forward_batch import ForwardBatch
 from ...core.model_spec import EMBED_SITE, ModelSpec, delta_site, final_norm_site, mlp_add
 from ...layers.activation import activation, activation_module, gated
 from ...layers.edits.base import apply_and_capture, apply_at, apply_inner, capture_at, capture_inner
@@ -68,8 +68,8 @@ class LlamaAttention(Attention):
         """[1, tokens, heads * head_dim] -> [tokens, heads, head_dim], through the module `norm` in families that have it."""
         return projected.reshape(projected.shape[1], -1, self.head_dim)
 
-    def projected_fused(self, x: torch.Tensor, site_ops: SiteOps | None) -> torch.Tensor:
-        return self._qkv.project(x, site_ops).view(x.shape[1], -1, self.head_dim)
+    def projected_fused(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        return self._qkv.project(x, batch).view(x.shape[1], -1, self.head_dim)
 
 
 class LlamaMLP(ResidualBranch):
@@ -107,7 +107,7 @@ class LlamaMLP(ResidualBranch):
     def inner_fused(self, *inputs: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """`inputs` are x [1, tokens, hidden]."""
         (x,) = inputs
-        return self._apply_ops(gated(self._gate_up.project(x, batch.site_ops), self._act[0]), batch)
+        return self._apply_ops(gated(self._gate_up.project(x, batch), self._act[0]), batch)
 
     def _apply_ops(self, act: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor:
         return act if batch is None else apply_inner(act, batch.site_ops, self.layer_idx, "mlp_act")

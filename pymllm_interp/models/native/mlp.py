@@ -32,7 +32,7 @@ class MLP(ResidualBranch):
     def inner_fused(self, *inputs: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """`inputs` are x [1, tokens, hidden]."""
         (x,), (first, act) = inputs, self._parts
-        return self.apply_ops(act(first.project(x, batch.site_ops)), batch)
+        return self.apply_ops(act(first.project(x, batch)), batch)
 
     def apply_ops(self, act: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor:
         """The neurons after their ops."""

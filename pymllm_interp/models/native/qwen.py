@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PretrainedConfig
 
-from ...core.forward_batch import SiteOps
+from ...core.forward_batch import ForwardBatch
 from ...core.model_spec import ModelSpec
 from ...layers.norm import RMSNorm, norm_heads
 from .llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
@@ -41,8 +41,8 @@ class Qwen3Attention(LlamaAttention):
         heads = projected.reshape(1, projected.shape[1], -1, self.head_dim)
         return getattr(self, norm)(heads)[0]
 
-    def projected_fused(self, x: torch.Tensor, site_ops: SiteOps | None) -> torch.Tensor:
-        q_norm, k_norm, qkv = self.q_norm, self.k_norm, super().projected_fused(x, site_ops)
+    def projected_fused(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        q_norm, k_norm, qkv = self.q_norm, self.k_norm, super().projected_fused(x, batch)
         return norm_heads(qkv, q_norm.weight, k_norm.weight, self.num_kv_heads, q_norm.eps, q_norm.kind)
 
 

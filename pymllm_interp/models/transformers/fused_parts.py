@@ -17,7 +17,9 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 from ...core.current_pass import current_batch
-from ...layers.linear import Gemm
+from ...layers.gemm import Gemm
+from ...layers.linear import adapted
+from ...layers.lora import LoRASlots
 from ...layers.norm import rms_norm
 from ...layers.rope import apply_rope, rotation_of
 
@@ -31,24 +33,33 @@ def fuse_parts(model: nn.Module) -> None:
         if not isinstance(forward, FunctionType) or "forward" in vars(module):
             continue
         if type(module) is nn.Linear:
-            module.forward = _Linear(module)  # pyright: ignore[reportAttributeAccessIssue]
+            module.forward = LinearForward(module)  # pyright: ignore[reportAttributeAccessIssue]
         elif _same_code(forward, modeling_llama.LlamaRMSNorm.forward):
             module.forward = _Norm(module)  # pyright: ignore[reportAttributeAccessIssue]
         elif _has_standard_rotation(forward):
             module.forward = MethodType(_with_kernel(forward), module)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class _Linear:
-    """The forward of a linear layer."""
+class LinearForward:
+    """The forward of a linear layer.
+
+    Attributes:
+        lora: the adapters' parts of it; None until an adapter targets it.
+    """
 
     def __init__(self, module: nn.Linear) -> None:
         self._module = module
         self._gemm: Gemm | None = None
+        self.lora: LoRASlots | None = None
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        batch = current_batch()
+        return adapted(self._product(input, batch is not None), input, self.lora, batch)
+
+    def _product(self, input: torch.Tensor, in_pass: bool) -> torch.Tensor:
         module, gemm = self._module, self._gemm
         weight, bias = module.weight, module.bias
-        if current_batch() is None or torch.is_grad_enabled() or weight.dtype != input.dtype:
+        if not in_pass or torch.is_grad_enabled() or weight.dtype != input.dtype:
             return F.linear(input, weight, bias)
         if gemm is None or gemm.weight is not weight or gemm.bias is not bias:
             gemm = self._gemm = Gemm([weight], weight, bias)

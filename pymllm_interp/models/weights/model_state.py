@@ -1,7 +1,8 @@
 """`ModelState`: what a served model is at a moment. Prefix cache, fingerprints and receipts ask it.
 
 It covers parameters, persistent buffers, and the adapter of a request. `version` grows with every edit; the prefix cache then
-forgets what it has. `namespace` keeps the KV of adapters apart. `fingerprint` hashes all tensors, their dtypes, and the config.
+forgets what it has. `namespace` keeps the KV of adapters apart. `fingerprint` hashes all tensors, their dtypes, the config, and the
+weights of the adapter.
 
 Each tensor is reduced to a checksum: a weighted sum of its bits modulo 2**64. The sum does not depend on the order of its
 terms, so the fingerprint is equal on every device. A gigabyte takes about half a second on a CPU. The fingerprint is not
@@ -23,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from ...core import unsupported
 from ...layers.seal import persistent_buffers
 
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
@@ -53,6 +53,9 @@ class ModelState:
     Args:
         model: its parameters and persistent buffers are edited in place, never replaced.
         config: its transformers config, as the model was built from it. Later edits of it do not count.
+
+    Attributes:
+        adapters: name -> digest of the weights of each loaded adapter (models/adapters/slots.py).
     """
 
     def __init__(self, model: nn.Module, config: PretrainedConfig) -> None:
@@ -60,6 +63,7 @@ class ModelState:
         self._named = sorted([*model.named_parameters(), *persistent_buffers(model)])
         self._checksums: dict[str, tuple[int, int]] = {}  # name -> (version, checksum)
         self._last: tuple[int, str] | None = None  # (version, fingerprint)
+        self.adapters: dict[str, str] = {}
 
     @property
     def version(self) -> int:
@@ -70,11 +74,14 @@ class ModelState:
         """What KV depends on beside `version`, for requests with this adapter; None for the model itself.
 
         Raises:
-            ValueError: an adapter; none can be loaded yet.
+            ValueError: no such adapter is loaded.
         """
-        if adapter is not None:
-            raise ValueError(f"adapter={adapter!r}: {unsupported.LORA}")
-        return None
+        if adapter is None:
+            return None
+        digest = self.adapters.get(adapter)
+        if digest is None:
+            raise ValueError(f"there is no adapter {adapter!r}: lm.load_adapter(name, folder) loads one")
+        return digest
 
     def fingerprint(self, adapter: str | None = None) -> str:
         """`model_fingerprint` of the weights as they are now. An edit that is undone restores the earlier value.
@@ -82,7 +89,7 @@ class ModelState:
         Raises:
             ValueError: as `namespace`.
         """
-        self.namespace(adapter)
+        namespace = self.namespace(adapter)
         version = self.version  # before the sums: an edit meanwhile leads to another sum
         if self._last is None or self._last[0] != version:
             digest = hashlib.sha256(self._settings)
@@ -90,7 +97,8 @@ class ModelState:
                 value = self._checksum(name, tensor)
                 digest.update(f"|{name} {tensor.dtype} {list(tensor.shape)} {value}".encode())
             self._last = version, digest.hexdigest()
-        return self._last[1]
+        found = self._last[1]
+        return found if namespace is None else hashlib.sha256(f"{found}|{namespace}".encode()).hexdigest()
 
     def close(self) -> None:
         """Let go of the model's tensors."""

@@ -26,6 +26,7 @@ import torch
 
 from ...attention.attention_backend import AttentionBackend
 from ...config import ServerConfig
+from ...core.adapter_rows import AdapterRows
 from ...core.forward_batch import ForwardBatch, ForwardMode
 from ...core.step import LogitsProcessorOutput
 from ...layers.edits.table import TableOps
@@ -73,6 +74,8 @@ class GraphOwner(Capturing, Protocol):
 
     def captured_site_ops(self, bs: int) -> Any: ...
 
+    def captured_adapters(self, rows: int) -> AdapterRows: ...
+
 
 class CudaGraphRunner:
     """Captures the fused decode pass for each size of `capture_bs`, and replays it.
@@ -81,6 +84,8 @@ class CudaGraphRunner:
         model_runner: initialised: model, pools and attention backend are there.
         sizes: batch sizes to capture; None is `capture_batch_sizes` up to `max_running_requests`.
         declares: capture the declared ops, too.
+        adapted: capture the rows' adapters, too: the same passes without adapters. Their pool and output buffers serve these graphs
+            as well.
         pool: the memory pool of the graphs; None: the global one, where there is one, else a new one.
 
     Attributes:
@@ -101,6 +106,7 @@ class CudaGraphRunner:
         sizes: list[int] | None = None,
         *,
         declares: bool = True,
+        adapted: CudaGraphRunner | None = None,
         pool: tuple | None = None,
     ) -> None:
         parts = ("model", "req_to_token_pool", "token_to_kv_pool", "attn_backend")
@@ -109,7 +115,7 @@ class CudaGraphRunner:
             raise RuntimeError(
                 f"CudaGraphRunner needs an initialised ModelRunner, but {', '.join(missing)} is None: call initialize() first"
             )
-        self.model_runner, self._declares = model_runner, declares
+        self.model_runner, self._declares, self._adapted = model_runner, declares, adapted
         self.device = model_runner.device
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.output_buffers: dict[int, LogitsProcessorOutput] = {}
@@ -119,13 +125,15 @@ class CudaGraphRunner:
         self.enable_torch_compile = server_config.enable_torch_compile
         self.torch_compile_max_bs = server_config.torch_compile_max_bs
         self.compile_bs = [
-            bs for bs in self.capture_bs if self.enable_torch_compile and bs <= self.torch_compile_max_bs
+            bs
+            for bs in self.capture_bs
+            if self.enable_torch_compile and adapted is None and bs <= self.torch_compile_max_bs
         ]
         self.seq_len_fill_value = PAD_SEQ_LEN
         self.buffers = model_runner.input_buffers
         self.memory_usage = 0
         # By default no engine shares it with another one: that one's graphs may be replayed before this engine has read its logits.
-        self.pool = pool or graph_capture.memory_pool(self.device)
+        self.pool = pool or (graph_capture.memory_pool(self.device) if adapted is None else adapted.pool)
         self._batches: dict[int, ForwardBatch] = {}
         self.capture()
 
@@ -205,10 +213,18 @@ class CudaGraphRunner:
         def run() -> tuple[torch.Tensor, torch.Tensor]:
             logits = forward(input_ids, positions, batch)[0]
             assert batch.hidden_states is not None, "the model sets it"
-            return logits, batch.hidden_states
+            return self._placed(bs, logits, batch.hidden_states)
 
         self.graphs[bs], outputs = graph_capture.record(plan, run, self.pool)
         self._batches[bs], self.output_buffers[bs] = batch, LogitsProcessorOutput(*outputs)
+
+    def _placed(self, bs: int, logits: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and hidden states of a captured pass, in the output buffers of the passes without adapters."""
+        if self._adapted is None:
+            return logits, hidden
+        shared = self._adapted.output_buffers[bs]
+        assert shared.hidden_states is not None
+        return shared.next_token_logits.copy_(logits), shared.hidden_states.copy_(hidden)
 
     def _batch(self, bs: int) -> ForwardBatch:
         """A decode batch of `bs` rows over the input buffers."""
@@ -227,6 +243,7 @@ class CudaGraphRunner:
             token_to_kv_pool=runner.token_to_kv_pool,
             attn_backend=runner.attn_backend,
             site_ops=runner.captured_site_ops(bs) if self._declares else None,
+            adapters=None if self._adapted is None else runner.captured_adapters(bs),
         )
 
     def _forward(self, bs: int) -> Callable[..., torch.Tensor]:

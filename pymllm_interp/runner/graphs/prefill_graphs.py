@@ -91,7 +91,7 @@ class PrefillGraphs:
     def can_run(self, batch: ForwardBatch) -> bool:
         """Whether `replay` serves the batch.
 
-        It has to be laid out with its padding, without gradients (`fresh_kv_only`) and cut edges of attention. Declared ops, if
+        It has to be laid out with its padding, without gradients (`fresh_kv_only`), cut edges of attention and adapters. Declared ops, if
         any, have to be in the tables that graphs read.
         """
         return (
@@ -100,6 +100,7 @@ class PrefillGraphs:
             and batch.num_tokens == batch.padded_size
             and not batch.fresh_kv_only
             and batch.attention_cuts is None
+            and batch.adapters is None
             and isinstance(batch.site_ops, TableOps | None)
         )
 

@@ -107,7 +107,8 @@ class Segments(ABC):
         batch = self._batch
         assert batch is not None, "begin() comes first"
         # Without declared requests the kernels are the ones without tables.
-        known = batch.num_tokens, batch.site_ops is None, key
+        adapters = batch.adapters
+        known = batch.num_tokens, batch.site_ops is None, adapters and adapters.version, key
         static = {name: self._load(name, value) for name, value in inputs.items()}
         if known not in self._recordings:
             # Over the registers: kernels are compiled for the memory that they read, and a capture may not compile.

@@ -1,0 +1,144 @@
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+"""LoRA of rows with several adapters in two kernels: `shrink` multiplies by A, and `expand` by B, into the base's product.
+
+A program computes a tile of rows with one adapter (`RowTiles`, core/adapter_rows.py), so the weights of an adapter are read once for
+16 rows. The kernels read the tiles on the device: a captured pass serves all mixes of adapters. Unused tiles end at once.
+
+`shrink` divides the input's width into parts, for enough programs to read A at the memory's speed. `expand` adds the parts. Block
+sizes and parts depend on widths, not on rows: the sums of a row have one order in every batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from ..core.adapter_rows import TILE_ROWS, RowTiles
+from .launch import Launcher, grid_wait, launch_dependents
+
+MAX_PARTS = 8
+PART_WIDTH = 512
+"""Columns of a part at least."""
+SHRINK_RANKS, SHRINK_COLUMNS, SHRINK_WARPS = 16, 128, 4
+EXPAND_COLUMNS, EXPAND_WARPS = 64, 4
+MAX_PRODUCTS = 3
+"""Merged projections of one product at most."""
+
+
+@triton.jit(do_not_specialize=["h_rows"])
+def _shrink(
+    x, a, order, tiles, h, h_rows,
+    IN: tl.constexpr, RANKS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    launch_dependents(PDL)
+    tile, part = tl.program_id(0), tl.program_id(2)
+    slot = tl.load(tiles + tile * 3).to(tl.int64)
+    first, count = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
+    grid_wait(PDL)
+    if count == 0:
+        return
+    m = tl.arange(0, ROWS)
+    rank = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    row = tl.load(order + first + m, mask=m < count, other=0).to(tl.int64)
+    total = tl.zeros((ROWS, BLOCK_R), tl.float32)
+    for start in range(part * PART, tl.minimum(part * PART + PART, IN), BLOCK_K):
+        column = start + tl.arange(0, BLOCK_K)
+        there = column < tl.minimum(part * PART + PART, IN)
+        values = tl.load(x + row[:, None] * IN + column[None, :], mask=(m < count)[:, None] & there[None, :], other=0.0)
+        weights = tl.load(a + (slot * RANKS + rank[:, None]) * IN + column[None, :], mask=there[None, :], other=0.0)
+        total = tl.dot(values, tl.trans(weights), total, input_precision="ieee")
+    tl.store(h + (part * h_rows + row[:, None]) * RANKS + rank[None, :], total, mask=(m < count)[:, None])
+
+
+@triton.jit(do_not_specialize=["h_rows"])
+def _expand(
+    out, h, b, order, tiles, h_rows,
+    OUT: tl.constexpr, RANK: tl.constexpr, PRODUCTS: tl.constexpr, PARTS: tl.constexpr,
+    SIZE_0: tl.constexpr, SIZE_1: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    launch_dependents(PDL)
+    tile, block = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(tiles + tile * 3).to(tl.int64)
+    first, count = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
+    # Blocks begin anew with each projection.
+    blocks_0, blocks_1 = tl.cdiv(SIZE_0, BLOCK), tl.cdiv(SIZE_1, BLOCK)
+    product, begin, stop = 0, 0, SIZE_0
+    if block >= blocks_0:
+        product, begin, stop, block = 1, SIZE_0, SIZE_0 + SIZE_1, block - blocks_0
+        if block >= blocks_1:
+            product, begin, stop, block = 2, SIZE_0 + SIZE_1, OUT, block - blocks_1
+    column = begin + block * BLOCK + tl.arange(0, BLOCK)
+    rank = tl.arange(0, RANK)
+    known = (column < tl.where(count > 0, stop, 0))[:, None]
+    weights = tl.load(b + (slot * OUT + column[:, None]) * RANK + rank[None, :], mask=known, other=0.0)
+    grid_wait(PDL)
+    if count == 0:
+        return
+    m = tl.arange(0, ROWS)
+    row = tl.load(order + first + m, mask=m < count, other=0).to(tl.int64)
+    inside = m < count
+    shrunk = tl.zeros((ROWS, RANK), tl.float32)
+    for part in range(PARTS):
+        where = (part * h_rows + row[:, None]) * (RANK * PRODUCTS) + product * RANK + rank[None, :]
+        shrunk += tl.load(h + where, mask=inside[:, None], other=0.0)
+    delta = tl.dot(shrunk.to(weights.dtype), tl.trans(weights), input_precision="ieee")
+    where_out = out + row[:, None] * OUT + column[None, :]
+    mask = inside[:, None] & (column < stop)[None, :]
+    base = tl.load(where_out, mask=mask, other=0.0).to(tl.float32)
+    tl.store(where_out, (base + delta).to(out.dtype.element_ty), mask=mask)
+
+
+_shrink_launch, _expand_launch = Launcher(_shrink, pdl=True), Launcher(_expand, pdl=True)
+
+
+def _parts(in_features: int) -> tuple[int, int]:
+    """(parts, columns of each) of the input's width."""
+    parts = max(1, min(MAX_PARTS, in_features // PART_WIDTH))
+    width = -(-in_features // parts)
+    width = -(-width // SHRINK_COLUMNS) * SHRINK_COLUMNS
+    return -(-in_features // width), width
+
+
+def shrink(x: torch.Tensor, a: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
+    """x A^T of each row in a tile.
+
+    Args:
+        x: [rows, in], contiguous.
+        a: [slots, ranks, in]; ranks are a multiple of 16.
+
+    Returns:
+        [parts, rows, ranks] float32: the sum over parts is the product. Other rows are not written.
+    """
+    rows, in_features = x.shape
+    parts, width = _parts(in_features)
+    h = torch.empty(parts, rows, a.shape[1], dtype=torch.float32, device=x.device)
+    grid = len(tiles.tiles), a.shape[1] // SHRINK_RANKS, parts
+    _shrink_launch(
+        grid, (x, a, tiles.order, tiles.tiles, h), (rows,),
+        (in_features, a.shape[1], width, TILE_ROWS, SHRINK_RANKS, SHRINK_COLUMNS), SHRINK_WARPS,
+    )  # fmt: skip
+    return h
+
+
+def expand(out: torch.Tensor, h: torch.Tensor, b: torch.Tensor, sizes: Sequence[int], tiles: RowTiles) -> None:
+    """Add h B^T to each row in a tile, in place.
+
+    Args:
+        out: [rows, sum of sizes], contiguous.
+        h: of `shrink`, [parts, rows, projections * rank].
+        b: [slots, sum of sizes, rank]; the rank is a power of 2.
+        sizes: out features of each projection.
+    """
+    if len(sizes) > MAX_PRODUCTS:
+        raise ValueError(f"{len(sizes)} merged projections; at most {MAX_PRODUCTS}")
+    rows, width = out.shape
+    blocks = sum(triton.cdiv(size, EXPAND_COLUMNS) for size in sizes)
+    size_0, size_1 = sizes[0], sizes[1] if len(sizes) > 1 else 0
+    _expand_launch(
+        (len(tiles.tiles), blocks, 1), (out, h, b, tiles.order, tiles.tiles), (rows,),
+        (width, b.shape[2], len(sizes), h.shape[0], size_0, size_1, TILE_ROWS, EXPAND_COLUMNS), EXPAND_WARPS,
+    )  # fmt: skip

@@ -1,0 +1,154 @@
+"""LoRA: what adapters add to a matrix product (Hu et al., 2021), for each token row by its own adapter.
+
+A row with an adapter gets ``product + (x A^T) (scaling B)^T``: what PEFT's module returns. `LoRASlots` holds A and B of several
+adapters, each in a slot, for one product; of merged projections (q, k and v) each part has its own A and B.
+
+Rows in few tiles run our Triton kernels on CUDA, in CUDA graphs too. Long prompts, and all rows on a CPU, run as matrix products.
+On a CPU a row's result does not depend on the other rows, where our kernels compute the product itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..core.adapter_rows import AdapterRows, RowTiles, rows_of
+from .dispatch import triton_kernels_for
+from .gemm import Gemm
+
+MIN_RANK = 16
+"""Ranks are padded to a power of 2 from here on, for the kernels."""
+
+
+def padded_rank(rank: int) -> int:
+    """The rank that memory on a device is laid out for."""
+    return max(MIN_RANK, 1 << (rank - 1).bit_length())
+
+
+class _Part:
+    """A and B of an adapter for one projection.
+
+    Args:
+        a: [rank, in].
+        b: [out, rank], times the scaling.
+    """
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        self.a, self.b = a, b
+        self._shrink, self._expand = Gemm([a], a, None), Gemm([b], b, None)
+
+    def delta(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, in] -> [rows, out]."""
+        return self._expand(self._shrink(x))
+
+
+class LoRASlots:
+    """The adapters' parts of one product.
+
+    Args:
+        in_features: of the product.
+        sizes: out features of each projection in it.
+        num_slots: adapters at most.
+        rank: of any adapter at most.
+        weight: of the product; it has the dtype and the device.
+    """
+
+    def __init__(
+        self, in_features: int, sizes: Sequence[int], num_slots: int, rank: int, weight: torch.Tensor
+    ) -> None:
+        self.in_features, self.sizes, self.rank = in_features, list(sizes), padded_rank(rank)
+        self._dtype, self._device = weight.dtype, weight.device
+        self._starts = [sum(self.sizes[:part]) for part in range(len(self.sizes))]
+        self._slots: list[dict[int, _Part]] = [{} for _ in range(num_slots)]
+        self._a = self._b = torch.empty(0)
+        if weight.is_cuda:
+            ranks = self.rank * len(self.sizes)
+            self._a = torch.zeros(num_slots, ranks, in_features, dtype=weight.dtype, device=weight.device)
+            self._b = torch.zeros(num_slots, sum(self.sizes), self.rank, dtype=weight.dtype, device=weight.device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a module is plain: it serves no adapters."""
+        return None
+
+    @staticmethod
+    def num_bytes(in_features: int, sizes: Sequence[int], num_slots: int, rank: int, itemsize: int) -> int:
+        """Device memory of such an object."""
+        return num_slots * padded_rank(rank) * (in_features * len(sizes) + sum(sizes)) * itemsize
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot: rows with it get no delta."""
+        self._slots[slot] = {}
+        if self._a.is_cuda:
+            self._a[slot].zero_()
+            self._b[slot].zero_()
+
+    def write(self, slot: int, part: int, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Put an adapter's weights into an empty slot.
+
+        Args:
+            part: index of the projection.
+            a: [rank, in].
+            b: [out, rank], times the scaling.
+        """
+        rank, start = a.shape[0], self._starts[part]
+        a, b = (tensor.to(self._device, self._dtype).contiguous() for tensor in (a, b))
+        if self._a.is_cuda:
+            # Views, which captured passes read as a whole.
+            own = self._a[slot, part * self.rank :][:rank], self._b[slot, start : start + self.sizes[part], :rank]
+            own[0].copy_(a)
+            own[1].copy_(b)
+            a, b = own
+        self._slots[slot][part] = _Part(a, b)
+
+    def add(
+        self, product: torch.Tensor, x: torch.Tensor, rows: AdapterRows, part: int | None = None
+    ) -> torch.Tensor:
+        """Add the adapters' deltas in place. Returns the product.
+
+        Args:
+            product: [..., out], or of one part [..., out of the part]. It is fresh memory.
+            x: [..., in].
+            rows: of the pass.
+            part: which part the product is; None: all of them.
+
+        Raises:
+            RuntimeError: the product has other rows than the pass.
+        """
+        flat, out = x.reshape(-1, self.in_features), product.view(-1, product.shape[-1])
+        spans, tiles = rows.spans, rows.tiles
+        if product.is_cuda:
+            if tiles is not None and part is None and triton_kernels_for(product) is not None:
+                self._add_by_kernels(out, flat, tiles)
+                spans = rows.products
+            for span in spans:
+                self._add_product(out, flat, span.slot, rows_of([span]), part)
+            return product
+        for slot, own in rows.by_slot if tiles is None or torch.is_grad_enabled() else _rows_of_tiles(rows, tiles):
+            self._add_product(out, flat, slot, own, part)
+        return product
+
+    def _add_product(
+        self, out: torch.Tensor, x: torch.Tensor, slot: int, rows: slice | torch.Tensor, only: int | None
+    ) -> None:
+        own = x[rows]
+        for part, weights in self._slots[slot].items():
+            if only is None or part == only:
+                start = 0 if only is not None else self._starts[part]
+                out[rows, start : start + self.sizes[part]] += weights.delta(own)
+
+    def _add_by_kernels(self, out: torch.Tensor, x: torch.Tensor, tiles: RowTiles) -> None:
+        from ..kernels.triton_lora import expand, shrink
+
+        h = shrink(x.contiguous(), self._a, tiles)
+        expand(out, h, self._b, self.sizes, tiles)
+
+
+def _rows_of_tiles(rows: AdapterRows, tiles: RowTiles) -> Iterator[tuple[int, slice | torch.Tensor]]:
+    """(slot, token rows) of what a pass lays out for kernels, on a CPU."""
+    for slot, start, count in tiles.tiles.tolist():
+        if count:
+            yield slot, tiles.order[start : start + count].long()
+    for span in rows.products:
+        yield span.slot, rows_of([span])

@@ -1,0 +1,80 @@
+"""The linear modules of a served model that adapters can target, by their paths in transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from ...layers.linear import Product, Projection
+from ...layers.lora import LoRASlots
+from ..base import CausalLM
+from ..transformers.fused_parts import LinearForward
+
+
+class AdaptedProduct(Protocol):
+    """What computes a product with adapters: a `Product`, a `MergedLinear`, or the forward of a transformers module."""
+
+    lora: LoRASlots | None
+
+
+class Target(NamedTuple):
+    """A linear module.
+
+    Attributes:
+        product: computes it.
+        part: index of the module among the projections of the product.
+        in_features: of the product.
+        sizes: out features of all projections of the product.
+        weight: of the product; it has dtype and device.
+    """
+
+    product: AdaptedProduct
+    part: int
+    in_features: int
+    sizes: Sequence[int]
+    weight: torch.Tensor
+
+    @property
+    def out_features(self) -> int:
+        """Of the module."""
+        return self.sizes[self.part]
+
+
+def targets_of(model: CausalLM) -> dict[str, Target]:
+    """The modules by path. The head is none: its rows are not the rows of the pass."""
+    head = model.get_submodule(model.spec.family.head)
+    found: dict[str, Target] = {}
+    for path, module in model.named_modules():
+        if module is not head and (target := _target(module)) is not None:
+            found[path] = target
+    return found
+
+
+def _target(module: nn.Module) -> Target | None:
+    if isinstance(module, Projection):
+        merged, index = module.place
+        return Target(merged, index, module.in_features, merged.sizes, merged.gemm.weight)
+    if isinstance(module, Product):
+        out_features, in_features = module.gemm.weight.shape
+        return Target(module, 0, in_features, [out_features], module.gemm.weight)
+    forward: Any = vars(module).get("forward")
+    if isinstance(forward, LinearForward) and isinstance(module, nn.Linear):
+        return Target(forward, 0, module.in_features, [module.out_features], module.weight)
+    return None
+
+
+def unsupported_reason(model: nn.Module, path: str) -> str:
+    """Why an adapter cannot target a module."""
+    parts = path.split(".")
+    if "experts" in parts:
+        return "it belongs to experts, and adapters of experts are not supported"
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        return "the model has no such module"
+    if isinstance(module, nn.Embedding):
+        return "it is an embedding, and adapters change linear layers only"
+    return f"it is a {type(module).__name__}, and adapters change linear layers other than the head"
