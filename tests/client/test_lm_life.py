@@ -58,10 +58,10 @@ def engine_threads() -> set[threading.Thread]:
 @pytest.mark.parametrize(
     "body",
     [
-        "handle = LM(folder, device='cpu').submit([1, 2, 3], long)",
-        "lm = LM(folder, device='cpu'); handle = lm.submit([1, 2, 3], long)",
         "stream = LM(folder, device='cpu').stream([1, 2, 3], long); next(iter(stream))",
-        "LM(folder, device='cpu')",
+        pytest.param("handle = LM(folder, device='cpu').submit([1, 2, 3], long)", marks=pytest.mark.slow),
+        pytest.param("lm = LM(folder, device='cpu'); handle = lm.submit([1, 2, 3], long)", marks=pytest.mark.slow),
+        pytest.param("LM(folder, device='cpu')", marks=pytest.mark.slow),
     ],
 )
 def test_a_process_ends_cleanly_while_requests_run(body: str, model_folder: Callable[[str], Path]) -> None:

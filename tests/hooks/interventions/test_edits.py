@@ -618,6 +618,7 @@ def test_what_cannot_be_held_is_refused_with_its_limit() -> None:
             for_each_prompt(wrong, 2)
 
 
+@pytest.mark.slow
 def test_the_norms_sum_goes_in_one_order_with_tables_and_without(tmp_path: Path) -> None:
     """Triton lays a whole kernel out for its widest access, and a sum's order follows: compiled for a GPU, without one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

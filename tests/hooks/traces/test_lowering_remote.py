@@ -207,23 +207,24 @@ def test_captures_above_the_servers_limit_are_sent_as_code(served_folder, local,
     assert len(posts) == 1
 
 
-@pytest.mark.parametrize("key", ["declared", "code"])
-def test_more_invokes_than_a_key_may_have_requests(served_folder, local, tmp_path, key):
+def test_more_invokes_than_a_key_may_have_requests(served_folder, local, tmp_path):
     """They go in portions; a trace that is sent as code counts as one."""
 
     def run(lm: Any) -> Any:
         with lm.trace() as tracer:
             kept = list().save()
-            for i in range(1, 40):
+            for i in range(1, 20):
                 with tracer.invoke([i, i + 1]):
                     kept.append(lm.model.layers[1].output[0, -1])
         return torch.stack(kept), tracer.receipts
 
-    limits = ["--allow-code-from", "code", "--max-concurrent", "8"]
-    with serving(served_folder, *limits, folder=tmp_path) as small, LM.connect(small.url, api_key=KEYS[key]) as lm:
-        (ours, receipts), (theirs, _) = run(lm), run(local)
-    assert len(receipts) == 39 and all(receipt.lowered for receipt in receipts)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    limits, (theirs, _) = ["--allow-code-from", "code", "--max-concurrent", "4"], run(local)
+    with serving(served_folder, *limits, folder=tmp_path) as small:
+        for key in ("declared", "code"):
+            with LM.connect(small.url, api_key=KEYS[key]) as lm:
+                ours, receipts = run(lm)
+            assert len(receipts) == 19 and all(receipt.lowered for receipt in receipts)
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 def test_a_timeout_ends_it(declared):
@@ -259,8 +260,13 @@ def test_persistent_edits_and_sessions_are_code(code, posts):
 
 @pytest.mark.parametrize(
     "config",
-    [{"max_new_tokens": 7}, {"max_length": 12}, {"min_new_tokens": 3, "max_new_tokens": 5}, {"do_sample": True, "top_k": 1}, {}],
-)  # fmt: skip
+    [
+        {"max_length": 12},
+        {"do_sample": True, "top_k": 1, "min_new_tokens": 3, "max_new_tokens": 5},
+        pytest.param({"max_new_tokens": 7}, marks=pytest.mark.slow),
+        pytest.param({}, marks=pytest.mark.slow),
+    ],
+)
 def test_generations_have_the_models_own_lengths_and_sampling(
     tmp_path: Path, model_folder: Callable[[str], Path], config: dict[str, Any]
 ):

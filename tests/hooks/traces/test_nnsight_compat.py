@@ -213,8 +213,10 @@ TypedAttributeSet.__init_subclass__ = classmethod(check)
 """
 
 
-@pytest.mark.parametrize("anyio", ["", OLD_ANYIO], ids=["installed", "4.15"])
-@pytest.mark.parametrize("first", ["nnsight", "pymllm_interp.lm"])
+@pytest.mark.parametrize(
+    ("first", "anyio"),
+    [("nnsight", OLD_ANYIO), ("pymllm_interp.lm", ""), pytest.param("nnsight", "", marks=pytest.mark.slow)],
+)
 def test_http_clients_import_after_nnsight(first: str, anyio: str) -> None:
     """nnsight gives every object a `save`, which anyio refuses in classes that it defines late."""
     late = "anyio.abc, anyio._backends._asyncio, anyio.streams.tls, anyio.from_thread, anyio.streams.file"
