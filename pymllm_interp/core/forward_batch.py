@@ -293,7 +293,7 @@ class ForwardBatch:
         return groups
 
     def run_segment(
-        self, key: Hashable, run: Callable[..., Registers], *, chained: bool = False, **inputs: torch.Tensor
+        self, key: Hashable, run: Callable[..., Registers], chained: bool = False, /, **inputs: torch.Tensor
     ) -> Registers:
         """``run(**inputs)``, a part of the pass in which no hook waits: from a CUDA graph, if the pass has `segments`.
 

@@ -225,5 +225,5 @@ def run_layers(
         stop = start + size
         seen = served and stop == end
         run = partial(run_part, layers[start - first : stop - first], stop, seen)
-        h = batch.run_segment(("layers", start, stop, seen), run, chained=stop < end, h=h, **inputs)["h"]
+        h = batch.run_segment(("layers", start, stop, seen), run, stop < end, h=h, **inputs)["h"]
     return h
