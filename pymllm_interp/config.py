@@ -111,7 +111,7 @@ class ServerConfig:
     with "eager". "eager" runs the whole batch module by module. "auto" is "segments" where the pass's size is captured."""
     max_segments: int = 256
     """Maximum graph segments between blocks to keep; the least recently used one is evicted. Steps with prompts have segments of
-    their own. A segment of n layers is n + 1 graphs there, and at most 8 times as many graphs are kept."""
+    their own, one for each layer and size. Four times as many of them are kept."""
     schedule_policy: str = "mixed"
     """ "mixed" puts decode and prefill into one step; "prefill_first" gives prefill steps of its own, at most every second one."""
     scheduling_policy: str = "fcfs"

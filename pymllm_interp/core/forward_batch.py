@@ -87,10 +87,20 @@ Registers = dict[str, torch.Tensor]
 
 
 class GraphSegments(Protocol):
-    """Runs graph segments, the parts of a pass in which no hook waits, as CUDA graphs (runner/graphs/segments.py)."""
+    """Runs graph segments, the parts of a pass in which no hook waits, as CUDA graphs (runner/graphs/segments.py).
 
-    def run(self, key: Hashable, segment: Callable[..., Registers], inputs: Registers, /) -> Registers:
-        """``segment(**inputs)``, in memory that no later segment writes to."""
+    Attributes:
+        by_layer: a segment has one layer at most.
+    """
+
+    by_layer: bool
+
+    def run(self, key: Hashable, segment: Callable[..., Registers], inputs: Registers, chained: bool, /) -> Registers:
+        """``segment(**inputs)``, in memory that no later segment writes to.
+
+        Args:
+            chained: the results only go into the next segment, which may write to their memory.
+        """
         ...
 
 
@@ -284,10 +294,13 @@ class ForwardBatch:
             start += size
         return groups
 
-    def run_segment(self, key: Hashable, run: Callable[..., Registers], **inputs: torch.Tensor) -> Registers:
+    def run_segment(
+        self, key: Hashable, run: Callable[..., Registers], chained: bool = False, /, **inputs: torch.Tensor
+    ) -> Registers:
         """``run(**inputs)``, a part of the pass in which no hook waits: from a CUDA graph, if the pass has `segments`.
 
         Args:
             key: names the part. Parts with equal keys launch the same kernels over the memory of the pass and of `inputs`.
+            chained: see `GraphSegments.run`.
         """
-        return run(**inputs) if self.segments is None else self.segments.run(key, run, inputs)
+        return run(**inputs) if self.segments is None else self.segments.run(key, run, inputs, chained)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain, islice
 from typing import Any, Protocol
 
@@ -191,7 +192,7 @@ def run_layers(
     batch: ForwardBatch,
     served: bool,
 ) -> torch.Tensor:
-    """Run decoder layers as one graph segment.
+    """Run decoder layers as one graph segment, or as one for each layer (`GraphSegments.by_layer`).
 
     Args:
         layers: consecutive layers.
@@ -203,18 +204,26 @@ def run_layers(
     Returns:
         the hidden state [1, tokens, hidden] after the last layer.
     """
-    stop = first + len(layers)
     rotations = {kind: rotation_of(batch, *found) for kind, found in position_embeddings.items()}
     names = [
         f"{name}{kind}" for kind, found in rotations.items() for name, _ in zip(("cos", "sin"), found, strict=False)
     ]
     inputs = dict(zip(names, chain(*rotations.values()), strict=True))
 
-    def run(h: torch.Tensor, **inputs: torch.Tensor) -> Registers:
+    def run_part(
+        part: Sequence[FusedLayer], stop: int, served: bool, h: torch.Tensor, **inputs: torch.Tensor
+    ) -> Registers:
         parts, delta = iter(inputs.values()), None
         turns = {kind: tuple(islice(parts, len(found))) for kind, found in rotations.items()}
-        for layer in layers:
+        for layer in part:
             h, delta = layer.forward_fused(h, delta, turns[layer.rotary], batch)
         return {"h": residual_sum(h, delta, batch.site_ops, input_add(stop), served)}
 
-    return batch.run_segment(("layers", first, stop, served), run, h=h, **inputs)["h"]
+    by_layer = batch.segments is not None and batch.segments.by_layer
+    size, end = 1 if by_layer else len(layers), first + len(layers)
+    for start in range(first, end, size):
+        stop = start + size
+        seen = served and stop == end
+        run = partial(run_part, layers[start - first : stop - first], stop, seen)
+        h = batch.run_segment(("layers", start, stop, seen), run, stop < end, h=h, **inputs)["h"]
+    return h

@@ -55,7 +55,7 @@ class EagerPieces:
     """Stands for `graph_capture.Pieces`: a replay calls the function that would have been captured."""
 
     def __init__(self, run: Callable[[Callable[[Any], None]], torch.Tensor]) -> None:
-        self.replay, self.graphs = run, [run]
+        self.replay = run
 
 
 def use_eager_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

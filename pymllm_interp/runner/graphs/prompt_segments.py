@@ -1,11 +1,14 @@
 """Passes with prompts and hooks as piecewise CUDA graphs, from one hook to the next.
 
-The layers in which no block waits are a graph segment, as in a decode pass (segments.py). Their attention runs between two graphs,
-as in a pass without hooks (prefill_graphs.py)::
+Each layer in which no block waits is a graph segment. Its attention runs between two graphs, as in a pass without hooks
+(prefill_graphs.py)::
 
-    layers 0..12       norm, q k v, ... | attention | o, norm, MLP, norm, q k v, ... | attention | ...
+    layers 0..12       norm, q k v, rope, write K and V | attention | o, norm, MLP       each
     layers.12.output   the blocks that wait there, each with its own rows
-    layers 13..31      another graph segment
+    layers 13..31      as the layers before
+
+In a decode pass, a segment is all layers between two blocks (segments.py). Prompts have many sizes. A place is met once or twice at
+most of them, but each layer is met in every pass.
 
 Only passes of captured sizes run so. They are padded, as the same passes without hooks are.
 """
@@ -24,8 +27,8 @@ from . import graph_capture
 from .prefill_graphs import PrefillGraphs
 from .segments import Segments
 
-GRAPHS_PER_SEGMENT = 8
-"""A segment of a decode pass is one graph, of a pass with prompts one more than it has layers. These are smaller."""
+FOR_EACH_DECODE_SEGMENT = 4
+"""Segments to keep for each one of decode passes. These are smaller, and there is one for each layer and size."""
 
 Attend = Callable[[RadixAttention], None]
 
@@ -77,11 +80,13 @@ class PromptSegments(Segments):
 
     Args:
         graphs: the segments share its sizes, its buffers of attention and its memory pool.
-        capacity: segments to keep, with `GRAPHS_PER_SEGMENT` graphs each.
+        capacity: of the segments of decode passes.
     """
 
+    by_layer = True
+
     def __init__(self, graphs: PrefillGraphs, capacity: int) -> None:
-        super().__init__(graphs.model_runner, graphs.sizes[-1], capacity * GRAPHS_PER_SEGMENT)
+        super().__init__(graphs.model_runner, graphs.sizes[-1], capacity * FOR_EACH_DECODE_SEGMENT)
         self.graphs, self._attention = graphs, _PassAttention(graphs)
 
     def begin(self, forward_batch: ForwardBatch) -> ForwardBatch:
@@ -101,7 +106,7 @@ class PromptSegments(Segments):
         self._attention.end()
         super().end()
 
-    def _capture(self, run: Callable[[], None]) -> tuple[Callable[[], None], int]:
+    def _capture(self, run: Callable[[], None]) -> Callable[[], Any]:
         attention = self._attention
 
         def captured(between: Attend) -> None:
@@ -113,4 +118,4 @@ class PromptSegments(Segments):
 
         # Not warmed up: it would write K and V of layers without attention before. The segment has run once already.
         pieces: Any = graph_capture.record_pieces(captured, self.graphs.pool, warm_ups=0)
-        return lambda: pieces.replay(attention.attend), len(pieces.graphs)
+        return lambda: pieces.replay(attention.attend)

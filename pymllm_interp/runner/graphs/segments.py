@@ -27,7 +27,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -47,15 +47,10 @@ class Replayable(Protocol):
 
 @dataclass(frozen=True)
 class Recording:
-    """A captured segment, and the names and shapes of its outputs in the registers.
+    """A captured segment, and the names and shapes of its outputs in the registers."""
 
-    Attributes:
-        graphs: how many it takes.
-    """
-
-    replay: Callable[[], None]
+    replay: Callable[[], Any]
     outputs: dict[str, torch.Size]
-    graphs: int = 1
 
 
 class Segments(ABC):
@@ -64,12 +59,14 @@ class Segments(ABC):
     Args:
         owner: the runner that captures.
         max_rows: of a pass.
-        capacity: graphs to keep at most. A segment that was met once counts, too.
+        capacity: segments to keep at most, with segments that were met once.
 
     Attributes:
         num_captured, num_evicted: segments so far.
         broken: a capture failed. Captured segments are replayed, all others run eagerly.
     """
+
+    by_layer = False
 
     def __init__(self, owner: Capturing, max_rows: int, capacity: int) -> None:
         self.owner, self.max_rows, self.capacity = owner, max_rows, capacity
@@ -95,15 +92,17 @@ class Segments(ABC):
         """The batch to run in place of `forward_batch`: its segments are these."""
 
     @abstractmethod
-    def _capture(self, run: Callable[[], None]) -> tuple[Callable[[], None], int]:
-        """Capture `run`. Returns what replays it, and the number of its graphs.
+    def _capture(self, run: Callable[[], None]) -> Callable[[], Any]:
+        """Capture `run`. Returns what replays it.
 
         Raises:
             RuntimeError: it cannot be captured.
         """
 
-    def run(self, key: Hashable, segment: Callable[..., Registers], inputs: Registers) -> Registers:
-        """``segment(**inputs)``, replayed where it was captured. The results are in fresh memory."""
+    def run(
+        self, key: Hashable, segment: Callable[..., Registers], inputs: Registers, chained: bool = False
+    ) -> Registers:
+        """``segment(**inputs)``, replayed where it was captured. The results are in fresh memory, or in registers if `chained`."""
         batch = self._batch
         assert batch is not None, "begin() comes first"
         # Without declared requests the kernels are the ones without tables.
@@ -115,19 +114,22 @@ class Segments(ABC):
             outputs = segment(**static)
             for name, value in outputs.items():
                 self._view(name, value.shape, like=value)
-            self._keep(known, None)  # it ran: its kernels are compiled, and its outputs have registers
+            while len(self._recordings) >= self.capacity:
+                _, evicted = self._recordings.popitem(last=False)
+                self.num_evicted += evicted is not None
+            self._recordings[known] = None  # it ran: its kernels are compiled, and its outputs have registers
             return outputs
         self._recordings.move_to_end(known)
         recording = self._recordings[known]
         if recording is None and not self.broken:
-            recording = self._record(lambda: segment(**static))
-            self._keep(known, recording)
+            recording = self._recordings[known] = self._record(lambda: segment(**static))
         if recording is None:
             return segment(**static)
         recording.replay()
-        for name in recording.outputs:
-            self._loaded.pop(name, None)
-        return {name: self._view(name, shape).clone() for name, shape in recording.outputs.items()}
+        outputs = {name: self._view(name, shape) for name, shape in recording.outputs.items()}
+        for name, value in outputs.items():
+            self._loaded[name] = value, value._version  # the next segment finds a chained one in its register
+        return outputs if chained else {name: value.clone() for name, value in outputs.items()}
 
     def end(self) -> None:
         """The pass is over: release its tensors."""
@@ -174,7 +176,7 @@ class Segments(ABC):
 
         try:
             with _without_gc(), graph_capture.model_capture_mode(self.owner):
-                replay, graphs = self._capture(run)
+                replay = self._capture(run)
         except RuntimeError as error:
             self.broken = True
             logger.warning(
@@ -182,22 +184,7 @@ class Segments(ABC):
             )
             return None
         self.num_captured += 1
-        return Recording(replay, shapes, graphs)
-
-    def _keep(self, known: Hashable, recording: Recording | None) -> None:
-        """Keep a segment, in place of the least recently used ones if there are too many."""
-        self._recordings.pop(known, None)
-        room = self.capacity - _graphs_of(recording)
-        kept = sum(map(_graphs_of, self._recordings.values()))
-        while self._recordings and kept > room:
-            _, evicted = self._recordings.popitem(last=False)
-            kept -= _graphs_of(evicted)
-            self.num_evicted += evicted is not None
-        self._recordings[known] = recording
-
-
-def _graphs_of(recording: Recording | None) -> int:
-    return 1 if recording is None else recording.graphs
+        return Recording(replay, shapes)
 
 
 class DecodeSegments(Segments):
@@ -227,13 +214,13 @@ class DecodeSegments(Segments):
         self._forget_plan()
         return self._batch
 
-    def _capture(self, run: Callable[[], None]) -> tuple[Callable[[], None], int]:
+    def _capture(self, run: Callable[[], None]) -> Callable[[], Any]:
         self._forget_plan()
         try:
             graph: Replayable = graph_capture.capture(run, self.graph_runner.pool)
         finally:
             self._forget_plan()
-        return graph.replay, 1
+        return graph.replay
 
     def _forget_plan(self) -> None:
         """Drop what one segment computed for all its layers: it lives in that segment's memory."""
