@@ -39,6 +39,10 @@ class _Part:
         self.a, self.b = a, b
         self._shrink, self._expand = Gemm([a], a, None), Gemm([b], b, None)
 
+    def shrink(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, in] -> [rows, rank]."""
+        return self._shrink(x)
+
     def delta(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in] -> [rows, out]."""
         return self._expand(self._shrink(x))
@@ -132,11 +136,15 @@ class LoRASlots:
     def _add_product(
         self, out: torch.Tensor, x: torch.Tensor, slot: int, rows: slice | torch.Tensor, only: int | None
     ) -> None:
-        own = x[rows]
+        own = x[rows].to(self._dtype)
         for part, weights in self._slots[slot].items():
             if only is None or part == only:
                 start = 0 if only is not None else self._starts[part]
-                out[rows, start : start + self.sizes[part]] += weights.delta(own)
+                stop = start + self.sizes[part]
+                if out.is_cuda and not torch.is_grad_enabled():  # one kernel, which rounds once
+                    out[rows, start:stop].addmm_(weights.shrink(own), weights.b.t())
+                else:
+                    out[rows, start:stop] += weights.delta(own)
 
     def _add_by_kernels(self, out: torch.Tensor, x: torch.Tensor, tiles: RowTiles) -> None:
         from ..kernels.triton_lora import expand, shrink

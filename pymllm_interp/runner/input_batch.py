@@ -150,6 +150,8 @@ class InputBuffers:
         if decode_rows is None:
             by_kernels = [span for span in found.spans if span.stop - span.start <= MAX_KERNEL_ROWS]
             products = tuple(span for span in found.spans if span.stop - span.start > MAX_KERNEL_ROWS)
+        if not by_kernels:
+            return found
         order, tiles = tiles_of(by_kernels)
         own = self.adapter_memory(len(order) if decode_rows is None else decode_rows)
         padded = np.zeros((len(own.tiles), 3), dtype=np.int32)
