@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..core.adapter_rows import AdapterRows, RowTiles, rows_of
+from ..core.pass_parts import AdapterRows, RowTiles, rows_of
 from .dispatch import triton_kernels_for
 from .gemm import Gemm
 
@@ -59,9 +59,7 @@ class LoRASlots:
         weight: of the product; it has the dtype and the device.
     """
 
-    def __init__(
-        self, in_features: int, sizes: Sequence[int], num_slots: int, rank: int, weight: torch.Tensor
-    ) -> None:
+    def __init__(self, in_features: int, sizes: Sequence[int], num_slots: int, rank: int, weight: torch.Tensor) -> None:
         self.in_features, self.sizes, self.rank = in_features, list(sizes), padded_rank(rank)
         self._dtype, self._device = weight.dtype, weight.device
         self._starts = [sum(self.sizes[:part]) for part in range(len(self.sizes))]
@@ -106,9 +104,7 @@ class LoRASlots:
             a, b = own
         self._slots[slot][part] = _Part(a, b)
 
-    def add(
-        self, product: torch.Tensor, x: torch.Tensor, rows: AdapterRows, part: int | None = None
-    ) -> torch.Tensor:
+    def add(self, product: torch.Tensor, x: torch.Tensor, rows: AdapterRows, part: int | None = None) -> torch.Tensor:
         """Add the adapters' deltas in place. Returns the product.
 
         Args:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.adapter_rows import AdapterRows, RowTiles, max_tiles, tiles_of
 from ..core.forward_batch import ForwardBatch
+from ..core.pass_parts import AdapterRows, RowTiles, max_tiles, tiles_of
 from ..core.step import LogitsProcessorOutput, ScheduledRequest, SchedulerOutput
 from ..layers.edits.table import TableOps
 from ..sampling import RejectionSampler, TokenMasks

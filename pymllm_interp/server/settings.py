@@ -119,7 +119,9 @@ class ServeSettings:
                 "allowed_origins has '*', and there are no keys: any web page would run code here. Name the origins, or give keys"
             )
         if taken := {self.name, str(self.model.get("model"))} & self.adapters.keys():
-            raise ValueError(f"adapter {taken.pop()!r} has the model's name: give it another one (--lora-modules NAME=FOLDER)")
+            raise ValueError(
+                f"adapter {taken.pop()!r} has the model's name: give it another one (--lora-modules NAME=FOLDER)"
+            )
         self.check_address(self.host)
 
     def check_address(self, address: str) -> None:

@@ -193,8 +193,18 @@ class Failed(EngineMessage):
 
 
 ToEngine = (
-    Submit | Abort | PutVector | DropVector | LoadAdapter | UnloadAdapter | RunTrace | ReadFrames | AskStats | AskProgress
-    | ResetPrefixCache | Stop
+    Submit
+    | Abort
+    | PutVector
+    | DropVector
+    | LoadAdapter
+    | UnloadAdapter
+    | RunTrace
+    | ReadFrames
+    | AskStats
+    | AskProgress
+    | ResetPrefixCache
+    | Stop
 )
 FromEngine = Ready | Accepted | Token | Finished | Frame | Answer | Failed
 

@@ -43,7 +43,9 @@ def test_other_classes_are_refused_by_name(family: str, tmp_path: Path) -> None:
 
 def test_experts_are_refused_by_name(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "a", saved("mixtral", tmp_path / "model"), targets=["q_proj"], rank=3)
-    change_tensors(folder, lambda found: {n.replace("self_attn.q_proj", "mlp.experts.0.w1"): t for n, t in found.items()})
+    change_tensors(
+        folder, lambda found: {n.replace("self_attn.q_proj", "mlp.experts.0.w1"): t for n, t in found.items()}
+    )
     with load(tmp_path / "model") as lm, pytest.raises(AdapterError, match="it belongs to experts"):
         lm.load_adapter("a", folder)
 

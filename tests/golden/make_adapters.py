@@ -63,9 +63,11 @@ def made() -> Iterator[dict[str, Any]]:
         expected = {"ids": torch.randint(0, 61, (11,))}
         modules = [path for path, module in base.named_modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
         for path in modules:
-            base.get_submodule(path).register_forward_hook(
-                lambda module, args, out, path=path: expected.__setitem__(path, out[0].detach().clone())
-            )
+
+            def keep(module: Any, args: Any, out: torch.Tensor, path: str = path, into: dict = expected) -> None:
+                into[path] = out[0].detach().clone()
+
+            base.get_submodule(path).register_forward_hook(keep)
         with torch.no_grad():
             expected["logits"] = adapted(expected["ids"][None]).logits[0]
         save_file(expected, OUT / name / "expected.safetensors")

@@ -29,7 +29,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory, oracle: Callable[[str], Any]) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("adapters")
-    return {name: write_adapter(folder / name, oracle("llama"), seed=seed, scale=0.2) for seed, name in enumerate("abc")}
+    return {
+        name: write_adapter(folder / name, oracle("llama"), seed=seed, scale=0.2) for seed, name in enumerate("abc")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +40,30 @@ def server(
 ) -> Iterator[Server]:
     keys = tmp_path_factory.mktemp("keys")
     (keys / "template").write_text(CHAT_TEMPLATE)
-    options = ("--chat-template", str(keys / "template"), "--lora-modules", f"a={folders['a']}", "--operator", "other", "--allow-code-from", "code")
+    options = (
+        "--chat-template",
+        str(keys / "template"),
+        "--lora-modules",
+        f"a={folders['a']}",
+        "--operator",
+        "other",
+        "--allow-code-from",
+        "code",
+    )
     with serving(model_folder("llama"), *options, "--served-model-name", "base", keys=KEY_FILE,
                  folder=keys) as found:  # fmt: skip
         yield found
 
 
 def tokens_of(client: httpx.Client, model: str | None, **more: Any) -> list[int]:
-    body = {"model": model, "prompt": PROMPT, "max_tokens": 5, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body = {
+        "model": model,
+        "prompt": PROMPT,
+        "max_tokens": 5,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     answer = client.post("/v1/completions", json=body | more)
     assert answer.status_code == 200, answer.text
     assert answer.json()["model"] == (model or "base")
@@ -156,7 +174,9 @@ def test_a_restarted_engine_has_its_adapters(
             server.wait_until_healthy()
             names = {card["id"] for card in client.get("/v1/models").json()["data"]}
             assert names >= {"a", "b"} and "gone" not in names
-            assert client.post("/v1/completions", json={"model": "b", "prompt": "w1", "max_tokens": 2}).status_code == 200
+            assert (
+                client.post("/v1/completions", json={"model": "b", "prompt": "w1", "max_tokens": 2}).status_code == 200
+            )
 
 
 def test_a_server_does_not_start_with_an_adapter_that_it_cannot_load(
@@ -165,5 +185,7 @@ def test_a_server_does_not_start_with_an_adapter_that_it_cannot_load(
     bad = shutil.copytree(folders["a"], tmp_path / "bad")
     change_config(bad, use_dora=True)
     command = [sys.executable, "-m", "pymllm_interp.cli", "serve", str(model_folder("llama")), "--port", "0"]
-    found = subprocess.run([*command, "--lora-modules", f"x={bad}"], capture_output=True, text=True, timeout=300, check=False)
+    found = subprocess.run(
+        [*command, "--lora-modules", f"x={bad}"], capture_output=True, text=True, timeout=300, check=False
+    )
     assert found.returncode != 0 and "use_dora" in found.stderr + found.stdout

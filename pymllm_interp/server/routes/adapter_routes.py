@@ -20,7 +20,9 @@ def adapter_routes(state: ServerState) -> APIRouter:
         """Load a LoRA adapter, whose name then is a model's: for operators."""
         require_operator(request)
         if body.lora_name in (state.settings.name, state.info["model"]):
-            raise ApiError(400, f"{body.lora_name!r} is the model's own name: give the adapter another one", "lora_name")
+            raise ApiError(
+                400, f"{body.lora_name!r} is the model's own name: give the adapter another one", "lora_name"
+            )
         try:
             await state.engine.load_adapter(body.lora_name, body.lora_path)
         except Exception as error:

@@ -66,7 +66,10 @@ def openai_routes(state: ServerState) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_card(state), *(_adapter_card(state, name) for name in state.engine.adapters)]}
+        return {
+            "object": "list",
+            "data": [_card(state), *(_adapter_card(state, name) for name in state.engine.adapters)],
+        }
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
@@ -207,8 +210,8 @@ async def _serve(
     client = require(request, Trust.DECLARED if body.hooked else Trust.PLAIN)
     check_priority(client, [body.priority or 0])
     format_ = Format(
-        kind, asked.adapter or state.settings.name, request.state.request_id, state, client, return_token_ids=bool(body.return_token_ids),
-        logprobs=logprobs, top=top, echo=echo,
+        kind, asked.adapter or state.settings.name, request.state.request_id, state, client,
+        return_token_ids=bool(body.return_token_ids), logprobs=logprobs, top=top, echo=echo,
     )  # fmt: skip
     state.metrics.totals["hooked_requests"] += body.hooked
     work = _Work(state, body, request, client, asked, format_)
