@@ -130,6 +130,10 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         help="argument of LM, such as max_model_len; repeatable",
     )
     serve.add_argument(
+        "--lora-modules", type=_named_path, nargs="+", action="extend", metavar="NAME=FOLDER",
+        help="LoRA adapters to load; each is a model's name for clients; repeatable",
+    )  # fmt: skip
+    serve.add_argument(
         "--sae", type=_named_path, action="append", metavar="NAME=PATH",
         help="a sparse autoencoder that captures may name, a file or folder of SAE.load; repeatable",
     )  # fmt: skip

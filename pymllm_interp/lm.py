@@ -197,6 +197,14 @@ class LM(ClientModel):
         """
         self.backend.unload_adapter(name)
 
+    def fingerprint_with(self, lora: str | None) -> str:
+        """`model_fingerprint` with the weights of a LoRA adapter, which receipts name.
+
+        Raises:
+            ValueError: there is no such adapter.
+        """
+        return self.backend.fingerprint(lora)
+
     @property
     def adapters(self) -> dict[str, str]:
         """Loaded LoRA adapters: name -> folder."""
@@ -240,6 +248,7 @@ class LM(ClientModel):
         capture: Sequence[Capture | Site | str],
         out: str | Path,
         interventions: Sequence[Intervention] | None = None,
+        lora: str | None = None,
         shard_bytes: int = 1 << 29,
         max_length: int | None = None,
         too_long: str = "error",
@@ -257,6 +266,7 @@ class LM(ClientModel):
             capture: sites and `Capture`s. Positions and reductions apply to one pass.
             out: a new folder, or a folder of the same harvest.
             interventions: applied to each document.
+            lora: a LoRA adapter that each document runs with, by name; None: the model itself.
             shard_bytes: upper bound of a shard, in bytes. A document is never split over shards, so a larger document makes a
                 larger shard. About twice this much is held in host memory.
             max_length: upper bound of a pass, in tokens; None: max_model_len.
@@ -281,8 +291,8 @@ class LM(ClientModel):
                 "this model has edits, and a harvest does not apply them: clear them, or declare them"
             )
         return run_harvest(
-            self, inputs, capture=capture, out=out, interventions=interventions, shard_bytes=shard_bytes, max_length=max_length,
-            too_long=too_long, on_error=on_error, progress=progress,
+            self, inputs, capture=capture, out=out, interventions=interventions, lora=lora, shard_bytes=shard_bytes,
+            max_length=max_length, too_long=too_long, on_error=on_error, progress=progress,
         )  # fmt: skip
 
     def resolve_specs(
@@ -301,6 +311,7 @@ class LM(ClientModel):
         captures: Sequence[Capture],
         interventions: Sequence[Intervention] = (),
         what: str = "the prompt",
+        lora: str | None = None,
     ) -> RequestHandle:
         """Start one forward pass over a prompt, which may fill the context. Returns at once; nothing is generated.
 
@@ -308,6 +319,7 @@ class LM(ClientModel):
             token_ids: of `token_ids`.
             captures, interventions: of `resolve_specs`.
             what: names the prompt in messages.
+            lora: the LoRA adapter that it runs with.
 
         Raises:
             PromptError: the prompt or its specs cannot be served.
@@ -316,7 +328,7 @@ class LM(ClientModel):
         self.engine.check_open()
         prefill = Submission(
             prompts=[RenderedPrompt(None, token_ids)], params=[PREFILL], interventions=[list(interventions)],
-            captures=[list(captures)], priority=[0], names=[what],
+            captures=[list(captures)], priority=[0], names=[what], adapters=[lora],
         )  # fmt: skip
         (handle,) = self.backend.submit(prefill)
         return handle

@@ -41,8 +41,8 @@ from .detokenizer import StopStrings
 from .generation_defaults import GenerationDefaults
 from .known_names import KnownNames
 from .prompt_batch import pad_together, prompts_of, repeated
-from .request_options import adapters_of
 from .request_limits import max_tokens_of, truncated
+from .request_options import adapters_of
 
 PROMPT_LOGITS = Capture("logits", positions="prompt")
 REQUEST_OBJECTS, SPEC_OBJECTS = 64, 64

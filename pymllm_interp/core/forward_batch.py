@@ -17,9 +17,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from .adapter_rows import AdapterRows
 from .norm_kind import Norm
-from .pass_parts import AttentionCuts, TransformersOutputs
+from .pass_parts import AdapterRows, AttentionCuts, TransformersOutputs
 
 
 class ForwardMode(IntEnum):

@@ -1,9 +1,15 @@
-"""Parts of a `ForwardBatch` for passes that do more than the engine's own: cut edges of attention, transformers' outputs."""
+"""Parts of a `ForwardBatch` for passes that do more than the model's own: rows with LoRA adapters, cut edges of attention,
+transformers' outputs.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 
@@ -66,3 +72,104 @@ class TransformersOutputs(Protocol):
     def collected(self) -> dict[str, tuple[torch.Tensor, ...]]:
         """`attentions` and `hidden_states` of the model's output, where they are asked for."""
         ...
+
+
+# -- LoRA adapters ------------------------------------------------------------------------
+
+TILE_ROWS = 16
+"""Most rows of a tile."""
+
+
+class AdapterSpan(NamedTuple):
+    """The token rows ``[start, stop)`` of one request, and the slot of its adapter."""
+
+    slot: int
+    start: int
+    stop: int
+
+
+class RowTiles(NamedTuple):
+    """Token rows in tiles of at most `TILE_ROWS`, each of one slot, as kernels read them (kernels/triton_lora.py)."""
+
+    # fmt: off
+    order: torch.Tensor  # [rows] int32, token rows sorted by slot
+    tiles: torch.Tensor  # [tiles, 3] int32: slot, first index in `order`, rows; tiles with 0 rows are unused
+    # fmt: on
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterRows:
+    """The token rows of requests with an adapter. Rows in no span have none.
+
+    Attributes:
+        spans: in order of their rows. Empty in a captured pass, which reads `tiles`.
+        tiles: rows that kernels serve, on CUDA; None elsewhere.
+        products: spans that matrix products serve where there are `tiles`.
+        version: of the memory that holds the adapters' weights: captured passes with another version are stale.
+    """
+
+    spans: tuple[AdapterSpan, ...] = ()
+    tiles: RowTiles | None = None
+    products: tuple[AdapterSpan, ...] = ()
+    version: int = 0
+
+    @classmethod
+    def of(cls, slots: np.ndarray, sizes: np.ndarray, version: int = 0) -> AdapterRows | None:
+        """The rows of a batch.
+
+        Args:
+            slots: [requests], -1 for a request without an adapter.
+            sizes: [requests], token rows of each.
+
+        Returns:
+            None where no request has an adapter.
+        """
+        stops = np.cumsum(sizes).tolist()
+        spans = [
+            AdapterSpan(slot, stop - size, stop)
+            for slot, size, stop in zip(slots.tolist(), sizes.tolist(), stops, strict=True)
+            if slot >= 0
+        ]
+        return cls(tuple(spans), version=version) if spans else None
+
+    @cached_property
+    def by_slot(self) -> list[tuple[int, slice | torch.Tensor]]:
+        """(slot, its token rows) of each slot in the pass; the rows are a slice, or indices on the CPU."""
+        rows: dict[int, list[AdapterSpan]] = {}
+        for span in self.spans:
+            rows.setdefault(span.slot, []).append(span)
+        return [(slot, rows_of(own)) for slot, own in rows.items()]
+
+    def rows_from(self, start: int, stop: int) -> AdapterRows | None:
+        """The rows ``[start, stop)`` as a pass of their own, which matrix products serve."""
+        cut = [
+            AdapterSpan(slot, max(first, start) - start, min(last, stop) - start) for slot, first, last in self.spans
+        ]
+        spans = tuple(span for span in cut if span.start < span.stop)
+        return replace(self, spans=spans, tiles=None, products=()) if spans else None
+
+
+def rows_of(spans: Sequence[AdapterSpan]) -> slice | torch.Tensor:
+    """Token rows of spans: a slice of one span, else indices [rows] int64 on the CPU."""
+    if len(spans) == 1:
+        return slice(spans[0].start, spans[0].stop)
+    return torch.cat([torch.arange(span.start, span.stop) for span in spans])
+
+
+def tiles_of(spans: Sequence[AdapterSpan]) -> tuple[np.ndarray, np.ndarray]:
+    """(`RowTiles.order`, `RowTiles.tiles`) of spans, on the host."""
+    by_slot: dict[int, list[int]] = {}
+    for slot, start, stop in spans:
+        by_slot.setdefault(slot, []).extend(range(start, stop))
+    order: list[int] = []
+    tiles: list[tuple[int, int, int]] = []
+    for slot, rows in by_slot.items():
+        for first in range(0, len(rows), TILE_ROWS):
+            tiles.append((slot, len(order) + first, min(TILE_ROWS, len(rows) - first)))
+        order += rows
+    return np.array(order, dtype=np.int32), np.array(tiles, dtype=np.int32).reshape(-1, 3)
+
+
+def max_tiles(rows: int, slots: int) -> int:
+    """Most tiles that `rows` rows of at most `slots` adapters make."""
+    return min(rows, -(-rows // TILE_ROWS) + slots - 1)

@@ -48,6 +48,10 @@ class HarvestModel(Protocol):
         """Hash of weights, dtype and config."""
         ...
 
+    def fingerprint_with(self, lora: str | None) -> str:
+        """Hash of weights, dtype and config with a LoRA adapter."""
+        ...
+
     @property
     def weights_version(self) -> int:
         """Grows with every edit of the weights."""
@@ -69,7 +73,12 @@ class HarvestModel(Protocol):
         ...
 
     def submit_prefill(
-        self, token_ids: list[int], captures: Sequence[Capture], interventions: Sequence[Intervention], what: str
+        self,
+        token_ids: list[int],
+        captures: Sequence[Capture],
+        interventions: Sequence[Intervention],
+        what: str,
+        lora: str | None = None,
     ) -> PrefillHandle:
         """Start one forward pass that captures. Raises PromptError."""
         ...

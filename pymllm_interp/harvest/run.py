@@ -46,6 +46,7 @@ def run_harvest(
     capture: Sequence[Capture | Site | str],
     out: str | Path,
     interventions: Sequence[Intervention] | None,
+    lora: str | None = None,
     shard_bytes: int,
     max_length: int | None,
     too_long: str,
@@ -74,7 +75,7 @@ def run_harvest(
         raise ValueError(f"max_length={max_length}: a pass takes at most {longest} (max_model_len, kv_cache_tokens)")
     weights_version = model.weights_version  # before the fingerprint, so that an edit meanwhile is noticed
     identity = Identity(
-        model=model.model_fingerprint,
+        model=model.model_fingerprint if lora is None else model.fingerprint_with(lora),
         tokenizer=tokenizer_fingerprint(model.tokenizer),
         spec=fingerprint_of(interventions, captures),
         shard_bytes=settings.shard_bytes,
@@ -85,7 +86,7 @@ def run_harvest(
     description = describe(model, captures, interventions, identity)
     folder = HarvestFolder(out, identity, description)
     skip = on_error == "skip"
-    run = HarvestRun(model, weights_version, folder, settings, captures, interventions, skip, progress)
+    run = HarvestRun(model, weights_version, folder, settings, captures, interventions, skip, progress, lora)
     return run.run(inputs)
 
 
@@ -97,6 +98,7 @@ class HarvestRun:
         captures, interventions: of `HarvestModel.resolve_specs`.
         skip: leave out documents that fail.
         progress: see `HarvestProgress`.
+        lora: adapter that each document runs with.
     """
 
     def __init__(
@@ -109,7 +111,9 @@ class HarvestRun:
         interventions: Sequence[Intervention],
         skip: bool,
         progress: bool | None,
+        lora: str | None = None,
     ) -> None:
+        self._lora = lora
         self.folder, self.settings, self._skip = folder, settings, skip
         self._model, self._captures, self._interventions = model, captures, interventions
         self._max_tokens = STEPS_IN_FLIGHT * model.limits.max_num_tokens
@@ -264,7 +268,9 @@ class HarvestRun:
         what, handle = f"document {made.document.number}", None
         if made.document.error is None:
             try:
-                handle = self._model.submit_prefill(made.token_ids, self._captures, self._interventions, what)
+                handle = self._model.submit_prefill(
+                    made.token_ids, self._captures, self._interventions, what, self._lora
+                )
             except ValueError as error:
                 if not self._skip:
                     raise
@@ -285,6 +291,11 @@ class HarvestRun:
             )
         if handle is not None:
             (request,) = handle.requests
+            if self._lora is not None and request.receipt.model != self.folder.identity.model:
+                raise RuntimeError(
+                    f"document {document.number}: the adapter {self._lora!r} was loaded anew, with other weights, while the harvest "
+                    "ran: load the first one again and call again, or name a new folder"
+                )
             error = request.error or request.activations.error
             if error is None and document.error is None:
                 self._add_rows(done, request.activations)

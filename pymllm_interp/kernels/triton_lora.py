@@ -1,7 +1,7 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 """LoRA of rows with several adapters in two kernels: `shrink` multiplies by A, and `expand` by B, into the base's product.
 
-A program computes a tile of rows with one adapter (`RowTiles`, core/adapter_rows.py), so the weights of an adapter are read once for
+A program computes a tile of rows with one adapter (`RowTiles`, core/pass_parts.py), so the weights of an adapter are read once for
 16 rows. The kernels read the tiles on the device: a captured pass serves all mixes of adapters. Unused tiles end at once.
 
 `shrink` divides the input's width into parts, for enough programs to read A at the memory's speed. `expand` adds the parts. Block
@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..core.adapter_rows import TILE_ROWS, RowTiles
+from ..core.pass_parts import TILE_ROWS, RowTiles
 from .launch import Launcher, grid_wait, launch_dependents
 
 MAX_PARTS = 8

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..core.adapter_rows import AdapterRows, RowTiles, rows_of
+from ..core.pass_parts import AdapterRows, RowTiles, rows_of
 from .dispatch import triton_kernels_for
 from .gemm import Gemm
 
@@ -39,6 +39,10 @@ class _Part:
         self.a, self.b = a, b
         self._shrink, self._expand = Gemm([a], a, None), Gemm([b], b, None)
 
+    def shrink(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, in] -> [rows, rank]."""
+        return self._shrink(x)
+
     def delta(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in] -> [rows, out]."""
         return self._expand(self._shrink(x))
@@ -55,9 +59,7 @@ class LoRASlots:
         weight: of the product; it has the dtype and the device.
     """
 
-    def __init__(
-        self, in_features: int, sizes: Sequence[int], num_slots: int, rank: int, weight: torch.Tensor
-    ) -> None:
+    def __init__(self, in_features: int, sizes: Sequence[int], num_slots: int, rank: int, weight: torch.Tensor) -> None:
         self.in_features, self.sizes, self.rank = in_features, list(sizes), padded_rank(rank)
         self._dtype, self._device = weight.dtype, weight.device
         self._starts = [sum(self.sizes[:part]) for part in range(len(self.sizes))]
@@ -102,9 +104,7 @@ class LoRASlots:
             a, b = own
         self._slots[slot][part] = _Part(a, b)
 
-    def add(
-        self, product: torch.Tensor, x: torch.Tensor, rows: AdapterRows, part: int | None = None
-    ) -> torch.Tensor:
+    def add(self, product: torch.Tensor, x: torch.Tensor, rows: AdapterRows, part: int | None = None) -> torch.Tensor:
         """Add the adapters' deltas in place. Returns the product.
 
         Args:
@@ -132,11 +132,15 @@ class LoRASlots:
     def _add_product(
         self, out: torch.Tensor, x: torch.Tensor, slot: int, rows: slice | torch.Tensor, only: int | None
     ) -> None:
-        own = x[rows]
+        own = x[rows].to(self._dtype)
         for part, weights in self._slots[slot].items():
             if only is None or part == only:
                 start = 0 if only is not None else self._starts[part]
-                out[rows, start : start + self.sizes[part]] += weights.delta(own)
+                stop = start + self.sizes[part]
+                if out.is_cuda and not torch.is_grad_enabled():  # one kernel, which rounds once
+                    out[rows, start:stop].addmm_(weights.shrink(own), weights.b.t())
+                else:
+                    out[rows, start:stop] += weights.delta(own)
 
     def _add_by_kernels(self, out: torch.Tensor, x: torch.Tensor, tiles: RowTiles) -> None:
         from ..kernels.triton_lora import expand, shrink

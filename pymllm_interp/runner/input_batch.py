@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.adapter_rows import AdapterRows, RowTiles, max_tiles, tiles_of
 from ..core.forward_batch import ForwardBatch
+from ..core.pass_parts import AdapterRows, RowTiles, max_tiles, tiles_of
 from ..core.step import LogitsProcessorOutput, ScheduledRequest, SchedulerOutput
 from ..layers.edits.table import TableOps
 from ..sampling import RejectionSampler, TokenMasks
@@ -150,6 +150,8 @@ class InputBuffers:
         if decode_rows is None:
             by_kernels = [span for span in found.spans if span.stop - span.start <= MAX_KERNEL_ROWS]
             products = tuple(span for span in found.spans if span.stop - span.start > MAX_KERNEL_ROWS)
+        if not by_kernels:
+            return found
         order, tiles = tiles_of(by_kernels)
         own = self.adapter_memory(len(order) if decode_rows is None else decode_rows)
         padded = np.zeros((len(own.tiles), 3), dtype=np.int32)

@@ -39,7 +39,7 @@ from ..utils.device import resolve_device, resolve_dtype
 from ..utils.out_of_memory import within_memory
 from ..utils.upload import upload
 from . import device_memory
-from .adapters.adapted_passes import AdaptedPasses, AdapterGraphs
+from .adapters.adapted_passes import AdaptedPasses
 from .async_output import AsyncOutput
 from .device_memory import get_available_gpu_memory, memory_left, return_freed_memory
 from .executions import Executions
@@ -67,13 +67,11 @@ class ModelRunner(AdaptedPasses, SeedNames):
         model, req_to_token_pool, token_to_kv_pool, token_to_kv_pool_allocator, attn_backend: None before `initialize` and
             after `shutdown`.
         model_state: version and fingerprint of the model; None while `model` is.
-        adapters: the loaded LoRA adapters, and their slots; None while `model` is.
         graph_runner, prefill_graphs: None where passes are not captured (a CPU, `disable_cuda_graph`).
         stages: what serves hooks; empty in a runner without.
         demands: what they demand of the pass of the step under way.
         executions: how passes of steps run.
         plain_graphs: of decode passes without declared ops, where `wants_plain_graphs`; else None.
-        adapter_graphs: of decode passes with adapters, from the first adapter to the last; else None.
         gdn_pool: of recurrent models, which are not served: None.
         max_total_num_tokens: KV slots that requests can have.
         forward_pass_id: passes so far, idle ones included.
@@ -92,8 +90,6 @@ class ModelRunner(AdaptedPasses, SeedNames):
         self.source: ModelSource | None = None
         self.model: CausalLM | None = None
         self.model_state: ModelState | None = None
-        self.adapters: AdapterSlots | None = None
-        self.adapter_graphs: AdapterGraphs | None = None
         self.req_to_token_pool: ReqToTokenPool | None = None
         self.token_to_kv_pool: KVPool | None = None
         self.token_to_kv_pool_allocator: TokenToKVPoolAllocator | None = None

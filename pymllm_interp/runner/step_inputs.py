@@ -11,8 +11,8 @@ from itertools import compress
 import numpy as np
 import torch
 
-from ..core.adapter_rows import AdapterRows
 from ..core.forward_batch import ForwardBatch, ForwardMode
+from ..core.pass_parts import AdapterRows
 from ..core.step import SchedulerOutput
 from ..mem_cache.memory_pool import ReqToTokenPool, TokenToKVPoolAllocator
 from ..models.adapters.slots import AdapterSlots
@@ -186,9 +186,7 @@ class StepInputs:
 
     def _adapter_rows(self, batch: InputBatch, version: int) -> AdapterRows | None:
         """The rows of requests with an adapter; where passes are captured, and on CUDA, also as tiles, in the input buffers."""
-        rows = AdapterRows.of(
-            self.states.adapter_slots[batch.idx_mapping_np], batch.num_scheduled_tokens, version
-        )
+        rows = AdapterRows.of(self.states.adapter_slots[batch.idx_mapping_np], batch.num_scheduled_tokens, version)
         if rows is None or self.buffers.adapter_tiles is None:
             return rows
         return self.buffers.lay_out_adapters(rows, batch.padded_size if batch.decodes else None)

@@ -45,7 +45,7 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
     return ServeSettings(
         model=model, server=server, name=args.served_model_name or Path(args.model).name, host=args.host, port=args.port,
         keys=read_keys(args.keys, args.allow_code_from or (), args.operator or (), secrets), limits=ServeLimits(**limits),
-        store=args.store, shared_prefix_cache=args.shared_prefix_cache,
+        adapters=dict(args.lora_modules or ()), store=args.store, shared_prefix_cache=args.shared_prefix_cache,
         on_engine_exit=args.on_engine_exit, drain_seconds=args.drain_seconds, log_level=args.log_level,
         chat_template=template, root_path=args.root_path, **{name: getattr(args, name) for name in HTTP_OPTIONS},
     )  # fmt: skip

@@ -108,6 +108,7 @@ class EngineClient:
         schemas: of interventions and captures, for the OpenAPI document.
         folder: for sockets and files; only this user can read it.
         restarts: how often the engine process was started again.
+        adapters: loaded LoRA adapters, name -> folder; also for the engine processes that follow this one.
     """
 
     def __init__(self, settings: ServeSettings, on_exit: Callable[[], Any]) -> None:
@@ -118,6 +119,7 @@ class EngineClient:
         self.store = settings.store or self.folder / "store"
         self.tokenizer_folder = self.folder / "tokenizer"
         self.restarts = 0
+        self.adapters: dict[str, str] = dict(settings.adapters)
         self.process: asyncio.subprocess.Process | None = None
         self._context = zmq.asyncio.Context()
         self._calls: dict[int, Call] = {}
@@ -163,7 +165,7 @@ class EngineClient:
             "tokenizer": str(self.tokenizer_folder), "inline_bytes": self.settings.limits.inline_bytes,
             "queued_bytes": self.settings.limits.max_queued_bytes, "log_level": self.settings.log_level, "parent": os.getpid(),
             "shared_prefix_cache": self.settings.shared_prefix_cache,
-            "chat_template": self.settings.chat_template,
+            "chat_template": self.settings.chat_template, "adapters": self.adapters, "restarts": self.restarts,
         }  # fmt: skip
         self.process = process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "pymllm_interp.server.process.engine_process", stdin=asyncio.subprocess.PIPE
@@ -187,6 +189,7 @@ class EngineClient:
         for vector in self._vectors.values():
             self._send(vector)
         self.info, self.schemas = message.info, message.schemas
+        self.adapters = dict(message.info["adapters"])
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         while True:
@@ -290,6 +293,16 @@ class EngineClient:
         """Forget a vector."""
         self._vectors.pop((owner, name), None)
         await self.ask(lambda number: m.DropVector(number, owner, name))
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Load a LoRA adapter from a folder of this machine."""
+        await self.ask(lambda number: m.LoadAdapter(number, name, folder))
+        self.adapters[name] = folder
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload a LoRA adapter."""
+        await self.ask(lambda number: m.UnloadAdapter(number, name))
+        self.adapters.pop(name, None)
 
     def vectors(self, owner: str) -> dict[str, m.PutVector]:
         """An owner's vectors by name, as they were uploaded."""

@@ -245,6 +245,9 @@ class TokenRequest(Strict):
         default=[], description=_FOR_EACH
     )
     captures: Annotated[_Lists[CaptureField], at_most(MAX_CALL_SPECS)] = Field(default=[], description=_FOR_EACH)
+    lora: Annotated[list[str | None] | None, at_most(MAX_LISTED)] = Field(
+        None, description="LoRA adapters by name, or null, one for each prompt"
+    )
     priority: checked(list[int], None) = None  # pyright: ignore[reportInvalidTypeForm]
     cache_salt: str | None = None
     timeout: float | None = None
@@ -257,7 +260,7 @@ class TokenRequest(Strict):
     def _check(self) -> TokenRequest:
         if not self.prompts:
             raise ValueError("prompts: one at least is expected")
-        for name in ("params", "interventions", "captures", "priority", "names"):
+        for name in ("params", "interventions", "captures", "priority", "names", "lora"):
             value, shared = getattr(self, name), name in ("params", "interventions", "captures")
             if (value or name == "params") and len(value) != len(self.prompts) and not (shared and len(value) == 1):
                 raise ValueError(
@@ -305,6 +308,23 @@ class LensRequest(Strict):
 
     prompt: checked(str, list[int])  # pyright: ignore[reportInvalidTypeForm]
     top: StrictInt = Field(3, ge=1, le=20, description="tokens of each layer and position")
+
+
+class LoadAdapterRequest(Strict):
+    """`POST /v1/load_lora_adapter`, vLLM's."""
+
+    lora_name: str = Field(min_length=1, max_length=128, description="the model's name in requests")
+    lora_path: str = Field(
+        min_length=1, max_length=4096, description="a folder of the server's machine, in PEFT's format"
+    )
+    load_inplace: Literal[False] | None = Field(None, description="of vLLM's: unload the adapter first")
+
+
+class UnloadAdapterRequest(Strict):
+    """`POST /v1/unload_lora_adapter`, vLLM's."""
+
+    lora_name: str = Field(min_length=1, max_length=128)
+    lora_int_id: StrictInt | None = Field(None, description="of vLLM's, without effect")
 
 
 class EmptyRequest(Strict):

@@ -76,6 +76,8 @@ class ServeSettings:
     """0: any free port."""
     keys: Keys = field(default_factory=lambda: Keys([]))
     limits: ServeLimits = field(default_factory=ServeLimits)
+    adapters: dict[str, str] = field(default_factory=dict)
+    """LoRA adapters that are loaded at the start, name -> folder."""
     shared_prefix_cache: bool = False
     """Whether keys share KV. If so, each can learn from `cached_tokens` and from times which prompts others sent."""
     store: Path | None = None
@@ -115,6 +117,10 @@ class ServeSettings:
         if "*" in self.allowed_origins and self.keys.anybody and self.keys.keyless is Trust.CODE:
             raise ValueError(
                 "allowed_origins has '*', and there are no keys: any web page would run code here. Name the origins, or give keys"
+            )
+        if taken := {self.name, str(self.model.get("model"))} & self.adapters.keys():
+            raise ValueError(
+                f"adapter {taken.pop()!r} has the model's name: give it another one (--lora-modules NAME=FOLDER)"
             )
         self.check_address(self.host)
 

@@ -37,7 +37,7 @@ class Submit(EngineMessage):
     """For each prompt, or once for all, as `specs.to_json` writes them; empty: none."""
     captures: list[list[Any]] = []
     options: dict[str, Any] = {}
-    """`timeout`, `priority` (one for each prompt) and `cache_salt`."""
+    """`timeout`, `priority` and `lora` (one for each prompt), and `cache_salt`."""
     names: list[str] | None = None
     """Of the prompts, for messages."""
     stream: bool = False
@@ -68,6 +68,19 @@ class DropVector(EngineMessage):
     """Forget a vector."""
 
     owner: str
+    name: str
+
+
+class LoadAdapter(EngineMessage):
+    """Load a LoRA adapter from a folder of this machine. Answered by `Answer` or `Failed`."""
+
+    name: str
+    folder: str
+
+
+class UnloadAdapter(EngineMessage):
+    """Unload a LoRA adapter. Answered by `Answer` or `Failed`."""
+
     name: str
 
 
@@ -180,7 +193,18 @@ class Failed(EngineMessage):
 
 
 ToEngine = (
-    Submit | Abort | PutVector | DropVector | RunTrace | ReadFrames | AskStats | AskProgress | ResetPrefixCache | Stop
+    Submit
+    | Abort
+    | PutVector
+    | DropVector
+    | LoadAdapter
+    | UnloadAdapter
+    | RunTrace
+    | ReadFrames
+    | AskStats
+    | AskProgress
+    | ResetPrefixCache
+    | Stop
 )
 FromEngine = Ready | Accepted | Token | Finished | Frame | Answer | Failed
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ from helpers_runner import random_ids
 
 from pymllm_interp import LM, SamplingParams, Scale, Steer
 from pymllm_interp.core.model_spec import INNER_SITES
+from pymllm_interp.harvest.reader import open_harvest
+from pymllm_interp.harvest.result import HarvestError
+from pymllm_interp.models.adapters.peft_config import AdapterError
 from pymllm_interp.utils.arguments import PromptError
 
 NATIVE = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox"]
@@ -77,7 +82,10 @@ def test_states_and_logits_are_those_of_peft(
 ) -> None:
     """Each family, each site, base and two adapters in one batch."""
     lm, base = load(family), oracle(family)
-    folders = {"a": adapter(family, 1, rank=3, scale=0.03), "b": adapter(family, 2, rank=16, use_rslora=True, scale=0.01)}
+    folders = {
+        "a": adapter(family, 1, rank=3, scale=0.03),
+        "b": adapter(family, 2, rank=16, use_rslora=True, scale=0.01),
+    }
     for name, folder in folders.items():
         lm.load_adapter(name, folder)
     models = {None: base} | {name: adapted(base, folder) for name, folder in folders.items()}
@@ -107,7 +115,9 @@ def test_every_rank(rank: int, load: Callable[..., LM], oracle: Callable[[str], 
 
 
 @pytest.mark.parametrize("target", LLAMA_TARGETS)
-def test_every_target_alone(target: str, load: Callable[..., LM], oracle: Callable[[str], Any], adapter: Adapted) -> None:
+def test_every_target_alone(
+    target: str, load: Callable[..., LM], oracle: Callable[[str], Any], adapter: Adapted
+) -> None:
     """With patterns of ranks and alphas, too; modules show the delta to a trace, in both kinds of passes."""
     lm, folder = load("llama"), adapter(
         "llama", 5, targets=[target], rank=4, ranks={rf"layers.1.*{target}": 7}, alpha_pattern={rf"layers.0.*{target}": 3}
@@ -126,7 +136,9 @@ def test_every_target_alone(target: str, load: Callable[..., LM], oracle: Callab
     assert_close(logits[0], expected)
     for path, state in states.items():
         assert_close(found[path][0], state, path)
-    assert torch.equal(lm.forward(PROMPTS[0], lora="a")[0].logits, logits[0]), "the fused pass has the module pass's bits"
+    assert torch.equal(lm.forward(PROMPTS[0], lora="a")[0].logits, logits[0]), (
+        "the fused pass has the module pass's bits"
+    )
 
 
 def test_an_adapter_of_zeros_is_bit_equal_to_none(load: Callable[..., LM], adapter: Adapted) -> None:
@@ -137,7 +149,9 @@ def test_an_adapter_of_zeros_is_bit_equal_to_none(load: Callable[..., LM], adapt
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=3)
     own, other = (lm.generate(PROMPTS, params, lora=name) for name in (None, "zero"))
     for one, two in zip(own, other, strict=True):
-        assert one.outputs[0].token_ids == two.outputs[0].token_ids and one.outputs[0].logprobs == two.outputs[0].logprobs
+        assert (
+            one.outputs[0].token_ids == two.outputs[0].token_ids and one.outputs[0].logprobs == two.outputs[0].logprobs
+        )
 
 
 def test_a_row_does_not_depend_on_the_adapters_of_others(load: Callable[..., LM], adapter: Adapted) -> None:
@@ -154,7 +168,9 @@ def test_a_row_does_not_depend_on_the_adapters_of_others(load: Callable[..., LM]
             assert own != name or alike.outputs[0].logprobs == out.outputs[0].logprobs
 
 
-def test_preempted_requests_keep_their_adapters(load: Callable[..., LM], adapter: Adapted, oracle: Callable[[str], Any]) -> None:
+def test_preempted_requests_keep_their_adapters(
+    load: Callable[..., LM], adapter: Adapted, oracle: Callable[[str], Any]
+) -> None:
     """In chunks of at most 16 tokens, too."""
     lm = load("llama", kv_cache_tokens=160, max_running_requests=8, max_model_len=100, max_num_tokens=16)
     folders = {name: adapter("llama", seed) for seed, name in enumerate("ab")}
@@ -205,7 +221,9 @@ def test_fingerprints_and_receipts_name_the_adapter(load: Callable[..., LM], ada
     assert lm.forward([[1, 2]], lora="c", capture=["embed"])[0].receipt.model == receipts[1]
 
 
-def test_steering_and_other_ops_compose(load: Callable[..., LM], adapter: Adapted, oracle: Callable[[str], Any]) -> None:
+def test_steering_and_other_ops_compose(
+    load: Callable[..., LM], adapter: Adapted, oracle: Callable[[str], Any]
+) -> None:
     lm, folder = load("llama"), adapter("llama", 1)
     lm.load_adapter("a", folder)
     model, points, vector = adapted(oracle("llama"), folder), points_of(lm.model_spec), torch.randn(lm.hidden_size)
@@ -218,7 +236,9 @@ def test_steering_and_other_ops_compose(load: Callable[..., LM], adapter: Adapte
     assert_close(plain.logits, logits_of(oracle("llama"), PROMPTS[2]))
 
 
-def test_invokes_have_adapters_of_their_own(load: Callable[..., LM], adapter: Adapted, oracle: Callable[[str], Any]) -> None:
+def test_invokes_have_adapters_of_their_own(
+    load: Callable[..., LM], adapter: Adapted, oracle: Callable[[str], Any]
+) -> None:
     """Base and adapters in one trace; one block's value goes into another's pass."""
     lm, folder = load("llama", lower_traces="off"), adapter("llama", 1)
     lm.load_adapter("a", folder)
@@ -251,7 +271,9 @@ def test_invokes_have_adapters_of_their_own(load: Callable[..., LM], adapter: Ad
 
 
 @pytest.mark.parametrize("lowering", ["off", "require"])
-def test_generation_with_a_block(lowering: str, load: Callable[..., LM], adapter: Adapted, oracle: Callable[[str], Any]) -> None:
+def test_generation_with_a_block(
+    lowering: str, load: Callable[..., LM], adapter: Adapted, oracle: Callable[[str], Any]
+) -> None:
     lm, folder = load("llama", lower_traces=lowering), adapter("llama", 1)
     lm.load_adapter("a", folder)
     with lm.generate(PROMPTS[1], max_new_tokens=4, lora="a") as tracer:
@@ -271,7 +293,9 @@ def test_generation_with_a_block(lowering: str, load: Callable[..., LM], adapter
     assert (tracer.receipt.lowered, len(seen)) == (lowering == "require", 4)
 
 
-def test_gradients_go_through_the_deltas(load: Callable[..., LM], adapter: Adapted, oracle: Callable[[str], Any]) -> None:
+def test_gradients_go_through_the_deltas(
+    load: Callable[..., LM], adapter: Adapted, oracle: Callable[[str], Any]
+) -> None:
     lm, folder = load("llama"), adapter("llama", 1)
     lm.load_adapter("a", folder)
     with lm.trace(PROMPTS[0], lora="a"):
@@ -331,7 +355,7 @@ def test_captured_passes(model_folder: Callable[[str], Path], adapter: Adapted, 
             for name in ("a", None):  # segments
                 with lm.generate(PROMPTS[0], max_new_tokens=6, lora=name) as tracer:
                     seen = list().save()
-                    for step in tracer.iter[1:]:
+                    for _ in tracer.iter[1:]:
                         seen.append(lm.model.layers[0].output.clone())
                     tokens = tracer.result.save()
                 assert tokens[0, len(PROMPTS[0]) :].tolist() == greedy(models[name], PROMPTS[0], 6)
@@ -358,23 +382,25 @@ def test_a_copy_of_a_module_is_plain(load: Callable[..., LM], adapter: Adapted) 
 
 def test_requests_name_a_loaded_adapter(load: Callable[..., LM], adapter: Adapted) -> None:
     lm = load("llama")
-    with pytest.raises(PromptError, match="prompt 1: there is no adapter 'x' .none is loaded.: lm.load_adapter"):
+    with pytest.raises(PromptError, match=r"prompt 1: there is no adapter 'x' .none is loaded.: lm.load_adapter"):
         lm.generate([[1], [2]], GREEDY, lora=[None, "x"])
     lm.load_adapter("a", adapter("llama", 1))
-    with pytest.raises(PromptError, match="there is no adapter 'x' .loaded are a."):
+    with pytest.raises(PromptError, match=r"there is no adapter 'x' .loaded are a."):
         lm.generate([[1]], GREEDY, lora="x")
-    with pytest.raises(PromptError, match="lora=7: expected the name of a loaded adapter"):
+    with pytest.raises(PromptError, match=r"lora=7: expected the name of a loaded adapter"):
         lm.generate([[1]], GREEDY, lora=7)
-    with pytest.raises(PromptError, match="for each of the 2 prompts"):
+    with pytest.raises(PromptError, match=r"for each of the 2 prompts"):
         lm.generate([[1], [2]], GREEDY, lora=["a"])
-    with pytest.raises(PromptError, match="there is no adapter 'x'"), lm.trace([1, 2], lora="x"):
+    with pytest.raises(PromptError, match=r"there is no adapter 'x'"), lm.trace([1, 2], lora="x"):
         lm.lm_head.output.save()
-    with pytest.raises(TypeError, match="lm.load_adapter"):
+    with pytest.raises(TypeError, match=r"lm.load_adapter"):
         lm.generate([[1]], GREEDY, lora_request="a")
     assert lm.generate([[1]], GREEDY, lora="a")[0].outputs[0].finish_reason == "length"
 
 
-def test_slots_are_taken_by_the_least_recently_used(load: Callable[..., LM], adapter: Adapted, oracle: Callable[[str], Any]) -> None:
+def test_slots_are_taken_by_the_least_recently_used(
+    load: Callable[..., LM], adapter: Adapted, oracle: Callable[[str], Any]
+) -> None:
     lm = load("llama", max_loras=2)
     folders = {str(seed): adapter("llama", seed) for seed in range(4)}
     for name, folder in folders.items():
@@ -386,11 +412,11 @@ def test_slots_are_taken_by_the_least_recently_used(load: Callable[..., LM], ada
         assert out == greedy(models[name], PROMPTS[0], 6), name
     long = SamplingParams(temperature=0, max_tokens=110, ignore_eos=True)
     held = [lm.submit(PROMPTS[0], long, lora=name) for name in "01"]
-    with pytest.raises(PromptError, match="'2' has no slot: requests in flight use all 2 .0, 1.. .*max_loras=3"):
+    with pytest.raises(PromptError, match=r"'2' has no slot: requests in flight use all 2 .0, 1.. .*max_loras=3"):
         lm.generate([PROMPTS[0]], GREEDY, lora="2")
-    with pytest.raises(ValueError, match="has no slot"):
+    with pytest.raises(ValueError, match=r"has no slot"):
         lm.load_adapter("more", adapter("llama", 9))
-    with pytest.raises(ValueError, match="'0' is in use by 1 requests"):
+    with pytest.raises(ValueError, match=r"'0' is in use by 1 requests"):
         lm.unload_adapter("0")
     assert lm.generate([PROMPTS[0]], GREEDY, lora="1")[0].outputs[0].token_ids == greedy(models["1"], PROMPTS[0], 6)
     for handle in held:
@@ -399,11 +425,13 @@ def test_slots_are_taken_by_the_least_recently_used(load: Callable[..., LM], ada
     assert lm.generate([PROMPTS[0]], GREEDY, lora="2")[0].outputs[0].token_ids == greedy(models["2"], PROMPTS[0], 6)
     lm.unload_adapter("0")
     assert "more" not in lm.adapters and "0" not in lm.adapters
-    with pytest.raises(ValueError, match="there is no adapter '0'"):
+    with pytest.raises(ValueError, match=r"there is no adapter '0'"):
         lm.unload_adapter("0")
 
 
-def test_sweeps_streams_and_chat_take_adapters(load: Callable[..., LM], adapter: Adapted, oracle: Callable[[str], Any]) -> None:
+def test_sweeps_streams_and_chat_take_adapters(
+    load: Callable[..., LM], adapter: Adapted, oracle: Callable[[str], Any]
+) -> None:
     lm, folder = load("llama"), adapter("llama", 1)
     lm.load_adapter("a", folder)
     expected = greedy(adapted(oracle("llama"), folder), PROMPTS[0], 6)
@@ -418,3 +446,35 @@ def test_sweeps_streams_and_chat_take_adapters(load: Callable[..., LM], adapter:
     assert_close(hooked[0], logits[0])
     result = lm(PROMPTS[0], lora="a").logits[0]
     assert_close(result, logits[0])
+
+
+def test_harvests_take_an_adapter(
+    load: Callable[..., LM], adapter: Adapted, oracle: Callable[[str], Any], tmp_path: Path
+) -> None:
+    lm, folder = load("llama"), adapter("llama", 1)
+    lm.load_adapter("a", folder)
+    lm.harvest(PROMPTS, capture=["resid_post.1"], out=tmp_path / "a", lora="a", progress=False)
+    points, states = points_of(lm.model_spec), open_harvest(tmp_path / "a")["resid_post.1"][:]
+    model = adapted(oracle("llama"), folder)
+    expected = torch.cat(
+        [states_of(model, {"resid_post.1": points["resid_post.1"]}, ids)[0]["resid_post.1"] for ids in PROMPTS]
+    )
+    assert_close(torch.as_tensor(states), expected)
+    lm.unload_adapter("a")
+    lm.load_adapter("a", adapter("llama", 2))
+    with pytest.raises(ValueError, match=r"model"):
+        lm.harvest(PROMPTS, capture=["resid_post.1"], out=tmp_path / "a", lora="a", progress=False)
+    with pytest.raises(ValueError, match=r"there is no adapter 'x'"):
+        lm.harvest(PROMPTS, capture=["resid_post.1"], out=tmp_path / "b", lora="x", progress=False)
+
+    def documents() -> Iterator[list[int]]:
+        yield PROMPTS[0]
+        while "a" in lm.adapters:
+            with suppress(AdapterError):  # the first document runs
+                lm.unload_adapter("a")
+            time.sleep(0.01)
+        lm.load_adapter("a", folder)
+        yield PROMPTS[1]
+
+    with pytest.raises(HarvestError, match=r"document 1: the adapter 'a' was loaded anew, with other weights"):
+        lm.harvest(documents(), capture=["resid_post.1"], out=tmp_path / "c", lora="a", progress=False)

@@ -136,5 +136,6 @@ class BackedModel(TracedModel):
             prompts=[self._read(prompt, name) for prompt, name in zip(prompts, names, strict=True)],
             params=own, interventions=declared, captures=captures, names=names, stream=stream, prompt_logits=prompt_logits,
             priority=priorities_of(options.get("priority"), count), cache_salt=checked_salt(options.get("cache_salt")),
-            adapters=adapters_of(options.get("lora"), count), timeout=options.get("timeout"), edits=edits, passes=self.pass_options(edits, {}),
+            adapters=adapters_of(options.get("lora"), count), timeout=options.get("timeout"), edits=edits,
+            passes=self.pass_options(edits, {}),
         )  # fmt: skip

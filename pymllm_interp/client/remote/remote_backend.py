@@ -41,6 +41,10 @@ MOST_IN_FLIGHT = 64
 """Requests of `lm.imap` that may be pending, halved; each has a connection."""
 
 
+LOAD_SECONDS = 600.0
+"""For the answer to an adapter's load, which may capture graphs."""
+
+
 class RemoteBackend(Backend):
     """A `Backend` with a server's engine.
 
@@ -125,6 +129,18 @@ class RemoteBackend(Backend):
         max_tokens_of(limits, self.tokenizer, ids, params, name, forward_only=False)
         return ids
 
+    def load_adapter(self, name: str, folder: str) -> None:
+        self.engine.ask(
+            "POST", "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": folder}, timeout=LOAD_SECONDS
+        )
+
+    def unload_adapter(self, name: str) -> None:
+        self.engine.ask("POST", "/v1/unload_lora_adapter", json={"lora_name": name})
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        return self.engine.ask("GET", "/v1/interp/capabilities").json()["adapters"]
+
     def run_traces(self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]) -> None:
         run_declared(self, mode, traces, inputs)
 
@@ -182,6 +198,7 @@ def _body_of(submission: Submission, prompts: list[list[int]]) -> dict[str, Any]
         "interventions": [[to_json(op) for op in found] for found in ops] if any(ops) else [],
         "captures": [[to_json(spec) for spec in found] for found in captures] if any(captures) else [],
         "priority": submission.priority,
+        "lora": list(submission.adapters) if any(submission.adapters) else None,
         "cache_salt": submission.cache_salt,
         "timeout": submission.timeout,
         "names": submission.names,

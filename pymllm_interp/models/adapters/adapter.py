@@ -86,9 +86,7 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
     file = path / WEIGHTS_FILE
     if not file.is_file():
         pickled = " (adapter_model.bin is a pickle: save it with safe_serialization=True)"
-        raise AdapterError(
-            f"{path} has no {WEIGHTS_FILE}{pickled if (path / 'adapter_model.bin').is_file() else ''}"
-        )
+        raise AdapterError(f"{path} has no {WEIGHTS_FILE}{pickled if (path / 'adapter_model.bin').is_file() else ''}")
     try:
         found = load_file(file)
     except (SafetensorError, OSError) as error:

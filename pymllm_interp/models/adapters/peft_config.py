@@ -139,7 +139,10 @@ class PeftConfig:
 
     def scaling(self, module: str) -> float:
         """What the product of A and B is multiplied by at a module: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
-        alpha, rank = self.alpha_pattern.get(_pattern_key(self.alpha_pattern, module), self.lora_alpha), self.rank(module)
+        alpha, rank = (
+            self.alpha_pattern.get(_pattern_key(self.alpha_pattern, module), self.lora_alpha),
+            self.rank(module),
+        )
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def targets(self, module: str) -> bool:
@@ -176,7 +179,9 @@ def _check_fields(path: Path, given: dict[str, Any]) -> None:
         )
     unknown = [name for name, value in given.items() if value and name not in READ | HARMLESS | REFUSED.keys()]
     if unknown:
-        raise AdapterError(f"{path}: {', '.join(sorted(unknown))} is not known here, and may change the result: {MERGE}")
+        raise AdapterError(
+            f"{path}: {', '.join(sorted(unknown))} is not known here, and may change the result: {MERGE}"
+        )
 
 
 def _pattern_key(patterns: Mapping[str, Any], module: str) -> str:

@@ -1,7 +1,7 @@
 """`AdapterSlots`: the adapters that are loaded, and which of them are in the device's slots.
 
-An adapter is in host memory from `install` to `remove`. A request *holds* its adapter from its submission to its end; a held adapter
-has a slot, and keeps it. An adapter that needs a slot takes a free one, or that of the least recently used adapter that nobody
+An adapter is in host memory from `install` to `remove`. A request *holds* its adapter from its submission to its end. A held
+adapter has a slot, and keeps it. An adapter that needs a slot takes a free one, or that of the least recently used adapter that nobody
 holds. Weights are written to their slots by the runner's thread, before the next step.
 
 Memory for the slots is there from the first adapter to the last. It is laid out for the modules that adapters target, and for the
@@ -96,7 +96,9 @@ class AdapterSlots:
         if not isinstance(name, str) or not name:
             raise AdapterError(f"load_adapter({name!r}, ...): the name is a string that is not empty")
         if name in self._entries:
-            raise AdapterError(f"an adapter {name!r} is loaded already: unload_adapter({name!r}) first, or give another name")
+            raise AdapterError(
+                f"an adapter {name!r} is loaded already: unload_adapter({name!r}) first, or give another name"
+            )
         return read_adapter(name, folder, self._model, self.targets, self.max_rank)
 
     # -- loading, on the runner's thread -----------------------------------------------------
@@ -110,7 +112,9 @@ class AdapterSlots:
         """
         with self._lock:
             if adapter.name in self._entries:
-                raise AdapterError(f"an adapter {adapter.name!r} is loaded already: unload it first, or give another name")
+                raise AdapterError(
+                    f"an adapter {adapter.name!r} is loaded already: unload it first, or give another name"
+                )
             entry = _Entry(adapter)
             self._take_slot(entry)
             self._entries[adapter.name] = entry
@@ -169,7 +173,9 @@ class AdapterSlots:
         rank = max(entry.adapter.rank for entry in self._entries.values())
         found = {id(self.targets[path].product): self.targets[path] for path in adapter.weights}
         grown = [target for key, target in found.items() if key not in self._products]
-        if any(product.lora is not None and product.lora.rank < padded_rank(rank) for product in self._products.values()):
+        if any(
+            product.lora is not None and product.lora.rank < padded_rank(rank) for product in self._products.values()
+        ):
             every = {id(target.product): target for target in self.targets.values()}
             grown += [every[key] for key in self._products]
         if not grown:

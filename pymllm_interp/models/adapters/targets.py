@@ -44,11 +44,11 @@ class Target(NamedTuple):
 
 
 def targets_of(model: CausalLM) -> dict[str, Target]:
-    """The modules by path. The head is none: its rows are not the rows of the pass."""
+    """The modules by path. The head and experts are none: their rows are not the rows of the pass."""
     head = model.get_submodule(model.spec.family.head)
     found: dict[str, Target] = {}
     for path, module in model.named_modules():
-        if module is not head and (target := _target(module)) is not None:
+        if module is not head and "experts" not in path.split(".") and (target := _target(module)) is not None:
             found[path] = target
     return found
 
@@ -60,7 +60,7 @@ def _target(module: nn.Module) -> Target | None:
     if isinstance(module, Product):
         out_features, in_features = module.gemm.weight.shape
         return Target(module, 0, in_features, [out_features], module.gemm.weight)
-    forward: Any = vars(module).get("forward")
+    forward: Any = vars(module).get("_linear_forward")
     if isinstance(forward, LinearForward) and isinstance(module, nn.Linear):
         return Target(forward, 0, module.in_features, [module.out_features], module.weight)
     return None

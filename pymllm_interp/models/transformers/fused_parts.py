@@ -33,7 +33,8 @@ def fuse_parts(model: nn.Module) -> None:
         if not isinstance(forward, FunctionType) or "forward" in vars(module):
             continue
         if type(module) is nn.Linear:
-            module.forward = LinearForward(module)  # pyright: ignore[reportAttributeAccessIssue]
+            # Under a name of its own, too: traces wrap `forward`.
+            module._linear_forward = module.forward = LinearForward(module)  # pyright: ignore
         elif _same_code(forward, modeling_llama.LlamaRMSNorm.forward):
             module.forward = _Norm(module)  # pyright: ignore[reportAttributeAccessIssue]
         elif _has_standard_rotation(forward):

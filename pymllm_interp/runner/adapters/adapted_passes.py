@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...config import ServerConfig
-from ...core.adapter_rows import AdapterRows
 from ...core.forward_batch import ForwardBatch
+from ...core.pass_parts import AdapterRows
 from ...models.adapters.adapter import Adapter
 from ...models.adapters.slots import AdapterSlots
 from ...utils.out_of_memory import within_memory
@@ -28,12 +28,17 @@ class AdapterGraphs(NamedTuple):
 
 
 class AdaptedPasses(ForwardPasses):
-    """Forward passes with adapters."""
+    """Forward passes with adapters.
+
+    Attributes:
+        adapters: the loaded LoRA adapters, and their slots; None where no model is loaded.
+        adapter_graphs: of decode passes with adapters, from the first adapter to the last; else None.
+    """
 
     server_config: ServerConfig
     gpu_id: int
-    adapters: AdapterSlots | None
-    adapter_graphs: AdapterGraphs | None
+    adapters: AdapterSlots | None = None
+    adapter_graphs: AdapterGraphs | None = None
     input_buffers: InputBuffers
 
     def install_adapter(self, adapter: Adapter) -> None:

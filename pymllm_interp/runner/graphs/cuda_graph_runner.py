@@ -26,8 +26,8 @@ import torch
 
 from ...attention.attention_backend import AttentionBackend
 from ...config import ServerConfig
-from ...core.adapter_rows import AdapterRows
 from ...core.forward_batch import ForwardBatch, ForwardMode
+from ...core.pass_parts import AdapterRows
 from ...core.step import LogitsProcessorOutput
 from ...layers.edits.table import TableOps
 from ...mem_cache.kv_pool import KVPool

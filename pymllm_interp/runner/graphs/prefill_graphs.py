@@ -91,8 +91,8 @@ class PrefillGraphs:
     def can_run(self, batch: ForwardBatch) -> bool:
         """Whether `replay` serves the batch.
 
-        It has to be laid out with its padding, without gradients (`fresh_kv_only`), cut edges of attention and adapters. Declared ops, if
-        any, have to be in the tables that graphs read.
+        It has to be laid out with its padding, without gradients (`fresh_kv_only`), cut edges of attention and adapters.
+        Declared ops, if any, have to be in the tables that graphs read.
         """
         return (
             batch.forward_mode.is_extend()

@@ -17,6 +17,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from ... import __version__
 from ...core.closed import EngineClosedError
 from ..protocol import COMPONENT
+from ..routes.adapter_routes import adapter_routes
 from ..routes.interp_routes import interp_routes
 from ..routes.openai_routes import openai_routes
 from ..routes.tokenize_routes import tokenize_routes
@@ -45,6 +46,7 @@ def create_app(state: ServerState) -> FastAPI:
     )  # fmt: skip
     app.include_router(openai_routes(state))
     app.include_router(tokenize_routes(state))
+    app.include_router(adapter_routes(state))
     app.include_router(interp_routes(state))
     app.openapi = lambda: _document(app, state)
     _add_pages(app, state)

@@ -72,6 +72,8 @@ class EngineServer:
             m.Abort: self._abort,
             m.PutVector: partial(self._later, self._put_vector),
             m.DropVector: partial(self._later, self._drop_vector),
+            m.LoadAdapter: partial(self._later, self._load_adapter),
+            m.UnloadAdapter: partial(self._later, self._unload_adapter),
             m.RunTrace: self.traces.run,
             m.ReadFrames: self.traces.was_read,
             m.AskStats: lambda message: m.Answer(message.call, self.stats()),
@@ -187,6 +189,14 @@ class EngineServer:
         self.model.factory(message.owner).vectors.pop(message.name, None)
         return m.Answer(message.call)
 
+    def _load_adapter(self, message: m.LoadAdapter) -> m.Answer:
+        self.model.backend.load_adapter(message.name, message.folder)
+        return m.Answer(message.call)
+
+    def _unload_adapter(self, message: m.UnloadAdapter) -> m.Answer:
+        self.model.backend.unload_adapter(message.name)
+        return m.Answer(message.call)
+
     def _reset_prefix_cache(self, message: m.ResetPrefixCache) -> m.Answer:
         self.model.engine.reset_prefix_cache()
         return m.Answer(message.call)
@@ -236,6 +246,24 @@ def _params(given: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**given)
 
 
+def _load_adapters(served: ServedModel, adapters: dict[str, str], restarted: bool) -> None:
+    """Load the operator's adapters.
+
+    Args:
+        restarted: an adapter that cannot be loaded any more is left out.
+
+    Raises:
+        AdapterError: one cannot be loaded.
+    """
+    for name, folder in adapters.items():
+        try:
+            served.backend.load_adapter(name, folder)
+        except ValueError:
+            if not restarted:
+                raise
+            logger.exception("adapter %r is not loaded again", name)
+
+
 def serve(settings: dict[str, Any]) -> None:
     """Load the model, say that it is ready, and answer messages until told to stop, or the parent is gone."""
     context = zmq.Context()
@@ -250,6 +278,7 @@ def serve(settings: dict[str, Any]) -> None:
         served = ServedModel(
             ModelConfig(**settings["model"]), ServerConfig(**settings["server"]), settings["shared_prefix_cache"]
         )
+        _load_adapters(served, settings["adapters"], settings["restarts"] > 0)
         if settings["chat_template"] is not None:
             if served.tokenizer is None:
                 raise ValueError("--chat-template: this model has no tokenizer")

@@ -48,6 +48,7 @@ def interp_routes(state: ServerState) -> APIRouter:
         """The model, its sites, ops, limits, how hooks run, and what this key may do."""
         client = client_of(request)
         info = dict(state.info)
+        info["adapters"] = state.engine.adapters
         info["limits"] = info["limits"] | settings_of_limits(state.settings)
         return info | {
             "name": state.settings.name,
@@ -193,6 +194,8 @@ def _stream_routes(router: APIRouter, state: ServerState) -> None:
         options: dict[str, Any] = {"timeout": body.timeout, "cache_salt": body.cache_salt}
         if body.priority is not None:
             options["priority"] = body.priority
+        if body.lora is not None:
+            options["lora"] = body.lora
 
         def make(number: int) -> m.Submit:
             return m.Submit(

@@ -66,12 +66,15 @@ def openai_routes(state: ServerState) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_card(state)]}
+        return {
+            "object": "list",
+            "data": [_card(state), *(_adapter_card(state, name) for name in state.engine.adapters)],
+        }
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        check_model(state, name)
-        return _card(state)
+        adapter = adapter_of(state, name)
+        return _card(state) if adapter is None else _adapter_card(state, adapter)
 
     @router.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -102,11 +105,24 @@ def _card(state: ServerState) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def check_model(state: ServerState, name: str | None) -> None:
-    """Raises ApiError for a model that is not served."""
+def _adapter_card(state: ServerState, name: str) -> dict[str, Any]:
+    """As vLLM lists a LoRA adapter."""
+    return _card(state) | {"id": name, "root": state.engine.adapters[name], "parent": state.settings.name}
+
+
+def adapter_of(state: ServerState, name: str | None) -> str | None:
+    """The LoRA adapter that a model's name stands for; None: the model itself.
+
+    Raises:
+        ApiError: no model of this name is served.
+    """
     known = state.settings.name, state.info["model"]
-    if name is not None and name not in known:
-        raise ApiError(404, f"there is no model {name!r}; this server has {known[0]!r}", "model", "model_not_found")
+    if name is None or name in known:
+        return None
+    if name not in state.engine.adapters:
+        served = ", ".join(map(repr, (known[0], *state.engine.adapters)))
+        raise ApiError(404, f"there is no model {name[:200]!r}; this server has {served}", "model", "model_not_found")
+    return name
 
 
 class _Asked(NamedTuple):
@@ -114,6 +130,8 @@ class _Asked(NamedTuple):
 
     prompts: int
     params: SamplingParams
+    adapter: str | None
+    """LoRA adapter that the prompts run with."""
     read: Callable[[], list[RenderedPrompt]]
     """Tokenizes the prompts: takes long."""
 
@@ -126,13 +144,13 @@ def _asked(
     Raises:
         ApiError: another model, or more prompts than a request may have.
     """
-    check_model(state, body.model)
+    adapter = adapter_of(state, body.model)
     params = body.sampling_params(state.info["sampling_defaults"], max_tokens)
     if count * params.n > state.limits.max_prompts:
         raise ApiError(
             400, f"{count} prompts with n={params.n}; at most {state.limits.max_prompts} (max_prompts)", "prompt"
         )
-    return _Asked(count, params, read)
+    return _Asked(count, params, adapter, read)
 
 
 def _prompt(state: ServerState, read: RenderedPrompt, params: SamplingParams) -> Prompt:
@@ -192,8 +210,8 @@ async def _serve(
     client = require(request, Trust.DECLARED if body.hooked else Trust.PLAIN)
     check_priority(client, [body.priority or 0])
     format_ = Format(
-        kind, state.settings.name, request.state.request_id, state, client, return_token_ids=bool(body.return_token_ids),
-        logprobs=logprobs, top=top, echo=echo,
+        kind, asked.adapter or state.settings.name, request.state.request_id, state, client,
+        return_token_ids=bool(body.return_token_ids), logprobs=logprobs, top=top, echo=echo,
     )  # fmt: skip
     state.metrics.totals["hooked_requests"] += body.hooked
     work = _Work(state, body, request, client, asked, format_)
@@ -245,6 +263,8 @@ class _Work:
             if field:
                 hooks[name] = [field]  # once for all prompts
         options: dict[str, Any] = {"timeout": body.timeout, "cache_salt": body.cache_salt}
+        if self._asked.adapter is not None:
+            options["lora"] = self._asked.adapter
         if body.priority is not None:
             options["priority"] = [body.priority] * self._asked.prompts
         try:

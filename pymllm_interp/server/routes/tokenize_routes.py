@@ -11,7 +11,7 @@ from ..http.errors import ApiError
 from ..http.state import ServerState, require
 from ..http.trust import Trust
 from ..protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from .openai_routes import check_model, conversation, texts
+from .openai_routes import adapter_of, conversation, texts
 
 
 def tokenize_routes(state: ServerState) -> APIRouter:
@@ -21,7 +21,7 @@ def tokenize_routes(state: ServerState) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
         """The token ids of a text, or of a conversation as the chat template writes it."""
-        check_model(state, body.model)
+        adapter_of(state, body.model)
         with state.admitted(require(request, Trust.PLAIN), 1):
             ids = await asyncio.to_thread(_token_ids, state, body)
             names = None
@@ -33,7 +33,7 @@ def tokenize_routes(state: ServerState) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
         """The text of token ids."""
-        check_model(state, body.model)
+        adapter_of(state, body.model)
         if state.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer", "tokens")
         most = max(state.info["limits"]["vocab_size"], len(state.tokenizer))

@@ -1,0 +1,167 @@
+"""LoRA adapters in decode steps on one GPU: one adapter at batch size 1, four at 32 and 256, in turns with plain requests.
+
+Usage: python benchmarks/lora_gpu.py [--config benchmarks/configs/llama8b] [--rank 64] [--out FILE]
+       python benchmarks/lora_gpu.py --vllm        # the same of vLLM 0.26, in a process of its own
+
+Random weights of the shape, all linear layers adapted, prompts of 64 tokens. Milliseconds are of a step in which all requests
+decode. The aims are ratios to plain steps: 1.15 at batch sizes 1 and 32, 1.10 at 256.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_file
+
+from pymllm_interp import LM
+from pymllm_interp.bench import describe_machine
+from pymllm_interp.bench.common import against_plain, random_prompts
+from pymllm_interp.models.adapters.adapter import Adapter
+from pymllm_interp.models.adapters.targets import targets_of
+from pymllm_interp.runner.adapters.commands import InstallAdapter
+
+ADAPTERS, AIMS = 4, {1: 1.15, 32: 1.15, 256: 1.10}
+PROMPT_TOKENS, NEW_TOKENS = 64, 96
+FACTORS = {
+    "q_proj": "q",
+    "k_proj": "k",
+    "v_proj": "v",
+    "o_proj": "o",
+    "gate_proj": "mlp",
+    "up_proj": "mlp",
+    "down_proj": "down",
+}
+
+
+def adapter_of(lm: LM, rank: int) -> Adapter:
+    """Random weights for all linear layers."""
+    weights = {
+        path: (
+            torch.randn(rank, target.in_features, dtype=lm.dtype) * 0.01,
+            torch.randn(target.out_features, rank, dtype=lm.dtype) * 0.01,
+        )
+        for path, target in targets_of(lm.runner.get_model()).items()
+    }
+    return Adapter("0", "random", weights, "0")
+
+
+def names_for(batch: int) -> list[str]:
+    """The adapter of each request."""
+    return [str(i % (1 if batch == 1 else ADAPTERS)) for i in range(batch)]
+
+
+def measure(config: Path, rank: int) -> list[dict[str, Any]]:
+    """Steps with adapters beside plain ones, by batch size."""
+    lm = LM(
+        config, load_format="dummy", dtype="bfloat16", device="cuda", max_running_requests=max(AIMS), max_model_len=1024,
+        kv_cache_tokens=max(AIMS) * 512, prefill_graph_tokens=0, max_loras=ADAPTERS, max_lora_rank=rank,
+    )  # fmt: skip
+    with lm:
+        first, free = adapter_of(lm, rank), torch.cuda.mem_get_info()[0]
+        seconds: list[float] = []
+        for name in range(ADAPTERS):
+            own, started = dataclasses.replace(first, name=str(name), digest=str(name)), time.perf_counter()
+            lm.backend.run(InstallAdapter(own))
+            seconds.append(time.perf_counter() - started)
+        taken = (free - torch.cuda.mem_get_info()[0]) / 2**30
+        print(
+            f"the first adapter took {seconds[0]:.1f} s to load, the others {seconds[-1]:.2f} s; all took {taken:.2f} GiB"
+        )
+        found: list[dict[str, Any]] = []
+        for batch, aim in AIMS.items():
+            prompts, names = random_prompts(lm, batch, PROMPT_TOKENS), names_for(batch)
+            before = dict(lm.engine.stats()["execution"])
+            row = against_plain(lm, prompts, [{"lora": name} for name in names], NEW_TOKENS)
+            after = lm.engine.stats()["execution"]
+            replayed = sum(n - before.get(key, 0) for key, n in after.items() if str(key).startswith("replay"))
+            steps = sum(n - before.get(key, 0) for key, n in after.items())
+            found.append({"batch": batch, "adapters": len(set(names)), "aim": aim, **row, "replayed": replayed / steps})
+        return found
+
+
+def write_folder(config: Path, rank: int, folder: Path) -> None:
+    """The adapter in PEFT's format, for vLLM."""
+    shape = json.loads((config / "config.json").read_text())
+    hidden, heads, inner = shape["hidden_size"], shape["num_attention_heads"], shape["intermediate_size"]
+    kv = shape["num_key_value_heads"] * shape.get("head_dim", hidden // heads)
+    width = heads * shape.get("head_dim", hidden // heads)
+    sizes = {"q": (hidden, width), "k": (hidden, kv), "v": (hidden, kv), "o": (width, hidden), "mlp": (hidden, inner)}
+    sizes["down"] = inner, hidden
+    tensors = {}
+    for layer in range(shape["num_hidden_layers"]):
+        for name, kind in FACTORS.items():
+            part = "mlp" if kind in ("mlp", "down") else "self_attn"
+            path, (n_in, n_out) = f"base_model.model.model.layers.{layer}.{part}.{name}", sizes[kind]
+            tensors[f"{path}.lora_A.weight"] = torch.randn(rank, n_in, dtype=torch.bfloat16) * 0.01
+            tensors[f"{path}.lora_B.weight"] = torch.randn(n_out, rank, dtype=torch.bfloat16) * 0.01
+    save_file(tensors, folder / "adapter_model.safetensors")
+    given = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(FACTORS), "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(given))
+
+
+def measure_vllm(config: Path, rank: int) -> list[dict[str, Any]]:
+    """The same of vLLM: the difference of two lengths of generations, with and without adapters, in turns."""
+    import vllm  # pyright: ignore[reportMissingImports]
+    from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+
+    with tempfile.TemporaryDirectory() as name:
+        write_folder(config, rank, Path(name))
+        engine = vllm.LLM(
+            str(config), load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, enable_prefix_caching=False,
+            max_model_len=1024, max_num_seqs=max(AIMS), enable_lora=True, max_loras=ADAPTERS, max_lora_rank=rank,
+        )  # fmt: skip
+
+        def seconds(batch: int, tokens: int, adapted: bool) -> float:
+            params = vllm.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+            prompts = [
+                {"prompt_token_ids": [(7 * i + j) % 1000 + 1 for j in range(PROMPT_TOKENS)]} for i in range(batch)
+            ]
+            lora = [LoRARequest(own, int(own) + 1, name) for own in names_for(batch)] if adapted else None
+            started = time.perf_counter()
+            engine.generate(prompts, params, use_tqdm=False, lora_request=lora)
+            return time.perf_counter() - started
+
+        found: list[dict[str, Any]] = []
+        for batch, aim in AIMS.items():
+            times: dict[bool, list[float]] = {False: [], True: []}
+            for turn in range(4):
+                for adapted, own in times.items():
+                    step = (seconds(batch, NEW_TOKENS, adapted) - seconds(batch, 1, adapted)) / (NEW_TOKENS - 1) * 1e3
+                    if turn:  # the first one warms up
+                        own.append(step)
+            plain, ms = (sorted(own)[len(own) // 2] for own in times.values())
+            found.append({"batch": batch, "aim": aim, "plain_ms": plain, "ms": ms, "ratio": ms / plain})
+        return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=Path(__file__).parent / "configs" / "llama8b")
+    parser.add_argument("--rank", type=int, default=64)
+    parser.add_argument("--vllm", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows = (measure_vllm if args.vllm else measure)(args.config, args.rank)
+    table = Table("batch", "plain ms", "adapters ms", "ratio", "aim", title="vLLM" if args.vllm else "pymllm-interp")
+    for row in rows:
+        table.add_row(
+            *map(str, (row["batch"], f"{row['plain_ms']:.3f}", f"{row['ms']:.3f}", f"{row['ratio']:.3f}", row["aim"]))
+        )
+    Console().print(table)
+    if args.out:
+        args.out.write_text(
+            json.dumps({"machine": describe_machine(), "rank": args.rank, "rows": rows}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
