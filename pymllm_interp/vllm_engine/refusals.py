@@ -26,8 +26,14 @@ def _refused(config: Any) -> Iterator[str]:
     checks = (
         (parallel.pipeline_parallel_size > 1, "pipeline_parallel_size above 1: raise tensor_parallel_size"),
         (parallel.data_parallel_size > 1, "data_parallel_size above 1: start one LM for each replica"),
-        (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill_context_parallel_size above 1: leave it out"),
-        (getattr(parallel, "decode_context_parallel_size", 1) > 1, "decode_context_parallel_size above 1: leave it out"),
+        (
+            getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+            "prefill_context_parallel_size above 1: leave it out",
+        ),
+        (
+            getattr(parallel, "decode_context_parallel_size", 1) > 1,
+            "decode_context_parallel_size above 1: leave it out",
+        ),
         (getattr(parallel, "enable_dbo", False), "enable_dbo: a step would be split; leave it out"),
         (getattr(parallel, "ubatch_size", 0) > 1, "ubatch_size above 1: a step would be split; leave it out"),
         (
@@ -37,7 +43,10 @@ def _refused(config: Any) -> Iterator[str]:
         (config.speculative_config is not None, "speculative_config: hooks would see rows of drafts; leave it out"),
         (config.lora_config is not None, "enable_lora: merge the adapter into the weights"),
         (getattr(config, "kv_transfer_config", None) is not None, "kv_transfer_config: leave it out"),
-        (getattr(cache, "kv_sharing_fast_prefill", False), "kv_sharing_fast_prefill: prompts would skip layers; leave it out"),
+        (
+            getattr(cache, "kv_sharing_fast_prefill", False),
+            "kv_sharing_fast_prefill: prompts would skip layers; leave it out",
+        ),
         (_passes(config, "enable_sp"), "pass_config.enable_sp: norms would see a part of the rows; leave it out"),
         (_passes(config, "enable_sequence_parallelism"), "pass_config.enable_sequence_parallelism: leave it out"),
         (
@@ -48,7 +57,10 @@ def _refused(config: Any) -> Iterator[str]:
         (getattr(model, "is_encoder_decoder", False), "encoder-decoder models"),
         (getattr(model, "enable_prompt_embeds", False), "enable_prompt_embeds: prompts are text or token ids"),
         (_is_multimodal(model), "multimodal models: their language model by itself is served"),
-        (str(getattr(model, "model_impl", "auto")) == "transformers", "model_impl='transformers': layers have no pair norms"),
+        (
+            str(getattr(model, "model_impl", "auto")) == "transformers",
+            "model_impl='transformers': layers have no pair norms",
+        ),
     )
     for holds, what in checks:
         if holds:

@@ -72,5 +72,3 @@ def server_config_of(additional: Mapping[str, Any] | None) -> ServerConfig:
             "with LM(model, engine='vllm')"
         )
     return ServerConfig(**found)
-
-

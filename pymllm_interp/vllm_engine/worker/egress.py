@@ -63,7 +63,9 @@ class Egress:
                     self._answer(connection, own_host, end.request_id, error)
                     continue
                 future.add_done_callback(
-                    lambda done, request_id=end.request_id: self._answer(connection, own_host, request_id, _outcome(done))
+                    lambda done, request_id=end.request_id: self._answer(
+                        connection, own_host, request_id, _outcome(done)
+                    )
                 )
         except (EOFError, OSError):
             connection.close()

@@ -29,7 +29,10 @@ class RowsOfV2:
             mode = next((name for one in given if (name := getattr(getattr(one, "cg_mode", None), "name", ""))), "NONE")
             count = len(batch.req_ids)
             own.begin(
-                batch.req_ids, batch.query_start_loc_np[: count + 1], batch.num_computed_tokens_np, f"vllm V2 {mode.lower()}"
+                batch.req_ids,
+                batch.query_start_loc_np[: count + 1],
+                batch.num_computed_tokens_np,
+                f"vllm V2 {mode.lower()}",
             )
         return batch
 

@@ -283,7 +283,9 @@ class RankStage:
             self.buffers.blocks.zero_()
 
     def _fill(self, step: VllmStep) -> None:
-        owners = np.concatenate([np.full(e.num_tokens, e.row if e.request_id else -1, dtype=np.int64) for e in step.entries])
+        owners = np.concatenate(
+            [np.full(e.num_tokens, e.row if e.request_id else -1, dtype=np.int64) for e in step.entries]
+        )
         positions = np.concatenate([np.arange(e.start, e.start + e.num_tokens, dtype=np.int64) for e in step.entries])
         self.buffers.fill(owners, positions)
 
@@ -345,7 +347,10 @@ class RankStage:
         site = self._logits_site
         return any(
             found.declared is not None
-            and (site in found.declared.ops or (found.declared.captures is not None and site in found.declared.captures.by_site))
+            and (
+                site in found.declared.ops
+                or (found.declared.captures is not None and site in found.declared.captures.by_site)
+            )
             for found, _ in self._hooked
         )
 

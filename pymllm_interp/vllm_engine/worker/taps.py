@@ -13,7 +13,6 @@ from ..structures import Structure
 from . import op  # noqa: F401  # registers the ops
 
 
-
 @cache
 def _tapped_class(base: type[nn.Module]) -> type[nn.Module]:
     """A subclass of a norm's class that calls the ops around it."""

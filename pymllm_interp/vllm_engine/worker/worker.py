@@ -15,7 +15,7 @@ from ...models.weights.model_state import checksum
 from ..payloads import TensorKey
 from ..refusals import refuse_config
 from ..results import host_name
-from ..settings import server_config_of, served_spec
+from ..settings import served_spec, server_config_of
 from ..structures import structure_of
 from ..versions import installed_version
 from . import op
