@@ -12,19 +12,29 @@ from typing import Any
 from torch import nn
 
 INPUT_NORM = "input_layernorm"
-MIDDLE_NORMS = ("pre_feedforward_layernorm", "post_attention_layernorm")
-"""The norm in front of a layer's MLP; the first that a layer has."""
 LAYERS = {
     "LlamaDecoderLayer": "post_attention_layernorm",
+    "Llama4DecoderLayer": "post_attention_layernorm",
     "MistralDecoderLayer": "post_attention_layernorm",
+    "MixtralDecoderLayer": "post_attention_layernorm",
     "Qwen2DecoderLayer": "post_attention_layernorm",
     "Qwen2MoeDecoderLayer": "post_attention_layernorm",
     "Qwen3DecoderLayer": "post_attention_layernorm",
     "Qwen3MoeDecoderLayer": "post_attention_layernorm",
-    "MixtralDecoderLayer": "post_attention_layernorm",
+    "GemmaDecoderLayer": "post_attention_layernorm",
+    "Glm4DecoderLayer": "post_attention_layernorm",
+    "Glm4MoeDecoderLayer": "post_attention_layernorm",
+    "DeepseekV2DecoderLayer": "post_attention_layernorm",
+    "OlmoeDecoderLayer": "post_attention_layernorm",
+    "TransformerBlock": "post_attention_layernorm",
+    "Ernie4_5_MoeDecoderLayer": "post_attention_layernorm",
+    "ExaoneMoeDecoderLayer": "post_attention_layernorm",
+    "MiniMaxM2DecoderLayer": "post_attention_layernorm",
+    "BailingMoeBlock": "post_attention_layernorm",
+    "NemotronDecoderLayer": "post_attention_layernorm",
     "Gemma2DecoderLayer": "pre_feedforward_layernorm",
     "Gemma3DecoderLayer": "pre_feedforward_layernorm",
-    "Phi3DecoderLayer": "post_attention_layernorm",
+    "Rnj1DecoderLayer": "pre_feedforward_layernorm",
 }
 """Decoder layers of vLLM that call their two norms with a pair -> the norm in front of the MLP."""
 SITES = ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post", "final_norm", "logits")
