@@ -21,7 +21,8 @@ ROOT = Path(pymllm_interp.__file__).parent
 ORDER = (
     ("utils",), ("core",), ("speculative",), ("config",),
     ("kernels",), ("mem_cache",), ("attention",), ("layers",), ("sampling",), ("hooks",),
-    ("models",), ("runner",), ("harvest",), ("engine",), ("wire",), ("client",), ("vllm_engine",), ("plots",), ("toolkit",), ("lens",), ("lm",),
+    ("models",), ("runner",), ("harvest",), ("engine",), ("wire",), ("client",),
+    ("vllm_engine",), ("plots",), ("toolkit",), ("lens",), ("lm",),
     ("server",),
     ("cli", "bench", "demo", "doctor", "evals", "nnterp"),
 )  # fmt: skip

@@ -98,4 +98,5 @@ def assert_close_tensor(found: torch.Tensor, wanted: torch.Tensor, what: str = "
     assert found.shape == wanted.shape and found.dtype == wanted.dtype, (what, found.shape, wanted.shape)
     scale = max(1.0, float(wanted.float().abs().max())) if wanted.numel() else 1.0
     off = float((found.float() - wanted.float()).abs().max()) if wanted.numel() else 0.0
-    assert off <= TOLERANCE * scale, f"{what}: off by {off:.3g}, of {scale:.3g}"
+    bound = TOLERANCE if found.dtype not in (torch.float16, torch.bfloat16) else 2 * torch.finfo(found.dtype).eps
+    assert off <= bound * scale, f"{what}: off by {off:.3g}, of {scale:.3g}"

@@ -248,7 +248,10 @@ def serve(settings: dict[str, Any]) -> None:
     outbox = Outbox(outgoing.send, Path(settings["store"]), settings["inline_bytes"])
     try:
         served = ServedModel(
-            ModelConfig(**settings["model"]), ServerConfig(**settings["server"]), settings["shared_prefix_cache"], settings["vllm"]
+            ModelConfig(**settings["model"]),
+            ServerConfig(**settings["server"]),
+            settings["shared_prefix_cache"],
+            settings["vllm"],
         )
         if settings["chat_template"] is not None:
             if served.tokenizer is None:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from ...config import ServerConfig
 from ...core.closed import EngineClosedError
+from ..faults import with_causes
 from ..payloads import Sealer
 from ..refusals import VllmRefusalError, refuse_config
 from ..settings import additional_config
@@ -69,7 +70,8 @@ class VllmCore:
         self.llm: Any = None
         self.link: ResultsLink | None = None
         try:
-            self.llm = self.wait(self._start(AsyncLLM))
+            with with_causes():
+                self.llm = self.wait(self._start(AsyncLLM))
             key = secrets.token_bytes(32)
             self.ranks = sorted(self.call("interp_open", key), key=lambda rank: rank["rank"])
             self.link = ResultsLink(tuple(self.ranks[0]["address"]), key)

@@ -287,7 +287,7 @@ class VllmEngine:
             counted: Any = hooks.bound
             result = DeclaredResult(counted.applied(0), counted.captured(0), counted.activations([]))
         else:
-            result, receipt.steps = found.declared, found.steps
+            result, receipt.steps, receipt.preemptions = found.declared, found.steps, found.preemptions
         request.activations = result.activations
         receipt.interventions, receipt.captures = result.applied, result.captured
         lost = None if result.activations is None else result.activations.error

@@ -1,4 +1,4 @@
-"""`Uplink`: requests' hooks and their tensors on the way to all ranks. A tensor travels once, and before the requests that need it."""
+"""`Uplink`: the hooks of requests on the way to all ranks. A tensor travels once, before the requests that need it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ class Uplink:
             lacking = missing.keys() - got.get(rank, set())
             if lacking:
                 raise RuntimeError(
-                    f"{len(lacking)} of {len(missing)} vectors did not reach rank {rank} of {self._ranks}: the request was not started"
+                    f"{len(lacking)} of {len(missing)} vectors did not reach rank {rank} of {self._ranks}: the request was not "
+                    "started"
                 )
         self._sent |= {key: tensor.nbytes for key, tensor in missing.items()}
 

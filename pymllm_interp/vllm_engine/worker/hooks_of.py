@@ -54,6 +54,8 @@ class HooksOf:
         """Requests that have finished, and new ones."""
         for vllm_id in scheduled.finished_req_ids:
             self.stage.remove(vllm_id)
+        for vllm_id in scheduled.preempted_req_ids or ():
+            self.stage.preempted(vllm_id)
         for new in scheduled.scheduled_new_reqs:
             extra = getattr(new.sampling_params, "extra_args", None) or {}
             sealed = extra.get(KEY)

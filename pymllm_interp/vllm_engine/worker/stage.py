@@ -51,6 +51,7 @@ class HookedRequest:
     met: int = 0
     scheduled: int = 0
     steps: Counter[str] = field(default_factory=Counter)
+    preemptions: int = 0
     forgotten: bool = False
     """vLLM has removed it."""
 
@@ -65,6 +66,7 @@ class RankResult:
 
     declared: DeclaredResult
     steps: Counter[str]
+    preemptions: int = 0
     error: str | None = None
 
 
@@ -147,6 +149,11 @@ class RankStage:
             if found.declared is None:
                 self._free_row(found)
 
+    def preempted(self, vllm_id: str) -> None:
+        """vLLM takes a request's KV, and computes it again later."""
+        if (found := self._known.get(vllm_id)) is not None:
+            found.preemptions += 1
+
     def _free_row(self, found: HookedRequest) -> None:
         if found.row is not None:
             self._rows.append(found.row)
@@ -198,7 +205,7 @@ class RankStage:
                 with self.lock:
                     if found.forgotten:
                         self._free_row(found)
-                done.set_result(RankResult(result.result(), found.steps, self._unmet(found)))
+                done.set_result(RankResult(result.result(), found.steps, found.preemptions, self._unmet(found)))
             except BaseException as failure:
                 done.set_exception(failure)
 

@@ -12,6 +12,7 @@ import torch
 
 from ... import __version__
 from ...models.weights.model_state import checksum
+from ..faults import told
 from ..payloads import TensorKey
 from ..refusals import refuse_config
 from ..results import host_name
@@ -44,6 +45,15 @@ class InterpWorker:
 
     def init_device(self) -> None:
         """Refuse what cannot be served, then make the runner, and put the mixin in front of its class."""
+        with told(self.rank):
+            self._init_device()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the weights, then tap the norms. Compilation and graphs come later."""
+        with told(self.rank):
+            return self._load_model(*args, **kwargs)
+
+    def _init_device(self) -> None:
         installed_version()
         refuse_config(self.vllm_config)
         super().init_device()  # pyright: ignore[reportAttributeAccessIssue]
@@ -52,8 +62,7 @@ class InterpWorker:
         mixin = RowsOfV2 if second else RowsOfV1
         runner.__class__ = type(f"Interp{type(runner).__name__}", (mixin, type(runner)), {})
 
-    def load_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the weights, then tap the norms. Compilation and graphs come later."""
+    def _load_model(self, *args: Any, **kwargs: Any) -> Any:
         found = super().load_model(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         config, model = self.vllm_config, self.model_runner.get_model()
         structure = structure_of(model)
