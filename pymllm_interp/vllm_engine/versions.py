@@ -40,7 +40,7 @@ def _found() -> str | None:
         except PackageNotFoundError:
             continue
     try:
-        import vllm
+        import vllm  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
         return None
     found: Any = getattr(vllm, "__version__", None)

@@ -31,6 +31,8 @@ class _Live:
     Attributes:
         task: that serves it.
         reason: to end it with, once somebody has asked for that.
+        started: its task runs. One that is cancelled before would never answer.
+        sent: vLLM knows it.
     """
 
     def __init__(self, request: Request, subscriber: Subscriber) -> None:
@@ -38,7 +40,7 @@ class _Live:
         self.task: asyncio.Task[None] | None = None
         self.reason: str | None = None
         self.keys: list[TensorKey] = []
-        self.sent = False
+        self.started = self.sent = False
 
 
 class VllmEngine:
@@ -62,6 +64,7 @@ class VllmEngine:
         self._lock = threading.Lock()
         self._closing: BaseException | None = None
         self._released = False
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
         return f"VllmEngine({self.state})"
@@ -161,22 +164,24 @@ class VllmEngine:
             one = self._live.get(request_id)
             if one is not None and one.reason is None and not one.request.finished:
                 one.reason = reason
-                if one.task is not None:
-                    one.task.cancel()
+                if one.sent:
+                    self._tasks.add(task := asyncio.get_running_loop().create_task(self._abort_in_vllm(one)))
+                    task.add_done_callback(self._tasks.discard)
 
     def _fail(self, one: _Live, error: BaseException) -> None:
         if not one.request.finished:
-            one.request.error = error
-            self._stop_all([one.request.request_id], "error")
+            one.request.error, one.reason = error, "error"
+            if one.started and one.task is not None:
+                one.task.cancel()
 
     async def _run(self, one: _Live) -> None:
-        request = one.request
+        request, one.started = one.request, True
         timer = None
         if request.deadline is not None:
             left = max(0.0, request.deadline - time.monotonic())
             timer = asyncio.get_running_loop().call_later(left, self._stop_all, [request.request_id], "timeout")
         try:
-            reason = await self._serve(one)
+            reason = one.reason or await self._serve(one)
         except asyncio.CancelledError:
             reason = one.reason or "abort"
         except BaseException as error:
@@ -196,8 +201,7 @@ class VllmEngine:
             told.__cause__ = error
             self._closing = self._closing or told
             return told
-        cause = error.__cause__
-        return cause if type(error).__name__ == "EngineGenerateError" and cause is not None else error
+        return error
 
     async def _serve(self, one: _Live) -> str:
         request, core = one.request, self.core
@@ -211,18 +215,29 @@ class VllmEngine:
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
         if (salt := salt_of(request, declared if declares else None)) is not None:
             prompt["cache_salt"] = salt
-        one.sent = True
         request.status = RequestStatus.RUNNING
-        outputs = core.llm.generate(prompt, params, request.request_id, priority=request.priority)
+        queue = await core.llm.add_request(request.request_id, prompt, params, priority=request.priority)
+        one.sent = True
+        finished = False
         try:
-            async for output in outputs:
+            if one.reason is not None:  # somebody asked for its end meanwhile
+                await self._abort_in_vllm(one)
+            while not finished:
+                output = queue.get_nowait() or await queue.get()
+                finished = output.finished
                 self.num_events += 1
                 reason = self._take(one, output)
                 if reason is not None:
                     return reason
         finally:
-            await outputs.aclose()
+            if not finished:
+                await core.llm.abort(queue.request_id, internal=True)
+            queue.close()
         return "abort"
+
+    async def _abort_in_vllm(self, one: _Live) -> None:
+        """vLLM answers with the tokens so far."""
+        await self.core.llm.abort(one.request.request_id)
 
     def _take(self, one: _Live, output: Any) -> str | None:
         """Append what vLLM sent to the request; the reason to end, or None."""

@@ -24,7 +24,7 @@ class ResultsLink:
     """
 
     def __init__(self, address: tuple[str, int], key: bytes) -> None:
-        self._connection: Connection = Client(tuple(address), authkey=key)
+        self._connection: Connection = Client((address[0], address[1]), authkey=key)
         self._connection.send(host_name())
         self._lock = threading.Lock()
         self._waiting: dict[str, Callable[[Any], None]] = {}

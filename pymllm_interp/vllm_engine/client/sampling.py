@@ -36,6 +36,7 @@ def vllm_params(request: Request, hooks: bytes | None, read_cache: bool, kinds: 
     params, seed = request.params, None
     if not params.greedy:
         seed = _seed_of(request)
+    follows = request.stream or request.stop_checker is not None
     allowed = None if params.allowed_token_ids is None else list(params.allowed_token_ids)
     made = kinds.SamplingParams(
         n=1, temperature=params.temperature, top_p=params.top_p, top_k=max(params.top_k, 0), min_p=params.min_p,
@@ -44,7 +45,7 @@ def vllm_params(request: Request, hooks: bytes | None, read_cache: bool, kinds: 
         max_tokens=request.max_tokens, min_tokens=min(params.min_tokens, request.max_tokens), logprobs=params.logprobs,
         prompt_logprobs=None if request.prompt_logprobs is None else params.prompt_logprobs, detokenize=False,
         logit_bias=params.logit_bias, allowed_token_ids=allowed,
-        output_kind=kinds.RequestOutputKind.DELTA,
+        output_kind=kinds.RequestOutputKind.DELTA if follows else kinds.RequestOutputKind.FINAL_ONLY,
         skip_reading_prefix_cache=True if params.skip_reading_prefix_cache or not read_cache else None,
         extra_args=None if hooks is None else {KEY: hooks},
     )  # fmt: skip

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ...core.step import ScheduledRequest
 
 
-@dataclass(frozen=True)
+@dataclass
 class VllmStep:
     """The token rows of a step. A `hooks.declared_stage.StepRows`.
 
@@ -19,17 +19,17 @@ class VllmStep:
         query_start_loc: [reqs + 1] int32, first token row of each request.
         cu_num_logits: [reqs + 1] int32, first row of the logits of each request.
         mode: how the pass runs, for receipts.
+        sample_rows: the row of the logits that each request samples from: its last.
     """
 
     entries: Sequence[ScheduledRequest]
     query_start_loc: np.ndarray
     cu_num_logits: np.ndarray
     mode: str
+    sample_rows: list[int] = field(init=False)
 
-    @property
-    def sample_rows(self) -> list[int]:
-        """The row of the logits that each request samples from: its last."""
-        return (self.cu_num_logits[1:] - 1).tolist()
+    def __post_init__(self) -> None:
+        self.sample_rows = (self.cu_num_logits[1:] - 1).tolist()
 
     @property
     def num_tokens(self) -> int:
