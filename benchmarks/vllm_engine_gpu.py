@@ -3,8 +3,8 @@
     python benchmarks/vllm_engine_gpu.py --config FOLDER_WITH_CONFIG_JSON --out FILE
     python benchmarks/vllm_engine_gpu.py --check                           # correctness only: V2 and V1, eager and graphs
 
-Speed: requests of `--prompt` tokens that generate `--new` tokens, at each batch size; the median of `--repeats` runs, after one that
-is not counted. "idle": nothing is declared. "one site": each request steers one site. "all layers": it steers every layer.
+Speed: requests of `--prompt` tokens that generate `--new` tokens, at each batch size; the median of `--repeats` runs, after one
+that is not counted. "idle": nothing is declared. "one site": each request steers one site. "all layers": it steers every layer.
 "captured": it captures resid_post of all layers. Each is divided by plain vLLM's tokens a second.
 """
 
@@ -78,7 +78,7 @@ def check_one(folder: str, graphs: str) -> dict[str, Any]:
     """Ops and captures of one engine against our own engine on the CPU, in float32 over the same weights."""
     from pymllm_interp import LM, Ablate, Capture, Gate, Generated, Patch, Project, SamplingParams, Steer
 
-    width, layers = TINY["hidden_size"], TINY["num_hidden_layers"]
+    width = TINY["hidden_size"]
     vector = lambda seed, *shape: torch.randn(*(shape or (width,)), generator=torch.Generator().manual_seed(seed))  # noqa: E731
     modes: dict[str, dict[str, Any]] = {
         "eager": {"disable_cuda_graph": True},

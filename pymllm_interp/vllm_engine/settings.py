@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +24,8 @@ SETTINGS = (
     "max_interventions_per_site", "max_intervention_vectors", "max_capture_bytes", "capture_ring_bytes", "capture_kept_bytes",
 )  # fmt: skip
 """Fields of `ServerConfig` that ranks read."""
+WITH_TABLES = "PYMLLM_INTERP_VLLM_TABLES"
+"""For tests: with "1", ranks on a CPU have device tables and a ring, as on CUDA; Triton's interpreter runs the kernels."""
 OURS = "LM(model), whose engine is our own, has it"
 
 
@@ -39,11 +42,20 @@ class VllmLimits(DeclaredLimits):
             )
 
 
-def limits_of(config: ServerConfig, on_cuda: bool) -> VllmLimits:
-    """The limits that client and ranks check by."""
+def uses_tables(device: str) -> bool:
+    """Whether ranks with this type of device read ops from device tables."""
+    return device == "cuda" or os.environ.get(WITH_TABLES) == "1"
+
+
+def limits_of(config: ServerConfig, device: str) -> VllmLimits:
+    """The limits that client and ranks check by.
+
+    Args:
+        device: type of the ranks' devices.
+    """
     return VllmLimits(
         config.max_interventions_per_site, config.max_intervention_vectors, config.max_capture_bytes, frozenset(),
-        device_tables=on_cuda,
+        device_tables=uses_tables(device),
     )  # fmt: skip
 
 

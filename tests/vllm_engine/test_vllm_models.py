@@ -38,6 +38,7 @@ from pymllm_interp import (
     Scale,
     Steer,
 )
+from pymllm_interp.vllm_engine.settings import WITH_TABLES
 
 pytestmark = needs_vllm
 RIG = Path(__file__).parents[1] / "support" / "vllm_v2_rig"
@@ -68,6 +69,9 @@ CASES = {
         "mixtral", "vllm V1 none", {"max_num_tokens": 20, "tensor_parallel_size": 2}, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     ),
     "gemma2, compiled": Case("gemma2", "vllm V1 none", {"disable_cuda_graph": False, "max_num_tokens": 64}),
+    "llama, device tables": Case(
+        "llama", "vllm V1 none", {"max_num_tokens": 24}, {WITH_TABLES: "1", "TRITON_INTERPRET": "1"}
+    ),
     "llama, V2 runner": Case(
         "llama", "vllm V2 none", {"max_num_tokens": 32}, {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
     ),

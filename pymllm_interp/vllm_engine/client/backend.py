@@ -26,7 +26,7 @@ from ...models.registry import check_supported, is_native
 from ...models.weights.source import load_tokenizer, resolve_model
 from ...utils.arguments import PromptError
 from ..refusals import VllmRefusalError
-from ..settings import limits_of, served_spec
+from ..settings import limits_of, served_spec, uses_tables
 from .arguments import engine_arguments
 from .canary import check_steering
 from .core import VllmCore
@@ -77,10 +77,10 @@ class VllmBackend(FactoryBackend):
     def _describe(self, core: VllmCore, model: ModelConfig, server: ServerConfig, source: Any) -> None:
         config = core.config
         dtype, hf_config = config.model_config.dtype, source.hf_config
-        spec, limits = served_spec(hf_config, dtype), limits_of(server, core.on_cuda)
         device = "cuda" if core.on_cuda else "cpu"
+        spec, limits = served_spec(hf_config, dtype), limits_of(server, device)
         cache, scheduler = config.cache_config, config.scheduler_config
-        ring = server.capture_ring_bytes if core.on_cuda else None
+        ring = server.capture_ring_bytes if uses_tables(device) else None
         declarations = VllmDeclarations(limits, spec, len(core.ranks), scheduler.max_num_batched_tokens, ring)
         weights = VllmWeights(hf_config, core.call("interp_checksum"))
         runner = VllmModel(

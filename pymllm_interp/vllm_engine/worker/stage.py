@@ -23,7 +23,7 @@ from ...hooks.declared_stage import DeclaredStage
 from ...layers.edits.base import apply_and_capture
 from ...layers.edits.host import HostOps
 from ...layers.edits.table import TableOps
-from ..settings import limits_of
+from ..settings import limits_of, uses_tables
 from .row_buffers import VllmRowBuffers
 from .step import VllmStep
 
@@ -70,6 +70,15 @@ class RankResult:
     error: str | None = None
 
 
+class TappedStage(DeclaredStage):
+    """The declared stage of a rank."""
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether passes read declared ops from device tables."""
+        return uses_tables(torch.device(self.device).type)
+
+
 class RankStage:
     """Ops and captures of a rank. Steps come from the rank's thread, ends of requests from the one that serves the client.
 
@@ -89,9 +98,9 @@ class RankStage:
         readout: Readout,
     ) -> None:  # fmt: skip
         self.model, self.device, self.taps, self.rank = model, device, taps, rank
-        self.on_cuda = device.type == "cuda"
-        self.stage = DeclaredStage(config, model, str(device), readout)
-        self.stage.limits = limits_of(config, self.on_cuda)
+        self.in_tables, on_cuda = uses_tables(device.type), device.type == "cuda"
+        self.stage = TappedStage(config, model, str(device), readout)
+        self.stage.limits = limits_of(config, device.type)
         self.buffers = VllmRowBuffers(tokens, rows + 1, device)
         self.stage.init_tables(self.buffers, self.buffers)
         self.lock = threading.RLock()
@@ -99,7 +108,7 @@ class RankStage:
         self.num_steps = 0
         self._logits_site = inner_site(model.num_hidden_layers, 0, LOGITS)
         self._rows = list(range(rows, 0, -1))  # row 0 stays empty
-        self._stream = torch.cuda.Stream(device) if self.on_cuda else None
+        self._stream = torch.cuda.Stream(device) if on_cuda else None
         self._launched: Any = None
         self._known: dict[str, HookedRequest] = {}  # by vLLM's id
         self._by_own_id: dict[str, HookedRequest] = {}
@@ -109,7 +118,7 @@ class RankStage:
         self._calls_before = 0
         self._held = False
         self.static: TableOps | None = None
-        if self.on_cuda:
+        if self.in_tables:
             assert self.stage.device_tables is not None
             self.static = TableOps(
                 self.stage.device_tables.tables, self.buffers.op_rows, self.buffers.positions, self.buffers.blocks,
@@ -130,7 +139,7 @@ class RankStage:
                 return
             found = HookedRequest(request_id, hooks, prompt_len)
             found.declared = self.stage.bind(hooks, prompt_len)
-            if self.rank and not self.on_cuda:
+            if self.rank and not self.in_tables:
                 found.declared.captures = None
             self._known[vllm_id] = self._by_own_id[request_id] = found
 
@@ -165,7 +174,7 @@ class RankStage:
         kept = {id(self._known[vllm_id]) for vllm_id in running if vllm_id in self._known}
         for other in waiting:
             if id(other) not in kept:
-                if self.on_cuda:
+                if self.in_tables:
                     other.met += int(self.buffers.seen[other.row])
                 self.stage.leave_tables(other.request_id)
                 self._free_row(other)
@@ -177,7 +186,7 @@ class RankStage:
         if not self._rows:
             self._evict(running)
         found.row = self._rows.pop()
-        if self.on_cuda:
+        if self.in_tables:
             self.buffers.seen[found.row] = 0
         found.hooks.bound = found.declared
         new = NewRequest(
@@ -222,8 +231,11 @@ class RankStage:
 
     def _read_seen(self, found: HookedRequest) -> Callable[[], int]:
         """Copy what the kernels counted in a request's row. The result waits for the copy."""
-        if self._stream is None or found.row is None:
+        if not self.in_tables or found.row is None:
             return lambda: 0
+        if self._stream is None:
+            counted = int(self.buffers.seen[found.row])
+            return lambda: counted
         copied, event = torch.empty(1, dtype=torch.int32, pin_memory=True), torch.cuda.Event()
         copied.copy_(self.buffers.seen[found.row : found.row + 1], non_blocking=True)
         event.record()
@@ -281,11 +293,11 @@ class RankStage:
         rows = np.array([0, *np.cumsum([entry.logit_rows for entry in entries])], dtype=np.int32)
         step = self._step = VllmStep(entries, np.asarray(starts[: len(entries) + 1], dtype=np.int32), rows, mode)
         self._calls_before = self.calls
-        if self.on_cuda:
+        if self.in_tables:
             self._fill(step)
         self._make_room(step)
         self._ops = self.stage.site_ops(step, step.num_tokens, False)
-        if self.rank and self.on_cuda:  # rank 0 captures
+        if self.rank and self.in_tables:  # rank 0 captures
             self.stage.abandon()
             self.buffers.blocks.zero_()
 
@@ -323,7 +335,7 @@ class RankStage:
     def idle(self) -> None:
         """The next pass is not one of requests with hooks: a dummy one, or plain."""
         self._step, self._ops, self._hooked = None, None, []
-        if self.on_cuda:
+        if self.in_tables:
             self.buffers.clear()
         self._let_go()
 
@@ -375,7 +387,7 @@ class RankStage:
         for found, entry in self._hooked:
             found.scheduled += entry.num_tokens
             found.steps[self._step.mode] += 1
-            if not self.on_cuda:
+            if not self.in_tables:
                 found.met += made * entry.num_tokens
         self._step, self._ops, self._hooked = None, None, []
         self._let_go()
