@@ -22,11 +22,13 @@ from ...hooks.saes.registry import SAERegistry
 from ...hooks.traces.blocks.trace import RequestTrace
 from ...hooks.traces.syntax.envoy import TracedModel
 from ...hooks.traces.syntax.session import SessionTracer
-from ...models.registry import check_supported, is_native
+from ...models.registry import architecture_of, check_supported, is_native
 from ...models.weights.source import load_tokenizer, resolve_model
 from ...utils.arguments import PromptError
+from ..architectures import check_architecture
 from ..refusals import VllmRefusalError
 from ..settings import limits_of, served_spec, uses_tables
+from ..versions import installed_version
 from .arguments import engine_arguments
 from .canary import check_steering
 from .core import VllmCore
@@ -66,6 +68,8 @@ class VllmBackend(FactoryBackend):
         open_engines.wait_for_released()
         source = resolve_model(model)
         check_supported(source.hf_config)
+        installed_version()
+        check_architecture(architecture_of(source.hf_config))
         core = VllmCore(engine_arguments(model, server, source, dict(arguments or {})), server)
         try:
             self._describe(core, model, server, source)
