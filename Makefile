@@ -14,7 +14,8 @@ PY := $(BIN)/python
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.14; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
 
-.PHONY: setup demo test test-gpu lint format api bench doctor clean
+# make test-vllm    vLLM as the engine, in an environment of its own
+.PHONY: setup demo test test-vllm test-gpu lint format api bench doctor clean
 
 setup: $(STAMP)
 
@@ -45,7 +46,18 @@ ifeq ($(TESTS),tests)
 	$(PYTEST) --lower-traces auto $(TRACE_TESTS) $(LOWERED_TESTS)
 	$(PYTEST) --remote $(REMOTE_TESTS) -k "not qwen3 and not bit"
 	$(PYTEST) --remote --lower-traces auto $(REMOTE_TESTS) -k "not qwen3 and not bit"
+	$(MAKE) test-vllm
 endif
+
+# vLLM as the engine of an LM, against our own engine. Twice: vLLM asks for Triton when it is imported, and its V2 runner needs it.
+# Its environment is made once (.ci/vllm-environment). Where it cannot be made, as without the CPU build of torch, this says so.
+VLLM_TESTS := tests/vllm_engine tests/client/test_backend.py
+test-vllm:
+	@python=$$(PYTHON=$(PYTHON) .ci/vllm-environment) || { echo "the tests of vLLM are NOT run: see above" >&2; exit $(if $(CI_NEEDS_VLLM),1,0); }; \
+	export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false VLLM_LOGGING_LEVEL=ERROR; \
+	PYTHONPATH=$(CURDIR) $$python -m pytest -q -p no:cacheprovider $(VLLM_TESTS) -k "not (test_backend and (local or remote))" && \
+	PYTHONPATH=$(CURDIR)/tests/support/vllm_v2_rig:$(CURDIR) VLLM_USE_V2_MODEL_RUNNER=1 TRITON_INTERPRET=1 \
+		$$python -m pytest -q -p no:cacheprovider tests/vllm_engine/test_vllm_models.py -k V2
 
 # As many workers as fit on the device, each with its share of the memory (tests/support/gpu_workers.py); then, one by one, the
 # tests that measure or fill the memory. Both passes run, whatever the first one's result.

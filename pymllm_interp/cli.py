@@ -81,6 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "model", nargs="?", help="a folder, a .gguf file or a hub id; its config is read, not its weights"
     )
+    doctor.add_argument("--engine", choices=["own", "vllm"], default="own", help="(default: %(default)s)")
     doctor.set_defaults(run=_doctor)
     return parser
 
@@ -129,6 +130,7 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="argument of LM, such as max_model_len; repeatable",
     )
+    _add_vllm(serve.add_argument_group("vLLM as the engine (docs/vllm.md)"))
     serve.add_argument(
         "--lora-modules", type=_named_path, nargs="+", action="extend", metavar="NAME=FOLDER",
         help="LoRA adapters to load; each is a model's name for clients; repeatable",
@@ -143,6 +145,17 @@ def _add_serve(serve: argparse.ArgumentParser) -> None:
     for name, (kind, default) in SERVE_LIMITS.items():
         option = f"--{name.replace('_', '-')}"
         limits.add_argument(option, dest=name, type=kind, default=default, metavar="N", help=f"(default: {default})")
+
+
+def _add_vllm(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--engine", choices=["own", "vllm"], default="own", help="(default: %(default)s)")
+    group.add_argument("--tensor-parallel-size", type=_count, default=None, metavar="N", help="ranks of vLLM")
+    group.add_argument(
+        "--distributed-executor-backend", choices=["mp", "ray"], default=None, help="how vLLM starts its ranks"
+    )
+    group.add_argument(
+        "--vllm-option", type=_option, action="append", metavar="NAME=VALUE", help="argument of vLLM's; repeatable"
+    )
 
 
 def _add_http(group: argparse._ArgumentGroup) -> None:
@@ -311,7 +324,7 @@ def _bench(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from .doctor import run_doctor
 
-    return run_doctor(args.model)
+    return run_doctor(args.model, args.engine)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from . import __version__
 from .config import ModelConfig
-from .models.registry import described
+from .models.registry import architecture_of, check_supported, described
 from .models.weights.source import find_demo_gguf, resolve_model
 from .utils.cache_folder import default_cache_dir
 
@@ -23,11 +23,12 @@ REQUIRED = ("torch", "transformers", "nnsight", "greenlet", "einops", "safetenso
 OPTIONAL = {"gguf": "reads .gguf files and the demo model", "matplotlib": "draws the demo's heatmap"}
 
 
-def run_doctor(model: str | None = None) -> int:
+def run_doctor(model: str | None = None, engine: str = "own") -> int:
     """Print the table.
 
     Args:
         model: a folder, a file or a hub id; the report says how its config would run.
+        engine: "own", or "vllm".
 
     Returns:
         0 where the demo and the model can run, else 1.
@@ -36,7 +37,9 @@ def run_doctor(model: str | None = None) -> int:
     table.columns[1].overflow = "fold"
     rows, ok = _package_rows()
     demo, demo_ok = _demo_row()
-    served, served_ok = _model_row(model) if model is not None else ((), True)
+    served, served_ok = _model_row(model) if model is not None and engine == "own" else ((), True)
+    if engine == "vllm":
+        served, served_ok = _vllm_rows(model)
     for name, value in [*_machine_rows(), *rows, demo, _cache_row(), *served]:
         table.add_row(name, value)
     Console().print(table)
@@ -88,6 +91,26 @@ def _model_row(model: str) -> tuple[tuple[tuple[str, str]], bool]:
     except (OSError, ValueError) as error:
         how, ok = f"[red]refused[/]: {escape(str(error))}", False
     return ((model, how),), ok
+
+
+def _vllm_rows(model: str | None) -> tuple[tuple[tuple[str, str], ...], bool]:
+    """vLLM's version, and whether hooks are served in a model of its."""
+    from .vllm_engine.architectures import check_architecture, layers_of
+    from .vllm_engine.versions import installed_version as vllm_version
+
+    rows: list[tuple[str, str]] = []
+    try:
+        rows.append(("vllm", f"{vllm_version()}, a version that was tested"))
+        if model is not None:
+            config = resolve_model(ModelConfig(model=model, load_format="dummy")).hf_config
+            check_supported(config)
+            name = architecture_of(config)
+            check_architecture(name)
+            rows.append((model, f"vLLM: {name}, with hooks at the norms of {', '.join(sorted(layers_of(name)))}"))
+    except (OSError, ValueError, ImportError, NotImplementedError) as error:
+        rows.append((model or "vllm", f"[red]refused[/]: {escape(str(error))}"))
+        return tuple(rows), False
+    return tuple(rows), True
 
 
 def _cache_row() -> tuple[str, str]:

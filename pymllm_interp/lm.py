@@ -87,6 +87,7 @@ class LM(ClientModel):
         saes: {name: an `SAE`, a file or a folder}, as `lm.saes` has them. On CUDA, `SetFeature` takes only these top-k SAEs.
         backend: an engine that has its model already, in place of all arguments above but `rename`, `envoys` and
             `attn_implementation` (client/backend.py). `connect` makes one of a server.
+        engine: "own"; or "vllm", for vLLM with declared hooks (docs/vllm.md). Further keywords are then vLLM's, too.
         server: further fields of `ServerConfig`, by name.
 
     Raises:
@@ -114,8 +115,10 @@ class LM(ClientModel):
         generation_config: str | PathLike[str] = "auto",
         saes: Mapping[str, Any] | None = None,
         backend: Backend | None = None,
+        engine: str = "own",
         **server: Any,
     ) -> None:
+        vllm = _vllm_arguments(engine, server)
         _check_arguments(model, server)
         self.default_options = take_options({"attn_implementation": attn_implementation})
         model_config = ModelConfig(
@@ -134,6 +137,10 @@ class LM(ClientModel):
             _check_unused(model_config, server_config)
         made = backend
         try:
+            if made is None and vllm is not None:
+                from .vllm_engine.client.backend import VllmBackend
+
+                made = VllmBackend(model_config, server_config, vllm)
             if made is None:
                 made = LocalBackend(model_config, server_config, wrap=self.tree_maker(rename, envoys))
             super().__init__(made, rename, envoys)
@@ -484,6 +491,20 @@ def _check_arguments(model: Any, keywords: Mapping[str, Any]) -> None:
         )
     known = [*ModelConfig.__dataclass_fields__, *ServerConfig.__dataclass_fields__, "rename", "attn_implementation"]
     check_names("LM", keywords, known, ELSEWHERE)
+
+
+def _vllm_arguments(engine: str, server: dict[str, Any]) -> dict[str, Any] | None:
+    """vLLM's arguments, taken out of the keywords; None for our own engine.
+
+    Raises:
+        ValueError: another engine.
+    """
+    if engine == "own":
+        return None
+    if engine != "vllm":
+        raise ValueError(f"LM(engine={engine!r}): expected 'own' or 'vllm'")
+    known = {*ServerConfig.__dataclass_fields__, *ModelConfig.__dataclass_fields__}
+    return {name: server.pop(name) for name in list(server) if name not in known}
 
 
 def _check_unused(model: ModelConfig, server: ServerConfig) -> None:

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
 from traceback import clear_frames
 from typing import Any, ClassVar
 
 import torch
 
 from ..config import ModelConfig, ServerConfig
-from ..core.events import Subscriber
-from ..core.limits import EngineLimits
-from ..core.model_spec import NUMBERED_SITES
 from ..core.request import Request
 from ..engine.engine import Engine
 from ..hooks.captures.activations import NOTHING
-from ..hooks.captures.spec import Capture
-from ..hooks.catalogue import ops
-from ..hooks.interventions.knockout import Intervention
 from ..hooks.traces.blocks.trace import RequestTrace
 from ..hooks.traces.nnsight_compat import apply
 from ..hooks.traces.saves.save_transfer import SaveTransfer
@@ -26,22 +18,19 @@ from ..hooks.traces.syntax.envoy import TracedModel, TreeMaker
 from ..hooks.traces.syntax.scanned import current_scan
 from ..hooks.traces.syntax.session import SessionTracer
 from ..layers.seal import seal
-from ..models.registry import is_native
 from ..models.weights.source import load_tokenizer
 from ..runner.adapters.commands import InstallAdapter, RemoveAdapter
 from ..runner.interp_model_runner import InterpModelRunner, RunnerCommand
 from . import open_engines
-from .backend import Backend, ModelFacts, Submission
+from .backend import ModelFacts
 from .calls.lowered import Ended, Lowered, LoweringError
+from .factory_backend import FactoryBackend
 from .generation_defaults import GenerationDefaults
 from .handle import RequestHandle
 from .request_factory import RequestFactory
 
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
-"""Sampling parameters that a model's generation_config.json may set."""
 
-
-class LocalBackend(Backend):
+class LocalBackend(FactoryBackend):
     """A `Backend` with its engine, runner and weights in this process.
 
     Args:
@@ -99,28 +88,6 @@ class LocalBackend(Backend):
             inner_sites=runner.declared.limits.inner_sites, logprobs_mode=runner.server_config.logprobs_mode,
         )  # fmt: skip
 
-    def view(self, factory: RequestFactory, sent: Callable[[list[Request]], None] | None = None) -> LocalBackend:
-        """The same engine with another factory.
-
-        Args:
-            sent: called with the requests of a trace before they are submitted.
-        """
-        found = copy.copy(self)
-        found._use(factory, sent)
-        return found
-
-    def _use(self, factory: RequestFactory, sent: Callable[[list[Request]], None] | None = None) -> None:
-        self.factory, self._sent = factory, sent
-        self.vectors, self.saes = factory.vectors, factory.saes
-
-    @property
-    def limits(self) -> EngineLimits:
-        return self.factory.limits
-
-    def fingerprint(self, adapter: str | None = None) -> str:
-        self.engine.check_open()
-        return self.factory.model_state.fingerprint(adapter)
-
     def load_adapter(self, name: str, folder: str) -> None:
         self.engine.check_open()
         assert self.runner.adapters is not None, "the engine is open"
@@ -135,45 +102,8 @@ class LocalBackend(Backend):
         loaded = self.runner.adapters
         return {} if loaded is None else {name: loaded.folder_of(name) for name in loaded.names}
 
-    @property
-    def weights_version(self) -> int:
-        return self.factory.model_state.version
-
     def attach(self, model: TracedModel) -> None:
         self.runner.adopt(model)
-
-    def resolve(
-        self, captures: list[Capture], interventions: list[Intervention]
-    ) -> tuple[list[Capture], list[Intervention]]:
-        return self.factory.named([captures])[0], self.factory.named([interventions])[0]
-
-    # -- requests --------------------------------------------------------------------------
-
-    def submit(self, submission: Submission) -> list[RequestHandle]:
-        engine, mode, made = self.engine, self.facts.logprobs_mode, self.prepare(submission)
-        handles = [
-            RequestHandle(prompt.text, requests, self.tokenizer, engine, submission.stream, mode)
-            for prompt, requests in zip(submission.prompts, made, strict=True)
-        ]
-        self.send([(handle.requests, handle) for handle in handles])
-        return handles
-
-    def prepare(self, submission: Submission) -> list[list[Request]]:
-        """The requests of each prompt, checked. They hold vectors until `send` has sent them and they have ended.
-
-        Raises:
-            PromptError, ValueError, EngineClosedError: as `submit`.
-        """
-        self.engine.check_open()
-        return self.factory.for_prompts(submission)
-
-    def send(self, groups: Sequence[tuple[Sequence[Request], Subscriber]]) -> None:
-        """Queue requests, all at once, with the subscriber to their events."""
-        try:
-            self.engine.submit_all(groups)
-        except BaseException:
-            self.factory.release([request for requests, _ in groups for request in requests])
-            raise
 
     # -- traces ----------------------------------------------------------------------------
 
@@ -258,57 +188,9 @@ class LocalBackend(Backend):
         self.engine.post(command)
 
     def describe(self) -> dict[str, Any]:
-        runner, facts, config = self.runner, self.facts, self.runner.server_config
-        spec, limits, impl = facts.spec, self.limits, runner.model_config.impl
-        kinds = [kind for kind in NUMBERED_SITES if kind in spec.family.points or kind == "logits"]
-        defaults = self.defaults.sampling_params
-        return {
-            "model": facts.model,
-            "architecture": type(self.module).__name__,
-            "tasks": list(runner.get_supported_tasks()),
-            "sliding_window_size": runner.sliding_window_size,
-            "impl": "native" if is_native(facts.hf_config, impl) else "transformers",
-            "dtype": str(facts.dtype)[6:],
-            "device": facts.device,
-            "engine": facts.engine_name,
-            "num_layers": spec.num_hidden_layers,
-            "hidden_size": spec.hidden_size,
-            "sites": {
-                kind: {"shape": list(spec.shape(kind)), "layers": kind not in ("embed", "final_norm", "logits")}
-                for kind in kinds
-                if kind not in ("q", "k", "v", "z", "mlp_act") or kind in facts.inner_sites
-            },
-            "ops": sorted(ops()),
-            "saes": {name: {"site": sae.site, "features": sae.d_sae} for name, sae in self.saes.items()},
-            "adapters": self.adapters,
-            "hooks": {
-                "hook_execution": config.hook_execution,
-                "declared": "inside the forward pass; no Python runs, and CUDA graphs are replayed",
-                "traces": "Python at module boundaries, between graph segments on CUDA",
-            },
-            "limits": {
-                "max_model_len": limits.max_model_len,
-                "max_num_tokens": limits.max_num_tokens,
-                "kv_tokens": limits.kv_tokens,
-                "max_running_requests": limits.max_running,
-                "vocab_size": limits.vocab_size,
-                "max_interventions_per_site": config.max_interventions_per_site,
-                "max_intervention_vectors": config.max_intervention_vectors,
-                "max_capture_bytes": config.max_capture_bytes,
-                "max_loras": config.max_loras,
-                "max_lora_rank": config.max_lora_rank,
-                "trace_step_timeout": config.trace_step_timeout,
-            },
-            "sampling_defaults": {name: getattr(defaults, name) for name in SAMPLING_DEFAULTS},
-            "generation_config": self.defaults.followed,
-            "logprobs_mode": facts.logprobs_mode,
-            "inner_sites": sorted(facts.inner_sites),
-            "eos_token_ids": sorted(self.defaults.eos_token_ids),
-            "seed": runner.model_config.seed,
-            "hf_config": facts.hf_config.to_dict(),
-            "tokenizer": self.tokenizer is not None,
-            "chat": bool(getattr(self.tokenizer, "chat_template", None)),
-        }
+        found, config = super().describe(), self.runner.server_config
+        lora = {"max_loras": config.max_loras, "max_lora_rank": config.max_lora_rank}
+        return found | {"adapters": self.adapters, "limits": found["limits"] | lora}
 
 
 def _ended(trace: RequestTrace, request: Request) -> Ended:

@@ -254,6 +254,12 @@ class DeclaredStage:
             self.capture_ring.after(complete)
         return arrived
 
+    def forget(self, request_id: str) -> None:
+        """Let go of a request without its results."""
+        self._live.pop(request_id, None)
+        self._with_gradients.discard(request_id)
+        self._cutting.pop(request_id, None)
+
     def leave_tables(self, request_id: str) -> None:
         """Read what the gates of a request counted, before another request takes its row."""
         row, declared = self._in_tables.pop(request_id, (0, None))

@@ -21,6 +21,9 @@ HTTP_OPTIONS = (
 )  # fmt: skip
 """Fields of ServeSettings with the name of their option."""
 
+VLLM_OPTIONS = ("tensor_parallel_size", "distributed_executor_backend")
+"""Arguments of vLLM's with an option of their own."""
+
 
 def settings_of(args: argparse.Namespace) -> ServeSettings:
     """The settings that the command line asks for.
@@ -30,6 +33,7 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
     """
     model_fields, server_fields = set(ModelConfig.__dataclass_fields__), set(ServerConfig.__dataclass_fields__)
     options: dict[str, Any] = dict(args.option or ())
+    vllm = _vllm_arguments(args)
     check_names("pymllm-interp serve --option", options, [*model_fields - {"hf_config", "saes"}, *server_fields], {})
     model = {"model": args.model, "dtype": args.dtype} | {k: v for k, v in options.items() if k in model_fields}
     model["saes"] = dict(args.sae or ())
@@ -47,5 +51,20 @@ def settings_of(args: argparse.Namespace) -> ServeSettings:
         keys=read_keys(args.keys, args.allow_code_from or (), args.operator or (), secrets), limits=ServeLimits(**limits),
         adapters=dict(args.lora_modules or ()), store=args.store, shared_prefix_cache=args.shared_prefix_cache,
         on_engine_exit=args.on_engine_exit, drain_seconds=args.drain_seconds, log_level=args.log_level,
-        chat_template=template, root_path=args.root_path, **{name: getattr(args, name) for name in HTTP_OPTIONS},
+        vllm=vllm, chat_template=template, root_path=args.root_path, **{name: getattr(args, name) for name in HTTP_OPTIONS},
     )  # fmt: skip
+
+
+def _vllm_arguments(args: argparse.Namespace) -> dict[str, Any] | None:
+    """vLLM's arguments, where it is the engine; None for our own.
+
+    Raises:
+        ValueError: arguments of vLLM's, and another engine.
+    """
+    named = {name: value for name in VLLM_OPTIONS if (value := getattr(args, name)) is not None}
+    given = dict(args.vllm_option or ()) | named
+    if args.engine == "vllm":
+        return given
+    if given:
+        raise ValueError(f"--{next(iter(given)).replace('_', '-')} is an argument of vLLM's: give --engine vllm, too")
+    return None

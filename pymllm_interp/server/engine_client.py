@@ -165,7 +165,8 @@ class EngineClient:
             "tokenizer": str(self.tokenizer_folder), "inline_bytes": self.settings.limits.inline_bytes,
             "queued_bytes": self.settings.limits.max_queued_bytes, "log_level": self.settings.log_level, "parent": os.getpid(),
             "shared_prefix_cache": self.settings.shared_prefix_cache,
-            "chat_template": self.settings.chat_template, "adapters": self.adapters, "restarts": self.restarts,
+            "chat_template": self.settings.chat_template, "vllm": self.settings.vllm, "adapters": self.adapters,
+            "restarts": self.restarts,
         }  # fmt: skip
         self.process = process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "pymllm_interp.server.process.engine_process", stdin=asyncio.subprocess.PIPE

@@ -27,7 +27,7 @@ def name_of(page: Path) -> str:
 
 SERVED = "serving"
 """The page whose Python needs a server (test_serving_page.py)."""
-NEEDS = {"libraries": ("transformer_lens", "nnterp", "lm_eval", "inspect_ai", "plotly")}
+NEEDS = {"libraries": ("transformer_lens", "nnterp", "lm_eval", "inspect_ai", "plotly"), "vllm": ("vllm",)}
 """Page -> packages of extras that its Python imports."""
 
 

@@ -276,7 +276,10 @@ def serve(settings: dict[str, Any]) -> None:
     outbox = Outbox(outgoing.send, Path(settings["store"]), settings["inline_bytes"])
     try:
         served = ServedModel(
-            ModelConfig(**settings["model"]), ServerConfig(**settings["server"]), settings["shared_prefix_cache"]
+            ModelConfig(**settings["model"]),
+            ServerConfig(**settings["server"]),
+            settings["shared_prefix_cache"],
+            settings["vllm"],
         )
         _load_adapters(served, settings["adapters"], settings["restarts"] > 0)
         if settings["chat_template"] is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...client.calls.model import ClientModel
+from ...client.factory_backend import FactoryBackend
 from ...client.local_backend import LocalBackend
 from ...client.request_factory import RequestFactory
 from ...config import ModelConfig, ServerConfig
@@ -19,15 +20,29 @@ class ServedModel(ClientModel):
     Args:
         model, server: configuration, as of `LM`.
         shared_prefix_cache: whether owners share KV. If not, none can learn from `cached_tokens` or times what others asked.
+        vllm: arguments of vLLM, where it is the engine; None: our own.
     """
 
-    backend: LocalBackend
+    backend: FactoryBackend
     _bridge = bridge_of  # for the methods of TransformerLens' caches
 
-    def __init__(self, model: ModelConfig, server: ServerConfig, shared_prefix_cache: bool = False) -> None:
-        super().__init__(LocalBackend(model, server, wrap=self.tree_maker()))
+    def __init__(
+        self,
+        model: ModelConfig,
+        server: ServerConfig,
+        shared_prefix_cache: bool = False,
+        vllm: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(self._backend_of(model, server, vllm))
         self._shared_prefix_cache = shared_prefix_cache
         self._factories = {"": self.backend.factory}
+
+    def _backend_of(self, model: ModelConfig, server: ServerConfig, vllm: dict[str, Any] | None) -> FactoryBackend:
+        if vllm is None:
+            return LocalBackend(model, server, wrap=self.tree_maker())
+        from ...vllm_engine.client.backend import VllmBackend
+
+        return VllmBackend(model, server, vllm)
 
     def factory(self, owner: str) -> RequestFactory:
         """Makes the requests of one owner, with the owner's named vectors."""

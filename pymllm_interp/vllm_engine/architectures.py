@@ -1,0 +1,73 @@
+"""Which architectures of vLLM have decoder layers that are known here, found without loading or importing a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from .refusals import VllmRefusalError
+from .settings import OURS
+from .structures import LAYERS
+
+
+@cache
+def _modules() -> dict[str, str]:
+    """Architecture -> module of vLLM that implements it."""
+    from vllm.model_executor.models import registry  # pyright: ignore[reportMissingImports]
+
+    return {name: entry[0] for name, entry in registry._TEXT_GENERATION_MODELS.items()}
+
+
+@cache
+def _folder() -> Path:
+    import vllm  # pyright: ignore[reportMissingImports]
+
+    assert vllm.__file__ is not None
+    return Path(vllm.__file__).parent / "model_executor" / "models"
+
+
+def _layers_in(module: str, deeper: bool = True) -> set[str]:
+    """Known layers that a module's source names; of the modules beside it that it imports, where it names none."""
+    path = _folder() / f"{module}.py"
+    if not path.is_file():
+        return set()
+    source = path.read_text()
+    found = {name for name in LAYERS if re.search(rf"\b{name}\b", source)}
+    if not found and deeper:
+        for other in re.findall(r"^from \.(\w+) import", source, flags=re.MULTILINE):
+            found |= _layers_in(other, deeper=False)
+    return found
+
+
+def layers_of(architecture: str) -> set[str]:
+    """The known decoder layers of an architecture: empty where vLLM has it with others, or not at all."""
+    module = _modules().get(architecture)
+    return set() if module is None else _layers_in(module)
+
+
+def check_architecture(architecture: str) -> None:
+    """Refuse a model before it is loaded.
+
+    Raises:
+        VllmRefusalError: vLLM does not have it, or its decoder layers are not known here.
+    """
+    if architecture not in _modules():
+        raise VllmRefusalError(f"vLLM has no {architecture} among its models that generate text. {OURS}")
+    if not layers_of(architecture):
+        raise VllmRefusalError(
+            f"vLLM's {architecture} has decoder layers, and their norms are not known to get a pair of delta and stream. Known are "
+            f"{', '.join(sorted(LAYERS))}. {OURS}"
+        )
+
+
+def table() -> Iterator[str]:
+    """The rows of the table in docs/vllm.md: decoder layers, and the architectures that have them."""
+    rows: dict[str, list[str]] = {name: [] for name in LAYERS}
+    for architecture in sorted(_modules()):
+        for layer in layers_of(architecture):
+            rows[layer].append(architecture)
+    for layer, architectures in sorted(rows.items()):
+        if architectures:
+            yield f"| `{layer}` | {', '.join(f'`{name}`' for name in architectures)} |"

@@ -1,0 +1,173 @@
+"""`VllmBackend`: a `Backend` with vLLM as its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
+
+import torch
+
+from ... import __version__
+from ...client import open_engines
+from ...client.backend import ModelFacts, Submission
+from ...client.calls.lowered import Lowered
+from ...client.factory_backend import FactoryBackend
+from ...client.generation_defaults import GenerationDefaults
+from ...client.remote.remote_backend import tree_of
+from ...client.remote.remote_lowered import NotDeclaredError, run_declared
+from ...client.request_factory import RequestFactory
+from ...config import ModelConfig, ServerConfig
+from ...core.request import Request
+from ...hooks.saes.registry import SAERegistry
+from ...hooks.traces.blocks.trace import RequestTrace
+from ...hooks.traces.syntax.envoy import TracedModel
+from ...hooks.traces.syntax.session import SessionTracer
+from ...models.registry import architecture_of, check_supported, is_native
+from ...models.weights.source import load_tokenizer, resolve_model
+from ...utils.arguments import PromptError
+from ..architectures import check_architecture
+from ..refusals import VllmRefusalError
+from ..settings import limits_of, served_spec, uses_tables
+from ..versions import installed_version
+from .arguments import engine_arguments
+from .canary import check_steering
+from .core import VllmCore
+from .declarations import VllmDeclarations
+from .engine import VllmEngine
+from .facts import VllmModel, VllmWeights
+from .sampling import check_params
+
+TRACES = "with engine='vllm' a block runs after its request, over captured states"
+INSTEAD = "declare it (interventions=, capture=), or use LM(model), whose engine is our own"
+
+
+class VllmBackend(FactoryBackend):
+    """A `Backend` with vLLM's processes: its scheduler, kernels, ranks and quantisation. Hooks are declared ones.
+
+    Args:
+        model, server: as of a `LocalBackend`; settings without a counterpart in vLLM are refused.
+        arguments: further ones of vLLM's, such as `tensor_parallel_size`.
+
+    Raises:
+        ModuleNotFoundError, ImportError: vLLM is not installed, or a version that was not tested.
+        NotImplementedError: a setting, a model or a structure that hooks cannot be served with; or the canary has failed.
+        FileNotFoundError, ValueError: no such model, or one that cannot be served.
+
+    Attributes:
+        lowered: lowers traces to declared requests.
+        runs_code: blocks of traces never run in the passes.
+    """
+
+    hooks_run: ClassVar[dict[str, str]] = {
+        "declared": "in front of vLLM's norms, inside its compiled passes and CUDA graphs",
+        "traces": "after their requests, over captured states (lm.trace lowered)",
+    }
+    runs_code = False
+
+    def __init__(self, model: ModelConfig, server: ServerConfig, arguments: Mapping[str, Any] | None = None) -> None:
+        open_engines.wait_for_released()
+        source = resolve_model(model)
+        check_supported(source.hf_config)
+        installed_version()
+        check_architecture(architecture_of(source.hf_config))
+        core = VllmCore(engine_arguments(model, server, source, dict(arguments or {})), server)
+        try:
+            self._describe(core, model, server, source)
+            check_steering(self)
+        except BaseException:
+            core.close()
+            raise
+
+    def _describe(self, core: VllmCore, model: ModelConfig, server: ServerConfig, source: Any) -> None:
+        config = core.config
+        dtype, hf_config = config.model_config.dtype, source.hf_config
+        device = "cuda" if core.on_cuda else "cpu"
+        spec, limits = served_spec(hf_config, dtype), limits_of(server, device)
+        cache, scheduler = config.cache_config, config.scheduler_config
+        ring = server.capture_ring_bytes if uses_tables(device) else None
+        declarations = VllmDeclarations(limits, spec, len(core.ranks), scheduler.max_num_batched_tokens, ring)
+        weights = VllmWeights(hf_config, core.call("interp_checksum"))
+        runner = VllmModel(
+            source=source, model_config=model, server_config=server, model_spec=spec, saes=SAERegistry(spec, "cpu"),
+            declarations=declarations, model_state=weights, dtype=dtype, device=device,
+            context_len=config.model_config.max_model_len, max_num_tokens=scheduler.max_num_batched_tokens,
+            max_total_num_tokens=(cache.num_gpu_blocks or 0) * cache.block_size, max_running_requests=scheduler.max_num_seqs,
+        )  # fmt: skip
+        for name, sae in model.saes.items():
+            runner.saes[name] = sae
+        self.core = core
+        self.engine = VllmEngine(core, declarations.release)
+        open_engines.track(cast(Any, self.engine))
+        self.module = tree_of(hf_config, "native" if is_native(hf_config, "auto") else "transformers", dtype)
+        self.lowered = Lowered(self.module, server.lower_traces, torch.device("cpu"))
+        self.tokenizer = load_tokenizer(source)
+        self.defaults = GenerationDefaults.of(model.generation_config, hf_config, source.folder)
+        self._use(VllmFactory(cast(Any, runner), self.tokenizer, self.defaults, model.seed))
+        open_engines.release_with(self.factory, cast(Any, self.engine))
+        name = self.factory.engine_name = (
+            f"pymllm-interp {__version__}, vLLM {core.version} ({core.ranks[0]['runner']} runner, {len(core.ranks)} "
+            f"rank{'s' if len(core.ranks) > 1 else ''}), torch {torch.__version__}, {device}, {dtype}"
+        )
+        self.facts = ModelFacts(
+            name=source.name, model=model.model, folder=source.folder, spec=spec, hf_config=hf_config, dtype=dtype, device=device,
+            engine_name=name, inner_sites=frozenset(), logprobs_mode=server.logprobs_mode,
+        )  # fmt: skip
+
+    def prepare(self, submission: Submission) -> list[list[Request]]:
+        if submission.edits:
+            raise PromptError(f"persistent edits are blocks that run in the passes; {TRACES}: {INSTEAD}")
+        for params, what in zip(submission.params, submission.names, strict=True):
+            if params is not None:
+                check_params(params, what)
+        return super().prepare(submission)
+
+    # -- traces ----------------------------------------------------------------------------
+
+    def run_traces(self, mode: str, traces: list[RequestTrace], inputs: list[tuple[tuple, dict] | None]) -> None:
+        """See `Backend.run_traces`.
+
+        Raises:
+            VllmRefusalError: a block cannot run after its request. The message has the line that prevents it.
+        """
+        try:
+            run_declared(self, mode, traces, inputs)
+        except NotDeclaredError as error:
+            for trace in traces:
+                trace.release_blocks()
+            why = str(error) or "lower_traces='off'"
+            raise VllmRefusalError(f"{TRACES}, and this one cannot: {why}. {INSTEAD}") from error.__cause__
+
+    def session(self, model: TracedModel, device: Any, **kwargs: Any) -> SessionTracer:
+        raise VllmRefusalError(
+            f"lm.session: {TRACES}, each by itself: write the traces one after the other, or {INSTEAD}"
+        )
+
+    def run_pass(self, model: TracedModel, mode: str, inputs: tuple, kwargs: dict[str, Any]) -> Any:
+        raise VllmRefusalError(
+            "a pass without a block, such as lm(prompt), returns the model's own output object, which vLLM does not make: "
+            "lm.forward(prompt) has the logits, or use LM(model), whose engine is our own"
+        )
+
+    def require_process(self, feature: str, instead: str = "") -> None:
+        if feature == "lm.harvest":  # whose passes are requests
+            return
+        hint = f"; {instead}" if instead else ""
+        raise NotImplementedError(
+            f"{feature} needs the model in this process, and vLLM has it in its own: make a local LM{hint}"
+        )
+
+
+class VllmFactory(RequestFactory):
+    """A `RequestFactory` that names vLLM in receipts.
+
+    Attributes:
+        engine_name: what computes.
+    """
+
+    engine_name: str  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
+
+    def for_owner(self, cache_owner: str | None) -> RequestFactory:
+        """A factory of the same engine, with vectors and a prefix cache of another owner."""
+        found = VllmFactory(self.runner, self.tokenizer, self.defaults, self.seed, cache_owner)
+        found.engine_name = self.engine_name
+        return found

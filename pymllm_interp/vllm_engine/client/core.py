@@ -1,0 +1,146 @@
+"""`VllmCore`: vLLM's own asynchronous engine, on a loop and a thread of ours, and its ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from ...config import ServerConfig
+from ...core.closed import EngineClosedError
+from ..faults import with_causes
+from ..payloads import Sealer
+from ..refusals import VllmRefusalError, refuse_config
+from ..settings import additional_config
+from ..versions import installed_version
+from .results_link import ResultsLink
+from .uplink import Uplink
+
+CALL_SECONDS = 120.0
+"""How long all ranks may take to answer a call of ours."""
+RANK_MODULE = "pymllm_interp.vllm_engine.worker.worker"
+ResultT = TypeVar("ResultT")
+
+
+class VllmCore:
+    """Starts vLLM's processes, and opens each rank.
+
+    Args:
+        arguments: of vLLM's `AsyncEngineArgs`.
+        config: of the client; some of it goes to the ranks.
+
+    Attributes:
+        version: vLLM's.
+        config: vLLM's `VllmConfig`.
+        on_cuda: the ranks have CUDA devices.
+        ranks: what `interp_open` said of each.
+        uplink, link: to all ranks, and from rank 0.
+        kinds: the module `vllm.sampling_params`.
+
+    Raises:
+        ModuleNotFoundError, ImportError: vLLM is missing, or was not tested.
+        NotImplementedError: a setting or a model that hooks cannot be served with.
+        ValueError: likewise, of vLLM.
+    """
+
+    def __init__(self, arguments: dict[str, Any], config: ServerConfig) -> None:
+        self.version = installed_version()
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        from vllm import sampling_params  # pyright: ignore[reportMissingImports]
+        from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
+        from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+        from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
+
+        self.kinds: Any = sampling_params
+        self.on_cuda = bool(current_platform.is_cuda())
+        if not self.on_cuda and not current_platform.is_cpu():
+            raise VllmRefusalError(f"LM(engine='vllm') runs on CUDA and on CPUs, not on {current_platform.device_name}")
+        worker = f"{RANK_MODULE}.Interp{'GPU' if self.on_cuda else 'CPU'}Worker"
+        own = {"worker_cls": worker, "additional_config": additional_config(config)}
+        self.config: Any = AsyncEngineArgs(**arguments, **own).create_engine_config()
+        refuse_config(self.config)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="pymllm-interp-vllm", daemon=True)
+        self._thread.start()
+        self.llm: Any = None
+        self.link: ResultsLink | None = None
+        try:
+            with with_causes():
+                self.llm = self.wait(self._start(AsyncLLM))
+            key = secrets.token_bytes(32)
+            self.ranks = sorted(self.call("interp_open", key), key=lambda rank: rank["rank"])
+            self.link = ResultsLink(tuple(self.ranks[0]["address"]), key)
+            self.uplink = Uplink(self.call_async, Sealer(key), len(self.ranks))
+        except BaseException:
+            self.close()
+            raise
+
+    async def _start(self, cls: Any) -> Any:
+        return cls.from_vllm_config(self.config, disable_log_stats=True)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    @property
+    def on_loop(self) -> bool:
+        """Whether the caller runs on the loop's thread, which must not wait."""
+        return threading.current_thread() is self._thread
+
+    def start(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
+        """Start a coroutine on the loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def wait(self, work: Coroutine[Any, Any, ResultT], timeout: float | None = None) -> ResultT:
+        """The result of a coroutine on the loop."""
+        return self.start(work).result(timeout)
+
+    def soon(self, function: Any, *arguments: Any) -> None:
+        """Call a function on the loop. Does nothing after the loop's end."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    async def call_async(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of all ranks. Returns their answers.
+
+        Raises:
+            TimeoutError: one has not answered in time.
+        """
+        try:
+            return await asyncio.wait_for(self.llm.collective_rpc(method, CALL_SECONDS, arguments), CALL_SECONDS + 5)
+        except TimeoutError as error:
+            raise TimeoutError(f"a rank of vLLM has not answered {method} within {CALL_SECONDS:g} s") from error
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """`call_async`, and wait."""
+        return self.wait(self.call_async(method, *arguments))
+
+    def close(self) -> None:
+        """End vLLM's processes, and the loop. A second call does nothing."""
+        if self._loop.is_closed():
+            return
+        if self.link is not None:
+            self.link.close()
+        if self.llm is not None:
+            llm, self.llm = self.llm, None
+            try:
+                self.wait(self._shut_down(llm), 60)
+            except TimeoutError:
+                pass
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    async def _shut_down(self, llm: Any) -> None:
+        llm.shutdown()
+
+
+def closed() -> EngineClosedError:
+    """What calls raise after the end."""
+    return EngineClosedError("the engine was shut down: it takes no more requests")

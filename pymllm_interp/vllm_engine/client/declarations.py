@@ -1,0 +1,84 @@
+"""`VllmDeclarations`: our checks of interventions and captures, with what vLLM's kernels cannot do refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ...core.model_spec import LOGITS, ModelSpec
+from ...core.request import Request
+from ...hooks.captures.reductions.lens import Lens
+from ...hooks.captures.spec import Capture
+from ...hooks.declarations import Declarations
+from ...hooks.interventions.knockout import Intervention, Knockout
+from ...hooks.site import Site
+from ..settings import OURS, VllmLimits
+
+MAX_BATCHED = "max_num_batched_tokens"
+
+
+class NoReadout:
+    """A `Readout` for checks: the model is on the ranks, which compute reductions."""
+
+    def norm(self, site: Site, rows: Tensor, gain: bool = True) -> Tensor:
+        """Not here."""
+        raise NotImplementedError("norms are on the ranks")
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Not here."""
+        raise NotImplementedError("the head is on the ranks")
+
+
+class VllmDeclarations(Declarations):
+    """See `hooks.declarations.Declarations`.
+
+    Args:
+        limits, model: as there.
+        ranks: of tensor parallelism.
+        step_tokens: most token rows of a step.
+        ring_bytes: of the ring on rank 0; None where captures do not use one.
+    """
+
+    def __init__(
+        self, limits: VllmLimits, model: ModelSpec, ranks: int, step_tokens: int, ring_bytes: int | None
+    ) -> None:
+        super().__init__(limits, model, NoReadout())
+        self._ranks, self._step_tokens, self._ring_bytes = ranks, step_tokens, ring_bytes
+
+    def declare(self, specs: Sequence[Intervention], captures: Sequence[Capture], request: Request) -> None:
+        """See there.
+
+        Raises:
+            ValueError: likewise, and what needs attention's kernels, a head that is split over ranks, or a larger ring.
+        """
+        for spec in specs:
+            if isinstance(spec, Knockout):
+                raise ValueError(f"{spec.name}: with engine='vllm' no edge of attention can be cut. {OURS}")
+            if request.params.prompt_logprobs is not None and str(getattr(spec, "site", "")) == LOGITS:
+                raise ValueError(
+                    f"{spec.name}: with engine='vllm' the log probabilities of prompt tokens are those before ops at the logits: "
+                    f"leave out prompt_logprobs. {OURS}"
+                )
+        for spec in captures:
+            if str(spec.site).startswith("pattern"):
+                raise ValueError(f"{spec.name}: with engine='vllm' attention patterns are not captured. {OURS}")
+            if self._ranks > 1 and isinstance(spec.reduce, Lens):
+                raise ValueError(
+                    f"{spec.name}: Lens needs the head, which tensor_parallel_size={self._ranks} splits: capture the states. {OURS}"
+                )
+        super().declare(specs, captures, request)
+        self._check_ring(request)
+
+    def _check_ring(self, request: Request) -> None:
+        found = None if request.declared is None else request.declared.captures
+        if found is None or self._ring_bytes is None:
+            return
+        rows = min(request.max_total_tokens, self._step_tokens)
+        needed = found.max_reserved_size * rows * self._model.dtype.itemsize
+        if needed > self._ring_bytes:
+            raise ValueError(
+                f"the captures of this request may take {needed} bytes in a step of {rows} positions, and the ring that they leave "
+                f"the device through has {self._ring_bytes} (capture_ring_bytes): raise it, lower {MAX_BATCHED}, or capture fewer "
+                "sites"
+            )

@@ -1,0 +1,329 @@
+"""`VllmEngine`: runs our requests in vLLM. A `client.handle.RequestEngine`."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...core.closed import EngineClosedError
+from ...core.events import Event, Subscriber, TokenEvent
+from ...core.output import Logprob
+from ...core.request import Request, RequestStatus
+from ...core.step import DeclaredResult, ModelRunnerOutput, RequestHooks
+from ...engine.callbacks import Callbacks
+from ...engine.step_results import Progress, finished_event
+from ...engine.stopping import take
+from ...hooks.binding import fingerprint_of
+from ..payloads import TensorKey
+from .core import VllmCore, closed
+from .sampling import salt_of, vllm_params
+
+CLOSING_SECONDS = 5.0
+STATS_SECONDS = 30.0
+
+
+class _Live:
+    """A request on its way.
+
+    Attributes:
+        task: that serves it.
+        reason: to end it with, once somebody has asked for that.
+        started: its task runs. One that is cancelled before would never answer.
+        sent: vLLM knows it.
+    """
+
+    def __init__(self, request: Request, subscriber: Subscriber) -> None:
+        self.request, self.subscriber = request, subscriber
+        self.task: asyncio.Task[None] | None = None
+        self.reason: str | None = None
+        self.keys: list[TensorKey] = []
+        self.started = self.sent = False
+
+
+class VllmEngine:
+    """See the module. Requests are served on the loop of vLLM's client.
+
+    Args:
+        core: vLLM.
+        declarations: releases what requests hold.
+
+    Attributes:
+        num_events: answers of vLLM, for `progress`.
+    """
+
+    forked: EngineClosedError | None = None
+
+    def __init__(self, core: VllmCore, release: Callable[[Request], None]) -> None:
+        self.core, self._release = core, release
+        self.num_events = 0
+        self._live: dict[str, _Live] = {}
+        self._callbacks = Callbacks()
+        self._lock = threading.Lock()
+        self._closing: BaseException | None = None
+        self._released = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"VllmEngine({self.state})"
+
+    @property
+    def state(self) -> str:
+        """In words: "shut down", or how many requests are live."""
+        if self._closing is not None or self.forked is not None:
+            return "shut down" if self.forked is None else "of the parent process"
+        return f"live requests: {len(self._live)}" if self._live else "idle"
+
+    @property
+    def on_engine_thread(self) -> bool:
+        """Whether the caller runs on the thread of vLLM's client, which must not wait."""
+        return self.core.on_loop
+
+    def check_open(self) -> None:
+        """Raises EngineClosedError where requests cannot be submitted."""
+        if self.forked is not None:
+            raise self.forked.with_traceback(None)
+        if self._closing is not None:
+            raise EngineClosedError(str(self._closing)) from self._closing
+
+    # -- callers -----------------------------------------------------------------
+
+    def submit_all(self, groups: Sequence[tuple[Sequence[Request], Subscriber]]) -> None:
+        """Start requests, all at once. Raises EngineClosedError after `shutdown`."""
+        self.check_open()
+        live = [_Live(request, subscriber) for requests, subscriber in groups for request in requests]
+        with self._lock:
+            self.check_open()
+            self._live |= {one.request.request_id: one for one in live}
+        self.core.soon(self._start, live)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests with finish_reason "abort". Finished and unknown ones are left as they are."""
+        self.core.soon(self._stop_all, list(request_ids), "abort")
+
+    def call_back(self, function: Callable[[], None]) -> None:
+        """Run a caller's function beside the loop."""
+        self._callbacks.put(self, function)
+
+    def stats(self) -> dict[str, Any]:
+        """Steps of rank 0, and live requests."""
+        self.check_open()
+        first = self.core.wait(self.core.call_async("interp_stats"), STATS_SECONDS)[0]
+        return {"steps": first["steps"], "op_calls": first["calls"], "live": len(self._live)}
+
+    def progress(self) -> Progress:
+        """How far the engine is, for those that look whether it is stuck."""
+        return Progress(str(self.num_events), bool(self._live), False)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV that vLLM keeps."""
+        self.check_open()
+        self.core.wait(self.core.llm.reset_prefix_cache())
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End all requests, and vLLM's processes. A second call does nothing."""
+        with self._lock:
+            if self._closing is not None:
+                return
+            self._closing = closed()
+            live = list(self._live.values())
+        for one in live:
+            self.core.soon(self._fail, one, closed())
+        deadline = time.monotonic() + (CLOSING_SECONDS if timeout is None else timeout)
+        while self._live and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.core.close()
+        self._callbacks.close(CLOSING_SECONDS)
+
+    def release(self) -> None:
+        """The client is gone: end with the last request."""
+        self._released = True
+        if not self._live:
+            threading.Thread(target=self.shutdown, daemon=True).start()
+
+    def wait_if_released(self) -> None:
+        """Wait until a released engine has ended, so that its memory is free."""
+        while self._released and self._closing is None and not self._live:
+            time.sleep(0.05)
+
+    def after_fork(self, error: EngineClosedError) -> None:
+        """In a forked child: calls raise `error`, and nothing waits."""
+        self._lock = threading.Lock()
+        self._closing = self.forked = error
+
+    # -- the loop ------------------------------------------------------------------
+
+    def _start(self, live: list[_Live]) -> None:
+        for one in live:
+            one.task = asyncio.get_running_loop().create_task(self._run(one))
+
+    def _stop_all(self, request_ids: list[str], reason: str) -> None:
+        for request_id in request_ids:
+            one = self._live.get(request_id)
+            if one is not None and one.reason is None and not one.request.finished:
+                one.reason = reason
+                if one.sent:
+                    self._tasks.add(task := asyncio.get_running_loop().create_task(self._abort_in_vllm(one)))
+                    task.add_done_callback(self._tasks.discard)
+
+    def _fail(self, one: _Live, error: BaseException) -> None:
+        if not one.request.finished:
+            one.request.error, one.reason = error, "error"
+            if one.started and one.task is not None:
+                one.task.cancel()
+
+    async def _run(self, one: _Live) -> None:
+        request, one.started = one.request, True
+        timer = None
+        if request.deadline is not None:
+            left = max(0.0, request.deadline - time.monotonic())
+            timer = asyncio.get_running_loop().call_later(left, self._stop_all, [request.request_id], "timeout")
+        try:
+            reason = one.reason or await self._serve(one)
+        except asyncio.CancelledError:
+            reason = one.reason or "abort"
+        except BaseException as error:
+            request.error = request.error or self._named(error)
+            reason = "error"
+        if timer is not None:
+            timer.cancel()
+        request.finish_reason, request.status = one.reason or reason, RequestStatus.FINISHED
+        await self._answer(one)
+
+    def _named(self, error: BaseException) -> BaseException:
+        """What ended a request, in words of its caller's. vLLM's end is that of the engine."""
+        if type(error).__name__ == "EngineDeadError":
+            told = EngineClosedError(
+                "vLLM's engine has ended: a rank was killed, or has failed; its log says which. Make a new LM"
+            )
+            told.__cause__ = error
+            self._closing = self._closing or told
+            return told
+        return error
+
+    async def _serve(self, one: _Live) -> str:
+        request, core = one.request, self.core
+        declares = request.hooks is not None and request.hooks.declares
+        declared = request.hooks.bound if request.hooks is not None else None
+        sealed = None
+        if declares:
+            sealed, one.keys = await core.uplink.sealed(request)
+        observed = request.declared is not None and request.declared.first_observed(0)[0] is not None
+        params = vllm_params(request, sealed, not observed, core.kinds)
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
+        if (salt := salt_of(request, declared if declares else None)) is not None:
+            prompt["cache_salt"] = salt
+        request.status = RequestStatus.RUNNING
+        queue = await core.llm.add_request(request.request_id, prompt, params, priority=request.priority)
+        one.sent = True
+        finished = False
+        try:
+            if one.reason is not None:  # somebody asked for its end meanwhile
+                await self._abort_in_vllm(one)
+            while not finished:
+                output = queue.get_nowait() or await queue.get()
+                finished = output.finished
+                self.num_events += 1
+                reason = self._take(one, output)
+                if reason is not None:
+                    return reason
+        finally:
+            if not finished:
+                await core.llm.abort(queue.request_id, internal=True)
+            queue.close()
+        return "abort"
+
+    async def _abort_in_vllm(self, one: _Live) -> None:
+        """vLLM answers with the tokens so far."""
+        await self.core.llm.abort(one.request.request_id)
+
+    def _take(self, one: _Live, output: Any) -> str | None:
+        """Append what vLLM sent to the request; the reason to end, or None."""
+        request, (completion,) = one.request, output.outputs
+        tokens = list(completion.token_ids)
+        if output.num_cached_tokens is not None and not request.output_token_ids:
+            request.num_cached_tokens = output.num_cached_tokens
+        if request.prompt_logprobs is not None and output.prompt_logprobs:
+            request.prompt_logprobs = [None if found is None else _logprobs(found) for found in output.prompt_logprobs]
+        if tokens:
+            request.prompt_computed = request.prompt_len
+        for i, token in enumerate(tokens):
+            if request.logprobs is not None and completion.logprobs and request.generates:
+                request.logprobs.append(_logprobs(completion.logprobs[i]))
+            reason = take(request, [token], ModelRunnerOutput(), [])
+            if reason is not None:
+                return reason
+            if request.stream and request.generates:
+                found = request.logprobs[-1] if request.logprobs else None
+                self._emit(one, TokenEvent(request.request_id, token, found))
+        if completion.finish_reason is None:
+            return None
+        return "stop" if completion.finish_reason == "stop" else str(completion.finish_reason)
+
+    async def _answer(self, one: _Live) -> None:
+        """Fetch what was captured, and emit the last event."""
+        request = one.request
+        try:
+            if request.declared is not None:
+                await self._take_results(one)
+        except BaseException as error:
+            request.error = request.error or error
+        finally:
+            if request.error is not None:
+                request.finish_reason = "error"
+            self.core.uplink.release(one.keys)
+            self._release(request)
+            self._live.pop(request.request_id, None)
+            self._emit(one, finished_event(request))
+            if self._released and not self._live:
+                self.release()
+
+    async def _take_results(self, one: _Live) -> None:
+        request, link = one.request, self.core.link
+        hooks, receipt = request.hooks, request.receipt
+        assert hooks is not None and link is not None
+        receipt.spec = fingerprint_of(hooks.interventions, hooks.captures)
+        receipt.num_cached_tokens = request.num_cached_tokens
+        found = None
+        if one.sent and request.error is None:
+            end, loop = request.ending(), asyncio.get_running_loop()
+            arrived: asyncio.Future[Any] = loop.create_future()
+            told = type(end)(
+                end.request_id, end.prompt_token_ids, end.output_token_ids, end.num_computed, end.expected_len, 0,
+                RequestHooks(max_tokens=hooks.max_tokens, logits_from=hooks.logits_from),
+            )  # fmt: skip
+            link.ask(told, lambda outcome: self.core.soon(_set, arrived, outcome))
+            found = await arrived
+            if isinstance(found, BaseException):
+                raise found
+        if found is None:  # it has not begun
+            counted: Any = hooks.bound
+            result = DeclaredResult(counted.applied(0), counted.captured(0), counted.activations([]))
+        else:
+            result, receipt.steps, receipt.preemptions = found.declared, found.steps, found.preemptions
+        request.activations = result.activations
+        receipt.interventions, receipt.captures = result.applied, result.captured
+        lost = None if result.activations is None else result.activations.error
+        if lost is not None and str(lost) not in request.warnings:
+            request.warnings.append(str(lost))
+        if found is not None and found.error is not None:
+            raise RuntimeError(found.error)
+
+    def _emit(self, one: _Live, event: Event) -> None:
+        try:
+            one.subscriber.put(event)
+        except BaseException:  # SystemExit of a subscriber, too: the events behind it are others'
+            import logging
+
+            logging.getLogger(__name__).exception("an event of request %s could not be delivered", event.request_id)
+
+
+def _set(future: asyncio.Future[Any], outcome: Any) -> None:
+    if not future.done():
+        future.set_result(outcome)
+
+
+def _logprobs(found: Any) -> dict[int, Logprob]:
+    return {int(token): Logprob(one.logprob, one.rank) for token, one in found.items()}

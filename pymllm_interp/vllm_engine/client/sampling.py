@@ -1,0 +1,76 @@
+"""Our sampling parameters as vLLM's, and the salt of a request's KV."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from ...core.request import Request
+from ...core.sampling_params import SamplingParams
+from ...hooks.declared import Declared
+from ...utils.arguments import PromptError
+from ..settings import KEY
+
+
+def check_params(params: SamplingParams, what: str) -> None:
+    """Refuse what vLLM has no way to do.
+
+    Raises:
+        PromptError: the message names the parameter.
+    """
+    if params.constraint is not None:
+        raise PromptError(
+            f"{what}: SamplingParams(constraint=...): a constraint is code of this process, and vLLM samples in another: use "
+            "allowed_token_ids, or LM(model), whose engine is our own"
+        )
+
+
+def vllm_params(request: Request, hooks: bytes | None, read_cache: bool, kinds: Any) -> Any:
+    """vLLM's sampling parameters of one request.
+
+    Args:
+        hooks: sealed, or None.
+        read_cache: whether it may begin behind KV of the prefix cache.
+        kinds: the module `vllm.sampling_params`.
+    """
+    params, seed = request.params, None
+    if not params.greedy:
+        seed = _seed_of(request)
+    follows = request.stream or request.stop_checker is not None
+    allowed = None if params.allowed_token_ids is None else list(params.allowed_token_ids)
+    made = kinds.SamplingParams(
+        n=1, temperature=params.temperature, top_p=params.top_p, top_k=max(params.top_k, 0), min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty, frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty, seed=seed, stop_token_ids=sorted(request.eos_token_ids) or None, ignore_eos=True,
+        max_tokens=request.max_tokens, min_tokens=min(params.min_tokens, request.max_tokens), logprobs=params.logprobs,
+        prompt_logprobs=None if request.prompt_logprobs is None else params.prompt_logprobs, detokenize=False,
+        logit_bias=params.logit_bias, allowed_token_ids=allowed,
+        output_kind=kinds.RequestOutputKind.DELTA if follows else kinds.RequestOutputKind.FINAL_ONLY,
+        skip_reading_prefix_cache=True if params.skip_reading_prefix_cache or not read_cache else None,
+        extra_args=None if hooks is None else {KEY: hooks},
+    )  # fmt: skip
+    if request.bad_words:
+        made._bad_words_token_ids = [list(word) for word in request.bad_words]
+    return made
+
+
+def _seed_of(request: Request) -> int:
+    """A seed for each completion: vLLM's noise has no index of completions."""
+    return (request.seed * 0x9E3779B97F4A7C15 + request.sample_index) % 2**63
+
+
+def salt_of(request: Request, declared: Declared | None) -> str | None:
+    """What requests must have in common to share KV: owner, salt of the caller, and all edits at all positions.
+
+    vLLM keeps the KV of generated tokens under the same hashes as that of prompts, so edits of generated positions count. Positions
+    count as they are bound to the prompt: one that counts from the prompt's end is another one for another prompt.
+    """
+    parts: list[str] = []
+    if request.cache_owner is not None:
+        parts.append(f"owner {request.cache_owner}")
+    if request.cache_salt is not None:
+        parts.append(f"salt {request.cache_salt}")
+    if declared is not None:
+        for site, found in sorted(declared.ops.items()):
+            parts += [f"{site} {op.spec.fingerprint} {op.windows}" for op in found]
+    return hashlib.sha256("|".join(parts).encode()).hexdigest()[:32] if parts else None

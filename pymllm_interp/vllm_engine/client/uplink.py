@@ -1,0 +1,93 @@
+"""`Uplink`: the hooks of requests on the way to all ranks. A tensor travels once, before the requests that need it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import torch
+
+from ...core.request import Request
+from ...core.step import RequestHooks
+from ..payloads import Sealer, TensorKey, TensorKeys, dumped, packed_tensor
+
+MAX_BYTES = 4 << 30
+"""Most bytes of tensors that ranks keep for requests to come."""
+
+
+class Uplink:
+    """See the module. Used on the engine's loop only.
+
+    Args:
+        call: a collective call of all ranks: (method, *arguments) -> the answers, in the ranks' order.
+        sealer: signs payloads.
+        ranks: number of ranks.
+    """
+
+    def __init__(self, call: Callable[..., Awaitable[list[Any]]], sealer: Sealer, ranks: int) -> None:
+        self._call, self._sealer, self._ranks = call, sealer, ranks
+        self._keys = TensorKeys()
+        self._sent: OrderedDict[TensorKey, int] = OrderedDict()  # key -> bytes, the least recently used first
+        self._used: dict[TensorKey, int] = {}  # key -> live requests with it
+        self._lock = asyncio.Lock()
+
+    async def sealed(self, request: Request) -> tuple[bytes, list[TensorKey]]:
+        """The payload of a request, after its tensors have reached all ranks; and their keys, for `release`.
+
+        Raises:
+            RuntimeError: a tensor has not reached a rank. The message names it.
+        """
+        hooks = request.hooks
+        assert hooks is not None
+        tensors: dict[TensorKey, torch.Tensor] = {}
+        told = RequestHooks(
+            hooks.interventions, hooks.captures, hooks.max_tokens, hooks.logits_from, vector_rows=hooks.vector_rows
+        )
+        payload = dumped((request.request_id, request.prompt_len, told), self._keys, tensors)
+        for key in tensors:
+            self._used[key] = self._used.get(key, 0) + 1
+        try:
+            async with self._lock:
+                await self._send({key: tensor for key, tensor in tensors.items() if key not in self._sent})
+                for key in tensors:
+                    self._sent.move_to_end(key)
+                await self._make_room()
+        except BaseException:
+            self.release(list(tensors))
+            raise
+        return self._sealer.sealed(payload), list(tensors)
+
+    def release(self, keys: list[TensorKey]) -> None:
+        """A request with these tensors has ended."""
+        for key in keys:
+            self._used[key] -= 1
+            if not self._used[key]:
+                del self._used[key]
+
+    async def _send(self, missing: dict[TensorKey, torch.Tensor]) -> None:
+        if not missing:
+            return
+        answers = await self._call("interp_put", [packed_tensor(key, tensor) for key, tensor in missing.items()])
+        got = {rank: set(map(bytes, keys)) for rank, keys in answers}
+        for rank in range(self._ranks):
+            lacking = missing.keys() - got.get(rank, set())
+            if lacking:
+                raise RuntimeError(
+                    f"{len(lacking)} of {len(missing)} vectors did not reach rank {rank} of {self._ranks}: the request was not "
+                    "started"
+                )
+        self._sent |= {key: tensor.nbytes for key, tensor in missing.items()}
+
+    async def _make_room(self) -> None:
+        total, dropped = sum(self._sent.values()), []
+        for key, size in list(self._sent.items()):
+            if total <= MAX_BYTES:
+                break
+            if key not in self._used:
+                total -= size
+                dropped.append(key)
+                del self._sent[key]
+        if dropped:
+            await self._call("interp_drop", dropped)

@@ -1,0 +1,112 @@
+"""The hooks of a request on their way from the client to all ranks, and the tensors in them, which travel once.
+
+`RequestHooks` are pickled for processes of one engine. Large tensors are left out of the pickle, under a key made of their content.
+A rank reads a payload only with the key that its own client gave it (`Sealer`): what another client of a vLLM server puts into
+`extra_args` is never unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+LEAST_BYTES = 1024
+"""Smaller tensors stay in the payload."""
+TensorKey = bytes
+PackedTensor = tuple[TensorKey, str, tuple[int, ...], bytes]
+"""(key, dtype, shape, bytes in row order)."""
+
+
+class Sealer:
+    """Signs payloads, and checks them.
+
+    Args:
+        key: secret of a client and its ranks.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def sealed(self, data: bytes) -> bytes:
+        """`data` with its signature in front."""
+        return hmac.digest(self._key, data, "sha256") + data
+
+    def opened(self, sealed: bytes) -> bytes:
+        """The data. Raises PermissionError where another key signed it."""
+        signature, data = sealed[:32], sealed[32:]
+        if not hmac.compare_digest(signature, hmac.digest(self._key, data, "sha256")):
+            raise PermissionError("a request's hooks were not signed by this engine's client")
+        return data
+
+
+class TensorKeys:
+    """Keys of tensors by content. A tensor that has not changed is hashed once."""
+
+    def __init__(self) -> None:
+        self._known: Any = WeakIdKeyDictionary()
+
+    def of(self, tensor: torch.Tensor) -> TensorKey:
+        """The key of a tensor's dtype, shape and numbers."""
+        version = tensor._version if not tensor.is_inference() else -1
+        known = self._known.get(tensor)
+        if known is not None and known[0] == version >= 0:
+            return known[1]
+        digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(bytes_of(tensor))
+        self._known[tensor] = version, digest.digest()
+        return digest.digest()
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """A tensor's numbers, in row order."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def packed_tensor(key: TensorKey, tensor: torch.Tensor) -> PackedTensor:
+    """A tensor as plain values."""
+    return key, str(tensor.dtype)[6:], tuple(tensor.shape), bytes_of(tensor)
+
+
+def unpacked_tensor(packed: PackedTensor) -> torch.Tensor:
+    """The tensor of plain values, in memory of its own."""
+    _, dtype, shape, data = packed
+    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return flat.view(getattr(torch, dtype)).reshape(shape)
+
+
+def dumped(value: Any, keys: TensorKeys, tensors: dict[TensorKey, torch.Tensor]) -> bytes:
+    """A pickle without large tensors, which are added to `tensors`."""
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> TensorKey | None:
+            if type(obj) not in (torch.Tensor, torch.nn.Parameter) or obj.nbytes < LEAST_BYTES:
+                return None
+            key = keys.of(obj)
+            tensors[key] = obj
+            return key
+
+    buffer = io.BytesIO()
+    Pickler(buffer, protocol=5).dump(value)
+    return buffer.getvalue()
+
+
+def loaded(data: bytes, tensors: Mapping[TensorKey, torch.Tensor] | Callable[[Any], torch.Tensor]) -> Any:
+    """The value of `dumped`.
+
+    Raises:
+        KeyError: one of its tensors is not here.
+    """
+    find = tensors if callable(tensors) else tensors.__getitem__
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, pid: Any) -> torch.Tensor:
+            return find(pid)
+
+    return Unpickler(io.BytesIO(data)).load()

@@ -1,0 +1,76 @@
+"""What this engine does not serve, by the names of vLLM's settings. The client asks before the load, and each rank again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+class VllmRefusalError(NotImplementedError):
+    """vLLM can run it, and hooks cannot be served with it."""
+
+
+def refuse_config(config: Any) -> None:
+    """Refuse a `VllmConfig`.
+
+    Raises:
+        VllmRefusalError: the message names each setting, and what to do.
+    """
+    found = list(_refused(config))
+    if found:
+        raise VllmRefusalError("LM(engine='vllm') does not serve " + "; ".join(found))
+
+
+def _refused(config: Any) -> Iterator[str]:
+    parallel, model, cache = config.parallel_config, config.model_config, config.cache_config
+    checks = (
+        (parallel.pipeline_parallel_size > 1, "pipeline_parallel_size above 1: raise tensor_parallel_size"),
+        (parallel.data_parallel_size > 1, "data_parallel_size above 1: start one LM for each replica"),
+        (
+            getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+            "prefill_context_parallel_size above 1: leave it out",
+        ),
+        (
+            getattr(parallel, "decode_context_parallel_size", 1) > 1,
+            "decode_context_parallel_size above 1: leave it out",
+        ),
+        (getattr(parallel, "enable_dbo", False), "enable_dbo: a step would be split; leave it out"),
+        (getattr(parallel, "ubatch_size", 0) > 1, "ubatch_size above 1: a step would be split; leave it out"),
+        (
+            parallel.distributed_executor_backend == "external_launcher",
+            "distributed_executor_backend='external_launcher': use 'mp' or 'ray'",
+        ),
+        (config.speculative_config is not None, "speculative_config: hooks would see rows of drafts; leave it out"),
+        (config.lora_config is not None, "enable_lora: merge the adapter into the weights"),
+        (getattr(config, "kv_transfer_config", None) is not None, "kv_transfer_config: leave it out"),
+        (
+            getattr(cache, "kv_sharing_fast_prefill", False),
+            "kv_sharing_fast_prefill: prompts would skip layers; leave it out",
+        ),
+        (_passes(config, "enable_sp"), "pass_config.enable_sp: norms would see a part of the rows; leave it out"),
+        (_passes(config, "enable_sequence_parallelism"), "pass_config.enable_sequence_parallelism: leave it out"),
+        (
+            getattr(parallel, "use_sequence_parallel_moe", False) is True,
+            "expert parallelism with sequence-parallel MoE: leave out enable_expert_parallel",
+        ),
+        (getattr(model, "runner_type", "generate") != "generate", "runner='pooling': a generating model is expected"),
+        (getattr(model, "is_encoder_decoder", False), "encoder-decoder models"),
+        (getattr(model, "enable_prompt_embeds", False), "enable_prompt_embeds: prompts are text or token ids"),
+        (_is_multimodal(model), "multimodal models: their language model by itself is served"),
+        (
+            str(getattr(model, "model_impl", "auto")) == "transformers",
+            "model_impl='transformers': layers have no pair norms",
+        ),
+    )
+    for holds, what in checks:
+        if holds:
+            yield what
+
+
+def _passes(config: Any, name: str) -> bool:
+    found = getattr(getattr(config.compilation_config, "pass_config", None), name, False)
+    return found is True
+
+
+def _is_multimodal(model: Any) -> bool:
+    return getattr(model, "multimodal_config", None) is not None

@@ -1,0 +1,86 @@
+"""What client and ranks must agree on: settings, limits and sites. Both make them from the same values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from .. import __version__
+from ..config import ServerConfig
+from ..core.model_spec import ModelSpec
+from ..hooks.captures.spec import NORMED
+from ..hooks.declared import DeclaredLimits
+from ..hooks.site import Site
+from ..models.registry import spec_of
+from .structures import SITES
+
+KEY = "pymllm_interp"
+"""Name of ours in vLLM's `additional_config`, whose hash is part of the key of its compile cache, and in `extra_args`."""
+SETTINGS = (
+    "max_interventions_per_site", "max_intervention_vectors", "max_capture_bytes", "capture_ring_bytes", "capture_kept_bytes",
+)  # fmt: skip
+"""Fields of `ServerConfig` that ranks read."""
+WITH_TABLES = "PYMLLM_INTERP_VLLM_TABLES"
+"""For tests: with "1", ranks on a CPU have device tables and a ring, as on CUDA; Triton's interpreter runs the kernels."""
+OURS = "LM(model), whose engine is our own, has it"
+
+
+@dataclass(frozen=True)
+class VllmLimits(DeclaredLimits):
+    """Limits of a request on this engine: only the sites of the stream, the final norm and the logits."""
+
+    def check(self, site: Site) -> None:
+        """Raise ValueError for a site inside attention or an MLP."""
+        if site.kind not in SITES and site.kind not in NORMED:
+            raise ValueError(
+                f"{site}: vLLM's kernels have {site.kind!r} inside of them; with engine='vllm' the sites are "
+                f"{', '.join((*SITES, *NORMED))}. {OURS}"
+            )
+
+
+def uses_tables(device: str) -> bool:
+    """Whether ranks with this type of device read ops from device tables."""
+    return device == "cuda" or os.environ.get(WITH_TABLES) == "1"
+
+
+def limits_of(config: ServerConfig, device: str) -> VllmLimits:
+    """The limits that client and ranks check by.
+
+    Args:
+        device: type of the ranks' devices.
+    """
+    return VllmLimits(
+        config.max_interventions_per_site, config.max_intervention_vectors, config.max_capture_bytes, frozenset(),
+        device_tables=uses_tables(device),
+    )  # fmt: skip
+
+
+def served_spec(config: PretrainedConfig, dtype: Any) -> ModelSpec:
+    """The spec of a model in vLLM, where no edge of attention can be cut."""
+    return replace(spec_of(config, "auto", dtype), cuts_edges=False)
+
+
+def additional_config(config: ServerConfig) -> dict[str, Any]:
+    """What vLLM carries to its ranks. Compiled code of a vanilla vLLM has another key then."""
+    return {KEY: {"version": __version__, **{name: getattr(config, name) for name in SETTINGS}}}
+
+
+def server_config_of(additional: Mapping[str, Any] | None) -> ServerConfig:
+    """The settings in vLLM's `additional_config`.
+
+    Raises:
+        ValueError: they are missing, or of another version of this package.
+    """
+    found = dict((additional or {}).get(KEY) or {})
+    told = found.pop("version", None)
+    if told != __version__:
+        raise ValueError(
+            f"this rank has pymllm-interp {__version__}, and the client "
+            f"{'sent no settings' if told is None else f'has {told}'}: install one version on all nodes, and start the engine "
+            "with LM(model, engine='vllm')"
+        )
+    return ServerConfig(**found)

@@ -1,0 +1,56 @@
+"""The custom ops in front of vLLM's norms. They change the delta and the stream in place, so that idle rows cost no copy and keep
+all bits.
+
+A compiler sees that the tensors are changed, and nothing else: the tables are reached by a number, through `STAGES`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Taps(Protocol):
+    """What the ops call: the declared stage of a rank."""
+
+    def pair(self, delta: torch.Tensor, stream: torch.Tensor, residual_add: int) -> None:
+        """Ops and captures of the delta and the sum at a residual add; both [rows, hidden], changed in place."""
+        ...
+
+    def state(self, rows: torch.Tensor, site: int) -> None:
+        """Ops and captures of a site's rows [rows, hidden], changed in place."""
+        ...
+
+
+STAGES: dict[int, Taps] = {}
+"""Handle -> the stage of a rank. A process has one rank, and a handle for each model that it loads."""
+_library = torch.library.Library("pymllm_interp", "FRAGMENT")
+_library.define("pair_(Tensor(a!) delta, Tensor(b!) stream, int residual_add, int handle) -> ()")
+_library.define("state_(Tensor(a!) rows, int site, int handle) -> ()")
+
+
+def _pair(delta: torch.Tensor, stream: torch.Tensor, residual_add: int, handle: int) -> None:
+    STAGES[handle].pair(delta, stream, residual_add)
+
+
+def _state(rows: torch.Tensor, site: int, handle: int) -> None:
+    STAGES[handle].state(rows, site)
+
+
+def _nothing(*_: object) -> None:
+    """Shapes and dtypes stay."""
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("pair_", _pair, _key)
+    _library.impl("state_", _state, _key)
+torch.library.register_fake("pymllm_interp::pair_", _nothing, lib=_library)
+torch.library.register_fake("pymllm_interp::state_", _nothing, lib=_library)
+
+
+def register(stage: Taps) -> int:
+    """Make a stage known to the ops. Returns its handle, which compiled code keeps."""
+    handle = len(STAGES)
+    STAGES[handle] = stage
+    return handle

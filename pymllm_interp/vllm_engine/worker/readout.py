@@ -1,0 +1,46 @@
+"""`VllmReadout`: the norms and the head of a vLLM model as functions of rows, which no op or capture acts on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...hooks.site import Site
+from ..structures import Structure
+
+
+class VllmReadout:
+    """See `hooks.captures.reductions.reduction.Readout`.
+
+    Args:
+        model: of vLLM.
+        structure: its norms, tapped.
+        ranks: of tensor parallelism.
+    """
+
+    def __init__(self, model: Any, structure: Structure, ranks: int) -> None:
+        self._structure, self._ranks = structure, ranks
+        self.head = model.compute_logits
+
+    def norm(self, site: Site, rows: Tensor, gain: bool = True) -> Tensor:
+        """What a norm makes of the stream's rows [n, hidden]."""
+        found: Any = self._structure.last
+        if site.kind in ("attn_in", "mlp_in"):
+            assert site.layer is not None, "sites of layers have one"
+            found = self._structure.layers[site.layer][site.kind == "mlp_in"]
+        if not gain:
+            return F.rms_norm(rows.float(), rows.shape[-1:], None, found.variance_epsilon).to(rows.dtype)
+        untapped: Any = type(found).__mro__[1]
+        return untapped.forward(found, rows.contiguous())
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """The logits [n, vocab] of rows [n, hidden] of `final_norm`.
+
+        Raises:
+            NotImplementedError: the head is split over ranks, which would have to compute it together.
+        """
+        if self._ranks > 1:
+            raise NotImplementedError("Lens: with tensor_parallel_size above 1 the head is split over ranks")
+        return self.head(rows)

@@ -1,0 +1,137 @@
+"""The worker classes that vLLM is given by name: ``worker_cls="pymllm_interp.vllm_engine.worker.worker.InterpGPUWorker"``.
+
+Each is vLLM's own worker of the platform. Its runner, whichever vLLM chose, gets a subclass of its own class.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from ... import __version__
+from ...models.weights.model_state import checksum
+from ..faults import told
+from ..payloads import TensorKey
+from ..refusals import refuse_config
+from ..results import host_name
+from ..settings import served_spec, server_config_of
+from ..structures import structure_of
+from ..versions import installed_version
+from . import op
+from .egress import Egress
+from .hooks_of import HooksOf
+from .readout import VllmReadout
+from .rows_v1 import RowsOfV1
+from .rows_v2 import RowsOfV2
+from .stage import RankStage
+from .taps import put_taps
+
+PADDING = 1024
+"""Rows of a pass beyond max_num_batched_tokens: captured graphs are padded."""
+WITHOUT_OP = "PYMLLM_INTERP_VLLM_WITHOUT_OP"
+"""For the test of the canary: the taps are left out."""
+
+
+class InterpWorker:
+    """A mixin in front of a worker's class. Methods that begin with ``interp_`` are called by the client, on all ranks."""
+
+    rank: int
+    vllm_config: Any
+    model_runner: Any
+    device: torch.device
+    egress: Egress | None = None
+
+    def init_device(self) -> None:
+        """Refuse what cannot be served, then make the runner, and put the mixin in front of its class."""
+        with told(self.rank):
+            self._init_device()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the weights, then tap the norms. Compilation and graphs come later."""
+        with told(self.rank):
+            return self._load_model(*args, **kwargs)
+
+    def _init_device(self) -> None:
+        installed_version()
+        refuse_config(self.vllm_config)
+        super().init_device()  # pyright: ignore[reportAttributeAccessIssue]
+        runner = self.model_runner
+        second = any(cls.__module__ == "vllm.v1.worker.gpu.model_runner" for cls in type(runner).__mro__)
+        mixin = RowsOfV2 if second else RowsOfV1
+        runner.__class__ = type(f"Interp{type(runner).__name__}", (mixin, type(runner)), {})
+
+    def _load_model(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().load_model(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        config, model = self.vllm_config, self.model_runner.get_model()
+        structure = structure_of(model)
+        settings = server_config_of(config.additional_config)
+        spec = served_spec(config.model_config.hf_config, config.model_config.dtype)
+        scheduler = config.scheduler_config
+        readout = VllmReadout(model, structure, config.parallel_config.tensor_parallel_size)
+        stage = RankStage(
+            settings, spec, torch.device(self.device), scheduler.max_num_batched_tokens + PADDING, 2 * scheduler.max_num_seqs + 8,
+            structure.taps, self.rank, readout,
+        )  # fmt: skip
+        if os.environ.get(WITHOUT_OP) != "1":
+            put_taps(structure, op.register(stage))
+        self.model_runner.interp = HooksOf(stage, model)
+        return found
+
+    @property
+    def _hooks(self) -> HooksOf:
+        return self.model_runner.interp
+
+    def interp_open(self, key: bytes) -> dict[str, Any]:
+        """Take hooks that were sealed with this key. Says what this rank is, and on rank 0 where results are had."""
+        self._hooks.open(key)
+        if self.rank == 0 and self.egress is None:
+            self.egress = Egress(key, self._hooks.stage.finish)
+        return {
+            "rank": self.rank, "version": __version__, "vllm": installed_version(), "host": host_name(),
+            "address": None if self.egress is None else self.egress.address,
+            "runner": "V2" if isinstance(self.model_runner, RowsOfV2) else "V1",
+        }  # fmt: skip
+
+    def interp_put(self, packed: list[Any]) -> tuple[int, list[TensorKey]]:
+        """Keep tensors. Says which rank this is, and the keys that it has got now."""
+        self._hooks.put(packed)
+        return self.rank, [one[0] for one in packed if one[0] in self._hooks.tensors]
+
+    def interp_drop(self, keys: list[TensorKey]) -> None:
+        """Forget tensors."""
+        self._hooks.drop(keys)
+
+    def interp_checksum(self) -> int:
+        """A checksum of this rank's weights."""
+        total = 0
+        for name, parameter in sorted(self.model_runner.get_model().named_parameters()):
+            total = (total * 31 + sum(name.encode()) + _checksum_of(parameter)) % 2**64
+        return total
+
+    def interp_stats(self) -> dict[str, int]:
+        """Steps so far, and calls of the op on a CPU."""
+        stage = self._hooks.stage
+        return {"rank": self.rank, "steps": stage.num_steps, "calls": stage.calls}
+
+
+def _checksum_of(parameter: torch.Tensor) -> int:
+    flat = parameter.detach().contiguous().view(-1)
+    return checksum(flat if flat.itemsize in (1, 2, 4, 8) else flat.view(torch.uint8))
+
+
+def _made(base: type) -> type:
+    return type(f"Interp{base.__name__}", (InterpWorker, base), {"__module__": __name__})
+
+
+def __getattr__(name: str) -> Any:
+    """`InterpCPUWorker` and `InterpGPUWorker`, made when they are asked for: their bases import the platform's code."""
+    if name == "InterpCPUWorker":
+        from vllm.v1.worker.cpu_worker import CPUWorker as Base  # pyright: ignore[reportMissingImports]
+    elif name == "InterpGPUWorker":
+        from vllm.v1.worker.gpu_worker import Worker as Base  # pyright: ignore[reportMissingImports]
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found = _made(Base)
+    return found

@@ -1,0 +1,107 @@
+"""Tiny models that vLLM's CPU kernels take, engines of vLLM over them, and comparisons with our own engine."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCAB, random_model, tiny_tokenizer
+from helpers_server import CHAT_TEMPLATE
+from transformers import Gemma2Config, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3Config
+
+from pymllm_interp import LM
+from pymllm_interp.core.output import RequestOutput
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not in this environment: make test-vllm has one")
+"""For tests that start vLLM."""
+WIDTH, LAYERS = 96, 4
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 128, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "initializer_range": 0.2, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**SIZES),
+    "qwen3": lambda: Qwen3Config(**SIZES, tie_word_embeddings=True),
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "gemma2": lambda: Gemma2Config(
+        **SIZES, query_pre_attn_scalar=16, attn_logit_softcapping=4.0, final_logit_softcapping=12.0, sliding_window=24
+    ),
+}
+TOLERANCE = 1e-4
+"""Of states and log probabilities in float32, relative to the largest."""
+
+
+def save_model(family: str, folder: Path) -> Path:
+    """A random model of a family, with a tokenizer and a chat template."""
+    random_model(FAMILIES[family]()).save_pretrained(folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def vllm_lm(folder: Path | str, **options: Any) -> LM:
+    """An LM over vLLM on the CPU: small, eager and in float32, unless `options` say otherwise."""
+    small = {
+        "dtype": "float32", "max_model_len": 128, "max_running_requests": 8, "kv_cache_tokens": 2048, "disable_cuda_graph": True,
+        "gpu_memory_utilization": 0.05,
+    }  # fmt: skip
+    return LM(folder, engine="vllm", **{**small, **options})
+
+
+def own_lm(folder: Path | str) -> LM:
+    """Our own engine over the same folder."""
+    return LM(folder, dtype="float32", device="cpu", max_model_len=128, kv_cache_tokens=2048, max_running_requests=8)
+
+
+def vector(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*(shape or (WIDTH,)), generator=torch.Generator().manual_seed(seed))
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return torch.randint(0, VOCAB - 2, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def assert_close(found: RequestOutput, wanted: RequestOutput) -> None:
+    """Equal tokens, positions and counts; states and log probabilities within `TOLERANCE`."""
+    assert found.prompt_token_ids == wanted.prompt_token_ids
+    for one, other in zip(found.outputs, wanted.outputs, strict=True):
+        assert one.token_ids == other.token_ids and one.text == other.text
+        assert (one.finish_reason, one.stop_reason) == (other.finish_reason, other.stop_reason)
+        assert_close_logprobs(one.logprobs, other.logprobs)
+        assert list(one.activations) == list(other.activations)
+        for site in other.activations:
+            assert torch.equal(one.activations.positions[site], other.activations.positions[site]), site
+            assert_close_tensor(one.activations[site], other.activations[site], site)
+        if other.receipt is not None:
+            applied = [replace(a, gate_fires=None) if one.receipt.preemptions else a for a in one.receipt.interventions]
+            theirs = [
+                replace(a, gate_fires=None) if one.receipt.preemptions else a for a in other.receipt.interventions
+            ]
+            assert applied == theirs  # rows computed again let a gate fire again
+            assert one.receipt.captures == other.receipt.captures and one.receipt.spec == other.receipt.spec
+    assert_close_logprobs(found.prompt_logprobs, wanted.prompt_logprobs)
+
+
+def assert_close_logprobs(found: Sequence[Any] | None, wanted: Sequence[Any] | None) -> None:
+    assert (found is None) == (wanted is None)
+    for one, other in zip(found or (), wanted or (), strict=True):
+        assert (one is None) == (other is None)
+        for token, value in (other or {}).items():
+            if token in one:  # ties among the top ones may be broken otherwise
+                assert abs(one[token].logprob - value.logprob) < TOLERANCE * max(1, abs(value.logprob))
+
+
+def assert_close_tensor(found: torch.Tensor, wanted: torch.Tensor, what: str = "") -> None:
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype, (what, found.shape, wanted.shape)
+    scale = max(1.0, float(wanted.float().abs().max())) if wanted.numel() else 1.0
+    off = float((found.float() - wanted.float()).abs().max()) if wanted.numel() else 0.0
+    bound = TOLERANCE if found.dtype not in (torch.float16, torch.bfloat16) else 2 * torch.finfo(found.dtype).eps
+    assert off <= bound * scale, f"{what}: off by {off:.3g}, of {scale:.3g}"

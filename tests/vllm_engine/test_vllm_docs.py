@@ -1,0 +1,37 @@
+"""What docs/vllm.md says of models is what vLLM's sources say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers_vllm import needs_vllm
+
+from pymllm_interp import LM
+from pymllm_interp.cli import main
+from pymllm_interp.vllm_engine.refusals import VllmRefusalError
+
+PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
+pytestmark = needs_vllm
+
+
+def test_the_table_of_models_is_that_of_vllms_sources() -> None:
+    from pymllm_interp.vllm_engine.architectures import table
+
+    missing = [row for row in table() if row not in PAGE.read_text()]
+    assert not missing, "\n".join(table())
+
+
+def test_a_model_with_other_layers_is_refused_before_it_is_loaded(
+    model_folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(VllmRefusalError, match="GPT2LMHeadModel has decoder layers"):
+        LM(model_folder("gpt2"), engine="vllm")
+    assert main(["doctor", str(model_folder("gpt2")), "--engine", "vllm"]) == 1
+    assert "refused" in capsys.readouterr().out
+
+
+def test_the_doctor_says_where_the_hooks_are(model_folder, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", str(model_folder("llama")), "--engine", "vllm"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "a version that was tested" in told and "LlamaDecoderLayer" in told

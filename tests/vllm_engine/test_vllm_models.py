@@ -1,0 +1,168 @@
+"""Families, runners and ranks of vLLM against our own engine: batches in which each request declares something else.
+
+Each engine also has something that moves rows: prompts in chunks, a small KV pool that preempts, ranks, a compiler, the V2 runner.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from helpers_vllm import (
+    LAYERS,
+    WIDTH,
+    assert_close,
+    needs_vllm,
+    own_lm,
+    prompt,
+    save_model,
+    vector,
+    vllm_lm,
+)
+
+from pymllm_interp import (
+    LM,
+    Ablate,
+    Capture,
+    Clamp,
+    Gate,
+    Generated,
+    Lens,
+    Patch,
+    Project,
+    SamplingParams,
+    Scale,
+    Steer,
+)
+from pymllm_interp.vllm_engine.settings import WITH_TABLES
+
+pytestmark = needs_vllm
+V2 = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine of vLLM.
+
+    Attributes:
+        steps: what its receipts call a step.
+        preempts: its pool is too small for all requests at once.
+    """
+
+    family: str
+    steps: str
+    options: dict[str, Any]
+    environment: dict[str, str] = field(default_factory=dict)
+    preempts: bool = False
+
+
+CASES = {
+    "qwen3, chunks of 48, a small pool": Case(
+        "qwen3", "vllm V1 none",
+        {"max_num_tokens": 48, "kv_cache_tokens": 384, "enable_prefix_caching": False}, preempts=True,
+    ),
+    "mixtral, two ranks, chunks of 20": Case(
+        "mixtral", "vllm V1 none", {"max_num_tokens": 20, "tensor_parallel_size": 2}, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    ),
+    "gemma2, compiled": Case("gemma2", "vllm V1 none", {"disable_cuda_graph": False, "max_num_tokens": 64}),
+    "llama, device tables": Case(
+        "llama", "vllm V1 none", {"max_num_tokens": 24}, {WITH_TABLES: "1", "TRITON_INTERPRET": "1"}
+    ),
+    "llama, V2 runner": Case(
+        "llama", "vllm V2 none", {"max_num_tokens": 32}, {"TRITON_INTERPRET": "1"}
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=CASES)
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Case, LM, LM]]:
+    """A case, its LM, and our own engine over the same weights."""
+    case = CASES[request.param]
+    if ("V2" in case.steps) != (os.environ.get(V2) == "1"):
+        pytest.skip(
+            f"vLLM asks for Triton when it is imported: make test-vllm runs this with {V2}={int('V2' in case.steps)}"
+        )
+    folder = save_model(case.family, tmp_path_factory.mktemp(case.family))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in case.environment.items():
+            patch.setenv(name, value)
+        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("cache")))
+        with vllm_lm(folder, **case.options) as lm:
+            with own_lm(folder) as oracle:
+                yield case, lm, oracle
+
+
+PROMPTS = [prompt(30, 1), prompt(45, 2), prompt(17, 3), prompt(52, 4), prompt(6, 5), prompt(33, 6)]
+OPS: list[Any] = [
+    [Steer("resid_post.1", vector(1), 2.0), Steer("mlp_out.2", vector(2), positions=slice(3, None, 2))],
+    None,
+    [Ablate("resid_mid.1", vector(3, 2, WIDTH)), Scale("attn_out.0", 0.5, positions="generated")],
+    [
+        Patch("resid_pre.1", vector(4, 3, WIDTH), positions=[0, 2, -1]),
+        Clamp(f"resid_post.{LAYERS - 1}", vector(5), high=0.5),
+    ],
+    [Steer("embed", vector(6), 0.3), Steer("final_norm", vector(7), positions=Generated(1, 6, 2))],
+    [Steer("resid_post.2", vector(8), when=Gate(vector(9), 0.0, site="resid_post.0"))],
+]
+KINDS = ("attn_out", "resid_mid", "mlp_out", "resid_post")
+CAPTURED: list[Any] = [
+    [f"{kind}.*" for kind in KINDS],
+    None,
+    [Capture("resid_post.*", reduce="mean"), Capture("resid_mid.1", positions=[0, -1])],
+    ["attn_out.3", Capture("resid_post.*", reduce=Project(vector(11, 3, WIDTH)))],
+    ["embed", "final_norm", "logits"],
+    [Capture("mlp_out.*", reduce="last")],
+]
+
+
+def test_a_batch_of_different_requests_is_our_engines(engines: tuple[Case, LM, LM]) -> None:
+    case, lm, oracle = engines
+    params = SamplingParams(temperature=0, max_tokens=40 if case.preempts else 8, ignore_eos=True, logprobs=1)
+    found, wanted = (model.generate(PROMPTS, params, interventions=OPS, capture=CAPTURED) for model in (lm, oracle))
+    for one, other in zip(found, wanted, strict=True):
+        assert_close(one, other)
+    receipts = [out.receipt for out in found if out.receipt is not None]
+    assert {mode for receipt in receipts for mode in receipt.steps} == {case.steps}
+    assert any(receipt.preemptions for receipt in receipts) == case.preempts
+
+
+def test_what_is_cached_is_never_anothers(engines: tuple[Case, LM, LM]) -> None:
+    """The same prompts again, with and without what was declared before: hits of the prefix cache change nothing."""
+    case, lm, oracle = engines
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)
+    hits = 0
+    for ops in (None, OPS, None, OPS):
+        found, wanted = (model.generate(PROMPTS, params, interventions=ops) for model in (lm, oracle))
+        for one, other in zip(found, wanted, strict=True):
+            assert_close(one, other)
+        hits += sum(out.num_cached_tokens for out in found)
+    assert (hits > 0) == case.options.get("enable_prefix_caching", True)
+
+
+def test_the_lens_reads_the_models_head_where_one_rank_has_it(engines: tuple[Case, LM, LM]) -> None:
+    case, lm, oracle = engines
+    capture, params = (
+        [Capture("resid_post.*", reduce=Lens(top_k=2, tokens=[3]))],
+        SamplingParams(temperature=0, max_tokens=2),
+    )
+    if case.options.get("tensor_parallel_size", 1) > 1:
+        with pytest.raises(ValueError, match="tensor_parallel_size=2 splits"):
+            lm.generate(PROMPTS[:1], params, capture=capture)
+        return
+    found, wanted = (model.generate(PROMPTS[:1], params, capture=capture)[0] for model in (lm, oracle))
+    assert_close(found, wanted)
+
+
+def test_an_abort_leaves_the_others_as_they_are(engines: tuple[Case, LM, LM]) -> None:
+    _, lm, oracle = engines
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
+    options = {"interventions": OPS[0], "capture": ["resid_post.2"]}
+    ended = [lm.submit(PROMPTS[0], SamplingParams(max_tokens=60, ignore_eos=True), **options) for _ in range(2)]
+    kept = lm.submit(PROMPTS[2], params, **options)
+    for handle in ended:
+        handle.cancel()
+    assert {handle.result(600).finish_reason for handle in ended} <= {"abort", "length"}
+    assert_close(kept.result(600), oracle.generate([PROMPTS[2]], params, **options)[0])
