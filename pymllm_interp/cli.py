@@ -20,6 +20,7 @@ SERVE_LIMITS: dict[str, tuple[type, float]] = {
     "store_seconds": (float, 300.0), "trace_timeout": (float, 600.0),
     "max_queued_bytes": (int, 256 << 20), "max_connections": (int, 2048), "idle_seconds": (float, 30.0),
     "engine_message_seconds": (float, 60.0), "engine_step_seconds": (float, 300.0),
+    "replica_silence_seconds": (float, 10.0),
     "header_seconds": (float, 10.0), "max_header_bytes": (int, 64 << 10),
 }  # fmt: skip
 """Limits of a server -> type and default, as in server/settings.py, which is not imported for --help."""
