@@ -26,6 +26,7 @@ from .client.chat import RenderedPrompt
 from .client.handle import RequestHandle
 from .client.local_backend import LocalBackend
 from .client.notebook.tab_completion import set_up_completion
+from .cluster.address import SCHEME, url_of
 from .config import ModelConfig, ServerConfig
 from .core import unsupported
 from .harvest.result import HarvestResult
@@ -395,7 +396,7 @@ class LM(ClientModel):
         what they save comes back as tensors. `lm.lm_head(h)` works only inside blocks.
 
         Args:
-            url: such as "http://127.0.0.1:8000".
+            url: such as "http://127.0.0.1:8000"; or "ray:NAME", the name of a cluster on Ray (`pymllm-interp cluster`).
             api_key: where the server asks for one.
             timeout: seconds to wait for the next part of an answer; None: as long as it takes.
             lower_traces: "auto"; "require" sends no code, and refuses blocks that need it; "off" sends each block as code.
@@ -404,9 +405,12 @@ class LM(ClientModel):
             ValueError: an unknown `lower_traces`.
             ConnectionError: no server answers there, or it serves another version.
             PermissionError: the key is missing or not known.
+            ImportError: "ray:NAME", and Ray is missing.
         """
         from .client.remote.remote_backend import RemoteBackend
 
+        if url.startswith(SCHEME):
+            url = url_of(url)
         return cls(backend=RemoteBackend(url, api_key, timeout, lower_traces))
 
     def shutdown(self, timeout: float | None = None) -> None:

@@ -44,7 +44,8 @@ class Replica:
     @classmethod
     def of(cls, found: Mapping[str, Any], draining: bool = False) -> Replica:
         """The replica that an engine process announced."""
-        return cls(*(found[name] for name in ("name", "address", "key", "version", "fingerprint")), draining)
+        names = ("name", "address", "key", "version", "fingerprint")
+        return cls(**{name: found[name] for name in names}, draining=draining)
 
     def differs_from(self, fingerprint: str) -> str:
         """Why it cannot serve beside replicas with weights of this fingerprint; empty: it can."""

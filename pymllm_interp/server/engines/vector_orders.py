@@ -7,7 +7,7 @@ import copy
 from ...wire.messages import DropVector, PutVector
 
 MOST_DROPPED = 4096
-"""Names of dropped vectors that are remembered; the oldest are forgotten first."""
+"""Names of dropped vectors that are remembered, and up to as many more; those that came first are forgotten first."""
 
 VectorOrder = PutVector | DropVector
 
@@ -27,7 +27,8 @@ class VectorOrders:
         """Keep an order, if it is news. Returns whether it was."""
         if not self.is_news(order):
             return False
-        self._newest[order.owner, order.name] = order
+        self._newest.pop((order.owner, order.name), None)
+        self._newest[order.owner, order.name] = order  # the last one
         if isinstance(order, DropVector):
             self._forget_dropped()
         return True
@@ -42,9 +43,9 @@ class VectorOrders:
         return {order.name: order for order in found if isinstance(order, PutVector)}
 
     def _forget_dropped(self) -> None:
-        dropped = sorted((o for o in self.all() if isinstance(o, DropVector)), key=lambda order: order.stamp)
-        for order in dropped[: max(0, len(dropped) - MOST_DROPPED)]:
-            del self._newest[order.owner, order.name]
+        dropped = [key for key, order in self._newest.items() if isinstance(order, DropVector)]
+        for key in dropped[: len(dropped) - MOST_DROPPED] if len(dropped) >= 2 * MOST_DROPPED else ():
+            del self._newest[key]
 
 
 def numbered(order: VectorOrder, call: int) -> VectorOrder:
