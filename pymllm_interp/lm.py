@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from traceback import clear_frames
@@ -27,6 +28,7 @@ from .client.handle import RequestHandle
 from .client.local_backend import LocalBackend
 from .client.notebook.tab_completion import set_up_completion
 from .cluster.address import SCHEME, url_of
+from .cluster.harvest import harvest_on_ray
 from .config import ModelConfig, ServerConfig
 from .core import unsupported
 from .harvest.result import HarvestResult
@@ -213,6 +215,10 @@ class LM(ClientModel):
         too_long: str = "error",
         on_error: str = "raise",
         progress: bool | None = None,
+        cluster: str | None = None,
+        workers: int | None = None,
+        unit_documents: int = 1024,
+        column: str | None = None,
     ) -> HarvestResult:
         """Write the states of a corpus to the folder `out`, as safetensors shards that `open_harvest` reads.
 
@@ -234,6 +240,11 @@ class LM(ClientModel):
             on_error: "raise"; "skip": leave out documents that fail, and name them in the result and the manifest.
             progress: show documents, rates and the time left on standard error: a bar on a terminal, lines elsewhere. None: no
                 lines in the first seconds. False: nothing.
+            cluster: compute by workers on a Ray cluster (docs/cluster.md): "auto" (of this machine, or of RAY_ADDRESS), or its
+                address. `out` is on shared storage. `inputs` may be `Path`s of JSONL or Parquet files, or a `ray.data.Dataset`.
+            workers: each with a model of its own; None: one for each GPU of the cluster, or for each CPU.
+            unit_documents: documents that a worker gets at a time, at most.
+            column: of the files; None: "text", or else "input_ids".
 
         Raises:
             ValueError: invalid captures, or a folder of another harvest or input.
@@ -248,6 +259,12 @@ class LM(ClientModel):
             raise NotImplementedError(
                 "this model has edits, and a harvest does not apply them: clear them, or declare them"
             )
+        if cluster is not None:
+            return harvest_on_ray(
+                self, partial(_worker_model, self.runner.model_config, self.runner.server_config), inputs, capture=capture, out=out,
+                interventions=interventions, shard_bytes=shard_bytes, max_length=max_length, too_long=too_long, on_error=on_error,
+                progress=progress, address=cluster, workers=workers, unit_documents=unit_documents, column=column,
+            )  # fmt: skip
         return run_harvest(
             self, inputs, capture=capture, out=out, interventions=interventions, shard_bytes=shard_bytes, max_length=max_length,
             too_long=too_long, on_error=on_error, progress=progress,
@@ -432,6 +449,11 @@ class LM(ClientModel):
 
     def __exit__(self, *exc: object) -> None:
         self.shutdown()
+
+
+def _worker_model(model: ModelConfig, server: ServerConfig) -> LM:
+    """The model of a harvest's worker, in another process."""
+    return LM(backend=LocalBackend(model, server))
 
 
 def _check_arguments(model: Any, keywords: Mapping[str, Any]) -> None:

@@ -88,7 +88,8 @@ def test_mixed_requests_over_two_replicas_equal_their_solo_runs(replicas, front,
             alone = answer(solo, number, given[number])
             assert one.get("ids") == alone.get("ids"), number
             if "states" in alone:
-                assert torch.allclose(one["states"], alone["states"], atol=CLOSE), number
+                difference = (one["states"] - alone["states"]).norm(dim=-1)
+                assert (difference <= CLOSE * alone["states"].norm(dim=-1)).all(), number
     used = {one["replica"] for one in found if "replica" in one}
     assert used == {"r0", "r1"}
 

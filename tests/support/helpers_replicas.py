@@ -61,11 +61,19 @@ class Replicas:
 
     def add(self, name: str, **settings: Any) -> None:
         own = ReplicaSettings(**{**vars(self._settings), **settings})
-        self._tasks[name] = asyncio.run_coroutine_threadsafe(self._keep(name, own), self._loop)
+
+        async def begin() -> None:
+            self._tasks[name] = asyncio.create_task(self._keep(name, own))
+
+        self.run(begin())
 
     def remove(self, name: str) -> None:
-        self._tasks.pop(name).cancel()
-        self.wait_for(lambda: name not in self.live)
+        async def end() -> None:
+            task = self._tasks.pop(name)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        self.run(end())
 
     async def _keep(self, name: str, settings: ReplicaSettings) -> None:
         while True:
@@ -153,11 +161,7 @@ class Replicas:
                 stream.close()
         for name in list(self._tasks):
             self.signal_quietly(name, signal.SIGCONT)
-            task = self._tasks.pop(name)
-            task.cancel()
-        deadline = time.monotonic() + SECONDS
-        while self.live and time.monotonic() < deadline:
-            time.sleep(0.05)
+            self.remove(name)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def signal_quietly(self, name: str, number: signal.Signals) -> None:
