@@ -36,10 +36,10 @@ class FrontKeeper:
         self._task: asyncio.Task[Any] | None = None
 
     async def state(self) -> dict[str, Any]:
-        """`url` while it serves, `failure`, and `starts`."""
+        """`url` while it serves, `failure`, `starts` and `pid`."""
         if self._task is None:
             self._task = asyncio.gather(self._keep(), self._follow())
-        return {"url": self._url, "failure": self._failure, "starts": self._starts}
+        return {"url": self._url, "failure": self._failure, "starts": self._starts, "pid": os.getpid()}
 
     async def stop(self) -> None:
         """End the front, after its requests."""

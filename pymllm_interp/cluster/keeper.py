@@ -6,6 +6,7 @@ Ray starts the keeper again where it or its node is lost. The engine process end
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 from ..server.engines.replica_process import ReplicaProcess, ReplicaSettings
@@ -32,11 +33,11 @@ class Keeper:
         self._starts = 0
 
     async def state(self) -> dict[str, Any]:
-        """`replica`: the fields of its `Replica`, while it serves; `failure`: why the last start failed; `starts`; `node`."""
+        """`replica`: fields of its `Replica`, while it serves; `failure`: why the last start failed; also `starts`, `node`, `pid`."""
         if self._task is None:
             self._task = asyncio.create_task(self._keep())
         node = load_ray().get_runtime_context().get_node_id()
-        return {"replica": None, "failure": "", **self._found, "starts": self._starts, "node": node}
+        return {"replica": None, "failure": "", **self._found, "starts": self._starts, "node": node, "pid": os.getpid()}
 
     async def num_running(self) -> int:
         """Requests and traces of the replica; 0 where it does not serve."""

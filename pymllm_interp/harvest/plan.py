@@ -26,7 +26,7 @@ from .sources import Portion, SourceFile, check_unchanged, portions_of, source_o
 PLAN = "plan.json"
 PLAN_FORMAT = "pymllm-interp harvest plan 1"
 UNITS = "units"
-DOCUMENTS = "documents.jsonl"
+DOCUMENTS, STAGED = "documents.jsonl", "documents."
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def make_plan(
     if isinstance(given, list) and given and all(isinstance(one, Path) for one in given):
         files, staged = [one.resolve() for one in given], None
     else:
-        staged = folder / f"{DOCUMENTS}.{uuid.uuid4().hex[:8]}"
+        staged = folder / f"{STAGED}{uuid.uuid4().hex[:8]}.jsonl"
         write_jsonl(given, staged)
         files = [staged]
     try:
@@ -134,7 +134,7 @@ def make_plan(
 
 def _own(folder: Path) -> list[str]:
     """Files that an interrupted `make_plan` leaves."""
-    return [path.name for path in folder.iterdir() if path.name.startswith((DOCUMENTS, f"{PLAN}."))]
+    return [path.name for path in folder.iterdir() if path.name.startswith((STAGED, f"{PLAN}."))]
 
 
 def _plan_of(

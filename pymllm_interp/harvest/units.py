@@ -11,7 +11,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from .documents import Document
 from .folder import FORMAT, MANIFEST, TEMPORARY, HarvestFolder, ShardEntry
 from .inputs import Settings
 from .model import HarvestModel
-from .plan import PLAN, UNITS, HarvestPlan, Unit, put_once, read_plan, sync_folder
+from .plan import DOCUMENTS, PLAN, STAGED, UNITS, HarvestPlan, Unit, put_once, read_plan, sync_folder
 from .progress import HarvestProgress
 from .run import HarvestRun
 from .sources import read_portion
@@ -96,9 +96,26 @@ class UnitFolder(HarvestFolder):
         self.complete = True
 
     def discard(self) -> None:
-        """Remove this attempt's shards."""
+        """Remove this attempt's shards, unless its record counts."""
+        if self.record.exists() and UnitRecord.read(self.record).attempt == self.attempt:
+            return
         for shard in self.shards:
             (self.folder / shard.file).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def attempted(self) -> Iterator[None]:
+        """The body is this attempt. Where it fails, its shards are removed.
+
+        An attempt that fails once another one's record is there is lost only: `settle` may have removed its files.
+        """
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                self.discard()
+            if not (isinstance(error, OSError) and self.record.exists()):
+                raise
+            self.won = False
 
 
 class UnitRun(HarvestRun):
@@ -113,13 +130,11 @@ class UnitRun(HarvestRun):
             Exception: a document, the engine or the disk failed. Nothing of this attempt is left, if that can be.
         """
         try:
-            with HarvestProgress(False, None, 0) as progress:
-                self._harvest(enumerate(documents, self.folder.unit.first), progress)
-        except BaseException:
-            self._writer.shutdown()
-            with contextlib.suppress(OSError):
-                self.folder.discard()
-            raise
+            with HarvestProgress(False, None, 0) as progress, self.folder.attempted():
+                try:
+                    self._harvest(enumerate(documents, self.folder.unit.first), progress)
+                finally:
+                    self._writer.shutdown()  # before what it wrote is removed
         finally:
             self._stop()
         return self.folder
@@ -203,7 +218,7 @@ def _remove_strays(folder: Path, done: set[int], named: set[str], complete: bool
     """Remove files of attempts at units that are done: a later attempt finds the record. Others may still be written."""
     for name in os.listdir(folder):
         found = ATTEMPT_FILE.fullmatch(name)
-        left = complete and name.startswith((f"{MANIFEST}.", f"{PLAN}."))
+        left = complete and name != DOCUMENTS and name.startswith((STAGED, f"{MANIFEST}.", f"{PLAN}."))
         if left or (found and int(found[1]) in done and name not in named):
             (folder / name).unlink(missing_ok=True)
     for name in os.listdir(folder / UNITS):
