@@ -33,7 +33,8 @@ class Keeper:
         self._starts = 0
 
     async def state(self) -> dict[str, Any]:
-        """`replica`: fields of its `Replica`, while it serves; `failure`: why the last start failed; also `starts`, `node`, `pid`."""
+        """`replica`: fields of its `Replica`, while it serves; `failure`: why the last start failed; `starts`; `node`;
+        `pid`."""
         if self._task is None:
             self._task = asyncio.create_task(self._keep())
         node = load_ray().get_runtime_context().get_node_id()

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ import torch
 from helpers_harvest import corpus
 from helpers_server import SECONDS, Server
 
-from pymllm_interp import LM, Scale
+from pymllm_interp import LM, SamplingParams, Scale
 from pymllm_interp.cluster.ray_version import NAMESPACE
 from pymllm_interp.harvest.reader import open_harvest
 
-pytest.importorskip("ray", reason="needs the extra ray")
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray")
 
 NAME = "tests"
 ENVIRONMENT = {
@@ -45,7 +46,7 @@ def nodes() -> Iterator[Any]:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
         import ray
-        from ray.cluster_utils import Cluster
+        from ray.cluster_utils import Cluster  # not before: it reads the environment then
 
         found = Cluster(
             initialize_head=True, head_node_args={**NODE, "include_dashboard": False, "_system_config": QUICK}
@@ -137,7 +138,9 @@ class Load:
 
 
 def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Of all threads of a process."""
+    found = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for path in found for child in path.read_text().split()]
 
 
 def engine_of(keeper: int) -> int:
@@ -152,8 +155,9 @@ def test_a_cluster_by_its_name_is_an_lm(cluster, served_folder):
         LM(str(served_folder), dtype="float32", device="cpu") as solo,
     ):
         for prompt in ([1, 2, 3], [4, 5]):
-            wanted = solo.generate(prompt, interventions=[Scale("resid_post.0", 0.5)])[0]
-            found = lm.generate(prompt, interventions=[Scale("resid_post.0", 0.5)])[0]
+            greedy, ops = SamplingParams(temperature=0.0, max_tokens=8), [Scale("resid_post.0", 0.5)]
+            wanted = solo.generate(prompt, greedy, interventions=ops)[0]
+            found = lm.generate(prompt, greedy, interventions=ops)[0]
             assert found.token_ids == wanted.token_ids and found.receipt.replica in ("r0", "r1")
             with lm.trace(prompt):
                 states = lm.model.layers[1].output.save()
