@@ -1,6 +1,6 @@
-"""`Director`: the actor that knows a cluster's replicas and fronts: how many there are to be, which serve, and which are drained.
+"""`Director`: the actor that knows a cluster's replicas and fronts, which of them serve, and which are drained.
 
-It holds nothing that it cannot find again: replicas and fronts are named actors, and Ray starts it again with its arguments.
+It can find all that it knows: replicas and fronts are named actors. Ray starts it again with its arguments.
 Requests do not pass it; fronts serve on while it is away.
 """
 

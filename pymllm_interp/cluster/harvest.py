@@ -1,7 +1,7 @@
 """A harvest by workers on Ray: actors with a model each, which compute units. Shards go from the workers to the shared folder.
 
-Ray gives units out at least once; the records in the folder make it exactly once (`harvest.units`). What the driver knows is in the
-folder, too: the same call goes on after any end, and others may work in the folder at the same time.
+Ray gives units out at least once; the records in the folder make it exactly once (`harvest.units`). All that the
+driver knows is in the folder. So the same call continues after any end, and several drivers may work in one folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SETTLE_SECONDS = 30.0
 MOST_LOSSES = 3
 """How many workers one unit may be lost with, before the harvest ends: the unit is then the likely reason."""
 SLOW_FACTOR, SLOW_SECONDS = 3.0, 10.0
-"""An idle worker computes a unit that another one has had for so many times the median, and so many seconds: it may hang."""
+"""A unit that one worker has had for so many times the median, and so many seconds, is computed by an idle one, too."""
 DATASET_FOLDER = "documents"
 
 
@@ -99,7 +99,7 @@ class UnitQueue:
         self._losses: Counter[int] = Counter()
 
     def next(self, done: Callable[[int], bool], now: float) -> int | None:
-        """A unit for an idle worker; None: there is none now. Where none is left, one that takes long is given out twice."""
+        """A unit for an idle worker; None: no unit now. Once all are given out, one that takes long is given out twice."""
         while self.todo:
             if not done(unit := self.todo.pop()):  # others work in the folder, too
                 return unit

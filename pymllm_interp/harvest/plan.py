@@ -68,7 +68,7 @@ class HarvestPlan:
         """The plan of a file's content.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it has another format, or is damaged.
         """
         try:
             found = json.loads(data)
@@ -93,7 +93,7 @@ def read_plan(folder: Path) -> HarvestPlan:
 def make_plan(
     folder: Path, identity: Identity, description: Mapping[str, Any], inputs: Iterable[Any], column: str | None, unit_documents: int
 ) -> HarvestPlan:  # fmt: skip
-    """The folder's plan, which is written where there is none yet.
+    """The folder's plan, which is written if the folder has no plan yet.
 
     Args:
         inputs: paths of files (`pathlib.Path`), or documents.

@@ -42,7 +42,7 @@ def source_of(path: Path) -> SourceFile:
     """Describe a file.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: no such file.
         ValueError: its name says neither JSONL nor Parquet.
     """
     kind = SUFFIXES.get(path.suffix)

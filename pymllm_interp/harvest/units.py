@@ -1,7 +1,7 @@
 """Units of a harvest: each is computed by an attempt, or by several at once, and one of them counts.
 
 Those that distribute units may give one out twice: a worker that was lost comes back. So an attempt writes its shards under a name
-of its own, and then its record by ``link()``, which fails where a record is there. What is in the record has happened.
+of its own. Then it makes its record by ``link()``, which fails if the unit has a record. The attempt in the record counts.
 """
 
 from __future__ import annotations

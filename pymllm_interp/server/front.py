@@ -2,8 +2,8 @@
 
     python -m pymllm_interp.server.front
 
-Its parent writes to standard input: the length of a pickle (8 bytes, big-endian), the pickle of (ServeSettings, LinkKeys), and then
-a JSON line with all replicas whenever they change. The front ends with its parent: at the end of standard input it drains.
+Its parent writes to standard input. First comes a pickle of (ServeSettings, LinkKeys) behind its length (8 bytes, big-endian). Then
+comes a JSON line with all replicas, whenever they change. At the end of standard input the front drains and ends.
 """
 
 from __future__ import annotations

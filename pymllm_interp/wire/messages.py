@@ -204,7 +204,7 @@ class Spread(EngineMessage):
 
 
 class Gone(EngineMessage):
-    """The replica has no session with this front, or has ended it: its calls are lost, and a new `Hello` is due."""
+    """The replica has no session with this front, or has ended it. Its calls are lost; a new `Hello` is due."""
 
     why: str = ""
 

@@ -154,7 +154,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def ask_all(self, make: Callable[[int], m.ToEngine]) -> dict[str, Any]:
-        """The answers of all engine processes that are ready, by the name of the replica; "" is the name of a single one."""
+        """The answers of all engine processes that are ready, by replica. A single engine process has the name ""."""
 
     # -- vectors ---------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ PULSES = 8
 BROKEN = (
     zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-"""Events of a connection that is none, or none any more."""
+"""Events of a connection that could not be made, or broke."""
 RETRY_SECONDS = 0.2
 """Between two attempts to open a session."""
 

@@ -76,7 +76,7 @@ class ReplicatedEngine(EngineClient):
         settings: of the server.
         keys: of the cluster's fronts.
         follow: calls `update` with the replicas, again whenever they change.
-        fingerprint: of the weights that all replicas must have; empty: those of the first one.
+        fingerprint: of the weights that all replicas must have; empty: the first one's.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class ReplicatedEngine(EngineClient):
         call.put(message)
 
     async def _store(self, call: Call, message: m.Finished) -> None:
-        """Large states wait in this front's store, as those of a local engine do."""
+        """Large states wait in this front's store, as a local engine's do."""
         await asyncio.to_thread(stored_states, message, self.store)
         if call.number in self._calls:
             call.put(message)

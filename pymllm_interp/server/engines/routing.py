@@ -1,7 +1,7 @@
 """Which replica serves a call: pure functions.
 
-Equal prompts with equal edits meet on one replica, where their KV is. Rendezvous hashing: each replica has a rank for each key, and
-one that comes or goes moves only its own keys.
+Equal prompts with equal edits meet on one replica, where their KV is. Rendezvous hashing: each replica has a rank for each key.
+A replica that comes or goes moves only its own keys.
 """
 
 from __future__ import annotations

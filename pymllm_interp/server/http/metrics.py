@@ -89,7 +89,7 @@ Series = tuple[str, str, str, dict[str, object], float]
 
 
 def _of_engines(engines: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """The series of all engines, those of one name together, as the format wants them."""
+    """The series of all engines, grouped by name, as the format wants them."""
     by_name: dict[tuple[str, str, str], list[str]] = {}
     for replica, stats in engines.items():
         for name, kind, text, labels, value in _series(stats):

@@ -3,7 +3,7 @@
 A front says `Hello`, and has a session until it is silent, does not read, or its connection breaks. The end of a session aborts
 its calls. Calls are numbered by each front: here the session's number stands before them.
 
-Sockets belong to threads: the main thread has the ROUTER, and the outbox's thread passes messages to it by a pipe.
+Sockets belong to threads. The main thread has the ROUTER; the outbox's thread passes messages to it by a pipe.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BUFFERED = 2
 
 @dataclass
 class FrontSession:
-    """One front, from its `Hello` on. Bytes are those of messages since then."""
+    """One front, from its `Hello` on. Bytes count from then on."""
 
     number: int
     heard: float
@@ -66,9 +66,8 @@ class ReplicaDoor:
     """Sessions with fronts.
 
     Args:
-        settings: of the engine process: `parent`, `queued_bytes`, and `replica`, with `host` to listen on, `front_key` (the fronts'
-            public key), `announce` (a file descriptor: one JSON line says how the start went), `silence` (seconds without a
-            message, after which a front is gone).
+        settings: of the engine process. Its `replica` has `host` to listen on, and `front_key`, the fronts' public key. `announce`
+            is a file descriptor: one JSON line says how the start went. After `silence` seconds without a message a front is gone.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
