@@ -14,6 +14,8 @@ from .director import ClusterPlan, Director
 from .ray_version import NAMESPACE, connect_to_ray
 
 POLL_SECONDS = 0.25
+SHOW_SECONDS = 30.0
+"""How often a cluster that does not serve yet is shown."""
 
 
 def run_cluster(args: argparse.Namespace) -> int:
@@ -76,8 +78,12 @@ def _start(ray: Any, args: argparse.Namespace) -> int:
         raise ValueError(
             f"a cluster {args.name!r} runs already: `pymllm-interp cluster stop`, or another --name"
         ) from None
+    shown = time.monotonic()
     while True:
         found = ray.get(director.status.remote())
+        if time.monotonic() - shown > SHOW_SECONDS:  # Ray may wait for nodes
+            print(_table(found), file=sys.stderr, flush=True)
+            shown = time.monotonic()
         if failures := _failures(found):
             print(_table(found), file=sys.stderr)
             _stop(ray, director, args)
@@ -113,9 +119,8 @@ def _table(found: dict[str, Any]) -> str:
         lines.append(f"{name:8} {one.get('url') or one['lost'] or one.get('failure') or 'starting'}")
     for name, one in sorted(found["replicas"].items()):
         replica = one.get("replica")
-        word = (
-            "draining" if one["draining"] else "serves" if replica else one["lost"] or one.get("failure") or "starting"
-        )
+        said = (one["lost"] and f"lost ({one['lost']})") or one.get("failure") or "starting"
+        word = said if one["lost"] or not replica else "draining" if one["draining"] else "serves"
         place = f"{replica['address']}, weights {replica['fingerprint'][:8]}" if replica else ""
         lines.append(
             f"{name:8} {word:9} {place}  starts: {one.get('starts', 0)}, node {str(one.get('node', ''))[:8]}".rstrip()
@@ -139,8 +144,11 @@ def _drain(ray: Any, director: Any, args: argparse.Namespace) -> int:
 
 
 def _restart(ray: Any, director: Any, args: argparse.Namespace) -> int:
-    ray.get(director.restart.remote())
-    return _status(ray, director, args)
+    failure = ray.get(director.restart.remote())
+    _status(ray, director, args)
+    if failure:
+        raise ValueError(failure)
+    return 0
 
 
 def _stop(ray: Any, director: Any, args: argparse.Namespace) -> int:

@@ -69,7 +69,8 @@ class Director:
     async def urls(self) -> list[str]:
         """Of the fronts that serve."""
         self._begin()
-        return [url for name in sorted(self._fronts) if (url := self._states.get(name, {}).get("url"))]
+        states = [self._states.get(name, {}) for name in sorted(self._fronts)]
+        return [state["url"] for state in states if state.get("url") and not state.get("lost")]
 
     async def status(self) -> dict[str, Any]:
         """Replicas and fronts by name, with what their actors say, and `lost` where one does not answer."""
@@ -106,8 +107,11 @@ class Director:
         async with self._busy:
             await self._remove(name)
 
-    async def restart(self) -> None:
-        """Drain and start each replica again, one after the other. At no time a request is lost, if there are two."""
+    async def restart(self) -> str:
+        """Drain and start each replica again, one after the other. No request is lost, if there are two.
+
+        Returns why one could not be started again; empty: all were.
+        """
         self._begin()
         async with self._busy:
             for name in sorted(self._keepers, key=_number):
@@ -118,9 +122,14 @@ class Director:
                     state = self._states.get(name, {})
                     if state.get("replica") and state["starts"] != starts:
                         break
+                    if state.get("failure"):
+                        return (
+                            f"replica {name} could not be started again, and the others were left: {state['failure']}"
+                        )
                     await asyncio.sleep(POLL_SECONDS)
                 self._draining.discard(name)
                 await asyncio.sleep(SETTLE_SECONDS)
+        return ""
 
     async def stop(self) -> None:
         """End the fronts, after their requests, and the replicas. The caller ends this actor."""
@@ -190,10 +199,8 @@ class Director:
             try:
                 self._states[name] = await self._answer(actor.state.remote(), ANSWER_SECONDS)
             except (self._ray.exceptions.RayError, TimeoutError) as error:
-                self._states[name] = {
-                    "lost": type(error).__name__,
-                    "starts": self._states.get(name, {}).get("starts", 0),
-                }
+                # What it kept may still serve: fronts notice by themselves where it does not.
+                self._states[name] = {**self._states.get(name, {}), "lost": type(error).__name__}
             await asyncio.sleep(POLL_SECONDS)
 
     async def _answer(self, ref: Any, seconds: float) -> Any:

@@ -33,7 +33,7 @@ class FrontKeeper:
         self._url, self._failure, self._starts = "", "", 0
         self._process: asyncio.subprocess.Process | None = None
         self._line = b""
-        self._task: asyncio.Task[Any] | None = None
+        self._task: asyncio.Future[Any] | None = None
 
     async def state(self) -> dict[str, Any]:
         """`url` while it serves, `failure`, `starts` and `pid`."""

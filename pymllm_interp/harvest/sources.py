@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 COLUMNS = ("text", "input_ids")
 """Columns that documents are read from, the first that there is, where none is named."""
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
@@ -160,7 +163,7 @@ def _plain(document: Any, number: int) -> Any:
         document = document["input_ids"]
     if isinstance(document, str):
         return document
-    if hasattr(document, "tolist"):
+    if isinstance(document, torch.Tensor | np.ndarray):
         document = document.tolist()
     if not isinstance(document, Sequence) or not all(isinstance(token, int) for token in document):
         raise TypeError(f"document {number} is a {type(document).__name__}: expected a text or token ids")
