@@ -9,7 +9,7 @@ with lm.trace("The Eiffel Tower is in") as tracer:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from os import PathLike
@@ -28,11 +28,9 @@ from .client.handle import RequestHandle
 from .client.local_backend import LocalBackend
 from .client.notebook.tab_completion import set_up_completion
 from .cluster.address import SCHEME, url_of
-from .cluster.harvest import harvest_on_ray
+from .cluster.corpus_calls import CorpusCalls
 from .config import ModelConfig, ServerConfig
 from .core import unsupported
-from .harvest.result import HarvestResult
-from .harvest.run import run_harvest
 from .hooks.captures.spec import Capture
 from .hooks.declared import captures_for_each_prompt, for_each_prompt
 from .hooks.heads import Heads
@@ -65,7 +63,7 @@ ELSEWHERE = {
 """What nnsight's and vLLM's users write -> what to do."""
 
 
-class LM(ClientModel):
+class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodOverride]
     """A language model, its engine, and the tree that traces are written against.
 
     Args:
@@ -201,74 +199,9 @@ class LM(ClientModel):
 
     _bridge = bridge_of  # for the methods of TransformerLens' caches
 
-    # -- harvests ----------------------------------------------------------------------
-
-    def harvest(
-        self,
-        inputs: Iterable[Any],
-        *,
-        capture: Sequence[Capture | Site | str],
-        out: str | Path,
-        interventions: Sequence[Intervention] | None = None,
-        shard_bytes: int = 1 << 29,
-        max_length: int | None = None,
-        too_long: str = "error",
-        on_error: str = "raise",
-        progress: bool | None = None,
-        cluster: str | None = None,
-        workers: int | None = None,
-        unit_documents: int = 1024,
-        column: str | None = None,
-    ) -> HarvestResult:
-        """Write the states of a corpus to the folder `out`, as safetensors shards that `open_harvest` reads.
-
-        Each document is one forward pass without generation; many run at once. The same call resumes a run that was killed or
-        failed: it skips the documents in whole shards, and deletes all other files of the run.
-
-        Args:
-            inputs: an iterable of documents (texts or token ids), which may be lazy and endless. Or one stream of tokens: a tensor
-                [n], an array, an iterable of integers. It is cut into documents of `max_length` tokens.
-            capture: sites and `Capture`s. Positions and reductions apply to one pass.
-            out: a new folder, or a folder of the same harvest.
-            interventions: applied to each document.
-            shard_bytes: upper bound of a shard, in bytes. A document is never split over shards, so a larger document makes a
-                larger shard. About twice this much is held in host memory.
-            max_length: upper bound of a pass, in tokens; None: max_model_len.
-            too_long: what to do with a longer document: "error"; "truncate": read its beginning; "split": read it in several passes
-                of `max_length` tokens. These do not attend to each other. Positions still count from the start of the
-                document, so the position in the pass is ``position % max_length``.
-            on_error: "raise"; "skip": leave out documents that fail, and name them in the result and the manifest.
-            progress: show documents, rates and the time left on standard error: a bar on a terminal, lines elsewhere. None: no
-                lines in the first seconds. False: nothing.
-            cluster: compute by workers on a Ray cluster (docs/cluster.md): "auto" (of this machine, or of RAY_ADDRESS), or its
-                address. `out` is on shared storage. `inputs` may be `Path`s of JSONL or Parquet files, or a `ray.data.Dataset`.
-            workers: each with a model of its own; None: one for each GPU of the cluster, or for each CPU.
-            unit_documents: documents that a worker gets at a time, at most.
-            column: of the files; None: "text", or else "input_ids".
-
-        Raises:
-            ValueError: invalid captures, or a folder of another harvest or input.
-            FileExistsError: the folder holds other files.
-            HarvestError: the run stopped before the end of the input. The message names the document, and what was kept.
-        """
-        self.backend.require_process("lm.harvest", "or capture with lm.imap")
-        if self.engine.on_engine_thread:
-            raise RuntimeError("a harvest cannot be run inside the block of a trace: the engine would wait for itself")
-        self.engine.check_open()
-        if self.edits_of(None):
-            raise NotImplementedError(
-                "this model has edits, and a harvest does not apply them: clear them, or declare them"
-            )
-        if cluster is not None:
-            return harvest_on_ray(
-                self, partial(_worker_model, self.runner.model_config, self.runner.server_config), inputs, capture=capture, out=out,
-                interventions=interventions, shard_bytes=shard_bytes, max_length=max_length, too_long=too_long, on_error=on_error,
-                progress=progress, address=cluster, workers=workers, unit_documents=unit_documents, column=column,
-            )  # fmt: skip
-        return run_harvest(
-            self, inputs, capture=capture, out=out, interventions=interventions, shard_bytes=shard_bytes, max_length=max_length,
-            too_long=too_long, on_error=on_error, progress=progress,
-        )  # fmt: skip
+    def model_maker(self) -> Callable[[], LM]:
+        """Makes an equal model in another process: it can be pickled. For workers of harvests."""
+        return partial(_worker_model, self.runner.model_config, self.runner.server_config)
 
     def resolve_specs(
         self, capture: Sequence[Capture | Site | str], interventions: Sequence[Intervention] | None = None

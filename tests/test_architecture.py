@@ -34,6 +34,7 @@ FILES = {
 OWN_PLACES = {
     "pymllm_interp.lens": "nnterp", "pymllm_interp.lens.nnterp": "nnterp",
     "pymllm_interp.cluster.ray_version": "ray", "pymllm_interp.cluster.address": "ray", "pymllm_interp.cluster.harvest": "ray",
+    "pymllm_interp.cluster.corpus_calls": "ray",
 }  # fmt: skip
 """`lens.StandardizedLM` is an `LM`, which uses the rest of that folder; the folder's ``__init__`` names both. What `LM` uses of
 `cluster` stands before it; a cluster's replicas are servers."""

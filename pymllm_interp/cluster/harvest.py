@@ -13,14 +13,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..harvest.folder import read_manifest
-from ..harvest.plan import HarvestPlan, Unit, make_plan, read_plan
+from ..harvest.folder import FORMAT, Identity, ShardEntry
+from ..harvest.outputs import OUTPUTS_FORMAT, AskedOutputs, generate_unit
+from ..harvest.plan import UNITS, HarvestPlan, Unit, make_plan, read_plan
 from ..harvest.progress import HarvestProgress
 from ..harvest.result import HarvestError, HarvestResult
-from ..harvest.run import AskedHarvest, asked_of
+from ..harvest.run import AskedHarvest
 from ..harvest.units import UnitRecord, done_units, run_unit, settle
 from .ray_version import connect_to_ray
 
@@ -35,18 +37,21 @@ SLOW_FACTOR, SLOW_SECONDS = 3.0, 10.0
 DATASET_FOLDER = "documents"
 
 
+Compute = Callable[[Any, Path, HarvestPlan, Unit], bool]
+"""Computes a unit of a plan in a folder with a model. Returns whether its result counts."""
+
+
 class HarvestWorker:
     """An actor with a model.
 
     Args:
         make_model: makes an `LM`.
-        out: the harvest's folder, on shared storage.
-        asked: of the driver.
-        skip: leave out documents that fail.
+        out: the folder, on shared storage.
+        compute: a function that can be pickled.
     """
 
-    def __init__(self, make_model: Callable[[], Any], out: str, asked: AskedHarvest, skip: bool) -> None:
-        self._make, self._out, self._asked, self._skip = make_model, Path(out), asked, skip
+    def __init__(self, make_model: Callable[[], Any], out: str, compute: Compute) -> None:
+        self._make, self._out, self._compute = make_model, Path(out), compute
         self._model: Any = None
         self._plan: HarvestPlan | None = None
 
@@ -62,18 +67,14 @@ class HarvestWorker:
         return ""
 
     def compute(self, number: int) -> dict[str, Any]:
-        """Compute a unit: `won`, `seconds`, and `failure` in words."""
+        """Compute a unit: `seconds`, and `failure` in words."""
         assert self._plan is not None
-        started = time.perf_counter()
-        found: dict[str, Any] = {"won": False, "failure": ""}
+        started, failure = time.perf_counter(), ""
         try:
-            found["won"] = run_unit(
-                self._model, self._out, self._plan, self._plan.units[number], self._asked.captures, self._asked.interventions,
-                self._skip,
-            )  # fmt: skip
+            self._compute(self._model, self._out, self._plan, self._plan.units[number])
         except Exception as error:
-            found["failure"] = str(error) or repr(error)
-        return found | {"seconds": time.perf_counter() - started}
+            failure = str(error) or repr(error)
+        return {"seconds": time.perf_counter() - started, "failure": failure}
 
 
 @dataclass(eq=False)
@@ -126,52 +127,105 @@ class UnitQueue:
         self.todo.append(unit)
 
 
+@dataclass(frozen=True)
+class Corpus:
+    """Documents, and who computes them. See `LM.harvest`.
+
+    Raises:
+        ValueError: an invalid number.
+    """
+
+    inputs: Iterable[Any]
+    out: Path
+    unit_documents: int
+    column: str | None
+    cluster: str | None
+    workers: int | None
+    progress: bool | None
+
+    def __post_init__(self) -> None:
+        for name, value in (("unit_documents", self.unit_documents), ("workers", self.workers)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name}={value!r}: expected a whole number of at least 1")
+
+
 def harvest_on_ray(
-    model: Any, make_model: Callable[[], Any], inputs: Iterable[Any], *, capture: Any, out: str | Path, interventions: Any,
-    shard_bytes: int, max_length: int | None, too_long: str, on_error: str, progress: bool | None, address: str,
-    workers: int | None, unit_documents: int, column: str | None,
-) -> HarvestResult:  # fmt: skip
-    """Harvest by workers on a Ray cluster. See `LM.harvest` for the arguments and errors.
+    model: Any, make_model: Callable[[], Any], corpus: Corpus, asked: AskedHarvest, skip: bool
+) -> HarvestResult:
+    """Harvest by workers on a Ray cluster.
 
     Args:
         model: an `LM`, which the workers' must equal.
         make_model: makes a worker's.
+        skip: leave out documents that fail.
     """
-    for name, value in (("unit_documents", unit_documents), ("workers", 1 if workers is None else workers)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}={value!r}: expected a whole number of at least 1")
-    asked = asked_of(
-        model,
-        capture,
-        interventions,
-        shard_bytes=shard_bytes,
-        max_length=max_length,
-        too_long=too_long,
-        on_error=on_error,
-    )
-    started, out = time.perf_counter(), Path(out).resolve()
-    gpus = float(str(model.backend.facts.device).startswith("cuda"))
-    ray, ours = connect_to_ray(address)
+    compute = partial(run_unit, captures=asked.captures, interventions=asked.interventions, skip=skip)
+    return compute_corpus(model, make_model, corpus, asked.identity, asked.description, compute, FORMAT)
+
+
+def generate_corpus(model: Any, make_model: Callable[[], Any], corpus: Corpus, asked: AskedOutputs) -> HarvestResult:
+    """Generate from each document, here or by workers. See `LM.generate_corpus`."""
+    compute = partial(generate_unit, asked=asked)
+    return compute_corpus(model, make_model, corpus, asked.identity, asked.description, compute, OUTPUTS_FORMAT)
+
+
+def compute_corpus(
+    model: Any, make_model: Callable[[], Any], corpus: Corpus, identity: Identity, description: dict[str, Any], compute: Compute,
+    manifest: str,
+) -> HarvestResult:  # fmt: skip
+    """Plan the corpus and compute its units.
+
+    Raises:
+        ValueError, FileExistsError: the folder is another harvest's.
+        HarvestError: a unit failed. What is done is kept.
+    """
+    started, out, inputs, ray, ours = time.perf_counter(), corpus.out.resolve(), corpus.inputs, None, False
+    if corpus.cluster is not None:
+        ray, ours = connect_to_ray(corpus.cluster)
     try:
         if type(inputs).__module__.startswith("ray.data."):
             inputs = _stored(inputs, out)
-        plan = make_plan(out, asked.identity, asked.description, inputs, column, unit_documents)
+        plan = make_plan(out, identity, description, inputs, corpus.column, corpus.unit_documents, manifest)
         before = done_units(out)
-        count = workers or max(1, int(ray.cluster_resources().get("GPU" if gpus else "CPU", 1)))
-        pool = WorkerPool(ray, make_model, asked, out, plan, on_error == "skip", gpus, count)
         try:
-            pool.run(progress)
+            if ray is None:
+                _compute_here(model, out, plan, compute, corpus.progress)
+            else:
+                gpus = float(str(model.backend.facts.device).startswith("cuda"))
+                count = corpus.workers or max(1, int(ray.cluster_resources().get("GPU" if gpus else "CPU", 1)))
+                pool = WorkerPool(ray, make_model, compute, out, plan, gpus, count)
+                try:
+                    pool.run(corpus.progress)
+                finally:
+                    pool.close()
             settle(out)
         except Exception as error:
             with contextlib.suppress(OSError):
                 settle(out)
             raise HarvestError(f"{str(error) or repr(error)}\n{_kept(out, plan)}") from error
-        finally:
-            pool.close()
     finally:
-        if ours:
+        if ours and ray is not None:
             ray.shutdown()
     return _result(out, before, time.perf_counter() - started)
+
+
+def _compute_here(model: Any, out: Path, plan: HarvestPlan, compute: Compute, progress: bool | None) -> None:
+    done = done_units(out)
+    documents = sum(plan.units[number].portion.documents for number in done)
+    with HarvestProgress(progress, plan.documents, documents) as shown:
+        for unit in plan.units:
+            if unit.number not in done:
+                compute(model, out, plan, unit)
+                count_unit(out, unit, shown)
+
+
+def count_unit(out: Path, unit: Unit, shown: HarvestProgress) -> None:
+    """Show that a unit is done."""
+    record = UnitRecord.read(out / UNITS / f"{unit.number:06}.json")
+    shown.advance(
+        record.tokens, sum(shard.bytes for shard in record.shards), documents=unit.portion.documents,
+        skipped=unit.portion.documents - record.documents,
+    )  # fmt: skip
 
 
 def _stored(dataset: Any, out: Path) -> list[Path]:
@@ -191,15 +245,14 @@ class WorkerPool:
     """Workers, and the units that they have."""
 
     def __init__(
-        self, ray: Any, make_model: Callable[[], Any], asked: AskedHarvest, out: Path, plan: HarvestPlan, skip: bool, gpus: float,
-        count: int,
+        self, ray: Any, make_model: Callable[[], Any], compute: Compute, out: Path, plan: HarvestPlan, gpus: float, count: int
     ) -> None:  # fmt: skip
         self._ray, self._out, self._plan = ray, out, plan
         self._done = done_units(out)
         self._queue = UnitQueue([unit.number for unit in plan.units if unit.number not in self._done])
         actor = ray.remote(HarvestWorker).options(num_cpus=1, num_gpus=gpus, max_restarts=-1)
         count = min(count, len(self._queue.todo))
-        self._workers = [actor.remote(make_model, str(out), asked, skip) for _ in range(count)]
+        self._workers = [actor.remote(make_model, str(out), compute) for _ in range(count)]
         self._starting = {worker.prepare.remote(): worker for worker in self._workers}
         self._idle: list[Any] = []
         self._tasks: dict[Any, UnitTask] = {}
@@ -227,7 +280,7 @@ class WorkerPool:
             while len(self._done) < len(units):
                 self._give_out()
                 waited = [*self._starting, *self._tasks]
-                ready, _ = self._ray.wait(waited, num_returns=1, timeout=POLL_SECONDS)
+                ready, _ = self._ray.wait(waited, num_returns=1, timeout=POLL_SECONDS) if waited else ([], None)
                 for ref in ready:
                     self._take(ref)
                 for number in sorted(done_units(self._out) - self._done):
@@ -239,12 +292,8 @@ class WorkerPool:
     def _count(self, unit: Unit, shown: HarvestProgress) -> None:
         """A unit is done, by a worker of this pool or of another one."""
         self._done.add(unit.number)
-        record = UnitRecord.read(self._out / "units" / f"{unit.number:06}.json")
         shown.workers = self.num_ready
-        shown.advance(
-            record.tokens, sum(shard.bytes for shard in record.shards), documents=unit.portion.documents,
-            skipped=unit.portion.documents - record.documents,
-        )  # fmt: skip
+        count_unit(self._out, unit, shown)
 
     def _give_out(self) -> None:
         while self._idle:
@@ -291,8 +340,8 @@ def _kept(out: Path, plan: HarvestPlan) -> str:
 
 
 def _result(out: Path, before: set[int], seconds: float) -> HarvestResult:
-    shards = read_manifest(out)["shards"]
-    records = [UnitRecord.read(path) for path in sorted((out / "units").glob("??????.json"))]
+    records = [UnitRecord.read(path) for path in sorted((out / UNITS).glob("??????.json"))]
+    shards: list[ShardEntry] = [shard for record in records for shard in record.shards]
     new = [record for record in records if record.unit not in before]
     skipped = {number: error for shard in shards for number, error in shard.skipped.items()}
     for record in records:

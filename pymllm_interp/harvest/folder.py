@@ -130,7 +130,10 @@ class HarvestFolder:
         self._list([*self.shards, made], complete=False)
 
     def _put_shard(self, name: str, tensors: Mapping[str, Sequence[Tensor]], entry: dict[str, Any]) -> ShardEntry:
-        size, crc32 = self._put(name, _serialised(tensors))
+        return self._put_file(name, _serialised(tensors), entry)
+
+    def _put_file(self, name: str, chunks: Iterable[bytes | memoryview], entry: dict[str, Any]) -> ShardEntry:
+        size, crc32 = self._put(name, chunks)
         return ShardEntry(file=name, bytes=size, crc32=f"{crc32:08x}", **entry)
 
     def finish(self) -> None:

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .folder import MANIFEST, Identity
+from .folder import FORMAT, MANIFEST, Identity
 from .sources import Portion, SourceFile, check_unchanged, portions_of, source_of, write_jsonl
 
 PLAN = "plan.json"
@@ -48,6 +48,8 @@ class HarvestPlan:
     column: str | None
     sources: list[SourceFile]
     units: list[Unit]
+    manifest: str = FORMAT
+    """The format that the manifest names."""
 
     @property
     def documents(self) -> int:
@@ -76,7 +78,9 @@ class HarvestPlan:
                 raise ValueError("another format")
             units = [Unit(one["number"], one["first"], Portion(**one["portion"])) for one in found["units"]]
             sources = [SourceFile(**one) for one in found["sources"]]
-            return cls(Identity(**found["identity"]), found["description"], found["column"], sources, units)
+            return cls(
+                Identity(**found["identity"]), found["description"], found["column"], sources, units, found["manifest"]
+            )
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{PLAN} is not the plan of a harvest ({error})") from None
 
@@ -91,13 +95,15 @@ def read_plan(folder: Path) -> HarvestPlan:
 
 
 def make_plan(
-    folder: Path, identity: Identity, description: Mapping[str, Any], inputs: Iterable[Any], column: str | None, unit_documents: int
+    folder: Path, identity: Identity, description: Mapping[str, Any], inputs: Iterable[Any], column: str | None,
+    unit_documents: int, manifest: str = FORMAT,
 ) -> HarvestPlan:  # fmt: skip
     """The folder's plan, which is written if the folder has no plan yet.
 
     Args:
         inputs: paths of files (`pathlib.Path`), or documents.
         unit_documents: of a unit, at most.
+        manifest: the format that the manifest names.
 
     Raises:
         ValueError: the folder has a plan of another harvest, or of other documents.
@@ -117,7 +123,7 @@ def make_plan(
         write_jsonl(given, staged)
         files = [staged]
     try:
-        plan = _plan_of(folder, identity, description, files, column, unit_documents, staged)
+        plan = _plan_of(folder, identity, description, files, column, unit_documents, staged, manifest)
         if staged is not None and not planned:
             with contextlib.suppress(FileExistsError):
                 os.link(staged, folder / DOCUMENTS)
@@ -139,7 +145,7 @@ def _own(folder: Path) -> list[str]:
 
 def _plan_of(
     folder: Path, identity: Identity, description: Mapping[str, Any], files: list[Path], column: str | None, unit_documents: int,
-    staged: Path | None,
+    staged: Path | None, manifest: str,
 ) -> HarvestPlan:  # fmt: skip
     sources, units, first = [], list[Unit](), 0
     for number, path in enumerate(files):
@@ -150,7 +156,7 @@ def _plan_of(
         if staged is not None:
             source = SourceFile(str((folder / DOCUMENTS).resolve()), source.kind, source.bytes, source.digest)
         sources.append(source)
-    return HarvestPlan(identity, description, column, sources, units)
+    return HarvestPlan(identity, description, column, sources, units, manifest)
 
 
 def _difference(there: HarvestPlan, now: HarvestPlan) -> str:
@@ -159,6 +165,8 @@ def _difference(there: HarvestPlan, now: HarvestPlan) -> str:
     for name, before in asdict(there.identity).items():
         if before != (after := getattr(now.identity, name)):
             lines.append(f"  {name}: {before}, and now {after}")
+    if there.manifest != now.manifest:
+        lines.append(f"  {there.manifest}, and now {now.manifest}")
     if there.sources != now.sources or there.column != now.column:
         lines.append(f"  other documents: {_named(there.sources)}, and now {_named(now.sources)}")
     elif there.units != now.units:

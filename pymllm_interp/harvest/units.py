@@ -21,7 +21,7 @@ from torch import Tensor
 from ..hooks.captures.spec import Capture
 from ..hooks.interventions.knockout import Intervention
 from .documents import Document
-from .folder import FORMAT, MANIFEST, TEMPORARY, HarvestFolder, ShardEntry
+from .folder import MANIFEST, TEMPORARY, HarvestFolder, ShardEntry
 from .inputs import Settings
 from .model import HarvestModel
 from .plan import DOCUMENTS, PLAN, STAGED, UNITS, HarvestPlan, Unit, put_once, read_plan, sync_folder
@@ -30,7 +30,7 @@ from .run import HarvestRun
 from .sources import read_portion
 
 RECORD = re.compile(r"\d{6}\.json")
-ATTEMPT_FILE = re.compile(r"unit-(\d{6})-\d{3}-[0-9a-f]{8}\.safetensors(\.tmp)?")
+ATTEMPT_FILE = re.compile(r"unit-(\d{6})-\d{3}-[0-9a-f]{8}\.(safetensors|parquet)(\.tmp)?")
 RECORD_FILE = re.compile(r"(\d{6})\.json\.[0-9a-f]{8}")
 
 
@@ -79,8 +79,14 @@ class UnitFolder(HarvestFolder):
         return self.folder / UNITS / f"{self.unit.number:06}.json"
 
     def add(self, tensors: Mapping[str, Sequence[Tensor]], entry: dict[str, Any]) -> None:
-        name = f"unit-{self.unit.number:06}-{len(self.shards):03}-{self.attempt}.safetensors"
-        self.shards.append(self._put_shard(name, tensors, entry))
+        self.shards.append(self._put_shard(self._name("safetensors"), tensors, entry))
+
+    def add_bytes(self, content: bytes, suffix: str, entry: dict[str, Any]) -> None:
+        """Write a file of another type. See `add`."""
+        self.shards.append(self._put_file(self._name(suffix), [content], entry))
+
+    def _name(self, suffix: str) -> str:
+        return f"unit-{self.unit.number:06}-{len(self.shards):03}-{self.attempt}.{suffix}"
 
     def finish(self) -> None:
         """Commit the attempt. Where another one was first, remove what this one wrote."""
@@ -182,7 +188,7 @@ def settle(folder: Path) -> bool:
     shards = list(_shards_of(records))
     complete = len(done) == len(plan.units)
     manifest = {
-        "format": FORMAT, "description": plan.description, "identity": asdict(plan.identity), "complete": complete,
+        "format": plan.manifest, "description": plan.description, "identity": asdict(plan.identity), "complete": complete,
         "shards": [asdict(shard) for shard in shards],
     }  # fmt: skip
     temporary = folder / f"{MANIFEST}.{uuid.uuid4().hex[:8]}{TEMPORARY}"

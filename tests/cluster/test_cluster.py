@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import random
 import signal
@@ -62,6 +64,86 @@ def nodes() -> Iterator[Any]:
             found.shutdown()
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+# -- harvests ------------------------------------------------------------------------------------
+
+HARVEST = """
+import sys
+from pathlib import Path
+from pymllm_interp import LM
+
+lm = LM(sys.argv[1], dtype="float32", device="cpu")
+lm.harvest([Path(sys.argv[2])], capture=["resid_post.*"], out=sys.argv[3], max_length=32, too_long="truncate",
+           cluster="auto", workers=2, unit_documents=5, progress=False)
+"""
+
+
+def equal(one: Path, other: Path) -> None:
+    a, b = open_harvest(one), open_harvest(other)
+    assert a.manifest["complete"] and b.manifest["complete"]
+    assert torch.equal(a.document_ids(), b.document_ids()) and torch.equal(a.positions(), b.positions())
+    for site in a.sites:
+        states = a[site][:]
+        assert ((b[site][:] - states).norm(dim=-1) <= 1e-5 * states.norm(dim=-1)).all()
+    named = {shard.path.name for shard in b.shards}
+    assert {path.name for path in other.iterdir()} - named <= {"manifest.json", "plan.json", "documents.jsonl", "units"}
+
+
+def test_a_harvest_equals_the_local_one_whatever_is_killed_or_stopped(nodes, served_folder, tmp_path):
+    """SIGKILL of its driver; then two drivers in one folder, SIGKILL of a worker, and SIGSTOP of another."""
+    documents = corpus(120, seed=9)
+    path = tmp_path / "documents.jsonl"
+    path.write_text("\n".join(map(json.dumps, documents)))
+    line = [sys.executable, "-c", HARVEST, str(served_folder), str(path), str(tmp_path / "out")]
+    records = tmp_path / "out" / "units"
+    with LM(str(served_folder), dtype="float32", device="cpu") as lm:
+        how: dict[str, Any] = {"capture": ["resid_post.*"], "max_length": 32, "too_long": "truncate", "progress": False}
+        lm.harvest(documents, out=tmp_path / "local", **how)
+        driver = subprocess.Popen(line)
+        wait_for(lambda: records.is_dir() and len(list(records.glob("??????.json"))) >= 2)
+        driver.kill()
+        driver.wait()
+        hurt: list[int] = []
+
+        def hurt_two() -> None:
+            for number in (signal.SIGKILL, signal.SIGSTOP):
+                wait_for(lambda: bool(set(workers()) - set(hurt)))
+                hurt.append(min(set(workers()) - set(hurt)))
+                os.kill(hurt[-1], number)
+
+        thread = threading.Thread(target=hurt_two)
+        thread.start()
+        other = subprocess.Popen(line)
+        found = lm.harvest([path], out=tmp_path / "out", cluster="auto", workers=2, unit_documents=5, **how)
+        assert other.wait(SECONDS) == 0
+        thread.join()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(hurt[1], signal.SIGCONT)
+        assert found.documents == 120 and found.new_documents < 120
+        equal(tmp_path / "local", tmp_path / "out")
+        with pytest.raises(ValueError, match="another harvest"):
+            lm.harvest([path], out=tmp_path / "out", cluster="auto", unit_documents=6, **how)
+
+
+def workers() -> list[int]:
+    """Process ids of harvests' workers."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if b"ray::HarvestWorker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(int(pid))
+    return found
+
+
+# -- serving -------------------------------------------------------------------------------------
+
+
 def command(*args: str) -> subprocess.CompletedProcess[str]:
     """`pymllm-interp cluster ...`, in a process of its own: what it starts outlives it."""
     line = [sys.executable, "-m", "pymllm_interp.cli", "cluster", *args, "--name", NAME]
@@ -89,13 +171,6 @@ def ask(actor: Any, method: str) -> Any:
     import ray
 
     return ray.get(getattr(actor, method).remote(), timeout=SECONDS)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def serving(cluster: Any, count: int = 2) -> dict[str, Any]:
@@ -193,6 +268,8 @@ def test_what_is_killed_is_started_again_and_no_short_request_is_lost(cluster, w
     else:
         pid = before["r1"]["pid"]
         with Load(url):
+            os.kill(pid, signal.SIGSTOP)  # its engine serves on
+            time.sleep(1)
             os.kill(pid, signal.SIGKILL)
             key = (before["r1"]["replica"] or {})["key"]
             wait_for(lambda: (ask(cluster, "status")["replicas"]["r1"].get("replica") or {"key": key})["key"] != key)
@@ -256,70 +333,3 @@ def test_drain_and_scale(cluster):
     ray.get(cluster.scale.remote(2), timeout=SECONDS)
     assert sorted(serving(cluster)) == ["r0", "r1"]
     assert "expected one of the replicas r0, r1" in command("drain", "r7").stderr
-
-
-# -- harvests ------------------------------------------------------------------------------------
-
-HARVEST = """
-import sys
-from pathlib import Path
-from pymllm_interp import LM
-
-lm = LM(sys.argv[1], dtype="float32", device="cpu")
-lm.harvest([Path(sys.argv[2])], capture=["resid_post.*"], out=sys.argv[3], max_length=32, too_long="truncate",
-           cluster="auto", workers=2, unit_documents=5, progress=False)
-"""
-
-
-def equal(one: Path, other: Path) -> None:
-    a, b = open_harvest(one), open_harvest(other)
-    assert a.manifest["complete"] and b.manifest["complete"]
-    assert torch.equal(a.document_ids(), b.document_ids()) and torch.equal(a.positions(), b.positions())
-    for site in a.sites:
-        states = a[site][:]
-        assert ((b[site][:] - states).norm(dim=-1) <= 1e-5 * states.norm(dim=-1)).all()
-    named = {shard.path.name for shard in b.shards}
-    assert {path.name for path in other.iterdir()} - named <= {"manifest.json", "plan.json", "documents.jsonl", "units"}
-
-
-def test_a_harvest_by_workers_equals_the_local_one_though_driver_and_workers_are_killed(nodes, served_folder, tmp_path):
-    import json
-
-    documents = corpus(120, seed=9)
-    path = tmp_path / "documents.jsonl"
-    path.write_text("\n".join(map(json.dumps, documents)))
-    with LM(str(served_folder), dtype="float32", device="cpu") as lm:
-        how: dict[str, Any] = {"capture": ["resid_post.*"], "max_length": 32, "too_long": "truncate", "progress": False}
-        lm.harvest(documents, out=tmp_path / "local", **how)
-        driver = subprocess.Popen([sys.executable, "-c", HARVEST, str(served_folder), str(path), str(tmp_path / "out")])
-        records = tmp_path / "out" / "units"
-        wait_for(lambda: records.is_dir() and len(list(records.glob("??????.json"))) >= 2)
-        driver.kill()
-        driver.wait()
-        killed: list[int] = []
-
-        def kill_one() -> None:
-            wait_for(
-                lambda: bool(found := [pid for pid in _workers() if pid not in killed]) and not killed.append(found[0])
-            )
-            os.kill(killed[0], signal.SIGKILL)
-
-        thread = threading.Thread(target=kill_one)
-        thread.start()
-        found = lm.harvest([path], out=tmp_path / "out", cluster="auto", workers=2, unit_documents=5, **how)
-        thread.join()
-        assert found.documents == 120 and 0 < found.new_documents < 120
-        equal(tmp_path / "local", tmp_path / "out")
-        with pytest.raises(ValueError, match="another harvest"):
-            lm.harvest([path], out=tmp_path / "out", cluster="auto", unit_documents=6, **how)
-
-
-def _workers() -> list[int]:
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if b"ray::HarvestWorker" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(int(pid))
-        except OSError:
-            pass
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import multiprocessing
@@ -20,7 +21,7 @@ from helpers_harvest import corpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pymllm_interp import LM
+from pymllm_interp import LM, SamplingParams, Scale
 from pymllm_interp.cluster.harvest import MOST_LOSSES, SLOW_SECONDS, UnitQueue, UnitTask
 from pymllm_interp.harvest.folder import Identity
 from pymllm_interp.harvest.plan import HarvestPlan, Unit, make_plan, read_plan
@@ -335,6 +336,33 @@ def test_a_document_that_fails_ends_the_unit_and_leaves_nothing(lm_of: Any, tmp_
         run_unit(lm, tmp_path / "out", plan, plan.units[0], what.captures, [], False)
     assert done_units(tmp_path / "out") == set()
     assert not list((tmp_path / "out").glob("unit-*"))
+
+
+def test_generation_over_a_corpus_has_each_documents_completions_once(lm_of: Any, tmp_path: Path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    lm, documents = lm_of("llama"), corpus(11, longest=8, seed=8)
+    params = SamplingParams(temperature=1.0, max_tokens=4, n=2, seed=3)
+    ops = [Scale("resid_post.0", 0.5)]
+    how: dict[str, Any] = {"out": tmp_path / "out", "interventions": ops, "unit_documents": 4, "progress": False}
+    found = lm.generate_corpus(iter(documents), params, **how)
+    assert found.documents == 11 and found.rows == {"outputs": 22} and found.new_documents == 11
+    names = sorted(path.name for path in (tmp_path / "out").glob("*.parquet"))
+    rows = [row for name in names for row in parquet.read_table(tmp_path / "out" / name).to_pylist()]
+    assert [(row["document"], row["sample"]) for row in rows] == [(i, j) for i in range(11) for j in range(2)]
+    for number, document in enumerate(documents):
+        (wanted,) = lm.generate([document], dataclasses.replace(params, seed=3 + number), interventions=ops)
+        for row, one in zip(rows[2 * number :], wanted.outputs, strict=False):
+            assert row["token_ids"] == one.token_ids and row["finish_reason"] == one.finish_reason
+    (tmp_path / "out" / "units" / "000001.json").unlink()  # as if its worker had been killed before
+    again = lm.generate_corpus(documents, params, **how)
+    assert again.new_documents == 4
+    assert len(list((tmp_path / "out").glob("*.parquet"))) == len(names), "the files of the lost attempt are gone"
+    with pytest.raises(ValueError, match="another harvest"):
+        lm.generate_corpus(documents, dataclasses.replace(params, max_tokens=5), **how)
+    with pytest.raises(ValueError, match="pymllm-interp outputs 1"):
+        open_harvest(tmp_path / "out")
+    with pytest.raises(ValueError, match="workers=0"):
+        lm.generate_corpus(documents, params, **how, workers=0)
 
 
 # -- the queue ------------------------------------------------------------------------------------
