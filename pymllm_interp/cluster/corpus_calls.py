@@ -97,8 +97,9 @@ class CorpusCalls(BackedModel):
     ) -> HarvestResult:  # fmt: skip
         """Generate from each document of a corpus, into Parquet files in the folder `out`.
 
-        Their columns are `document` (its index in the input), `sample` (of `n`), `token_ids`, `text` and `finish_reason`. A document
-        has the seed of the parameters, or 0, plus its index. The same call continues after any end; each document is there once.
+        Their columns are `document` (its index in the input), `sample` (of `n`), `token_ids`, `text` and `finish_reason`. A
+        document has the seed of the parameters, or 0, plus its index. The same call continues after any end. Each document is
+        there once.
 
         Args:
             inputs, out, unit_documents, column, cluster, workers, progress: as of `harvest`. Without `cluster`, this `LM` computes.

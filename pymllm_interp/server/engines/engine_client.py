@@ -153,8 +153,12 @@ class EngineClient(ABC):
             self.close(call, abort=False)
 
     @abstractmethod
-    async def ask_all(self, make: Callable[[int], m.ToEngine]) -> dict[str, Any]:
-        """The answers of all engine processes that are ready, by replica. A single engine process has the name ""."""
+    async def ask_all(self, make: Callable[[int], m.ToEngine], seconds: float | None = None) -> dict[str, Any]:
+        """The answers of all engine processes that are ready, by replica. A single engine process has the name "".
+
+        Args:
+            seconds: that an answer may take. A replica that takes longer is left out.
+        """
 
     # -- vectors ---------------------------------------------------------------------------
 

@@ -148,8 +148,8 @@ class LocalEngine(EngineClient):
         if call.number in self._calls:
             self._send(m.ReadFrames(call.number, size))
 
-    async def ask_all(self, make: Callable[[int], m.ToEngine]) -> dict[str, Any]:
-        return {"": await self.ask(make)}
+    async def ask_all(self, make: Callable[[int], m.ToEngine], seconds: float | None = None) -> dict[str, Any]:
+        return {"": await asyncio.wait_for(self.ask(make), seconds)}
 
     async def _order(self, order: VectorOrder) -> Any:
         found = await self.ask(lambda number: numbered(order, number))

@@ -25,6 +25,8 @@ from .vector_orders import VectorOrder
 logger = logging.getLogger(__name__)
 RUNS = 2
 """How often a request may be started: once more where its replica ended before it had any output."""
+UNREAD = 4
+"""So many times `max_queued_bytes` may be on their way to a replica."""
 WAIT_SECONDS = 60.0
 """How long a request that is run again may wait for a replica."""
 
@@ -132,7 +134,12 @@ class ReplicatedEngine(EngineClient):
         for name in wanted.keys() - self._links.keys():
             limits = self.settings.limits
             self._links[name] = Link(
-                wanted[name], self._keys, self, self._context, limits.replica_silence_seconds, limits.max_queued_bytes
+                wanted[name],
+                self._keys,
+                self,
+                self._context,
+                limits.replica_silence_seconds,
+                UNREAD * limits.max_queued_bytes,
             )
 
     def _spawn(self, work: Any) -> None:
@@ -204,6 +211,8 @@ class ReplicatedEngine(EngineClient):
     def deliver(self, call: Call, message: m.FromEngine) -> None:
         if isinstance(message, m.Finished) and message.captured is not None and message.captured.data is not None:
             if message.captured.size > self.settings.limits.inline_bytes:
+                if isinstance(call, ReplicatedCall):
+                    call.shown = True  # it is on its way to the client
                 self._spawn(self._store(call, message))
                 return
         call.put(message)
@@ -290,14 +299,16 @@ class ReplicatedEngine(EngineClient):
         except EngineDiedError:
             pass  # the session ends, and its calls with it
 
-    async def ask_all(self, make: Callable[[int], m.ToEngine]) -> dict[str, Any]:
+    async def ask_all(self, make: Callable[[int], m.ToEngine], seconds: float | None = None) -> dict[str, Any]:
         links = [link for link in self._links.values() if link.up]
-        found = await asyncio.gather(*(link.ask(make) for link in links), return_exceptions=True)
+        asked = (asyncio.wait_for(link.ask(make), seconds) for link in links)
+        found = await asyncio.gather(*asked, return_exceptions=True)
         return self._answers(dict(zip([link.name for link in links], found, strict=True)))
 
     def _answers(self, found: dict[str, Any]) -> dict[str, Any]:
         """The answers of replicas that live. Raises what one refused with; EngineDiedError where none is left."""
-        left = {name: answer for name, answer in found.items() if not isinstance(answer, EngineDiedError)}
+        gone = EngineDiedError, TimeoutError
+        left = {name: answer for name, answer in found.items() if not isinstance(answer, gone)}
         for answer in left.values():
             if isinstance(answer, BaseException):
                 raise answer

@@ -89,7 +89,7 @@ class ServerState:
         if not self.engine.ready:
             return {}
         try:
-            return await asyncio.wait_for(self.engine.ask_all(AskStats), 5)
+            return await self.engine.ask_all(AskStats, 5)
         except (TimeoutError, EngineDiedError):
             return {}
 

@@ -31,7 +31,7 @@ EVERYBODY = 0
 """The session number of messages to all fronts, and of the first one, which is for the process's parent."""
 AT_ONCE = 256
 """Messages that are taken from one socket before the other is looked at."""
-BUFFERED = 2
+BUFFERED = 16
 """A session ends where so many times `queued_bytes` were sent to its front, and not received."""
 
 
