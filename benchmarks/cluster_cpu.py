@@ -1,9 +1,9 @@
-"""Two replicas against one, and a front against `serve`, on CPU engines of one thread: no Ray, since tokens do not pass it.
+"""Two replicas against one, and a front against `serve`: on CPU engines of one thread, or on GPUs. Tokens do not pass Ray.
 
-    python benchmarks/cluster_cpu.py [--streams 32] [--tokens 64] [--repeats 5] [--out FILE]
+    python benchmarks/cluster_cpu.py [--streams 32] [--tokens 64] [--repeats 5] [--device cuda --model FOLDER] [--out FILE]
 
-The model is random, with four layers. Prints the time to the first token of single streams, and tokens a second of many streams, in
-turns of all set-ups, and the hit rate of the prefix cache on prompts with shared beginnings. `--pin` gives each engine a core.
+Without --model, the model is random, with four layers. All set-ups are measured in turns. Prints the time to the first token of single
+streams, tokens a second of many streams, and the hit rate of the prefix cache on prompts with shared beginnings.
 """
 
 from __future__ import annotations
@@ -42,11 +42,17 @@ def save_model(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def served(folder: Path, replicas: int, pin: bool) -> Iterator[str]:
+def served(folder: Path, replicas: int, device: str, pin: bool, kv_cache_tokens: int) -> Iterator[str]:
     """HOST:PORT of `serve` (0 replicas), or of a front over so many."""
     main = ["-m", "pymllm_interp.cli"] if not replicas else [str(SUPPORT / "replicated_server.py"), str(replicas)]
-    command = [sys.executable, *main, "serve", str(folder), "--port", "0", "--dtype", "float32", "--device", "cpu"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, *main, "serve", str(folder), "--port", "0", "--device", device]
+    command += ["--option", f"kv_cache_tokens={kv_cache_tokens}"]
+    environment = {
+        **os.environ,
+        "REPLICA_GPUS": "1" if device == "cuda" else "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
     ) as process:
@@ -128,6 +134,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--model", type=Path, help="a folder")
+    parser.add_argument("--kv-cache-tokens", type=int, default=65536, help="of each engine: several may share a device")
     parser.add_argument("--pin", action="store_true", help="a core for each engine process")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -138,9 +147,13 @@ def main() -> None:
         "tokens": args.tokens, "results": {},
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        save_model(folder)
-        hosts = {name: stack.enter_context(served(folder, count, args.pin)) for name, count in names.items()}
+        folder = args.model or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if args.model is None:
+            save_model(folder)
+        hosts = {
+            name: stack.enter_context(served(folder, count, args.device, args.pin, args.kv_cache_tokens))
+            for name, count in names.items()
+        }
         found: dict[str, dict[str, list[float]]] = {name: {"ttft_ms": [], "tokens_per_second": []} for name in names}
         for name, host in hosts.items():
             tokens_per_second(host, args.streams, 8, rng)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import statistics
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +36,6 @@ MOST_LOSSES = 3
 """How many workers one unit may be lost with, before the harvest ends: the unit is then the likely reason."""
 SLOW_FACTOR, SLOW_SECONDS = 3.0, 10.0
 """A unit that one worker has had for so many times the median, and so many seconds, is computed by an idle one, too."""
-DATASET_FOLDER = "documents"
 
 
 Compute = Callable[[Any, Path, HarvestPlan, Unit], bool]
@@ -229,15 +230,15 @@ def count_unit(out: Path, unit: Unit, shown: HarvestProgress) -> None:
 
 
 def _stored(dataset: Any, out: Path) -> list[Path]:
-    """The files that a Ray dataset is written to, by its own workers: then its documents have numbers that stay."""
-    folder = out.parent / f"{out.name}.{DATASET_FOLDER}"
+    """The files that a Ray dataset is written to, once, by its own workers: then its documents have numbers that stay."""
+    folder = out.with_name(f"{out.name}.documents")
     if not folder.exists():
-        partial = folder.with_name(f"{folder.name}.partial")
-        with contextlib.suppress(FileNotFoundError):
-            for path in partial.iterdir():
-                path.unlink()
+        partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}")
         dataset.write_parquet(str(partial))
-        partial.rename(folder)
+        try:
+            partial.rename(folder)
+        except OSError:  # another driver was first
+            shutil.rmtree(partial)
     return sorted(folder.glob("*.parquet"))
 
 

@@ -131,6 +131,19 @@ def test_a_harvest_equals_the_local_one_whatever_is_killed_or_stopped(nodes, ser
             lm.harvest([path], out=tmp_path / "out", cluster="auto", unit_documents=6, **how)
 
 
+def test_a_dataset_is_written_as_files_and_harvested(nodes, served_folder, tmp_path):
+    import ray.data
+
+    documents = corpus(12, seed=3)
+    found = ray.data.from_items([{"input_ids": one} for one in documents], override_num_blocks=2)
+    with LM(str(served_folder), dtype="float32", device="cpu") as lm:
+        how: dict[str, Any] = {"capture": ["resid_post.*"], "max_length": 32, "too_long": "truncate", "progress": False}
+        lm.harvest(documents, out=tmp_path / "local", **how)
+        lm.harvest(found, out=tmp_path / "out", cluster="auto", workers=1, unit_documents=5, **how)
+    equal(tmp_path / "local", tmp_path / "out")
+    assert sorted(path.suffix for path in (tmp_path / "out.documents").iterdir()) == [".parquet"] * 2
+
+
 def workers() -> list[int]:
     """Process ids of harvests' workers."""
     found = []

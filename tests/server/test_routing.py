@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 
@@ -9,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pymllm_interp import __version__
 from pymllm_interp.server.engines import vector_orders
+from pymllm_interp.server.engines.roster import Replica
 from pymllm_interp.server.engines.routing import BLOCK, LOAD_FACTOR, LOAD_MARGIN, choose, key_of, least_loaded, ranked
 from pymllm_interp.server.engines.stats import merged_stats
 from pymllm_interp.server.engines.vector_orders import VectorOrders
@@ -104,6 +107,14 @@ def test_names_that_were_dropped_are_forgotten_in_the_end(monkeypatch: pytest.Mo
     assert most <= len(known.all()) < 2 * most
     late = PutVector(0, "me", f"v{3 * most - 1}", b"", "gguf", 5)
     assert not known.is_news(late)  # it stays dropped
+
+
+def test_a_replica_of_another_version_or_with_other_weights_is_refused_with_both_named():
+    replica = Replica("r1", "tcp://127.0.0.1:1", "key", "0.0.1", "a" * 64)
+    assert f"r1 runs pymllm-interp 0.0.1, and this is {__version__}" in replica.differs_from("a" * 64)
+    same = dataclasses.replace(replica, version=__version__)
+    assert not same.differs_from("a" * 64) and not same.differs_from("")
+    assert "r1 has other weights (aaaaaaaa) than the cluster (bbbbbbbb)" in same.differs_from("b" * 64)
 
 
 def test_counters_are_added():

@@ -30,6 +30,8 @@ class Supervisor:
 
     async def _keep(self, engine: ReplicatedEngine, name: str) -> None:
         while True:
+            if os.environ.get("REPLICA_GPUS"):  # one for each; `start` reads the environment before it first waits
+                os.environ["CUDA_VISIBLE_DEVICES"] = name.removeprefix("r")
             process = ReplicaProcess(self._settings, name, os.environ.get("REPLICA_HOST", "127.0.0.1"))
             try:
                 self._live[name] = await process.start()
