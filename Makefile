@@ -35,10 +35,11 @@ demo: $(STAMP)
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 TRACE_TESTS := $(addprefix tests/hooks/traces/test_trace_,parity.py features.py errors.py) tests/engine/test_stress.py tests/runner/test_interp_runner.py
 LOWERED_TESTS := $(addprefix tests/hooks/traces/test_,trace_freed.py trace_fuzz.py class_keys.py)
+REPLICATED_TESTS := tests/server/test_server_trust.py tests/server/test_server_faults.py tests/client/test_remote.py
 REMOTE_TESTS := $(addprefix tests/hooks/traces/test_,nnsight_calls.py trace_parity.py)
 
 # The traces five times: as a CPU runs them; as a GPU does, in segments and with steps launched ahead; after their requests, where
-# they can be lowered; and by LM.connect, as code and where they can be lowered.
+# they can be lowered; and by LM.connect, as code and where they can be lowered. Then servers with two replicas in place of one engine.
 test: $(STAMP)
 	$(PYTEST) $(TESTS)
 ifeq ($(TESTS),tests)
@@ -47,6 +48,7 @@ ifeq ($(TESTS),tests)
 	$(PYTEST) --remote $(REMOTE_TESTS) -k "not qwen3 and not bit"
 	$(PYTEST) --remote --lower-traces auto $(REMOTE_TESTS) -k "not qwen3 and not bit"
 	$(MAKE) test-vllm
+	PYMLLM_TEST_REPLICAS=2 $(PYTEST) $(REPLICATED_TESTS)
 endif
 
 # vLLM as the engine of an LM, against our own engine. Twice: vLLM asks for Triton when it is imported, and its V2 runner needs it.

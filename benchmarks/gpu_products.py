@@ -124,7 +124,12 @@ def main() -> None:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     head = config.get("head_dim") or hidden // config["num_attention_heads"]
     qkv = head * (config["num_attention_heads"] + 2 * config["num_key_value_heads"])
-    shapes = {"qkv": (qkv, hidden), "o": (hidden, head * config["num_attention_heads"]), "gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+    shapes = {
+        "qkv": (qkv, hidden),
+        "o": (hidden, head * config["num_attention_heads"]),
+        "gate_up": (2 * inner, hidden),
+        "down": (hidden, inner),
+    }
     lt, record = Lt(), {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": []}
     for m in args.rows:
         total = [0.0, 0.0, 0.0]
@@ -141,12 +146,27 @@ def main() -> None:
                 except RuntimeError:
                     continue
                 error = ((out.float() - expected).norm() / expected.norm()).item()
-                times.append({"proposal": i, "us": us, "error": error, "waves": proposal.waves, "workspace": proposal.workspace})
+                times.append(
+                    {"proposal": i, "us": us, "error": error, "waves": proposal.waves, "workspace": proposal.workspace}
+                )
             best = min((t for t in times if t["error"] < 1e-2), key=lambda t: t["us"])
             limit = max(2 * m * n * k / FLOPS, 2 * n * k / BANDWIDTH) * 1e6
             total = [total[0] + plain, total[1] + min(best["us"], plain), total[2] + limit]
-            record["rows"].append({"m": m, "name": name, "mm_us": plain, "best": best, "limit_us": limit, "first_us": times[0]["us"], "proposals": len(times)})
-            print(f"{m:5} {name:8} mm {plain:7.1f}  Lt first {times[0]['us']:7.1f}  best {best['us']:7.1f} (#{best['proposal']} of {len(times)})  limit {limit:6.1f}", flush=True)
+            record["rows"].append(
+                {
+                    "m": m,
+                    "name": name,
+                    "mm_us": plain,
+                    "best": best,
+                    "limit_us": limit,
+                    "first_us": times[0]["us"],
+                    "proposals": len(times),
+                }
+            )
+            print(
+                f"{m:5} {name:8} mm {plain:7.1f}  Lt first {times[0]['us']:7.1f}  best {best['us']:7.1f} (#{best['proposal']} of {len(times)})  limit {limit:6.1f}",
+                flush=True,
+            )
         print(f"{m:5} layer    mm {total[0]:7.1f}  best {total[1]:7.1f}  limit {total[2]:6.1f}", flush=True)
     if args.out:
         args.out.write_text(json.dumps(record))

@@ -92,7 +92,9 @@ def part_of(workload: Workload, index: int, processes: int) -> list[tuple[list[i
     return everything[index::processes]
 
 
-def serve_part(url: str, model: str, requests: list[tuple[list[int], int, float]], clients: int | None, start: float) -> list[Answer]:
+def serve_part(
+    url: str, model: str, requests: list[tuple[list[int], int, float]], clients: int | None, start: float
+) -> list[Answer]:
     """One process: `clients` connections in a closed loop, or a connection for each request at its time."""
 
     async def open_loop() -> list[Answer]:
@@ -169,7 +171,10 @@ def main() -> None:
             rows.append(measure(pool, args, load, run))
             row = rows[-1]
             first, each = ("/".join(f"{value:.2f}" for value in row[key].values()) for key in ("ttft_ms", "tpot_ms"))
-            print(f"{args.name:12} {load:12} {row['tokens_per_s']:8,.0f} tok/s   first token {first} ms   a token {each} ms", flush=True)
+            print(
+                f"{args.name:12} {load:12} {row['tokens_per_s']:8,.0f} tok/s   first token {first} ms   a token {each} ms",
+                flush=True,
+            )
     if args.out:
         args.out.write_text(json.dumps({"name": args.name, "scale": args.scale, "rows": rows}))
 

@@ -218,7 +218,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--invokes", type=int, default=1024)
-    parser.add_argument("--rate", type=float, default=10.0, help="requests a second, of which the first tokens are timed")
+    parser.add_argument(
+        "--rate", type=float, default=10.0, help="requests a second, of which the first tokens are timed"
+    )
     parser.add_argument("--seconds", type=float, default=12.0, help="of arrivals, in each run of these")
     args = parser.parse_args()
     size = (

@@ -85,7 +85,9 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--longest", type=int, default=8192)
     parser.add_argument("--requests", type=int, help="of the workload at most")
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="an argument of LM, as JSON")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="an argument of LM, as JSON"
+    )
     parser.add_argument("--profile", action="store_true", help="a second run, with kernels")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -96,7 +98,12 @@ def main() -> None:
         log = StepLog(lm)
         record |= {"model": lm.backend.facts.name, "device": lm.backend.facts.device}
         for number, name in enumerate(args.workload):
-            sizes = partial(Sizes, vocab_size=lm.limits.vocab_size, longest=min(args.longest, lm.limits.max_model_len), scale=args.scale)
+            sizes = partial(
+                Sizes,
+                vocab_size=lm.limits.vocab_size,
+                longest=min(args.longest, lm.limits.max_model_len),
+                scale=args.scale,
+            )
             warm = make_workload(name, sizes(run=10 * number)).head(64, 16)
             run(OurEngine(lm), warm)
             workload = make_workload(name, sizes(run=10 * number + 1))
@@ -106,11 +113,19 @@ def main() -> None:
             started = time.perf_counter()
             _, result = run(OurEngine(lm), workload)
             rows = budget(lm, log.steps, started)
-            record["workloads"][name] = {"result": result.record(), "groups": rows, "steps": [asdict(s) for s in log.steps]}
-            print(f"\n{name}: {result.tokens_per_s:,.0f} tokens a second, {result.seconds:.2f} s; between tokens {result.itl_ms}")
+            record["workloads"][name] = {
+                "result": result.record(),
+                "groups": rows,
+                "steps": [asdict(s) for s in log.steps],
+            }
+            print(
+                f"\n{name}: {result.tokens_per_s:,.0f} tokens a second, {result.seconds:.2f} s; between tokens {result.itl_ms}"
+            )
             show(rows)
             if args.profile:
-                record["workloads"][name]["profile"] = profiled(lm, make_workload(name, sizes(run=10 * number + 2)), args.requests)
+                record["workloads"][name]["profile"] = profiled(
+                    lm, make_workload(name, sizes(run=10 * number + 2)), args.requests
+                )
     if args.out:
         args.out.write_text(json.dumps(record, default=str))
 
@@ -123,11 +138,24 @@ def budget(lm: LM, steps: list[Step], started: float) -> list[dict[str, Any]]:
     flops, bandwidth = next((limits for kind, limits in LIMITS.items() if kind in name), LIMITS["H100"])
     weights = sum(p.numel() for p in lm.model.parameters() if p.dim() == 2)
     embed = lm.model.embed_tokens.weight.numel()
-    weights = weights - embed + (lm.lm_head.weight.numel() if lm.lm_head.weight.data_ptr() != lm.model.embed_tokens.weight.data_ptr() else embed)
+    weights = (
+        weights
+        - embed
+        + (
+            lm.lm_head.weight.numel()
+            if lm.lm_head.weight.data_ptr() != lm.model.embed_tokens.weight.data_ptr()
+            else embed
+        )
+    )
     config = lm.config
-    heads, head_dim = config.num_key_value_heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads, head_dim = (
+        config.num_key_value_heads,
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+    )
     kv_bytes = 2 * config.num_hidden_layers * heads * head_dim * 2
-    groups: dict[str, dict[str, Any]] = defaultdict(lambda: {"steps": 0, "tokens": 0, "limit_s": 0.0, "used_s": 0.0, "idle_s": 0.0})
+    groups: dict[str, dict[str, Any]] = defaultdict(
+        lambda: {"steps": 0, "tokens": 0, "limit_s": 0.0, "used_s": 0.0, "idle_s": 0.0}
+    )
     before = started
     for step in steps:
         tokens = step.rows + step.prompt_tokens
@@ -145,7 +173,9 @@ def budget(lm: LM, steps: list[Step], started: float) -> list[dict[str, Any]]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    print(f"{'group':34} {'steps':>6} {'tokens':>8} {'limit s':>8} {'used s':>8} {'idle s':>7} {'ms a step':>9} {'of limit':>8}")
+    print(
+        f"{'group':34} {'steps':>6} {'tokens':>8} {'limit s':>8} {'used s':>8} {'idle s':>7} {'ms a step':>9} {'of limit':>8}"
+    )
     total = {key: sum(row[key] for row in rows) for key in ("steps", "tokens", "limit_s", "used_s", "idle_s")}
     for row in [*rows, {"group": "all", **total}]:
         each = row["used_s"] / max(1, row["steps"]) * 1e3

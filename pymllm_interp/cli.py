@@ -20,6 +20,7 @@ SERVE_LIMITS: dict[str, tuple[type, float]] = {
     "store_seconds": (float, 300.0), "trace_timeout": (float, 600.0),
     "max_queued_bytes": (int, 256 << 20), "max_connections": (int, 2048), "idle_seconds": (float, 30.0),
     "engine_message_seconds": (float, 60.0), "engine_step_seconds": (float, 300.0),
+    "replica_silence_seconds": (float, 10.0),
     "header_seconds": (float, 10.0), "max_header_bytes": (int, 64 << 10),
 }  # fmt: skip
 """Limits of a server -> type and default, as in server/settings.py, which is not imported for --help."""
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        if args.command == "serve" and (hint := hint_of(unknown)):
+        if args.command in ("serve", "cluster") and (hint := hint_of(unknown)):
             print(f"pymllm-interp serve: {hint}", file=sys.stderr)
             return 2
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -72,6 +73,13 @@ def make_parser() -> argparse.ArgumentParser:
     _add_serve(serve)
     serve.set_defaults(run=_serve)
 
+    cluster = commands.add_parser(
+        "cluster",
+        help="serve a model by several replicas on a Ray cluster; status, scale N, drain REPLICA, restart, stop",
+    )
+    _add_cluster(cluster)
+    cluster.set_defaults(run=_cluster)
+
     bench = commands.add_parser("bench", help="speed of plain decoding, and what reading layers costs")
     _add_model(bench)
     _add_bench(bench)
@@ -86,10 +94,42 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_cluster(cluster: argparse.ArgumentParser) -> None:
+    cluster.add_argument(
+        "model",
+        help="demo, a folder that all nodes have, or a hub id; or of a cluster that runs: status, scale, drain, restart or stop",
+    )
+    cluster.add_argument("argument", nargs="?", help="of scale: the number of replicas; of drain: the replica")
+    cluster.add_argument(
+        "--name", default="pymllm", help="of the cluster, as in LM.connect('ray:NAME') (default: %(default)s)"
+    )
+    cluster.add_argument(
+        "--address", default="auto", help="of the Ray cluster (default: that of this machine, or of RAY_ADDRESS)"
+    )
+    cluster.add_argument("--replicas", type=int, default=1, metavar="R", help="(default: %(default)s)")
+    cluster.add_argument(
+        "--fronts", type=int, default=1, metavar="F",
+        help="HTTP processes, on ports from --port on; one ends near 11,000 tokens a second (default: %(default)s)",
+    )  # fmt: skip
+    cluster.add_argument("--replica-cpus", type=float, default=1.0, metavar="N", help="(default: %(default)s)")
+    cluster.add_argument(
+        "--replica-gpus",
+        type=float,
+        default=None,
+        metavar="N",
+        help="(default: 1, if the Ray cluster has as many GPUs)",
+    )
+    _add_serve_options(cluster)
+
+
 def _add_serve(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "model", nargs="?", default="demo", help="demo, a folder, a .gguf file or a hub id (default: demo)"
     )
+    _add_serve_options(serve)
+
+
+def _add_serve_options(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 or auto (default: %(default)s)")
     serve.add_argument("--device", default="auto", help="cpu, cuda or auto (default: %(default)s)")
     serve.add_argument("--served-model-name", default=None, metavar="NAME", help="the model's name for clients")
@@ -296,6 +336,14 @@ def _serve(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ImportError(f"{error}; {_remedy(error)}") from error
     return run(settings_of(args))
+
+
+def _cluster(args: argparse.Namespace) -> int:
+    try:
+        from .cluster.command import run_cluster
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{error}; {_remedy(error)}") from error
+    return run_cluster(args)
 
 
 def _remedy(error: ModuleNotFoundError) -> str:

@@ -9,8 +9,9 @@ with lm.trace("The Eiffel Tower is in") as tracer:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
 from traceback import clear_frames
@@ -26,10 +27,10 @@ from .client.chat import RenderedPrompt
 from .client.handle import RequestHandle
 from .client.local_backend import LocalBackend
 from .client.notebook.tab_completion import set_up_completion
+from .cluster.address import SCHEME, url_of
+from .cluster.corpus_calls import CorpusCalls
 from .config import ModelConfig, ServerConfig
 from .core import unsupported
-from .harvest.result import HarvestResult
-from .harvest.run import run_harvest
 from .hooks.captures.spec import Capture
 from .hooks.declared import captures_for_each_prompt, for_each_prompt
 from .hooks.heads import Heads
@@ -62,7 +63,7 @@ ELSEWHERE = {
 """What nnsight's and vLLM's users write -> what to do."""
 
 
-class LM(ClientModel):
+class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodOverride]
     """A language model, its engine, and the tree that traces are written against.
 
     Args:
@@ -246,61 +247,9 @@ class LM(ClientModel):
 
     _bridge = bridge_of  # for the methods of TransformerLens' caches
 
-    # -- harvests ----------------------------------------------------------------------
-
-    def harvest(
-        self,
-        inputs: Iterable[Any],
-        *,
-        capture: Sequence[Capture | Site | str],
-        out: str | Path,
-        interventions: Sequence[Intervention] | None = None,
-        lora: str | None = None,
-        shard_bytes: int = 1 << 29,
-        max_length: int | None = None,
-        too_long: str = "error",
-        on_error: str = "raise",
-        progress: bool | None = None,
-    ) -> HarvestResult:
-        """Write the states of a corpus to the folder `out`, as safetensors shards that `open_harvest` reads.
-
-        Each document is one forward pass without generation; many run at once. The same call resumes a run that was killed or
-        failed: it skips the documents in whole shards, and deletes all other files of the run.
-
-        Args:
-            inputs: an iterable of documents (texts or token ids), which may be lazy and endless. Or one stream of tokens: a tensor
-                [n], an array, an iterable of integers. It is cut into documents of `max_length` tokens.
-            capture: sites and `Capture`s. Positions and reductions apply to one pass.
-            out: a new folder, or a folder of the same harvest.
-            interventions: applied to each document.
-            lora: a LoRA adapter that each document runs with, by name; None: the model itself.
-            shard_bytes: upper bound of a shard, in bytes. A document is never split over shards, so a larger document makes a
-                larger shard. About twice this much is held in host memory.
-            max_length: upper bound of a pass, in tokens; None: max_model_len.
-            too_long: what to do with a longer document: "error"; "truncate": read its beginning; "split": read it in several passes
-                of `max_length` tokens. These do not attend to each other. Positions still count from the start of the
-                document, so the position in the pass is ``position % max_length``.
-            on_error: "raise"; "skip": leave out documents that fail, and name them in the result and the manifest.
-            progress: show documents, rates and the time left on standard error: a bar on a terminal, lines elsewhere. None: no
-                lines in the first seconds. False: nothing.
-
-        Raises:
-            ValueError: invalid captures, or a folder of another harvest or input.
-            FileExistsError: the folder holds other files.
-            HarvestError: the run stopped before the end of the input. The message names the document, and what was kept.
-        """
-        self.backend.require_process("lm.harvest", "or capture with lm.imap")
-        if self.engine.on_engine_thread:
-            raise RuntimeError("a harvest cannot be run inside the block of a trace: the engine would wait for itself")
-        self.engine.check_open()
-        if self.edits_of(None):
-            raise NotImplementedError(
-                "this model has edits, and a harvest does not apply them: clear them, or declare them"
-            )
-        return run_harvest(
-            self, inputs, capture=capture, out=out, interventions=interventions, lora=lora, shard_bytes=shard_bytes,
-            max_length=max_length, too_long=too_long, on_error=on_error, progress=progress,
-        )  # fmt: skip
+    def model_maker(self) -> Callable[[], LM]:
+        """Makes an equal model in another process: it can be pickled. For workers of harvests."""
+        return partial(_worker_model, self.runner.model_config, self.runner.server_config)
 
     def resolve_specs(
         self, capture: Sequence[Capture | Site | str], interventions: Sequence[Intervention] | None = None
@@ -447,7 +396,7 @@ class LM(ClientModel):
         what they save comes back as tensors. `lm.lm_head(h)` works only inside blocks.
 
         Args:
-            url: such as "http://127.0.0.1:8000".
+            url: such as "http://127.0.0.1:8000"; or "ray:NAME", the name of a cluster on Ray (`pymllm-interp cluster`).
             api_key: where the server asks for one.
             timeout: seconds to wait for the next part of an answer; None: as long as it takes.
             lower_traces: "auto"; "require" sends no code, and refuses blocks that need it; "off" sends each block as code.
@@ -456,9 +405,12 @@ class LM(ClientModel):
             ValueError: an unknown `lower_traces`.
             ConnectionError: no server answers there, or it serves another version.
             PermissionError: the key is missing or not known.
+            ImportError: "ray:NAME", and Ray is missing.
         """
         from .client.remote.remote_backend import RemoteBackend
 
+        if url.startswith(SCHEME):
+            url = url_of(url)
         return cls(backend=RemoteBackend(url, api_key, timeout, lower_traces))
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -480,6 +432,11 @@ class LM(ClientModel):
 
     def __exit__(self, *exc: object) -> None:
         self.shutdown()
+
+
+def _worker_model(model: ModelConfig, server: ServerConfig) -> LM:
+    """The model of a harvest's worker, in another process."""
+    return LM(backend=LocalBackend(model, server))
 
 
 def _check_arguments(model: Any, keywords: Mapping[str, Any]) -> None:

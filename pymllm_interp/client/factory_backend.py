@@ -119,6 +119,7 @@ class FactoryBackend(Backend):
             },
             "ops": sorted(ops()),
             "saes": {name: {"site": sae.site, "features": sae.d_sae} for name, sae in self.saes.items()},
+            "adapters": {},
             "hooks": {"hook_execution": config.hook_execution, **self.hooks_run},
             "limits": {
                 "max_model_len": limits.max_model_len,

@@ -96,6 +96,8 @@ class HarvestFolder:
         self._fd = os.open(self.folder, os.O_RDONLY)
         try:
             self._lock()
+            if (self.folder / "plan.json").exists():
+                raise ValueError(f"{self.folder} is harvested in units: call with cluster=, or name a new folder")
             if (self.folder / MANIFEST).exists():
                 self._resume()
             else:
@@ -124,10 +126,15 @@ class HarvestFolder:
         Raises:
             OSError: it could not be written; no part of it is left.
         """
-        name = f"shard-{len(self.shards):06}.safetensors"
-        size, crc32 = self._put(name, _serialised(tensors))
-        made = ShardEntry(file=name, bytes=size, crc32=f"{crc32:08x}", **entry)
+        made = self._put_shard(f"shard-{len(self.shards):06}.safetensors", tensors, entry)
         self._list([*self.shards, made], complete=False)
+
+    def _put_shard(self, name: str, tensors: Mapping[str, Sequence[Tensor]], entry: dict[str, Any]) -> ShardEntry:
+        return self._put_file(name, _serialised(tensors), entry)
+
+    def _put_file(self, name: str, chunks: Iterable[bytes | memoryview], entry: dict[str, Any]) -> ShardEntry:
+        size, crc32 = self._put(name, chunks)
+        return ShardEntry(file=name, bytes=size, crc32=f"{crc32:08x}", **entry)
 
     def finish(self) -> None:
         """Mark the harvest as complete."""

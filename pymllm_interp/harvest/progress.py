@@ -19,7 +19,12 @@ class HarvestProgress:
         enabled: show it; None: a bar if standard error is a terminal, and otherwise lines, the first after some seconds.
         total: documents of the input; None where unknown.
         done: documents that earlier runs harvested.
+
+    Attributes:
+        workers: that compute, where there are several.
     """
+
+    workers = 0
 
     def __init__(self, enabled: bool | None, total: int | None, done: int) -> None:
         console = Console(stderr=True)
@@ -43,19 +48,19 @@ class HarvestProgress:
         if self._lines and self._last_line:
             self._print_line(time.perf_counter())
 
-    def advance(self, tokens: int, nbytes: int, skipped: bool = False) -> None:
-        """Count a document.
+    def advance(self, tokens: int, nbytes: int, skipped: int = 0, documents: int = 1) -> None:
+        """Count a document, or several.
 
         Args:
-            tokens: of the document.
-            nbytes: bytes of its rows.
-            skipped: it failed, and is left out.
+            tokens: of the documents.
+            nbytes: bytes of their rows.
+            skipped: of them, that failed, and are left out.
         """
-        self._done, self._skipped = self._done + 1, self._skipped + skipped
+        self._done, self._skipped = self._done + documents, self._skipped + skipped
         self._tokens, self._bytes = self._tokens + tokens, self._bytes + nbytes
         now = time.perf_counter()
         if not self._lines:
-            self._bar.update(self._task, advance=1, rate=self._rate(now))
+            self._bar.update(self._task, advance=documents, rate=self._rate(now))
         elif now - self._shown >= SECONDS_BETWEEN_LINES:
             self._print_line(now)
             self._last_line = True
@@ -65,7 +70,8 @@ class HarvestProgress:
         rate = (
             f"{self._tokens:,} tokens, {self._tokens / seconds:,.0f} a second, {self._bytes / seconds / 1e9:.2f} GB/s"
         )
-        return f"{rate}, {self._skipped} skipped" if self._skipped else rate
+        rate = f"{rate}, {self._skipped} skipped" if self._skipped else rate
+        return f"{rate}, {self.workers} workers" if self.workers else rate
 
     def _print_line(self, now: float) -> None:
         self._shown = now

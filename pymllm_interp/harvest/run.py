@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,6 +54,54 @@ def run_harvest(
     progress: bool | None = None,
 ) -> HarvestResult:
     """Harvest `inputs` into the folder `out`. See `LM.harvest` for the arguments and errors."""
+    weights_version = model.weights_version  # before the fingerprint, so that an edit meanwhile is noticed
+    asked = asked_of(
+        model,
+        capture,
+        interventions,
+        shard_bytes=shard_bytes,
+        max_length=max_length,
+        too_long=too_long,
+        on_error=on_error,
+        lora=lora,
+    )
+    folder = HarvestFolder(out, asked.identity, asked.description)
+    run = HarvestRun(
+        model,
+        weights_version,
+        folder,
+        asked.settings,
+        asked.captures,
+        asked.interventions,
+        on_error == "skip",
+        progress,
+        lora,
+    )
+    return run.run(inputs)
+
+
+class AskedHarvest(NamedTuple):
+    """What a harvest is to compute, checked."""
+
+    captures: list[Capture]
+    interventions: list[Intervention]
+    settings: Settings
+    identity: Identity
+    description: dict[str, Any]
+
+
+def asked_of(
+    model: HarvestModel,
+    capture: Sequence[Capture | Site | str],
+    interventions: Sequence[Intervention] | None,
+    *,
+    shard_bytes: int,
+    max_length: int | None,
+    too_long: str,
+    on_error: str,
+    lora: str | None = None,
+) -> AskedHarvest:
+    """The arguments of `LM.harvest`, checked. See there for the errors."""
     captures, interventions = model.resolve_specs(capture, interventions)
     if not captures:
         raise ValueError("harvest(capture=...): nothing to capture; name sites, as in ['resid_post.*']")
@@ -73,7 +121,6 @@ def run_harvest(
     settings = Settings(longest if max_length is None else max_length, too_long, shard_bytes)
     if settings.max_length > longest:
         raise ValueError(f"max_length={max_length}: a pass takes at most {longest} (max_model_len, kv_cache_tokens)")
-    weights_version = model.weights_version  # before the fingerprint, so that an edit meanwhile is noticed
     identity = Identity(
         model=model.model_fingerprint if lora is None else model.fingerprint_with(lora),
         tokenizer=tokenizer_fingerprint(model.tokenizer),
@@ -83,11 +130,7 @@ def run_harvest(
         too_long=too_long,
         index_per_site=has_index_per_site(captures),
     )
-    description = describe(model, captures, interventions, identity)
-    folder = HarvestFolder(out, identity, description)
-    skip = on_error == "skip"
-    run = HarvestRun(model, weights_version, folder, settings, captures, interventions, skip, progress, lora)
-    return run.run(inputs)
+    return AskedHarvest(captures, interventions, settings, identity, describe(model, captures, interventions, identity))
 
 
 class HarvestRun:
@@ -258,6 +301,9 @@ class HarvestRun:
         self._wait_for_writer()
         if failure is not None:
             raise failure
+        self._finish()
+
+    def _finish(self) -> None:
         self.folder.finish()
 
     def _may_submit(self, made: Pass) -> bool:

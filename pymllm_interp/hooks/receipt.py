@@ -93,6 +93,8 @@ class Receipt(_Brief, Shown):
     """Number of draft tokens that were computed."""
     accepted: int = 0
     """Number of them that became tokens of the request."""
+    replica: str = ""
+    """Name of the replica that served the request, in a cluster."""
 
     @property
     def warnings(self) -> list[str]:

@@ -17,9 +17,10 @@ import uvicorn
 
 from ..core.closed import EngineClosedError
 from ..wire.failures import EngineError
+from .engines.local_engine import LocalEngine
 from .http.app import create_app, sweep
 from .http.connections import OutOfFiles, http_config, with_room_for_files
-from .http.state import ServerState
+from .http.state import MakeEngine, ServerState
 from .settings import ServeSettings
 
 logger = logging.getLogger("pymllm_interp.server")
@@ -97,8 +98,8 @@ class DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)  # which waits while the answers leave
 
 
-async def _serve(settings: ServeSettings, bound: socket.socket) -> int:
-    state = ServerState(settings)
+async def _serve(settings: ServeSettings, bound: socket.socket, engine: MakeEngine) -> int:
+    state = ServerState(settings, engine)
     tasks: list[asyncio.Task[None]] = []
     try:
         await state.start()
@@ -111,7 +112,6 @@ async def _serve(settings: ServeSettings, bound: socket.socket) -> int:
         host, port = bound.getsockname()[:2]
         server = DrainingServer(config, state, lambda: print(banner(settings, host, port), flush=True))
         tasks.append(asyncio.create_task(sweep(state)))
-        tasks.append(asyncio.create_task(state.liveness.watch()))
         tasks.append(asyncio.create_task(_exit_with_engine(state, server)))
         await server.serve(sockets=[bound])
         return 3 if state.exiting.is_set() else 0
@@ -142,8 +142,11 @@ def banner(settings: ServeSettings, host: str, port: int) -> str:
     )
 
 
-def run(settings: ServeSettings) -> int:
+def run(settings: ServeSettings, engine: MakeEngine = LocalEngine) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns the exit status: 0, or 3 where the engine ended and was not to be started again.
+
+    Args:
+        engine: makes the engine.
 
     Raises:
         ValueError, OSError: the model or the address cannot be served.
@@ -154,19 +157,19 @@ def run(settings: ServeSettings) -> int:
     root.handlers = [handler]
     root.setLevel(settings.log_level.upper())
     try:
-        return _run(settings)
+        return _run(settings, engine)
     finally:
         root.handlers = before
         root.setLevel(level)
 
 
-def _run(settings: ServeSettings) -> int:
+def _run(settings: ServeSettings, engine: MakeEngine) -> int:
     most = with_room_for_files(settings.limits.max_connections)
     settings = replace(settings, limits=replace(settings.limits, max_connections=most))
     bound = listen(settings.host, settings.port)
     try:
         settings.check_address(bound.getsockname()[0])  # what a name such as localhost stands for on this machine
-        return asyncio.run(_serve(settings, bound))
+        return asyncio.run(_serve(settings, bound, engine))
     except EngineError as error:
         if error.failure.is_a("ValueError", "TypeError", "OSError", "ImportError"):
             raise ValueError(str(error)) from error

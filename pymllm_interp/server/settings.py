@@ -44,6 +44,8 @@ class ServeLimits:
     """How long the engine process may take to answer a question of the server's; then it is ended (liveness.py)."""
     engine_step_seconds: float = 300.0
     """How long a step of the engine may take; then its process is ended."""
+    replica_silence_seconds: float = 10.0
+    """In a cluster: how long a replica or a front may be silent; then the calls between them end."""
     max_connections: int = 2048
     """Beyond it, the connection that has waited longest for a request is closed; 503 if all have one that runs."""
     idle_seconds: float = 30.0

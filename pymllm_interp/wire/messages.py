@@ -62,13 +62,16 @@ class PutVector(EngineMessage):
     body: bytes
     format: str
     """safetensors or gguf."""
+    stamp: int = 0
+    """Nanoseconds of the order. Of two orders for one name, the later one holds."""
 
 
 class DropVector(EngineMessage):
-    """Forget a vector."""
+    """Forget a vector. Answered by `Answer`."""
 
     owner: str
     name: str
+    stamp: int = 0
 
 
 class LoadAdapter(EngineMessage):
@@ -109,6 +112,21 @@ class AskProgress(EngineMessage):
 
 class ResetPrefixCache(EngineMessage):
     """Forget the KV that the prefix cache keeps. Answered by `Answer`."""
+
+
+class AskTokenizer(EngineMessage):
+    """Answered by `Answer` with the tokenizer's files, name -> bytes; none where the model has no tokenizer."""
+
+
+class Hello(EngineMessage):
+    """A front begins a session with a replica. Answered by all `Spread` orders of vectors, then `Ready`."""
+
+
+class Pulse(EngineMessage):
+    """The sender lives. Answered by a replica with its own."""
+
+    received: int = 0
+    """Bytes of messages that came to the sender in this session."""
 
 
 class Stop(EngineMessage):
@@ -192,21 +210,23 @@ class Failed(EngineMessage):
     failure: Failure
 
 
+class Spread(EngineMessage):
+    """A replica tells its fronts of an order that it took."""
+
+    order: PutVector | DropVector
+
+
+class Gone(EngineMessage):
+    """The replica has no session with this front, or has ended it. Its calls are lost; a new `Hello` is due."""
+
+    why: str = ""
+
+
 ToEngine = (
-    Submit
-    | Abort
-    | PutVector
-    | DropVector
-    | LoadAdapter
-    | UnloadAdapter
-    | RunTrace
-    | ReadFrames
-    | AskStats
-    | AskProgress
-    | ResetPrefixCache
-    | Stop
-)
-FromEngine = Ready | Accepted | Token | Finished | Frame | Answer | Failed
+    Submit | Abort | PutVector | DropVector | LoadAdapter | UnloadAdapter | RunTrace | ReadFrames | AskStats | AskProgress
+    | ResetPrefixCache | AskTokenizer | Hello | Pulse | Stop
+)  # fmt: skip
+FromEngine = Ready | Accepted | Token | Finished | Frame | Answer | Failed | Spread | Pulse | Gone
 
 encoder = msgspec.msgpack.Encoder()
 to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -13,13 +13,15 @@ _ENTRIES = {"interventions": Applied, "captures": Captured}
 
 
 def receipt_to_json(receipt: Receipt) -> dict[str, Any]:
-    """All fields of a receipt; entries that have their defaults (None, 0 and "") are left out of its lists."""
+    """All fields of a receipt; `replica` only in a cluster. Its lists leave out entries with their defaults (None, 0 and "")."""
     found: dict[str, Any] = {}
     for field in fields(receipt):
         value = getattr(receipt, field.name)
         if field.name in _ENTRIES:
             value = [{f.name: v for f in fields(e) if (v := getattr(e, f.name)) not in (None, 0, "")} for e in value]
         found[field.name] = dict(value) if isinstance(value, Counter) else value
+    if not receipt.replica:
+        del found["replica"]
     return found
 
 

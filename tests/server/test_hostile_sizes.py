@@ -57,7 +57,7 @@ class InProcess:
         config = ModelConfig(model=str(folder), dtype="float32")
         self.served = ServedModel(config, ServerConfig(device="cpu", kv_cache_tokens=2048))
         self.sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.outbox = Outbox(lambda data: [self.sent.put(one) for one in m.from_engine.decode(data)], store, 1 << 20)
+        self.outbox = Outbox(lambda found: [self.sent.put(one) for one in found], store, 1 << 20)
         self.number = 0
 
     def cost(self, **fields: Any) -> tuple[Any, int, int]:

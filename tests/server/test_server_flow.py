@@ -14,7 +14,7 @@ import torch
 from helpers_server import KEYS, serving
 
 from pymllm_interp import LM
-from pymllm_interp.server.engine_client import Call, SlowReaderError
+from pymllm_interp.server.engines.call import Call, SlowReaderError
 from pymllm_interp.server.process.trace_runs import TraceRun
 from pymllm_interp.wire import messages as m
 from pymllm_interp.wire.trace_payload import with_arguments_of_super

@@ -51,6 +51,6 @@ def test_labels_are_escaped():
     metrics = Metrics()
     metrics.answers['a"b\\c\nd', 200] += 1
     (line,) = [
-        line for line in metrics.text(None, {}).splitlines() if line.startswith("pymllm_interp_http_requests_total{")
+        line for line in metrics.text({}, {}, {}).splitlines() if line.startswith("pymllm_interp_http_requests_total{")
     ]
     assert line == r'pymllm_interp_http_requests_total{path="a\"b\\c\nd",status="200"} 1'

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import pytest
 import torch
 
 import pymllm_interp
@@ -24,6 +25,8 @@ SECONDS = 600
 """How long what a server does may take, on a machine that is busy with other work."""
 CLOSE = 1e-4 if torch.cuda.is_available() else 1e-5
 """Tolerance of states that were computed in batches of other shapes."""
+REPLICAS = int(os.environ.get("PYMLLM_TEST_REPLICAS", "0"))
+"""With it, the servers of all tests are fronts over so many replicas."""
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w1{% endif %}"
 KEYS = {"plain": "plain-key-0000", "declared": "declared-key-0000", "other": "other-key-0000", "code": "code-key-0000"}
 KEY_FILE = f"""
@@ -49,6 +52,8 @@ class Server:
 
     def engine_pid(self) -> int:
         """The server's one child."""
+        if REPLICAS:
+            pytest.skip("of a server with one engine process")
         found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         assert len(found) == 1, found
         return int(found[0])
@@ -100,6 +105,7 @@ def serving(
     python: str = sys.executable,
     engine_python: str | None = None,
     files: int | None = None,
+    replicas: int | None = None,
 ) -> Iterator[Server]:
     """A server of a model, until the end of the body.
 
@@ -109,13 +115,17 @@ def serving(
         python: the interpreter of the HTTP process.
         engine_python: the interpreter of the engine process, where it is another one.
         files: that the server's processes may have open, each.
+        replicas: of a front without Ray (replicated_server.py), all ready; None: `pymllm-interp serve`, or as --replicas says.
     """
+    replicas = replicas or REPLICAS
     main = ["-m", "pymllm_interp.cli"]
     if engine_python is not None:  # the engine process is started by sys.executable
         main = [
             "-c",
             f"import sys; sys.executable = {engine_python!r}; from pymllm_interp.cli import main; sys.exit(main())",
         ]
+    if replicas:
+        main = [str(Path(__file__).with_name("replicated_server.py")), str(replicas)]
     command = ["prlimit", f"--nofile={files}"] if files else []
     command += [python, *main, "serve", str(model), "--port", "0", "--dtype", "float32"]
     if torch.cuda.is_available() and not any("kv_cache_tokens" in option for option in options):

@@ -84,7 +84,7 @@ def _add_pages(app: FastAPI, state: ServerState) -> None:
     async def health() -> Response:
         """200 while the engine serves; 503 while it starts or is stuck, or the server ends."""
         word = "ok" if state.engine.ready else "starting"
-        word = "ending" if state.draining else "stuck" if state.liveness.stuck else word
+        word = "ending" if state.draining else "stuck" if state.engine.stuck else word
         return JSONResponse({"status": word, "engine_restarts": state.engine.restarts}, 200 if word == "ok" else 503)
 
     @app.api_route("/ping", methods=["GET", "POST"], tags=["Operation"])
@@ -111,7 +111,8 @@ def _add_pages(app: FastAPI, state: ServerState) -> None:
             "engine_restarts": state.engine.restarts, "engine_ready": float(state.engine.ready),
         }  # fmt: skip
         return PlainTextResponse(
-            state.metrics.text(await state.stats(), gauges), media_type="text/plain; version=0.0.4"
+            state.metrics.text(await state.stats_by_replica(), gauges, state.engine.states()),
+            media_type="text/plain; version=0.0.4",
         )
 
     @app.get("/status", tags=["Operation"])

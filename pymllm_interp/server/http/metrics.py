@@ -51,14 +51,18 @@ class Metrics:
         )
         self.latency, self.first_token = Histogram(), Histogram()
 
-    def text(self, engine: Mapping[str, Any] | None, gauges: Mapping[str, float]) -> str:
+    def text(
+        self, engines: Mapping[str, Mapping[str, Any]], gauges: Mapping[str, float], states: Mapping[str, Mapping[str, Any]]
+    ) -> str:  # fmt: skip
         """All of it.
 
         Args:
-            engine: the engine's counters (`Engine.stats`); None while it is not ready.
+            engines: counters (`Engine.stats`) by replica, which are labelled with its name; "" is a single engine.
             gauges: further values, by name.
+            states: of replicas (`EngineClient.states`).
         """
-        return "\n".join([*self._own(gauges), *(() if engine is None else _of_engine(engine))]) + "\n"
+        lines = [*self._own(gauges), *_of_replicas(states), *_of_engines(engines)]
+        return "\n".join(lines) + "\n"
 
     def _own(self, gauges: Mapping[str, float]) -> Iterator[str]:
         yield from _head("http_requests_total", "counter", "Requests by path and status.")
@@ -73,27 +77,51 @@ class Metrics:
             yield from found.lines(name)
 
 
-def _of_engine(stats: Mapping[str, Any]) -> Iterator[str]:
+def _of_replicas(states: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    for name in ("up", "draining", "requests") if states else ():
+        yield f"# TYPE {PREFIX}replica_{name} gauge"
+        for replica, state in states.items():
+            yield _line(f"replica_{name}", int(state[name]), replica=replica)
+
+
+Series = tuple[str, str, str, dict[str, object], float]
+"""Name, kind, help, labels, value."""
+
+
+def _of_engines(engines: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """The series of all engines, grouped by name, as the format wants them."""
+    by_name: dict[tuple[str, str, str], list[str]] = {}
+    for replica, stats in engines.items():
+        for name, kind, text, labels, value in _series(stats):
+            own = {**labels, "replica": replica} if replica else labels
+            by_name.setdefault((name, kind, text), []).append(
+                _line(name, value, **own) if own else f"{PREFIX}{name} {value}"
+            )
+    for (name, kind, text), lines in by_name.items():
+        yield from _head(name, kind, text) if text else (f"# TYPE {PREFIX}{name} {kind}",)
+        yield from lines
+
+
+def _series(stats: Mapping[str, Any]) -> Iterator[Series]:
     for name in ("running", "waiting", "swapped", "traces"):
-        yield from _one(f"requests_{name}", "gauge", stats[name])
-    yield from _one("kv_tokens", "gauge", stats["kv_tokens"])
-    yield from _one("kv_tokens_free", "gauge", stats["free_kv_tokens"])
+        yield f"requests_{name}", "gauge", "", {}, stats[name]
+    yield "kv_tokens", "gauge", "", {}, stats["kv_tokens"]
+    yield "kv_tokens_free", "gauge", "", {}, stats["free_kv_tokens"]
     for name in ("steps", "overlapped_steps", "preempted", "moved_to_host"):
-        yield from _one(f"{name}_total", "counter", stats[name])
-    yield from _one("block_seconds_total", "counter", stats["block_seconds"])
+        yield f"{name}_total", "counter", "", {}, stats[name]
+    yield "block_seconds_total", "counter", "", {}, stats["block_seconds"]
     for name, count in (stats.get("speculation") or {}).items():
         if name != "undrafted":
-            yield from _one(f"speculation_{name}_total", "counter", count)
-    yield from _head("steps_by_execution_total", "counter", "Steps by how they ran, and why.")
+            yield f"speculation_{name}_total", "counter", "", {}, count
     for how, count in sorted(stats["execution"].items()):
         mode, _, why = how.partition(": ")
-        yield _line("steps_by_execution_total", count, execution=mode, reason=why)
+        text = "Steps by how they ran, and why."
+        yield "steps_by_execution_total", "counter", text, {"execution": mode, "reason": why}, count
     cache = stats.get("prefix_cache") or {}
     for name in ("asked_tokens", "cached_tokens"):
-        found = cache.get(name) or {}
-        yield from _head(f"prefix_cache_{name}_total", "counter", "Prompt tokens, by what the request edits.")
-        for kind, count in sorted(found.items()):
-            yield _line(f"prefix_cache_{name}_total", count, kind=kind)
+        for kind, count in sorted((cache.get(name) or {}).items()):
+            text = "Prompt tokens, by what the request edits."
+            yield f"prefix_cache_{name}_total", "counter", text, {"kind": kind}, count
 
 
 def _head(name: str, kind: str, text: str) -> Iterator[str]:

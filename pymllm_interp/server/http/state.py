@@ -5,23 +5,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from starlette.requests import Request
 
 from ...wire.messages import AskStats
-from ..engine_client import EngineClient, EngineDiedError
+from ..engines.call import EngineDiedError
+from ..engines.engine_client import EngineClient
+from ..engines.stats import merged_stats
 from ..routes.tokenizer import import_library, load_tokenizer
 from ..settings import ServeSettings
 from ..store import ActivationStore
 from .errors import ApiError
-from .liveness import Liveness
 from .metrics import Metrics
 from .trust import STRANGERS, Client, Trust
 from .uploads import Uploads
 
+MakeEngine = Callable[[ServeSettings, Callable[[], Any]], EngineClient]
 RATE_SECONDS = 5.0
 """Span that the tokens per second are measured over."""
 
@@ -31,18 +33,18 @@ class ServerState:
 
     Args:
         settings: of the server.
+        engine: makes the engine, from the settings and a function that is called when it ended by itself.
 
     Attributes:
         callers: number of a call that clients may abort -> name of its client.
         draining: the server is ending, and takes no more requests.
     """
 
-    def __init__(self, settings: ServeSettings) -> None:
+    def __init__(self, settings: ServeSettings, engine: MakeEngine) -> None:
         self.settings, self.limits = settings, settings.limits
         self.metrics = Metrics()
-        self.engine = EngineClient(settings, self._engine_exited)
+        self.engine = engine(settings, self._engine_exited)
         self.store = ActivationStore(self.engine.store, settings.limits)
-        self.liveness = Liveness(self.engine, settings.limits)
         self.uploads = Uploads(settings.limits, self.engine.vectors)
         self.tokenizer: Any = None
         self.draining = False
@@ -78,13 +80,18 @@ class ServerState:
         return self.engine.info
 
     async def stats(self) -> dict[str, Any] | None:
-        """The engine's counters; None while it is not ready."""
+        """The engine's counters, of all replicas together; None while it is not ready."""
+        found = await self.stats_by_replica()
+        return merged_stats(list(found.values())) if found else None
+
+    async def stats_by_replica(self) -> dict[str, dict[str, Any]]:
+        """The counters of each replica that is ready, by its name; "" is the name of a single engine process."""
         if not self.engine.ready:
-            return None
+            return {}
         try:
-            return await asyncio.wait_for(self.engine.ask(AskStats), 5)
+            return await self.engine.ask_all(AskStats, 5)
         except (TimeoutError, EngineDiedError):
-            return None
+            return {}
 
     # -- limits -------------------------------------------------------------------------
 

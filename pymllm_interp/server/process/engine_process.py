@@ -1,4 +1,4 @@
-"""The engine process: a served model behind two sockets. Started by `engine_client`; ends with its parent.
+"""The engine process: a served model behind a door. Started by `LocalEngine` or `ReplicaProcess`; ends with its parent.
 
     python -m pymllm_interp.server.process.engine_process < settings.json
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import os
 import re
 import signal
 import sys
@@ -23,10 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import zmq
 from safetensors import SafetensorError
 from safetensors.torch import load
 
+from ... import __version__
 from ...client.backend import Submission
 from ...client.prompts import names_of
 from ...config import ModelConfig, ServerConfig
@@ -38,13 +37,14 @@ from ...wire.failures import failure_of
 from ...wire.request_sizes import CallSizes
 from ...wire.schema import components
 from ...wire.specs import capture_of, intervention_of
+from ..engines.vector_orders import VectorOrder, VectorOrders
+from .doors import Door, ProcessDoor
 from .outbox import CallEvents, Outbox
+from .replica_door import ReplicaDoor
 from .served_model import ServedModel
 from .trace_runs import TraceRuns
 
 logger = logging.getLogger(__name__)
-POLL_MS = 500
-"""How often the process looks whether its parent lives."""
 SUBMITTERS = 4
 """Threads that make and submit requests."""
 
@@ -56,10 +56,14 @@ class EngineServer:
         model: what is served.
         outbox: where answers go.
         queued_bytes: results of a trace that may wait for its client, before the trace does.
+        tokenizer: folder with the tokenizer's files; None, or no such folder, without a tokenizer.
     """
 
-    def __init__(self, model: ServedModel, outbox: Outbox, queued_bytes: int = 1 << 28) -> None:
-        self.model, self.outbox = model, outbox
+    def __init__(
+        self, model: ServedModel, outbox: Outbox, queued_bytes: int = 1 << 28, tokenizer: Path | None = None
+    ) -> None:
+        self.model, self.outbox, self._tokenizer = model, outbox, tokenizer
+        self._orders_taken = VectorOrders()
         self.traces = TraceRuns(model, outbox, queued_bytes)
         self._lock = threading.Lock()
         self._calls: dict[int, list[str]] = {}
@@ -79,6 +83,7 @@ class EngineServer:
             m.AskStats: lambda message: m.Answer(message.call, self.stats()),
             m.AskProgress: lambda message: m.Answer(message.call, self.model.engine.progress()._asdict()),
             m.ResetPrefixCache: partial(self._later, self._reset_prefix_cache),
+            m.AskTokenizer: partial(self._later, self._read_tokenizer),
         }
 
     def handle(self, message: m.ToEngine) -> None:
@@ -102,6 +107,17 @@ class EngineServer:
     def stats(self) -> dict[str, Any]:
         """The engine's counters."""
         return self.model.engine.stats() | {"kv_tokens": self.model.limits.kv_tokens, "traces": self.traces.num_running}
+
+    @property
+    def orders(self) -> list[VectorOrder]:
+        """The newest order of each named vector."""
+        return self._orders_taken.all()
+
+    def end_calls(self, of: Callable[[int], bool]) -> None:
+        """Abort the calls with such numbers."""
+        for call in {*self._calls, *self._starting, *self.traces.calls}:
+            if of(call):
+                self._abort(m.Abort(call))
 
     def close(self) -> None:
         """End what runs."""
@@ -169,6 +185,17 @@ class EngineServer:
 
     def _put_vector(self, message: m.PutVector) -> m.Answer:
         vectors, what = self.model.factory(message.owner).vectors, f"vector {message.name!r}"
+        if self._orders_taken.is_news(message):
+            self._read_vector(message, vectors, what)
+            self._took(message)
+        found = vectors.get(message.name)
+        shape = (
+            {str(layer): list(v.shape) for layer, v in found.items()} if isinstance(found, dict)
+            else [] if found is None else list(found.shape)
+        )  # fmt: skip
+        return m.Answer(message.call, {"name": message.name, "shape": shape})
+
+    def _read_vector(self, message: m.PutVector, vectors: Any, what: str) -> None:
         with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
             try:
                 if message.format == "gguf":
@@ -179,14 +206,11 @@ class EngineServer:
                     vectors[message.name] = _vectors_of(message.body, what)
             except (ValueError, OSError) as error:
                 raise PromptError(str(error).replace(file.name, what)) from error
-        found = vectors[message.name]
-        shape = (
-            {str(layer): list(v.shape) for layer, v in found.items()} if isinstance(found, dict) else list(found.shape)
-        )
-        return m.Answer(message.call, {"name": message.name, "shape": shape})
 
     def _drop_vector(self, message: m.DropVector) -> m.Answer:
-        self.model.factory(message.owner).vectors.pop(message.name, None)
+        if self._orders_taken.is_news(message):
+            self.model.factory(message.owner).vectors.pop(message.name, None)
+            self._took(message)
         return m.Answer(message.call)
 
     def _load_adapter(self, message: m.LoadAdapter) -> m.Answer:
@@ -196,6 +220,17 @@ class EngineServer:
     def _unload_adapter(self, message: m.UnloadAdapter) -> m.Answer:
         self.model.backend.unload_adapter(message.name)
         return m.Answer(message.call)
+
+    def _took(self, order: VectorOrder) -> None:
+        """Remember an order, and tell all fronts of a replica of it."""
+        if self.outbox.replica:
+            self._orders_taken.take(order)
+            self.outbox.put(m.Spread(0, order))
+
+    def _read_tokenizer(self, message: m.AskTokenizer) -> m.Answer:
+        folder = self._tokenizer
+        files = sorted(folder.iterdir()) if folder is not None and folder.is_dir() else []
+        return m.Answer(message.call, {path.name: path.read_bytes() for path in files})
 
     def _reset_prefix_cache(self, message: m.ResetPrefixCache) -> m.Answer:
         self.model.engine.reset_prefix_cache()
@@ -266,22 +301,18 @@ def _load_adapters(served: ServedModel, adapters: dict[str, str], restarted: boo
 
 def serve(settings: dict[str, Any]) -> None:
     """Load the model, say that it is ready, and answer messages until told to stop, or the parent is gone."""
-    context = zmq.Context()
-    incoming, outgoing = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    outgoing.setsockopt(zmq.LINGER, 1000)
-    for socket in (incoming, outgoing):
-        socket.set_hwm(0)
-    incoming.connect(settings["requests"])
-    outgoing.connect(settings["events"])
-    outbox = Outbox(outgoing.send, Path(settings["store"]), settings["inline_bytes"])
+    door: Door = ProcessDoor(settings) if settings.get("replica") is None else ReplicaDoor(settings)
+    outbox = Outbox(
+        door.send, Path(settings["store"]), settings["inline_bytes"], settings.get("replica", {}).get("name", "")
+    )
     try:
         served = ServedModel(
             ModelConfig(**settings["model"]),
             ServerConfig(**settings["server"]),
             settings["shared_prefix_cache"],
-            settings["vllm"],
+            settings.get("vllm"),
         )
-        _load_adapters(served, settings["adapters"], settings["restarts"] > 0)
+        _load_adapters(served, settings.get("adapters", {}), settings.get("restarts", 0) > 0)
         if settings["chat_template"] is not None:
             if served.tokenizer is None:
                 raise ValueError("--chat-template: this model has no tokenizer")
@@ -289,26 +320,25 @@ def serve(settings: dict[str, Any]) -> None:
     except Exception as error:
         outbox.put(m.Failed(0, failure_of(error)))
         outbox.close()
+        door.close()
         raise SystemExit(1) from error
+    info = served.backend.describe()
+    if outbox.replica:
+        info["replica"] = {"name": outbox.replica, "version": __version__, "fingerprint": served.backend.fingerprint()}
     if served.tokenizer is not None:
         served.tokenizer.save_pretrained(settings["tokenizer"])
-    server = EngineServer(served, outbox, settings["queued_bytes"])
+    server = EngineServer(served, outbox, settings["queued_bytes"], Path(settings["tokenizer"]))
     gc.collect()
     gc.freeze()  # modules and weights stay for good: a full collection over them would stop all requests for 0.2 s
-    outbox.put(m.Ready(0, served.backend.describe(), components()))
+    outbox.put(m.Ready(0, info, components()))
     try:
-        while os.getppid() == settings["parent"]:  # which may have ended while the model was loaded
-            if not incoming.poll(POLL_MS):
-                continue
-            message = m.to_engine.decode(incoming.recv())
-            if isinstance(message, m.Stop):
-                break
+        for message in door.messages(server):
             server.handle(message)
     finally:
         server.close()
         served.engine.shutdown()
         outbox.close()
-        context.destroy(linger=1000)
+        door.close()
 
 
 def main() -> None:

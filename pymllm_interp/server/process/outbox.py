@@ -15,8 +15,9 @@ from typing import Any
 from ...core.events import Event, FinishedEvent
 from ...core.output import Logprob
 from ...hooks.captures.activations import Activations
+from ...hooks.receipt import Receipt
 from ...wire.failures import failure_of
-from ...wire.messages import CapturedStates, Finished, FromEngine, Logprobs, Token, encoder
+from ...wire.messages import CapturedStates, Finished, FromEngine, Logprobs, Token
 from ...wire.receipts import receipt_to_json
 
 logger = logging.getLogger(__name__)
@@ -26,13 +27,16 @@ class Outbox:
     """Sends messages in order, from a thread of its own. All that have come since the last time leave together.
 
     Args:
-        send: writes bytes to the HTTP process.
+        send: passes messages on to the HTTP process.
         store: folder for captured states that are too large for a message.
         inline_bytes: captured states up to this size travel in the message.
+        replica: name of the replica, for receipts; empty where there is one engine only.
     """
 
-    def __init__(self, send: Callable[[bytes], Any], store: Path, inline_bytes: int) -> None:
-        self._send, self._store, self._inline = send, store, inline_bytes
+    def __init__(
+        self, send: Callable[[list[FromEngine]], Any], store: Path, inline_bytes: int, replica: str = ""
+    ) -> None:
+        self._send, self._store, self._inline, self.replica = send, store, inline_bytes, replica
         self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._writers = ThreadPoolExecutor(2, "pymllm-interp-store")
         self._thread = threading.Thread(target=self._run, name="pymllm-interp-outbox", daemon=True)
@@ -58,7 +62,7 @@ class Outbox:
             ended = None in found
             messages = [self._made(entry) for entry in found if entry is not None]
             if messages := [message for message in messages if message is not None]:
-                self._send(encoder.encode(messages))
+                self._send(messages)
 
     def _made(self, entry: Any) -> Any:
         if not callable(entry):
@@ -68,6 +72,13 @@ class Outbox:
         except Exception:
             logger.exception("a message could not be made")
             return None
+
+    def receipt(self, receipt: Receipt | None) -> dict[str, Any] | None:
+        """A receipt as JSON, with the name of the replica."""
+        if receipt is None:
+            return None
+        receipt.replica = self.replica
+        return receipt_to_json(receipt)
 
     def finish(self, message: Finished, found: Activations | None) -> Finished | None:
         """The last message of a request with its captured states; None where a file is written first."""
@@ -131,7 +142,7 @@ class CallEvents:
             num_hidden_tokens=event.num_hidden_tokens,
             logprobs=None if event.logprobs is None else [_logprobs(entry) or {} for entry in event.logprobs],
             prompt_logprobs=None if prompt is None else [_logprobs(entry) for entry in prompt],
-            receipt=None if event.receipt is None else receipt_to_json(event.receipt),
+            receipt=self._outbox.receipt(event.receipt),
             num_cached_tokens=event.num_cached_tokens,
             failure=None if event.error is None else failure_of(event.error),
             warnings=event.warnings,

@@ -19,7 +19,6 @@ from ...hooks.traces.syntax.session import SessionTracer
 from ...hooks.traces.syntax.tracer import EngineTracer
 from ...wire import messages as m
 from ...wire.failures import failure_of
-from ...wire.receipts import receipt_to_json
 from ...wire.trace_payload import Sources, envoy_at, frame_for, is_envoy_id, load
 from ...wire.values import ValueEncoder, pack
 from .outbox import Outbox
@@ -114,6 +113,11 @@ class TraceRuns:
         """Traces that have not ended."""
         return len(self._runs)
 
+    @property
+    def calls(self) -> list[int]:
+        """Numbers of the calls of these traces."""
+        return list(self._runs)
+
     def run(self, message: m.RunTrace) -> None:
         """Start a trace. Returns at once."""
         run = self._runs[message.call] = TraceRun(message.call, self._model.engine.abort, self._queued_bytes)
@@ -133,7 +137,7 @@ class TraceRuns:
 
     def close(self) -> None:
         """End them all."""
-        for call in list(self._runs):
+        for call in self.calls:
             self.abort(call)
 
     def edits_of(self, payload: bytes) -> list[Mediator]:
@@ -208,7 +212,7 @@ class TraceRuns:
         encoder, header = ValueEncoder(), {"type": "result", "receipts": [], "captures": [], "warnings": []}
         header["names"] = {name: encoder.encode(value, name) for name, value in bound.items()}
         if isinstance(tracer, ServedTracer):
-            header["receipts"] = [receipt_to_json(receipt) for receipt in tracer.receipts]
+            header["receipts"] = [self._outbox.receipt(receipt) for receipt in tracer.receipts]
             header["captures"] = [encoder.encode(found, "captures") for found in tracer.captures]
             header["warnings"] = tracer.texts
         frame = m.Frame(run.call, *pack(header, encoder.tensors))

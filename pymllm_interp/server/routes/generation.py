@@ -12,7 +12,8 @@ from ...core.events import FinishedEvent
 from ...core.output import Logprob
 from ...core.sampling_params import SamplingParams
 from ...wire import messages as m
-from ..engine_client import Call, EngineClient
+from ..engines.call import Call
+from ..engines.engine_client import EngineClient
 
 _FIELDS = {field.name for field in fields(SamplingParams)}
 

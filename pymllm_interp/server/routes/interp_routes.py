@@ -10,6 +10,7 @@ import json
 import re
 import tarfile
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ...wire import messages as m
 from ...wire.failures import failure_of
 from ...wire.frames import frame_start, framed
 from ...wire.gate_words import TRACE_PATH
-from ..engine_client import Call, settings_of_limits
+from ..engines.call import Call
 from ..http.body import JsonRoute
 from ..http.errors import ApiError, api_error
 from ..http.state import ServerState, check_priority, client_of, require, require_operator
@@ -49,7 +50,7 @@ def interp_routes(state: ServerState) -> APIRouter:
         client = client_of(request)
         info = dict(state.info)
         info["adapters"] = state.engine.adapters
-        info["limits"] = info["limits"] | settings_of_limits(state.settings)
+        info["limits"] = info["limits"] | asdict(state.limits)
         return info | {
             "name": state.settings.name,
             "version": __version__,
@@ -76,7 +77,7 @@ def interp_routes(state: ServerState) -> APIRouter:
     async def reset_prefix_cache(request: Request, body: EmptyRequest | None = None) -> dict[str, Any]:
         """Forget the KV that the prefix cache keeps, of all clients: for operators."""
         require_operator(request)
-        await state.engine.ask(m.ResetPrefixCache)
+        await state.engine.ask_all(m.ResetPrefixCache)
         return {}
 
     @router.post("/v1/interp/lens")

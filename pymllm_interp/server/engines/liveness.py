@@ -14,12 +14,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from ...wire import messages as m
-from ..engine_client import EngineClient, EngineDiedError
 from ..settings import ServeLimits
+from .call import EngineDiedError
 
 logger = logging.getLogger("pymllm_interp.server")
+
+
+class WatchedEngine(Protocol):
+    """What `Liveness` asks of an engine process."""
+
+    info: dict[str, Any] | None
+
+    @property
+    def ready(self) -> bool:
+        """Whether calls can be made."""
+        ...
+
+    async def ask(self, make: Callable[[int], m.ToEngine]) -> Any:
+        """The answer to a call. Raises EngineDiedError."""
+        ...
+
+    def kill(self) -> None:
+        """End the engine process at once."""
+        ...
 
 
 class Liveness:
@@ -33,7 +54,7 @@ class Liveness:
         stuck: what is stuck, until the process has ended; empty: nothing.
     """
 
-    def __init__(self, engine: EngineClient, limits: ServeLimits) -> None:
+    def __init__(self, engine: WatchedEngine, limits: ServeLimits) -> None:
         self._engine, self._limits = engine, limits
         self.stuck = ""
         self._forget()

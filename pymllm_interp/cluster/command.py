@@ -1,0 +1,157 @@
+"""`pymllm-interp cluster`: starts a cluster on Ray, or asks one that runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+from ..server.command import settings_of
+from ..server.engines.replica_process import ReplicaSettings
+from ..server.engines.roster import LinkKeys
+from .director import ClusterPlan, Director
+from .ray_version import NAMESPACE, connect_to_ray
+
+POLL_SECONDS = 0.25
+SHOW_SECONDS = 30.0
+"""How often a cluster that does not serve yet is shown."""
+
+
+def run_cluster(args: argparse.Namespace) -> int:
+    """Run the command. Returns the exit status.
+
+    Raises:
+        ValueError, OSError, ImportError: it cannot be done; ConnectionError where no Ray or no cluster runs.
+    """
+    actions = {"status": _status, "scale": _scale, "drain": _drain, "restart": _restart, "stop": _stop}
+    action = actions.get(args.model)
+    if action is None and args.argument is not None:
+        raise ValueError(f"{args.argument!r} after the model {args.model!r}: expected options only")
+    ray, ours = connect_to_ray(args.address)
+    try:
+        return _start(ray, args) if action is None else action(ray, _director(ray, args.name), args)
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def _director(ray: Any, name: str) -> Any:
+    try:
+        return ray.get_actor(f"{name}/director", namespace=NAMESPACE)
+    except ValueError:
+        raise ConnectionError(f"no cluster {name!r} runs on this Ray cluster (--name)") from None
+
+
+def _start(ray: Any, args: argparse.Namespace) -> int:
+    serve = settings_of(args)
+    settings = ReplicaSettings(
+        serve.model,
+        serve.server,
+        LinkKeys.new(),
+        serve.limits,
+        serve.shared_prefix_cache,
+        serve.chat_template,
+        serve.log_level,
+    )
+    for option, count in (("--replicas", args.replicas), ("--fronts", args.fronts)):
+        if count < 1:
+            raise ValueError(f"{option} {count}: at least 1 is expected")
+    gpus = args.replica_gpus
+    if gpus is None:
+        gpus = 0.0 if args.device == "cpu" else float(ray.cluster_resources().get("GPU", 0) >= args.replicas)
+    plan = ClusterPlan(
+        args.name,
+        settings,
+        serve,
+        args.replicas,
+        args.fronts,
+        args.replica_cpus,
+        gpus,
+        ray.get_runtime_context().get_node_id(),
+    )
+    try:
+        director = ray.remote(Director).options(
+            name=f"{args.name}/director", namespace=NAMESPACE, lifetime="detached", max_restarts=-1, num_cpus=0
+        ).remote(plan)  # fmt: skip
+    except ValueError:
+        raise ValueError(
+            f"a cluster {args.name!r} runs already: `pymllm-interp cluster stop`, or another --name"
+        ) from None
+    shown = time.monotonic()
+    while True:
+        found = ray.get(director.status.remote())
+        if time.monotonic() - shown > SHOW_SECONDS:  # Ray may wait for nodes
+            print(_table(found), file=sys.stderr, flush=True)
+            shown = time.monotonic()
+        if failures := _failures(found):
+            print(_table(found), file=sys.stderr)
+            _stop(ray, director, args)
+            raise ValueError(failures[0])
+        if len(ray.get(director.urls.remote())) == args.fronts and all(
+            one.get("replica") for one in found["replicas"].values()
+        ):
+            break
+        time.sleep(POLL_SECONDS)
+    for url in ray.get(director.urls.remote()):
+        print(f"{serve.name} is served at {url}    (docs: {url}/docs)", flush=True)
+    print(
+        f'  python -c \'from pymllm_interp import LM; print(LM.connect("ray:{args.name}").generate("Once upon a time")[0].text)\''
+    )
+    return 0
+
+
+def _failures(found: dict[str, Any]) -> list[str]:
+    """Why the cluster cannot start: a front ended, or no replica could load its model."""
+    fronts = [one["failure"] for one in found["fronts"].values() if one.get("failure")]
+    replicas = [one.get("failure", "") for one in found["replicas"].values()]
+    return fronts or (replicas if all(replicas) else [])
+
+
+def _status(ray: Any, director: Any, args: argparse.Namespace) -> int:
+    print(_table(ray.get(director.status.remote())))
+    return 0
+
+
+def _table(found: dict[str, Any]) -> str:
+    lines = []
+    for name, one in sorted(found["fronts"].items()):
+        lines.append(f"{name:8} {one.get('url') or one['lost'] or one.get('failure') or 'starting'}")
+    for name, one in sorted(found["replicas"].items()):
+        replica = one.get("replica")
+        said = (one["lost"] and f"lost ({one['lost']})") or one.get("failure") or "starting"
+        word = said if one["lost"] or not replica else "draining" if one["draining"] else "serves"
+        place = f"{replica['address']}, weights {replica['fingerprint'][:8]}" if replica else ""
+        lines.append(
+            f"{name:8} {word:9} {place}  starts: {one.get('starts', 0)}, node {str(one.get('node', ''))[:8]}".rstrip()
+        )
+    return "\n".join(lines)
+
+
+def _scale(ray: Any, director: Any, args: argparse.Namespace) -> int:
+    if args.argument is None or not args.argument.isdecimal() or int(args.argument) < 1:
+        raise ValueError(f"cluster scale {args.argument or ''}: expected the number of replicas, at least 1")
+    ray.get(director.scale.remote(int(args.argument)))
+    return _status(ray, director, args)
+
+
+def _drain(ray: Any, director: Any, args: argparse.Namespace) -> int:
+    known = sorted(ray.get(director.status.remote())["replicas"])
+    if args.argument not in known:
+        raise ValueError(f"cluster drain {args.argument or ''}: expected one of the replicas {', '.join(known)}")
+    ray.get(director.drain.remote(args.argument))
+    return _status(ray, director, args)
+
+
+def _restart(ray: Any, director: Any, args: argparse.Namespace) -> int:
+    failure = ray.get(director.restart.remote())
+    _status(ray, director, args)
+    if failure:
+        raise ValueError(failure)
+    return 0
+
+
+def _stop(ray: Any, director: Any, args: argparse.Namespace) -> int:
+    ray.get(director.stop.remote())
+    ray.kill(director)
+    return 0

@@ -1,0 +1,245 @@
+"""`Director`: the actor that knows a cluster's replicas and fronts, which of them serve, and which are drained.
+
+It can find all that it knows: replicas and fronts are named actors. Ray starts it again with its arguments.
+Requests do not pass it; fronts serve on while it is away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..server.engines.replica_process import ReplicaSettings
+from ..server.settings import ServeSettings
+from .front_keeper import POLL_SECONDS, FrontKeeper
+from .keeper import Keeper
+from .ray_version import NAMESPACE, load_ray
+
+SETTLE_SECONDS = 4 * POLL_SECONDS
+"""After this time all fronts that live know of a change."""
+ANSWER_SECONDS = 30.0
+"""How long an actor that lives may take to answer."""
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """What the command line asks for.
+
+    Args:
+        cpus, gpus: of a replica's placement-group bundle.
+        node: Ray's id of the node that fronts are to run on, where it lives.
+    """
+
+    name: str
+    settings: ReplicaSettings
+    serve: ServeSettings
+    replicas: int
+    fronts: int
+    cpus: float
+    gpus: float
+    node: str
+
+
+class Director:
+    """Keeps the actors of a cluster, and answers what commands and fronts ask."""
+
+    def __init__(self, plan: ClusterPlan) -> None:
+        self._plan = plan
+        self._ray = load_ray()
+        self._keepers: dict[str, Any] = {}
+        self._groups: dict[str, Any] = {}
+        self._fronts: dict[str, Any] = {}
+        self._states: dict[str, dict[str, Any]] = {}
+        self._draining: set[str] = set()
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._busy = asyncio.Lock()
+
+    # -- what fronts and commands ask ----------------------------------------------------------
+
+    async def roster(self) -> list[dict[str, Any]]:
+        """The replicas that serve: the fields of each one's `Replica`."""
+        self._begin()
+        found = {name: self._states.get(name, {}).get("replica") for name in sorted(self._keepers)}
+        return [{**replica, "draining": name in self._draining} for name, replica in found.items() if replica]
+
+    async def urls(self) -> list[str]:
+        """Of the fronts that serve."""
+        self._begin()
+        states = [self._states.get(name, {}) for name in sorted(self._fronts)]
+        return [state["url"] for state in states if state.get("url") and not state.get("lost")]
+
+    async def status(self) -> dict[str, Any]:
+        """Replicas and fronts by name, with what their actors say, and `lost` where one does not answer."""
+        self._begin()
+        replicas = {
+            name: {"lost": "", "draining": name in self._draining, **self._states.get(name, {})}
+            for name in self._keepers
+        }
+        return {
+            "replicas": replicas,
+            "fronts": {name: {"lost": "", **self._states.get(name, {})} for name in self._fronts},
+        }
+
+    async def scale(self, count: int) -> None:
+        """Have so many replicas. Those that are too many are drained first."""
+        self._begin()
+        async with self._busy:
+            for name in sorted(self._keepers, key=_number)[count:]:
+                await self._remove(name)
+            number = 0
+            while len(self._keepers) < count:
+                if f"r{number}" not in self._keepers:
+                    self._add_replica(f"r{number}")
+                number += 1
+
+    async def drain(self, name: str) -> None:
+        """Give a replica no more calls, wait for those that run, and end it.
+
+        Raises:
+            KeyError: there is no such replica.
+        """
+        self._begin()
+        self._known(name)
+        async with self._busy:
+            await self._remove(name)
+
+    async def restart(self) -> str:
+        """Drain and start each replica again, one after the other. No request is lost, if there are two.
+
+        Returns why one could not be started again; empty: all were.
+        """
+        self._begin()
+        async with self._busy:
+            for name in sorted(self._keepers, key=_number):
+                starts = self._states.get(name, {}).get("starts", 0)
+                await self._empty(name)
+                await self._keepers[name].restart.remote()
+                while True:
+                    state = self._states.get(name, {})
+                    if state.get("replica") and state["starts"] != starts:
+                        break
+                    if state.get("failure"):
+                        return (
+                            f"replica {name} could not be started again, and the others were left: {state['failure']}"
+                        )
+                    await asyncio.sleep(POLL_SECONDS)
+                self._draining.discard(name)
+                await asyncio.sleep(SETTLE_SECONDS)
+        return ""
+
+    async def stop(self) -> None:
+        """End the fronts, after their requests, and the replicas. The caller ends this actor."""
+        self._begin()
+        for task in self._watchers.values():
+            task.cancel()
+        stops = [
+            self._answer(front.stop.remote(), self._plan.serve.drain_seconds + ANSWER_SECONDS)
+            for front in self._fronts.values()
+        ]
+        await asyncio.gather(*stops, return_exceptions=True)
+        for actor in (*self._fronts.values(), *self._keepers.values()):
+            self._ray.kill(actor)
+        for name in self._keepers:
+            self._free(name)
+
+    # -- actors --------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Find or start the actors. The first call of each life of this actor comes here."""
+        if self._fronts:
+            return
+        prefix = f"{self._plan.name}/"
+        named = self._ray.util.list_named_actors(all_namespaces=True)
+        there = {one["name"].removeprefix(prefix) for one in named if one["namespace"] == NAMESPACE}
+        replicas = sorted((name for name in there if re.fullmatch(r"r\d+", name)), key=_number)
+        for name in replicas or [f"r{i}" for i in range(self._plan.replicas)]:
+            self._add_replica(name)
+        for number in range(self._plan.fronts):
+            self._add_front(f"front{number}", number)
+
+    def _add_replica(self, name: str) -> None:
+        plan, util = self._plan, self._ray.util
+        group_name = f"{plan.name}/{name}"
+        try:
+            group = util.get_placement_group(group_name)
+        except ValueError:
+            bundle = {"CPU": plan.cpus} | ({"GPU": plan.gpus} if plan.gpus else {})
+            group = util.placement_group([bundle], name=group_name, lifetime="detached")
+        strategy = util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
+        self._groups[name] = group
+        self._keepers[name] = self._actor(
+            Keeper, name, num_cpus=plan.cpus, num_gpus=plan.gpus, scheduling_strategy=strategy
+        ).remote(plan.settings, name)
+        self._watch(name, self._keepers[name])
+
+    def _add_front(self, name: str, number: int) -> None:
+        plan = self._plan
+        strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(plan.node, soft=True)
+        settings = replace(plan.serve, port=plan.serve.port and plan.serve.port + number)
+        self._fronts[name] = self._actor(FrontKeeper, name, num_cpus=0, scheduling_strategy=strategy).remote(
+            plan.name, settings, plan.settings.keys
+        )
+        self._watch(name, self._fronts[name])
+
+    def _actor(self, cls: type, name: str, **options: Any) -> Any:
+        return self._ray.remote(cls).options(
+            name=f"{self._plan.name}/{name}", namespace=NAMESPACE, lifetime="detached", get_if_exists=True, max_restarts=-1,
+            **options,
+        )  # fmt: skip
+
+    def _watch(self, name: str, actor: Any) -> None:
+        self._watchers[name] = asyncio.create_task(self._ask(name, actor))
+
+    async def _ask(self, name: str, actor: Any) -> None:
+        while True:
+            try:
+                self._states[name] = await self._answer(actor.state.remote(), ANSWER_SECONDS)
+            except (self._ray.exceptions.RayError, TimeoutError) as error:
+                # What it kept may still serve: fronts notice by themselves where it does not.
+                self._states[name] = {**self._states.get(name, {}), "lost": type(error).__name__}
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _answer(self, ref: Any, seconds: float) -> Any:
+        async def wait() -> Any:
+            return await ref
+
+        return await asyncio.wait_for(wait(), seconds)
+
+    # -- the ends of replicas ------------------------------------------------------------------
+
+    def _known(self, name: str) -> None:
+        if name not in self._keepers:
+            raise KeyError(f"there is no replica {name!r}; there is {', '.join(sorted(self._keepers))}")
+
+    async def _empty(self, name: str) -> None:
+        """Give a replica no more calls, and wait until it is idle, or for `drain_seconds`."""
+        self._draining.add(name)
+        await asyncio.sleep(SETTLE_SECONDS)
+        deadline = time.monotonic() + self._plan.serve.drain_seconds
+        while time.monotonic() < deadline:
+            asked: Awaitable[int] = self._answer(self._keepers[name].num_running.remote(), ANSWER_SECONDS)
+            try:
+                if not await asked:
+                    return
+            except (self._ray.exceptions.RayError, TimeoutError):
+                return  # it is lost: nothing runs there
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _remove(self, name: str) -> None:
+        await self._empty(name)
+        self._watchers.pop(name).cancel()
+        self._ray.kill(self._keepers.pop(name))
+        self._free(name)
+        self._states.pop(name, None)
+        self._draining.discard(name)
+
+    def _free(self, name: str) -> None:
+        self._ray.util.remove_placement_group(self._groups[name])
+
+
+def _number(name: str) -> int:
+    return int(name[1:])

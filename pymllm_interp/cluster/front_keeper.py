@@ -1,0 +1,82 @@
+"""`FrontKeeper`: the actor of one front. It starts the front's process, tells it the replicas, and starts it again when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import sys
+from dataclasses import replace
+from typing import Any
+
+from ..server.engines.roster import LinkKeys, Replica
+from ..server.front import greeting, roster_line
+from ..server.settings import ServeSettings
+from .keeper import NOT_INHERITED
+from .ray_version import NAMESPACE, load_ray
+
+POLL_SECONDS = 0.25
+"""How often the director is asked which replicas there are."""
+_URL = re.compile(rb"is served at (https?://\S+:(\d+))")
+
+
+class FrontKeeper:
+    """Keeps one front running.
+
+    Args:
+        cluster: the cluster's name.
+    """
+
+    def __init__(self, cluster: str, settings: ServeSettings, keys: LinkKeys) -> None:
+        self._cluster, self._settings, self._keys = cluster, settings, keys
+        self._url, self._failure, self._starts = "", "", 0
+        self._process: asyncio.subprocess.Process | None = None
+        self._line = b""
+        self._task: asyncio.Future[Any] | None = None
+
+    async def state(self) -> dict[str, Any]:
+        """`url` while it serves, `failure`, `starts` and `pid`."""
+        if self._task is None:
+            self._task = asyncio.gather(self._keep(), self._follow())
+        return {"url": self._url, "failure": self._failure, "starts": self._starts, "pid": os.getpid()}
+
+    async def stop(self) -> None:
+        """End the front, after its requests."""
+        if self._task is not None:
+            self._task.cancel()
+        if self._process is not None and self._process.returncode is None:
+            self._process.terminate()
+            await self._process.wait()
+
+    async def _keep(self) -> None:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(NOT_INHERITED)}
+        while True:
+            self._process = process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "pymllm_interp.server.front", stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE, env=environment,
+            )  # fmt: skip
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(greeting(self._settings, self._keys) + self._line)
+            while line := await process.stdout.readline():
+                if found := _URL.search(line):
+                    self._url, self._failure, self._starts = found[1].decode(), "", self._starts + 1
+                    self._settings = replace(self._settings, port=int(found[2]))  # the next one has the same address
+            self._url = ""
+            self._failure = f"the front's process ended with status {await process.wait()}"
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _follow(self) -> None:
+        ray = load_ray()
+        while True:
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):  # the director is being started again
+                director = ray.get_actor(f"{self._cluster}/director", namespace=NAMESPACE)
+                found = await director.roster.remote()
+                self._tell(roster_line([Replica(**replica) for replica in found]))
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _tell(self, line: bytes) -> None:
+        if line != self._line:
+            self._line = line
+            if self._process is not None and self._process.stdin is not None and self._process.returncode is None:
+                self._process.stdin.write(line)

@@ -1,0 +1,54 @@
+"""Ray, where it is installed in a tested version. Only this folder imports it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+TESTED = (2, 60), (2, 61)
+"""The first tested version, and the first one that is not."""
+NAMESPACE = "pymllm-interp"
+"""Of the actors' names."""
+
+
+def load_ray() -> Any:
+    """The module `ray`.
+
+    Raises:
+        ImportError: it is missing, or its version is not tested.
+    """
+    wanted = f"ray>={_text(TESTED[0])},<{_text(TESTED[1])}: pip install 'pymllm-interp[ray]'"
+    try:
+        ray: Any = import_module("ray")
+    except ModuleNotFoundError as error:
+        raise ImportError(f"a cluster needs {wanted} ({error})") from error
+    version = tuple(int(part) for part in ray.__version__.split(".")[:2])
+    if not TESTED[0] <= version < TESTED[1]:
+        raise ImportError(f"ray {ray.__version__} is installed, which is not tested; a cluster needs {wanted}")
+    return ray
+
+
+def _text(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def connect_to_ray(address: str) -> tuple[Any, bool]:
+    """The module `ray`, connected to a cluster that runs. Returns also whether this call connected it.
+
+    Args:
+        address: "auto" (the cluster of this machine, or of RAY_ADDRESS), HOST:PORT, or ray://HOST:PORT.
+
+    Raises:
+        ImportError: as `load_ray`.
+        ConnectionError: no Ray cluster runs there.
+    """
+    ray = load_ray()
+    if ray.is_initialized():
+        return ray, False
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConnectionError(
+            f"no Ray cluster answers at {address!r} ({error}); `ray start --head` starts one of this machine"
+        ) from error
+    return ray, True

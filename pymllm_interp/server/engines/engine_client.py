@@ -1,0 +1,205 @@
+"""`EngineClient`: what the HTTP process asks of an engine in another process. Used on one event loop.
+
+`LocalEngine` starts one engine process on this machine. `ReplicatedEngine` has links to several, which others started.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import zmq.asyncio
+
+from ...core.closed import EngineClosedError
+from ...wire import messages as m
+from ..settings import ServeSettings
+from .call import Call, EngineDiedError
+from .vector_orders import VectorOrder, VectorOrders
+
+
+def encoded(message: m.ToEngine) -> bytes:
+    """A message as bytes.
+
+    Raises:
+        ValueError: a client's values that no message can hold.
+    """
+    try:
+        return m.encoder.encode(message)
+    except OverflowError as error:
+        raise ValueError("a whole number of the request has more than 64 bits") from error
+    except RecursionError as error:
+        raise ValueError("the request is nested too deeply") from error
+
+
+class EngineClient(ABC):
+    """Calls of an engine, and its named vectors.
+
+    Args:
+        settings: of the server.
+
+    Attributes:
+        info: what the engine said of itself (`Backend.describe`); None until it is ready.
+        schemas: of interventions and captures, for the OpenAPI document.
+        folder: for sockets and files; only this user can read it.
+        store: folder of captured states that wait to be fetched.
+        tokenizer_folder: with the files of the tokenizer, where the model has one.
+        restarts: how often an engine process was started again.
+        adapters: loaded LoRA adapters, name -> folder; also for the engine processes that follow this one.
+    """
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self.settings = settings
+        self.info: dict[str, Any] | None = None
+        self.schemas: dict[str, Any] = {}
+        self.folder = Path(tempfile.mkdtemp(prefix="pymllm-interp-"))
+        self.store = settings.store or self.folder / "store"
+        self.tokenizer_folder = self.folder / "tokenizer"
+        self.restarts = 0
+        self.adapters: dict[str, str] = dict(settings.adapters)
+        self._context = zmq.asyncio.Context()
+        self._calls: dict[int, Call] = {}
+        self._numbers = count(1)
+        self._orders = VectorOrders()
+
+    # -- life ------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Wait until calls can be made.
+
+        Raises:
+            Exception: what the model or engine raised; EngineDiedError where it just ended.
+        """
+
+    async def shutdown(self) -> None:
+        """End, and remove the files."""
+        self._context.destroy(linger=0)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @property
+    def ready(self) -> bool:
+        """Whether calls can be made."""
+        return self.info is not None
+
+    @property
+    @abstractmethod
+    def stuck(self) -> bool:
+        """Whether the engine is found to be stuck, and is being ended."""
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """By replica: `up`, `draining`, `requests` that run, and `why_down`. Empty where there are no replicas."""
+        return {}
+
+    # -- calls -----------------------------------------------------------------------------
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that have not ended."""
+        return len(self._calls)
+
+    def open(self, make: Callable[[int], m.ToEngine]) -> Call:
+        """Start a call with the message that `make` makes of its number. `close` it at the end.
+
+        Raises:
+            EngineDiedError: the engine is not ready.
+        """
+        if not self.ready:
+            raise EngineDiedError("the engine is starting; try again in some seconds")
+        return self._open(make)
+
+    @abstractmethod
+    def _open(self, make: Callable[[int], m.ToEngine]) -> Call: ...
+
+    @abstractmethod
+    def close(self, call: Call, abort: bool) -> None:
+        """End a call.
+
+        Args:
+            abort: it may still run, and is ended.
+        """
+
+    @abstractmethod
+    def abort(self, call: int, requests: list[int] | None) -> None:
+        """End a call, or some of its requests. Its last messages still come."""
+
+    @abstractmethod
+    def was_read(self, call: Call, size: int) -> None:
+        """The client has read frames of a trace, of so many bytes."""
+
+    def fail_calls(self, error: EngineClosedError) -> None:
+        """End all calls with an error."""
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.put(error)
+
+    async def ask(self, make: Callable[[int], m.ToEngine]) -> Any:
+        """The answer to a call that has one.
+
+        Raises:
+            Exception: what the engine answered with.
+        """
+        return await self._answer(self.open(make))
+
+    async def _answer(self, call: Call) -> Any:
+        try:
+            message = await call.next()
+            assert isinstance(message, m.Answer)
+            return message.value
+        finally:
+            self.close(call, abort=False)
+
+    @abstractmethod
+    async def ask_all(self, make: Callable[[int], m.ToEngine], seconds: float | None = None) -> dict[str, Any]:
+        """The answers of all engine processes that are ready, by replica. A single engine process has the name "".
+
+        Args:
+            seconds: that an answer may take. A replica that takes longer is left out.
+        """
+
+    # -- adapters --------------------------------------------------------------------------
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Load a LoRA adapter from a folder of this machine.
+
+        Raises:
+            ValueError: the engine's replicas load no adapters.
+            Exception: what the engine refuses it with.
+        """
+        raise ValueError("replicas of a cluster load no adapters: serve the model by one engine process")
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload a LoRA adapter.
+
+        Raises:
+            ValueError: there is none.
+            Exception: what the engine refuses it with.
+        """
+        raise ValueError(f"there is no adapter {name!r}: replicas of a cluster load none")
+
+    # -- vectors ---------------------------------------------------------------------------
+
+    async def put_vector(self, owner: str, name: str, body: bytes, kind: str) -> Any:
+        """Store a vector, also for the engine processes that follow. Returns its name and shape.
+
+        Raises:
+            Exception: what the engine refuses it with.
+        """
+        return await self._order(m.PutVector(0, owner, name, body, kind, time.time_ns()))
+
+    async def drop_vector(self, owner: str, name: str) -> None:
+        """Forget a vector."""
+        await self._order(m.DropVector(0, owner, name, time.time_ns()))
+
+    @abstractmethod
+    async def _order(self, order: VectorOrder) -> Any:
+        """Have the engine take an order, and keep it. Returns the engine's answer."""
+
+    def vectors(self, owner: str) -> dict[str, m.PutVector]:
+        """An owner's vectors by name, as they were uploaded."""
+        return self._orders.vectors(owner)

@@ -1,0 +1,192 @@
+"""`LocalEngine`: one engine process on this machine, which is started again when it ends. Used on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from ...wire import messages as m
+from ..settings import ServeSettings
+from .call import Call, EngineDiedError
+from .engine_client import EngineClient, encoded
+from .liveness import Liveness
+from .vector_orders import VectorOrder, numbered
+
+logger = logging.getLogger(__name__)
+
+
+class LocalEngine(EngineClient):
+    """Starts the engine process, sends it messages, and starts it again when it ends.
+
+    Args:
+        settings: of the server.
+        on_exit: called when the engine process ended by itself, before it is started again.
+    """
+
+    def __init__(self, settings: ServeSettings, on_exit: Callable[[], Any]) -> None:
+        super().__init__(settings)
+        self._on_exit = on_exit
+        self.process: asyncio.subprocess.Process | None = None
+        self._watchers: list[asyncio.Task[Any]] = []
+        self._receiver: asyncio.Task[Any] | None = None
+        self._sockets: list[zmq.asyncio.Socket] = []
+        self._ends: dict[str, str] = {}
+        self._closing = False
+        self._liveness = Liveness(self, settings.limits)
+
+    @property
+    def stuck(self) -> bool:
+        return bool(self._liveness.stuck)
+
+    async def start(self) -> None:
+        await self._start()
+        self._watchers = [asyncio.create_task(self._watch()), asyncio.create_task(self._liveness.watch())]
+
+    async def _disconnect(self) -> None:
+        """Close what the engine process before this one was reached by."""
+        if self._receiver is not None:
+            self._receiver.cancel()
+            await asyncio.gather(self._receiver, return_exceptions=True)
+        for socket in self._sockets:
+            socket.close(linger=0)
+        for end in self._ends.values():
+            Path(end.removeprefix("ipc://")).unlink(missing_ok=True)
+
+    async def _start(self) -> None:
+        await self._disconnect()
+        number = next(self._numbers)
+        ends = self._ends = {name: f"ipc://{self.folder}/{name}-{number}" for name in ("requests", "events")}
+        self._out, incoming = self._sockets = [self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)]
+        for socket in (self._out, incoming):
+            socket.set_hwm(0)
+            socket.setsockopt(zmq.LINGER, 0)
+        self._out.bind(ends["requests"])
+        incoming.bind(ends["events"])
+        settings = {
+            **ends, "model": self.settings.model, "server": self.settings.server, "store": str(self.store),
+            "tokenizer": str(self.tokenizer_folder), "inline_bytes": self.settings.limits.inline_bytes,
+            "queued_bytes": self.settings.limits.max_queued_bytes, "log_level": self.settings.log_level, "parent": os.getpid(),
+            "shared_prefix_cache": self.settings.shared_prefix_cache,
+            "chat_template": self.settings.chat_template, "vllm": self.settings.vllm, "adapters": self.adapters,
+            "restarts": self.restarts,
+        }  # fmt: skip
+        self.process = process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "pymllm_interp.server.process.engine_process", stdin=asyncio.subprocess.PIPE
+        )
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(settings).encode() + b"\n")
+        await process.stdin.drain()
+        process.stdin.close()
+        ready = self._calls[0] = Call(0, 1 << 40)
+        self._receiver = asyncio.create_task(self._receive(incoming))
+        ended, answered = asyncio.create_task(process.wait()), asyncio.create_task(ready.next())
+        await asyncio.wait((ended, answered), return_when=asyncio.FIRST_COMPLETED)
+        if not answered.done():
+            await asyncio.wait((answered,), timeout=1)  # what it said last
+        ended.cancel()
+        if not answered.done():
+            answered.cancel()
+            raise EngineDiedError(f"the engine process ended with status {process.returncode} before it was ready")
+        message = answered.result()
+        assert isinstance(message, m.Ready)
+        for order in self._orders.all():
+            self._send(order)
+        self.info, self.schemas = message.info, message.schemas
+        self.adapters = dict(message.info["adapters"])
+
+    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            for message in m.from_engine.decode(await socket.recv()):
+                call = self._calls.get(message.call)
+                if call is not None:
+                    call.put(message)
+                elif isinstance(message, m.Finished) and message.captured and message.captured.file:
+                    (self.store / message.captured.file).unlink(missing_ok=True)  # its client is gone
+
+    async def _watch(self) -> None:
+        """Tell all calls when the engine process ends; start it again, where the operator wants that."""
+        while not self._closing:
+            assert self.process is not None
+            status = await self.process.wait()
+            if self._closing:
+                return
+            self.info = None
+            logger.error("the engine process ended with status %s", status, extra={"event": "engine_exit"})
+            self.fail_calls(EngineDiedError(f"the engine process ended with status {status}; the request is lost"))
+            self._on_exit()
+            if self.settings.on_engine_exit == "exit":
+                return
+            self.restarts += 1
+            try:
+                await self._start()
+            except Exception:
+                logger.exception("the engine process could not be started again")
+                await asyncio.sleep(5)
+
+    def _open(self, make: Callable[[int], m.ToEngine]) -> Call:
+        call = Call(next(self._numbers), self.settings.limits.max_queued_bytes)
+        self._send(make(call.number))
+        self._calls[call.number] = call
+        return call
+
+    def close(self, call: Call, abort: bool) -> None:
+        if self._calls.pop(call.number, None) is not None and abort:
+            self._send(m.Abort(call.number))
+
+    def abort(self, call: int, requests: list[int] | None) -> None:
+        if call in self._calls:
+            self._send(m.Abort(call, requests))
+
+    def was_read(self, call: Call, size: int) -> None:
+        if call.number in self._calls:
+            self._send(m.ReadFrames(call.number, size))
+
+    async def ask_all(self, make: Callable[[int], m.ToEngine], seconds: float | None = None) -> dict[str, Any]:
+        return {"": await asyncio.wait_for(self.ask(make), seconds)}
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        await self.ask(lambda number: m.LoadAdapter(number, name, folder))
+        self.adapters[name] = folder
+
+    async def unload_adapter(self, name: str) -> None:
+        await self.ask(lambda number: m.UnloadAdapter(number, name))
+        self.adapters.pop(name, None)
+
+    async def _order(self, order: VectorOrder) -> Any:
+        found = await self.ask(lambda number: numbered(order, number))
+        self._orders.take(order)
+        return found
+
+    def _send(self, message: m.ToEngine) -> None:
+        # The socket has no bound, so this does not wait; `send` of an asyncio socket keeps the order.
+        self._out.send(encoded(message))
+
+    def kill(self) -> None:
+        """End the engine process at once. What follows is as where it ends by itself."""
+        if self.process is not None and self.process.returncode is None:
+            self.process.kill()
+
+    async def shutdown(self) -> None:
+        """End the engine process, and remove its files."""
+        self._closing = True
+        if self.process is not None and self.process.returncode is None:
+            self._send(m.Stop(0))
+            try:
+                await asyncio.wait_for(self.process.wait(), 10)
+            except TimeoutError:
+                self.process.kill()
+                await self.process.wait()
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await self._disconnect()
+        await super().shutdown()

@@ -1,0 +1,183 @@
+"""`ReplicaProcess`: starts an engine process that listens for fronts, and ends it when it is stuck. Used on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq.asyncio
+
+from ...wire import messages as m
+from ...wire.failures import EngineError, Failure
+from ..settings import ServeLimits
+from .call import Call, EngineDiedError
+from .link import Link
+from .liveness import Liveness
+from .roster import LinkKeys, Replica
+from .vector_orders import VectorOrder
+
+logger = logging.getLogger(__name__)
+INLINE_BYTES = 1 << 62
+"""Captured states of any size travel over links: fronts may be on other machines."""
+
+
+@dataclass(frozen=True)
+class ReplicaSettings:
+    """What the engine processes of all replicas have in common."""
+
+    model: dict[str, Any]
+    """Fields of ModelConfig."""
+    server: dict[str, Any]
+    """Fields of ServerConfig."""
+    keys: LinkKeys
+    limits: ServeLimits = field(default_factory=ServeLimits)
+    shared_prefix_cache: bool = False
+    chat_template: str | None = None
+    log_level: str = "info"
+
+
+class ReplicaProcess:
+    """One engine process.
+
+    Args:
+        name: of the replica.
+        host: address of this machine that it listens on.
+        without: prefixes of environment variables that the process does not get.
+    """
+
+    def __init__(self, settings: ReplicaSettings, name: str, host: str, without: tuple[str, ...] = ()) -> None:
+        self._settings, self.name, self._host, self._without = settings, name, host, without
+        self.process: asyncio.subprocess.Process | None = None
+        self.info: dict[str, Any] | None = None
+        self._folder = tempfile.mkdtemp(prefix="pymllm-interp-")
+        self._context = zmq.asyncio.Context()
+        self._link: Link | None = None
+        self._watcher: asyncio.Task[Any] | None = None
+
+    async def start(self) -> Replica:
+        """Start the process, and wait until its model is loaded.
+
+        Raises:
+            EngineError: what its model or engine raised.
+            EngineDiedError: it just ended.
+        """
+        own = self._settings
+        reading, writing = os.pipe()
+        settings = {
+            "model": own.model, "server": own.server, "store": self._folder, "tokenizer": f"{self._folder}/tokenizer",
+            "inline_bytes": INLINE_BYTES, "queued_bytes": own.limits.max_queued_bytes, "log_level": own.log_level,
+            "parent": os.getpid(), "shared_prefix_cache": own.shared_prefix_cache, "chat_template": own.chat_template,
+            "replica": {
+                "name": self.name, "host": self._host, "front_key": own.keys.public, "announce": writing,
+                "silence": own.limits.replica_silence_seconds,
+            },
+        }  # fmt: skip
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(self._without)}
+        try:
+            self.process = process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "pymllm_interp.server.process.engine_process", stdin=asyncio.subprocess.PIPE,
+                pass_fds=(writing,), env=environment,
+            )  # fmt: skip
+        finally:
+            os.close(writing)
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(settings).encode() + b"\n")
+        await process.stdin.drain()
+        process.stdin.close()
+        with os.fdopen(reading) as file:
+            line = await asyncio.to_thread(file.readline)
+        if not line:
+            status = await process.wait()
+            raise EngineDiedError(f"replica {self.name} ended with status {status} before it was ready")
+        found = json.loads(line)
+        if "failure" in found:
+            await process.wait()
+            raise EngineError(Failure(**found["failure"]))
+        replica = Replica.of(found)
+        self._link = Link(
+            replica, own.keys, self, self._context, own.limits.replica_silence_seconds, own.limits.max_queued_bytes
+        )
+        self._watcher = asyncio.create_task(Liveness(self, own.limits).watch())
+        return replica
+
+    async def wait(self) -> int:
+        """Wait until the process has ended. Returns its status."""
+        assert self.process is not None
+        return await self.process.wait()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the process runs. One that is stuck does, too."""
+        return self.process is not None and self.process.returncode is None and self.info is not None
+
+    async def ask(self, make: Callable[[int], m.ToEngine]) -> Any:
+        """The answer to a question, however long it takes.
+
+        Raises:
+            Exception: what the process answered with.
+        """
+        assert self._link is not None
+        while True:
+            try:
+                if self._link.up:
+                    return await self._link.ask(make)
+            except EngineDiedError:
+                pass  # the link is opened again, if the process lives
+            await asyncio.sleep(0.05)
+
+    async def num_running(self) -> int:
+        """Requests and traces that run or wait."""
+        stats = await self.ask(m.AskStats)
+        return sum(stats[name] for name in ("running", "waiting", "swapped", "traces"))
+
+    def kill(self) -> None:
+        """End the process at once."""
+        if self.process is not None and self.process.returncode is None:
+            self.process.kill()
+
+    async def close(self) -> None:
+        """End the process, and remove its files."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        self.kill()
+        if self.process is not None:
+            await self.process.wait()
+        if self._link is not None:
+            await self._link.close("its process was ended")
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # -- what its link tells -----------------------------------------------------------------
+
+    def vector_orders(self) -> Iterable[VectorOrder]:
+        """None: fronts bring them."""
+        return ()
+
+    def learned(self, order: VectorOrder) -> None:
+        """Fronts keep vectors."""
+
+    async def opened(self, link: Link) -> None:
+        """Keep what the process says of itself."""
+        assert link.ready is not None
+        self.info = link.ready.info
+
+    def came_up(self, link: Link) -> None:
+        """Questions can be asked."""
+
+    def lost(self, link: Link, calls: list[Call], why: str) -> None:
+        """End questions."""
+        for call in calls:
+            call.put(EngineDiedError(f"replica {self.name} does not answer: {why}"))
+
+    def deliver(self, call: Call, message: m.FromEngine) -> None:
+        """An answer."""
+        call.put(message)

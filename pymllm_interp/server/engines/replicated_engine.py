@@ -1,0 +1,339 @@
+"""`ReplicatedEngine`: several replicas of one model, as one engine. Used on one event loop.
+
+Each replica is an engine process that listens for fronts (`replica_door`). Others start them, and say which there are (`update`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from ...wire import messages as m
+from ..settings import ServeSettings
+from .call import Call, EngineDiedError
+from .captured_files import stored_states
+from .engine_client import EngineClient, encoded
+from .link import Link, LinkBrokenError
+from .roster import LinkKeys, Replica
+from .routing import choose, key_of, least_loaded, weight_of
+from .vector_orders import VectorOrder
+
+logger = logging.getLogger(__name__)
+RUNS = 2
+"""How often a request may be started: once more where its replica ended before it had any output."""
+UNREAD = 4
+"""So many times `max_queued_bytes` may be on their way to a replica."""
+WAIT_SECONDS = 60.0
+"""How long a request that is run again may wait for a replica."""
+
+
+class ReplicatedCall(Call):
+    """A call, and what is needed to run it again.
+
+    Attributes:
+        message: that started it.
+        link: the replica that serves it; None while it waits for one.
+        shown: it had output, which must not be seen twice.
+    """
+
+    def __init__(self, number: int, limit: int, message: m.ToEngine) -> None:
+        super().__init__(number, limit)
+        self.message, self.shown = message, False
+        self.link: Link | None = None
+        self.runs, self.weight, self.started = 0, weight_of(message), time.monotonic()
+        self._accepted = self.aborted = False
+
+    def put(self, message: m.FromEngine | BaseException) -> None:
+        if isinstance(message, m.Accepted):
+            if self._accepted:  # of the second run
+                return
+            self._accepted = True
+        else:
+            self.shown = True
+        super().put(message)
+
+    @property
+    def may_run_again(self) -> bool:
+        """Whether nothing of it can be seen twice: no output came, and it runs no client's code."""
+        again = isinstance(self.message, m.Submit) and not self.message.edits
+        return again and not self.shown and not self.aborted and self.runs < RUNS
+
+    def again(self) -> m.ToEngine:
+        """The message for another run, with what is left of its time."""
+        message = copy.copy(self.message)
+        if isinstance(message, m.Submit) and message.options.get("timeout") is not None:
+            left = message.options["timeout"] - (time.monotonic() - self.started)
+            message.options = message.options | {"timeout": max(left, 1e-3)}
+        return message
+
+
+class ReplicatedEngine(EngineClient):
+    """Replicas, as a server's engine.
+
+    Args:
+        settings: of the server.
+        keys: of the cluster's fronts.
+        follow: calls `update` with the replicas, again whenever they change.
+        fingerprint: of the weights that all replicas must have; empty: the first one's.
+    """
+
+    def __init__(
+        self, settings: ServeSettings, keys: LinkKeys, follow: Callable[[ReplicatedEngine], Coroutine[Any, Any, None]],
+        fingerprint: str = "",
+    ) -> None:  # fmt: skip
+        super().__init__(settings)
+        self._keys, self._follow, self._fingerprint = keys, follow, fingerprint
+        self._links: dict[str, Link] = {}
+        self._waiting: list[ReplicatedCall] = []
+        self._came_up = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._refused: dict[str, str] = {}
+
+    # -- life --------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Wait for the first replica.
+
+        Raises:
+            Exception: what `follow` raised before.
+        """
+        following = asyncio.create_task(self._follow(self))
+        self._tasks.add(following)
+        first = asyncio.create_task(self._came_up.wait())
+        await asyncio.wait((following, first), return_when=asyncio.FIRST_COMPLETED)
+        if not first.done():
+            first.cancel()
+            following.result()
+            raise EngineDiedError("there are no replicas")
+
+    async def shutdown(self) -> None:
+        """Close the links, and remove the files. The replicas stay."""
+        links, self._links = list(self._links.values()), {}
+        await asyncio.gather(*(link.close("the front ended") for link in links))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await super().shutdown()
+
+    def update(self, replicas: Iterable[Replica]) -> None:
+        """The replicas that there are now. Calls of those that are gone end, or run again on others."""
+        wanted = {replica.name: replica for replica in replicas}
+        for name, link in list(self._links.items()):
+            new = wanted.get(name)
+            if new is None or new.key != link.replica.key:
+                del self._links[name]
+                self.restarts += new is not None
+                self._refused.pop(name, None)
+                self._spawn(link.close("its process ended" if new else "it was stopped"))
+            else:
+                link.replica = new
+        for name in wanted.keys() - self._links.keys():
+            limits = self.settings.limits
+            self._links[name] = Link(
+                wanted[name],
+                self._keys,
+                self,
+                self._context,
+                limits.replica_silence_seconds,
+                UNREAD * limits.max_queued_bytes,
+            )
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @property
+    def ready(self) -> bool:
+        return any(link.up for link in self._links.values())
+
+    @property
+    def stuck(self) -> bool:
+        return False  # who started a replica ends it when it is stuck
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """By replica: whether it is up, and draining, its requests, and why it is down."""
+        return {
+            name: {
+                "up": link.up, "draining": link.replica.draining, "requests": link.load,
+                "why_down": self._refused.get(name) or link.why_down,
+            }
+            for name, link in sorted(self._links.items())
+        }  # fmt: skip
+
+    # -- what links tell ---------------------------------------------------------------------
+
+    def vector_orders(self) -> list[VectorOrder]:
+        return self._orders.all()
+
+    def learned(self, order: VectorOrder) -> None:
+        if self._orders.take(order):  # another front's: replicas that it could not reach any more need it, too
+            self._spawn(self._settle())
+
+    async def opened(self, link: Link) -> None:
+        assert link.ready is not None
+        fingerprint = self._fingerprint or next((o.replica.fingerprint for o in self._links.values() if o.up), "")
+        if why := link.replica.differs_from(fingerprint):
+            if self._refused.get(link.name) != why:
+                logger.error("%s", why, extra={"event": "replica_refused"})
+            self._refused[link.name] = why
+            raise LinkBrokenError(why)
+        self._fingerprint = link.replica.fingerprint
+        if self.info is None:
+            files = await link.ask(m.AskTokenizer)
+            if files:
+                self.tokenizer_folder.mkdir(exist_ok=True)
+            for name, content in files.items():
+                (self.tokenizer_folder / name).write_bytes(content)
+            self.info = {name: value for name, value in link.ready.info.items() if name != "replica"}
+            self.schemas = link.ready.schemas
+
+    def came_up(self, link: Link) -> None:
+        self._came_up.set()
+        waiting, self._waiting = self._waiting, []
+        for call in waiting:
+            self._run_again(call)
+
+    def lost(self, link: Link, calls: list[Call], why: str) -> None:
+        error = EngineDiedError(f"replica {link.name} ended, or cannot be reached ({why}); the request is lost")
+        for call in calls:
+            if isinstance(call, ReplicatedCall):
+                call.link = None
+                if call.may_run_again:
+                    self._run_again(call)
+                    continue
+            call.put(error)
+
+    def deliver(self, call: Call, message: m.FromEngine) -> None:
+        if isinstance(message, m.Finished) and message.captured is not None and message.captured.data is not None:
+            if message.captured.size > self.settings.limits.inline_bytes:
+                if isinstance(call, ReplicatedCall):
+                    call.shown = True  # it is on its way to the client
+                self._spawn(self._store(call, message))
+                return
+        call.put(message)
+
+    async def _store(self, call: Call, message: m.Finished) -> None:
+        """Large states wait in this front's store, as a local engine's do."""
+        await asyncio.to_thread(stored_states, message, self.store)
+        if call.number in self._calls:
+            call.put(message)
+        elif message.captured is not None and message.captured.file is not None:
+            (self.store / message.captured.file).unlink(missing_ok=True)  # its client is gone
+
+    # -- calls -------------------------------------------------------------------------------
+
+    def _place(self, call: ReplicatedCall, message: m.ToEngine) -> bool:
+        """Send a call to a replica. Returns whether there is one."""
+        links = {name: link for name, link in self._links.items() if link.up and not link.replica.draining}
+        data = encoded(message)
+        while links:
+            loads = {name: link.load for name, link in links.items()}
+            if isinstance(message, m.Submit):
+                name = choose(key_of(message), loads)
+            else:
+                name = least_loaded(getattr(message, "owner", ""), loads)
+            link = links.pop(name)
+            try:
+                link.send(data)
+            except EngineDiedError:
+                continue
+            link.calls[call.number], call.link = call, link
+            link.load += call.weight
+            call.runs += 1
+            return True
+        return False
+
+    def _run_again(self, call: ReplicatedCall) -> None:
+        if call.number not in self._calls:
+            return
+        if not self._place(call, call.again()):
+            self._waiting.append(call)
+            asyncio.get_running_loop().call_later(WAIT_SECONDS, self._give_up, call)
+
+    def _give_up(self, call: ReplicatedCall) -> None:
+        if call in self._waiting:
+            self._waiting.remove(call)
+            call.put(EngineDiedError(f"its replica ended, and no other one was ready for {WAIT_SECONDS:g} s"))
+
+    def _open(self, make: Callable[[int], m.ToEngine]) -> Call:
+        number = next(self._numbers)
+        message = make(number)
+        call = ReplicatedCall(number, self.settings.limits.max_queued_bytes, message)
+        if not self._place(call, message):
+            raise EngineDiedError("no replica takes calls now; try again in some seconds")
+        self._calls[number] = call
+        return call
+
+    def close(self, call: Call, abort: bool) -> None:
+        if self._calls.pop(call.number, None) is None or not isinstance(call, ReplicatedCall):
+            return
+        if call in self._waiting:
+            self._waiting.remove(call)
+        if call.link is not None and call.link.calls.pop(call.number, None) is not None:
+            call.link.load -= call.weight
+            if abort:
+                self._tell(call.link, m.Abort(call.number))
+
+    def abort(self, call: int, requests: list[int] | None) -> None:
+        found = self._calls.get(call)
+        if isinstance(found, ReplicatedCall):
+            found.aborted = True
+            if found.link is not None:
+                self._tell(found.link, m.Abort(call, requests))
+            elif found in self._waiting:
+                self._waiting.remove(found)
+                found.put(EngineDiedError("the request was ended while it waited for a replica"))
+
+    def was_read(self, call: Call, size: int) -> None:
+        if isinstance(call, ReplicatedCall) and call.link is not None and call.number in self._calls:
+            self._tell(call.link, m.ReadFrames(call.number, size))
+
+    def _tell(self, link: Link, message: m.ToEngine) -> None:
+        try:
+            link.send(encoded(message))
+        except EngineDiedError:
+            pass  # the session ends, and its calls with it
+
+    async def ask_all(self, make: Callable[[int], m.ToEngine], seconds: float | None = None) -> dict[str, Any]:
+        links = [link for link in self._links.values() if link.up]
+        asked = (asyncio.wait_for(link.ask(make), seconds) for link in links)
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        return self._answers(dict(zip([link.name for link in links], found, strict=True)))
+
+    def _answers(self, found: dict[str, Any]) -> dict[str, Any]:
+        """The answers of replicas that live. Raises what one refused with; EngineDiedError where none is left."""
+        gone = EngineDiedError, TimeoutError
+        left = {name: answer for name, answer in found.items() if not isinstance(answer, gone)}
+        for answer in left.values():
+            if isinstance(answer, BaseException):
+                raise answer
+        if not left:
+            raise EngineDiedError("no replica takes calls now; try again in some seconds")
+        return left
+
+    # -- vectors -----------------------------------------------------------------------------
+
+    async def _order(self, order: VectorOrder) -> Any:
+        """Have all replicas take an order. Those that come up meanwhile have it before they take calls."""
+        links = [link for link in self._links.values() if link.up]
+        found = await asyncio.gather(*(link.order(order) for link in links), return_exceptions=True)
+        answers = self._answers(dict(zip([link.name for link in links], found, strict=True)))
+        self._orders.take(order)
+        await self._settle()
+        return next(iter(answers.values()))
+
+    async def _settle(self) -> None:
+        """Bring all orders to all replicas that are up."""
+
+        async def bring(link: Link) -> None:
+            try:
+                await link.bring(self._orders.all())
+            except EngineDiedError:
+                pass  # it gets them before it is up again
+
+        await asyncio.gather(*(bring(link) for link in self._links.values() if link.up))

@@ -1,0 +1,58 @@
+"""The replicas of a cluster, as those who start them tell the fronts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from ... import __version__
+
+
+@dataclass(frozen=True)
+class LinkKeys:
+    """The key pair of a cluster's fronts (CURVE, as Z85 text). Whoever has the secret can do what a front can."""
+
+    public: str
+    secret: str
+
+    @classmethod
+    def new(cls) -> LinkKeys:
+        """A new pair."""
+        public, secret = zmq.curve_keypair()
+        return cls(public.decode(), secret.decode())
+
+
+@dataclass(frozen=True)
+class Replica:
+    """An engine process that listens for fronts."""
+
+    name: str
+    address: str
+    """Such as tcp://10.0.0.1:41234."""
+    key: str
+    """Its public key, which is new with each process."""
+    version: str
+    """Of pymllm-interp."""
+    fingerprint: str
+    """Of its weights."""
+    draining: bool = False
+    """Whether it takes no more calls."""
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any], draining: bool = False) -> Replica:
+        """The replica that an engine process announced."""
+        names = ("name", "address", "key", "version", "fingerprint")
+        return cls(**{name: found[name] for name in names}, draining=draining)
+
+    def differs_from(self, fingerprint: str) -> str:
+        """Why it cannot serve beside replicas with weights of this fingerprint; empty: it can."""
+        if self.version != __version__:
+            return f"replica {self.name} runs pymllm-interp {self.version}, and this is {__version__}: install the same"
+        if fingerprint and self.fingerprint != fingerprint:
+            return (
+                f"replica {self.name} has other weights ({self.fingerprint[:8]}) than the cluster ({fingerprint[:8]})"
+            )
+        return ""

@@ -1,0 +1,70 @@
+"""A front of a cluster: the HTTP process over replicas that others started. It imports neither torch nor Ray.
+
+    python -m pymllm_interp.server.front
+
+Its parent writes to standard input. First comes a pickle of (ServeSettings, LinkKeys) behind its length (8 bytes, big-endian). Then
+comes a JSON line with all replicas, whenever they change. At the end of standard input the front drains and ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import struct
+import sys
+
+from .engines.replicated_engine import ReplicatedEngine
+from .engines.roster import LinkKeys, Replica
+from .serve import run
+from .settings import ServeSettings
+
+
+def greeting(settings: ServeSettings, keys: LinkKeys) -> bytes:
+    """What a parent writes first."""
+    data = pickle.dumps((settings, keys))
+    return struct.pack(">Q", len(data)) + data
+
+
+def roster_line(replicas: list[Replica]) -> bytes:
+    """What it writes whenever the replicas change."""
+    return json.dumps([vars(replica) for replica in replicas]).encode() + b"\n"
+
+
+async def follow(engine: ReplicatedEngine) -> None:
+    """Pass the lines of standard input on to the engine; at its end, end this process in order."""
+    reader = asyncio.StreamReader(limit=1 << 24)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        engine.update([Replica(**replica) for replica in json.loads(line)])
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.Event().wait()
+
+
+def main() -> int:
+    """Read the settings, and serve. Returns the exit status."""
+    source = sys.stdin.fileno()
+    (size,) = struct.unpack(">Q", _read(source, 8))
+    settings, keys = pickle.loads(_read(source, size))
+    try:
+        return run(settings, lambda settings, on_exit: ReplicatedEngine(settings, keys, follow))
+    except (ValueError, OSError) as error:
+        print(f"the front failed: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+def _read(source: int, size: int) -> bytes:
+    """So many bytes, and no more: the lines behind them are read elsewhere."""
+    found = b""
+    while len(found) < size:
+        part = os.read(source, size - len(found))
+        if not part:
+            raise EOFError("standard input ended before the settings")
+        found += part
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

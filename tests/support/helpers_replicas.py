@@ -1,0 +1,181 @@
+"""Replicas and fronts of tests, without Ray: engine processes that are started again when they end, and fronts over them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from helpers_server import KEYS, SECONDS, Server, _read
+
+from pymllm_interp.server.engines.replica_process import ReplicaProcess, ReplicaSettings
+from pymllm_interp.server.engines.roster import LinkKeys, Replica
+from pymllm_interp.server.front import greeting, roster_line
+from pymllm_interp.server.http.trust import Key, Keys, Trust
+from pymllm_interp.server.settings import ServeLimits, ServeSettings
+
+SILENCE = 4.0
+"""Seconds that a replica or a front may be silent."""
+
+
+class Replicas:
+    """Engine processes by name, on an event loop of a thread of their own.
+
+    Attributes:
+        starts: how often each was started.
+    """
+
+    def __init__(self, model: str | Path, count: int, **limits: Any) -> None:
+        self.limits = ServeLimits(**{"replica_silence_seconds": SILENCE, **limits})
+        self.keys = LinkKeys.new()
+        self._settings = ReplicaSettings(
+            {"model": str(model), "dtype": "float32"},
+            {"device": "cpu", "trace_step_timeout": 60.0},
+            self.keys,
+            self.limits,
+        )
+        self.processes: dict[str, ReplicaProcess] = {}
+        self.live: dict[str, Replica] = {}
+        self.draining: set[str] = set()
+        self.starts: dict[str, int] = {}
+        self.fronts: list[Server] = []
+        self._tasks: dict[str, Any] = {}
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        for number in range(count):
+            self.add(f"r{number}")
+        self.wait_for(lambda: len(self.live) == count)
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(SECONDS)
+
+    def add(self, name: str, **settings: Any) -> None:
+        own = ReplicaSettings(**{**vars(self._settings), **settings})
+
+        async def begin() -> None:
+            self._tasks[name] = asyncio.create_task(self._keep(name, own))
+
+        self.run(begin())
+
+    def remove(self, name: str) -> None:
+        async def end() -> None:
+            task = self._tasks.pop(name)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        self.run(end())
+
+    async def _keep(self, name: str, settings: ReplicaSettings) -> None:
+        while True:
+            process = self.processes[name] = ReplicaProcess(settings, name, "127.0.0.1")
+            try:
+                self.live[name] = await process.start()
+                self.starts[name] = self.starts.get(name, 0) + 1
+                self.tell()
+                await process.wait()
+            finally:
+                self.live.pop(name, None)
+                self.tell()
+                await process.close()
+
+    def tell(self) -> None:
+        """Tell all fronts which replicas there are."""
+        line = roster_line(
+            [Replica(**{**vars(one), "draining": name in self.draining}) for name, one in self.live.items()]
+        )
+        for front in self.fronts:
+            if front.process.poll() is None:
+                front.process.stdin.write(line)
+                front.process.stdin.flush()
+
+    def drain(self, name: str) -> None:
+        self.draining.add(name)
+        self.tell()
+
+    def pid(self, name: str) -> int:
+        process = self.processes[name].process
+        assert process is not None
+        return process.pid
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        os.kill(self.pid(name), number)
+
+    def front(self, name: str = "served") -> Server:
+        """Another front, once it answers and all replicas are up for it."""
+        trust = {"plain": Trust.PLAIN, "code": Trust.CODE}
+        keys = Keys(
+            [Key.of(who, key, trust.get(who, Trust.DECLARED), operator=who == "code") for who, key in KEYS.items()]
+        )
+        settings = ServeSettings(model={}, server={}, name=name, port=0, keys=keys, limits=self.limits)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pymllm_interp.server.front"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        process.stdin.write(greeting(settings, self.keys))
+        front = Server("", process, queue.Queue())  # pyright: ignore[reportArgumentType]
+        for stream, into in ((process.stdout, front.lines), (process.stderr, queue.Queue())):
+            text = (line.decode() for line in stream)
+            threading.Thread(target=_read, args=(text, into, front.log), daemon=True).start()
+        self.fronts.append(front)
+        self.tell()
+        deadline = time.monotonic() + SECONDS
+        while not front.url:
+            assert process.poll() is None and time.monotonic() < deadline, "\n".join(front.log)
+            try:
+                found = re.search(r"is served at (https?://\S+)", front.lines.get(timeout=0.2))
+            except queue.Empty:
+                continue
+            front.url = found[1] if found else ""
+        self.wait_for(lambda: front.metric("replica_up") == len(self.live))
+        return front
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = SECONDS) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            failed = [task for task in self._tasks.values() if task.done() and not task.cancelled()]
+            assert not failed, failed[0].exception()
+            assert time.monotonic() < deadline, [front.log[-20:] for front in self.fronts]
+            time.sleep(0.02)
+
+    def wait_until_up(self, front: Server) -> None:
+        """All replicas live, and the front's links to them are up."""
+        self.wait_for(lambda: set(self._tasks) == set(self.live) and front.metric("replica_up") == len(self.live))
+
+    def close(self) -> None:
+        for front in self.fronts:
+            if front.process.poll() is None:
+                front.process.send_signal(signal.SIGCONT)
+                front.end()
+            for stream in (front.process.stdin, front.process.stdout, front.process.stderr):
+                stream.close()
+        for name in list(self._tasks):
+            self.signal_quietly(name, signal.SIGCONT)
+            self.remove(name)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def signal_quietly(self, name: str, number: signal.Signals) -> None:
+        try:
+            self.signal(name, number)
+        except (ProcessLookupError, AssertionError):
+            pass
+
+
+@contextmanager
+def replicas_of(model: str | Path, count: int, **limits: Any) -> Iterator[Replicas]:
+    """Replicas, until the end of the body."""
+    found = Replicas(model, count, **limits)
+    try:
+        yield found
+    finally:
+        found.close()
