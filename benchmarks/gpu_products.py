@@ -44,9 +44,6 @@ class Lt:
         if status:
             raise RuntimeError(f"cuBLASLt answered {status}")
 
-    def product(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> Product:
-        return Product(self, x, weight, out)
-
 
 class Product:
     """out = x @ weight.T of one shape; `proposals` are cuBLASLt's algorithms for it."""
@@ -86,8 +83,8 @@ class Product:
         self.lt.check(
             self.lt.lib.cublasLtMatmul(
                 self.lt.handle, self.desc, ctypes.byref(self.one), pointer(weight), a, pointer(x), b, ctypes.byref(self.zero),
-                pointer(out), c, pointer(out), c, ctypes.byref(proposal.algo), pointer(self.lt.workspace), ctypes.c_size_t(WORKSPACE),
-                ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+                pointer(out), c, pointer(out), c, ctypes.byref(proposal.algo), pointer(self.lt.workspace),
+                ctypes.c_size_t(WORKSPACE), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
             )
         )  # fmt: skip
 
@@ -114,6 +111,27 @@ def graph_us(run: Any, weights: list[torch.Tensor], repeats: int) -> float:
     return sorted(times[1:])[repeats // 2]
 
 
+def measured(lt: Lt, m: int, name: str, n: int, k: int) -> dict[str, Any]:
+    """Microseconds of [m, k] times [k, n]."""
+    weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * k**-0.5 for _ in range(6)]
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+    plain = graph_us(lambda weight: torch.mm(x, weight.t(), out=out), weights, 6)
+    expected = torch.mm(x.float(), weights[-1].float().t())
+    product, times = Product(lt, x, weights[0], out), []
+    for i, proposal in enumerate(product.proposals):
+        try:
+            us = graph_us(lambda weight, one=proposal: product.run(one, x, weight, out), weights, 4)
+        except RuntimeError:
+            continue
+        if (out.float() - expected).norm() / expected.norm() < 1e-2:
+            times.append((us, i))
+    us, number = min(times)
+    limit = max(2 * m * n * k / FLOPS, 2 * n * k / BANDWIDTH) * 1e6
+    print(f"{m:5} {name:8} mm {plain:7.1f}  best {us:7.1f} (#{number} of {len(times)})  limit {limit:6.1f}", flush=True)
+    return {"m": m, "name": name, "mm_us": plain, "best_us": min(us, plain), "proposal": number, "limit_us": limit}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path("benchmarks/configs/llama8b"))
@@ -132,42 +150,10 @@ def main() -> None:
     }
     lt, record = Lt(), {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": []}
     for m in args.rows:
-        total = [0.0, 0.0, 0.0]
-        for name, (n, k) in shapes.items():
-            weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * k**-0.5 for _ in range(6)]
-            x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-            out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-            plain = graph_us(lambda w: torch.mm(x, w.t(), out=out), weights, 6)
-            expected = torch.mm(x.float(), weights[-1].float().t())
-            product, times = lt.product(x, weights[0], out), []
-            for i, proposal in enumerate(product.proposals):
-                try:
-                    us = graph_us(lambda w, p=proposal: product.run(p, x, w, out), weights, 4)
-                except RuntimeError:
-                    continue
-                error = ((out.float() - expected).norm() / expected.norm()).item()
-                times.append(
-                    {"proposal": i, "us": us, "error": error, "waves": proposal.waves, "workspace": proposal.workspace}
-                )
-            best = min((t for t in times if t["error"] < 1e-2), key=lambda t: t["us"])
-            limit = max(2 * m * n * k / FLOPS, 2 * n * k / BANDWIDTH) * 1e6
-            total = [total[0] + plain, total[1] + min(best["us"], plain), total[2] + limit]
-            record["rows"].append(
-                {
-                    "m": m,
-                    "name": name,
-                    "mm_us": plain,
-                    "best": best,
-                    "limit_us": limit,
-                    "first_us": times[0]["us"],
-                    "proposals": len(times),
-                }
-            )
-            print(
-                f"{m:5} {name:8} mm {plain:7.1f}  Lt first {times[0]['us']:7.1f}  best {best['us']:7.1f} (#{best['proposal']} of {len(times)})  limit {limit:6.1f}",
-                flush=True,
-            )
-        print(f"{m:5} layer    mm {total[0]:7.1f}  best {total[1]:7.1f}  limit {total[2]:6.1f}", flush=True)
+        rows = [measured(lt, m, name, n, k) for name, (n, k) in shapes.items()]
+        record["rows"] += rows
+        mm, best, limit = (sum(row[key] for row in rows) for key in ("mm_us", "best_us", "limit_us"))
+        print(f"{m:5} layer    mm {mm:7.1f}  best {best:7.1f}  limit {limit:6.1f}", flush=True)
     if args.out:
         args.out.write_text(json.dumps(record))
 

@@ -50,13 +50,15 @@ class Client:
         if self._stream is None:
             self._stream = await asyncio.open_connection(self._host, self._port, limit=1 << 22)
         reader, writer = self._stream
-        body = json.dumps(
-            {
-                "model": self._model, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-        ).encode()  # fmt: skip
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        asked = {
+            "model": self._model, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
+            "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        body = json.dumps(asked).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
         writer.write(head.encode() + body)
         status = await reader.readline()
         while (await reader.readline()).strip():
