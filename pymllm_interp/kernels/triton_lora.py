@@ -1,11 +1,10 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-"""LoRA of rows with several adapters in two kernels: `shrink` multiplies by A, and `expand` by B, into the base's product.
+"""LoRA of rows with several adapters in two kernels: `shrink` multiplies by A, `expand` adds the product with B.
 
-A program computes a tile of rows with one adapter (`RowTiles`, core/pass_parts.py), so the weights of an adapter are read once for
-16 rows. The kernels read the tiles on the device: a captured pass serves all mixes of adapters. Unused tiles end at once.
+A program computes a tile of rows with one adapter (`RowTiles`, core/pass_parts.py). So weights are read once for 16 rows. The kernels read the tiles on the device: a captured pass serves all mixes of adapters. Unused tiles end at once.
 
 `shrink` divides the input's width into parts, for enough programs to read A at the memory's speed. `expand` adds the parts. Block
-sizes and parts depend on widths, not on rows: the sums of a row have one order in every batch.
+sizes and parts depend on widths, not on rows. So the sums of a row have one order in every batch.
 """
 
 from __future__ import annotations

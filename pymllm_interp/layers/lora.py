@@ -1,7 +1,7 @@
 """LoRA: what adapters add to a matrix product (Hu et al., 2021), for each token row by its own adapter.
 
 A row with an adapter gets ``product + (x A^T) (scaling B)^T``: what PEFT's module returns. `LoRASlots` holds A and B of several
-adapters, each in a slot, for one product; of merged projections (q, k and v) each part has its own A and B.
+adapters for one product, each in a slot. Of merged projections (q, k and v) each part has its own A and B.
 
 Rows in few tiles run our Triton kernels on CUDA, in CUDA graphs too. Long prompts, and all rows on a CPU, run as matrix products.
 On a CPU a row's result does not depend on the other rows, where our kernels compute the product itself.

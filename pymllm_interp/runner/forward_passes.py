@@ -92,7 +92,7 @@ class ForwardPasses(BatchBuilder):
         return self.executions.can(Execution.REPLAY, batch)
 
     def decode_graphs(self, batch: ForwardBatch) -> CudaGraphRunner | None:
-        """The captured decode passes for a batch; None where there are none."""
+        """The captured decode passes for a batch; None without such passes."""
         return (self.plain_graphs if batch.site_ops is None else None) or self.graph_runner
 
     def replay(self, batch: ForwardBatch, in_place: bool = False) -> LogitsProcessorOutput:

@@ -45,8 +45,8 @@ class AdaptedPasses(ForwardPasses):
         """Load a LoRA adapter. The first one captures decode passes with adapters, where passes are captured.
 
         Raises:
-            AdapterError: the name is taken, or requests in flight use all slots.
-            torch.OutOfMemoryError: no memory for the slots or the graphs. The adapter is not loaded then.
+            AdapterError: the name is taken, or all slots are in use.
+            torch.OutOfMemoryError: no memory for the slots or the graphs.
         """
         config = self.server_config
         within_memory(
@@ -69,7 +69,7 @@ class AdaptedPasses(ForwardPasses):
         """Unload a LoRA adapter. The last one takes the graphs with it.
 
         Raises:
-            AdapterError: there is none of this name, or requests use it.
+            AdapterError: no adapter has this name, or requests use it.
         """
         assert self.adapters is not None, "call initialize() first"
         self.adapters.remove(name)
