@@ -66,6 +66,8 @@ class PassRunner(Protocol):
 
     def decode_graphs(self, batch: ForwardBatch) -> CudaGraphRunner | None: ...
 
+    def is_laid_out(self, batch: ForwardBatch) -> bool: ...
+
     def replay(self, batch: ForwardBatch, in_place: bool = False) -> LogitsProcessorOutput: ...
 
     def plan_and_call(self, batch: ForwardBatch, execution: Execution) -> LogitsProcessorOutput: ...
@@ -116,6 +118,7 @@ class Executions:
             and graphs is not None
             and not batch.forward_mode.is_extend()
             and graphs.can_run(batch)
+            and self.runner.is_laid_out(batch)
         )
 
     def _decodes(self, batch: ForwardBatch) -> bool:

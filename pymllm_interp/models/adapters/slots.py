@@ -1,7 +1,8 @@
 """`AdapterSlots`: the adapters that are loaded, and which of them are in the device's slots.
 
 An adapter is in host memory from `install` to `remove`. A request *holds* its adapter from its submission to its end. A held
-adapter has a slot, and keeps it. Another one takes a free slot, or the slot of the least recently used adapter that nobody holds. Weights are written to their slots by the runner's thread, before the next step.
+adapter has a slot, and keeps it. Another one takes a free slot, or the slot of the least recently used adapter that nobody holds.
+Weights are written to their slots by the runner's thread, before the next step.
 
 Memory for the slots is there from the first adapter to the last. It is laid out for the modules that adapters target, and for the
 largest rank among them.

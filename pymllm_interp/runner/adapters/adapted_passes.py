@@ -109,12 +109,15 @@ class AdaptedPasses(ForwardPasses):
         return AdapterRows(tiles=self.input_buffers.adapter_memory(rows), version=self.adapters.version)
 
     def decode_graphs(self, batch: ForwardBatch) -> CudaGraphRunner | None:
-        rows = batch.adapters
+        rows, graphs = batch.adapters, self.adapter_graphs
         if rows is None:
             return super().decode_graphs(batch)
-        graphs = self.adapter_graphs
-        if graphs is None or graphs.version != rows.version or rows.tiles is None:
+        if graphs is None or graphs.version != rows.version or not self.is_laid_out(batch):
             return None
-        if len(rows.tiles.order) != graphs.declared.padded_size(batch.batch_size):
-            return None  # not laid out for its graph
         return (graphs.plain if batch.site_ops is None else None) or graphs.declared
+
+    def is_laid_out(self, batch: ForwardBatch) -> bool:
+        rows, graphs = batch.adapters, self.graph_runner
+        if rows is None or graphs is None or batch.batch_size > graphs.max_bs:
+            return True
+        return rows.tiles is not None and len(rows.tiles.order) == graphs.padded_size(batch.batch_size)
