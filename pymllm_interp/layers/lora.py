@@ -63,7 +63,7 @@ class LoRASlots:
         self.in_features, self.sizes, self.rank = in_features, list(sizes), padded_rank(rank)
         self._dtype, self._device = weight.dtype, weight.device
         self._starts = [sum(self.sizes[:part]) for part in range(len(self.sizes))]
-        self._slots: list[dict[int, _Part]] = [{} for _ in range(num_slots)]
+        self._slots: dict[int, dict[int, _Part]] = {}  # slot -> part -> weights
         self._a = self._b = torch.empty(0)
         if weight.is_cuda:
             ranks = self.rank * len(self.sizes)
@@ -73,11 +73,6 @@ class LoRASlots:
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a module is plain: it serves no adapters."""
         return None
-
-    @staticmethod
-    def num_bytes(in_features: int, sizes: Sequence[int], num_slots: int, rank: int, itemsize: int) -> int:
-        """Device memory of such an object."""
-        return num_slots * padded_rank(rank) * (in_features * len(sizes) + sum(sizes)) * itemsize
 
     def clear(self, slot: int) -> None:
         """Empty a slot: rows with it get no delta."""
@@ -102,7 +97,7 @@ class LoRASlots:
             own[0].copy_(a)
             own[1].copy_(b)
             a, b = own
-        self._slots[slot][part] = _Part(a, b)
+        self._slots.setdefault(slot, {})[part] = _Part(a, b)
 
     def add(self, product: torch.Tensor, x: torch.Tensor, rows: AdapterRows, part: int | None = None) -> torch.Tensor:
         """Add the adapters' deltas in place. Returns the product.
@@ -133,7 +128,7 @@ class LoRASlots:
         self, out: torch.Tensor, x: torch.Tensor, slot: int, rows: slice | torch.Tensor, only: int | None
     ) -> None:
         own = x[rows].to(self._dtype)
-        for part, weights in self._slots[slot].items():
+        for part, weights in self._slots.get(slot, {}).items():
             if only is None or part == only:
                 start = 0 if only is not None else self._starts[part]
                 stop = start + self.sizes[part]

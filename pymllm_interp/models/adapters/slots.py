@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ...layers.lora import LoRASlots, padded_rank
+from ...utils.arguments import shown
 from ..base import CausalLM
 from .adapter import Adapter, read_adapter
 from .peft_config import AdapterError
@@ -255,4 +256,4 @@ class AdapterSlots:
 def unknown_adapter(name: object, names: list[str]) -> str:
     """What is wrong with a name that no adapter has."""
     known = f"loaded are {', '.join(names)}" if names else "none is loaded"
-    return f"there is no adapter {name!r} ({known}): lm.load_adapter(name, folder) loads one"
+    return f"there is no adapter {shown(name)} ({known}): lm.load_adapter(name, folder) loads one"
