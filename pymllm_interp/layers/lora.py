@@ -9,7 +9,7 @@ On a CPU a row's result does not depend on the other rows, where our kernels com
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -99,30 +99,31 @@ class LoRASlots:
             a, b = own
         self._slots.setdefault(slot, {})[part] = _Part(a, b)
 
-    def add(self, product: torch.Tensor, x: torch.Tensor, rows: AdapterRows, part: int | None = None) -> torch.Tensor:
-        """Add the adapters' deltas in place. Returns the product.
+    def product(
+        self, multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, rows: AdapterRows, part: int | None = None
+    ) -> torch.Tensor:  # fmt: skip
+        """``multiply(x)`` plus the adapters' deltas.
 
         Args:
-            product: [..., out], or of one part [..., out of the part]. It is fresh memory.
-            x: [..., in].
+            multiply: x [..., in] -> the base's product [..., out], in fresh memory; or one part of it.
             rows: of the pass.
             part: which part the product is; None: all of them.
-
-        Raises:
-            RuntimeError: the product has other rows than the pass.
         """
-        flat, out = x.reshape(-1, self.in_features), product.view(-1, product.shape[-1])
-        spans, tiles = rows.spans, rows.tiles
-        if product.is_cuda:
-            if tiles is not None and part is None and triton_kernels_for(product) is not None:
-                self._add_by_kernels(out, flat, tiles)
-                spans = rows.products
+        flat, tiles, spans = x.reshape(-1, self.in_features), rows.tiles, rows.spans
+        if x.is_cuda and tiles is not None and part is None and triton_kernels_for(x) is not None:
+            found = self._by_kernels(multiply, x, flat, tiles)
+            spans = rows.products
+        else:
+            found = multiply(x)
+        out = found.view(-1, found.shape[-1])
+        if x.is_cuda:
             for span in spans:
                 self._add_product(out, flat, span.slot, rows_of([span]), part)
-            return product
-        for slot, own in rows.by_slot if tiles is None or torch.is_grad_enabled() else _rows_of_tiles(rows, tiles):
-            self._add_product(out, flat, slot, own, part)
-        return product
+        else:
+            by_tiles = tiles is not None and not torch.is_grad_enabled()
+            for slot, own in _rows_of_tiles(rows, tiles) if by_tiles else rows.by_slot:
+                self._add_product(out, flat, slot, own, part)
+        return found
 
     def _add_product(
         self, out: torch.Tensor, x: torch.Tensor, slot: int, rows: slice | torch.Tensor, only: int | None
@@ -137,11 +138,16 @@ class LoRASlots:
                 else:
                     out[rows, start:stop] += weights.delta(own)
 
-    def _add_by_kernels(self, out: torch.Tensor, x: torch.Tensor, tiles: RowTiles) -> None:
+    def _by_kernels(
+        self, multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, flat: torch.Tensor, tiles: RowTiles
+    ) -> torch.Tensor:  # fmt: skip
         from ..kernels.triton_lora import expand, shrink
 
-        h = shrink(x.contiguous(), self._a, tiles)
-        expand(out, h, self._b, self.sizes, tiles)
+        # First: a matrix-vector kernel that follows loads its weights meanwhile.
+        h = shrink(flat.contiguous(), self._a, tiles)
+        found = multiply(x)
+        expand(found.view(-1, found.shape[-1]), h, self._b, self.sizes, tiles)
+        return found
 
 
 def _rows_of_tiles(rows: AdapterRows, tiles: RowTiles) -> Iterator[tuple[int, slice | torch.Tensor]]:
