@@ -182,8 +182,8 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
     def load_adapter(self, name: str, folder: str | PathLike[str]) -> None:
         """Load a LoRA adapter of PEFT's format, for requests with ``lora=name``. The model itself serves all others.
 
-        Requests with adapters and without share steps. `max_loras` adapters are on the device at a time; a request takes a slot
-        from its submission to its end, by default that of the adapter that was least recently used.
+        Requests with adapters and without share steps. `max_loras` adapters are on the device at a time. A request holds a slot
+        from its submission to its end. A new adapter takes the slot that was least recently used.
 
         Args:
             name: of the adapter.
@@ -191,8 +191,8 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
                 a folder of its machine; only operators load adapters there.
 
         Raises:
-            ValueError: no LoRA of this model's linear layers (`AdapterError` names the field, module or tensor), a rank above
-                `max_lora_rank`, a name that is taken, or requests in flight use all slots.
+            ValueError: no LoRA of this model's linear layers; `AdapterError` names the field, module or tensor. Or the name is
+                taken, or requests in flight use all slots.
             torch.OutOfMemoryError: no memory for the slots.
         """
         self.backend.load_adapter(name, fspath(folder))
@@ -201,7 +201,7 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
         """Forget a LoRA adapter.
 
         Raises:
-            ValueError: there is none of this name, or requests in flight use it.
+            ValueError: no adapter has this name, or requests in flight use it.
         """
         self.backend.unload_adapter(name)
 

@@ -204,7 +204,7 @@ class Backend(ABC):
         return {}
 
     def fingerprint(self, adapter: str | None = None) -> str:
-        """A hash of config, dtype and weights, as they are now, with those of an adapter."""
+        """A hash of config, dtype and weights, as they are now, and of an adapter."""
         self.require_process("lm.model_fingerprint")
         return ""
 

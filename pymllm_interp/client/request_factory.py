@@ -32,7 +32,7 @@ from ..models.adapters.slots import AdapterHold, unknown_adapter
 from ..models.weights.model_state import ModelState
 from ..runner.device_memory import free_bytes, long_pass_bytes
 from ..runner.interp_model_runner import InterpModelRunner
-from ..utils.arguments import PromptError
+from ..utils.arguments import PromptError, shown
 from ..utils.gc_threshold import LiveObjects
 from .backend import Submission
 from .calls.pipe import GeneratedText
@@ -314,7 +314,7 @@ class RequestFactory:
         try:
             return self.runner.adapters.hold(name)
         except ValueError as error:
-            raise PromptError(f"lora={name!r}: {error}") from error
+            raise PromptError(f"lora={shown(name)}: {error}") from error
 
     # -- traces ---------------------------------------------------------------------------------
 

@@ -1,6 +1,4 @@
-"""Parts of a `ForwardBatch` for passes that do more than the model's own: rows with LoRA adapters, cut edges of attention,
-transformers' outputs.
-"""
+"""Parts of a `ForwardBatch` for passes that do more: LoRA adapters, cut edges of attention, transformers' outputs."""
 
 from __future__ import annotations
 

@@ -339,8 +339,8 @@ class HarvestRun:
             (request,) = handle.requests
             if self._lora is not None and request.receipt.model != self.folder.identity.model:
                 raise RuntimeError(
-                    f"document {document.number}: the adapter {self._lora!r} was loaded anew, with other weights, while the harvest "
-                    "ran: load the first one again and call again, or name a new folder"
+                    f"document {document.number}: the adapter {self._lora!r} was loaded anew, with other weights, while the "
+                    "harvest ran: load the first one again and call again, or name a new folder"
                 )
             error = request.error or request.activations.error
             if error is None and document.error is None:

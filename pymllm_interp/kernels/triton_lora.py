@@ -1,11 +1,11 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-"""LoRA of rows with several adapters in two kernels: `shrink` multiplies by A, and `expand` by B, into the base's product.
+"""LoRA of rows with several adapters in two kernels: `shrink` multiplies by A, `expand` adds the product with B.
 
-A program computes a tile of rows with one adapter (`RowTiles`, core/pass_parts.py), so the weights of an adapter are read once for
-16 rows. The kernels read the tiles on the device: a captured pass serves all mixes of adapters. Unused tiles end at once.
+A program computes a tile of rows with one adapter (`RowTiles`, core/pass_parts.py). So weights are read once for 16 rows.
+The kernels read the tiles on the device: a captured pass serves all mixes of adapters. Unused tiles end at once.
 
 `shrink` divides the input's width into parts, for enough programs to read A at the memory's speed. `expand` adds the parts. Block
-sizes and parts depend on widths, not on rows: the sums of a row have one order in every batch.
+sizes and parts depend on widths, not on rows. So the sums of a row have one order in every batch.
 """
 
 from __future__ import annotations
@@ -65,12 +65,13 @@ def _expand(
     slot = tl.load(tiles + tile * 3).to(tl.int64)
     first, count = tl.load(tiles + tile * 3 + 1), tl.load(tiles + tile * 3 + 2)
     # Blocks begin anew with each projection.
-    blocks_0, blocks_1 = tl.cdiv(SIZE_0, BLOCK), tl.cdiv(SIZE_1, BLOCK)
-    product, begin, stop = 0, 0, SIZE_0
-    if block >= blocks_0:
-        product, begin, stop, block = 1, SIZE_0, SIZE_0 + SIZE_1, block - blocks_0
-        if block >= blocks_1:
-            product, begin, stop, block = 2, SIZE_0 + SIZE_1, OUT, block - blocks_1
+    blocks_0: tl.constexpr = (SIZE_0 + BLOCK - 1) // BLOCK
+    blocks_1: tl.constexpr = (SIZE_1 + BLOCK - 1) // BLOCK
+    behind_0, behind_1 = block >= blocks_0, block >= blocks_0 + blocks_1
+    product = behind_0.to(tl.int32) + behind_1.to(tl.int32)
+    begin = tl.where(behind_1, SIZE_0 + SIZE_1, tl.where(behind_0, SIZE_0, 0))
+    stop = tl.where(behind_1, OUT, tl.where(behind_0, SIZE_0 + SIZE_1, SIZE_0))
+    block -= tl.where(behind_1, blocks_0 + blocks_1, tl.where(behind_0, blocks_0, 0))
     column = begin + block * BLOCK + tl.arange(0, BLOCK)
     rank = tl.arange(0, RANK)
     known = (column < tl.where(count > 0, stop, 0))[:, None]

@@ -72,7 +72,7 @@ class FusedQKV(Product):
         """The projection, after the ops at its sites."""
         if batch is None:
             return self.gemm(x)
-        return self._apply_ops(adapted(self.gemm(x), x, self.lora, batch), batch.site_ops)
+        return self._apply_ops(adapted(self.gemm, x, self.lora, batch), batch.site_ops)
 
     def capture(self, product: torch.Tensor, site_ops: SiteOps | None) -> torch.Tensor:
         """Capture q, k and v. Returns the product."""

@@ -13,9 +13,10 @@ Both passes call `project`: the module-by-module pass from `forward`, the fused 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,17 +35,18 @@ InnerSite = tuple[int, str]
 
 
 def adapted(
-    product: torch.Tensor, x: torch.Tensor, lora: LoRASlots | None, batch: ForwardBatch | None, part: int | None = None
-) -> torch.Tensor:
-    """The product of x after the adapters of the pass; see `LoRASlots.add`."""
+    multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, lora: LoRASlots | None, batch: ForwardBatch | None,
+    part: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """``multiply(x)`` with the adapters of the pass; see `LoRASlots.product`."""
     if lora is None or batch is None or batch.adapters is None:
-        return product
-    if product.numel() != batch.num_tokens * product.shape[-1]:
+        return multiply(x)
+    if x.numel() != batch.num_tokens * x.shape[-1]:
         raise RuntimeError(
-            f"a module that adapters target got {product.numel() // product.shape[-1]} rows in a pass of {batch.num_tokens}: its "
-            "rows are not the pass's, so it cannot be adapted"
+            f"a module that adapters target got {x.numel() // x.shape[-1]} rows in a pass of {batch.num_tokens}: its rows are not "
+            "the pass's, so it cannot be adapted"
         )
-    return lora.add(product, x, batch.adapters, part)
+    return lora.product(multiply, x, batch.adapters, part)
 
 
 def plain_copy(module: nn.Linear, memo: dict[int, Any]) -> nn.Linear:
@@ -79,7 +81,7 @@ class Product(nn.Module):
         site_ops = batch.site_ops
         if self.input_site is not None:
             capture_inner(x, site_ops, *self.input_site)
-        out = adapted(self.gemm(x), x, self.lora, batch)
+        out = adapted(self.gemm, x, self.lora, batch)
         return out if self.output_site is None else apply_inner(out, site_ops, *self.output_site)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -197,7 +199,7 @@ class MergedLinear:
         return product
 
     def _multiply(self, x: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor:
-        return adapted(self.gemm(x), x, self.lora, batch)
+        return adapted(self.gemm, x, self.lora, batch)
 
     def _apply_and_capture(self, product: torch.Tensor, site_ops: SiteOps) -> None:
         """The ops and captures at the output sites; `product` [1, tokens, sum of out] is written in place."""
@@ -226,7 +228,7 @@ class MergedLinear:
         """
         batch = current_batch()
         if self._input is None:
-            return adapted(F.linear(x, weight, bias), x, self.lora, batch, index)
+            return adapted(partial(F.linear, weight=weight, bias=bias), x, self.lora, batch, index)
         if x is not self._input:
             return self._part(self._multiply(x, batch), index)
         if x._version != self._version:

@@ -1,7 +1,7 @@
 """LoRA: what adapters add to a matrix product (Hu et al., 2021), for each token row by its own adapter.
 
 A row with an adapter gets ``product + (x A^T) (scaling B)^T``: what PEFT's module returns. `LoRASlots` holds A and B of several
-adapters, each in a slot, for one product; of merged projections (q, k and v) each part has its own A and B.
+adapters for one product, each in a slot. Of merged projections (q, k and v) each part has its own A and B.
 
 Rows in few tiles run our Triton kernels on CUDA, in CUDA graphs too. Long prompts, and all rows on a CPU, run as matrix products.
 On a CPU a row's result does not depend on the other rows, where our kernels compute the product itself.
@@ -9,7 +9,7 @@ On a CPU a row's result does not depend on the other rows, where our kernels com
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ class LoRASlots:
         self.in_features, self.sizes, self.rank = in_features, list(sizes), padded_rank(rank)
         self._dtype, self._device = weight.dtype, weight.device
         self._starts = [sum(self.sizes[:part]) for part in range(len(self.sizes))]
-        self._slots: list[dict[int, _Part]] = [{} for _ in range(num_slots)]
+        self._slots: dict[int, dict[int, _Part]] = {}  # slot -> part -> weights
         self._a = self._b = torch.empty(0)
         if weight.is_cuda:
             ranks = self.rank * len(self.sizes)
@@ -73,11 +73,6 @@ class LoRASlots:
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a module is plain: it serves no adapters."""
         return None
-
-    @staticmethod
-    def num_bytes(in_features: int, sizes: Sequence[int], num_slots: int, rank: int, itemsize: int) -> int:
-        """Device memory of such an object."""
-        return num_slots * padded_rank(rank) * (in_features * len(sizes) + sum(sizes)) * itemsize
 
     def clear(self, slot: int) -> None:
         """Empty a slot: rows with it get no delta."""
@@ -102,38 +97,39 @@ class LoRASlots:
             own[0].copy_(a)
             own[1].copy_(b)
             a, b = own
-        self._slots[slot][part] = _Part(a, b)
+        self._slots.setdefault(slot, {})[part] = _Part(a, b)
 
-    def add(self, product: torch.Tensor, x: torch.Tensor, rows: AdapterRows, part: int | None = None) -> torch.Tensor:
-        """Add the adapters' deltas in place. Returns the product.
+    def product(
+        self, multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, rows: AdapterRows, part: int | None = None
+    ) -> torch.Tensor:  # fmt: skip
+        """``multiply(x)`` plus the adapters' deltas.
 
         Args:
-            product: [..., out], or of one part [..., out of the part]. It is fresh memory.
-            x: [..., in].
+            multiply: x [..., in] -> the base's product [..., out], in fresh memory; or one part of it.
             rows: of the pass.
             part: which part the product is; None: all of them.
-
-        Raises:
-            RuntimeError: the product has other rows than the pass.
         """
-        flat, out = x.reshape(-1, self.in_features), product.view(-1, product.shape[-1])
-        spans, tiles = rows.spans, rows.tiles
-        if product.is_cuda:
-            if tiles is not None and part is None and triton_kernels_for(product) is not None:
-                self._add_by_kernels(out, flat, tiles)
-                spans = rows.products
+        flat, tiles, spans = x.reshape(-1, self.in_features), rows.tiles, rows.spans
+        if x.is_cuda and tiles is not None and part is None and triton_kernels_for(x) is not None:
+            found = self._by_kernels(multiply, x, flat, tiles)
+            spans = rows.products
+        else:
+            found = multiply(x)
+        out = found.view(-1, found.shape[-1])
+        if x.is_cuda:
             for span in spans:
                 self._add_product(out, flat, span.slot, rows_of([span]), part)
-            return product
-        for slot, own in rows.by_slot if tiles is None or torch.is_grad_enabled() else _rows_of_tiles(rows, tiles):
-            self._add_product(out, flat, slot, own, part)
-        return product
+        else:
+            by_tiles = tiles is not None and not torch.is_grad_enabled()
+            for slot, own in _rows_of_tiles(rows, tiles) if by_tiles else rows.by_slot:
+                self._add_product(out, flat, slot, own, part)
+        return found
 
     def _add_product(
         self, out: torch.Tensor, x: torch.Tensor, slot: int, rows: slice | torch.Tensor, only: int | None
     ) -> None:
         own = x[rows].to(self._dtype)
-        for part, weights in self._slots[slot].items():
+        for part, weights in self._slots.get(slot, {}).items():
             if only is None or part == only:
                 start = 0 if only is not None else self._starts[part]
                 stop = start + self.sizes[part]
@@ -142,11 +138,16 @@ class LoRASlots:
                 else:
                     out[rows, start:stop] += weights.delta(own)
 
-    def _add_by_kernels(self, out: torch.Tensor, x: torch.Tensor, tiles: RowTiles) -> None:
+    def _by_kernels(
+        self, multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, flat: torch.Tensor, tiles: RowTiles
+    ) -> torch.Tensor:  # fmt: skip
         from ..kernels.triton_lora import expand, shrink
 
-        h = shrink(x.contiguous(), self._a, tiles)
-        expand(out, h, self._b, self.sizes, tiles)
+        # First: a matrix-vector kernel that follows loads its weights meanwhile.
+        h = shrink(flat.contiguous(), self._a, tiles)
+        found = multiply(x)
+        expand(found.view(-1, found.shape[-1]), h, self._b, self.sizes, tiles)
+        return found
 
 
 def _rows_of_tiles(rows: AdapterRows, tiles: RowTiles) -> Iterator[tuple[int, slice | torch.Tensor]]:

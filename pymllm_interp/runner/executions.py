@@ -67,6 +67,8 @@ class PassRunner(Protocol):
 
     def decode_graphs(self, batch: ForwardBatch) -> CudaGraphRunner | None: ...
 
+    def is_laid_out(self, batch: ForwardBatch) -> bool: ...
+
     def replay(self, batch: ForwardBatch, in_place: bool = False) -> LogitsProcessorOutput: ...
 
     def plan_and_call(self, batch: ForwardBatch, execution: Execution) -> LogitsProcessorOutput: ...
@@ -130,7 +132,12 @@ class Executions:
         if batch.forward_mode.is_extend():
             return self.prompt_segments is not None and self.prompt_segments.graphs.can_run(batch)
         graphs = self.runner.graph_runner
-        return self.segments is not None and graphs is not None and graphs.can_run(batch)
+        return (
+            self.segments is not None
+            and graphs is not None
+            and graphs.can_run(batch)
+            and self.runner.is_laid_out(batch)
+        )
 
     def _decodes(self, batch: ForwardBatch) -> bool:
         return batch.forward_mode.is_decode()

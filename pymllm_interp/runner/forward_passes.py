@@ -92,8 +92,12 @@ class ForwardPasses(BatchBuilder):
         return self.executions.can(Execution.REPLAY, batch)
 
     def decode_graphs(self, batch: ForwardBatch) -> CudaGraphRunner | None:
-        """The captured decode passes for a batch; None where there are none."""
+        """The captured decode passes for a batch; None without such passes."""
         return (self.plain_graphs if batch.site_ops is None else None) or self.graph_runner
+
+    def is_laid_out(self, batch: ForwardBatch) -> bool:
+        """Whether input buffers have all that a captured decode pass reads of the batch."""
+        return True
 
     def replay(self, batch: ForwardBatch, in_place: bool = False) -> LogitsProcessorOutput:
         """Run a pass from its CUDA graphs.

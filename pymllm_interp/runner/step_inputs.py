@@ -185,7 +185,7 @@ class StepInputs:
         return found
 
     def _adapter_rows(self, batch: InputBatch, version: int) -> AdapterRows | None:
-        """The rows of requests with an adapter; where passes are captured, and on CUDA, also as tiles, in the input buffers."""
+        """The rows of requests with an adapter. On CUDA, and where passes are captured, they are also tiles."""
         rows = AdapterRows.of(self.states.adapter_slots[batch.idx_mapping_np], batch.num_scheduled_tokens, version)
         if rows is None or self.buffers.adapter_tiles is None:
             return rows

@@ -16,7 +16,7 @@ from helpers_families import points_of, states_of
 from helpers_graphs import use_eager_graphs
 from helpers_runner import random_ids
 
-from pymllm_interp import LM, SamplingParams, Scale, Steer
+from pymllm_interp import LM, Knockout, SamplingParams, Scale, Steer
 from pymllm_interp.core.model_spec import INNER_SITES
 from pymllm_interp.harvest.reader import open_harvest
 from pymllm_interp.harvest.result import HarvestError
@@ -478,3 +478,30 @@ def test_harvests_take_an_adapter(
 
     with pytest.raises(HarvestError, match=r"document 1: the adapter 'a' was loaded anew, with other weights"):
         lm.harvest(documents(), capture=["resid_post.1"], out=tmp_path / "c", lora="a", progress=False)
+
+
+def test_drafts_knockouts_and_scans_with_adapters(
+    load: Callable[..., LM], adapter: Adapted, oracle: Callable[[str], Any]
+) -> None:
+    """Steps with several rows a request, passes with cut edges, and shapes without a pass."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    lm, folder = load("llama", speculative=drafts), adapter("llama", 1)
+    lm.load_adapter("a", folder)
+    model, prompts = adapted(oracle("llama"), folder), [PROMPTS[0] * 3, PROMPTS[1] * 4, PROMPTS[2]]
+    outs = lm.generate(prompts, SamplingParams(temperature=0, max_tokens=12), lora=["a", None, "a"])
+    for prompt, own, out in zip(prompts, (model, oracle("llama"), model), outs, strict=True):
+        assert out.outputs[0].token_ids == greedy(own, prompt, 12)
+    cut = Knockout(0, from_=-1, to=0)
+    plain, knocked = lm.forward([PROMPTS[0]] * 2, lora="a", interventions=[None, [cut]])
+    assert_close(plain.logits, logits_of(model, PROMPTS[0]))
+    assert torch.equal(plain.logits[:-1], knocked.logits[:-1]) and not torch.equal(plain.logits[-1], knocked.logits[-1])
+    with lm.scan(PROMPTS[0], lora="a"):
+        assert lm.lm_head.output.shape[-1] == lm.limits.vocab_size
+
+
+def test_many_slots_cost_nothing_until_they_are_used(load: Callable[..., LM], adapter: Adapted) -> None:
+    lm = load("llama", max_loras=10**18) if not torch.cuda.is_available() else load("llama", max_loras=64)
+    lm.load_adapter("a", adapter("llama", 1))
+    assert lm.generate([PROMPTS[0]], GREEDY, lora="a")
+    with pytest.raises(ValueError, match=r"max_loras=0"):
+        load("llama", max_loras=0)

@@ -29,7 +29,7 @@ class Adapter:
     Attributes:
         name: what requests call it.
         folder: where it came from.
-        weights: by module path, A [rank, in] and B [out, rank], which has the scaling in it, in the model's dtype.
+        weights: by module path, A [rank, in] and B [out, rank], in the model's dtype. B has the scaling in it.
         digest: of weights and paths: adapters with one digest are equal.
     """
 

@@ -1,8 +1,8 @@
 """`AdapterSlots`: the adapters that are loaded, and which of them are in the device's slots.
 
 An adapter is in host memory from `install` to `remove`. A request *holds* its adapter from its submission to its end. A held
-adapter has a slot, and keeps it. An adapter that needs a slot takes a free one, or that of the least recently used adapter that nobody
-holds. Weights are written to their slots by the runner's thread, before the next step.
+adapter has a slot, and keeps it. Another one takes a free slot, or the slot of the least recently used adapter that nobody holds.
+Weights are written to their slots by the runner's thread, before the next step.
 
 Memory for the slots is there from the first adapter to the last. It is laid out for the modules that adapters target, and for the
 largest rank among them.
@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ...layers.lora import LoRASlots, padded_rank
+from ...utils.arguments import shown
 from ..base import CausalLM
 from .adapter import Adapter, read_adapter
 from .peft_config import AdapterError
@@ -131,7 +132,7 @@ class AdapterSlots:
         """Unload an adapter.
 
         Raises:
-            AdapterError: there is none of this name, or requests hold it.
+            AdapterError: no adapter has this name, or requests hold it.
         """
         with self._lock:
             entry = self._entry(name)
@@ -169,7 +170,7 @@ class AdapterSlots:
                 target.product.lora.write(slot, target.part, a, b)
 
     def _lay_out(self, adapter: Adapter) -> None:
-        """Make memory for an adapter, where there is none yet."""
+        """Make the memory that an adapter lacks."""
         rank = max(entry.adapter.rank for entry in self._entries.values())
         found = {id(self.targets[path].product): self.targets[path] for path in adapter.weights}
         grown = [target for key, target in found.items() if key not in self._products]
@@ -255,4 +256,4 @@ class AdapterSlots:
 def unknown_adapter(name: object, names: list[str]) -> str:
     """What is wrong with a name that no adapter has."""
     known = f"loaded are {', '.join(names)}" if names else "none is loaded"
-    return f"there is no adapter {name!r} ({known}): lm.load_adapter(name, folder) loads one"
+    return f"there is no adapter {shown(name)} ({known}): lm.load_adapter(name, folder) loads one"

@@ -44,7 +44,7 @@ class Target(NamedTuple):
 
 
 def targets_of(model: CausalLM) -> dict[str, Target]:
-    """The modules by path. The head and experts are none: their rows are not the rows of the pass."""
+    """The modules by path. The head and experts are left out: their rows are not the rows of the pass."""
     head = model.get_submodule(model.spec.family.head)
     found: dict[str, Target] = {}
     for path, module in model.named_modules():

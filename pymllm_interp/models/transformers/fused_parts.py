@@ -8,6 +8,7 @@ runs `layers.norm.rms_norm`. An attention with Llama's `apply_rotary_pos_emb` in
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -55,7 +56,7 @@ class LinearForward:
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         batch = current_batch()
-        return adapted(self._product(input, batch is not None), input, self.lora, batch)
+        return adapted(partial(self._product, in_pass=batch is not None), input, self.lora, batch)
 
     def _product(self, input: torch.Tensor, in_pass: bool) -> torch.Tensor:
         module, gemm = self._module, self._gemm

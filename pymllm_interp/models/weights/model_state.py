@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from ...layers.seal import persistent_buffers
+from ...utils.arguments import shown
 
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
 """Device -> elements per step: as many as fit in a CPU's cache, or saturate a GPU."""
@@ -80,7 +81,7 @@ class ModelState:
             return None
         digest = self.adapters.get(adapter)
         if digest is None:
-            raise ValueError(f"there is no adapter {adapter!r}: lm.load_adapter(name, folder) loads one")
+            raise ValueError(f"there is no adapter {shown(adapter)}: lm.load_adapter(name, folder) loads one")
         return digest
 
     def fingerprint(self, adapter: str | None = None) -> str:

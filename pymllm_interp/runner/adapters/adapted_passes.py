@@ -45,8 +45,8 @@ class AdaptedPasses(ForwardPasses):
         """Load a LoRA adapter. The first one captures decode passes with adapters, where passes are captured.
 
         Raises:
-            AdapterError: the name is taken, or requests in flight use all slots.
-            torch.OutOfMemoryError: no memory for the slots or the graphs. The adapter is not loaded then.
+            AdapterError: the name is taken, or all slots are in use.
+            torch.OutOfMemoryError: no memory for the slots or the graphs.
         """
         config = self.server_config
         within_memory(
@@ -69,7 +69,7 @@ class AdaptedPasses(ForwardPasses):
         """Unload a LoRA adapter. The last one takes the graphs with it.
 
         Raises:
-            AdapterError: there is none of this name, or requests use it.
+            AdapterError: no adapter has this name, or requests use it.
         """
         assert self.adapters is not None, "call initialize() first"
         self.adapters.remove(name)
@@ -109,12 +109,15 @@ class AdaptedPasses(ForwardPasses):
         return AdapterRows(tiles=self.input_buffers.adapter_memory(rows), version=self.adapters.version)
 
     def decode_graphs(self, batch: ForwardBatch) -> CudaGraphRunner | None:
-        rows = batch.adapters
+        rows, graphs = batch.adapters, self.adapter_graphs
         if rows is None:
             return super().decode_graphs(batch)
-        graphs = self.adapter_graphs
-        if graphs is None or graphs.version != rows.version or rows.tiles is None:
+        if graphs is None or graphs.version != rows.version or not self.is_laid_out(batch):
             return None
-        if len(rows.tiles.order) != graphs.declared.padded_size(batch.batch_size):
-            return None  # not laid out for its graph
         return (graphs.plain if batch.site_ops is None else None) or graphs.declared
+
+    def is_laid_out(self, batch: ForwardBatch) -> bool:
+        rows, graphs = batch.adapters, self.graph_runner
+        if rows is None or graphs is None or batch.batch_size > graphs.max_bs:
+            return True
+        return rows.tiles is not None and len(rows.tiles.order) == graphs.padded_size(batch.batch_size)

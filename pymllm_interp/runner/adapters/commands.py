@@ -26,5 +26,5 @@ class RemoveAdapter:
     name: str
 
     def run(self, runner: InterpModelRunner) -> None:
-        """Raises AdapterError: there is none of this name, or requests use it."""
+        """Raises AdapterError: no adapter has this name, or requests use it."""
         runner.remove_adapter(self.name)

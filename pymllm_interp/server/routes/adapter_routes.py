@@ -17,7 +17,7 @@ def adapter_routes(state: ServerState) -> APIRouter:
 
     @router.post("/v1/load_lora_adapter")
     async def load(body: LoadAdapterRequest, request: Request) -> Response:
-        """Load a LoRA adapter, whose name then is a model's: for operators."""
+        """Load a LoRA adapter: its name is a model's then. For operators."""
         require_operator(request)
         if body.lora_name in (state.settings.name, state.info["model"]):
             raise ApiError(
