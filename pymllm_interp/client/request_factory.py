@@ -34,11 +34,11 @@ from ..runner.interp_model_runner import InterpModelRunner
 from ..utils.arguments import PromptError
 from ..utils.gc_threshold import LiveObjects
 from .backend import Submission
+from .calls.known_names import KnownNames
 from .calls.pipe import GeneratedText
 from .calls.traced_prompts import traced_prompt
 from .detokenizer import StopStrings
 from .generation_defaults import GenerationDefaults
-from .known_names import KnownNames
 from .prompt_batch import pad_together, prompts_of, repeated
 from .request_limits import max_tokens_of, truncated
 

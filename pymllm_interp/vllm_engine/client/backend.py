@@ -33,7 +33,7 @@ from .arguments import engine_arguments
 from .canary import check_steering
 from .core import VllmCore
 from .declarations import VllmDeclarations
-from .engine import VllmEngine
+from .engine import VllmRequestEngine
 from .facts import VllmModel, VllmWeights
 from .sampling import check_params
 
@@ -96,7 +96,7 @@ class VllmBackend(FactoryBackend):
         for name, sae in model.saes.items():
             runner.saes[name] = sae
         self.core = core
-        self.engine = VllmEngine(core, declarations.release)
+        self.engine = VllmRequestEngine(core, declarations.release)
         open_engines.track(cast(Any, self.engine))
         self.module = tree_of(hf_config, "native" if is_native(hf_config, "auto") else "transformers", dtype)
         self.lowered = Lowered(self.module, server.lower_traces, torch.device("cpu"))
@@ -149,7 +149,7 @@ class VllmBackend(FactoryBackend):
         )
 
     def require_process(self, feature: str, instead: str = "") -> None:
-        if feature == "lm.harvest":  # whose passes are requests
+        if feature == "lm.harvest":  # its passes are requests
             return
         hint = f"; {instead}" if instead else ""
         raise NotImplementedError(

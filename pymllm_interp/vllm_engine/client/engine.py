@@ -1,4 +1,4 @@
-"""`VllmEngine`: runs our requests in vLLM. A `client.handle.RequestEngine`."""
+"""`VllmRequestEngine`: runs our requests in vLLM. A `client.handle.RequestEngine`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Live:
         self.started = self.sent = False
 
 
-class VllmEngine:
+class VllmRequestEngine:
     """See the module. Requests are served on the loop of vLLM's client.
 
     Args:
@@ -67,7 +67,7 @@ class VllmEngine:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
-        return f"VllmEngine({self.state})"
+        return f"VllmRequestEngine({self.state})"
 
     @property
     def state(self) -> str:

@@ -41,7 +41,7 @@ class VllmWeights:
 
 @dataclass
 class VllmModel:
-    """See the module. Names are those of `runner.InterpModelRunner`."""
+    """See the module. Names are as in `runner.InterpModelRunner`."""
 
     source: ModelSource
     model_config: ModelConfig

@@ -1,6 +1,6 @@
 """`Egress`: the connection by which rank 0 sends results to the client, beside vLLM's own channels.
 
-vLLM's ranks learn of a request's end in the step after it, and its calls of all ranks wait for the step under way. So the client
+vLLM's ranks learn of a request's end in the step after it. vLLM's calls of all ranks wait for the step under way. So the client
 asks rank 0 itself, over a socket that takes the client's key only.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from ...core.step import RequestEnd
 from ..payloads import loaded
-from ..results import Block, host_name
+from ..results import TensorBlock, host_name
 from .stage import RankResult
 
 logger = logging.getLogger(__name__)
@@ -71,11 +71,11 @@ class Egress:
             connection.close()
 
     def _answer(self, connection: Connection, own_host: bool, request_id: str, outcome: Any) -> None:
-        block = Block()
+        block = TensorBlock()
         try:
             pickled = block.dumped((request_id, outcome))
         except Exception as error:
-            block = Block()
+            block = TensorBlock()
             pickled = block.dumped((request_id, RuntimeError(f"results cannot be sent: {error!r}")))
         file = block.to_file() if block.size and own_host else None
         data = block.to_bytes() if block.size and not own_host else None

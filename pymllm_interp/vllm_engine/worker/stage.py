@@ -180,7 +180,7 @@ class RankStage:
                 self._free_row(other)
 
     def _take_row(self, found: HookedRequest, running: set[str]) -> None:
-        """A row of the tables for a request of the step, if need be from one that is not part of it."""
+        """A row of the tables for a request of the step, if need be from a request outside of it."""
         if found.row is not None:
             return
         if not self._rows:
