@@ -1,4 +1,4 @@
-"""Results of requests on their way from rank 0 to the client: a pickle, and its tensors in one block of bytes.
+"""Results of requests on their way from rank 0 to the client: a pickle, with its tensors in one block.
 
 On one host the block is a file in shared memory. The client maps and unlinks it, and its tensors are views of it. Between hosts the
 block follows the message.

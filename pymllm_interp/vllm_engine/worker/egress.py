@@ -1,6 +1,6 @@
 """`Egress`: the connection by which rank 0 sends results to the client, beside vLLM's own channels.
 
-vLLM's ranks learn of a request's end in the step after it. vLLM's calls of all ranks wait for the step under way. So the client
+vLLM's ranks learn of a request's end in the step after it. Calls of all ranks wait for the step under way. So the client
 asks rank 0 itself, over a socket that takes the client's key only.
 """
 
