@@ -83,7 +83,7 @@ class VllmBackend(FactoryBackend):
         dtype, hf_config = config.model_config.dtype, source.hf_config
         device = "cuda" if core.on_cuda else "cpu"
         spec, limits = served_spec(hf_config, dtype), limits_of(server, device)
-        cache, scheduler = config.cache_config, config.scheduler_config
+        scheduler = config.scheduler_config
         ring = server.capture_ring_bytes if uses_tables(device) else None
         declarations = VllmDeclarations(limits, spec, len(core.ranks), scheduler.max_num_batched_tokens, ring)
         weights = VllmWeights(hf_config, core.call("interp_checksum"))
@@ -91,7 +91,7 @@ class VllmBackend(FactoryBackend):
             source=source, model_config=model, server_config=server, model_spec=spec, saes=SAERegistry(spec, "cpu"),
             declarations=declarations, model_state=weights, dtype=dtype, device=device,
             context_len=config.model_config.max_model_len, max_num_tokens=scheduler.max_num_batched_tokens,
-            max_total_num_tokens=(cache.num_gpu_blocks or 0) * cache.block_size, max_running_requests=scheduler.max_num_seqs,
+            max_total_num_tokens=core.kv_tokens, max_running_requests=scheduler.max_num_seqs,
         )  # fmt: skip
         for name, sae in model.saes.items():
             runner.saes[name] = sae

@@ -59,6 +59,16 @@ class VllmModel:
     attn_backend: Any = None
 
     @property
+    def sliding_window_size(self) -> int | None:
+        """The widest sliding window of the layers, or None where some layer sees the whole context."""
+        windows = [window for window in self.model_spec.sliding_windows if window]
+        return max(windows) if len(windows) == self.model_spec.num_hidden_layers else None
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """What requests may ask for."""
+        return ("generate",)
+
+    @property
     def vocab_size(self) -> int:
         """Token ids end below it."""
         return self.model_spec.vocab_size

@@ -10,7 +10,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Listener
 from typing import Any
 
@@ -20,6 +20,8 @@ from ..results import TensorBlock, host_name
 from .stage import RankResult
 
 logger = logging.getLogger(__name__)
+WRITERS = 4
+"""Threads that copy results to shared memory."""
 
 
 class Egress:
@@ -34,6 +36,7 @@ class Egress:
         self._finish = finish
         self._listener = Listener((_own_address(), 0), backlog=4, authkey=key)
         self._lock = threading.Lock()
+        self._writers = ThreadPoolExecutor(WRITERS, "pymllm-interp-egress")
         self.address: tuple[str, int] = self._listener.address  # pyright: ignore[reportAttributeAccessIssue]
         threading.Thread(target=self._accept, name="pymllm-interp-egress", daemon=True).start()
 
@@ -63,8 +66,8 @@ class Egress:
                     self._answer(connection, own_host, end.request_id, error)
                     continue
                 future.add_done_callback(
-                    lambda done, request_id=end.request_id: self._answer(
-                        connection, own_host, request_id, _outcome(done)
+                    lambda done, request_id=end.request_id: self._writers.submit(
+                        self._answer, connection, own_host, request_id, _outcome(done)
                     )
                 )
         except (EOFError, OSError):
