@@ -40,7 +40,8 @@ def test_a_client_gets_our_engines_results(url: str, folder: Path) -> None:
         saved = []
         for model in (lm, oracle):
             with model.trace(prompt(9, 1)):
-                saved.append(model.model.layers[2].output.save())
+                state = model.model.layers[2].output.save()
+            saved.append(state)
         assert_close_tensor(*map(torch.as_tensor, saved))
         assert "vLLM" in lm.engine_name and "pattern.*" not in lm.capabilities["sites"]
 

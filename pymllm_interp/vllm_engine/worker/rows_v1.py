@@ -22,9 +22,9 @@ class CpuNoise(torch.Generator):
         """Nothing depends on it."""
         return 0
 
-    def set_offset(self, offset: int) -> None:
+    def set_offset(self, offset: int) -> torch.Generator:
         """Take back what the step has drawn."""
-        self.set_state(self.before)
+        return self.set_state(self.before)
 
 
 def keep_noise_back(generators: dict[int, Any]) -> None:
