@@ -23,7 +23,7 @@ SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 
 
 class FactoryBackend(Backend):
-    """What the backends have in common whose requests are checked in this process.
+    """What backends have in common that check their requests in this process.
 
     Attributes:
         factory: makes requests, with the named vectors of one owner.

@@ -35,11 +35,11 @@ from ..runner.interp_model_runner import InterpModelRunner
 from ..utils.arguments import PromptError, shown
 from ..utils.gc_threshold import LiveObjects
 from .backend import Submission
+from .calls.known_names import KnownNames
 from .calls.pipe import GeneratedText
 from .calls.traced_prompts import traced_prompt
 from .detokenizer import StopStrings
 from .generation_defaults import GenerationDefaults
-from .known_names import KnownNames
 from .prompt_batch import pad_together, prompts_of, repeated
 from .request_limits import max_tokens_of, truncated
 from .request_options import adapters_of

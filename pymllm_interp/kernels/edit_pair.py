@@ -26,7 +26,7 @@ def _pair_kernel(
     SIZE: tl.constexpr, SITES: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, PAIR: tl.constexpr, ALIGNED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Ops and captures of `delta` at `site`. With PAIR then those of ``stream + delta`` at the next site."""
+    """Ops and captures of `delta` at `site`. With PAIR then ops and captures of ``stream + delta`` at the next site."""
     dtype: tl.constexpr = delta.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     inside = row < count

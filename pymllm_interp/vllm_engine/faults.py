@@ -1,4 +1,4 @@
-"""Why a rank could not start, told to the client: vLLM says only that it failed, and that its log has the cause."""
+"""Why a rank could not start, told to the client. vLLM itself says only that its log has the cause."""
 
 from __future__ import annotations
 

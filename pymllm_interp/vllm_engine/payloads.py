@@ -1,7 +1,7 @@
-"""The hooks of a request on their way from the client to all ranks, and the tensors in them, which travel once.
+"""The hooks of a request on their way from the client to all ranks. Their tensors travel once.
 
 `RequestHooks` are pickled for processes of one engine. Large tensors are left out of the pickle, under a key made of their content.
-A rank reads a payload only with the key that its own client gave it (`Sealer`): what another client of a vLLM server puts into
+A rank reads a payload only with the key that its own client gave it (`Sealer`). What another client of a vLLM server puts into
 `extra_args` is never unpickled.
 """
 
@@ -84,7 +84,7 @@ def unpacked_tensor(packed: PackedTensor) -> torch.Tensor:
 def dumped(value: Any, keys: TensorKeys, tensors: dict[TensorKey, torch.Tensor]) -> bytes:
     """A pickle without large tensors, which are added to `tensors`."""
 
-    class Pickler(pickle.Pickler):
+    class HooksPickler(pickle.Pickler):
         def persistent_id(self, obj: Any) -> TensorKey | None:
             if type(obj) not in (torch.Tensor, torch.nn.Parameter) or obj.nbytes < LEAST_BYTES:
                 return None
@@ -93,7 +93,7 @@ def dumped(value: Any, keys: TensorKeys, tensors: dict[TensorKey, torch.Tensor])
             return key
 
     buffer = io.BytesIO()
-    Pickler(buffer, protocol=5).dump(value)
+    HooksPickler(buffer, protocol=5).dump(value)
     return buffer.getvalue()
 
 

@@ -58,6 +58,11 @@ def _refused(config: Any) -> Iterator[str]:
         (getattr(model, "enable_prompt_embeds", False), "enable_prompt_embeds: prompts are text or token ids"),
         (_is_multimodal(model), "multimodal models: their language model by itself is served"),
         (
+            str(getattr(model, "dtype", "")) == "torch.float16"
+            and "Deepseek" in str(getattr(model, "architectures", "")),
+            "DeepSeek models in float16, where vLLM scales the stream: use bfloat16",
+        ),
+        (
             str(getattr(model, "model_impl", "auto")) == "transformers",
             "model_impl='transformers': layers have no pair norms",
         ),

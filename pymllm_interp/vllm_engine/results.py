@@ -1,6 +1,6 @@
-"""Results of requests on their way from rank 0 to the client: a pickle, and its tensors side by side in one block of bytes.
+"""Results of requests on their way from rank 0 to the client: a pickle, with its tensors in one block.
 
-On one host the block is a file in shared memory, which the client maps and unlinks: its tensors are views of it. Between hosts the
+On one host the block is a file in shared memory. The client maps and unlinks it, and its tensors are views of it. Between hosts the
 block follows the message.
 """
 
@@ -38,7 +38,7 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-class Block:
+class TensorBlock:
     """Tensors on their way out, and where each is placed."""
 
     def __init__(self) -> None:
@@ -52,14 +52,14 @@ class Block:
 
         block = self
 
-        class Pickler(pickle.Pickler):
+        class ResultsPickler(pickle.Pickler):
             def persistent_id(self, obj: Any) -> Placed | None:
                 if type(obj) is not torch.Tensor or obj.nbytes < LEAST_BYTES:
                     return None
                 return block.place(obj)
 
         buffer = io.BytesIO()
-        Pickler(buffer, protocol=5).dump(value)
+        ResultsPickler(buffer, protocol=5).dump(value)
         return buffer.getvalue()
 
     def place(self, tensor: torch.Tensor) -> Placed:

@@ -19,13 +19,13 @@ from ..models.registry import spec_of
 from .structures import SITES
 
 KEY = "pymllm_interp"
-"""Name of ours in vLLM's `additional_config`, whose hash is part of the key of its compile cache, and in `extra_args`."""
+"""Name of ours in vLLM's `additional_config`, which is part of the key of its compile cache, and in `extra_args`."""
 SETTINGS = (
     "max_interventions_per_site", "max_intervention_vectors", "max_capture_bytes", "capture_ring_bytes", "capture_kept_bytes",
 )  # fmt: skip
 """Fields of `ServerConfig` that ranks read."""
 WITH_TABLES = "PYMLLM_INTERP_VLLM_TABLES"
-"""For tests: with "1", ranks on a CPU have device tables and a ring, as on CUDA; Triton's interpreter runs the kernels."""
+"""For tests: with "1", ranks on a CPU have device tables and a ring, as on CUDA. Triton's interpreter runs the kernels."""
 OURS = "LM(model), whose engine is our own, has it"
 
 

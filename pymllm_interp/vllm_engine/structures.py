@@ -1,6 +1,6 @@
 """Where a vLLM model has its norms: the places at which the stream can be read and changed.
 
-A decoder layer of vLLM hands a pair to each of its norms: what the last block adds, and the stream before. `structure_of` finds the
+A decoder layer of vLLM hands each of its norms a pair: what the last block adds, and the stream. `structure_of` finds the
 two norms of each layer that take such a pair, and the norm behind the last layer.
 """
 

@@ -16,7 +16,7 @@ from helpers_declared import prompt_of
 from helpers_saes import random_sae
 
 from pymllm_interp import LM, Capture, Features, Gate, Knockout, Lens, SamplingParams, Scale, SetFeature, Steer
-from pymllm_interp.client.known_names import fits_name
+from pymllm_interp.client.calls.known_names import fits_name
 from pymllm_interp.client.notebook.tab_completion import set_up_completion
 from pymllm_interp.client.request_options import OPTIONS, TRACE_OPTIONS
 from pymllm_interp.hooks.site import expand

@@ -38,9 +38,16 @@ TOLERANCE = 1e-4
 """Of states and log probabilities in float32, relative to the largest."""
 
 
-def save_model(family: str, folder: Path) -> Path:
-    """A random model of a family, with a tokenizer and a chat template."""
-    random_model(FAMILIES[family]()).save_pretrained(folder)
+def save_model(family: str, folder: Path, **changes: Any) -> Path:
+    """A random model of a family, with a tokenizer and a chat template.
+
+    Args:
+        changes: settings of the config.
+    """
+    config = FAMILIES[family]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    random_model(config).save_pretrained(folder)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)

@@ -59,9 +59,10 @@ def hooks_of(name: str) -> RequestHooks:
 class Rank:
     """A stage, and what vLLM and the client do around it."""
 
-    def __init__(self, rows: int, rank: int = 0) -> None:
+    def __init__(self, rows: int, rank: int = 0, device: str = "cpu") -> None:
+        self.device = torch.device(device)
         self.pool = VectorPool(CONFIG.max_intervention_vectors, WIDTH)
-        self.stage = RankStage(CONFIG, SPEC, torch.device("cpu"), 64, rows, TAPS, rank, None)  # pyright: ignore
+        self.stage = RankStage(CONFIG, SPEC, self.device, 64, rows, TAPS, rank, None)  # pyright: ignore
         self.bound: dict[str, Declared] = {}
 
     def add(self, name: str) -> None:
@@ -69,7 +70,7 @@ class Rank:
         if not hooks.declares:
             return
         if self.stage.in_tables:
-            declared = Declared.bound(hooks, PROMPT, SPEC, limits_of(CONFIG, "cpu"), None)
+            declared = Declared.bound(hooks, PROMPT, SPEC, limits_of(CONFIG, self.device.type), None)
             hooks.vector_rows = self.pool.acquire(declared)
             if self.stage.stage.capture_ring is not None:
                 self.stage.stage.capture_ring.open()
@@ -83,16 +84,16 @@ class Rank:
             [f"vllm-{name}" for name, _, _ in parts], starts, np.array([first for _, first, _ in parts]), "made up"
         )
         rows = [(name, first + i) for name, first, count in parts for i in range(count)]
-        stream = torch.stack([_value(name, position, 0) for name, position in rows])
+        stream = torch.stack([_value(name, position, 0) for name, position in rows]).to(self.device)
         stage.state(stream, EMBED_SITE)
         for add in range(1, input_add(LAYERS) + 1):
-            delta = torch.stack([_value(name, position, add) for name, position in rows])
+            delta = torch.stack([_value(name, position, add) for name, position in rows]).to(self.device)
             stage.pair(delta, stream, add)
             stream = stream + delta
         normed = stream / 2
         stage.state(normed, final_norm_site(LAYERS))
         stage.end()
-        return torch.cat([stream, normed], -1)
+        return torch.cat([stream, normed], -1).cpu()
 
     def finish(self, name: str, generated: int) -> Any:
         computed = PROMPT + generated - 1
@@ -129,12 +130,16 @@ def run(rank: Rank, chunks: list[int]) -> tuple[dict[str, torch.Tensor], dict[st
     return {name: torch.cat(parts) for name, parts in states.items()}, results
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("chunks", [[PROMPT], [4, 4, 3], [1, 9, 1]])
-def test_functions_and_tables_do_the_same(chunks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_and_tables_do_the_same(chunks: list[int], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for tables in ("0", "1"):
         monkeypatch.setenv(WITH_TABLES, tables)
-        found.append(run(Rank(rows=8), chunks))
+        found.append(run(Rank(rows=8, device=device if tables == "1" else "cpu"), chunks))
     (states, results), (other_states, other_results) = found
     for name, rows in states.items():
         torch.testing.assert_close(rows, other_states[name], atol=1e-5, rtol=1e-5)

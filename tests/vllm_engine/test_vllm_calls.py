@@ -263,9 +263,9 @@ def test_a_block_that_lowers_runs(lm: LM, oracle: LM) -> None:
             before = model.model.layers[1].output.save()
             top = model.lm_head.output[0, -1].argmax().save()
         with model.generate(PROMPTS[2], max_new_tokens=4, ignore_eos=True) as generation:
-            model.model.layers[1].output[:] += added
             states = list().save()
             for _ in generation.iter[:]:
+                model.model.layers[1].output[:] += added
                 states.append(model.model.layers[2].output[0, -1])
         saved.append((before, torch.stack(states)))
         assert tracer.receipt.lowered or model is oracle

@@ -33,7 +33,7 @@ from .arguments import engine_arguments
 from .canary import check_steering
 from .core import VllmCore
 from .declarations import VllmDeclarations
-from .engine import VllmEngine
+from .engine import VllmRequestEngine
 from .facts import VllmModel, VllmWeights
 from .sampling import check_params
 
@@ -83,7 +83,7 @@ class VllmBackend(FactoryBackend):
         dtype, hf_config = config.model_config.dtype, source.hf_config
         device = "cuda" if core.on_cuda else "cpu"
         spec, limits = served_spec(hf_config, dtype), limits_of(server, device)
-        cache, scheduler = config.cache_config, config.scheduler_config
+        scheduler = config.scheduler_config
         ring = server.capture_ring_bytes if uses_tables(device) else None
         declarations = VllmDeclarations(limits, spec, len(core.ranks), scheduler.max_num_batched_tokens, ring)
         weights = VllmWeights(hf_config, core.call("interp_checksum"))
@@ -91,12 +91,12 @@ class VllmBackend(FactoryBackend):
             source=source, model_config=model, server_config=server, model_spec=spec, saes=SAERegistry(spec, "cpu"),
             declarations=declarations, model_state=weights, dtype=dtype, device=device,
             context_len=config.model_config.max_model_len, max_num_tokens=scheduler.max_num_batched_tokens,
-            max_total_num_tokens=(cache.num_gpu_blocks or 0) * cache.block_size, max_running_requests=scheduler.max_num_seqs,
+            max_total_num_tokens=core.kv_tokens, max_running_requests=scheduler.max_num_seqs,
         )  # fmt: skip
         for name, sae in model.saes.items():
             runner.saes[name] = sae
         self.core = core
-        self.engine = VllmEngine(core, declarations.release)
+        self.engine = VllmRequestEngine(core, declarations.release)
         open_engines.track(cast(Any, self.engine))
         self.module = tree_of(hf_config, "native" if is_native(hf_config, "auto") else "transformers", dtype)
         self.lowered = Lowered(self.module, server.lower_traces, torch.device("cpu"))
@@ -149,7 +149,7 @@ class VllmBackend(FactoryBackend):
         )
 
     def require_process(self, feature: str, instead: str = "") -> None:
-        if feature == "lm.harvest":  # whose passes are requests
+        if feature == "lm.harvest":  # its passes are requests
             return
         hint = f"; {instead}" if instead else ""
         raise NotImplementedError(

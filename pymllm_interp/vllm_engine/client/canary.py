@@ -26,7 +26,7 @@ FAILED = (
 
 
 def check_steering(backend: Any) -> None:
-    """Steer one request, and compare its captured states with those of one that is not.
+    """Steer one request, and compare its captured states with a plain request's.
 
     Raises:
         VllmRefusalError: they do not differ as they must.

@@ -88,6 +88,12 @@ class VllmCore:
         self._loop.run_forever()
 
     @property
+    def kv_tokens(self) -> int:
+        """Slots of vLLM's KV pool."""
+        cache = self.config.cache_config
+        return (cache.num_gpu_blocks or 0) * cache.block_size
+
+    @property
     def on_loop(self) -> bool:
         """Whether the caller runs on the loop's thread, which must not wait."""
         return threading.current_thread() is self._thread

@@ -1,8 +1,10 @@
-"""`VllmEngine`: runs our requests in vLLM. A `client.handle.RequestEngine`."""
+"""`VllmRequestEngine`: runs our requests in vLLM. A `client.handle.RequestEngine`."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,8 +23,10 @@ from ..payloads import TensorKey
 from .core import VllmCore, closed
 from .sampling import salt_of, vllm_params
 
+logger = logging.getLogger(__name__)
 CLOSING_SECONDS = 5.0
 STATS_SECONDS = 30.0
+WATCH_SECONDS = 5.0
 
 
 class _Live:
@@ -43,7 +47,7 @@ class _Live:
         self.started = self.sent = False
 
 
-class VllmEngine:
+class VllmRequestEngine:
     """See the module. Requests are served on the loop of vLLM's client.
 
     Args:
@@ -65,9 +69,11 @@ class VllmEngine:
         self._closing: BaseException | None = None
         self._released = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._steps = 0
+        self._watching = core.start(self._watch())
 
     def __repr__(self) -> str:
-        return f"VllmEngine({self.state})"
+        return f"VllmRequestEngine({self.state})"
 
     @property
     def state(self) -> str:
@@ -108,14 +114,24 @@ class VllmEngine:
         self._callbacks.put(self, function)
 
     def stats(self) -> dict[str, Any]:
-        """Steps of rank 0, and live requests."""
+        """Counters with the names of our own engine's, as far as vLLM tells them: steps of rank 0, and live requests.
+
+        `free_kv_tokens` is what live requests leave of the pool if each comes to its last token.
+        """
         self.check_open()
         first = self.core.wait(self.core.call_async("interp_stats"), STATS_SECONDS)[0]
-        return {"steps": first["steps"], "op_calls": first["calls"], "live": len(self._live)}
+        live = list(self._live.values())
+        taken = sum(one.request.max_total_tokens for one in live)
+        running = sum(one.sent for one in live)
+        return {
+            "steps": first["steps"], "op_calls": first["calls"], "running": running, "waiting": len(live) - running, "swapped": 0,
+            "free_kv_tokens": max(0, self.core.kv_tokens - taken), "execution": {}, "overlapped_steps": 0, "preempted": 0,
+            "moved_to_host": 0, "block_seconds": 0.0,
+        }  # fmt: skip
 
     def progress(self) -> Progress:
         """How far the engine is, for those that look whether it is stuck."""
-        return Progress(str(self.num_events), bool(self._live), False)
+        return Progress(f"{self.num_events} {self._steps}", bool(self._live), False)
 
     def reset_prefix_cache(self) -> None:
         """Forget the KV that vLLM keeps."""
@@ -134,6 +150,7 @@ class VllmEngine:
         deadline = time.monotonic() + (CLOSING_SECONDS if timeout is None else timeout)
         while self._live and time.monotonic() < deadline:
             time.sleep(0.01)
+        self._watching.cancel()
         self.core.close()
         self._callbacks.close(CLOSING_SECONDS)
 
@@ -154,6 +171,14 @@ class VllmEngine:
         self._closing = self.forked = error
 
     # -- the loop ------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Ask rank 0 for its steps while requests run: long ones have no other sign of life before their end."""
+        while self._closing is None:
+            await asyncio.sleep(WATCH_SECONDS)
+            if self._live:
+                with contextlib.suppress(Exception):  # the requests get the error of an engine that has ended
+                    self._steps = (await self.core.call_async("interp_stats"))[0]["steps"]
 
     def _start(self, live: list[_Live]) -> None:
         for one in live:
@@ -315,9 +340,7 @@ class VllmEngine:
         try:
             one.subscriber.put(event)
         except BaseException:  # SystemExit of a subscriber, too: the events behind it are others'
-            import logging
-
-            logging.getLogger(__name__).exception("an event of request %s could not be delivered", event.request_id)
+            logger.exception("an event of request %s could not be delivered", event.request_id)
 
 
 def _set(future: asyncio.Future[Any], outcome: Any) -> None:

@@ -41,7 +41,7 @@ class VllmWeights:
 
 @dataclass
 class VllmModel:
-    """See the module. Names are those of `runner.InterpModelRunner`."""
+    """See the module. Names are as in `runner.InterpModelRunner`."""
 
     source: ModelSource
     model_config: ModelConfig
@@ -57,6 +57,16 @@ class VllmModel:
     max_total_num_tokens: int
     max_running_requests: int
     attn_backend: Any = None
+
+    @property
+    def sliding_window_size(self) -> int | None:
+        """The widest sliding window of the layers, or None where some layer sees the whole context."""
+        windows = [window for window in self.model_spec.sliding_windows if window]
+        return max(windows) if len(windows) == self.model_spec.num_hidden_layers else None
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """What requests may ask for."""
+        return ("generate",)
 
     @property
     def vocab_size(self) -> int:

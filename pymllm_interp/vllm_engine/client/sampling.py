@@ -33,9 +33,8 @@ def vllm_params(request: Request, hooks: bytes | None, read_cache: bool, kinds: 
         read_cache: whether it may begin behind KV of the prefix cache.
         kinds: the module `vllm.sampling_params`.
     """
-    params, seed = request.params, None
-    if not params.greedy:
-        seed = _seed_of(request)
+    params = request.params
+    seed = None if params.greedy or params.seed is None else _seed_of(request)
     follows = request.stream or request.stop_checker is not None
     allowed = None if params.allowed_token_ids is None else list(params.allowed_token_ids)
     made = kinds.SamplingParams(
@@ -62,8 +61,8 @@ def _seed_of(request: Request) -> int:
 def salt_of(request: Request, declared: Declared | None) -> str | None:
     """What requests must have in common to share KV: owner, salt of the caller, and all edits at all positions.
 
-    vLLM keeps the KV of generated tokens under the same hashes as that of prompts, so edits of generated positions count. Positions
-    count as they are bound to the prompt: one that counts from the prompt's end is another one for another prompt.
+    vLLM keeps the KV of generated tokens under the hashes of prompts, so edits of generated positions count. Positions count as
+    they are bound to the prompt. One that counts from the prompt's end is another position for another prompt.
     """
     parts: list[str] = []
     if request.cache_owner is not None:

@@ -1,6 +1,6 @@
 """`Egress`: the connection by which rank 0 sends results to the client, beside vLLM's own channels.
 
-vLLM's ranks learn of a request's end in the step after it, and its calls of all ranks wait for the step under way. So the client
+vLLM's ranks learn of a request's end in the step after it. Calls of all ranks wait for the step under way. So the client
 asks rank 0 itself, over a socket that takes the client's key only.
 """
 
@@ -10,16 +10,18 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Listener
 from typing import Any
 
 from ...core.step import RequestEnd
 from ..payloads import loaded
-from ..results import Block, host_name
+from ..results import TensorBlock, host_name
 from .stage import RankResult
 
 logger = logging.getLogger(__name__)
+WRITERS = 4
+"""Threads that copy results to shared memory."""
 
 
 class Egress:
@@ -34,6 +36,7 @@ class Egress:
         self._finish = finish
         self._listener = Listener((_own_address(), 0), backlog=4, authkey=key)
         self._lock = threading.Lock()
+        self._writers = ThreadPoolExecutor(WRITERS, "pymllm-interp-egress")
         self.address: tuple[str, int] = self._listener.address  # pyright: ignore[reportAttributeAccessIssue]
         threading.Thread(target=self._accept, name="pymllm-interp-egress", daemon=True).start()
 
@@ -63,19 +66,19 @@ class Egress:
                     self._answer(connection, own_host, end.request_id, error)
                     continue
                 future.add_done_callback(
-                    lambda done, request_id=end.request_id: self._answer(
-                        connection, own_host, request_id, _outcome(done)
+                    lambda done, request_id=end.request_id: self._writers.submit(
+                        self._answer, connection, own_host, request_id, _outcome(done)
                     )
                 )
         except (EOFError, OSError):
             connection.close()
 
     def _answer(self, connection: Connection, own_host: bool, request_id: str, outcome: Any) -> None:
-        block = Block()
+        block = TensorBlock()
         try:
             pickled = block.dumped((request_id, outcome))
         except Exception as error:
-            block = Block()
+            block = TensorBlock()
             pickled = block.dumped((request_id, RuntimeError(f"results cannot be sent: {error!r}")))
         file = block.to_file() if block.size and own_host else None
         data = block.to_bytes() if block.size and not own_host else None

@@ -1,4 +1,4 @@
-"""`VllmReadout`: the norms and the head of a vLLM model as functions of rows, which no op or capture acts on."""
+"""`VllmReadout`: the norms and the head of a vLLM model as functions of rows. No op or capture acts on them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class VllmReadout:
         if not gain:
             return F.rms_norm(rows.float(), rows.shape[-1:], None, found.variance_epsilon).to(rows.dtype)
         untapped: Any = type(found).__mro__[1]
-        return untapped.forward(found, rows.contiguous())
+        function = untapped.forward
+        return function(found, rows.contiguous())
 
     def logits(self, rows: Tensor) -> Tensor:
         """The logits [n, vocab] of rows [n, hidden] of `final_norm`.

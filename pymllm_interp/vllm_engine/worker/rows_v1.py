@@ -4,7 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from .hooks_of import HooksOf
+
+
+class CpuNoise(torch.Generator):
+    """A generator of a seeded request on a CPU, in place of vLLM's.
+
+    Where a token was drawn in the middle of a prompt, vLLM's V1 runner moves the generator's offset back. Only generators on CUDA
+    have one: on a CPU the runner fails.
+    """
+
+    before: torch.Tensor
+
+    def get_offset(self) -> int:
+        """Nothing depends on it."""
+        return 0
+
+    def set_offset(self, offset: int) -> torch.Generator:
+        """Take back what the step has drawn."""
+        return self.set_state(self.before)
+
+
+def keep_noise_back(generators: dict[int, Any]) -> None:
+    """Replace the generators of a step's requests where they cannot go back, and note where they are."""
+    for index, generator in generators.items():
+        if not isinstance(generator, CpuNoise):
+            generators[index] = own = CpuNoise()
+            own.set_state(generator.get_state())
+            generator = own
+        generator.before = generator.get_state()
 
 
 class RowsOfV1:
@@ -19,7 +49,10 @@ class RowsOfV1:
     def _update_states(self, scheduler_output: Any) -> Any:
         if self.interp is not None:
             self.interp.take(scheduler_output)
-        return super()._update_states(scheduler_output)  # pyright: ignore[reportAttributeAccessIssue]
+        found = super()._update_states(scheduler_output)  # pyright: ignore[reportAttributeAccessIssue]
+        if self.interp is not None and self.interp.stage.device.type == "cpu":
+            keep_noise_back(self.input_batch.generators)  # pyright: ignore[reportAttributeAccessIssue]
+        return found
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         own, runner = self.interp, self

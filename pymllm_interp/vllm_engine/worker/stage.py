@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,10 @@ from ...config import ServerConfig
 from ...core.model_spec import LOGITS, ModelSpec, delta_site, inner_site, residual_site
 from ...core.sampling_params import SamplingParams
 from ...core.step import DeclaredResult, NewRequest, RequestEnd, RequestHooks, ScheduledRequest
+from ...hooks.captures.captures import Captures
 from ...hooks.captures.reductions.reduction import Readout
 from ...hooks.declared import Declared
-from ...hooks.declared_stage import DeclaredStage
+from ...hooks.declared_stage import DeclaredStage, StepRows
 from ...layers.edits.base import apply_and_capture
 from ...layers.edits.host import HostOps
 from ...layers.edits.table import TableOps
@@ -28,6 +29,8 @@ from .row_buffers import VllmRowBuffers
 from .step import VllmStep
 
 _NEUTRAL = SamplingParams()
+SMALL_RING = 1 << 16
+"""Bytes of the ring of a rank that captures nothing."""
 
 
 @dataclass
@@ -71,12 +74,23 @@ class RankResult:
 
 
 class TappedStage(DeclaredStage):
-    """The declared stage of a rank."""
+    """The declared stage of a rank.
+
+    Attributes:
+        captures: whether states leave this rank.
+    """
+
+    captures = True
 
     @property
     def has_tables(self) -> bool:
         """Whether passes read declared ops from device tables."""
         return uses_tables(torch.device(self.device).type)
+
+    def _captured_parts(self, rows: StepRows) -> list[tuple[Captures | None, int, int]]:
+        if self.captures:
+            return super()._captured_parts(rows)
+        return [(None, entry.start, entry.num_tokens) for entry in rows.entries]
 
 
 class RankStage:
@@ -99,7 +113,10 @@ class RankStage:
     ) -> None:  # fmt: skip
         self.model, self.device, self.taps, self.rank = model, device, taps, rank
         self.in_tables, on_cuda = uses_tables(device.type), device.type == "cuda"
+        if rank:
+            config = replace(config, capture_ring_bytes=SMALL_RING)
         self.stage = TappedStage(config, model, str(device), readout)
+        self.stage.captures = rank == 0
         self.stage.limits = limits_of(config, device.type)
         self.buffers = VllmRowBuffers(tokens, rows + 1, device)
         self.stage.init_tables(self.buffers, self.buffers)
@@ -180,7 +197,7 @@ class RankStage:
                 self._free_row(other)
 
     def _take_row(self, found: HookedRequest, running: set[str]) -> None:
-        """A row of the tables for a request of the step, if need be from one that is not part of it."""
+        """A row of the tables for a request of the step, if need be from a request outside of it."""
         if found.row is not None:
             return
         if not self._rows:
@@ -297,9 +314,6 @@ class RankStage:
             self._fill(step)
         self._make_room(step)
         self._ops = self.stage.site_ops(step, step.num_tokens, False)
-        if self.rank and self.in_tables:  # rank 0 captures
-            self.stage.abandon()
-            self.buffers.blocks.zero_()
 
     def _fill(self, step: VllmStep) -> None:
         owners = np.concatenate(

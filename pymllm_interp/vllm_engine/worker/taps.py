@@ -1,4 +1,4 @@
-"""Puts the ops in front of a model's norms, by the norms' classes: parameters keep their names, for reloads of weights."""
+"""Puts the ops in front of a model's norms, by the norms' classes. Parameters keep their names, for reloads of weights."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ def _tapped_class(base: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         if residual is None:
             torch.ops.pymllm_interp.state_(x, EMBED_SITE, self.tap_handle)
-            return base.forward(self, x)
+            return super(tapped, self).forward(x)
         torch.ops.pymllm_interp.pair_(x, residual, self.tap_add, self.tap_handle)
-        normed, stream = base.forward(self, x, residual)
+        normed, stream = super(tapped, self).forward(x, residual)
         if self.tap_last >= 0:
             torch.ops.pymllm_interp.state_(normed, self.tap_last, self.tap_handle)
         return normed, stream
 
-    return type(f"Tapped{base.__name__}", (base,), {"forward": forward})
+    tapped: Any = type(f"Tapped{base.__name__}", (base,), {"forward": forward})
+    return tapped
 
 
 def put_taps(structure: Structure, handle: int) -> None:

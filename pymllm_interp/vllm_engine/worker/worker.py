@@ -30,6 +30,8 @@ from .taps import put_taps
 
 PADDING = 1024
 """Rows of a pass beyond max_num_batched_tokens: captured graphs are padded."""
+SPARE_ROWS = 64
+"""Rows of the tables for requests that have ended, until their results were read."""
 WITHOUT_OP = "PYMLLM_INTERP_VLLM_WITHOUT_OP"
 """For the test of the canary: the taps are left out."""
 
@@ -70,10 +72,9 @@ class InterpWorker:
         spec = served_spec(config.model_config.hf_config, config.model_config.dtype)
         scheduler = config.scheduler_config
         readout = VllmReadout(model, structure, config.parallel_config.tensor_parallel_size)
-        stage = RankStage(
-            settings, spec, torch.device(self.device), scheduler.max_num_batched_tokens + PADDING, 2 * scheduler.max_num_seqs + 8,
-            structure.taps, self.rank, readout,
-        )  # fmt: skip
+        tokens, rows = scheduler.max_num_batched_tokens + PADDING, scheduler.max_num_seqs + SPARE_ROWS
+        device = torch.device(self.device)
+        stage = RankStage(settings, spec, device, tokens, rows, structure.taps, self.rank, readout)
         if os.environ.get(WITHOUT_OP) != "1":
             put_taps(structure, op.register(stage))
         self.model_runner.interp = HooksOf(stage, model)

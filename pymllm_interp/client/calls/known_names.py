@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ..hooks.binding import resolved
-from ..hooks.captures.reductions.lens import Lens
-from ..hooks.saes.registry import SAERegistry
-from ..hooks.saes.sae import SAE
-from ..hooks.spec import Spec
-from ..hooks.traces.syntax.caller_frames import warn_at_caller
-from ..hooks.vectors.by_layer import LayerVectors
-from ..hooks.vectors.registry import VectorRegistry
-from ..runner.interp_model_runner import InterpModelRunner
-from ..utils.arguments import PromptError
+from ...hooks.binding import resolved
+from ...hooks.captures.reductions.lens import Lens
+from ...hooks.saes.registry import SAERegistry
+from ...hooks.saes.sae import SAE
+from ...hooks.spec import Spec
+from ...hooks.traces.syntax.caller_frames import warn_at_caller
+from ...hooks.vectors.by_layer import LayerVectors
+from ...hooks.vectors.registry import VectorRegistry
+from ...runner.interp_model_runner import InterpModelRunner
+from ...utils.arguments import PromptError
 
 
 class KnownNames(NamedTuple):

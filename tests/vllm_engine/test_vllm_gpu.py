@@ -1,0 +1,33 @@
+"""vLLM as the engine on CUDA: both runners, eager and with graphs, against our own engine in float32 on the CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers_vllm import needs_vllm
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vllm_engine_gpu.py"
+pytestmark = [needs_vllm, pytest.mark.gpu, pytest.mark.gpu_exclusive]
+
+
+@pytest.mark.parametrize("way", ["v2-full", "v2-piecewise", "v2-eager", "v1-full", "v1-eager"])
+def test_ops_and_captures_are_our_engines(way: str, tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--check", "--ways", way, "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert out.is_file(), done.stdout + done.stderr
+    found = json.loads(out.read_text())[way]
+    assert found.get("ok"), found
+    assert found["steered rows equal"] > 0.99 and all(found["again equal"])
+    runner, graphs = way.split("-")
+    assert all(step.startswith(f"vllm {runner.upper()}") for step in found["steps"])
+    if graphs == "full":
+        assert any(step.endswith("full") for step in found["steps"]), found["steps"]

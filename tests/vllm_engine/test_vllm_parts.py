@@ -1,0 +1,273 @@
+"""Parts of vLLM as an engine that need no vLLM: payloads, results, salts, settings and refusals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+from pymllm_interp import LM, Capture, Clamp, Generated, SamplingParams, Steer
+from pymllm_interp.config import ModelConfig, ServerConfig
+from pymllm_interp.core.model_spec import ModelSpec
+from pymllm_interp.core.request import Request
+from pymllm_interp.core.step import RequestHooks
+from pymllm_interp.hooks.declared import Declared
+from pymllm_interp.models.weights.source import ModelSource
+from pymllm_interp.vllm_engine import payloads, versions
+from pymllm_interp.vllm_engine.client.arguments import engine_arguments
+from pymllm_interp.vllm_engine.client.sampling import salt_of
+from pymllm_interp.vllm_engine.refusals import VllmRefusalError, refuse_config
+from pymllm_interp.vllm_engine.results import TensorBlock, read_block
+from pymllm_interp.vllm_engine.settings import additional_config, limits_of, server_config_of
+from pymllm_interp.vllm_engine.structures import structure_of
+
+CONFIG = LlamaConfig(
+    hidden_size=288, num_hidden_layers=2, num_attention_heads=4, vocab_size=50, max_position_embeddings=64
+)
+SPEC = ModelSpec.of(CONFIG, torch.float32)
+
+
+def vector(seed: int) -> torch.Tensor:
+    return torch.randn(288, generator=torch.Generator().manual_seed(seed))
+
+
+# -- payloads ------------------------------------------------------------------------------
+
+
+def test_hooks_travel_without_their_tensors_and_come_back_whole() -> None:
+    ops = [Steer("resid_post.1", vector(1), 2.0), Clamp("mlp_out.0", vector(2), high=1.0)]
+    hooks, keys, tensors = RequestHooks(ops, [Capture("resid_post.*")], 5, 3), payloads.TensorKeys(), {}
+    data = payloads.dumped(hooks, keys, tensors)
+    assert len(tensors) == 2 and len(data) < 2000
+    found = payloads.loaded(
+        data, {key: payloads.unpacked_tensor(payloads.packed_tensor(key, t)) for key, t in tensors.items()}
+    )
+    assert [op.fingerprint for op in found.interventions] == [op.fingerprint for op in ops] and found.max_tokens == 5
+    again: dict[Any, Any] = {}
+    payloads.dumped(RequestHooks([Steer("resid_post.0", vector(1).clone())]), keys, again)
+    assert set(again) < set(tensors)  # equal numbers have one key
+    with pytest.raises(KeyError):
+        payloads.loaded(data, {})
+
+
+def test_a_changed_tensor_has_another_key() -> None:
+    keys, tensor = payloads.TensorKeys(), vector(1)
+    before = keys.of(tensor)
+    assert keys.of(tensor) == before
+    tensor[0] += 1
+    assert keys.of(tensor) != before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
+def test_any_dtype_and_shape_travels(dtype: torch.dtype) -> None:
+    for shape in ((3, 5), (0, 4), ()):
+        tensor = torch.ones(shape).to(dtype)
+        found = payloads.unpacked_tensor(payloads.packed_tensor(b"key", tensor))
+        assert found.dtype == dtype and torch.equal(found, tensor)
+
+
+def test_only_what_the_clients_key_signed_is_read() -> None:
+    sealed = payloads.Sealer(b"a" * 32).sealed(b"data")
+    assert payloads.Sealer(b"a" * 32).opened(sealed) == b"data"
+    for wrong in (payloads.Sealer(b"b" * 32).sealed(b"data"), sealed[:-1] + b"x", b"short"):
+        with pytest.raises(PermissionError, match="not signed"):
+            payloads.Sealer(b"a" * 32).opened(wrong)
+
+
+# -- results -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["file", "bytes"])
+def test_results_arrive_whole_and_leave_no_file(way: str) -> None:
+    value = {
+        "a": torch.randn(40, 30),
+        "b": [torch.randn(300).bfloat16(), torch.ones(2)],
+        "c": "text",
+        "d": torch.randn(9, 99)[:, ::2],
+    }
+    block = TensorBlock()
+    pickled = block.dumped(value)
+    file = block.to_file() if way == "file" else None
+    found = read_block(pickled, file, block.to_bytes() if way == "bytes" else None)
+    for name in ("a", "d"):
+        assert torch.equal(found[name], value[name])
+    assert (
+        torch.equal(found["b"][0], value["b"][0]) and torch.equal(found["b"][1], value["b"][1]) and found["c"] == "text"
+    )
+    found["a"].add_(1)  # the caller's own memory
+    assert file is None or not Path(file).exists()
+
+
+# -- salts ---------------------------------------------------------------------------------
+
+
+def salt(ops: list[Any], prompt_len: int = 7, **fields: Any) -> str | None:
+    request = Request("1", list(range(prompt_len)), SamplingParams(), 5, 0, **fields)
+    declared = Declared.of(ops, SPEC, prompt_len, limits_of(ServerConfig(), "cpu"), (), prompt_len + 4) if ops else None
+    return salt_of(request, declared)
+
+
+def test_requests_share_kv_only_with_equal_edits_at_equal_positions() -> None:
+    one = [Steer("resid_post.1", vector(1), 2.0)]
+    assert salt([]) is None and salt(one) == salt([Steer("resid_post.1", vector(1).clone(), 2.0)])
+    others = [
+        salt([Steer("resid_post.0", vector(1), 2.0)]), salt([Steer("resid_post.1", vector(2), 2.0)]),
+        salt([Steer("resid_post.1", vector(1), 3.0)]), salt([Steer("resid_post.1", vector(1), 2.0, positions="generated")]),
+        salt([Steer("resid_post.1", vector(1), 2.0, positions=Generated(1))]), salt(one, cache_salt="mine"),
+        salt(one, cache_owner="a"),
+        salt([], cache_owner="a"), salt([], cache_owner="b"), salt([], cache_salt="a"),
+    ]  # fmt: skip
+    assert None not in others and len({salt(one), *others}) == len(others) + 1
+
+
+def test_an_edit_from_the_prompts_end_is_another_one_for_another_prompt() -> None:
+    last = [Steer("resid_post.1", vector(1), positions=[-1])]
+    assert salt(last, 7) != salt(last, 8)
+    everywhere = [Steer("resid_post.1", vector(1))]
+    assert salt(everywhere, 7) == salt(everywhere, 8)
+
+
+# -- settings and refusals -----------------------------------------------------------------
+
+
+def test_settings_travel_and_another_version_is_named() -> None:
+    config = ServerConfig(capture_ring_bytes=1 << 20, max_interventions_per_site=7)
+    found = server_config_of(additional_config(config))
+    assert (found.capture_ring_bytes, found.max_interventions_per_site) == (1 << 20, 7)
+    with pytest.raises(ValueError, match="the client sent no settings"):
+        server_config_of({})
+
+
+def source(folder: Path | None = Path("/somewhere")) -> ModelSource:
+    return ModelSource("model", CONFIG, folder, None)
+
+
+def test_our_settings_become_vllms() -> None:
+    server = ServerConfig(
+        max_running_requests=8, max_num_tokens=64, kv_cache_tokens=100, disable_cuda_graph=True, max_model_len=32
+    )
+    found = engine_arguments(ModelConfig(model="m", dtype="bf16"), server, source(), {"tensor_parallel_size": 4})
+    assert (found["max_num_seqs"], found["max_num_batched_tokens"], found["max_model_len"]) == (8, 64, 32)
+    assert found["num_gpu_blocks_override"] * found["block_size"] == 128 and found["enforce_eager"]
+    assert found["dtype"] == torch.bfloat16 and found["tensor_parallel_size"] == 4 and found["model"] == "/somewhere"
+
+
+@pytest.mark.parametrize(
+    ("server", "given", "message"),
+    [
+        ({"hook_execution": "eager"}, {}, "hook_execution=.*our own engine"),
+        ({"speculative": {"method": "ngram", "num_speculative_tokens": 2}}, {}, "speculative=.*our own engine"),
+        ({}, {"worker_cls": "mine"}, "worker_cls=.*the engine sets it"),
+        ({}, {"additional_config": {}}, "additional_config=.*the engine sets it"),
+    ],
+)
+def test_settings_that_mean_nothing_to_vllm_are_refused(
+    server: dict[str, Any], given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        engine_arguments(ModelConfig(), ServerConfig(**server), source(), given)
+
+
+def vllm_config(**changes: Any) -> Any:
+    """Settings of vLLM that are served, but for `changes` ("parallel_config.data_parallel_size")."""
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1, data_parallel_size=1, distributed_executor_backend="mp", tensor_parallel_size=2
+        ),
+        model_config=SimpleNamespace(
+            runner_type="generate", is_encoder_decoder=False, dtype=torch.float16, architectures=["LlamaForCausalLM"]
+        ),
+        cache_config=SimpleNamespace(), speculative_config=None, lora_config=None,
+        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
+    )  # fmt: skip
+    for path, value in changes.items():
+        *parts, last = path.split(".")
+        place: Any = config
+        for part in parts:
+            place = getattr(place, part)
+        setattr(place, last, value)
+    return config
+
+
+REFUSED: list[tuple[str, Any, str]] = [
+    ("parallel_config.pipeline_parallel_size", 2, "pipeline_parallel_size"),
+    ("parallel_config.data_parallel_size", 2, "data_parallel_size"),
+    ("parallel_config.prefill_context_parallel_size", 2, "prefill_context_parallel_size"),
+    ("parallel_config.decode_context_parallel_size", 2, "decode_context_parallel_size"),
+    ("parallel_config.enable_dbo", True, "enable_dbo"),
+    ("parallel_config.distributed_executor_backend", "external_launcher", "external_launcher"),
+    ("parallel_config.use_sequence_parallel_moe", True, "sequence-parallel MoE"),
+    ("speculative_config", object(), "speculative_config"),
+    ("lora_config", object(), "enable_lora"),
+    ("kv_transfer_config", object(), "kv_transfer_config"),
+    ("cache_config.kv_sharing_fast_prefill", True, "kv_sharing_fast_prefill"),
+    ("compilation_config.pass_config.enable_sp", True, "enable_sp"),
+    ("model_config.runner_type", "pooling", "pooling"),
+    ("model_config.is_encoder_decoder", True, "encoder-decoder"),
+    ("model_config.multimodal_config", object(), "multimodal"),
+    ("model_config.architectures", ["DeepseekV3ForCausalLM"], "DeepSeek models in float16"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "message"), REFUSED)
+def test_what_hooks_cannot_be_served_with_is_refused_by_name(path: str, value: Any, message: str) -> None:
+    refuse_config(vllm_config())
+    with pytest.raises(VllmRefusalError, match=message):
+        refuse_config(vllm_config(**{path: value}))
+
+
+def test_a_missing_or_untested_vllm_is_named_with_extra_and_range(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(versions, "_found", lambda: None)
+    with pytest.raises(ModuleNotFoundError, match=r"pymllm-interp\[vllm\]"):
+        versions.installed_version()
+    for other in ("0.25.9", "0.33.0", "1.0"):
+        monkeypatch.setattr(versions, "_found", lambda other=other: other)
+        with pytest.raises(ImportError, match=rf"0\.26 to 0\.32, and {other}"):
+            versions.installed_version()
+    monkeypatch.setattr(versions, "_found", lambda: "0.26.1")
+    assert versions.installed_version() == "0.26.1"
+    with pytest.raises(ValueError, match="expected 'own' or 'vllm'"):
+        LM(engine="sglang")
+
+
+# -- structures ----------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Made(nn.Module):
+    """A model with such layers."""
+
+    layer: str
+    count: int = 2
+    names: tuple[str, ...] = field(default=("input_layernorm", "post_attention_layernorm"))
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        kind = type(self.layer, (nn.Module,), {})
+        layers = [kind() for _ in range(self.count)]
+        for made in layers:
+            for name in self.names:
+                made.add_module(name, nn.LayerNorm(4))
+        self.model.layers, self.model.norm = nn.ModuleList(layers), nn.LayerNorm(4)
+
+
+def test_norms_are_found_by_the_layers_class_and_others_are_refused() -> None:
+    found = structure_of(Made("LlamaDecoderLayer", 3))
+    assert len(found.layers) == 3 and found.taps == 8
+    for name, message in (
+        ("FalconDecoderLayer", "FalconDecoderLayer is not known"),
+        ("PPMissingLayer", "another pipeline rank"),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            structure_of(Made(name))
+    with pytest.raises(NotImplementedError, match="no list of decoder layers"):
+        structure_of(nn.Linear(2, 2))

@@ -1,0 +1,62 @@
+"""A server over vLLM: OpenAI's routes, declared hooks and lowered traces by `LM.connect`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from helpers_server import serving
+from helpers_vllm import assert_close, assert_close_tensor, needs_vllm, own_lm, prompt, save_model, vector
+
+from pymllm_interp import LM, SamplingParams, Steer
+
+pytestmark = needs_vllm
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model("llama", tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    options = [
+        "--engine", "vllm", "--dtype", "float32", "--option", "max_model_len=128", "--option", "kv_cache_tokens=2048", "--option",
+        "disable_cuda_graph=True", "--option", "gpu_memory_utilization=0.05", "--option", "max_running_requests=8",
+    ]  # fmt: skip
+    with serving(folder, *options, keys=None) as server:
+        yield server.url
+
+
+def test_a_client_gets_our_engines_results(url: str, folder: Path) -> None:
+    options = {"interventions": [Steer("resid_post.1", vector(1), 2.0)], "capture": ["resid_post.*"]}
+    with LM.connect(url) as lm, own_lm(folder) as oracle:
+        for ids in (prompt(9, 1), prompt(30, 2)):
+            assert_close(lm.generate([ids], GREEDY, **options)[0], oracle.generate([ids], GREEDY, **options)[0])
+        saved = []
+        for model in (lm, oracle):
+            with model.trace(prompt(9, 1)):
+                state = model.model.layers[2].output.save()
+            saved.append(state)
+        assert_close_tensor(*map(torch.as_tensor, saved))
+        assert "vLLM" in lm.engine_name and "pattern.*" not in lm.capabilities["sites"]
+
+
+def test_openais_routes_and_metrics_answer(url: str) -> None:
+    with httpx.Client(base_url=url, timeout=120) as client:
+        body = {
+            "prompt": "w3 w4 w5",
+            "max_tokens": 4,
+            "temperature": 0,
+            "model": client.get("/v1/models").json()["data"][0]["id"],
+        }
+        answer = client.post("/v1/completions", json=body).json()
+        assert answer["usage"]["completion_tokens"] == 4
+        with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as stream:
+            assert "".join(stream.iter_text()).count("data: ") >= 4
+        assert "pymllm_interp_steps_total" in client.get("/metrics").text
+        assert client.get("/health").status_code == 200
