@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ..core.forward_batch import ForwardBatch
-from ..kernels.cpu_dispatch import cpu_kernels_for
+from ..kernels.cpu.cpu_dispatch import cpu_kernels_for
 from .attention_backend import AttentionBackend, RadixAttention
 from .torch_plan import (
     AttnGroup,

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import torch
 
-from ..kernels.cpu_dispatch import cpu_kernels_for
+from ..kernels.cpu.cpu_dispatch import cpu_kernels_for
 
 _kernels: ModuleType | None = None
 

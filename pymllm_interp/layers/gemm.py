@@ -8,7 +8,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from ..kernels.cpu_dispatch import cpu_kernels_for
+from ..kernels.cpu.cpu_dispatch import cpu_kernels_for
 from .dispatch import triton_kernels_for
 
 HALF = (torch.float16, torch.bfloat16)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.cpu_dispatch import cpu_kernels_for
+from ..kernels.cpu.cpu_dispatch import cpu_kernels_for
 from .filters import filtered_weights, kept_tokens
 from .logprobs import LogprobTensors, gather_logprobs
 from .noise import uniform_noise

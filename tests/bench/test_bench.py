@@ -36,7 +36,7 @@ from pymllm_interp.bench.memory import held_memory, run_requests
 from pymllm_interp.bench.profile import StepProfile, covered
 from pymllm_interp.bench.tables import read_aims, render
 from pymllm_interp.cli import main
-from pymllm_interp.kernels import cpu_dispatch
+from pymllm_interp.kernels.cpu import cpu_dispatch
 from pymllm_interp.models.registry import NATIVE, architecture_of
 
 BENCHMARKS = ROOT / "benchmarks"

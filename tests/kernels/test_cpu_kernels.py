@@ -18,7 +18,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from pymllm_interp.core.forward_batch import ForwardMode
 from pymllm_interp.core.norm_kind import RMS_OFFSET
-from pymllm_interp.kernels import cpu_dispatch
+from pymllm_interp.kernels.cpu import cpu_dispatch
 from pymllm_interp.layers.activation import SiLU, gated, silu
 from pymllm_interp.layers.norm import add_rms_norm, rms_norm
 from pymllm_interp.layers.rope import apply_rope, rope_and_write
@@ -277,7 +277,7 @@ def test_a_weight_that_is_edited_between_passes_is_seen_by_the_next(name, runner
 def test_without_a_compiler_plain_torch_serves(tmp_path):
     script = (
         "import torch\n"
-        "from pymllm_interp.kernels.cpu_dispatch import cpu_kernels\n"
+        "from pymllm_interp.kernels.cpu.cpu_dispatch import cpu_kernels\n"
         "from pymllm_interp.layers.linear import Linear\n"
         "assert cpu_kernels() is None\n"
         "for dtype in (torch.float32, torch.bfloat16):\n"

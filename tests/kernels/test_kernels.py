@@ -30,7 +30,7 @@ from pymllm_interp import ModelRunner
 from pymllm_interp.attention import torch_backend
 from pymllm_interp.core.forward_batch import ForwardMode, Waits
 from pymllm_interp.core.norm_kind import RMS_OFFSET
-from pymllm_interp.kernels.cpu_dispatch import cpu_kernels
+from pymllm_interp.kernels.cpu.cpu_dispatch import cpu_kernels
 from pymllm_interp.layers import activation, linear, norm, rope
 from pymllm_interp.layers.dispatch import kernels_for, triton_kernels_for
 from pymllm_interp.layers.linear import Linear

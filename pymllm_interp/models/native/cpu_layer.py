@@ -8,7 +8,7 @@ import torch
 
 from ...attention.torch_backend import decode_rows_of
 from ...core.forward_batch import ForwardBatch
-from ...kernels.cpu_dispatch import cpu_kernels_for
+from ...kernels.cpu.cpu_dispatch import cpu_kernels_for
 
 
 class GatedLayer(Protocol):

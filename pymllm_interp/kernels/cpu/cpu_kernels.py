@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..core.norm_kind import RMS
+from ...core.norm_kind import RMS
 from .cpu_build import load_library
 
 POINTER, SIZE, FLOAT, FLAG = c_void_p, c_int64, c_float, c_int

@@ -1,0 +1,1 @@
+"""C++ kernels for a CPU, compiled at first use."""
