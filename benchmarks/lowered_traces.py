@@ -174,8 +174,8 @@ def first_rows(lm: LM, args: argparse.Namespace) -> Iterator[Row]:
     for number, how in enumerate(("warm-up", "warm-up", "plain", "traced", "modules", "plain, again")):
         sizes = Sizes(
             vocab_size=lm.limits.vocab_size,
-            longest=min(1024, lm.limits.max_model_len),
-            scale=(5 if how == "warm-up" else args.seconds) / DURATION,
+            longest=96 if args.tiny else 1024,
+            scale=(min(5, args.seconds) if how == "warm-up" else args.seconds) / DURATION,
             run=number,
         )
         workload = make_workload(f"poisson-{args.rate:g}", sizes)
@@ -218,7 +218,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--invokes", type=int, default=1024)
-    parser.add_argument("--rate", type=float, default=10.0, help="requests a second, of which the first tokens are timed")
+    parser.add_argument(
+        "--rate", type=float, default=10.0, help="requests a second, of which the first tokens are timed"
+    )
     parser.add_argument("--seconds", type=float, default=12.0, help="of arrivals, in each run of these")
     args = parser.parse_args()
     size = (
