@@ -174,8 +174,8 @@ def first_rows(lm: LM, args: argparse.Namespace) -> Iterator[Row]:
     for number, how in enumerate(("warm-up", "warm-up", "plain", "traced", "modules", "plain, again")):
         sizes = Sizes(
             vocab_size=lm.limits.vocab_size,
-            longest=min(1024, lm.limits.max_model_len),
-            scale=(5 if how == "warm-up" else args.seconds) / DURATION,
+            longest=96 if args.tiny else 1024,
+            scale=(min(5, args.seconds) if how == "warm-up" else args.seconds) / DURATION,
             run=number,
         )
         workload = make_workload(f"poisson-{args.rate:g}", sizes)

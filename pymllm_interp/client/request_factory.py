@@ -346,8 +346,9 @@ class RequestFactory:
                     text.add(given, own)
                 if len(own) > 1 and not trace.gang:
                     self._form_gang(own)
+        in_passes = sum(request.trace is not None for request in made)
         for trace in traces:
-            trace.num_prompts, trace.postprocess = sum(request.trace is not None for request in made), text
+            trace.num_prompts, trace.postprocess = in_passes, text
             if not trace.request_ids:
                 trace.request_ids = tuple(request.request_id for request in made)
         check_gang(traces)

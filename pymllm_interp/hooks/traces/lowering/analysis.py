@@ -126,7 +126,7 @@ class Walk(Expressions):
         self._forget([node])
         self.steps, self._order, self._looped = steps, -1, True
         self._bind(node.target, Unknown(step=True))
-        self.taken = TakenLoop(steps) if isinstance(node.target, ast.Name) else None
+        self.taken = TakenLoop(steps) if isinstance(node.target, ast.Name) and not steps.listed else None
         self.body(node.body)
         self.plan.loop, self.taken = self.taken and self.taken.loop(), None
         self._forget([node])

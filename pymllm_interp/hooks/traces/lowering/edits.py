@@ -169,9 +169,15 @@ class Edits:
             return ["prompt"] if row is None else [(row,)]
         if row not in (None, LAST):
             raise NotStatic("an edit of one row in several steps")
-        stop = None if steps.stop is None else steps.stop - 1
-        if steps.start > 0:
-            return [Generated(steps.start - 1, stop)]
+        runs = [(step, step + 1) for step in steps.listed] or [(steps.start, steps.stop)]
+        return [where for start, stop in runs for where in self._in_steps(row, start, stop)]
+
+    @staticmethod
+    def _in_steps(row: int | None, start: int, stop: int | None) -> list[Positions]:
+        """Positions of all rows, or of the last one, in the steps from `start` to `stop`."""
+        stop = None if stop is None else stop - 1
+        if start > 0:
+            return [Generated(start - 1, stop)]
         if row == LAST:
             return [Generated(-1, stop)] if stop is None or stop > -1 else []
         return ["all"] if stop is None else ["prompt", *([Generated(0, stop)] if stop > 0 else [])]

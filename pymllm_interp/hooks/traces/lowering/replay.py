@@ -25,7 +25,7 @@ from ..nnsight_compat import Mediator, OutOfOrderError, Pending, save_scope
 from ..serving.lifecycle import TOO_LATE
 from ..serving.visits import VisitCounts
 from .plan import BlockPlan, Points, SiteLocation, StepLoop
-from .step_loop import LoopRows, columns_of, taken_rows
+from .step_loop import LoopRows, columns_of, part_of, taken_rows
 
 _NO_KEY = -1, -2
 FEWEST_STEPS = 2
@@ -237,7 +237,7 @@ class Replay:
             return None
         try:
             rows = [self._site_rows(row.site).among(loop.start, stop, row.is_last) for row in loop.rows]
-            return [taken_rows(steps, row) for steps, row in zip(rows, loop.rows, strict=True)]
+            return taken_rows([part_of(steps, row) for steps, row in zip(rows, loop.rows, strict=True)], loop)
         except LookupError:  # which the block raises at its line
             return None
 

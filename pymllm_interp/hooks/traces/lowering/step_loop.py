@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -78,8 +79,8 @@ class LoopRows(NamedTuple):
         return LoopRows(None if self.prompt is None else function(self.prompt), function(self.generated))
 
 
-def taken_rows(rows: LoopRows, row: Row) -> list[torch.Tensor]:
-    """What a loop reads, by steps. Each tensor is contiguous and has storage of its own, as saves have it.
+def part_of(rows: LoopRows, row: Row) -> LoopRows:
+    """What a loop reads of a site.
 
     Raises:
         IndexError: the index is out of range.
@@ -88,10 +89,53 @@ def taken_rows(rows: LoopRows, row: Row) -> list[torch.Tensor]:
     part = LoopRows(prompt, rows.generated[(slice(None), *row.indexes)])
     for method in row.methods:
         part = part.each(operator.methodcaller(method))
-    copies: Any = torch.unbind_copy(part.generated)
-    values = list(copies)
-    if part.prompt is not None:
-        values.insert(0, part.prompt.clone(memory_format=torch.contiguous_format))
+    return part
+
+
+def taken_rows(parts: Sequence[LoopRows], loop: StepLoop) -> list[list[torch.Tensor]]:
+    """What a loop reads, by steps, for each of its rows. Each tensor is contiguous and has storage of its own, as saves have it.
+
+    Where the loop takes most of the captured memory, nothing is copied (`rows_in_place`). A site's second read is copied.
+    """
+    taken: Counter[int] = Counter()
+    for part in parts:
+        taken[_memory(part.generated)] += part.generated.nbytes
+    found: list[list[torch.Tensor]] = []
+    claimed: set[tuple[int, str]] = set()
+    for part, row in zip(parts, loop.rows, strict=True):
+        generated, memory = part.generated, _memory(part.generated)
+        whole = taken[memory] * 4 >= generated.untyped_storage().nbytes() * 3
+        stays = whole and (memory, row.site) not in claimed and _has_whole_rows(generated)
+        claimed.add((memory, row.site))
+        values: list[torch.Tensor] = rows_in_place(generated) if stays else [*torch.unbind_copy(generated)]  # pyright: ignore
+        if part.prompt is not None:
+            values.insert(0, part.prompt.clone(memory_format=torch.contiguous_format))
+        found.append(values)
+    return found
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _has_whole_rows(rows: torch.Tensor) -> bool:
+    """Whether each of the rows [n, ...] is contiguous memory of the CPU."""
+    return not rows.is_cuda and rows.numel() > 0 and rows[0].is_contiguous() and rows.stride(0) >= rows[0].numel()
+
+
+def rows_in_place(rows: torch.Tensor) -> list[torch.Tensor]:
+    """The rows of a tensor [n, ...] without a copy. Each one's storage is its part of the tensor's memory.
+
+    The memory lives as long as one of them. A pickle of a row holds the row only.
+    """
+    first, stride = rows[0], rows.stride(0)
+    count = first.numel()
+    memory = rows.as_strided(((len(rows) - 1) * stride + count,), (1,)).view(torch.uint8).numpy()
+    places = range(0, len(rows) * stride * rows.itemsize, stride * rows.itemsize)
+    values = [torch.frombuffer(memory, dtype=rows.dtype, count=count, offset=place) for place in places]
+    if first.dim() != 1:
+        for value in values:
+            value.resize_(first.shape)
     return values
 
 

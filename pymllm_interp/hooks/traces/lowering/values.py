@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import types
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -65,10 +66,14 @@ class TracerValue:
 
 
 class Steps:
-    """``tracer.iter[...]``: steps `start` to `stop`; None for no end."""
+    """``tracer.iter[...]``: steps `start` to `stop`; None for no end.
 
-    def __init__(self, start: int, stop: int | None) -> None:
-        self.start, self.stop = start, stop
+    Attributes:
+        listed: the steps, of a list of them.
+    """
+
+    def __init__(self, start: int, stop: int | None, listed: tuple[int, ...] = ()) -> None:
+        self.start, self.stop, self.listed = start, stop, listed
 
 
 UNKNOWN = Unknown()
@@ -114,7 +119,12 @@ def steps(index: Any) -> Steps:
         return Steps(*parts)
     if type(index) is int and index >= 0:
         return Steps(index, index + 1)
-    raise NotStatic("a list of steps")
+    listed = index if isinstance(index, (list, tuple)) else ()
+    if not listed or not all(type(step) is int for step in listed):
+        raise NotStatic("steps that are not known")
+    if listed[0] < 0 or any(step >= later for step, later in pairwise(listed)):
+        raise NotStatic("a list of steps that are not in order")
+    return Steps(listed[0], listed[-1] + 1, tuple(listed))
 
 
 def truth(value: Any) -> bool:
