@@ -195,6 +195,7 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
                 taken, or requests in flight use all slots.
             torch.OutOfMemoryError: no memory for the slots.
         """
+        self._check_outside()
         self.backend.load_adapter(name, fspath(folder))
 
     def unload_adapter(self, name: str) -> None:
@@ -203,6 +204,7 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
         Raises:
             ValueError: no adapter has this name, or requests in flight use it.
         """
+        self._check_outside()
         self.backend.unload_adapter(name)
 
     def fingerprint_with(self, lora: str | None) -> str:

@@ -11,7 +11,10 @@ SPECULATION = (
     "speculative decoding with another model, or with a given text, is not supported: LM(..., speculative={'method': 'ngram', "
     "'num_speculative_tokens': 4}) drafts from the prompt and the output"
 )
-LORA = "LoRA adapters are loaded by lm.load_adapter(name, folder), and a request names one: lora=name (over HTTP, it is the model)"
+LORA = (
+    "it is not supported: LoRA adapters are loaded by lm.load_adapter(name, folder), and a request names one, lora=name; over "
+    "HTTP it is the model"
+)
 PIPELINE = "pipeline parallelism is not supported: one device holds the model; dtype='bfloat16' halves what float32 weights take"
 DATA_PARALLEL = "data parallelism is not supported: make an LM for each device, device='cuda:0', device='cuda:1', ..."
 CONTEXT_PARALLEL = "context parallelism is not supported: one device holds the KV cache, within max_model_len"

@@ -120,8 +120,8 @@ class LoRASlots:
             for span in spans:
                 self._add_product(out, flat, span.slot, rows_of([span]), part)
         else:
-            by_tiles = tiles is not None and not torch.is_grad_enabled()
-            for slot, own in _rows_of_tiles(rows, tiles) if by_tiles else rows.by_slot:
+            places = rows.by_slot if tiles is None or torch.is_grad_enabled() else _rows_of_tiles(rows, tiles)
+            for slot, own in places:
                 self._add_product(out, flat, slot, own, part)
         return found
 

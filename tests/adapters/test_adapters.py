@@ -17,6 +17,7 @@ from helpers_graphs import use_eager_graphs
 from helpers_runner import random_ids
 
 from pymllm_interp import LM, Knockout, SamplingParams, Scale, Steer
+from pymllm_interp.core.closed import EngineClosedError
 from pymllm_interp.core.model_spec import INNER_SITES
 from pymllm_interp.harvest.reader import open_harvest
 from pymllm_interp.harvest.result import HarvestError
@@ -505,3 +506,16 @@ def test_many_slots_cost_nothing_until_they_are_used(load: Callable[..., LM], ad
     assert lm.generate([PROMPTS[0]], GREEDY, lora="a")
     with pytest.raises(ValueError, match=r"max_loras=0"):
         load("llama", max_loras=0)
+
+
+def test_adapters_are_not_loaded_in_the_midst_of_a_pass(load: Callable[..., LM], adapter: Adapted) -> None:
+    lm, folder = load("llama", lower_traces="off"), adapter("llama", 1)
+    lm.load_adapter("a", folder)
+    for call in (lambda: lm.load_adapter("b", folder), lambda: lm.unload_adapter("a")):
+        with pytest.raises(RuntimeError, match=r"cannot run inside the block of a trace"), lm.trace([1, 2]):
+            lm.model.layers[0].output.save()
+            call()
+    assert list(lm.adapters) == ["a"]
+    lm.shutdown()
+    with pytest.raises(EngineClosedError):
+        lm.load_adapter("b", folder)

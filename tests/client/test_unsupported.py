@@ -31,7 +31,7 @@ OPTIONS = [
     ("V14", "runner", "pooling", "pooling and embedding"),
     ("V21", "guided_decoding_backend", "xgrammar", r"structured outputs.*a trace that masks lm\.logits"),
     ("V22", "enable_lora", True, r"LoRA adapters.*lm\.load_adapter"),
-    ("V22", "lora_modules", [], "LoRA adapters.*lora=name"),
+    ("V22", "lora_modules", [], r"LoRA adapters.*lora=name"),
     ("V23", "kv_transfer_config", {}, "KV transfer"),
     ("V24", "enable_eplb", True, "expert parallelism"),
     ("V34", "enable_sleep_mode", True, r"sleep mode.*lm\.shutdown\(\)"),

@@ -294,13 +294,19 @@ def test_a_printed_receipt_shows_what_is_not_empty() -> None:
     ), "a gate that never fired is told from none"
 
 
-def test_a_model_state_has_no_adapters_yet() -> None:
+def test_a_model_state_covers_the_weights_of_adapters() -> None:
+    """By their digests: a name says nothing."""
     config = CONFIGS["llama"]()
     state = ModelState(random_model(config), config)
     assert state.namespace() is None and state.fingerprint() == state.fingerprint(None)
     for ask in (state.namespace, state.fingerprint):
-        with pytest.raises(ValueError, match="adapter='french': LoRA adapters are not supported"):
+        with pytest.raises(ValueError, match=r"there is no adapter 'french': lm\.load_adapter"):
             ask("french")
+    plain = state.fingerprint()
+    state.adapters |= {"french": "1", "german": "2", "paris": "1"}
+    prints = [state.fingerprint(name) for name in (None, "french", "german", "paris")]
+    assert prints[0] == plain and prints[1] == prints[3] and len(set(prints)) == 3
+    assert state.namespace("french") == state.namespace("paris") != state.namespace("german")
 
 
 def test_requests_of_one_adapter_share_pages_with_no_others() -> None:
