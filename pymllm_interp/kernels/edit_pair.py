@@ -60,7 +60,13 @@ _pair_launch = Launcher(_pair_kernel, enable_fp_fusion=False, maxnreg=MAX_REGIST
 
 
 def _launch_pair(
-    delta: torch.Tensor, stream: torch.Tensor, site: int, tables: OpTables, rows: TokenRows, seen: torch.Tensor, pair: bool
+    delta: torch.Tensor,
+    stream: torch.Tensor,
+    site: int,
+    tables: OpTables,
+    rows: TokenRows,
+    seen: torch.Tensor,
+    pair: bool,
 ) -> None:
     size = delta.shape[-1]
     count = delta.numel() // size
