@@ -57,7 +57,7 @@ ELSEWHERE = {
         ("speculative_config", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
         "here it is speculative={'method': 'ngram', 'num_speculative_tokens': k}",
     ),
-    "tensor_parallel_size": "one device holds the model",
+    "tensor_parallel_size": "one device holds the model, unless engine='vllm' is given",
     **unsupported.OPTIONS,
 }
 """What nnsight's and vLLM's users write -> what to do."""

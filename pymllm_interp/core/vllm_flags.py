@@ -44,7 +44,7 @@ OTHERS: dict[str, str] = {
     "revision": "give the folder of a revision: hf download MODEL --revision R prints it",
     "served_model_names": "use --served-model-name",
     "swap_space": "swapped KV takes what host memory it needs",
-    "tensor_parallel_size": f"tensor parallelism is not supported: {_ONE_DEVICE}",
+    "tensor_parallel_size": f"our own engine has no tensor parallelism: {_ONE_DEVICE}; with --engine vllm the option is known",
     "tokenizer": "the tokenizer is the model's: put its files into the model's folder",
     "tool_call_parser": _NO_TOOLS,
     "trust_remote_code": "code of a model's folder is not run: its architecture must be one of transformers'",

@@ -271,3 +271,37 @@ def test_norms_are_found_by_the_layers_class_and_others_are_refused() -> None:
             structure_of(Made(name))
     with pytest.raises(NotImplementedError, match="no list of decoder layers"):
         structure_of(nn.Linear(2, 2))
+
+
+# -- the command line ----------------------------------------------------------------------
+
+
+def test_the_commands_options_become_vllms_arguments() -> None:
+    from pymllm_interp.cli import make_parser
+    from pymllm_interp.server.command import settings_of
+
+    def settings(*options: str) -> Any:
+        return settings_of(make_parser().parse_args(["serve", "demo", *options]))
+
+    assert settings().vllm is None and settings("--engine", "vllm").vllm == {}
+    given = ("--tensor-parallel-size", "8", "--distributed-executor-backend", "mp", "--vllm-option", "quantization=fp8")
+    assert settings("--engine", "vllm", *given).vllm == {
+        "tensor_parallel_size": 8, "distributed_executor_backend": "mp", "quantization": "fp8"
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="give --engine vllm"):
+        settings("--tensor-parallel-size", "2")
+
+
+def test_quantised_weights_are_vllms_to_read(model_folder: Any, tmp_path: Path) -> None:
+    import json
+    import shutil
+
+    from pymllm_interp.models.weights.source import resolve_model
+
+    folder = tmp_path / "quantised"
+    shutil.copytree(model_folder("llama"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ValueError, match="is quantised"):
+        resolve_model(ModelConfig(model=str(folder)))
+    assert resolve_model(ModelConfig(model=str(folder)), quantised=True).folder == folder

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import transformers
@@ -55,10 +56,13 @@ class ModelSource:
         return tuple(dict.fromkeys(name for name in (self.name, self.hf_config.name_or_path) if name))
 
 
-def resolve_model(config: ModelConfig) -> ModelSource:
+def resolve_model(config: ModelConfig, quantised: bool = False) -> ModelSource:
     """Find the model that `config` names. Downloads or converts it if necessary.
 
     With load_format="dummy" no weights are needed or read.
+
+    Args:
+        quantised: whether quantised weights are served.
 
     Raises:
         FileNotFoundError: no such folder or file, a folder without config.json, or an unreachable hub id. So are demo weights that
@@ -68,24 +72,25 @@ def resolve_model(config: ModelConfig) -> ModelSource:
     dummy = config.load_format == "dummy"
     if config.hf_config is not None:
         return _from_config(config)
+    read = partial(_from_folder, dummy=dummy, quantised=quantised)
     if config.model == "demo":
         _check_format(config, "gguf")
-        return _from_folder(_converted(find_demo_gguf()), "SmolLM2-135M-Instruct", dummy)
+        return read(_converted(find_demo_gguf()), "SmolLM2-135M-Instruct")
     path = Path(config.model).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
             raise ValueError(f"{path} is a file; expected a folder with config.json and safetensors, or a .gguf file")
         _check_format(config, "gguf")
-        return _from_folder(_converted(path), path.stem, dummy)
+        return read(_converted(path), path.stem)
     _check_format(config, "safetensors")
     if path.is_dir():
-        return _from_folder(path, path.resolve().name, dummy)
+        return read(path, path.resolve().name)
     if _looks_like_path(config.model):
         raise FileNotFoundError(
             f"{config.model}: no such folder or file (model= takes a folder with config.json and safetensors, a .gguf "
             "file, a hub id such as 'HuggingFaceTB/SmolLM2-135M', or 'demo')"
         )
-    return _from_folder(_download(config.model, dummy), config.model, dummy)
+    return read(_download(config.model, dummy), config.model)
 
 
 def _converted(gguf: Path) -> Path:
@@ -133,14 +138,15 @@ def _from_config(config: ModelConfig) -> ModelSource:
     )
 
 
-def _from_folder(folder: Path, name: str, dummy: bool) -> ModelSource:
+def _from_folder(folder: Path, name: str, dummy: bool, quantised: bool) -> ModelSource:
     if not (folder / "config.json").is_file():
         ggufs = sorted(path.name for path in folder.glob("*.gguf"))
         advice = f"name the file instead: {folder / ggufs[0]}" if ggufs else "put the model's config.json there"
         raise FileNotFoundError(f"{folder} has no config.json; {advice}")
     hf_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not dummy:
-        _refuse_quantised(hf_config, name)
+        if not quantised:
+            _refuse_quantised(hf_config, name)
         safetensors_files(folder)  # raises if none exist
     return ModelSource(name, hf_config, None if dummy else folder, _tokenizer_folder(folder))
 

@@ -66,7 +66,7 @@ class VllmBackend(FactoryBackend):
 
     def __init__(self, model: ModelConfig, server: ServerConfig, arguments: Mapping[str, Any] | None = None) -> None:
         open_engines.wait_for_released()
-        source = resolve_model(model)
+        source = resolve_model(model, quantised=True)
         check_supported(source.hf_config)
         installed_version()
         check_architecture(architecture_of(source.hf_config))

@@ -114,7 +114,7 @@ class VllmRequestEngine:
         self._callbacks.put(self, function)
 
     def stats(self) -> dict[str, Any]:
-        """Counters with the names of our own engine's, as far as vLLM tells them: steps of rank 0, and live requests.
+        """Counters with our own engine's names, as far as vLLM tells them.
 
         `free_kv_tokens` is what live requests leave of the pool if each comes to its last token.
         """
