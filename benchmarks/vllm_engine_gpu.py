@@ -107,6 +107,7 @@ def check_one(folder: str, graphs: str) -> dict[str, Any]:
         max_model_len=512,
         max_running_requests=16,
         gpu_memory_utilization=0.3,
+        kv_cache_tokens=8192,
         **modes[graphs],
     ) as lm:
         outs = lm.generate(prompts, params, interventions=ops, capture=captures)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,6 +57,10 @@ def _refused(config: Any) -> Iterator[str]:
         (getattr(model, "runner_type", "generate") != "generate", "runner='pooling': a generating model is expected"),
         (getattr(model, "is_encoder_decoder", False), "encoder-decoder models"),
         (getattr(model, "enable_prompt_embeds", False), "enable_prompt_embeds: prompts are text or token ids"),
+        (
+            os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH") == "1",
+            "VLLM_USE_BREAKABLE_CUDAGRAPH: such graphs were not tested with hooks; unset it",
+        ),
         (_is_multimodal(model), "multimodal models: their language model by itself is served"),
         (
             str(getattr(model, "dtype", "")) == "torch.float16"

@@ -222,6 +222,12 @@ def test_what_hooks_cannot_be_served_with_is_refused_by_name(path: str, value: A
         refuse_config(vllm_config(**{path: value}))
 
 
+def test_breakable_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    with pytest.raises(VllmRefusalError, match="VLLM_USE_BREAKABLE_CUDAGRAPH"):
+        refuse_config(vllm_config())
+
+
 def test_a_missing_or_untested_vllm_is_named_with_extra_and_range(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

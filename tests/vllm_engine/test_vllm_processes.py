@@ -123,15 +123,19 @@ def test_without_the_op_the_canary_refuses_the_engine(folder: Path, monkeypatch:
         vllm_lm(folder)
 
 
+def is_rank(process: Any) -> bool:
+    """Whether a process is a worker of vLLM that runs."""
+    try:
+        return process.status() != "zombie" and "Worker" in f"{process.name()} {process.cmdline()}"
+    except Exception:  # it has ended meanwhile
+        return False
+
+
 def test_a_rank_that_is_killed_ends_what_waits(lm: LM) -> None:
     """The last test of this engine."""
     import psutil  # pyright: ignore[reportMissingModuleSource]
 
-    ranks = [
-        p
-        for p in psutil.Process().children(recursive=True)
-        if "Worker" in " ".join(p.cmdline()) or "Worker" in p.name()
-    ]
+    ranks = [child for child in psutil.Process().children(recursive=True) if is_rank(child)]
     assert ranks
     handle = lm.submit(PROMPTS[1], SamplingParams(max_tokens=80, ignore_eos=True), capture=["resid_post.*"])
     for rank in ranks:

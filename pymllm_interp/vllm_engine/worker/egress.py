@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Listener
+from pathlib import Path
 from typing import Any
 
 from ...core.step import RequestEnd
@@ -87,6 +88,8 @@ class Egress:
                 connection.send((pickled, file, data))
         except (OSError, ValueError):  # the client is gone
             connection.close()
+            if file is not None:
+                Path(file).unlink(missing_ok=True)
 
 
 def _outcome(done: Future[Any]) -> Any:
