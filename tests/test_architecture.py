@@ -198,7 +198,7 @@ def test_no_two_classes_have_one_name():
 
 LINES = {
     "attention": 1500, "bench": 2850, "client": 5300, "core": 2250, "engine": 2700, "evals": 450, "harvest": 1450, "hooks":
-    16550, "kernels": 2100, "layers": 1700, "lens": 1750, "mem_cache": 750, "models": 5350, "plots": 550, "runner": 3900,
+    16550, "kernels": 2100, "layers": 1750, "lens": 1750, "mem_cache": 750, "models": 5350, "plots": 550, "runner": 3900,
     "sampling": 1050, "server": 5050, "speculative": 300, "toolkit": 1600, "top": 1450, "utils": 450, "wire": 1450,
 }  # fmt: skip
 """Most lines of each folder, to the next 50: what grows is seen here. The aim of 44,000 in all is not met (docs/decisions, 94)."""

@@ -1,8 +1,8 @@
 """transformers' linear layers, standard RMSNorm and rotation in our kernels.
 
-A module keeps its class and its place. An `nn.Linear` runs `layers.linear.LinearForward`. A norm with the code of `LlamaRMSNorm.forward`
-runs `layers.norm.rms_norm`. An attention with Llama's `apply_rotary_pos_emb` in its file runs its code with that name bound to
-`layers.rope.apply_rope`. The last two round as transformers' formulas do.
+A module keeps its class and its place. An `nn.Linear` runs `layers.linear.LinearForward`. A norm with the code of
+`LlamaRMSNorm.forward` runs `layers.norm.rms_norm`. An attention with Llama's `apply_rotary_pos_emb` in its file runs its code
+with that name bound to `layers.rope.apply_rope`. The last two round as transformers' formulas do.
 """
 
 from __future__ import annotations
