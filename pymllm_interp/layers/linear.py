@@ -244,6 +244,32 @@ class MergedLinear:
         return product.narrow(-1, sum(self.sizes[:index]), self.sizes[index]).contiguous()
 
 
+class LinearForward:
+    """The forward of a plain `nn.Linear` in our kernels, where a pass calls it.
+
+    Attributes:
+        lora: the adapters' parts of it; None until an adapter targets it.
+    """
+
+    def __init__(self, module: nn.Linear) -> None:
+        self._module = module
+        self._gemm: Gemm | None = None
+        self.lora: LoRASlots | None = None
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        batch = current_batch()
+        return adapted(partial(self._product, in_pass=batch is not None), input, self.lora, batch)
+
+    def _product(self, input: torch.Tensor, in_pass: bool) -> torch.Tensor:
+        module, gemm = self._module, self._gemm
+        weight, bias = module.weight, module.bias
+        if not in_pass or torch.is_grad_enabled() or weight.dtype != input.dtype:
+            return F.linear(input, weight, bias)
+        if gemm is None or gemm.weight is not weight or gemm.bias is not bias:
+            gemm = self._gemm = Gemm([weight], weight, bias)
+        return gemm(input)
+
+
 class Embedding(nn.Embedding):
     """Token ids [...] -> [..., hidden], after the ops at the `embed` site.
 

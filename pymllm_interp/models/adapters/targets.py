@@ -8,10 +8,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from ...layers.linear import Product, Projection
+from ...layers.linear import LinearForward, Product, Projection
 from ...layers.lora import LoRASlots
 from ..base import CausalLM
-from ..transformers.fused_parts import LinearForward
 
 
 class AdaptedProduct(Protocol):

@@ -1,26 +1,22 @@
 """transformers' linear layers, standard RMSNorm and rotation in our kernels.
 
-A module keeps its class and its place. An `nn.Linear` runs `layers.linear.Gemm`. A norm with the code of `LlamaRMSNorm.forward`
-runs `layers.norm.rms_norm`. An attention with Llama's `apply_rotary_pos_emb` in its file runs its code with that name bound to
-`layers.rope.apply_rope`. The last two round as transformers' formulas do.
+A module keeps its class and its place. An `nn.Linear` runs `layers.linear.LinearForward`. A norm with the code of
+`LlamaRMSNorm.forward` runs `layers.norm.rms_norm`. An attention with Llama's `apply_rotary_pos_emb` in its file runs its code
+with that name bound to `layers.rope.apply_rope`. The last two round as transformers' formulas do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers.models.llama import modeling_llama
 
 from ...core.current_pass import current_batch
-from ...layers.gemm import Gemm
-from ...layers.linear import adapted
-from ...layers.lora import LoRASlots
+from ...layers.linear import LinearForward
 from ...layers.norm import rms_norm
 from ...layers.rope import apply_rope, rotation_of
 
@@ -40,32 +36,6 @@ def fuse_parts(model: nn.Module) -> None:
             module.forward = _Norm(module)  # pyright: ignore[reportAttributeAccessIssue]
         elif _has_standard_rotation(forward):
             module.forward = MethodType(_with_kernel(forward), module)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-class LinearForward:
-    """The forward of a linear layer.
-
-    Attributes:
-        lora: the adapters' parts of it; None until an adapter targets it.
-    """
-
-    def __init__(self, module: nn.Linear) -> None:
-        self._module = module
-        self._gemm: Gemm | None = None
-        self.lora: LoRASlots | None = None
-
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        batch = current_batch()
-        return adapted(partial(self._product, in_pass=batch is not None), input, self.lora, batch)
-
-    def _product(self, input: torch.Tensor, in_pass: bool) -> torch.Tensor:
-        module, gemm = self._module, self._gemm
-        weight, bias = module.weight, module.bias
-        if not in_pass or torch.is_grad_enabled() or weight.dtype != input.dtype:
-            return F.linear(input, weight, bias)
-        if gemm is None or gemm.weight is not weight or gemm.bias is not bias:
-            gemm = self._gemm = Gemm([weight], weight, bias)
-        return gemm(input)
 
 
 class _Norm:
