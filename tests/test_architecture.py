@@ -198,7 +198,7 @@ def test_no_two_classes_have_one_name():
 
 LINES = {
     "attention": 1500, "bench": 2850, "client": 5200, "core": 2150, "engine": 2700, "evals": 450, "harvest": 1400, "hooks":
-    16600, "kernels": 1950, "layers": 1500, "lens": 1750, "mem_cache": 750, "models": 4650, "plots": 550, "runner": 3850,
+    16650, "kernels": 1950, "layers": 1500, "lens": 1750, "mem_cache": 750, "models": 4650, "plots": 550, "runner": 3850,
     "sampling": 1050, "server": 4900, "speculative": 300, "toolkit": 1600, "top": 1400, "utils": 450, "wire": 1400,
 }  # fmt: skip
 """Most lines of each folder, to the next 50: what grows is seen here. The aim of 44,000 in all is not met (docs/decisions, 94)."""
