@@ -34,8 +34,11 @@ def lower(block: Mediator, saved: set[int], model: LoweringModel, single: bool) 
         single: the request is one forward pass.
     """
     walk, node = Walk(block.lcls, saved, model, single), block.node
+    whole = walk.taken = TakenLoop(None)
     try:
         walk.body(node.body)
+        if walk.taken is whole:
+            walk.plan.appends = whole.loop()
         walk.plan.code = without_edits(node, block.code, walk.edited) if walk.edited else None
     except NotStatic as refused:
         return NotLowered(str(refused), walk.line)

@@ -14,7 +14,7 @@ from ....core.families import LOGITS, Family
 from ...captures.spec import Capture
 from ...interventions.op import Op
 from ...interventions.specs import Patch, Scale, Steer
-from ...positions import Generated, Positions
+from ...positions import Generated, Positions, Window, windows_of
 
 LAST = -1
 
@@ -173,6 +173,7 @@ class BlockPlan:
         code: the block to run after the request, with a read in place of each edit; None: its own code.
         computes: the block computes with what it reads, and not only moves it.
         loop: its loop over steps, if all of its steps can be taken at once.
+        appends: all that the block does, if it only appends parts of one step's values to lists.
     """
 
     needs: dict[str, Need] = field(default_factory=dict)
@@ -180,6 +181,14 @@ class BlockPlan:
     code: CodeType | None = None
     computes: bool = False
     loop: StepLoop | None = None
+    appends: StepLoop | None = None
+    _windows: dict[tuple[str, int], tuple[Window, ...]] = field(default_factory=dict, repr=False)
+
+    def windows(self, site: str, prompt_len: int) -> tuple[Window, ...]:
+        """The positions of a site that are captured, of a prompt of this length."""
+        if (site, prompt_len) not in self._windows:
+            self._windows[site, prompt_len] = windows_of(self.needs[site].positions, prompt_len)
+        return self._windows[site, prompt_len]
 
     @property
     def reads_logits(self) -> bool:

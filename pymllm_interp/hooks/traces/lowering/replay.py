@@ -18,7 +18,7 @@ from greenlet import GreenletExit, getcurrent
 
 from ....core.families import LOGITS
 from ...captures.activations import Activations
-from ...positions import Window, selected, windows_of
+from ...positions import Window, selected
 from ..blocks.errors import LoopEnd
 from ..blocks.trace import RequestTrace
 from ..nnsight_compat import Mediator, OutOfOrderError, Pending, save_scope
@@ -64,7 +64,7 @@ class Replay:
         prompt_len: int,
         device: torch.device | None,
     ) -> None:
-        self._trace, self._plan, self._points, self._states = trace, plan, points, states
+        self._trace, self.plan, self._points, self._states = trace, plan, points, states
         assert trace.main_block is not None
         self._block = trace.main_block
         self._token_ids, self._prompt_len, self._device = token_ids, prompt_len, device
@@ -113,9 +113,9 @@ class Replay:
         """Run the block to its first read."""
         trace = self._trace
         trace.visits = self  # pyright: ignore[reportAttributeAccessIssue]
-        if self._plan.code is not None:
-            self._block.code = self._plan.code
-        if self._plan.loop is not None:
+        if self.plan.code is not None:
+            self._block.code = self.plan.code
+        if self.plan.loop is not None:
             self._block.take_steps = self._take_steps
         trace.max_passes = max(trace.max_passes, self.passes)
         self._run(lambda: Mediator.start(self._block, self) or self._block.pending, once=True)  # pyright: ignore[reportArgumentType]
@@ -188,8 +188,8 @@ class Replay:
         return self._served
 
     def _value(self, point: SiteLocation, step: int) -> Any:
-        if point.site and point.site not in self._plan.needs:
-            if all(edit.site != point.site for edit in self._plan.edits):
+        if point.site and point.site not in self.plan.needs:
+            if all(edit.site != point.site for edit in self.plan.edits):
                 raise LookupError(
                     f"{point.site} was not captured: an object from outside changed while the request ran"
                 )
@@ -215,22 +215,45 @@ class Replay:
         rows = self._rows_of.get(site)
         if rows is None:
             last_only = site == LOGITS and not self._trace.single
-            windows = windows_of(self._plan.needs[site].positions, self._prompt_len)
+            windows = self.plan.windows(site, self._prompt_len)
             states = self._states.as_arrived(site)
             states = states.reshape(len(states), -1) if self._device is None else states.to(self._device).flatten(1)
             rows = self._rows_of[site] = _SiteRows(states, windows, self._prompt_len, last_only)
         return rows
 
+    # -- a block that only appends --------------------------------------------------------------------
+
+    def appended(self) -> list[tuple[list[Any], torch.Tensor]] | None:
+        """What the block appends, and to which list, in its order. None if it has to run."""
+        appends, scope = self.plan.appends, self._block.lcls
+        if appends is None or len({row.site for row in appends.rows}) < len(appends.appends):
+            return None
+        try:
+            sites = [self._site_rows(row.site).among(0, 1, row.is_last) for row in appends.rows]
+            parts: list[Any] = [part_of(rows, row).prompt for rows, row in zip(sites, appends.rows, strict=True)]
+            values = [part.clone(memory_format=torch.contiguous_format) for part in parts]
+            found = [(scope[name], values[place]) for name, place in appends.appends]
+        except (LookupError, NameError):  # which the block raises at its line
+            return None
+        return found if all(type(into) is list for into, _ in found) else None
+
+    def have_appended(self) -> None:
+        """The block's values are where they belong."""
+        appends, trace = self.plan.appends, self._trace
+        assert appends is not None
+        trace.max_passes = max(trace.max_passes, self.passes)
+        trace.receipt.reads += appends.reads
+
     # -- its loop over steps ------------------------------------------------------------------------
 
     def prepare(self, pool: Executor) -> None:
         """Start reading the steps of the block's loop."""
-        if self._plan.loop is not None:
+        if self.plan.loop is not None:
             self._taken = pool.submit(self._loop_values)
 
     def _loop_values(self) -> list[list[torch.Tensor]] | None:
         """What the loop reads, by steps; None if it has to run."""
-        loop = self._plan.loop
+        loop = self.plan.loop
         assert loop is not None
         stop = self._loop_stop(loop)
         if stop - loop.start < FEWEST_STEPS:
@@ -251,7 +274,7 @@ class Replay:
         Returns:
             the step from which the loop runs.
         """
-        loop, saves = self._plan.loop, self._trace.saves
+        loop, saves = self.plan.loop, self._trace.saves
         if loop is None or (start, stop) != (loop.start, loop.stop):
             return start
         values = self._loop_values() if self._taken is None else self._taken.result()
@@ -344,11 +367,26 @@ class _SiteRows:
         return LoopRows(self._states[None, -1:] if last and self._has[-1] else self.prompt, generated)
 
 
+def _appended(replays: Sequence[Replay]) -> bool:
+    """Append what the blocks of one code append, without running them: place after place, request after request."""
+    found = [one.appended() for one in replays] if len({id(one.plan) for one in replays}) == 1 else [None]
+    if None in found:
+        return False
+    for entries in zip(*found, strict=True):  # pyright: ignore[reportArgumentType]
+        for into, value in entries:
+            into.append(value)
+    for one in replays:
+        one.have_appended()
+    return True
+
+
 def replay(replays: Sequence[Replay]) -> None:
     """Run the blocks of several requests in the order in which one forward pass runs them.
 
     Values that they append to one list have that order.
     """
+    if len(replays) > 1 and _appended(replays):
+        return
     waiting: list[tuple[tuple[int, int], int, int]] = []
     arrivals = itertools.count()  # at one place, blocks are served in the order in which they came
     try:
@@ -363,8 +401,10 @@ def replay(replays: Sequence[Replay]) -> None:
             if (place := one.waits_for) is not None:
                 heapq.heappush(waiting, (place, next(arrivals), index))
         while waiting:
-            *_, index = heapq.heappop(waiting)
+            before, _, index = heapq.heappop(waiting)
             replays[index].advance()
+            while replays[index].waits_for == before:  # a pass serves a block there until it waits elsewhere
+                replays[index].advance()
             if (place := replays[index].waits_for) is not None:
                 heapq.heappush(waiting, (place, next(arrivals), index))
     finally:

@@ -18,19 +18,23 @@ from .values import RowRead, SiteRead, Steps
 
 
 class TakenLoop:
-    """A loop over steps in the walk over a block, as long as it only appends rows.
+    """A loop over steps, or a block without one, that only appends rows as far as the walk has come.
+
+    Args:
+        steps: of the loop; None for a block.
 
     Attributes:
         reads: of one step.
     """
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: Steps | None) -> None:
         self._steps, self.reads = steps, 0
         self._appends: list[tuple[str, RowRead | SiteRead]] = []
 
-    @staticmethod
-    def takes(statement: ast.stmt) -> bool:
-        """Whether the loop may have this statement, as far as its form says."""
+    def takes(self, statement: ast.stmt) -> bool:
+        """Whether the loop may have this statement, as far as its form says. A block may bind no name."""
+        if self._steps is None and not isinstance(statement, ast.Expr):
+            return False
         if isinstance(statement, ast.Expr):
             value = statement.value
             method = value.func if isinstance(value, ast.Call) else None
@@ -60,7 +64,8 @@ class TakenLoop:
         places = {id(read): place for place, read in enumerate(reads)}
         rows = tuple(read.row if isinstance(read, RowRead) else Row(read.site) for read in reads)
         appends = tuple((name, places[id(read)]) for name, read in self._appends)
-        return StepLoop(self._steps.start, self._steps.stop, rows, appends, self.reads) if self.reads else None
+        start, stop = (0, 1) if self._steps is None else (self._steps.start, self._steps.stop)
+        return StepLoop(start, stop, rows, appends, self.reads) if self.reads else None
 
 
 class LoopRows(NamedTuple):
