@@ -2,8 +2,8 @@
 
     python benchmarks/cluster_cpu.py [--streams 32] [--tokens 64] [--repeats 5] [--device cuda --model FOLDER] [--out FILE]
 
-Without --model, the model is random, with four layers. All set-ups are measured in turns. Prints the time to the first token of single
-streams, tokens a second of many streams, and the hit rate of the prefix cache on prompts with shared beginnings.
+Without --model, the model is random, with four layers. All set-ups are measured in turns. Prints the time to the first token of
+single streams, tokens a second of many streams, and the hit rate of the prefix cache on prompts with shared beginnings.
 """
 
 from __future__ import annotations
