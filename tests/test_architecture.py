@@ -419,7 +419,8 @@ def test_no_except_exception_around_computation():
             if (
                 names & {"Exception", "BaseException"}
                 and not again
-                and place(module) not in ("client", "cluster", "ray", "engine", "hooks", "harvest", "server", "vllm_engine")
+                and place(module)
+                not in ("client", "cluster", "ray", "engine", "hooks", "harvest", "server", "vllm_engine")
             ):
                 wrong.append(f"{FILES[module].relative_to(ROOT)}:{node.lineno}")
             if node.type is None:

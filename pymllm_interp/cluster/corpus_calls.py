@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..client.calls.backed import BackedModel
 from ..core.sampling_params import SamplingParams
@@ -15,6 +15,9 @@ from ..hooks.captures.spec import Capture
 from ..hooks.interventions.knockout import Intervention
 from ..hooks.site import Site
 from .harvest import Corpus, generate_corpus, harvest_on_ray
+
+if TYPE_CHECKING:
+    from ..harvest.model import HarvestModel
 
 
 class CorpusCalls(BackedModel):
@@ -75,11 +78,12 @@ class CorpusCalls(BackedModel):
             HarvestError: the run stopped before the end of the input. The message names the document, and what was kept.
         """
         self._check_corpus("lm.harvest", "or capture with lm.imap")
+        model = cast("HarvestModel", self)
         if cluster is not None:
             if lora is not None:
                 raise ValueError(f"lora={lora!r}: workers of a cluster load no adapters; harvest without cluster=")
             asked = asked_of(
-                self,
+                model,
                 capture,
                 interventions,
                 shard_bytes=shard_bytes,
@@ -90,7 +94,7 @@ class CorpusCalls(BackedModel):
             corpus = Corpus(inputs, Path(out), unit_documents, column, cluster, workers, progress)
             return harvest_on_ray(self, self.model_maker(), corpus, asked, on_error == "skip")
         return run_harvest(
-            self, inputs, capture=capture, out=out, interventions=interventions, lora=lora, shard_bytes=shard_bytes,
+            model, inputs, capture=capture, out=out, interventions=interventions, lora=lora, shard_bytes=shard_bytes,
             max_length=max_length, too_long=too_long, on_error=on_error, progress=progress,
         )  # fmt: skip
 
