@@ -60,8 +60,8 @@ class CorpusCalls(BackedModel):
             shard_bytes: upper bound of a shard, in bytes. A document is never split over shards, so a larger document makes a
                 larger shard. About twice this much is held in host memory.
             max_length: upper bound of a pass, in tokens; None: max_model_len.
-            too_long: what to do with a longer document: "error"; "truncate": read its beginning; "split": read it in several passes
-                of `max_length` tokens. These do not attend to each other. Positions still count from the start of the
+            too_long: of a longer document: "error"; "truncate": read its beginning; "split": read it in several passes.
+                Passes have `max_length` tokens, and do not attend to each other. Positions still count from the start of the
                 document, so the position in the pass is ``position % max_length``.
             on_error: "raise"; "skip": leave out documents that fail, and name them in the result and the manifest.
             progress: show documents, rates and the time left on standard error: a bar on a terminal, lines elsewhere. None: no

@@ -35,7 +35,7 @@ SETTLE_SECONDS = 30.0
 MOST_LOSSES = 3
 """How many workers one unit may be lost with, before the harvest ends: the unit is then the likely reason."""
 SLOW_FACTOR, SLOW_SECONDS = 3.0, 10.0
-"""A unit that one worker has had for so many times the median, and so many seconds, is computed by an idle one, too."""
+"""An idle worker also computes a unit that another one has had for far longer than the median."""
 
 
 Compute = Callable[[Any, Path, HarvestPlan, Unit], bool]
@@ -230,7 +230,7 @@ def count_unit(out: Path, unit: Unit, shown: HarvestProgress) -> None:
 
 
 def _stored(dataset: Any, out: Path) -> list[Path]:
-    """The files that a Ray dataset is written to, once, by its own workers: then its documents have numbers that stay."""
+    """The files that a Ray dataset is written to, once, by its own workers. So its documents keep their numbers."""
     folder = out.with_name(f"{out.name}.documents")
     if not folder.exists():
         partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}")

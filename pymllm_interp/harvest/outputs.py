@@ -1,6 +1,6 @@
 """Generation over a corpus: units of documents in, Parquet files of completions out. `LM.generate_corpus` calls it.
 
-The folder is that of a harvest in units (`plan`): each document has its rows exactly once, whatever ended in between.
+The folder is that of a harvest in units (`plan`): each document has its rows once.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class EngineClient(ABC):
         """Unload a LoRA adapter.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the engine has replicas, which load no adapters.
             Exception: what the engine refuses it with.
         """
         raise ValueError(f"there is no adapter {name!r}: replicas of a cluster load none")
