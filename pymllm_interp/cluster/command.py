@@ -45,15 +45,7 @@ def _director(ray: Any, name: str) -> Any:
 
 def _start(ray: Any, args: argparse.Namespace) -> int:
     serve = settings_of(args)
-    settings = ReplicaSettings(
-        serve.model,
-        serve.server,
-        LinkKeys.new(),
-        serve.limits,
-        serve.shared_prefix_cache,
-        serve.chat_template,
-        serve.log_level,
-    )
+    settings = ReplicaSettings.of(serve, LinkKeys.new())
     for option, count in (("--replicas", args.replicas), ("--fronts", args.fronts)):
         if count < 1:
             raise ValueError(f"{option} {count}: at least 1 is expected")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import helpers_server
 import httpx
 import pytest
 import torch
@@ -189,3 +190,24 @@ def test_a_server_does_not_start_with_an_adapter_that_it_cannot_load(
         [*command, "--lora-modules", f"x={bad}"], capture_output=True, text=True, timeout=300, check=False
     )
     assert found.returncode != 0 and "use_dora" in found.stderr + found.stdout
+
+
+def test_replicas_load_the_adapters_when_they_start(
+    monkeypatch: pytest.MonkeyPatch,
+    model_folder: Callable[[str], Path],
+    folders: dict[str, Path],
+    tmp_path: Path,
+    server: Server,
+) -> None:
+    with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEYS['plain']}"}) as client:
+        expected = tokens_of(client, "a")
+    monkeypatch.setattr(helpers_server, "REPLICAS", 2)
+    options = "--lora-modules", f"a={folders['a']}", "--operator", "other", "--served-model-name", "base"
+    with serving(model_folder("llama"), *options, keys=KEY_FILE, folder=tmp_path) as replicated:
+        with httpx.Client(base_url=replicated.url, headers={"Authorization": f"Bearer {KEYS['other']}"}) as client:
+            assert tokens_of(client, "a") == expected != tokens_of(client, "base")
+            given = {"lora_name": "b", "lora_path": str(folders["b"])}
+            refused = client.post("/v1/load_lora_adapter", json=given)
+            assert refused.status_code == 400 and "--lora-modules" in refused.text
+            refused = client.post("/v1/unload_lora_adapter", json={"lora_name": "a"})
+            assert refused.status_code == 400 and "replicas keep" in refused.text

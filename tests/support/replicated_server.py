@@ -47,11 +47,7 @@ class Supervisor:
 def main() -> int:
     args = make_parser().parse_args(sys.argv[2:])
     settings, keys = settings_of(args), LinkKeys.new()
-    replicas = ReplicaSettings(
-        settings.model, settings.server, keys, settings.limits, settings.shared_prefix_cache, settings.chat_template,
-        settings.log_level,
-    )  # fmt: skip
-    supervisor = Supervisor(replicas, int(sys.argv[1]))
+    supervisor = Supervisor(ReplicaSettings.of(settings, keys), int(sys.argv[1]))
     return run(settings, lambda settings, on_exit: ReplicatedEngine(settings, keys, supervisor.follow))
 
 

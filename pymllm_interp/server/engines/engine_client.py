@@ -168,19 +168,19 @@ class EngineClient(ABC):
         """Load a LoRA adapter from a folder of this machine.
 
         Raises:
-            ValueError: the engine's replicas load no adapters.
+            ValueError: the engine has replicas, which load adapters when they start.
             Exception: what the engine refuses it with.
         """
-        raise ValueError("replicas of a cluster load no adapters: serve the model by one engine process")
+        raise ValueError("replicas load their adapters when they start: name them with --lora-modules NAME=FOLDER")
 
     async def unload_adapter(self, name: str) -> None:
         """Unload a LoRA adapter.
 
         Raises:
-            ValueError: the engine has replicas, which load no adapters.
+            ValueError: the engine has replicas, which keep their adapters.
             Exception: what the engine refuses it with.
         """
-        raise ValueError(f"there is no adapter {name!r}: replicas of a cluster load none")
+        raise ValueError(f"adapter {name!r}: replicas keep the adapters that they started with")
 
     # -- vectors ---------------------------------------------------------------------------
 

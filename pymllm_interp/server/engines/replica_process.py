@@ -17,7 +17,7 @@ import zmq.asyncio
 
 from ...wire import messages as m
 from ...wire.failures import EngineError, Failure
-from ..settings import ServeLimits
+from ..settings import ServeLimits, ServeSettings
 from .call import Call, EngineDiedError
 from .link import Link
 from .liveness import Liveness
@@ -42,6 +42,18 @@ class ReplicaSettings:
     shared_prefix_cache: bool = False
     chat_template: str | None = None
     log_level: str = "info"
+    vllm: dict[str, Any] | None = None
+    """As of `ServeSettings`: the engine is vLLM."""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """LoRA adapters that each replica loads when it starts: name -> a folder that all nodes have."""
+
+    @classmethod
+    def of(cls, serve: ServeSettings, keys: LinkKeys) -> ReplicaSettings:
+        """The part of a server's settings that its replicas need."""
+        return cls(
+            serve.model, serve.server, keys, serve.limits, serve.shared_prefix_cache, serve.chat_template, serve.log_level,
+            serve.vllm, dict(serve.adapters),
+        )  # fmt: skip
 
 
 class ReplicaProcess:
@@ -75,6 +87,7 @@ class ReplicaProcess:
             "model": own.model, "server": own.server, "store": self._folder, "tokenizer": f"{self._folder}/tokenizer",
             "inline_bytes": INLINE_BYTES, "queued_bytes": own.limits.max_queued_bytes, "log_level": own.log_level,
             "parent": os.getpid(), "shared_prefix_cache": own.shared_prefix_cache, "chat_template": own.chat_template,
+            "vllm": own.vllm, "adapters": own.adapters, "restarts": 0,
             "replica": {
                 "name": self.name, "host": self._host, "front_key": own.keys.public, "announce": writing,
                 "silence": own.limits.replica_silence_seconds,

@@ -310,9 +310,9 @@ def serve(settings: dict[str, Any]) -> None:
             ModelConfig(**settings["model"]),
             ServerConfig(**settings["server"]),
             settings["shared_prefix_cache"],
-            settings.get("vllm"),
+            settings["vllm"],
         )
-        _load_adapters(served, settings.get("adapters", {}), settings.get("restarts", 0) > 0)
+        _load_adapters(served, settings["adapters"], settings["restarts"] > 0)
         if settings["chat_template"] is not None:
             if served.tokenizer is None:
                 raise ValueError("--chat-template: this model has no tokenizer")
