@@ -28,10 +28,11 @@ from pymllm_interp.harvest.reader import open_harvest
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray")
 
 NAME = "tests"
+MARK = f"PYMLLM_TEST_CLUSTER={os.getpid()}".encode()
 ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # all ports on the loopback interface
     "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_DISABLE_IMPORT_WARNING": "1", "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": os.pathsep.join(sys.path),
+    "PYTHONPATH": os.pathsep.join(sys.path), "PYMLLM_TEST_CLUSTER": str(os.getpid()),
 }  # fmt: skip
 QUICK = {
     "health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_timeout_ms": 3000,
@@ -62,6 +63,20 @@ def nodes() -> Iterator[Any]:
         finally:
             ray.shutdown()
             found.shutdown()
+
+
+def is_ours(pid: str, title: bytes) -> bool:
+    """Whether it is a process of this file's Ray cluster with such a title: another cluster may run on the machine.
+
+    Ray writes the title over a worker's environment; the raylet that started it has its own.
+    """
+    try:
+        if title not in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return False
+        parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+        return MARK in Path(f"/proc/{parent}/environ").read_bytes()
+    except OSError:
+        return False
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -146,12 +161,7 @@ def test_a_dataset_is_written_as_files_and_harvested(nodes, served_folder, tmp_p
 
 def workers() -> list[int]:
     """Process ids of harvests' workers."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            if b"ray::HarvestWorker" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(int(pid))
-    return found
+    return [int(pid) for pid in filter(str.isdigit, os.listdir("/proc")) if is_ours(pid, b"ray::HarvestWorker")]
 
 
 # -- serving -------------------------------------------------------------------------------------
@@ -177,7 +187,7 @@ def cluster(nodes: Any, served_folder: Path) -> Iterator[Any]:
     done = command("stop")
     assert done.returncode == 0, done.stderr
     assert "no cluster 'tests' runs" in command("status").stderr
-    assert not ray.util.list_named_actors(all_namespaces=True)
+    assert NAMESPACE not in {actor["namespace"] for actor in ray.util.list_named_actors(all_namespaces=True)}
 
 
 def ask(actor: Any, method: str) -> Any:
@@ -293,18 +303,11 @@ def test_what_is_killed_is_started_again_and_no_short_request_is_lost(cluster, w
 
 def test_a_director_that_is_killed_finds_the_same_replicas_again(cluster):
     before = {name: state["replica"] for name, state in serving(cluster).items()}
-    (pid,) = {pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_director(pid)}
+    (pid,) = {pid for pid in filter(str.isdigit, os.listdir("/proc")) if is_ours(pid, b"ray::Director")}
     with Load(front_of(cluster).url):
-        os.kill(pid, signal.SIGKILL)
+        os.kill(int(pid), signal.SIGKILL)
         wait_for(lambda: _answers(cluster))
         assert {name: state["replica"] for name, state in serving(cluster).items()} == before
-
-
-def _is_director(pid: int) -> bool:
-    try:
-        return b"ray::Director" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
 
 
 def _answers(cluster: Any) -> bool:
