@@ -198,6 +198,8 @@ def settle(folder: Path) -> bool:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, folder / MANIFEST)
+    except FileNotFoundError:  # another process found all units done, and removed what it took for left behind
+        return settle(folder)
     except OSError:
         with contextlib.suppress(OSError):
             temporary.unlink()

@@ -110,6 +110,7 @@ def equal(one: Path, other: Path) -> None:
     assert {path.name for path in other.iterdir()} - named <= {"manifest.json", "plan.json", "documents.jsonl", "units"}
 
 
+@pytest.mark.slow
 def test_a_harvest_equals_the_local_one_whatever_is_killed_or_stopped(nodes, served_folder, tmp_path):
     """SIGKILL of its driver; then two drivers in one folder, SIGKILL of a worker, and SIGSTOP of another."""
     documents = corpus(120, seed=9)
@@ -279,6 +280,7 @@ def test_engines_have_no_environment_of_ray(cluster):
     assert not [one for one in variables if one.startswith(b"RAY_")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["keeper", "front"])
 def test_what_is_killed_is_started_again_and_no_short_request_is_lost(cluster, what):
     before = serving(cluster)
@@ -301,6 +303,7 @@ def test_what_is_killed_is_started_again_and_no_short_request_is_lost(cluster, w
         time.sleep(0.5)
 
 
+@pytest.mark.slow
 def test_a_director_that_is_killed_finds_the_same_replicas_again(cluster):
     before = {name: state["replica"] for name, state in serving(cluster).items()}
     (pid,) = {pid for pid in filter(str.isdigit, os.listdir("/proc")) if is_ours(pid, b"ray::Director")}
@@ -319,6 +322,7 @@ def _answers(cluster: Any) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_rolling_restart_loses_no_request(cluster):
     before = serving(cluster)
     with Load(front_of(cluster).url):
@@ -327,6 +331,7 @@ def test_a_rolling_restart_loses_no_request(cluster):
     assert all(after[name]["starts"] == before[name]["starts"] + 1 for name in before)
 
 
+@pytest.mark.slow
 def test_a_node_that_is_lost_takes_its_replica_and_another_node_brings_it_back(nodes, cluster):
     state = serving(cluster)
     head = nodes.head_node.node_id
@@ -338,6 +343,7 @@ def test_a_node_that_is_lost_takes_its_replica_and_another_node_brings_it_back(n
         serving(cluster)
 
 
+@pytest.mark.slow
 def test_drain_and_scale(cluster):
     import ray
 

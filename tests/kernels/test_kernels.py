@@ -31,7 +31,7 @@ from pymllm_interp.attention import torch_backend
 from pymllm_interp.core.forward_batch import ForwardMode, Waits
 from pymllm_interp.core.norm_kind import RMS_OFFSET
 from pymllm_interp.kernels.cpu.cpu_dispatch import cpu_kernels
-from pymllm_interp.layers import activation, linear, norm, rope
+from pymllm_interp.layers import activation, gemm, norm, rope
 from pymllm_interp.layers.dispatch import kernels_for, triton_kernels_for
 from pymllm_interp.layers.linear import Linear
 from pymllm_interp.mem_cache import KVPool
@@ -388,7 +388,7 @@ def test_kernels_that_start_early_compute_what_those_do_that_wait(rows, way, mon
         pytest.skip("this device starts no kernel before the one in front has ended")
     size = 1024
     wide, narrow = (
-        linear.Gemm([weight], weight, None)
+        gemm.Gemm([weight], weight, None)
         for weight in (randn(n, size, dtype=torch.bfloat16, seed=n) * 0.03 for n in (2 * size, size))
     )
     norm_weight, x = randn(size, dtype=torch.bfloat16, seed=2), randn(1, rows, size, dtype=torch.bfloat16)
@@ -587,9 +587,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     modules: list[ModuleType] = [norm, rope, activation]
     for module in modules:
         monkeypatch.setattr(module, "kernels_for", forced)
-    for module in (norm, linear, activation):
+    for module in (norm, gemm, activation):
         monkeypatch.setattr(module, "triton_kernels_for", forced)
-    for module in (cpu_layer, linear, torch_backend):
+    for module in (cpu_layer, gemm, torch_backend):
         monkeypatch.setattr(module, "cpu_kernels_for", lambda *tensors: None)
     return noted
 

@@ -29,6 +29,7 @@ from pymllm_interp.core.model_spec import (
     site_index,
 )
 from pymllm_interp.hooks.site import KINDS, WITHOUT_LAYER, Site
+from pymllm_interp.layers.linear import MergedLinear
 from pymllm_interp.models.base import CausalLM
 from pymllm_interp.runner.partition import Execution
 
@@ -181,7 +182,8 @@ def test_both_passes_go_through_the_linear_layers_one_method(execution, monkeypa
         linears |= {f"{i}.down": mlp.down_proj}
     calls = []
     for name, linear in linears.items():
-        project = linear.project
-        monkeypatch.setattr(linear, "project", lambda x, ops=None, n=name, p=project: calls.append(n) or p(x, ops))
+        method = "_multiply" if isinstance(linear, MergedLinear) else "project"
+        product = getattr(linear, method)
+        monkeypatch.setattr(linear, method, lambda x, batch=None, n=name, p=product: calls.append(n) or p(x, batch))
     ByHand(runner).extend({0: random_ids(4)}, execution)
     assert sorted(calls) == sorted(linears)

@@ -168,6 +168,7 @@ def test_a_vector_is_on_every_replica_of_every_front_before_its_put_answers(repl
     assert other.end() == 0
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_born_again_has_the_vectors_before_it_takes_calls(replicas, front):
     put(front, "kept", 1.0)
     texts = steered(front, "kept")

@@ -46,6 +46,7 @@ class ReplicatedCall(Call):
         self.link: Link | None = None
         self.runs, self.weight, self.started = 0, weight_of(message), time.monotonic()
         self._accepted = self.aborted = False
+        self.left: Link | None = None  # which ended under it
 
     def put(self, message: m.FromEngine | BaseException) -> None:
         if isinstance(message, m.Accepted):
@@ -209,6 +210,13 @@ class ReplicatedEngine(EngineClient):
             call.put(error)
 
     def deliver(self, call: Call, message: m.FromEngine) -> None:
+        failure = message.failure if isinstance(message, m.Finished | m.Failed) else None
+        if failure is not None and failure.is_a("EngineClosedError") and isinstance(call, ReplicatedCall):
+            if call.may_run_again and call.link is not None:  # the replica ends, and has said so before its link broke
+                call.left = call.link
+                self._leave(call)
+                self._run_again(call)
+                return
         if isinstance(message, m.Finished) and message.captured is not None and message.captured.data is not None:
             if message.captured.size > self.settings.limits.inline_bytes:
                 if isinstance(call, ReplicatedCall):
@@ -229,7 +237,11 @@ class ReplicatedEngine(EngineClient):
 
     def _place(self, call: ReplicatedCall, message: m.ToEngine) -> bool:
         """Send a call to a replica. Returns whether there is one."""
-        links = {name: link for name, link in self._links.items() if link.up and not link.replica.draining}
+        links = {
+            name: link
+            for name, link in self._links.items()
+            if link.up and not link.replica.draining and link is not call.left
+        }
         data = encoded(message)
         while links:
             loads = {name: link.load for name, link in links.items()}
@@ -274,10 +286,18 @@ class ReplicatedEngine(EngineClient):
             return
         if call in self._waiting:
             self._waiting.remove(call)
-        if call.link is not None and call.link.calls.pop(call.number, None) is not None:
-            call.link.load -= call.weight
-            if abort:
-                self._tell(call.link, m.Abort(call.number))
+        link = call.link
+        if link is not None and self._leave(call) and abort:
+            self._tell(link, m.Abort(call.number))
+
+    @staticmethod
+    def _leave(call: ReplicatedCall) -> bool:
+        """Take a call from its replica. Returns whether it was there."""
+        link, call.link = call.link, None
+        if link is None or link.calls.pop(call.number, None) is None:
+            return False
+        link.load -= call.weight
+        return True
 
     def abort(self, call: int, requests: list[int] | None) -> None:
         found = self._calls.get(call)
