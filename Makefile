@@ -15,7 +15,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
 
 # make test-vllm    vLLM as the engine, in an environment of its own
-.PHONY: setup demo test test-vllm test-gpu lint format api bench doctor clean
+.PHONY: setup demo test test-vllm test-replicas test-gpu lint format api bench doctor clean
 
 setup: $(STAMP)
 
@@ -39,7 +39,7 @@ REPLICATED_TESTS := tests/server/test_server_trust.py tests/server/test_server_f
 REMOTE_TESTS := $(addprefix tests/hooks/traces/test_,nnsight_calls.py trace_parity.py)
 
 # The traces five times: as a CPU runs them; as a GPU does, in segments and with steps launched ahead; after their requests, where
-# they can be lowered; and by LM.connect, as code and where they can be lowered. Then servers with two replicas in place of one engine.
+# they can be lowered; and by LM.connect, as code and where they can be lowered.
 test: $(STAMP)
 	$(PYTEST) $(TESTS)
 ifeq ($(TESTS),tests)
@@ -48,8 +48,11 @@ ifeq ($(TESTS),tests)
 	$(PYTEST) --remote $(REMOTE_TESTS) -k "not qwen3 and not bit"
 	$(PYTEST) --remote --lower-traces auto $(REMOTE_TESTS) -k "not qwen3 and not bit"
 	$(MAKE) test-vllm
-	PYMLLM_TEST_REPLICAS=2 $(PYTEST) $(REPLICATED_TESTS)
 endif
+
+# Servers with two replicas in place of one engine. Minutes: not part of `make test`.
+test-replicas: $(STAMP)
+	PYMLLM_TEST_REPLICAS=2 $(PYTEST) $(REPLICATED_TESTS)
 
 # vLLM as the engine of an LM, against our own engine. Twice: vLLM asks for Triton when it is imported, and its V2 runner needs it.
 # Its environment is made once (.ci/vllm-environment). Where it cannot be made, as without the CPU build of torch, this says so.
