@@ -31,6 +31,10 @@ def run_cluster(args: argparse.Namespace) -> int:
     ray, ours = connect_to_ray(args.address)
     try:
         return _start(ray, args) if action is None else action(ray, _director(ray, args.name), args)
+    except ray.exceptions.RayActorError as error:  # Ray starts the director again
+        raise ConnectionError(
+            f"cluster {args.name!r} does not answer now; try again in some seconds ({error})"
+        ) from error
     finally:
         if ours:
             ray.shutdown()

@@ -57,12 +57,15 @@ class Director:
         self._draining: set[str] = set()
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._busy = asyncio.Lock()
+        self._unheard: set[str] = set()  # replicas that were there before this life of the actor, and have not answered
 
     # -- what fronts and commands ask ----------------------------------------------------------
 
-    async def roster(self) -> list[dict[str, Any]]:
-        """The replicas that serve: the fields of each one's `Replica`."""
+    async def roster(self) -> list[dict[str, Any]] | None:
+        """The replicas that serve: the fields of each one's `Replica`. None: not known yet, after this actor's own restart."""
         self._begin()
+        if self._unheard:
+            return None
         found = {name: self._states.get(name, {}).get("replica") for name in sorted(self._keepers)}
         return [{**replica, "draining": name in self._draining} for name, replica in found.items() if replica]
 
@@ -156,6 +159,7 @@ class Director:
         named = self._ray.util.list_named_actors(all_namespaces=True)
         there = {one["name"].removeprefix(prefix) for one in named if one["namespace"] == NAMESPACE}
         replicas = sorted((name for name in there if re.fullmatch(r"r\d+", name)), key=_number)
+        self._unheard = set(replicas)
         for name in replicas or [f"r{i}" for i in range(self._plan.replicas)]:
             self._add_replica(name)
         for number in range(self._plan.fronts):
@@ -201,6 +205,7 @@ class Director:
             except (self._ray.exceptions.RayError, TimeoutError) as error:
                 # What it kept may still serve: fronts notice by themselves where it does not.
                 self._states[name] = {**self._states.get(name, {}), "lost": type(error).__name__}
+            self._unheard.discard(name)
             await asyncio.sleep(POLL_SECONDS)
 
     async def _answer(self, ref: Any, seconds: float) -> Any:
@@ -235,7 +240,8 @@ class Director:
         self._ray.kill(self._keepers.pop(name))
         self._free(name)
         self._states.pop(name, None)
-        self._draining.discard(name)
+        for names in (self._draining, self._unheard):
+            names.discard(name)
 
     def _free(self, name: str) -> None:
         self._ray.util.remove_placement_group(self._groups[name])

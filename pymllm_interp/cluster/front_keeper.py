@@ -72,7 +72,8 @@ class FrontKeeper:
             with contextlib.suppress(ray.exceptions.RayError, ValueError):  # the director is being started again
                 director = ray.get_actor(f"{self._cluster}/director", namespace=NAMESPACE)
                 found = await director.roster.remote()
-                self._tell(roster_line([Replica(**replica) for replica in found]))
+                if found is not None:
+                    self._tell(roster_line([Replica(**replica) for replica in found]))
             await asyncio.sleep(POLL_SECONDS)
 
     def _tell(self, line: bytes) -> None:

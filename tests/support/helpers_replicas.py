@@ -108,7 +108,11 @@ class Replicas:
         return process.pid
 
     def signal(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to a replica's engine process. SIGKILL: returns once the process is known to be gone."""
+        before = self.live.get(name)
         os.kill(self.pid(name), number)
+        if number == signal.SIGKILL:
+            self.wait_for(lambda: self.live.get(name) is not before)
 
     def front(self, name: str = "served") -> Server:
         """Another front, once it answers and all replicas are up for it."""
@@ -150,7 +154,8 @@ class Replicas:
 
     def wait_until_up(self, front: Server) -> None:
         """All replicas live, and the front's links to them are up."""
-        self.wait_for(lambda: set(self._tasks) == set(self.live) and front.metric("replica_up") == len(self.live))
+        count = len(self._tasks)
+        self.wait_for(lambda: len(self.live) == count and front.metric("replica_up") == count)
 
     def close(self) -> None:
         for front in self.fronts:
