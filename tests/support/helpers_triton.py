@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from types import FunctionType
 
 
 def quicken_the_interpreter() -> None:
-    """Have the interpreter know which names of ``triton.language`` are its own to replace.
+    """Have the interpreter replace the functions of ``triton.language`` once, and not at each call of a kernel.
 
-    It goes through all that these modules hold, at each launch and at each call from one kernel to another. The names are always
-    the same; whether one is replaced already is asked as before.
+    It puts them back after each call, for kernels that are compiled. Under `TRITON_INTERPRET` none is.
     """
     if find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
         return
     import triton.language as tl
     from triton.runtime import interpreter
 
-    places = (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base)
-    names = {place: [name for name in dir(place) if tl.core.is_builtin(getattr(place, name))] for place in places}
-    patch_all = interpreter._patch_builtin
+    interpreter._patch_lang(FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
+    nothing = interpreter._LangPatchScope()
 
-    def patch_builtin(place: Any, *how: Any) -> None:
-        if place not in names:
-            return patch_all(place, *how)
-        for name in names[place]:
-            member = getattr(place, name)
-            if tl.core.is_builtin(member):
-                interpreter._patch_attr(place, name, member, *how)
-
-    interpreter._patch_builtin = patch_builtin
+    dtype_of = cache(interpreter._get_np_dtype)
+    interpreter._patch_lang = lambda fn: nothing
+    interpreter._get_np_dtype = lambda found: dtype_of(tl.uint64 if found.scalar.is_ptr() else found.scalar)
