@@ -5,6 +5,7 @@ A new native family needs its class here, and a row in `core.families.FAMILIES`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -22,7 +23,10 @@ from .native.llama import LlamaForCausalLM
 from .native.mistral import MistralForCausalLM
 from .native.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 from .transformers.structure import config_spec
-from .weights.loading import init_dummy_weights, iter_safetensors, load_weights
+from ..layers.quantization.unallocated import unallocated_weights
+from .weights.formats import QuantizationFormat
+from .weights.loading import WeightsError, init_dummy_weights, iter_safetensors, load_weights
+from .weights.quantized import init_dummy_quantized, load_quantized
 
 NATIVE: dict[str, type[DecoderForCausalLM]] = {
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
@@ -35,6 +39,12 @@ NATIVE: dict[str, type[DecoderForCausalLM]] = {
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
 }
+
+
+_QUANTISED_CLASS = (
+    "{} runs by its class in transformers, and quantised weights are not supported there: use the unquantised model with "
+    "quantize=None. Native families read them: {}"
+)
 
 
 def architecture_of(config: PretrainedConfig) -> str:
@@ -124,6 +134,7 @@ def load_model(
     max_positions: int,
     folder: Path | None,
     seed: int,
+    quantize: str | None = None,
 ) -> CausalLM:
     """The model with its weights.
 
@@ -132,21 +143,39 @@ def load_model(
         max_positions: positions of the longest sequence to serve.
         folder: with safetensors; None: random weights.
         seed: of random weights.
+        quantize: how unquantised weights of linear layers are stored; None: as they are.
 
     Raises:
         UnsupportedModelError: see `is_native`, or transformers' class cannot be served.
         WeightsError: weights that are missing, unexpected, misshapen or unreadable.
     """
+    stored = QuantizationFormat.of(config)
     if not is_native(config, impl):
+        if stored is not None or quantize is not None:
+            raise WeightsError(_QUANTISED_CLASS.format(architecture_of(config), ", ".join(sorted(NATIVE))))
         from .transformers.transformers_model import load_transformers_model  # which imports transformers' models
 
         return load_transformers_model(config, spec, device, folder, seed)
-    model = NATIVE[architecture_of(config)](config, spec, device, max_positions)
+    cls = NATIVE[architecture_of(config)]
+    if stored is None and quantize is None:
+        model = cls(config, spec, device, max_positions)
+        if folder is None:
+            init_dummy_weights(model, seed)
+        else:
+            load_weights(model, _tensors(model, folder))
+        return model
+    with unallocated_weights():
+        model = cls(config, spec, device, max_positions)
     if folder is None:
+        init_dummy_quantized(model, stored, quantize, device, seed)
         init_dummy_weights(model, seed)
     else:
-        load_weights(model, ((model.parameter_name(name), tensor) for name, tensor in iter_safetensors(folder)))
+        load_quantized(model, _tensors(model, folder), stored, quantize, device)
     return model
+
+
+def _tensors(model: DecoderForCausalLM, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((model.parameter_name(name), tensor) for name, tensor in iter_safetensors(folder))
 
 
 def described(config: PretrainedConfig, impl: str = "auto") -> str:

@@ -124,10 +124,12 @@ def init_dummy_weights(model: nn.Module, seed: int) -> None:
     for name, param in sorted(model.named_parameters(remove_duplicate=False)):
         if id(param) not in drawn:
             drawn.add(id(param))
-            _draw(param, name, seed)
+            draw(param, name, seed)
 
 
-def _draw(param: nn.Parameter, name: str, seed: int) -> None:
+@torch.no_grad()
+def draw(param: Tensor, name: str, seed: int) -> None:
+    """Fill one parameter as `init_dummy_weights` does."""
     if param.ndim >= 2:
         mean, std = 0.0, 1 / math.sqrt(param.shape[-1])
     else:
