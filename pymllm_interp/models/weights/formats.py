@@ -22,12 +22,10 @@ import torch
 from transformers import PretrainedConfig
 
 from ...layers.quantization.weight import QuantizedWeight, packed
-from .loading import WeightsError
+from .loading import MARKS, WeightsError
 
 Tensors = Mapping[str, torch.Tensor]
 METHODS = ("fp8", "compressed-tensors", "awq", "gptq")
-MARKS = frozenset({"weight_scale", "weight_scale_inv", "weight_packed", "qweight"})
-"""Tensors that only quantised modules have."""
 LEAVES = MARKS | {"weight", "weight_shape", "weight_zero_point", "weight_g_idx", "qzeros", "scales", "g_idx", "input_scale",
                   "activation_scale", "input_zero_point"}  # fmt: skip
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -186,7 +184,7 @@ def _block_of(scales: torch.Size, shape: tuple[int, int], block: Any) -> tuple[i
     """(rows, columns) that share a scale."""
     if block and scales[1] != 1:
         return int(block[0]), int(block[1])
-    return -(-shape[0] // scales[0]), -(-shape[1] // scales[1])
+    return 1, -(-shape[1] // scales[1])
 
 
 def _packed(path: str, tensors: Tensors, dtype: torch.dtype, settings: Mapping[str, Any]) -> QuantizedWeight:
@@ -195,7 +193,7 @@ def _packed(path: str, tensors: Tensors, dtype: torch.dtype, settings: Mapping[s
     if words.dtype is torch.uint8:
         if scale.dtype is not torch.uint8:
             _refuse(path, f"its scales are {scale.dtype} (NVFP4)", "MXFP4, FP8 and integers are read")
-        scales = torch.ldexp(torch.ones(()), scale.int() - 127).bfloat16()
+        scales = torch.ldexp(torch.ones(scale.shape), scale.int() - 127).bfloat16()
         width = words.shape[1] * 2
         _check_groups(path, width, scale.shape[1], 32)
         return QuantizedWeight("fp4", words, scales, None, 32, dtype)

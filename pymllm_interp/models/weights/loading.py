@@ -21,9 +21,14 @@ from torch import Tensor, nn
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_NAMES_LISTED = 10
+MARKS = frozenset({"weight_scale", "weight_scale_inv", "weight_packed", "qweight"})
+"""Tensors that only quantised modules have."""
 HARMLESS_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias", ".attention.bias")
 CPU_DRAW_LIMIT = 2**20
 """Parameters of up to this many elements are drawn on the CPU, so that they are equal on every device."""
+
+
+NO_FORMAT = " Some are quantised, and config.json has no quantization_config for this: download both from the same place."
 
 
 class WeightsError(ValueError):
@@ -97,6 +102,9 @@ def load_weights(
         elif target.shape != tensor.shape:
             misfits.append(f"{name} is {list(tensor.shape)}, the model's is {list(target.shape)}")
             seen.add(id(target))
+        elif tensor.dtype.itemsize == 1 != target.dtype.itemsize:
+            misfits.append(f"{name} is {tensor.dtype}: quantised, without scales")
+            seen.add(id(target))
         elif id(target) not in seen:
             target.copy_(tensor)
             seen.add(id(target))
@@ -109,6 +117,7 @@ def load_weights(
         raise WeightsError(
             "\n".join([f"these weights are not those of this {type(model).__name__}:", *lines])
             + "\nCheck that config.json and the weight files belong together."
+            + (NO_FORMAT if any(name.rpartition(".")[2] in MARKS for name in unexpected) else "")
         )
 
 

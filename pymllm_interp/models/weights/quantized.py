@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from ...layers.fused_qkv import Conv1D
 from ...layers.linear import Linear, MergedLinear, Projection
 from ...layers.quantization.weight import QuantizedWeight, concatenated, quantized
-from .formats import LEAVES, MARKS, QuantizationFormat
-from .loading import WeightsError, draw, load_weights
+from .formats import LEAVES, QuantizationFormat
+from .loading import MARKS, WeightsError, draw, load_weights
 
 logger = logging.getLogger(__name__)
 Part = Tensor | QuantizedWeight
@@ -161,6 +161,8 @@ def _part(path: str, module: Any, tensors: dict[str, Tensor], stored: Quantizati
             f"{path} has quantised tensors ({', '.join(sorted(tensors))}), and config.json has no quantization_config: download "
             "both from the same place"
         )
+    elif module.transposed and "qweight" not in tensors:
+        raise WeightsError(f"{path} is a Conv1D in {stored.method} format, which is not read: use quantize='fp8', or AWQ or GPTQ")
     else:
         found = stored.read(path, tensors, module.weight.dtype)
     expected = module.weight.shape if not module.transposed else module.weight.shape[::-1]
