@@ -89,6 +89,7 @@ def test_bad_tensors_are_refused_with_the_layer_and_the_fix() -> None:
         ("fp8-channel", fp8 | {"weight_scale": torch.ones(3, 1)}, "its scales are"),
         ("fp8-channel", fp8 | {"weight_scale": torch.full((16, 1), torch.nan)}, "not finite"),
         ("fp8-channel", fp8 | {"weight": fp8["weight"].float().to(torch.float8_e5m2)}, "float8_e5m2"),
+        ("fp8-channel", fp8 | {"weight": torch.full((16, 32), torch.nan).to(torch.float8_e4m3fn)}, "are NaN"),
         ("awq", without(words, "qzeros"), "qzeros is missing"),
         ("awq", words | {"scales": torch.ones(5, 16)}, "do not make 32 inputs"),
         ("gptq", without(gptq_words, "scales"), "scales is missing"),
@@ -129,6 +130,13 @@ def test_bad_tensors_are_refused_with_the_layer_and_the_fix() -> None:
 def test_schemes_that_are_not_read_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(WeightsError, match=message):
         QuantizationFormat.of(PretrainedConfig(quantization_config=settings), "m")
+
+
+def test_all_codes_of_fp8_have_their_values() -> None:
+    codes = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn)[None]
+    codes = codes[:, ~codes.float()[0].isnan()]
+    weight = QuantizedWeight("fp8", codes, torch.ones(1, 1), None, codes.shape[1], torch.float32)
+    assert torch.equal(weight.dequantize(), codes.float()) and codes.shape[1] == 254
 
 
 def test_an_unquantised_config_has_no_format() -> None:

@@ -92,7 +92,7 @@ def test_traces_gradients_ops_and_adapters_are_as_with_dequantised_weights(
             alone = lm.model.layers[0].self_attn.k_proj(lm.model.layers[0].self_attn.k_proj.input + 1).save()
         steered = lm.generate(
             PROMPTS, GREEDY, lora=["a", None, "a", None],
-            interventions=[Steer(torch.ones(lm.model_spec.hidden_size), layer=1)],
+            interventions=[Steer("resid_post.1", torch.ones(lm.model_spec.hidden_size))],
         )  # fmt: skip
         found.append([inside, logits, grad, alone, [out.outputs[0].token_ids for out in steered]])
     for ours, theirs in zip(found[0][:-1], found[1][:-1], strict=True):

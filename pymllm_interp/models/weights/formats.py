@@ -165,6 +165,8 @@ def _float8(path: str, tensors: Tensors, dtype: torch.dtype, settings: Mapping[s
     scale = tensors.get("weight_scale_inv", tensors.get("weight_scale"))
     if scale is None:
         _refuse(path, "weight_scale is missing", "use a checkpoint with the scales of its FP8 weights")
+    if bool((weight.view(torch.uint8) & 0x7F == 0x7F).any()):
+        _refuse(path, "some of its codes are NaN", "use another checkpoint")
     scale = _scales(path, scale)
     rows, width = weight.shape
     if scale.numel() == 1:
