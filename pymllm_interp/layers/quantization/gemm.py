@@ -44,7 +44,8 @@ class QuantizedGemm:
             from ...kernels.triton_quantized import has_kernel, product
 
             if has_kernel(weight.kind, x.shape[-1], weight.group_size, x.get_device()):
-                return product(x.contiguous(), weight, self.bias)
+                x = x.contiguous()
+                return product(x, weight.kind, weight.codes, weight.scales, weight.zeros, self.bias, weight.group_size)
         if torch.is_grad_enabled() and x.requires_grad:
             return _DequantizedProduct.apply(x, self)  # pyright: ignore[reportReturnType]
         dequantized = weight.dequantize(x.dtype)
