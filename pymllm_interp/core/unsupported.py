@@ -33,7 +33,9 @@ STRUCTURED = (
 )
 MULTIMODAL = "multimodal inputs are not supported: the models here take text, or token ids"
 KV_QUANTISATION = "a quantised KV cache is not supported: kv_cache_dtype='bfloat16' takes half of float32"
-QUANTISATION = "set otherwise here: a quantised checkpoint is read by its config.json, and quantize='fp8' rounds weights at load"
+QUANTISATION = (
+    "set otherwise here: a quantised checkpoint is read by its config.json, and quantize='fp8' rounds weights at load"
+)
 
 OPTIONS: dict[str, str] = {
     **dict.fromkeys(

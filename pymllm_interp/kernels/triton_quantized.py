@@ -10,6 +10,8 @@ no atomic additions. On the device a row's bits may still depend on the size of 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -110,7 +112,9 @@ def _few_rows(
             low = tl.load(x + where_x + column * 2, mask=mask, other=0.0)
             high = tl.load(x + where_x + column * 2 + 1, mask=mask, other=0.0)
             product = tl.dot(low, tl.trans(_decoded(code & 15, zero, KIND).to(low.dtype)), input_precision="ieee")
-            product = tl.dot(high, tl.trans(_decoded(code >> 4, zero, KIND).to(low.dtype)), product, input_precision="ieee")
+            product = tl.dot(
+                high, tl.trans(_decoded(code >> 4, zero, KIND).to(low.dtype)), product, input_precision="ieee"
+            )
         else:
             values = tl.load(x + where_x + column, mask=mask, other=0.0)
             product = tl.dot(values, tl.trans(_decoded(code, zero, KIND).to(values.dtype)), input_precision="ieee")
@@ -209,6 +213,7 @@ def product(
     return out
 
 
+@cache
 def has_kernel(kind: str, width: int, group_size: int, device: int) -> bool:
     """Whether `product` takes weights of this kind and shape on a CUDA device, by its index."""
     if block_of(4 if kind.endswith("4") else 8, width, group_size) is None:

@@ -60,7 +60,9 @@ class LoRASlots:
         weight: of the product; it has the dtype and the device.
     """
 
-    def __init__(self, in_features: int, sizes: Sequence[int], num_slots: int, rank: int, weight: torch.Tensor | QuantizedWeight) -> None:
+    def __init__(
+        self, in_features: int, sizes: Sequence[int], num_slots: int, rank: int, weight: torch.Tensor | QuantizedWeight
+    ) -> None:
         self.in_features, self.sizes, self.rank = in_features, list(sizes), padded_rank(rank)
         self._dtype, self._device = weight.dtype, weight.device
         self._starts = [sum(self.sizes[:part]) for part in range(len(self.sizes))]

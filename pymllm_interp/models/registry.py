@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from ..core.families import FAMILIES, TRANSFORMERS_FAMILIES
 from ..core.model_spec import ModelSpec
 from ..core.unsupported import MULTIMODAL, POOLING, UnsupportedModelError
+from ..layers.quantization.unallocated import unallocated_weights
 from .base import CausalLM
 from .native.decoder import DecoderForCausalLM
 from .native.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
@@ -23,7 +24,6 @@ from .native.llama import LlamaForCausalLM
 from .native.mistral import MistralForCausalLM
 from .native.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 from .transformers.structure import config_spec
-from ..layers.quantization.unallocated import unallocated_weights
 from .weights.formats import QuantizationFormat
 from .weights.loading import WeightsError, init_dummy_weights, iter_safetensors, load_weights
 from .weights.quantized import init_dummy_quantized, load_quantized

@@ -3,8 +3,8 @@
     python -m venv env && env/bin/pip install compressed-tensors==0.20.0 numpy torch
     env/bin/python tests/golden/make_quantized.py
 
-Writes tests/golden/quantized: for each case NAME.json, its `quantization_config`, and NAME.safetensors, with the stored tensors of a
-layer, its weight before ("original") and after ("expected").
+Writes tests/golden/quantized: for each case NAME.json, its `quantization_config`, and NAME.safetensors. That has the stored tensors
+of a layer, and its weight before ("original") and after ("expected").
 """
 
 from __future__ import annotations
@@ -68,7 +68,12 @@ def main() -> None:
         stored = compressor.compress(state, scheme)
         expected = compressor.decompress(stored, scheme)["weight"]
         group = json.loads(scheme.model_dump_json())
-        config = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+        config = {
+            "quant_method": "compressed-tensors",
+            "format": form,
+            "config_groups": {"group_0": group},
+            "ignore": ["lm_head"],
+        }
         (OUT / f"{name}.json").write_text(json.dumps(config, indent=1) + "\n")
         tensors = {**stored, "original": weight, "expected": expected.to(torch.bfloat16)}
         save_file({key: value.contiguous() for key, value in tensors.items()}, OUT / f"{name}.safetensors")

@@ -54,7 +54,9 @@ def test_a_product_is_that_of_the_dequantised_weight(
     got = multiplied(x, weight, bias)
     assert got.dtype is dtype and got.shape == (1, rows, 75)
     eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(got.double(), expected, rtol=eps, atol=1e-3 * float(expected.abs().max()) * (eps / 2**-10))
+    torch.testing.assert_close(
+        got.double(), expected, rtol=eps, atol=1e-3 * float(expected.abs().max()) * (eps / 2**-10)
+    )
 
 
 @pytest.mark.parametrize("kind", ["fp8", "uint4"])

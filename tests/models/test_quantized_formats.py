@@ -59,7 +59,9 @@ def test_parts_are_concatenated_only_where_their_groups_agree() -> None:
     weights = [torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows)) for rows in (8, 16)]
     whole = concatenated([quantized(weight, "uint4", 16) for weight in weights])
     assert whole is not None
-    assert torch.equal(whole.dequantize(), torch.cat([quantized(weight, "uint4", 16).dequantize() for weight in weights]))
+    assert torch.equal(
+        whole.dequantize(), torch.cat([quantized(weight, "uint4", 16).dequantize() for weight in weights])
+    )
     assert concatenated([quantized(weights[0], "uint4", 16), quantized(weights[1], "uint4", 8)]) is None
     assert concatenated([quantized(weights[0], "fp8"), quantized(weights[1], "uint8")]) is None
 
@@ -117,12 +119,17 @@ def test_bad_tensors_are_refused_with_the_layer_and_the_fix() -> None:
         (
             {
                 "quant_method": "compressed-tensors",
-                "config_groups": {"a": {"weights": {"num_bits": 8, "type": "int"}, "input_activations": {"num_bits": 8}}},
+                "config_groups": {
+                    "a": {"weights": {"num_bits": 8, "type": "int"}, "input_activations": {"num_bits": 8}}
+                },
             },
             "W8A8",
         ),
         (
-            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4, "actorder": "group"}}}},
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"a": {"weights": {"num_bits": 4, "actorder": "group"}}},
+            },
             "actorder='group' reorders",
         ),
     ],

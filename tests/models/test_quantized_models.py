@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers_adapters import write_adapter
 from helpers_families import points_of, states_of
-from helpers_quantized import FORMATS, write_quantized
+from helpers_quantized import write_quantized
 from helpers_runner import random_ids
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -27,8 +27,8 @@ from pymllm_interp.models.weights.loading import WeightsError
 PROMPTS = [random_ids(9, seed=1), random_ids(4, seed=2), random_ids(17, seed=3), random_ids(1, seed=4)]
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 PAIRS = [
-    ("llama", "awq"), ("llama", "fp8-channel"), ("mistral", "gptq"), ("qwen2", "w4a16"), ("qwen3", "fp8-blocks"), ("gemma", "w8a16"),
-    ("gemma2", "fp8-tensor"), ("gemma3_text", "gptq-8"), ("gpt2", "gptq"), ("gpt_neox", "fp8-blocks"),
+    ("llama", "awq"), ("llama", "fp8-channel"), ("mistral", "gptq"), ("qwen2", "w4a16"), ("qwen3", "fp8-blocks"),
+    ("gemma", "w8a16"), ("gemma2", "fp8-tensor"), ("gemma3_text", "gptq-8"), ("gpt2", "gptq"), ("gpt_neox", "fp8-blocks"),
 ]  # fmt: skip
 Load = Callable[..., LM]
 
@@ -60,7 +60,9 @@ def test_every_site_is_as_with_dequantised_weights(
     lm, plain = load(folder), load(folder / "plain")
     points = points_of(lm.model_spec)
     outs, expected = (model.forward(PROMPTS, capture=list(points)) for model in (lm, plain))
-    theirs: Any = AutoModelForCausalLM.from_pretrained(folder / "plain", dtype=torch.float32, attn_implementation="eager")
+    theirs: Any = AutoModelForCausalLM.from_pretrained(
+        folder / "plain", dtype=torch.float32, attn_implementation="eager"
+    )
     for ids, out, own in zip(PROMPTS, outs, expected, strict=True):
         assert torch.equal(out.logits, own.logits)
         assert all(torch.equal(out.activations[site], own.activations[site]) for site in points)
@@ -104,7 +106,9 @@ def test_layers_that_the_checkpoint_leaves_unquantised_stay_so(
     load: Load, model_folder: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One whole product, and one projection of a product: that product is dequantised, and a warning says so."""
-    folder = write_quantized(model_folder("llama"), tmp_path / "m", "fp8-channel", keep=("0.mlp.down_proj", "1.self_attn.k_proj"))
+    folder = write_quantized(
+        model_folder("llama"), tmp_path / "m", "fp8-channel", keep=("0.mlp.down_proj", "1.self_attn.k_proj")
+    )
     with caplog.at_level("WARNING"):
         lm, plain = load(folder), load(folder / "plain")
     layers = lm.runner.get_model().get_submodule("model.layers")
@@ -115,7 +119,9 @@ def test_layers_that_the_checkpoint_leaves_unquantised_stay_so(
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_weights_are_rounded_at_load(family: str, load: Load, model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_weights_are_rounded_at_load(
+    family: str, load: Load, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
     """`quantize="fp8"` is the same as a checkpoint that was rounded before; the head is left."""
     lm = load(model_folder(family), quantize="fp8")
     tensors = load_file(model_folder(family) / "model.safetensors")
@@ -133,7 +139,9 @@ def test_weights_are_rounded_at_load(family: str, load: Load, model_folder: Call
     assert tokens_of(lm) == tokens_of(load(plain))
 
 
-def test_random_weights_are_rounded_to_the_config_s_format(load: Load, model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_random_weights_are_rounded_to_the_config_s_format(
+    load: Load, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
     folder = write_quantized(model_folder("llama"), tmp_path / "m", "w4a16")
     lm, plain = load(folder, load_format="dummy"), load(model_folder("llama"), load_format="dummy")
     ours, theirs = (own.runner.get_model().get_submodule("model.layers.0.mlp.up_proj") for own in (lm, plain))
@@ -147,7 +155,10 @@ def test_weights_read_as_dequantised_and_refuse_writes(load: Load, model_folder:
     before = tokens_of(lm)
     for module in (attention.q_proj, attention.o_proj):
         weight: Any = module.weight
-        assert torch.equal(weight, module.quantized.dequantize()) and weight.shape == (module.out_features, module.in_features)
+        assert torch.equal(weight, module.quantized.dequantize()) and weight.shape == (
+            module.out_features,
+            module.in_features,
+        )
         product = weight * 2
         product += 1  # results are plain tensors
         assert type(product) is torch.Tensor
@@ -170,7 +181,9 @@ def test_weights_read_as_dequantised_and_refuse_writes(load: Load, model_folder:
     assert tokens_of(lm) == before
 
 
-def test_the_fingerprint_covers_codes_and_scales(load: Load, model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_fingerprint_covers_codes_and_scales(
+    load: Load, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
     first, again = (load(model_folder("llama"), quantize="fp8").runner.model_state for _ in range(2))
     plain = load(model_folder("llama")).runner.model_state
     assert first.fingerprint() == again.fingerprint() != plain.fingerprint()
@@ -208,7 +221,9 @@ def test_bad_checkpoints_are_refused_by_name(load: Load, model_folder: Callable[
         with pytest.raises(ValueError, match=message):
             load(folder, **options)
 
-    refuses({k: t for k, t in tensors.items() if k != f"{name}_scale"}, r"up_proj is quantised: weight_scale is missing")
+    refuses(
+        {k: t for k, t in tensors.items() if k != f"{name}_scale"}, r"up_proj is quantised: weight_scale is missing"
+    )
     refuses({k: t for k, t in tensors.items() if not k.startswith(name)}, r"up_proj.* no weight")
     refuses(tensors | {name: tensors[name].view(torch.uint8)[:8].view(torch.float8_e4m3fn)}, "up_proj")
     refuses(tensors | {"model.layers.9.mlp.up_proj.weight": torch.ones(2, 2)}, "1 unexpected")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -43,27 +44,28 @@ def value_of(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> 
     return (codes - zeros.repeat_interleave(per, 1)).float() * scales.float().repeat_interleave(per, 1)
 
 
-def awq(weight: torch.Tensor) -> Stored:
-    codes, zeros, scales = rounded(weight, 4, GROUP)
+def awq(weight: torch.Tensor, group: int = GROUP) -> Stored:
+    codes, zeros, scales = rounded(weight, 4, group)
     tensors = {
         "qweight": in_words(codes.T, 4, AWQ_COLUMNS), "qzeros": in_words(zeros.T, 4, AWQ_COLUMNS), "scales": scales.T,
     }  # fmt: skip
     return tensors, value_of(codes, zeros, scales)
 
 
-def gptq(weight: torch.Tensor, bits: int = 4, version: int = 1) -> Stored:
-    codes, zeros, scales = rounded(weight, bits, GROUP)
+def gptq(weight: torch.Tensor, group: int = GROUP, bits: int = 4, version: int = 1) -> Stored:
+    codes, zeros, scales = rounded(weight, bits, group)
     tensors = {
         "qweight": in_words(codes.T.contiguous().T, bits).T,
         "qzeros": in_words((zeros - (2 - version)).T, bits),
         "scales": scales.T,
-        "g_idx": torch.arange(weight.shape[1]).int() // GROUP,
+        "g_idx": torch.arange(weight.shape[1]).int() // group,
     }
     return tensors, value_of(codes, zeros, scales)
 
 
-def fp8_blocks(weight: torch.Tensor, block: tuple[int, int] = (24, 16)) -> Stored:
-    """DeepSeek's: a scale for a block of rows and columns, which the last blocks may not fill."""
+def fp8_blocks(weight: torch.Tensor, group: int = 2 * GROUP) -> Stored:
+    """DeepSeek's: a scale for a block of 24 rows and `group` columns, which the last blocks may not fill."""
+    block = 24, group
     scales = torch.empty(*(-(-size // own) for size, own in zip(weight.shape, block, strict=True)))
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
@@ -74,22 +76,22 @@ def fp8_blocks(weight: torch.Tensor, block: tuple[int, int] = (24, 16)) -> Store
     return {"weight": codes, "weight_scale_inv": scales}, codes.float() * spread
 
 
-def fp8_tensor(weight: torch.Tensor) -> Stored:
+def fp8_tensor(weight: torch.Tensor, group: int = 0) -> Stored:
     scale = weight.abs().max() / 448
     codes = (weight / scale).to(torch.float8_e4m3fn)
     return {"weight": codes, "weight_scale": scale, "input_scale": torch.ones(())}, codes.float() * scale
 
 
-def fp8_channel(weight: torch.Tensor) -> Stored:
+def fp8_channel(weight: torch.Tensor, group: int = 0) -> Stored:
     scale = weight.abs().amax(1, keepdim=True) / 448
     codes = (weight / scale).to(torch.float8_e4m3fn)
     return {"weight": codes, "weight_scale": scale}, codes.float() * scale
 
 
-def compressed(weight: torch.Tensor, bits: int) -> Stored:
+def compressed(weight: torch.Tensor, group: int, bits: int) -> Stored:
     """compressed-tensors' pack-quantized: signed codes, symmetric."""
     half = 1 << (bits - 1)
-    groups = weight.unflatten(1, (-1, GROUP))
+    groups = weight.unflatten(1, (-1, group))
     scales = groups.abs().amax(-1) / (half - 1)
     codes = (groups / scales[..., None]).round().clamp(-half, half - 1).flatten(1).int()
     tensors = {
@@ -99,15 +101,18 @@ def compressed(weight: torch.Tensor, bits: int) -> Stored:
 
 
 def _group(**weights: Any) -> dict[str, Any]:
-    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+    return {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
 
 
-FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Stored]]] = {
+FORMATS: dict[str, tuple[dict[str, Any], Callable[..., Stored]]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}, awq),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}, gptq),
     "gptq-8": (
         {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "desc_act": False, "checkpoint_format": "gptq_v2"},
-        lambda weight: gptq(weight, 8, 2),
+        lambda weight, group=GROUP: gptq(weight, group, 8, 2),
     ),
     "fp8-blocks": ({"quant_method": "fp8", "weight_block_size": [24, 16], "activation_scheme": "dynamic"}, fp8_blocks),
     "fp8-tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_tensor),
@@ -116,11 +121,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Stored]]] = {
     ),
     "w4a16": (
         _group(num_bits=4, type="int", strategy="group", group_size=GROUP) | {"format": "pack-quantized"},
-        lambda weight: compressed(weight, 4),
+        lambda weight, group=GROUP: compressed(weight, group, 4),
     ),
     "w8a16": (
         _group(num_bits=8, type="int", strategy="group", group_size=GROUP) | {"format": "pack-quantized"},
-        lambda weight: compressed(weight, 8),
+        lambda weight, group=GROUP: compressed(weight, group, 8),
     ),
 }  # fmt: skip
 """Name -> quantization_config, and what stores a weight [out, in]."""
@@ -133,19 +138,30 @@ def is_linear(name: str, tensor: torch.Tensor) -> bool:
 
 
 def write_quantized(
-    source: Path, folder: Path, form: str, transposed: bool = False, keep: tuple[str, ...] = (), **settings: Any
+    source: Path,
+    folder: Path,
+    form: str,
+    transposed: bool = False,
+    keep: tuple[str, ...] = (),
+    group: int | None = None,
+    **settings: Any,
 ) -> Path:
     """Write `source`'s model quantised, and beside it what its weights stand for, in ``folder/plain``.
 
     Args:
         transposed: the weights are [in, out] (Conv1D).
         keep: parts of the names of layers that stay unquantised.
+        group: inputs of a group, in place of the format's.
         settings: more of the quantization_config.
 
     Returns:
         the folder.
     """
-    config, store = FORMATS[form]
+    config, store = copy.deepcopy(FORMATS[form][0]), FORMATS[form][1]
+    if group is not None and "group_size" in config:
+        config["group_size"] = group
+    for weights in (own["weights"] for own in config.get("config_groups", {}).values()):
+        weights |= {"group_size": group} if group is not None and "group_size" in weights else {}
     plain = folder / "plain"
     shutil.copytree(source, plain)
     tensors, quantised, read = load_file(source / "model.safetensors"), {}, {}
@@ -153,7 +169,9 @@ def write_quantized(
         if not is_linear(name, tensor) or any(part in name for part in keep):
             quantised[name] = read[name] = tensor
             continue
-        stored, value = store((tensor.T if transposed else tensor).float())
+        stored, value = store(
+            (tensor.T if transposed else tensor).float(), **({} if group is None else {"group": group})
+        )
         read[name] = (value.T if transposed else value).contiguous()
         path = name.removesuffix("weight")
         quantised |= {f"{path}{leaf}": own.contiguous() for leaf, own in stored.items()}

@@ -95,10 +95,12 @@ class QuantizedWeight:
         values, scales = self._values(rows), self.scales[rows].float()
         groups, width = scales.shape[1], values.shape[1]
         if self.kind in ("uint8", "uint4"):
-            zeros = float(1 << (BITS[self.kind] - 1)) if self.zeros is None else self.zeros[rows].float()
-            values = values.sub_(zeros if isinstance(zeros, float) else self._spread(zeros, width))
+            middle = 1 << (BITS[self.kind] - 1)
+            values = values.sub_(middle if self.zeros is None else self._spread(self.zeros[rows].float(), width))
         if groups > 1 and width % self.group_size == 0:
-            out[rows].view(-1, groups, self.group_size).copy_(values.view(-1, groups, self.group_size).mul_(scales[..., None]))
+            out[rows].view(-1, groups, self.group_size).copy_(
+                values.view(-1, groups, self.group_size).mul_(scales[..., None])
+            )
         else:
             out[rows].copy_(values.mul_(self._spread(scales, width)))
 
@@ -124,7 +126,7 @@ class QuantizedWeight:
 
 
 def _float8_values(codes: torch.Tensor) -> torch.Tensor:
-    """E4M3 without NaN as float32: its bits are those of a float16 that is 2^8 times smaller. Ten times as fast as torch's cast."""
+    """E4M3 without NaN as float32: the bits of a float16 that is 2^8 times smaller. Five times as fast as torch's cast."""
     bits = codes.view(torch.int8).short()
     bits <<= 7
     bits &= ~0x4000  # the sign was extended into the exponent
@@ -136,7 +138,10 @@ def concatenated(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
     first = parts[0]
     if len(parts) == 1:
         return first
-    if len({(part.kind, part.group_size, part.zeros is None, part.shape[1], part.scales.shape[1]) for part in parts}) > 1:
+    if (
+        len({(part.kind, part.group_size, part.zeros is None, part.shape[1], part.scales.shape[1]) for part in parts})
+        > 1
+    ):
         return None
     scale_dtypes = {part.scales.dtype for part in parts}
     scales = [part.scales if len(scale_dtypes) == 1 else part.scales.float() for part in parts]

@@ -61,8 +61,14 @@ class QuantizationFormat:
         settings: dict[str, Any] = dict(given) if isinstance(given, Mapping) else given.to_dict()
         method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
         if method not in METHODS:
-            fix = "use the unquantised model" if method != "mxfp4" else "its experts run dequantised by impl='transformers'"
-            raise WeightsError(f"{name} is quantised by {method!r}, which is not supported ({', '.join(METHODS)} are); {fix}")
+            fix = (
+                "use the unquantised model"
+                if method != "mxfp4"
+                else "its experts run dequantised by impl='transformers'"
+            )
+            raise WeightsError(
+                f"{name} is quantised by {method!r}, which is not supported ({', '.join(METHODS)} are); {fix}"
+            )
         problem = _problem(method, settings)
         if problem is not None:
             raise WeightsError(f"{name} is quantised by {method}: {problem}")
@@ -121,10 +127,22 @@ def _problem(method: str, settings: Mapping[str, Any]) -> str | None:
             weights = group.get("weights") or {}
             if weights.get("actorder") in ("group", True):
                 return "actorder='group' reorders the inputs; use a checkpoint with actorder='static' or none"
-            if (weights.get("type", "int"), weights.get("num_bits", 8)) not in (("int", 4), ("int", 8), ("float", 8), ("float", 4)):
+            if (weights.get("type", "int"), weights.get("num_bits", 8)) not in (
+                ("int", 4),
+                ("int", 8),
+                ("float", 8),
+                ("float", 4),
+            ):
                 return f"weights of {weights.get('num_bits')} bits ({weights.get('type')}) are not read; use FP8, W4A16 or W8A16"
             formats = {str(group.get("format") or settings.get("format"))}
-            if formats - {"pack-quantized", "float-quantized", "mxfp4-pack-quantized", "naive-quantized", "mixed-precision", "None"}:
+            if formats - {
+                "pack-quantized",
+                "float-quantized",
+                "mxfp4-pack-quantized",
+                "naive-quantized",
+                "mixed-precision",
+                "None",
+            }:
                 return (
                     f"the format {formats.pop()!r} is not read; float-quantized (FP8), pack-quantized (W4A16, W8A16) and "
                     "mxfp4-pack-quantized are"
@@ -178,7 +196,11 @@ def _float8(path: str, tensors: Tensors, dtype: torch.dtype, settings: Mapping[s
         block = block or (group.get("weights") or {}).get("block_structure")
     high, wide = _block_of(scale.shape, (rows, width), block)
     if scale.shape != (-(-rows // high), -(-width // wide)):
-        _refuse(path, f"its scales are {list(scale.shape)}, and the weight is {[rows, width]}", "check the checkpoint's config")
+        _refuse(
+            path,
+            f"its scales are {list(scale.shape)}, and the weight is {[rows, width]}",
+            "check the checkpoint's config",
+        )
     return QuantizedWeight("fp8", weight, scale.repeat_interleave(high, 0)[:rows].contiguous(), None, wide, dtype)
 
 
@@ -205,10 +227,14 @@ def _packed(path: str, tensors: Tensors, dtype: torch.dtype, settings: Mapping[s
     scale = scale.reshape(1, 1).expand(rows, 1).contiguous() if scale.numel() == 1 else scale
     codes = _unpacked(words, bits)[:, :width]
     groups = scale.shape[1]
-    given = next((int(size) for group in _groups(settings) if (size := (group.get("weights") or {}).get("group_size"))), -1)
+    given = next(
+        (int(size) for group in _groups(settings) if (size := (group.get("weights") or {}).get("group_size"))), -1
+    )
     group_size = width if groups == 1 else given if given > 0 else -(-width // groups)
     if "weight_g_idx" in tensors and not torch.equal(tensors["weight_g_idx"].long(), torch.arange(width) // group_size):
-        _refuse(path, "its weight_g_idx reorders the inputs (actorder)", "use a checkpoint with actorder='static' or none")
+        _refuse(
+            path, "its weight_g_idx reorders the inputs (actorder)", "use a checkpoint with actorder='static' or none"
+        )
     _check_groups(path, width, groups, group_size)
     zeros = None
     if (zero_words := tensors.get("weight_zero_point")) is not None:
@@ -238,7 +264,11 @@ def _unpacked(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = No
 
 def _needed(path: str, tensors: Tensors, name: str) -> torch.Tensor:
     if name not in tensors:
-        _refuse(path, f"{name} is missing (there are {', '.join(sorted(tensors))})", "download the checkpoint again, or use another")
+        _refuse(
+            path,
+            f"{name} is missing (there are {', '.join(sorted(tensors))})",
+            "download the checkpoint again, or use another",
+        )
     return tensors[name]
 
 
@@ -252,7 +282,11 @@ def _scales(path: str, scales: torch.Tensor) -> torch.Tensor:
 
 def _check_groups(path: str, width: int, groups: int, group_size: int) -> None:
     if groups != -(-width // group_size):
-        _refuse(path, f"{groups} groups of {group_size} do not make {width} inputs", "check group_size in quantization_config")
+        _refuse(
+            path,
+            f"{groups} groups of {group_size} do not make {width} inputs",
+            "check group_size in quantization_config",
+        )
 
 
 def _refuse(path: str, what: str, fix: str) -> NoReturn:

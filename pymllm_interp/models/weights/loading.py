@@ -28,7 +28,9 @@ CPU_DRAW_LIMIT = 2**20
 """Parameters of up to this many elements are drawn on the CPU, so that they are equal on every device."""
 
 
-NO_FORMAT = " Some are quantised, and config.json has no quantization_config for this: download both from the same place."
+NO_FORMAT = (
+    " Some are quantised, and config.json has no quantization_config for this: download both from the same place."
+)
 
 
 class WeightsError(ValueError):

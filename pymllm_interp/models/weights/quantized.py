@@ -53,7 +53,8 @@ class LinearParts:
             return
         if quantised:
             logger.warning(
-                "%s are one product, and their weights are quantised differently: it is dequantised", ", ".join(self.modules)
+                "%s are one product, and their weights are quantised differently: it is dequantised",
+                ", ".join(self.modules),
             )
         plain = [part.dequantize() if isinstance(part, QuantizedWeight) else part for part in parts]
         first = next(iter(self.modules.values()))
@@ -67,13 +68,15 @@ class LinearParts:
     def _set_plain(self, weight: Tensor) -> None:
         parts = [weight] if self.merged is None else self.merged.set_weight(weight)
         for module, part in zip(self.modules.values(), parts, strict=True):
-            module.weight = part if isinstance(part, nn.Parameter) else nn.Parameter(part.t() if module.transposed else part, False)
+            module.weight = (
+                part if isinstance(part, nn.Parameter) else nn.Parameter(part.t() if module.transposed else part, False)
+            )
             if self.merged is None:
                 module.bind()
 
 
 def linear_parts(model: nn.Module) -> list[LinearParts]:
-    """The products of a model whose weights are unallocated."""
+    """The products of a model that have unallocated weights."""
     found: dict[int, LinearParts] = {}
     for path, module in model.named_modules():
         if isinstance(module, Projection):
@@ -111,15 +114,21 @@ def load_quantized(
             continue
         if any(part is None for part in parts):
             lacking = [path for path, part in zip(product.modules, parts, strict=True) if part is None]
-            raise WeightsError(f"these weights are not complete: {', '.join(lacking)} have no weight; download the folder again")
+            raise WeightsError(
+                f"these weights are not complete: {', '.join(lacking)} have no weight; download the folder again"
+            )
         found = [part for part in parts if part is not None]
         if quantize is not None and head not in product.modules.values():
-            found = [_rounded(part, quantize, module) for part, module in zip(found, product.modules.values(), strict=True)]
+            found = [
+                _rounded(part, quantize, module) for part, module in zip(found, product.modules.values(), strict=True)
+            ]
         product.set_parts(found, device)
     _load_rest(model, rest, {path for product in products if product not in pending for path in product.modules})
 
 
-def init_dummy_quantized(model: nn.Module, stored: QuantizationFormat | None, quantize: str | None, device: str, seed: int) -> None:
+def init_dummy_quantized(
+    model: nn.Module, stored: QuantizationFormat | None, quantize: str | None, device: str, seed: int
+) -> None:
     """Random weights, as `init_dummy_weights` draws them, rounded to the codes of the format; the head's are not."""
     head = getattr(model, "lm_head", None)
     kind, group = (quantize or "fp8", None) if stored is None else (stored.kind, stored.group_size)
@@ -136,7 +145,9 @@ def init_dummy_quantized(model: nn.Module, stored: QuantizationFormat | None, qu
         product.set_parts(parts, device)
 
 
-def _sorted_out(weights: Iterable[tuple[str, Tensor]], own: Mapping[str, dict[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _sorted_out(
+    weights: Iterable[tuple[str, Tensor]], own: Mapping[str, dict[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
     """Put the tensors of the modules of `own` there; yield the others."""
     for name, tensor in weights:
         path, _, leaf = name.rpartition(".")
@@ -162,7 +173,9 @@ def _part(path: str, module: Any, tensors: dict[str, Tensor], stored: Quantizati
             "both from the same place"
         )
     elif module.transposed and "qweight" not in tensors:
-        raise WeightsError(f"{path} is a Conv1D in {stored.method} format, which is not read: use quantize='fp8', or AWQ or GPTQ")
+        raise WeightsError(
+            f"{path} is a Conv1D in {stored.method} format, which is not read: use quantize='fp8', or AWQ or GPTQ"
+        )
     else:
         found = stored.read(path, tensors, module.weight.dtype)
     expected = module.weight.shape if not module.transposed else module.weight.shape[::-1]
