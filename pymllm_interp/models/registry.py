@@ -26,7 +26,7 @@ from .native.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 from .transformers.structure import config_spec
 from .weights.formats import QuantizationFormat
 from .weights.loading import WeightsError, init_dummy_weights, iter_safetensors, load_weights
-from .weights.quantized import init_dummy_quantized, load_quantized
+from .weights.quantized import init_dummy_quantized, load_quantized, round_rows
 
 NATIVE: dict[str, type[DecoderForCausalLM]] = {
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
@@ -167,10 +167,12 @@ def load_model(
     with unallocated_weights():
         model = cls(config, spec, device, max_positions)
     if folder is None:
-        init_dummy_quantized(model, stored, quantize, device, seed)
+        init_dummy_quantized(model, stored, device, seed)
         init_dummy_weights(model, seed)
     else:
         load_quantized(model, _tensors(model, folder), stored, quantize, device)
+    if quantize == "fp8-w8a8":
+        round_rows(model)
     return model
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from family_configs import tiny_config
 from helpers_adapters import write_adapter
 from helpers_families import points_of, states_of
 from helpers_quantized import write_quantized
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from pymllm_interp import LM, SamplingParams, Steer
 from pymllm_interp.layers.gemm import Gemm
-from pymllm_interp.layers.quantization.gemm import QuantizedGemm
+from pymllm_interp.layers.quantization.gemm import QuantizedGemm, scaled_product
 from pymllm_interp.layers.quantization.weight import quantized
 from pymllm_interp.models.weights.loading import WeightsError
 
@@ -209,6 +210,38 @@ def test_a_gradient_keeps_no_dequantised_weight() -> None:
     out.square().sum().backward()
     expected.square().sum().backward()
     assert x.grad is not None and torch.allclose(x.grad, reference.grad)
+
+
+def test_rounded_rows_follow_the_formula_of_scaled_products() -> None:
+    """`scaled_mm` has a CPU kernel with the CUDA kernel's arguments. A row does not depend on the others."""
+    draw = torch.Generator().manual_seed(0)
+    weight = quantized(torch.randn(48, 64, generator=draw).bfloat16())
+    x = torch.randn(1, 5, 64, generator=draw).bfloat16() * torch.tensor([1, 100, 1e-3, 0, 7])[:, None].bfloat16()
+    bias = torch.randn(48, generator=draw).bfloat16()
+    out = scaled_product(x, weight, bias)
+    scales = x.float().abs().amax(-1, keepdim=True) / 448
+    codes = torch.where(scales == 0, 0, x.float() / scales).to(torch.float8_e4m3fn).float()
+    expected = (codes * scales) @ weight.dequantize(torch.float32).T + bias.float()
+    assert out.dtype is torch.bfloat16 and torch.allclose(out.float(), expected, rtol=2e-2, atol=2e-2)
+    assert torch.equal(out[0, 3], bias) and torch.equal(scaled_product(x[:, 1:2], weight, bias), out[:, 1:2])
+    exact = x[0, :3].float() @ weight.dequantize(torch.float32).T
+    near = torch.nn.functional.cosine_similarity(scaled_product(x, weight, None)[0, :3].float(), exact)
+    assert bool((near > 0.998).all())
+
+
+def test_only_products_that_take_rounded_rows_round_them(load: Load, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = tiny_config("llama")
+    config.hidden_size, config.intermediate_size, config.architectures = 64, 72, ["LlamaForCausalLM"]
+    config.head_dim = 16
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    layers = load(tmp_path / "base", quantize="fp8-w8a8").runner.get_model().get_submodule("model.layers")
+    attention, mlp = layers[1].self_attn, layers[1].mlp
+    assert attention._qkv.gemm.rounds_rows and attention.o_proj.gemm.rounds_rows and mlp._gate_up.gemm.rounds_rows
+    assert not mlp.down_proj.gemm.rounds_rows  # 72 inputs
+    folder = write_quantized(tmp_path / "base", tmp_path / "m", "fp8-blocks")
+    layers = load(folder, quantize="fp8-w8a8").runner.get_model().get_submodule("model.layers")
+    assert not layers[1].self_attn.o_proj.gemm.rounds_rows
 
 
 def test_bad_checkpoints_are_refused_by_name(load: Load, model_folder: Callable[[str], Path], tmp_path: Path) -> None:

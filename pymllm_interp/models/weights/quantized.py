@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ...layers.fused_qkv import Conv1D
 from ...layers.linear import Linear, MergedLinear, Projection
+from ...layers.quantization.gemm import QuantizedGemm, takes_rounded_rows
 from ...layers.quantization.weight import QuantizedWeight, concatenated, quantized
 from .formats import LEAVES, QuantizationFormat
 from .loading import MARKS, WeightsError, draw, load_weights
@@ -96,7 +97,7 @@ def load_quantized(
     Args:
         weights: the checkpoint's tensors, by their names in the module tree.
         stored: the checkpoint's format; None: it is unquantised.
-        quantize: "fp8": round unquantised weights, but not the head's; None: leave them.
+        quantize: of `ModelConfig`. The head's weight is left.
 
     Raises:
         WeightsError: as `load_weights`; or quantised tensors that are missing or do not fit.
@@ -106,7 +107,7 @@ def load_quantized(
     own: dict[str, dict[str, Tensor]] = {path: {} for path in paths}
     rest = list(_sorted_out(weights, own))
     head = getattr(model, "lm_head", None)
-    pending = []
+    pending: list[LinearParts] = []
     for product in products:
         parts = [_part(path, module, own[path], stored) for path, module in product.modules.items()]
         if all(part is None for part in parts):
@@ -120,18 +121,16 @@ def load_quantized(
         found = [part for part in parts if part is not None]
         if quantize is not None and head not in product.modules.values():
             found = [
-                _rounded(part, quantize, module) for part, module in zip(found, product.modules.values(), strict=True)
+                _rounded(part, module) for part, module in zip(found, product.modules.values(), strict=True)
             ]
         product.set_parts(found, device)
     _load_rest(model, rest, {path for product in products if product not in pending for path in product.modules})
 
 
-def init_dummy_quantized(
-    model: nn.Module, stored: QuantizationFormat | None, quantize: str | None, device: str, seed: int
-) -> None:
+def init_dummy_quantized(model: nn.Module, stored: QuantizationFormat | None, device: str, seed: int) -> None:
     """Random weights, as `init_dummy_weights` draws them, rounded to the codes of the format; the head's are not."""
     head = getattr(model, "lm_head", None)
-    kind, group = (quantize or "fp8", None) if stored is None else (stored.kind, stored.group_size)
+    kind, group = ("fp8", None) if stored is None else (stored.kind, stored.group_size)
     for product in linear_parts(model):
         parts: list[Part] = []
         for path, module in product.modules.items():
@@ -143,6 +142,14 @@ def init_dummy_quantized(
             else:
                 parts.append(weight)
         product.set_parts(parts, device)
+
+
+def round_rows(model: nn.Module) -> None:
+    """Have the products with FP8 weights round their inputs, too, where they have many rows (`scaled_product`)."""
+    for module in model.modules():
+        gemm = module.place[0].gemm if isinstance(module, Projection) else getattr(module, "gemm", None)
+        if isinstance(gemm, QuantizedGemm):
+            gemm.rounds_rows = takes_rounded_rows(gemm.weight)
 
 
 def _sorted_out(
@@ -184,8 +191,8 @@ def _part(path: str, module: Any, tensors: dict[str, Tensor], stored: Quantizati
     return found
 
 
-def _rounded(part: Part, quantize: str, module: Any) -> Part:
-    return quantized(part.to(module.weight.dtype), quantize) if isinstance(part, Tensor) else part
+def _rounded(part: Part, module: Any) -> Part:
+    return quantized(part.to(module.weight.dtype).contiguous()) if isinstance(part, Tensor) else part
 
 
 def _load_rest(model: nn.Module, rest: list[tuple[str, Tensor]], loaded: set[str]) -> None:
