@@ -17,14 +17,12 @@ import triton
 import triton.language as tl
 
 from .launch import Launcher, grid_wait, launch_dependents
+from .quantized_blocks import block_of
 
 FULL_GRID = 264
 """Programs that fill a device: two for each multiprocessor of an H100."""
 PART_WIDTH = 1024
 """Inputs of a part at least."""
-BLOCK_K = 128
-MIN_BLOCK_K = {8: 16, 4: 32}
-"""Bits of a code -> inputs of a block at least: 16 of each half byte's."""
 ROW_CHANNELS, ROW_BLOCK, ROW_WARPS, MAX_ROW_BLOCKS = 4, 1024, 4, 16
 TILES = {16: (16, 64, 4, 4), 32: (32, 64, 4, 4), 64: (64, 64, 4, 4), 256: (64, 128, 8, 3)}
 """Rows, up to which -> (rows, channels, warps, stages) of a tile."""
@@ -149,20 +147,6 @@ def _sum_parts(
 _one_row_launch = Launcher(_one_row, pdl=True, enable_fp_fusion=True)
 _few_rows_launch = {size: Launcher(_few_rows, pdl=True, num_stages=tile[3]) for size, tile in TILES.items()}
 _sum_launch = Launcher(_sum_parts, pdl=True)
-
-
-def block_of(bits: int, width: int, group_size: int) -> int | None:
-    """Inputs of a block of `few_rows`; None: no kernel takes these groups.
-
-    Args:
-        bits: of a code.
-        width: inputs.
-        group_size: inputs of a scale.
-    """
-    block = BLOCK_K
-    while group_size < width and group_size % block:
-        block //= 2
-    return block if block >= MIN_BLOCK_K[bits] and width % (8 // bits) == 0 else None
 
 
 def parts_of(channels: int, width: int, block: int) -> tuple[int, int]:

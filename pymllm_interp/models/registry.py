@@ -41,10 +41,12 @@ NATIVE: dict[str, type[DecoderForCausalLM]] = {
 }
 
 
-_QUANTISED_CLASS = (
-    "{} runs by its class in transformers, and quantised weights are not supported there: use the unquantised model with "
-    "quantize=None. Native families read them: {}"
-)
+def _quantised_class(architecture: str) -> str:
+    """Why quantised weights of a class are refused."""
+    return (
+        f"{architecture} runs by its class in transformers, and quantised weights are not supported there: use the unquantised "
+        f"model with quantize=None. Native families read them: {', '.join(sorted(NATIVE))}"
+    )
 
 
 def architecture_of(config: PretrainedConfig) -> str:
@@ -152,7 +154,7 @@ def load_model(
     stored = QuantizationFormat.of(config)
     if not is_native(config, impl):
         if stored is not None or quantize is not None:
-            raise WeightsError(_QUANTISED_CLASS.format(architecture_of(config), ", ".join(sorted(NATIVE))))
+            raise WeightsError(_quantised_class(architecture_of(config)))
         from .transformers.transformers_model import load_transformers_model  # which imports transformers' models
 
         return load_transformers_model(config, spec, device, folder, seed)
@@ -184,12 +186,16 @@ def described(config: PretrainedConfig, impl: str = "auto") -> str:
     """How a model with this config runs, and why.
 
     Raises:
-        UnsupportedModelError: it is refused. Some models are refused by their first pass only, when they are loaded.
+        UnsupportedModelError, WeightsError: it is refused. Some models are refused by their first pass only, when they are loaded.
     """
     check_supported(config)
     architecture, model_type = architecture_of(config), config.get_text_config().model_type
+    stored = QuantizationFormat.of(config)
     if is_native(config, impl):
-        return f"native: {architecture} has an implementation of ours, with fused kernels and CUDA graphs"
+        weights = "" if stored is None else f"; {stored}"
+        return f"native: {architecture} has an implementation of ours, with fused kernels and CUDA graphs{weights}"
+    if stored is not None:
+        raise WeightsError(_quantised_class(architecture))
     from .transformers.transformers_model import check_has_class
 
     check_has_class(config)

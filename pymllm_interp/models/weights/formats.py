@@ -21,7 +21,8 @@ from typing import Any, NoReturn
 import torch
 from transformers import PretrainedConfig
 
-from ...layers.quantization.weight import QuantizedWeight, packed
+from ...kernels.quantized_blocks import block_of
+from ...layers.quantization.weight import BITS, QuantizedWeight, packed
 from .loading import MARKS, WeightsError
 
 Tensors = Mapping[str, torch.Tensor]
@@ -74,6 +75,18 @@ class QuantizationFormat:
             raise WeightsError(f"{name} is quantised by {method}: {problem}")
         kind, group_size = _scheme(method, settings)
         return cls(method, kind, group_size, settings)
+
+    def __str__(self) -> str:
+        """The codes, and the kernels for them."""
+        groups = "a scale for each channel or tensor" if self.group_size is None else f"groups of {self.group_size}"
+        bits = BITS[self.kind]
+        kernels = "on CUDA few rows by our Triton kernels, more by cuBLAS from dequantised weights"
+        if self.group_size is not None and block_of(bits, 2 * self.group_size, self.group_size) is None:
+            kernels = "on CUDA by cuBLAS, from dequantised weights: groups of this size have no kernel"
+        return (
+            f"its weights are quantised ({self.method}: {self.kind}, {groups}): {kernels}; on a CPU "
+            "dequantised for each product"
+        )
 
     def read(self, path: str, tensors: Tensors, dtype: torch.dtype) -> QuantizedWeight:
         """A module's weight.

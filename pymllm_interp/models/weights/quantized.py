@@ -120,9 +120,7 @@ def load_quantized(
             )
         found = [part for part in parts if part is not None]
         if quantize is not None and head not in product.modules.values():
-            found = [
-                _rounded(part, module) for part, module in zip(found, product.modules.values(), strict=True)
-            ]
+            found = [_rounded(part, module) for part, module in zip(found, product.modules.values(), strict=True)]
         product.set_parts(found, device)
     _load_rest(model, rest, {path for product in products if product not in pending for path in product.modules})
 
