@@ -4,7 +4,7 @@ from __future__ import annotations
 
 BLOCK_K = 128
 MIN_BLOCK_K = {8: 16, 4: 32}
-"""Bits of a code -> inputs of a block at least: the tensor cores take 16, and a byte of 4-bit codes has two."""
+"""Bits of a code -> inputs of a block at least. Tensor cores take 16; a byte of 4-bit codes has two."""
 
 
 def block_of(bits: int, width: int, group_size: int) -> int | None:

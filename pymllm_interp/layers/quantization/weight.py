@@ -4,8 +4,8 @@ All checkpoint formats become this one (models/weights/formats.py)::
 
     weight[o, i] = (code[o, i] - zero[o, i // group_size]) * scale[o, i // group_size]
 
-A scale of a whole row is a group as wide as the matrix. A scale of a block of rows is repeated for each row, so that rows of
-different projections can be concatenated: 4 bytes for each 128 weights.
+A scale of a whole row is a group as wide as the matrix. A scale of a block of rows is repeated for each row:
+4 bytes for 128 weights. So rows of different projections can be concatenated.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class QuantizedWeight:
 
     Attributes:
         kind: of the codes: "fp8" (E4M3), "uint8", "uint4" or "fp4" (E2M1).
-        codes: [out, in] float8_e4m3fn or uint8; of 4 bits [out, in / 2] uint8, the even inputs in the low bits.
+        codes: [out, in] float8_e4m3fn or uint8. Of 4 bits: [out, in / 2] uint8, even inputs in the low bits.
         scales: [out, groups] float32, float16 or bfloat16.
         zeros: [out, groups] uint8: the codes of zero; None: 2^(bits - 1) of integers, 0 of others.
         group_size: inputs of a group; the last group may be smaller.

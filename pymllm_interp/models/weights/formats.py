@@ -1,15 +1,13 @@
 """Checkpoint formats of quantised weights: from a module's tensors to a `QuantizedWeight`.
 
-| `quant_method` | tensors of a module | of the format |
-|---|---|---|
-| `fp8` | `weight`, `weight_scale_inv` or `weight_scale` | per tensor, per channel, or blocks such as 128 x 128 |
-| `compressed-tensors` | `weight`, `weight_scale` | FP8: per tensor, per channel, per group, blocks |
-| | `weight_packed`, `weight_scale`, `weight_shape` | integers of 4 and 8 bits; with `weight_zero_point`, asymmetric |
-| | `weight_packed`, `weight_scale` as uint8 | MXFP4 |
-| `awq` | `qweight`, `qzeros`, `scales` | 4 bits, "gemm" layout |
-| `gptq` | `qweight`, `qzeros`, `scales`, `g_idx` | 4 and 8 bits, groups in the order of the inputs |
+`fp8` has `weight`, and `weight_scale_inv` or `weight_scale`: for a tensor, a channel, or a block such as 128 x 128.
 
-Scales keep the checkpoint's dtype. Those of activations (`input_scale`) are left: activations stay in the model's dtype.
+`compressed-tensors` has `weight_scale`, and `weight` in FP8. Integers are in `weight_packed`, with `weight_shape`; asymmetric ones have
+`weight_zero_point`, too. Scales in uint8 are exponents: MXFP4.
+
+`awq` has `qweight`, `qzeros` and `scales` in the "gemm" layout, and so has `gptq`, with `g_idx`. That must be in the order of the inputs.
+
+Scales keep the checkpoint's dtype. Scales of activations (`input_scale`) are left: activations stay in the model's dtype.
 """
 
 from __future__ import annotations
