@@ -5,6 +5,7 @@ A new native family needs its class here, and a row in `core.families.FAMILIES`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,11 +42,16 @@ NATIVE: dict[str, type[DecoderForCausalLM]] = {
 }
 
 
+DEQUANTISED = ("fp8", "mxfp4")
+"""Methods of quantisation that transformers dequantises while it loads a model."""
+
+
 def _quantised_class(architecture: str) -> str:
     """Why quantised weights of a class are refused."""
     return (
-        f"{architecture} runs by its class in transformers, and quantised weights are not supported there: use the unquantised "
-        f"model with quantize=None. Native families read them: {', '.join(sorted(NATIVE))}"
+        f"{architecture} runs by its class in transformers, and quantised weights are not supported there, other than "
+        f"{' and '.join(DEQUANTISED)} in the checkpoint: use the unquantised model with quantize=None. Native families read them: "
+        f"{', '.join(sorted(NATIVE))}"
     )
 
 
@@ -153,8 +159,11 @@ def load_model(
     """
     stored = QuantizationFormat.of(config)
     if not is_native(config, impl):
-        if stored is not None or quantize is not None:
+        if quantize is not None or (stored is not None and stored.method not in DEQUANTISED):
             raise WeightsError(_quantised_class(architecture_of(config)))
+        if stored is not None:
+            config = copy.deepcopy(config)
+            config.quantization_config = {**stored.settings, "dequantize": True}
         from .transformers.transformers_model import load_transformers_model  # which imports transformers' models
 
         return load_transformers_model(config, spec, device, folder, seed)
@@ -166,6 +175,8 @@ def load_model(
         else:
             load_weights(model, _tensors(model, folder))
         return model
+    if stored is not None and stored.method == "mxfp4":
+        raise WeightsError(f"{architecture_of(config)} with mxfp4 is not read: mxfp4 of compressed-tensors is")
     with unallocated_weights():
         model = cls(config, spec, device, max_positions)
     if folder is None:
@@ -194,7 +205,7 @@ def described(config: PretrainedConfig, impl: str = "auto") -> str:
     if is_native(config, impl):
         weights = "" if stored is None else f"; {stored}"
         return f"native: {architecture} has an implementation of ours, with fused kernels and CUDA graphs{weights}"
-    if stored is not None:
+    if stored is not None and stored.method not in DEQUANTISED:
         raise WeightsError(_quantised_class(architecture))
     from .transformers.transformers_model import check_has_class
 
@@ -204,8 +215,9 @@ def described(config: PretrainedConfig, impl: str = "auto") -> str:
         if model_type in TRANSFORMERS_FAMILIES
         else "sites of the residual stream only"
     )
+    weights = "" if stored is None else f"its {stored.method} weights are dequantised at load; "
     why = "as asked for" if architecture in NATIVE else f"there is no native {architecture}"
     return (
-        f"transformers: {why}; its own class runs over the KV pool, with {sites}; loading it shows whether its attention can be "
-        "served, and decode passes captured in CUDA graphs"
+        f"transformers: {why}; its own class runs over the KV pool, with {sites}; {weights}"
+        "loading it shows whether its attention can be served, and decode passes captured in CUDA graphs"
     )

@@ -106,7 +106,7 @@ def test_bad_tensors_are_refused_with_the_layer_and_the_fix() -> None:
     ("settings", "message"),
     [
         ({"quant_method": "bitsandbytes"}, "'bitsandbytes', which is not supported"),
-        ({"quant_method": "mxfp4"}, "'mxfp4', which is not supported"),
+        ({"quant_method": "hqq"}, "'hqq', which is not supported"),
         (FORMATS["gptq"][0] | {"desc_act": True}, "desc_act=True .*desc_act=False"),
         (FORMATS["gptq"][0] | {"bits": 3}, "3 bits are not read"),
         (FORMATS["awq"][0] | {"version": "gemv"}, "'gemm' version"),

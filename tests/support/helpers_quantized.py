@@ -63,9 +63,9 @@ def gptq(weight: torch.Tensor, group: int = GROUP, bits: int = 4, version: int =
     return tensors, value_of(codes, zeros, scales)
 
 
-def fp8_blocks(weight: torch.Tensor, group: int = 2 * GROUP) -> Stored:
-    """DeepSeek's: a scale for a block of 24 rows and `group` columns, which the last blocks may not fill."""
-    block = 24, group
+def fp8_blocks(weight: torch.Tensor, group: int = 2 * GROUP, rows: int = 24) -> Stored:
+    """DeepSeek's: a scale for a block of `rows` and `group` columns, which the last blocks may not fill."""
+    block = rows, group
     scales = torch.empty(*(-(-size // own) for size, own in zip(weight.shape, block, strict=True)))
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
@@ -144,6 +144,7 @@ def write_quantized(
     transposed: bool = False,
     keep: tuple[str, ...] = (),
     group: int | None = None,
+    rows: int | None = None,
     **settings: Any,
 ) -> Path:
     """Write `source`'s model quantised, and beside it what its weights stand for, in ``folder/plain``.
@@ -151,6 +152,7 @@ def write_quantized(
     Args:
         transposed: the weights are [in, out] (Conv1D).
         keep: parts of the names of layers that stay unquantised.
+        rows: of a block of scales, in place of the format's.
         group: inputs of a group, in place of the format's.
         settings: more of the quantization_config.
 
@@ -162,6 +164,7 @@ def write_quantized(
         config["group_size"] = group
     for weights in (own["weights"] for own in config.get("config_groups", {}).values()):
         weights |= {"group_size": group} if group is not None and "group_size" in weights else {}
+    how = {name: value for name, value in (("group", group), ("rows", rows)) if value is not None}
     plain = folder / "plain"
     shutil.copytree(source, plain)
     tensors, quantised, read = load_file(source / "model.safetensors"), {}, {}
@@ -169,9 +172,7 @@ def write_quantized(
         if not is_linear(name, tensor) or any(part in name for part in keep):
             quantised[name] = read[name] = tensor
             continue
-        stored, value = store(
-            (tensor.T if transposed else tensor).float(), **({} if group is None else {"group": group})
-        )
+        stored, value = store((tensor.T if transposed else tensor).float(), **how)
         read[name] = (value.T if transposed else value).contiguous()
         path = name.removesuffix("weight")
         quantised |= {f"{path}{leaf}": own.contiguous() for leaf, own in stored.items()}

@@ -2,10 +2,10 @@
 
 `fp8` has `weight`, and `weight_scale_inv` or `weight_scale`: for a tensor, a channel, or a block such as 128 x 128.
 
-`compressed-tensors` has `weight_scale`, and `weight` in FP8. Integers are in `weight_packed`, with `weight_shape`; asymmetric ones have
-`weight_zero_point`, too. Scales in uint8 are exponents: MXFP4.
+`compressed-tensors` has `weight_scale`, and `weight` in FP8. Integers are in `weight_packed`, with `weight_shape`. Asymmetric ones
+have `weight_zero_point`, too. Scales in uint8 are exponents: MXFP4.
 
-`awq` has `qweight`, `qzeros` and `scales` in the "gemm" layout, and so has `gptq`, with `g_idx`. That must be in the order of the inputs.
+`awq` has `qweight`, `qzeros` and `scales` in the "gemm" layout. So has `gptq`, with a `g_idx` in the order of the inputs.
 
 Scales keep the checkpoint's dtype. Scales of activations (`input_scale`) are left: activations stay in the model's dtype.
 """
@@ -24,7 +24,7 @@ from ...layers.quantization.weight import BITS, QuantizedWeight, packed
 from .loading import MARKS, WeightsError
 
 Tensors = Mapping[str, torch.Tensor]
-METHODS = ("fp8", "compressed-tensors", "awq", "gptq")
+METHODS = ("fp8", "compressed-tensors", "awq", "gptq", "mxfp4")
 LEAVES = MARKS | {"weight", "weight_shape", "weight_zero_point", "weight_g_idx", "qzeros", "scales", "g_idx", "input_scale",
                   "activation_scale", "input_zero_point"}  # fmt: skip
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -60,13 +60,8 @@ class QuantizationFormat:
         settings: dict[str, Any] = dict(given) if isinstance(given, Mapping) else given.to_dict()
         method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
         if method not in METHODS:
-            fix = (
-                "use the unquantised model"
-                if method != "mxfp4"
-                else "its experts run dequantised by impl='transformers'"
-            )
             raise WeightsError(
-                f"{name} is quantised by {method!r}, which is not supported ({', '.join(METHODS)} are); {fix}"
+                f"{name} is quantised by {method!r}, which is not supported ({', '.join(METHODS)} are): use the unquantised model"
             )
         problem = _problem(method, settings)
         if problem is not None:
@@ -175,6 +170,8 @@ def _scheme(method: str, settings: Mapping[str, Any]) -> tuple[str, int | None]:
     if method == "fp8":
         block = settings.get("weight_block_size")
         return "fp8", block[1] if block else None
+    if method == "mxfp4":
+        return "fp4", 32
     if method in ("awq", "gptq"):
         size = settings.get("group_size", 128)
         return f"uint{settings.get('bits', 4)}", None if size in (None, -1) else int(size)

@@ -22,10 +22,12 @@ from ...layers.linear import Linear, MergedLinear, Projection
 from ...layers.quantization.gemm import QuantizedGemm, takes_rounded_rows
 from ...layers.quantization.weight import QuantizedWeight, concatenated, quantized
 from .formats import LEAVES, QuantizationFormat
-from .loading import MARKS, WeightsError, draw, load_weights
+from .loading import MARKS, WeightsError, draw, is_harmless, load_weights
 
 logger = logging.getLogger(__name__)
 Part = Tensor | QuantizedWeight
+SCALES_OF_STATES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".output_scale", ".input_scale")
+"""Ends of the names of scales for rounded K, V and activations, which are left."""
 
 
 @dataclass(slots=True)
@@ -200,4 +202,4 @@ def _load_rest(model: nn.Module, rest: list[tuple[str, Tensor]], loaded: set[str
         for name, tensor in model.state_dict(keep_vars=True).items()
         if name.rpartition(".")[0] in loaded and not name.endswith(".bias")
     ]
-    load_weights(model, [*rest, *have])
+    load_weights(model, [*rest, *have], ignore=lambda name: is_harmless(name) or name.endswith(SCALES_OF_STATES))
