@@ -97,7 +97,8 @@ def _few_rows(
     known, there = channel < N, row < rows
     where_x, where_c = row.to(tl.int64)[:, None] * K, channel.to(tl.int64)[:, None] * (K // PACKED)
     grid_wait(PDL)
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # The weight is the left factor: on Hopper that one may come from registers.
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     stop = tl.minimum(part * PART + PART, K)
     for start in range(part * PART, stop, BLOCK_K):
         column = start // PACKED + tl.arange(0, BLOCK_K // PACKED)[None, :]
@@ -109,22 +110,21 @@ def _few_rows(
         if PACKED == 2:
             low = tl.load(x + where_x + column * 2, mask=mask, other=0.0)
             high = tl.load(x + where_x + column * 2 + 1, mask=mask, other=0.0)
-            product = tl.dot(low, tl.trans(_decoded(code & 15, zero, KIND).to(low.dtype)), input_precision="ieee")
-            product = tl.dot(
-                high, tl.trans(_decoded(code >> 4, zero, KIND).to(low.dtype)), product, input_precision="ieee"
-            )
+            even, odd = _decoded(code & 15, zero, KIND).to(low.dtype), _decoded(code >> 4, zero, KIND).to(low.dtype)
+            product = tl.dot(even, tl.trans(low), input_precision="ieee")
+            product = tl.dot(odd, tl.trans(high), product, input_precision="ieee")
         else:
             values = tl.load(x + where_x + column, mask=mask, other=0.0)
-            product = tl.dot(values, tl.trans(_decoded(code, zero, KIND).to(values.dtype)), input_precision="ieee")
+            product = tl.dot(_decoded(code, zero, KIND).to(values.dtype), tl.trans(values), input_precision="ieee")
         if GROUPS > 1:
-            product *= tl.load(scales + group, mask=known, other=0.0).to(tl.float32)[None, :]
+            product *= tl.load(scales + group, mask=known, other=0.0).to(tl.float32)[:, None]
         total += product
     if GROUPS == 1:
-        total *= tl.load(scales + channel, mask=known, other=0.0).to(tl.float32)[None, :]
+        total *= tl.load(scales + channel, mask=known, other=0.0).to(tl.float32)[:, None]
     if HAS_BIAS and PARTS == 1:
-        total += tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)[None, :]
+        total += tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)[:, None]
     where = (part * rows + row.to(tl.int64)[:, None]) * N + channel[None, :]
-    tl.store(out + where, total.to(out.dtype.element_ty), mask=there[:, None] & known[None, :])
+    tl.store(out + where, tl.trans(total).to(out.dtype.element_ty), mask=there[:, None] & known[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
