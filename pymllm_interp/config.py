@@ -50,6 +50,10 @@ class ModelConfig:
     generation_config: str = "auto"
     """ "auto": the model's generation_config.json has the default sampling parameters; "none": it has not; or a folder with one."""
 
+    quantize: str | None = None
+    """ "fp8" rounds unquantised weights of linear layers to FP8 at load, with a scale for each output channel. "fp8-w8a8" also
+    rounds the inputs of large FP8 products on CUDA: prompts take less time, and states are less exact. None: as they are stored."""
+
     saes: Mapping[str, Any] = field(default_factory=dict)
     """SAEs by name: `SAE`s, files or folders. On CUDA, passes encode the top-k ones (docs/interventions.md)."""
 
@@ -58,6 +62,7 @@ class ModelConfig:
             raise ValueError(f"ModelConfig(saes={shown(self.saes)}): expected {{name: SAE, file or folder}}")
         _one_of(self, "load_format", ("auto", "safetensors", "gguf", "dummy"))
         _one_of(self, "impl", ("auto", "native", "transformers"))
+        _one_of(self, "quantize", (None, "fp8", "fp8-w8a8"))
         torch_dtype = type(self.dtype).__module__ == "torch"
         if not torch_dtype and self.dtype not in ("auto", *DTYPE_NAMES):
             raise ValueError(f"unknown dtype {self.dtype!r}; use one of {sorted(DTYPE_NAMES)} or 'auto'")

@@ -86,6 +86,7 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
         generation_config: "auto": the model's generation_config.json sets `default_sampling_params`; "none": it does not; or a
             folder with another one.
         saes: {name: an `SAE`, a file or a folder}, as `lm.saes` has them. On CUDA, `SetFeature` takes only these top-k SAEs.
+        quantize: "fp8" rounds the weights of linear layers to FP8 at load (docs/models.md); None: as they are stored.
         backend: an engine that has its model already, in place of all arguments above but `rename`, `envoys` and
             `attn_implementation` (client/backend.py). `connect` makes one of a server.
         engine: "own"; or "vllm", for vLLM with declared hooks (docs/vllm.md). Further keywords are then vLLM's, too.
@@ -115,6 +116,7 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
         attn_implementation: str | None = None,
         generation_config: str | PathLike[str] = "auto",
         saes: Mapping[str, Any] | None = None,
+        quantize: str | None = None,
         backend: Backend | None = None,
         engine: str = "own",
         **server: Any,
@@ -124,7 +126,7 @@ class LM(ClientModel, CorpusCalls):  # pyright: ignore[reportIncompatibleMethodO
         self.default_options = take_options({"attn_implementation": attn_implementation})
         model_config = ModelConfig(
             model=str(model), dtype=dtype, load_format=load_format, impl=impl, seed=seed, hf_config=hf_config,
-            generation_config=str(generation_config), saes=saes or {},
+            generation_config=str(generation_config), saes=saes or {}, quantize=quantize,
         )  # fmt: skip
         server_config = ServerConfig(
             device=device,

@@ -33,7 +33,10 @@ STRUCTURED = (
 )
 MULTIMODAL = "multimodal inputs are not supported: the models here take text, or token ids"
 KV_QUANTISATION = "a quantised KV cache is not supported: kv_cache_dtype='bfloat16' takes half of float32"
-QUANTISATION = "quantised weights are not supported: bfloat16 is, and a .gguf file is dequantised"
+QUANTISATION = (
+    "quantised weights are not supported as an option: config.json says how a checkpoint is quantised, quantize='fp8' rounds "
+    "weights at load, and a .gguf file is dequantised"
+)
 
 OPTIONS: dict[str, str] = {
     **dict.fromkeys(

@@ -15,20 +15,28 @@ from ..core.model_spec import ModelSpec
 from .edits.base import apply_inner, capture_inner
 from .gemm import Gemm
 from .linear import InnerSite, Linear, Product, adapted
+from .quantization.unallocated import weight_device
 from .rope import heads_of
 
 
 class Conv1D(Product, PlainConv1D):  # pyright: ignore[reportIncompatibleMethodOverride]
     """A projection with `weight` as [in, out]: a view of memory that lies as [out, in], which kernels read."""
 
+    transposed = True
+
     def __init__(
         self, nf: int, nx: int, dtype: torch.dtype, device: str, *, input_site: InnerSite | None = None
     ) -> None:
         nn.Module.__init__(self)  # transformers' own would draw random weights
         self.nf, self.nx, self.input_site = nf, nx, input_site
-        weight, bias = (torch.empty(*shape, dtype=dtype, device=device) for shape in ((nf, nx), (nf,)))
+        weight = torch.empty(nf, nx, dtype=dtype, device=weight_device(device))
+        bias = torch.empty(nf, dtype=dtype, device=device)
         self.weight, self.bias = nn.Parameter(weight.t(), False), nn.Parameter(bias, False)
-        self.gemm = Gemm([self.weight], weight, bias)
+        self.bind()
+
+    def bind(self) -> None:
+        """Rebuild the product after `weight` was replaced by another tensor."""
+        self.gemm = Gemm([self.weight], self.weight.detach().t(), self.bias.detach())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlainConv1D:
         """transformers' `Conv1D` with its own weights."""

@@ -29,6 +29,10 @@ from ..core.model_spec import EMBED_SITE
 from .edits.base import apply_at, apply_inner, capture_inner
 from .gemm import Gemm
 from .lora import LoRASlots
+from .quantization.gemm import QuantizedGemm
+from .quantization.readable import QuantizableModule
+from .quantization.unallocated import weight_device
+from .quantization.weight import QuantizedWeight
 
 InnerSite = tuple[int, str]
 """(layer, kind) of an inner site or of the logits."""
@@ -57,7 +61,7 @@ def plain_copy(module: nn.Linear, memo: dict[int, Any]) -> nn.Linear:
     return copied.train(module.training)
 
 
-class Product(nn.Module):
+class Product(QuantizableModule):
     """A matrix product with a bias: the part of a projection that is independent of the layout of the weight.
 
     Attributes:
@@ -66,7 +70,7 @@ class Product(nn.Module):
         input_site, output_site: the inner site of its input, or of its output, if any.
     """
 
-    gemm: Gemm
+    gemm: Gemm | QuantizedGemm
     lora: LoRASlots | None = None
     input_site: InnerSite | None = None
     output_site: InnerSite | None = None
@@ -86,6 +90,12 @@ class Product(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self.project(input, current_batch())
+
+    def set_quantized(self, weight: QuantizedWeight) -> None:
+        """Store and multiply by a quantised weight."""
+        super().set_quantized(weight)
+        bias: Any = self._parameters["bias"]
+        self.gemm = QuantizedGemm(weight, None if bias is None else bias.detach())
 
 
 class Linear(Product, nn.Linear):
@@ -109,7 +119,8 @@ class Linear(Product, nn.Linear):
         nn.Module.__init__(self)  # torch's own would draw random weights
         self.input_site, self.output_site = input_site, output_site
         self.in_features, self.out_features = in_features, out_features
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device), False)
+        weight = torch.empty(out_features, in_features, dtype=dtype, device=weight_device(device))
+        self.weight = nn.Parameter(weight, False)
         parameter = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), False) if bias else None
         self.register_parameter("bias", parameter)
         self.bind()
@@ -121,7 +132,7 @@ class Linear(Product, nn.Linear):
     __deepcopy__ = plain_copy
 
 
-class Projection(nn.Linear):
+class Projection(QuantizableModule, nn.Linear):
     """One projection of a `MergedLinear`. Its weight is a view of the merged weight.
 
     Args:
@@ -148,7 +159,7 @@ class Projection(nn.Linear):
         return self._merged, self._index
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        out = self._merged.slice(self._index, input, self.weight, self.bias)
+        out = self._merged.slice(self._index, input)
         return out if self.output_site is None else apply_inner(out, current_site_ops(), *self.output_site)
 
     __deepcopy__ = plain_copy
@@ -175,12 +186,13 @@ class MergedLinear:
     ) -> None:
         self.sizes = list(sizes)
         self._output_sites = list(output_sites) or [None] * len(self.sizes)
-        weight = torch.empty(sum(sizes), in_features, dtype=dtype, device=device)
+        weight = torch.empty(sum(sizes), in_features, dtype=dtype, device=weight_device(device))
         merged_bias = torch.empty(sum(sizes), dtype=dtype, device=device) if bias else None
         self._weights = [nn.Parameter(part, False) for part in weight.split(self.sizes)]
+        self._quantized: list[QuantizedGemm] = []
         parts = [] if merged_bias is None else merged_bias.split(self.sizes)
         self._biases = [nn.Parameter(part, False) for part in parts] or [None] * len(self.sizes)
-        self.gemm = Gemm(self._weights, weight, merged_bias)
+        self.gemm: Gemm | QuantizedGemm = Gemm(self._weights, weight, merged_bias)
         self.lora: LoRASlots | None = None
         self._input: torch.Tensor | None = None
         self._version = 0
@@ -190,6 +202,21 @@ class MergedLinear:
         """A module for each, over the merged weights."""
         parts = zip(self._weights, self._biases, self._output_sites, strict=True)
         return [Projection(self, i, *own) for i, own in enumerate(parts)]
+
+    def set_weight(self, weight: torch.Tensor) -> list[nn.Parameter]:
+        """Compute with another weight [sum of out, in]. Returns the weights of the projections, views of it."""
+        self._weights = [nn.Parameter(part, False) for part in weight.split(self.sizes)]
+        self.gemm = Gemm(self._weights, weight, self.gemm.bias)
+        return self._weights
+
+    def set_quantized(self, weight: QuantizedWeight) -> list[QuantizedWeight]:
+        """Compute with a quantised weight [sum of out, in]. Returns the weights of the projections, views of it."""
+        parts = weight.split(self.sizes)
+        biases = [None if own is None else own.detach() for own in self._biases]
+        self.gemm = QuantizedGemm(weight, self.gemm.bias)
+        self._quantized = [QuantizedGemm(*own) for own in zip(parts, biases, strict=True)]
+        self._weights = []
+        return parts
 
     def project(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         """All projections of x, concatenated along the last dim, after the ops and captures at their output sites."""
@@ -220,7 +247,7 @@ class MergedLinear:
         finally:
             self._input = self._product = None
 
-    def slice(self, index: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def slice(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """The projection `index` of `x`; outside of `product` by its own weight and bias.
 
         A hook may have replaced the input, or written to it. The *merged* product is then computed again, at the same shape,
@@ -228,7 +255,10 @@ class MergedLinear:
         """
         batch = current_batch()
         if self._input is None:
-            return adapted(partial(F.linear, weight=weight, bias=bias), x, self.lora, batch, index)
+            if self._quantized:
+                return adapted(self._quantized[index], x, self.lora, batch, index)
+            own = partial(F.linear, weight=self._weights[index], bias=self._biases[index])
+            return adapted(own, x, self.lora, batch, index)
         if x is not self._input:
             return self._part(self._multiply(x, batch), index)
         if x._version != self._version:

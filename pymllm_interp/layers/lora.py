@@ -17,6 +17,7 @@ import torch
 from ..core.pass_parts import AdapterRows, RowTiles, rows_of
 from .dispatch import triton_kernels_for
 from .gemm import Gemm
+from .quantization.weight import QuantizedWeight
 
 MIN_RANK = 16
 """Ranks are padded to a power of 2 from here on, for the kernels."""
@@ -59,7 +60,9 @@ class LoRASlots:
         weight: of the product; it has the dtype and the device.
     """
 
-    def __init__(self, in_features: int, sizes: Sequence[int], num_slots: int, rank: int, weight: torch.Tensor) -> None:
+    def __init__(
+        self, in_features: int, sizes: Sequence[int], num_slots: int, rank: int, weight: torch.Tensor | QuantizedWeight
+    ) -> None:
         self.in_features, self.sizes, self.rank = in_features, list(sizes), padded_rank(rank)
         self._dtype, self._device = weight.dtype, weight.device
         self._starts = [sum(self.sizes[:part]) for part in range(len(self.sizes))]

@@ -30,6 +30,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from .quantization.readable import QuantizableModule, refuse_write
+
 INSTEAD_OF_HOOKS = (
     "in a trace, `with lm.trace(prompt): h = lm.{path}.output` reads and edits the rows of its own request; "
     "`lm.run_with_hooks(prompts, fwd_hooks=[(site, function)])` calls functions, and `with lm.edit(inplace=True):` is a block "
@@ -179,6 +181,8 @@ class Sealed(nn.Module):
         if name not in self.sealed_names:
             super().__setattr__(name, value)
             return
+        if name == "weight" and isinstance(self, QuantizableModule) and self.quantized is not None:
+            refuse_write(f"{self.sealed_path}.weight")
         if value is getattr(self, name):
             return
         weight = self._parameters.get(name)

@@ -5,6 +5,8 @@ A new native family needs its class here, and a row in `core.families.FAMILIES`.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,6 +15,7 @@ from transformers import PretrainedConfig
 from ..core.families import FAMILIES, TRANSFORMERS_FAMILIES
 from ..core.model_spec import ModelSpec
 from ..core.unsupported import MULTIMODAL, POOLING, UnsupportedModelError
+from ..layers.quantization.unallocated import unallocated_weights
 from .base import CausalLM
 from .native.decoder import DecoderForCausalLM
 from .native.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
@@ -22,7 +25,9 @@ from .native.llama import LlamaForCausalLM
 from .native.mistral import MistralForCausalLM
 from .native.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 from .transformers.structure import config_spec
-from .weights.loading import init_dummy_weights, iter_safetensors, load_weights
+from .weights.formats import QuantizationFormat
+from .weights.loading import WeightsError, init_dummy_weights, iter_safetensors, load_weights
+from .weights.quantized import init_dummy_quantized, load_quantized, round_rows
 
 NATIVE: dict[str, type[DecoderForCausalLM]] = {
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
@@ -35,6 +40,19 @@ NATIVE: dict[str, type[DecoderForCausalLM]] = {
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
 }
+
+
+DEQUANTISED = ("fp8", "mxfp4")
+"""Methods of quantisation that transformers dequantises while it loads a model."""
+
+
+def _quantised_class(architecture: str) -> str:
+    """Why quantised weights of a class are refused."""
+    return (
+        f"{architecture} runs by its class in transformers, and quantised weights are not supported there, other than "
+        f"{' and '.join(DEQUANTISED)} in the checkpoint: use the unquantised model with quantize=None. Native families read them: "
+        f"{', '.join(sorted(NATIVE))}"
+    )
 
 
 def architecture_of(config: PretrainedConfig) -> str:
@@ -124,6 +142,7 @@ def load_model(
     max_positions: int,
     folder: Path | None,
     seed: int,
+    quantize: str | None = None,
 ) -> CausalLM:
     """The model with its weights.
 
@@ -132,33 +151,62 @@ def load_model(
         max_positions: positions of the longest sequence to serve.
         folder: with safetensors; None: random weights.
         seed: of random weights.
+        quantize: how unquantised weights of linear layers are stored; None: as they are.
 
     Raises:
         UnsupportedModelError: see `is_native`, or transformers' class cannot be served.
         WeightsError: weights that are missing, unexpected, misshapen or unreadable.
     """
+    stored = QuantizationFormat.of(config)
     if not is_native(config, impl):
+        if quantize is not None or (stored is not None and stored.method not in DEQUANTISED):
+            raise WeightsError(_quantised_class(architecture_of(config)))
+        if stored is not None:
+            config = copy.deepcopy(config)
+            config.quantization_config = {**stored.settings, "dequantize": True}
         from .transformers.transformers_model import load_transformers_model  # which imports transformers' models
 
         return load_transformers_model(config, spec, device, folder, seed)
-    model = NATIVE[architecture_of(config)](config, spec, device, max_positions)
+    cls = NATIVE[architecture_of(config)]
+    if stored is None and quantize is None:
+        model = cls(config, spec, device, max_positions)
+        if folder is None:
+            init_dummy_weights(model, seed)
+        else:
+            load_weights(model, _tensors(model, folder))
+        return model
+    if stored is not None and stored.method == "mxfp4":
+        raise WeightsError(f"{architecture_of(config)} with mxfp4 is not read: mxfp4 of compressed-tensors is")
+    with unallocated_weights():
+        model = cls(config, spec, device, max_positions)
     if folder is None:
+        init_dummy_quantized(model, stored, device, seed)
         init_dummy_weights(model, seed)
     else:
-        load_weights(model, ((model.parameter_name(name), tensor) for name, tensor in iter_safetensors(folder)))
+        load_quantized(model, _tensors(model, folder), stored, quantize, device)
+    if quantize == "fp8-w8a8":
+        round_rows(model)
     return model
+
+
+def _tensors(model: DecoderForCausalLM, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((model.parameter_name(name), tensor) for name, tensor in iter_safetensors(folder))
 
 
 def described(config: PretrainedConfig, impl: str = "auto") -> str:
     """How a model with this config runs, and why.
 
     Raises:
-        UnsupportedModelError: it is refused. Some models are refused by their first pass only, when they are loaded.
+        UnsupportedModelError, WeightsError: it is refused. Some models are refused by their first pass only, when they are loaded.
     """
     check_supported(config)
     architecture, model_type = architecture_of(config), config.get_text_config().model_type
+    stored = QuantizationFormat.of(config)
     if is_native(config, impl):
-        return f"native: {architecture} has an implementation of ours, with fused kernels and CUDA graphs"
+        weights = "" if stored is None else f"; {stored}"
+        return f"native: {architecture} has an implementation of ours, with fused kernels and CUDA graphs{weights}"
+    if stored is not None and stored.method not in DEQUANTISED:
+        raise WeightsError(_quantised_class(architecture))
     from .transformers.transformers_model import check_has_class
 
     check_has_class(config)
@@ -167,8 +215,9 @@ def described(config: PretrainedConfig, impl: str = "auto") -> str:
         if model_type in TRANSFORMERS_FAMILIES
         else "sites of the residual stream only"
     )
+    weights = "" if stored is None else f"its {stored.method} weights are dequantised at load; "
     why = "as asked for" if architecture in NATIVE else f"there is no native {architecture}"
     return (
-        f"transformers: {why}; its own class runs over the KV pool, with {sites}; loading it shows whether its attention can be "
-        "served, and decode passes captured in CUDA graphs"
+        f"transformers: {why}; its own class runs over the KV pool, with {sites}; {weights}"
+        "loading it shows whether its attention can be served, and decode passes captured in CUDA graphs"
     )

@@ -170,7 +170,7 @@ class ModelRunner(AdaptedPasses, SeedNames):
         assert dummy or folder is not None
         return load_model(
             self.source.hf_config, self.model_config.impl, self.model_spec, self.device, self.context_len, folder,
-            self.model_config.seed,
+            self.model_config.seed, self.model_config.quantize,
         )  # fmt: skip
 
     def init_memory_pool(self) -> None:

@@ -307,7 +307,7 @@ def test_quantised_weights_are_vllms_to_read(model_folder: Any, tmp_path: Path) 
     folder = tmp_path / "quantised"
     shutil.copytree(model_folder("llama"), folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "quip"}}))
     with pytest.raises(ValueError, match="is quantised"):
         resolve_model(ModelConfig(model=str(folder)))
     assert resolve_model(ModelConfig(model=str(folder)), quantised=True).folder == folder

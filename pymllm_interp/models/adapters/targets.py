@@ -10,6 +10,7 @@ from torch import nn
 
 from ...layers.linear import LinearForward, Product, Projection
 from ...layers.lora import LoRASlots
+from ...layers.quantization.weight import QuantizedWeight
 from ..base import CausalLM
 
 
@@ -34,7 +35,7 @@ class Target(NamedTuple):
     part: int
     in_features: int
     sizes: Sequence[int]
-    weight: torch.Tensor
+    weight: torch.Tensor | QuantizedWeight
 
     @property
     def out_features(self) -> int:

@@ -9,6 +9,7 @@ import torch
 from ...attention.torch_backend import decode_rows_of
 from ...core.forward_batch import ForwardBatch
 from ...kernels.cpu.cpu_dispatch import cpu_kernels_for
+from ...layers.gemm import Gemm
 
 
 class GatedLayer(Protocol):
@@ -53,7 +54,9 @@ def decode_layer(
     if kernels is None or not kernels.has_gemm(h.dtype) or attention.head_dim % kernels.ATTENTION_WIDTH:
         return None
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-    gemms = attention._qkv.gemm, attention.o_proj.gemm, mlp._gate_up.gemm, mlp.down_proj.gemm
+    gemms: Any = attention._qkv.gemm, attention.o_proj.gemm, mlp._gate_up.gemm, mlp.down_proj.gemm
+    if not all(isinstance(gemm, Gemm) for gemm in gemms):  # quantised
+        return None
     return kernels.decode_layer(
         h, delta, cos, sin, *caches, batch.out_cache_loc, *rows,
         norms=norms, head_norms=None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight),

@@ -255,6 +255,10 @@ def _from_folder(config: PretrainedConfig, dtype: torch.dtype, folder: Path) -> 
     served, report = load(
         folder, config=config, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
     )
+    if getattr(config, "quantization_config", None):
+        for parameter in served.parameters():  # dequantised experts are bfloat16 in any case
+            if parameter.dtype is torch.bfloat16:
+                parameter.data = parameter.data.to(dtype)
     problems = {name: sorted(map(str, report[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if any(problems.values()):
         found = "; ".join(

@@ -21,9 +21,16 @@ from torch import Tensor, nn
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_NAMES_LISTED = 10
+MARKS = frozenset({"weight_scale", "weight_scale_inv", "weight_packed", "qweight"})
+"""Tensors that only quantised modules have."""
 HARMLESS_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias", ".attention.bias")
 CPU_DRAW_LIMIT = 2**20
 """Parameters of up to this many elements are drawn on the CPU, so that they are equal on every device."""
+
+
+NO_FORMAT = (
+    " Some are quantised, and config.json has no quantization_config for this: download both from the same place."
+)
 
 
 class WeightsError(ValueError):
@@ -97,6 +104,9 @@ def load_weights(
         elif target.shape != tensor.shape:
             misfits.append(f"{name} is {list(tensor.shape)}, the model's is {list(target.shape)}")
             seen.add(id(target))
+        elif tensor.dtype.itemsize == 1 != target.dtype.itemsize:
+            misfits.append(f"{name} is {tensor.dtype}: quantised, without scales")
+            seen.add(id(target))
         elif id(target) not in seen:
             target.copy_(tensor)
             seen.add(id(target))
@@ -109,6 +119,7 @@ def load_weights(
         raise WeightsError(
             "\n".join([f"these weights are not those of this {type(model).__name__}:", *lines])
             + "\nCheck that config.json and the weight files belong together."
+            + (NO_FORMAT if any(name.rpartition(".")[2] in MARKS for name in unexpected) else "")
         )
 
 
@@ -124,10 +135,12 @@ def init_dummy_weights(model: nn.Module, seed: int) -> None:
     for name, param in sorted(model.named_parameters(remove_duplicate=False)):
         if id(param) not in drawn:
             drawn.add(id(param))
-            _draw(param, name, seed)
+            draw(param, name, seed)
 
 
-def _draw(param: nn.Parameter, name: str, seed: int) -> None:
+@torch.no_grad()
+def draw(param: Tensor, name: str, seed: int) -> None:
+    """Fill one parameter as `init_dummy_weights` does."""
     if param.ndim >= 2:
         mean, std = 0.0, 1 / math.sqrt(param.shape[-1])
     else:

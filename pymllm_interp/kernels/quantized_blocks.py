@@ -1,0 +1,21 @@
+"""Which groups of quantised weights the kernels of triton_quantized.py take. Imports no Triton."""
+
+from __future__ import annotations
+
+BLOCK_K = 128
+MIN_BLOCK_K = {8: 16, 4: 32}
+"""Bits of a code -> inputs of a block at least. Tensor cores take 16; a byte of 4-bit codes has two."""
+
+
+def block_of(bits: int, width: int, group_size: int) -> int | None:
+    """Inputs of a block of `few_rows`; None: no kernel takes these groups.
+
+    Args:
+        bits: of a code.
+        width: inputs.
+        group_size: inputs of a scale.
+    """
+    block = BLOCK_K
+    while group_size < width and group_size % block:
+        block //= 2
+    return block if block >= MIN_BLOCK_K[bits] and width % (8 // bits) == 0 else None

@@ -1,0 +1,205 @@
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+"""Products with quantised weights, which are dequantised in registers: FP8, integers of 8 and 4 bits, FP4.
+
+`one_row` is for a single row: a program sums some output channels. `few_rows` multiplies tiles on the tensor cores, in the dtype
+of x: codes less their zero are exact in it. Scales multiply the float32 sum of a block of inputs, so the weight is never rounded.
+
+Inputs are divided into blocks and parts by the weight's shape. So the sums over inputs have one order in every batch, and there are
+no atomic additions. On the device a row's bits may still depend on the size of its tile, by the instruction that multiplies.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import Launcher, grid_wait, launch_dependents
+from .quantized_blocks import block_of
+
+FULL_GRID = 264
+"""Programs that fill a device: two for each multiprocessor of an H100."""
+PART_WIDTH = 1024
+"""Inputs of a part at least."""
+ROW_CHANNELS, ROW_BLOCK, ROW_WARPS, MAX_ROW_BLOCKS = 4, 1024, 4, 16
+TILES = {16: (16, 64, 4, 4), 32: (32, 64, 4, 4), 64: (64, 64, 4, 4), 256: (64, 128, 8, 3)}
+"""Rows, up to which -> (rows, channels, warps, stages) of a tile."""
+
+
+@triton.jit
+def _decoded(codes, zero, KIND: tl.constexpr):
+    """Codes uint8 -> float32, without the scale. `zero` broadcasts against the codes."""
+    if KIND == "fp8":
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    elif KIND == "fp4":
+        code = codes.to(tl.int32)
+        low = code & 7
+        normal = ((((low >> 1) + 126) << 23) | ((low & 1) << 22)).to(tl.float32, bitcast=True)
+        size = tl.where(low < 2, low.to(tl.float32) * 0.5, normal)
+        return tl.where(code >= 8, -size, size)
+    else:  # the code is the low bits of a float of 2^23: a conversion is slower
+        return (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - (zero + 8388608.0)
+
+
+@triton.jit
+def _one_row(
+    x, codes, scales, zeros, bias, out,
+    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, MIDDLE: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    launch_dependents(PDL)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    known, width = (row < N)[:, None], K // PACKED
+    where = row.to(tl.int64)[:, None] * width
+    parts = ()
+    for start in tl.static_range(0, K // PACKED, BLOCK):
+        column = start + tl.arange(0, BLOCK)[None, :]
+        parts += (tl.load(codes + where + column, mask=known & (column < width), other=0),)
+    grid_wait(PDL)
+    total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    for start in tl.static_range(0, K // PACKED, BLOCK):
+        column = start + tl.arange(0, BLOCK)[None, :]
+        inside = column < width
+        group = row[:, None] * GROUPS + column * PACKED // GROUP
+        zero = tl.load(zeros + group, mask=known & inside, other=0).to(tl.float32) if HAS_ZEROS else MIDDLE
+        part = parts[start // BLOCK]
+        if PACKED == 2:
+            low = tl.load(x + column * 2, mask=inside, other=0.0).to(tl.float32)
+            high = tl.load(x + column * 2 + 1, mask=inside, other=0.0).to(tl.float32)
+            product = _decoded(part & 15, zero, KIND) * low + _decoded(part >> 4, zero, KIND) * high
+        else:
+            product = _decoded(part, zero, KIND) * tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+        if GROUPS > 1:
+            product *= tl.load(scales + group, mask=known & inside, other=0.0).to(tl.float32)
+        total += product
+    result = tl.sum(total, axis=1)
+    if GROUPS == 1:
+        result *= tl.load(scales + row, mask=row < N, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        result += tl.load(bias + row, mask=row < N, other=0.0).to(tl.float32)
+    tl.store(out + row, result.to(out.dtype.element_ty), mask=row < N)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _few_rows(
+    x, codes, scales, zeros, bias, out, rows,
+    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, MIDDLE: tl.constexpr, HAS_BIAS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    launch_dependents(PDL)
+    channel = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    part = tl.program_id(2)
+    known, there = channel < N, row < rows
+    where_x, where_c = row.to(tl.int64)[:, None] * K, channel.to(tl.int64)[:, None] * (K // PACKED)
+    grid_wait(PDL)
+    # The weight is the left factor: on Hopper that one may come from registers.
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    stop = tl.minimum(part * PART + PART, K)
+    for start in range(part * PART, stop, BLOCK_K):
+        column = start // PACKED + tl.arange(0, BLOCK_K // PACKED)[None, :]
+        inside = column < stop // PACKED
+        code = tl.load(codes + where_c + column, mask=known[:, None] & inside, other=0)
+        group = channel * GROUPS + start // GROUP
+        zero = tl.load(zeros + group, mask=known, other=0).to(tl.float32)[:, None] if HAS_ZEROS else MIDDLE
+        mask = there[:, None] & inside
+        if PACKED == 2:
+            low = tl.load(x + where_x + column * 2, mask=mask, other=0.0)
+            high = tl.load(x + where_x + column * 2 + 1, mask=mask, other=0.0)
+            even, odd = _decoded(code & 15, zero, KIND).to(low.dtype), _decoded(code >> 4, zero, KIND).to(low.dtype)
+            product = tl.dot(even, tl.trans(low), input_precision="ieee")
+            product = tl.dot(odd, tl.trans(high), product, input_precision="ieee")
+        else:
+            values = tl.load(x + where_x + column, mask=mask, other=0.0)
+            product = tl.dot(_decoded(code, zero, KIND).to(values.dtype), tl.trans(values), input_precision="ieee")
+        if GROUPS > 1:
+            product *= tl.load(scales + group, mask=known, other=0.0).to(tl.float32)[:, None]
+        total += product
+    if GROUPS == 1:
+        total *= tl.load(scales + channel, mask=known, other=0.0).to(tl.float32)[:, None]
+    if HAS_BIAS and PARTS == 1:
+        total += tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)[:, None]
+    where = (part * rows + row.to(tl.int64)[:, None]) * N + channel[None, :]
+    tl.store(out + where, tl.trans(total).to(out.dtype.element_ty), mask=there[:, None] & known[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _sum_parts(
+    parts, bias, out, rows,
+    N: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    launch_dependents(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    grid_wait(PDL)
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts + (part * rows + row) * N + channel, mask=channel < N, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + channel, mask=channel < N, other=0.0).to(tl.float32)
+    tl.store(out + row * N + channel, total.to(out.dtype.element_ty), mask=channel < N)
+
+
+_one_row_launch = Launcher(_one_row, pdl=True, enable_fp_fusion=True)
+_few_rows_launch = {size: Launcher(_few_rows, pdl=True, num_stages=tile[3]) for size, tile in TILES.items()}
+_sum_launch = Launcher(_sum_parts, pdl=True)
+
+
+def parts_of(channels: int, width: int, block: int) -> tuple[int, int]:
+    """(parts, inputs of each) for a weight: enough programs for the device."""
+    tiles = -(-channels // TILES[16][1])
+    parts = max(1, min(-(-FULL_GRID // tiles), width // PART_WIDTH))
+    part = -(-width // (parts * block)) * block
+    return -(-width // part), part
+
+
+def product(
+    x: torch.Tensor, kind: str, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bias: torch.Tensor | None,
+    group_size: int,
+) -> torch.Tensor:  # fmt: skip
+    """``x @ weight.T + bias``.
+
+    Args:
+        x: [..., in] float16 or bfloat16, contiguous.
+        kind, codes, scales, zeros, group_size: of `QuantizedWeight`.
+        bias: [out].
+
+    Returns:
+        [..., out], in x's dtype. Sums in float32.
+    """
+    bits = 4 if kind.endswith("4") else 8
+    channels, width, rows = codes.shape[0], x.shape[-1], x.numel() // x.shape[-1]
+    out = x.new_empty(*x.shape[:-1], channels)
+    codes = codes if codes.dtype is torch.uint8 else codes.view(torch.uint8)
+    middle = float(1 << (bits - 1))
+    shape = (channels, width, group_size, scales.shape[1], kind, 8 // bits, zeros is not None, middle, bias is not None)
+    weights = x, codes, scales, codes if zeros is None else zeros, scales if bias is None else bias
+    if rows == 1 and width * bits // 8 <= ROW_BLOCK * MAX_ROW_BLOCKS:
+        grid = -(-channels // ROW_CHANNELS), 1, 1
+        _one_row_launch(grid, (*weights, out), (), (*shape, ROW_CHANNELS, ROW_BLOCK), ROW_WARPS)
+        return out
+    block = block_of(bits, width, group_size)
+    assert block is not None, "the caller asks block_of"
+    parts, part = parts_of(channels, width, block)
+    size = next((size for size in TILES if rows <= size), max(TILES))
+    tile_rows, tile_channels, warps, _ = TILES[size]
+    found = out if parts == 1 else torch.empty(parts, rows, channels, dtype=torch.float32, device=x.device)
+    grid = -(-channels // tile_channels), -(-rows // tile_rows), parts
+    constants = (*shape, part, parts, tile_rows, tile_channels, block)
+    _few_rows_launch[size](grid, (*weights, found), (rows,), constants, warps)
+    if parts > 1:
+        tensors = found, weights[4], out
+        _sum_launch((rows, -(-channels // 512), 1), tensors, (rows,), (channels, parts, bias is not None, 512), 4)
+    return out
+
+
+@cache
+def has_kernel(kind: str, width: int, group_size: int, device: int) -> bool:
+    """Whether `product` takes weights of this kind and shape on a CUDA device, by its index."""
+    if block_of(4 if kind.endswith("4") else 8, width, group_size) is None:
+        return False
+    return kind != "fp8" or torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,0 +1,100 @@
+"""`QuantizedGemm`: a matrix product with a quantised weight.
+
+On CUDA, up to `MAX_KERNEL_ROWS` rows run our Triton kernels, which dequantise the codes as they multiply. With more rows the weight
+is dequantised, and multiplied by cuBLAS. With `quantize="fp8-w8a8"` such rows are rounded to FP8, each with its own scale.
+
+On a CPU the weight is dequantised, and multiplied as an unquantised one. So are passes with gradients. Their backward pass
+dequantises again, so that no pass holds all weights.
+
+The dequantised weight lives as long as the product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..dispatch import triton_kernels_for
+from ..gemm import HALF, Gemm
+from .weight import FP8_MAX, QuantizedWeight
+
+MAX_KERNEL_ROWS = 256
+"""Rows up to which a kernel that reads the codes is used: a dequantised weight is written and read again."""
+
+
+class QuantizedGemm:
+    """``x @ weight.T + bias``.
+
+    Args:
+        weight: [out, in].
+        bias: [out].
+
+    Attributes:
+        rounds_rows: whether many rows are rounded to FP8 where the weight is.
+    """
+
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+        self.rounds_rows = False
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] -> [..., out], in x's dtype."""
+        weight = self.weight
+        rows = x.numel() // max(x.shape[-1], 1)
+        if x.dtype in HALF and 0 < rows <= MAX_KERNEL_ROWS and triton_kernels_for(x) is not None:
+            from ...kernels.triton_quantized import has_kernel, product
+
+            if has_kernel(weight.kind, x.shape[-1], weight.group_size, x.get_device()):
+                x = x.contiguous()
+                return product(x, weight.kind, weight.codes, weight.scales, weight.zeros, self.bias, weight.group_size)
+        if self.rounds_rows and x.is_cuda and not torch.is_grad_enabled():
+            return scaled_product(x, weight, self.bias)
+        if torch.is_grad_enabled() and x.requires_grad:
+            return _DequantizedProduct.apply(x, self)  # pyright: ignore[reportReturnType]
+        dequantized = weight.dequantize(x.dtype)
+        if x.is_cuda:
+            return F.linear(x, dequantized, self.bias)
+        return Gemm([dequantized], dequantized, self.bias)(x)
+
+
+def takes_rounded_rows(weight: QuantizedWeight) -> bool:
+    """Whether `scaled_product` takes a weight: FP8 with a scale for each channel, and sizes that are multiples of 16."""
+    return weight.kind == "fp8" and weight.scales.shape[1] == 1 and not any(size % 16 for size in weight.shape)
+
+
+def scaled_product(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product of rows that are rounded to FP8 and an FP8 weight, on FP8 tensor cores. See `takes_rounded_rows`.
+
+    Args:
+        x: [..., in] bfloat16.
+
+    Returns:
+        [..., out] bfloat16. A row does not depend on the others.
+    """
+    rows = x.reshape(-1, x.shape[-1]).float()
+    scales = rows.abs().amax(1, keepdim=True).div_(FP8_MAX).clamp_(min=torch.finfo(torch.float32).tiny)
+    codes = rows.div_(scales).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    of_channels = weight.scales.float().view(1, -1)
+    out = torch._scaled_mm(codes, weight.codes.t(), scale_a=scales, scale_b=of_channels, out_dtype=torch.bfloat16)
+    out = out.to(x.dtype) if bias is None else out.to(x.dtype) + bias
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+class _DequantizedProduct(torch.autograd.Function):
+    """The product for a pass with gradients of x."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, gemm: QuantizedGemm) -> torch.Tensor:
+        return F.linear(x, gemm.weight.dequantize(x.dtype), gemm.bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, QuantizedGemm], output: torch.Tensor) -> None:
+        ctx.gemm = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0] @ ctx.gemm.weight.dequantize(grads[0].dtype), None

@@ -1,0 +1,82 @@
+"""Triton's kernels for quantised weights against the dequantised product: compiled on CUDA, interpreted elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels' tests need the package triton")
+from pymllm_interp.kernels.quantized_blocks import block_of
+from pymllm_interp.kernels.triton_quantized import parts_of, product
+from pymllm_interp.layers.quantization.weight import QuantizedWeight, quantized
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ON_DEVICE = [(rows, torch.bfloat16) for rows in (2, 16, 33, 70, 256)] if DEVICE == "cuda" else []
+"""The interpreter's matrix products take no bfloat16."""
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+
+
+def weight_of(kind: str, rows: int, width: int, group: int | None, zeros: bool = False) -> QuantizedWeight:
+    """A random weight; with `zeros`, those of each group differ."""
+    draw = torch.Generator().manual_seed(rows + width)
+    made = torch.randn(rows, width, generator=draw)
+    if kind != "fp4":
+        found = quantized(made, kind, group)
+        if zeros:
+            found = replace(found, zeros=torch.randint(1, 16, found.scales.shape, generator=draw).to(torch.uint8))
+        return found.to(DEVICE)
+    codes = torch.randint(0, 256, (rows, width // 2), generator=draw).to(torch.uint8)
+    scales = torch.exp2(torch.randint(-4, 2, (rows, width // 32), generator=draw).float()).bfloat16()
+    return QuantizedWeight("fp4", codes, scales, None, 32, torch.float32).to(DEVICE)
+
+
+def multiplied(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    return product(x, weight.kind, weight.codes, weight.scales, weight.zeros, bias, weight.group_size)
+
+
+@pytest.mark.parametrize(
+    ("kind", "width", "group", "zeros"),
+    [
+        ("fp8", 96, None, False), ("fp8", 256, 128, False), ("fp8", 200, 128, False), ("uint8", 160, 32, True),
+        ("uint4", 256, 128, False), ("uint4", 192, 64, True), ("uint4", 72, None, False), ("fp4", 96, 32, False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.bfloat16), (3, torch.float16), (70, torch.float16), *ON_DEVICE])
+def test_a_product_is_that_of_the_dequantised_weight(
+    kind: str, width: int, group: int | None, zeros: bool, rows: int, dtype: torch.dtype
+) -> None:
+    weight = weight_of(kind, 75, width, group, zeros)
+    draw = torch.Generator().manual_seed(rows)
+    x = torch.randn(1, rows, width, generator=draw).to(DEVICE, dtype)
+    bias = torch.randn(75, generator=draw).to(DEVICE, dtype) if rows != 3 else None
+    expected = x.double() @ weight.dequantize(torch.float32).double().T + (0 if bias is None else bias.double())
+    got = multiplied(x, weight, bias)
+    assert got.dtype is dtype and got.shape == (1, rows, 75)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        got.double(), expected, rtol=eps, atol=1e-3 * float(expected.abs().max()) * (eps / 2**-10)
+    )
+
+
+@pytest.mark.parametrize("kind", ["fp8", "uint4"])
+def test_wide_weights_are_summed_in_parts_in_one_order(kind: str) -> None:
+    weight = weight_of(kind, 40, 2304, 128)
+    assert parts_of(40, 2304, 128) == (2, 1152)
+    x = torch.randn(20, 2304, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.float16)
+    expected = x.double() @ weight.dequantize(torch.float32).double().T
+    whole = multiplied(x, weight, None)
+    assert float((whole.double() - expected).abs().max()) < 2e-3 * float(expected.abs().max())
+    assert torch.equal(multiplied(x, weight, None), whole)
+    some = multiplied(x[:16].contiguous(), weight, None)
+    assert float((some.double() - whole[:16].double()).abs().max()) < 2e-3 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("bits", "width", "group", "block"),
+    [(8, 4096, 4096, 128), (8, 4096, 128, 128), (4, 4096, 64, 64), (4, 4096, 32, 32), (4, 64, 16, None), (8, 64, 16, 16),
+     (8, 96, 24, None), (4, 33, 33, None)],
+)  # fmt: skip
+def test_blocks_do_not_cross_groups(bits: int, width: int, group: int, block: int | None) -> None:
+    assert block_of(bits, width, group) == block
