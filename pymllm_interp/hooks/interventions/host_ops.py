@@ -10,13 +10,14 @@ from typing import NamedTuple
 import torch
 
 from ...core.model_spec import LOGITS, inner_site
-from ...layers.edits.host import Added, CaptureSink, HostOps, RowFunction, RowRange, RowSink
+from ...layers.edits.host import Added, CaptureSink, HostOps, RowFunction, RowRange, RowSink, RowWise
 from ..captures.group import Group
 from ..declared import Declared, Fires, PlacedOp
 from ..positions import Window, ordinal_of, ordinals_of
 from .gates import GateRead, PassFlags
 from .op import Op
 from .reference import act, gated
+from .row_edit import RowEdit, run_rows
 
 
 class RequestRows(NamedTuple):
@@ -116,6 +117,8 @@ def _row_function(
     if isinstance(spec, GateRead):
         assert flag is not None and flags is not None
         return flags.reader(spec, flag)
+    if isinstance(spec, RowEdit):
+        return RowWise(spec.program, run_rows, selected.rows, selected.all)
     if spec.when is None and spec.addend is not None:
         return Added(spec.addend, selected.rows, selected.all)
 

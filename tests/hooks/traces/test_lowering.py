@@ -482,7 +482,7 @@ def test_require_refuses_with_the_line(lm_of):
     with pytest.raises(LoweringError, match=r"line \d+: an edit in place"):
         with lm.trace(PROMPT):
             h = lm.model.layers[0].output.save()  # noqa: F841
-            lm.model.layers[1].output[:] /= 2
+            lm.model.layers[1].output[:] **= 2
 
 
 EDITS = (
@@ -593,7 +593,7 @@ def test_a_block_beside_edits_of_other_invokes_runs_with_them(lms):
     for lm in lms:
         with lm.trace() as tracer:
             with tracer.invoke(PROMPT):
-                lm.model.layers[0].output[:] /= 2
+                lm.model.layers[0].output[:] **= 2
                 first = lm.lm_head.output[0, -1].save()
             with tracer.invoke(PROMPT):
                 second = lm.lm_head.output[0, -1].save()

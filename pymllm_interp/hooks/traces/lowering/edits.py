@@ -15,6 +15,7 @@ from ...site import Site
 from ..blocks.loops import AST_LOCK, with_loop_ends
 from ..nnsight_compat import Envoy
 from .plan import LAST, Edit, NotStatic
+from .row_expressions import RowExpression
 from .values import SiteRead
 
 if TYPE_CHECKING:
@@ -34,10 +35,7 @@ class Edits:
 
     def augments(self, node: ast.AugAssign) -> None:
         """``layer.output[...] += v``, and ``h[...] += v`` or ``h += v`` of a name of such a value."""
-        operator = OPERATORS.get(type(node.op))
-        if operator is None:
-            raise NotStatic(IN_PLACE)
-        self._edit(node, node.target, operator, node.value)
+        self._edit(node, node.target, OPERATORS.get(type(node.op), ""), node.value)
 
     def assigns(self, node: ast.Assign) -> bool:
         """``layer.output[...] = v`` or ``layer.output = layer.output + v``; False if it is another assignment."""
@@ -53,12 +51,13 @@ class Edits:
             return True
         value = node.value
         if (
-            not isinstance(value, ast.BinOp)
-            or type(value.op) not in OPERATORS
-            or ast.unparse(value.left) != ast.unparse(target)
+            isinstance(value, ast.BinOp)
+            and type(value.op) in OPERATORS
+            and ast.unparse(value.left) == ast.unparse(target)
         ):
-            raise NotStatic("an assignment to a module")
-        self._edit(node, target, OPERATORS[type(value.op)], value.right, assigned=True)
+            self._edit(node, target, OPERATORS[type(value.op)], value.right, assigned=True)
+        else:
+            self._edit(node, target, "", value, assigned=True)
         return True
 
     def named(self, node: ast.expr) -> SiteRead | None:
@@ -106,9 +105,10 @@ class Edits:
         point = walk.points.get(location)
         if point is None or not point.site or Site.parse(point.site).kind not in KINDS or point.in_tuple != container:
             raise NotStatic(f"an edit of `{location}`")
-        if point.site in walk.read or any(edit.site == point.site for edit in walk.plan.edits) or walk.conditional:
-            raise NotStatic("an edit after a read or another edit, or in a branch")
-        operand = self._operand(walk.value(value), operator, assigned)
+        used = point.site in (walk.read if assigned or not walk.stands_at(point) else walk.used)
+        if used or any(edit.site == point.site for edit in walk.plan.edits) or walk.conditional:
+            raise NotStatic("an edit after a use, another read or another edit, or in a branch")
+        operator, operand = self._what(node, point.site, index, operator, value, assigned)
         walk.reach(location)
         walk.plan.edits += [Edit(point.site, operator, operand, where) for where in self._positions(index)]
         walk.edited.add((node.lineno, node.col_offset))
@@ -132,9 +132,25 @@ class Edits:
             or read.steps is not walk.steps
         ):
             raise NotStatic("an edit after a use, another read or another edit, or in a branch")
-        operand = self._operand(walk.value(value), operator, assigned=False)
+        operator, operand = self._what(node, read.site, index, operator, value, assigned=False)
         walk.plan.edits += [Edit(read.site, operator, operand, where) for where in self._positions(index)]
         walk.edited.add((node.lineno, node.col_offset))
+
+    def _what(
+        self, node: ast.stmt, site: str, index: ast.expr | None, operator: str, value: ast.expr, assigned: bool
+    ) -> tuple[str, Any]:
+        """(operator, operand) of an edit: of a declared op, or of a program of the rows."""
+        walk = self._walk
+        rows = RowExpression(walk, site, index, self._row)
+        if not rows.reads(value) and operator:
+            try:
+                return operator, self._operand(walk.value(value), operator, assigned)
+            except NotStatic:
+                if not walk.model.runs_rows:
+                    raise
+        if not walk.model.runs_rows:
+            raise NotStatic("an assignment to a module" if assigned and not operator else IN_PLACE)
+        return "", rows.program(node, whole=assigned)
 
     def _operand(self, value: Any, operator: str, assigned: bool) -> Any:
         """The operand of an edit, if it exists before the block runs.
