@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
+from ...core.families import NUMBERED_SITES
 from ...hooks.captures.activations import Activations
 from ...hooks.interventions.row_edit import RowProgram
 from ...hooks.traces.blocks.block_analysis import codes_of
@@ -78,7 +79,8 @@ class Lowered:
         self._native = isinstance(module, DecoderForCausalLM)
         softcap = getattr(module.config, "final_logit_softcapping", None) if self._native else None
         points = points_of(ROOT, module.spec.family, module.spec.num_hidden_layers, softcap)
-        self.model = LoweringModel(points, module.spec.hidden_size, module.spec.dtype, device, runs_rows)
+        widths = {kind: module.spec.width(kind) for kind in NUMBERED_SITES if kind not in module.spec.family.missing}
+        self.model = LoweringModel(points, widths, module.spec.dtype, device, runs_rows)
 
     def lower(self, mode: str, traces: Sequence[RequestTrace], inputs: Sequence[TraceInput]) -> None:
         """Set the `plan` of each trace with a block that can run after its request.

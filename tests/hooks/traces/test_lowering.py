@@ -54,7 +54,7 @@ def ran(run: Callable[..., dict[str, Any]], lm: LM, prompt: list[int] = PROMPT) 
     """(saved names, tracer, the error's type and text)."""
     weights = torch.randn(lm.cfg.hidden_size, 3, generator=torch.Generator().manual_seed(0)).to(device_of(lm), lm.dtype)
     try:
-        found = run(lm, prompt, weights, {"layer": 1, "rows": [0, -1], "V": vectors_of(lm)})
+        found = run(lm, prompt, weights, {"layer": 1, "rows": [0, -1], "V": vectors_of(lm), "Z": vectors_by_width(lm)})
     except Exception as error:
         return {}, None, f"{type(error).__name__}: {str(error).partition(':')[2] or error}"
     return {k: v for k, v in found.items() if k not in ("lm", "prompt", "W", "known", "tracer")}, found["tracer"], ""
@@ -63,6 +63,14 @@ def ran(run: Callable[..., dict[str, Any]], lm: LM, prompt: list[int] = PROMPT) 
 def vectors_of(lm: LM) -> list[torch.Tensor]:
     noise = torch.Generator().manual_seed(1)
     return [torch.randn(lm.cfg.hidden_size, generator=noise).to(device_of(lm)) for _ in range(8)]
+
+
+def vectors_by_width(lm: LM) -> dict[str, list[torch.Tensor]]:
+    """Vectors of the states' width, by kind of site."""
+    widths, noise = lm.backend.lowered.model.widths, torch.Generator().manual_seed(2)
+    return {
+        kind: [torch.randn(size, generator=noise).to(device_of(lm)) for _ in range(3)] for kind, size in widths.items()
+    }
 
 
 def device_of(lm: LM) -> Any:
@@ -492,38 +500,48 @@ PLACES = (
     "lm.model.layers[{i}].output", "lm.model.layers[{i}].output", "lm.model.layers[{i}].mlp.output",
     "lm.model.embed_tokens.output", "lm.model.layers[{i}].self_attn.output[0]",
 )  # fmt: skip
+INNER_PLACES = {
+    "q": "lm.model.layers[{i}].self_attn.q_proj.output", "k": "lm.model.layers[{i}].self_attn.k_proj.output",
+    "v": "lm.model.layers[{i}].self_attn.v_proj.output", "z": "lm.model.layers[{i}].self_attn.o_proj.input",
+    "mlp_act": "lm.model.layers[{i}].mlp.down_proj.input", "resid_pre": "lm.model.layers[{i}].input",
+    "final_norm": "lm.model.norm.output", "logits": "lm.lm_head.output",
+}  # fmt: skip
 INDEXES = ("[:]", "[:, -1]", "[0, -1]", "[0]", "[:, :]", "[:, -1, :]", "[...]")
 
 
 def random_edits(rng: random.Random, layers: int, single: bool, rows: int) -> list[str]:
     """A block that edits places of the model, and reads what comes of it."""
     i = rng.randrange(layers - 1)
-    module = place = rng.choice(PLACES).format(i=i)
+    kind = rng.choice(list(INNER_PLACES)) if rng.random() < 0.6 else ""
+    module = place = INNER_PLACES[kind].format(i=i) if kind else rng.choice(PLACES).format(i=i)
+    vectors = f"V = known['Z']['{kind}']" if kind else "V = known['V']"
+    v = i % 3
     before = []
     if rng.random() < 0.4:  # by a name
         before, place = [f"e = {module}", *(["f = e"] if rng.random() < 0.2 else [])], "e"
     index = rng.choice(
         ["[:]", "[:, -1]", "[0, -1]", "[0]", "[:, :]", "[:, -1, :]", "[...]"] + (["[0, 1]", "[:, 0]"] if single else [])
     )
-    edit = rng.choice(EDITS).format(x=place + index, i=i)
+    edit = rng.choice(EDITS).format(x=place + index, i=v)
     if rng.random() < 0.2 and place == "e":
-        edit = f"e {rng.choice(['+', '-'])}= V[{i}]"
+        edit = f"e {rng.choice(['+', '-'])}= V[{v}]"
     elif rng.random() < 0.2 and "self_attn" not in place and place != "e":
-        edit = f"{place} = {place} {rng.choice(['+', '-'])} V[{i}]"
+        edit = f"{place} = {place} {rng.choice(['+', '-'])} V[{v}]"
     after = [f"a = {place}.clone()"] if rng.random() < 0.4 else []
-    reads = [*before, edit, *after, f"h = lm.model.layers[{i + 1}].output[0, -1]"]
+    last = kind in ("final_norm", "logits")
+    reads = [*before, edit, *after, "h = lm.lm_head.output[0, -1]" if last else f"h = lm.model.layers[{i + 1}].output[0, -1]"]
     if single:
         return [
-            "V = known['V']",
+            vectors,
             *reads,
             *(["a.save()"] if after else []),
             "h.save()",
-            "out = lm.lm_head.output.save()",
+            *([] if last else ["out = lm.lm_head.output.save()"]),
         ]
     steps = rng.choice(["[:]", "[:3]", "[1:4]", "[2]", "[0]", "[3:]", "[[0, 2]]", "[[1, 3]]"])
     kept = ["kept.append(h)", *(["kept.append(a)"] if after else [])]
     lines = [
-        "V = known['V']",
+        vectors,
         "kept = list().save()",
         f"for step in tracer.iter{steps}:",
         *(f"    {line}" for line in (*reads, *kept)),

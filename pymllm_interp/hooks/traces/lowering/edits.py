@@ -21,8 +21,10 @@ from .values import SiteRead
 if TYPE_CHECKING:
     from .expressions import Expressions
 
-KINDS = frozenset({"embed", "attn_out", "mlp_out", "resid_post"})
-"""Kinds of sites on the residual stream where an edit of the module's value is an edit of the site."""
+KINDS = frozenset(
+    {"embed", "attn_out", "mlp_out", "resid_pre", "resid_post", "final_norm", "q", "k", "v", "z", "mlp_act", "logits"}
+)
+"""Kinds of sites where an edit of the module's value is an edit of the site."""
 OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}
 IN_PLACE = "an edit in place"
 
@@ -105,6 +107,9 @@ class Edits:
         point = walk.points.get(location)
         if point is None or not point.site or Site.parse(point.site).kind not in KINDS or point.in_tuple != container:
             raise NotStatic(f"an edit of `{location}`")
+        if not point.end or (assigned and point.end == "input"):
+            raise NotStatic(f"an edit of `{location}`")
+        self._stands_apart(point.site)
         used = point.site in (walk.read if assigned or not walk.stands_at(point) else walk.used)
         if used or any(edit.site == point.site for edit in walk.plan.edits) or walk.conditional:
             raise NotStatic("an edit after a use, another read or another edit, or in a branch")
@@ -121,8 +126,9 @@ class Edits:
         """An edit of a value by its name, before anything else was made of it."""
         walk = self._walk
         point = next(point for point in walk.points.values() if point.site == read.site)
-        if Site.parse(read.site).kind not in KINDS:
+        if Site.parse(read.site).kind not in KINDS or not point.end:
             raise NotStatic(f"an edit of `{read.site}`")
+        self._stands_apart(read.site)
         edited = any(edit.site == read.site for edit in walk.plan.edits)
         if (
             edited
@@ -141,10 +147,11 @@ class Edits:
     ) -> tuple[str, Any]:
         """(operator, operand) of an edit: of a declared op, or of a program of the rows."""
         walk = self._walk
+        width = walk.model.widths[Site.parse(site).kind]
         rows = RowExpression(walk, site, index, self._row)
         if not rows.reads(value) and operator:
             try:
-                return operator, self._operand(walk.value(value), operator, assigned)
+                return operator, self._operand(walk.value(value), width, operator, assigned)
             except NotStatic:
                 if not walk.model.runs_rows:
                     raise
@@ -152,10 +159,19 @@ class Edits:
             raise NotStatic("an assignment to a module" if assigned and not operator else IN_PLACE)
         return "", rows.program(node, whole=assigned)
 
-    def _operand(self, value: Any, operator: str, assigned: bool) -> Any:
+    def _stands_apart(self, site: str) -> None:
+        """Refuse an edit of a layer's input where the block has another name of the same state: the output before it."""
+        kind, _, layer = site.partition(".")
+        before = f"resid_post.{int(layer) - 1}" if kind == "resid_pre" and layer != "0" else "embed"
+        walk = self._walk
+        if kind == "resid_pre" and (before in walk.read or any(edit.site == before for edit in walk.plan.edits)):
+            raise NotStatic("an edit of a layer's input after a read or an edit of the output before it")
+
+    def _operand(self, value: Any, width: int, operator: str, assigned: bool) -> Any:
         """The operand of an edit, if it exists before the block runs.
 
         Args:
+            width: of the state.
             assigned: the result is assigned, so it must have the dtype of the states.
 
         Returns:
@@ -163,10 +179,10 @@ class Edits:
         """
         model = self._walk.model
         if type(value) in (int, float) and math.isfinite(value):
-            return float(value) if operator == "*" else torch.full((model.width,), float(value))
+            return float(value) if operator == "*" else torch.full((width,), float(value))
         if type(value) is not torch.Tensor or operator == "*":
             raise NotStatic(IN_PLACE)
-        fits = 0 < value.dim() <= 3 and value.shape[-1] == model.width == value.numel()
+        fits = 0 < value.dim() <= 3 and value.shape[-1] == width == value.numel()
         dtypes = (model.dtype,) if assigned else (model.dtype, torch.float32)
         if not fits or value.dtype not in dtypes or value.requires_grad or value.device.type != model.device.type:
             raise NotStatic("an edit by a tensor that no declared op takes")

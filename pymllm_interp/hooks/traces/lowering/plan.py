@@ -246,13 +246,13 @@ class LoweringModel(NamedTuple):
 
     Attributes:
         points: locations that are sites.
-        width: of the residual stream.
+        widths: kind of site -> width of its states.
         dtype, device: of its states.
         runs_rows: it runs `RowEdit`.
     """
 
     points: Points
-    width: int
+    widths: Mapping[str, int]
     dtype: torch.dtype
     device: torch.device
     runs_rows: bool = False

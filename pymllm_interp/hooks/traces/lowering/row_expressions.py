@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...interventions.row_edit import STATES, RowProgram
+from ...site import Site
 from ..nnsight_compat import Envoy
 from .plan import NotStatic
 from .values import SiteRead, Unknown
@@ -45,6 +46,7 @@ class RowExpression:
         self, walk: Expressions, site: str, index: ast.expr | None, row_of: Callable[[ast.expr | None], int | None]
     ) -> None:
         self._walk, self._site, self._index, self._row_of = walk, site, index, row_of
+        self._width = walk.model.widths[Site.parse(site).kind]
         self._row = row_of(index)
         self._tensors: dict[str, torch.Tensor] = {}
 
@@ -61,7 +63,7 @@ class RowExpression:
         Raises:
             NotStatic: a row depends on others, on other values of the pass, or on operations that may not give the same bits.
         """
-        if self._walk.model.width >= LONGEST:
+        if self._width >= LONGEST:
             raise NotStatic(NOT_BY_ROW)
         assert isinstance(node, ast.Assign | ast.AugAssign)
         value = self._value(node.value)
@@ -77,7 +79,7 @@ class RowExpression:
 
     def _try(self, program: RowProgram, whole: str | None) -> None:
         """Run it on states of ones."""
-        states = torch.ones(2, 1, self._walk.model.width, dtype=self._walk.model.dtype)
+        states = torch.ones(2, 1, self._width, dtype=self._walk.model.dtype)
         kept = f"out = {whole}" if whole else ""
         try:
             program.run(states.clone(), program.tensors)
@@ -103,7 +105,7 @@ class RowExpression:
             return False
         envoy = walk.value(node.value)
         point = walk.points.get(f"{envoy.path}.{node.attr}") if isinstance(envoy, Envoy) else None
-        return point is not None and (point.site, point.in_tuple, point.end) == (self._site, False, "output")
+        return point is not None and (point.site, point.in_tuple) == (self._site, False)
 
     def _value(self, node: ast.expr) -> ast.expr:
         """The expression in the names of the program."""
@@ -132,7 +134,7 @@ class RowExpression:
         if isinstance(value, Unknown) or type(value) is not torch.Tensor:
             raise NotStatic(NOT_BY_ROW)
         plain = value.layout is torch.strided and value.device.type == "cpu" and not value.requires_grad
-        if not plain or value.dtype not in DTYPES or tuple(value.shape) != (self._walk.model.width,):
+        if not plain or value.dtype not in DTYPES or tuple(value.shape) != (self._width,):
             raise NotStatic("an edit by a tensor that is no vector of the states' width")
         name = f"t{len(self._tensors)}"
         self._tensors[name] = value.detach().clone()
