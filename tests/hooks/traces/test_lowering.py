@@ -375,7 +375,7 @@ def test_random_blocks_in_a_small_pool_give_the_same_bits(lm_of, seed):
 
 OUT = "o = lm.lm_head.output.save()"
 IN_THE_PASS = {
-    "an edit after a read": (["h = lm.model.layers[0].output.clone().save()", "lm.model.layers[0].output[:] = 0"], "after a read"),
+    "an edit after a read": (["h = lm.model.layers[0].output.clone().save()", "lm.model.layers[0].output[:] = 0"], "after a use"),
     "two edits of one place": (
         ["lm.model.layers[0].output[:] += 1", "lm.model.layers[0].output[:] += 2", "h = lm.lm_head.output.save()"], "another edit",
     ),
@@ -400,7 +400,12 @@ IN_THE_PASS = {
     "a function with out=": (["h = lm.model.layers[0].output", "g = torch.abs(h, out=torch.empty_like(h)).save()"], "call|out="),
     "a stop": (["h = lm.model.layers[0].output.save()", "tracer.stop()"], "stop"),
     "inputs": (["h = lm.model.layers[0].inputs.save()"], "not lowered"),
-    "an edit of a layer's input": (["lm.model.layers[0].input[:] = 0", "h = lm.model.layers[1].output.save()"], "an edit of"),
+    "an edit of a norm's input": (
+        ["lm.model.layers[0].post_attention_layernorm.input[:] = 0", "h = lm.model.layers[1].output.save()"], "an edit of",
+    ),
+    "an edit of an input that was an output": (
+        ["h = lm.model.layers[0].output", "lm.model.layers[1].input[:] = 0", "h.save()"], "output before it",
+    ),
     "a long loop": (["for i in range(10**9):", "    break", "h = lm.model.layers[1].output.save()"], "not known"),
     "a dict that makes its values": (["n = made[3]", "h = lm.model.layers[n].output.save()"], "defaultdict"),
     "a while": (["n = 0", "while n < 2:", "    n += 1", "h = lm.model.layers[0].output.save()"], "while"),

@@ -156,6 +156,7 @@ class StepLoop(NamedTuple):
         rows: what one step reads, each once.
         appends: (name of a list, index into `rows`), in the order of a step.
         reads: reads of one step.
+        unkept: what one step reads and does not append.
         start, stop: the steps; `stop` None for no end.
     """
 
@@ -164,6 +165,7 @@ class StepLoop(NamedTuple):
     rows: tuple[Row, ...]
     appends: tuple[tuple[str, int], ...]
     reads: int
+    unkept: tuple[Row, ...] = ()
 
 
 @dataclass
