@@ -92,7 +92,9 @@ class HostOps:
         self.by_site, self.capture_sinks, self.num_layers = by_site, capture_sinks, num_layers
         self.final_site = final_norm_site(num_layers)
         sites = {*by_site, *capture_sinks}
-        self._adds = {min(site, self.final_site - 1) // 2 for site in sites if site <= self.final_site}  # a delta, a sum
+        self._adds = {
+            min(site, self.final_site - 1) // 2 for site in sites if site <= self.final_site
+        }  # a delta, a sum
         inner = [site - self.final_site - 1 for site in sites if site > self.final_site]
         self._layers_within = {place // len(INNER_SITES) for place in inner}
         self.inner = ALL_INNER if any(site > self.final_site for site in (*by_site, *capture_sinks)) else NO_INNER

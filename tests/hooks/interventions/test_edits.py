@@ -391,9 +391,7 @@ def test_the_hosts_functions_are_the_same_ops(seed: int) -> None:
         assert torch.equal(edits.at(site, state), wanted)
         assert torch.equal(state, before), "what goes in is left as it is"
     generated = declared_of([Scale("embed", 2.0, positions="generated")])
-    assert host_ops([RequestRows(generated, 0, range(3), 0, 0)], LAYERS) is None, (
-        "a step that none of its ops acts in"
-    )
+    assert host_ops([RequestRows(generated, 0, range(3), 0, 0)], LAYERS) is None, "a step that none of its ops acts in"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -534,7 +534,12 @@ def random_edits(rng: random.Random, layers: int, single: bool, rows: int) -> li
         edit = f"{place} = {place} {rng.choice(['+', '-'])} V[{v}]"
     after = [f"a = {place}.clone()"] if rng.random() < 0.4 else []
     last = kind in ("final_norm", "logits")
-    reads = [*before, edit, *after, "h = lm.lm_head.output[0, -1]" if last else f"h = lm.model.layers[{i + 1}].output[0, -1]"]
+    reads = [
+        *before,
+        edit,
+        *after,
+        "h = lm.lm_head.output[0, -1]" if last else f"h = lm.model.layers[{i + 1}].output[0, -1]",
+    ]
     if single:
         return [
             vectors,

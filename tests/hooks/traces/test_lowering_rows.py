@@ -45,7 +45,13 @@ def random_rows(rng: random.Random, single: bool) -> list[str]:
         return ["V = known['V']", *body, *(f"{name}.save()" for name in names), "out = lm.lm_head.output.save()"]
     steps = rng.choice(["[:]", "[:3]", "[1:4]", "[2]", "[0]", "[3:]", "[[0, 2]]"])
     kept = [f"    kept.append({name})" for name in names]
-    loop = ["V = known['V']", "kept = list().save()", f"for step in tracer.iter{steps}:", *(f"    {n}" for n in body), *kept]
+    loop = [
+        "V = known['V']",
+        "kept = list().save()",
+        f"for step in tracer.iter{steps}:",
+        *(f"    {n}" for n in body),
+        *kept,
+    ]
     return [*loop, "out = tracer.result.save()"]
 
 
@@ -162,7 +168,9 @@ def test_a_row_has_the_same_bits_in_every_batch(width, dtype):
         for name, written in names.items():
             text = text.replace(written, name)
         text = text.replace("torch.norm(h, ", "h.norm(").replace("torch.abs(h)", "h.abs()")
-        programs = [RowProgram(f"h[:] = {text}", dict(zip(names, vectors[r * 5 :], strict=False))) for r in range(len(rows))]
+        programs = [
+            RowProgram(f"h[:] = {text}", dict(zip(names, vectors[r * 5 :], strict=False))) for r in range(len(rows))
+        ]
         together = rows.clone()
         run_rows(together, programs, [1] * len(rows))
         for row, program, ours in zip(rows, programs, together, strict=True):
