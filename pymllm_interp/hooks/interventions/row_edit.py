@@ -1,7 +1,7 @@
-"""`RowEdit`: an edit that a block of a trace writes in torch, of each row by itself, for many requests in one call.
+"""`RowEdit`: an edit of each row by itself, as a block of a trace writes it in torch. Many requests are one call.
 
-Operations are in the states' dtype and round one by one, as in the block. `RowProgram` has operations only with results that do not
-depend on the other rows: IEEE arithmetic of single elements, and sums over a row.
+Operations are in the states' dtype and round one by one, as in the block. The bits of a row do not depend on the other rows. So a
+`RowProgram` has IEEE arithmetic of single elements and sums over a row, and nothing else.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RowProgram:
     """Statements that change states [rows, 1, width] in place.
 
     Args:
-        source: in the names `STATES` and those of `tensors`.
+        source: in the names `STATES` and the keys of `tensors`.
         tensors: [width] each.
 
     Attributes:

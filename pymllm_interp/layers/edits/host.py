@@ -37,7 +37,7 @@ class Program(Protocol):
 
 
 class RowWise(NamedTuple):
-    """An op that runs a program on rows. Those of several requests are one call.
+    """An op that runs a program on rows. Like programs of several requests are one call.
 
     Attributes:
         run: takes states [rows, width], which it changes, programs, and the number of rows of each.
@@ -51,13 +51,13 @@ class RowWise(NamedTuple):
 
 
 RowFunction = Added | RowWise | Callable[[torch.Tensor], torch.Tensor]
-"""An op on a request's rows: [rows, width] -> [rows, width], or one that is computed with those of other requests."""
+"""An op on a request's rows: [rows, width] -> [rows, width], or one that is computed with other requests' ops."""
 CaptureSink = Callable[[torch.Tensor], None]
 """Receives a request's rows [rows, width]."""
 
 
 class RowSink(NamedTuple):
-    """What keeps a request's one row as it is. The rows of all requests are one view of NumPy's.
+    """What keeps a request's one row as it is. NumPy sees the rows of all requests as one view.
 
     Attributes:
         keep: takes `column`, `ordinal` and the row [width], as integers.

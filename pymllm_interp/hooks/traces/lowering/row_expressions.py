@@ -1,4 +1,4 @@
-"""Edits that depend on the states that they change: a `RowProgram` of what a block computes of each row by itself."""
+"""Edits by the states that they change, as a `RowProgram`: what a block computes of each row by itself."""
 
 from __future__ import annotations
 
