@@ -160,7 +160,7 @@ class Edits:
         return "", rows.program(node, whole=assigned)
 
     def _stands_apart(self, site: str) -> None:
-        """Refuse an edit of a layer's input after a read or an edit of the output before it, which is the same state."""
+        """Refuse an edit of a layer's input if the block has the output before it, which is the same state."""
         kind, _, layer = site.partition(".")
         before = f"resid_post.{int(layer) - 1}" if kind == "resid_pre" and layer != "0" else "embed"
         walk = self._walk

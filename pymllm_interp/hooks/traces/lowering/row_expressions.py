@@ -61,7 +61,7 @@ class RowExpression:
             whole: the value is assigned to the module, so it must have the shape and the dtype of the states.
 
         Raises:
-            NotStatic: a row depends on others, on other values of the pass, or on operations that may not give the same bits.
+            NotStatic: a row depends on others, or on other values of the pass. So does an operation with bits that may differ.
         """
         if self._width >= LONGEST:
             raise NotStatic(NOT_BY_ROW)
