@@ -110,6 +110,15 @@ class InputBuffers:
 
             self._lay_out = lay_out
 
+    def clear(self) -> None:
+        """Fill every row with padding. A pass that runs to be captured would act for the requests of the step before."""
+        pad = (self.input_ids, self.positions, self.out_cache_loc, self.rows, self.blocks, self.flags)
+        for zeros in pad if self.adapter_tiles is None else (*pad, *self.adapter_tiles):
+            zeros.zero_()
+        self.op_rows.fill_(-1)
+        for lengths in (self.seq_lens, self.seq_lens_cpu):
+            lengths.fill_(PAD_SEQ_LEN)
+
     def lay_out(self, tokens: np.ndarray, states: RequestState, req_to_token: torch.Tensor, padded_size: int) -> None:
         """Write the rows of a step, on the device's side of things: nothing waits for the step before.
 

@@ -623,8 +623,10 @@ def test_device_memory_is_back_after_twenty_lms(end: str) -> None:
     start, free = reserved(), []
     lm = None
     for _ in range(20):
+        replaced = engine_threads() - before
         lm = dummy(device="cuda", dtype="float32", kv_cache_tokens=1 << 16)
         plain(lm)
+        end_of(replaced)
         if end == "shutdown":
             lm.shutdown()
         elif end == "del":

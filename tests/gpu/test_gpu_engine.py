@@ -38,7 +38,13 @@ def gpu_lm(folders: dict[str, Path]) -> Iterator[Callable[..., LM]]:
     def load(family: str, dtype: str = "bfloat16", device: str = "cuda", **options: Any) -> LM:
         key = (family, dtype, device, *options.items())
         if key not in made:
-            size = {"kv_cache_tokens": 4096, "max_running_requests": 8, "lower_traces": "off", **options}
+            size = {
+                "kv_cache_tokens": 4096,
+                "max_running_requests": 8,
+                "capture_ring_bytes": 64 << 20,
+                "lower_traces": "off",
+                **options,
+            }
             made[key] = LM(folders[family], dtype=dtype, device=device, **size)
         return made[key]
 

@@ -72,7 +72,7 @@ def half_lm(half_folder: Callable[[str], Path]) -> Iterator[Callable[..., LM]]:
     def load(family: str, dtype: str, device: str, **options: Any) -> LM:
         key = (family, dtype, device, *options.items())
         if key not in made:
-            size = {"kv_cache_tokens": 4096, "max_running_requests": 8, **options}
+            size = {"kv_cache_tokens": 4096, "max_running_requests": 8, "capture_ring_bytes": 64 << 20, **options}
             made[key] = LM(half_folder(family), dtype=dtype, device=device, **size)
         return made[key]
 

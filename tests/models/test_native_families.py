@@ -40,7 +40,13 @@ def load(model_folder: Callable[[str], Path]) -> Iterator[Load]:
     def lm_of(device: str, family: str, **options: Any) -> LM:
         key = (device, family, *sorted(options.items()))
         if key not in made:
-            size = {"kv_cache_tokens": 2048, "max_running_requests": 8, "hook_execution": "segments", **options}
+            size = {
+                "kv_cache_tokens": 2048,
+                "max_running_requests": 8,
+                "hook_execution": "segments",
+                "capture_ring_bytes": 64 << 20,
+                **options,
+            }
             made[key] = LM(model_folder(family), dtype="float32", device=device, **size)
         return made[key]
 

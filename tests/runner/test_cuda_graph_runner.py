@@ -341,6 +341,21 @@ def test_g08_padded_rows_are_reset_after_a_larger_batch(runner):
     assert buffers.seq_lens_cpu[:2].tolist() == small.seq_lens_cpu.tolist()
 
 
+def test_cleared_buffers_are_as_new_ones():
+    """A pass that runs to be captured reads them: it must not write where the step before did."""
+    used, new = InputBuffers(6, "cpu"), InputBuffers(6, "cpu")
+    for buffers in (used, new):
+        buffers.open_adapters(2)
+    tensors = [name for name, value in vars(new).items() if isinstance(value, torch.Tensor)]
+    for name in tensors:
+        getattr(used, name).fill_(7)
+    for tiles in used.adapter_tiles or ():
+        tiles.fill_(7)
+    used.clear()
+    assert "blocks" in tensors and all(torch.equal(getattr(used, name), getattr(new, name)) for name in tensors)
+    assert not any(tiles.any() for tiles in used.adapter_tiles or ())
+
+
 @pytest.mark.parametrize("n", range(1, 7))
 def test_g11_a_replay_equals_the_eager_pass_at_every_batch_size(runner, n):
     """G8, G11: the padded run equals the unpadded one, in logits and in what it writes."""

@@ -236,6 +236,7 @@ WIDE_KV = LlamaConfig(
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_exclusive
 def test_r15_gpu_the_default_fills_the_memory_that_it_may_take():
     """R15: 90 % of the budget at least, and no more than the budget."""
     gc.collect()

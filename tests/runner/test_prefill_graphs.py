@@ -21,7 +21,10 @@ from pymllm_interp.runner.graphs import graph_capture, prefill_graphs
 from pymllm_interp.runner.graphs.graph_capture import capture_token_counts
 
 Load = Callable[..., LM]
-SIZES = {"max_running_requests": 8, "kv_cache_tokens": 2048, "max_num_tokens": 128, "prefill_graph_tokens": 64}
+SIZES = {
+    "max_running_requests": 8, "kv_cache_tokens": 2048, "max_num_tokens": 128, "prefill_graph_tokens": 64,
+    "capture_ring_bytes": 64 << 20,
+}  # fmt: skip
 LENGTHS = [1, 15, 16, 17, 33, 63, 64, 65, 100]
 """Around the captured sizes, and longer than the largest."""
 

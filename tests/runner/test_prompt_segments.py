@@ -25,7 +25,10 @@ from pymllm_interp.runner.graphs import graph_capture
 from pymllm_interp.runner.graphs.prompt_segments import PromptSegments
 
 Load = Callable[..., LM]
-SIZES = {"max_running_requests": 8, "kv_cache_tokens": 2048, "max_num_tokens": 128, "prefill_graph_tokens": 64}
+SIZES = {
+    "max_running_requests": 8, "kv_cache_tokens": 2048, "max_num_tokens": 128, "prefill_graph_tokens": 64,
+    "capture_ring_bytes": 64 << 20,
+}  # fmt: skip
 FAMILIES = ["llama", "qwen3", "mistral", "gpt2", "gpt_neox", "gemma2", "gemma3_text"]
 WAIT = 600
 REASON = "a block waits for a module, and the pass was captured"

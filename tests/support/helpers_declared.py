@@ -48,7 +48,7 @@ def lms(way: str, model_folder: Callable[[str], Path]) -> Iterator[Callable[...,
     defaults = {
         "dtype": "float32", "max_running_requests": 16, "device": "cuda" if cuda and way != "functions" else "cpu",
         "disable_cuda_graph": way != "graphs", "hook_execution": "segments" if way == "graphs" else "auto",
-        "kv_cache_tokens": 4096,
+        "kv_cache_tokens": 4096, "capture_ring_bytes": 64 << 20,
     }  # fmt: skip
 
     def load(family: str, **kwargs: Any) -> LM:

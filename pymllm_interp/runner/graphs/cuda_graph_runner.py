@@ -175,6 +175,7 @@ class CudaGraphRunner:
         """Capture every size, largest first: smaller graphs reuse its memory."""
         started, free = time.perf_counter(), free_memory(self.device)
         bs = self.max_bs
+        self.buffers.clear()
         try:
             self.attn_backend.init_cuda_graph_state(self.max_bs)
             with graph_capture.freeze_gc(), model_capture_mode(self.model_runner):
