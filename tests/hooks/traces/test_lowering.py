@@ -390,7 +390,7 @@ IN_THE_PASS = {
     ),
     "two edits by name": (["h = lm.model.layers[0].output", "h += 1", "h += 2", OUT], "after a use"),
     "an edit of a part by name": (["h = lm.model.layers[0].output[0]", "h += 1", OUT], "edited in place"),
-    "an edit of an input by name": (["h = lm.model.layers[1].input", "h += 1", OUT], "an edit of"),
+    "an edit of a norm's input by name": (["h = lm.model.layers[1].post_attention_layernorm.input", "h += 1", OUT], "an edit of"),
     "a branch on a value": (["h = lm.model.layers[0].output.save()", "if h.sum() > 0:", "    g = h.clone().save()"], "branch"),
     "a module that is no site": (["g = lm.model.layers[0].mlp.act_fn.output.save()"], "no site"),
     "a call of a module": (["h = lm.lm_head(lm.model.layers[0].output).save()"], "call"),

@@ -29,6 +29,7 @@ BLOCKS = {
     "inputs and outputs": ["lm.model.layers[1].input[:, -1] *= 2", f"h = {B}[0, -1].save()", "g = lm.lm_head.output[0, -1].save()"],
     "the same state under two names": [f"h = {A}", "lm.model.layers[1].input[:] *= 2", "h.save()", f"g = {B}.save()"],
     "a read of the input behind the edit": ["lm.model.layers[1].input[:] += 1", "h = lm.model.layers[1].input.save()"],
+    "an input by name": ["h = lm.model.layers[1].input", "h += 1", "o = lm.lm_head.output.save()"],
     "logits": ["lm.lm_head.output[0, -1] *= -1", "h = lm.lm_head.output.save()"],
     "logits by themselves": ["x = lm.lm_head.output", "x[:] = x - x.mean(-1, keepdim=True)", "x.save()"],
     "keys and values": [

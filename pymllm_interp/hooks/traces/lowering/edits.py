@@ -27,6 +27,9 @@ KINDS = frozenset(
 """Kinds of sites where an edit of the module's value is an edit of the site."""
 OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}
 IN_PLACE = "an edit in place"
+MAX_MADE = 512
+"""Most blocks of which the code without edits is kept."""
+_MADE: dict[tuple[str, CodeType, frozenset[tuple[int, int]]], CodeType] = {}
 
 
 class Edits:
@@ -241,6 +244,15 @@ def without_edits(node: ast.With | ast.AsyncWith, code: CodeType, edited: set[tu
         code: its code.
         edited: (line, column) of the statements that edit.
     """
+    key = code.co_filename, code, frozenset(edited)
+    if (found := _MADE.get(key)) is None:
+        if len(_MADE) == MAX_MADE:
+            _MADE.clear()
+        found = _MADE[key] = _without_edits(node, code, edited)
+    return found
+
+
+def _without_edits(node: ast.With | ast.AsyncWith, code: CodeType, edited: set[tuple[int, int]]) -> CodeType:
     with AST_LOCK:
         block = copy.deepcopy(node)
         block.body = _Reads(edited).visit(ast.Module(body=block.body, type_ignores=[])).body
