@@ -78,7 +78,8 @@ class LocalBackend(FactoryBackend):
         self.interleaver: Any = runner.interleaver
         assert source is not None
         seal(self.module)
-        self.lowered = Lowered(self.module, runner.server_config.lower_traces, torch.device(runner.device))
+        device = torch.device(runner.device)
+        self.lowered = Lowered(self.module, runner.server_config.lower_traces, device, runs_rows=device.type == "cpu")
         self.tokenizer = load_tokenizer(source)
         self.defaults = GenerationDefaults.of(config.generation_config, source.hf_config, source.folder)
         self._use(RequestFactory(runner, self.tokenizer, self.defaults, config.seed))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -29,4 +29,8 @@ class Norm(Protocol):
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         """The norm of x [..., size], without ops."""
+        ...
+
+    def add_normalize(self, h: torch.Tensor, delta: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """(``h + delta``, its norm), without ops."""
         ...

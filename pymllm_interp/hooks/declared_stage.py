@@ -401,7 +401,7 @@ class DeclaredStage:
         """The rows of each request of the step that declared something."""
         return [
             RequestRows(
-                self._live[entry.request_id], start, torch.arange(entry.start, entry.start + entry.num_tokens),
+                self._live[entry.request_id], start, range(entry.start, entry.start + entry.num_tokens),
                 logit_start, entry.logit_rows,
             )
             for entry, start, logit_start in zip(

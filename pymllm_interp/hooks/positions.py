@@ -176,6 +176,17 @@ def ordinals_of(windows: tuple[Window, ...], positions: Tensor) -> Tensor:
     return ordinals
 
 
+def ordinal_of(windows: tuple[Window, ...], position: int) -> int:
+    """`ordinals_of` one position."""
+    before = 0
+    for window in windows:
+        offset = position - window.start
+        if offset >= 0 and offset % window.step == 0 and (window.stop is None or position < window.stop):
+            return before + offset // window.step
+        before += window.size or 0
+    return -1
+
+
 def selected(windows: Iterable[Window], stop: int) -> np.ndarray:
     """Which of the positions from 0 to `stop` are in the windows: [stop] bool."""
     found = np.zeros(stop, dtype=bool)

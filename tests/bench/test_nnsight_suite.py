@@ -49,6 +49,7 @@ def suite() -> Iterator[ModuleType]:
         yield importlib.import_module("nnsight_suite")
 
 
+@pytest.mark.slow
 def test_a_ported_file_runs_with_both_models_and_shows_where_they_differ(suite: ModuleType, tmp_path: Path) -> None:
     suite.write_ported({"test_tiny.py": TESTS}, tmp_path)
     control = suite.run_tests(tmp_path, "nnsight", None, [])

@@ -435,6 +435,7 @@ def test_the_memory_of_replaced_lms_comes_back_to_the_process() -> None:
     run_script(script)
 
 
+@pytest.mark.slow
 def test_the_memory_of_deleted_weights_comes_back_to_the_process() -> None:
     """glibc has such weights, below 32 MiB, in its heap: pages between them stay with the process until it trims the heap."""
     script = """
@@ -782,6 +783,7 @@ def test_a_child_of_multiprocessings_fork_gets_an_error_and_may_make_its_own_lm(
     assert "equal" in run_script(script, str(model_folder("llama")))
 
 
+@pytest.mark.slow
 def test_a_forked_child_that_never_uses_the_lm_ends(model_folder: Callable[[str], Path]) -> None:
     script = (
         FORK

@@ -156,6 +156,7 @@ def test_a_harvest_equals_the_local_one_whatever_is_killed_or_stopped(nodes, ser
             lm.harvest([path], out=tmp_path / "out", cluster="auto", unit_documents=6, **how)
 
 
+@pytest.mark.slow
 def test_a_dataset_is_written_as_files_and_harvested(nodes, served_folder, tmp_path):
     import ray.data
 

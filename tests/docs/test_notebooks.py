@@ -83,7 +83,7 @@ def test_the_install_line_has_what_the_notebook_needs(name: str) -> None:
 
 
 @pytest.mark.local
-@pytest.mark.parametrize("name", ["logit_lens", "evaluation"])
+@pytest.mark.parametrize("name", ["logit_lens", pytest.param("evaluation", marks=pytest.mark.slow)])
 def test_a_notebook_runs_in_a_kernel(name: str) -> None:
     missing = [package for package in NEEDS[name] if find_spec(package) is None]
     if missing:

@@ -378,6 +378,7 @@ for name, seconds in [("whole", None), *killed]:
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_at_random_moments_resumes_to_the_same_bytes(
     model_folder: Any, tmp_path: Path
 ) -> None:

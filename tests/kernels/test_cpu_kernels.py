@@ -16,6 +16,7 @@ from helpers_runner import ByHand, make_runner, random_ids
 from torch.testing import assert_close
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
+from pymllm_interp import LM, SamplingParams
 from pymllm_interp.core.forward_batch import ForwardMode
 from pymllm_interp.core.norm_kind import RMS_OFFSET
 from pymllm_interp.kernels.cpu import cpu_dispatch
@@ -223,6 +224,54 @@ def test_a_decode_pass_has_the_bits_of_the_pass_by_modules_and_of_each_request_a
     if kernels.has_gemm(runner.dtype):
         assert any(calls), "a decode pass runs a layer in one call"
         assert torch.equal(found["fused"], found["alone"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_layer_with_captures_at_its_ends_runs_in_one_call_with_the_same_bits(family, dtype, monkeypatch):
+    """Inner sites and the stream between attention and MLP are behind its input: such layers run kernel by kernel."""
+    lm = LM("tiny", load_format="dummy", hf_config=FAMILIES[family](), dtype=dtype, device="cpu", kv_cache_tokens=2048)
+    if not kernels.has_gemm(lm.dtype):
+        lm.shutdown()
+        pytest.skip("this processor has no product of the dtype")
+    steps = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    prompts = [[5, 6, 7], [9], [11, 12, 13, 14]]
+    everywhere = [
+        "embed",
+        "resid_post.*",
+        "resid_mid.*",
+        "attn_out.*",
+        "mlp_out.*",
+        "q.*",
+        "z.*",
+        "mlp_act.*",
+        "final_norm",
+    ]
+    wanted = lm.generate(prompts, steps, capture=everywhere)
+    calls, original = [], cpu_layer.decode_layer
+
+    def noted(layer: Any, *args: Any) -> Any:
+        out = original(layer, *args)
+        calls.append(out is not None)
+        return out
+
+    monkeypatch.setattr("pymllm_interp.models.native.llama.decode_layer", noted)
+    for sites, layers in (
+        (["resid_post.*", "mlp_out.*", "final_norm"], "all"),
+        (["q.1"], "some"),
+        (["resid_mid.*"], "none"),
+    ):
+        calls.clear()
+        found = lm.generate(prompts, steps, capture=sites)
+        decoded = calls[-4 * lm.cfg.num_hidden_layers :]  # steps behind the prompts
+        assert {(True, True): "all", (False, True): "some", (False, False): "none"}[
+            min(decoded), max(decoded)
+        ] == layers
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert ours.token_ids == theirs.token_ids
+            for site in ours.activations:
+                assert torch.equal(ours.activations[site], theirs.activations[site]), site
+    lm.shutdown()
 
 
 class Called:

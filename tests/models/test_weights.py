@@ -282,9 +282,7 @@ def test_what_is_not_there_is_refused_with_the_fix(saved, tmp_path):
 def test_a_folder_without_weights_and_a_quantised_one_are_refused_before_anything_is_built(saved):
     _, folder = saved
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps({**config, "quantization_config": {"quant_method": "quip"}})
-    )
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "quip"}}))
     with pytest.raises(ValueError, match=r"quantised by 'quip', which is not supported"):
         resolve_model(ModelConfig(model=str(folder)))
     (folder / "config.json").write_text(json.dumps(config))

@@ -158,6 +158,7 @@ def test_connected_clients(server: Server, folders: dict[str, Path], oracle: Cal
         assert "c" not in lm.adapters
 
 
+@pytest.mark.slow
 def test_a_restarted_engine_has_its_adapters(
     model_folder: Callable[[str], Path], folders: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ def works(server: Server) -> None:
         assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.slow
 def test_a_message_loop_that_does_not_answer_is_ended_and_started_again(served_folder, tmp_path):
     with serving(served_folder, "--engine-message-seconds", "4", folder=tmp_path) as server:
         works(server)

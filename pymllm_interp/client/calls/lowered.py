@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
+from ...core.families import NUMBERED_SITES
 from ...hooks.captures.activations import Activations
+from ...hooks.interventions.row_edit import RowProgram
 from ...hooks.traces.blocks.block_analysis import codes_of
 from ...hooks.traces.blocks.torch_modes import is_any_autocast_enabled
 from ...hooks.traces.blocks.trace import Block, RequestTrace
@@ -68,15 +70,17 @@ class Lowered:
         module: the model that is served.
         mode: `ServerConfig.lower_traces`.
         device: of the model.
+        runs_rows: the engine runs `RowEdit`.
     """
 
-    def __init__(self, module: Any, mode: str, device: torch.device) -> None:
+    def __init__(self, module: Any, mode: str, device: torch.device, runs_rows: bool = False) -> None:
         self.mode = mode
         self._known: dict[tuple[Any, ...], tuple[BlockPlan | NotLowered, Any]] = {}
         self._native = isinstance(module, DecoderForCausalLM)
         softcap = getattr(module.config, "final_logit_softcapping", None) if self._native else None
         points = points_of(ROOT, module.spec.family, module.spec.num_hidden_layers, softcap)
-        self.model = LoweringModel(points, module.spec.hidden_size, module.spec.dtype, device)
+        widths = {kind: module.spec.width(kind) for kind in NUMBERED_SITES if kind not in module.spec.family.missing}
+        self.model = LoweringModel(points, widths, module.spec.dtype, device, runs_rows)
 
     def lower(self, mode: str, traces: Sequence[RequestTrace], inputs: Sequence[TraceInput]) -> None:
         """Set the `plan` of each trace with a block that can run after its request.
@@ -168,6 +172,8 @@ class Lowered:
     def _replay_of(self, ended: Ended) -> Replay | None:
         trace, plan = ended.trace, ended.trace.plan
         trace.receipt.edits = len(plan.edits)
+        programs = {edit.operand for edit in plan.edits if isinstance(edit.operand, RowProgram)}
+        trace.receipt.nan_edits += sum(program.nan_edits for program in programs)
         trace.warnings += trace.receipt.warnings
         if (error := ended.error or ended.states.error) is not None:
             trace.error = error

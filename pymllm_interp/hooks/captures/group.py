@@ -23,10 +23,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ...utils.integers import as_integers
 from ..positions import Window
 from ..site import Site
 from .egress.result_memory import FRESH, Memory
-from .kept_rows import KeptRows, as_integers
+from .kept_rows import KeptRows
 from .records import aligned, selected, size_in
 from .reductions.reading import Pending, StateReading
 from .reductions.reduction import Reduced
@@ -116,6 +117,7 @@ class Group:
         self._kept = KeptRows(
             spec, self.num_positions, self._kept_width, self.width, self._sent_dtype, result_dtype, states
         )
+        self._keeps_rows = self.reading is None and self.stores_states and self._kept.unchanged
         self._filled: Counter[int] = Counter()  # by column: the ordinal after the last row that `capture` has kept
         self._num_kept: Counter[int] = Counter()  # by column: rows that `capture` has kept
 
@@ -186,6 +188,24 @@ class Group:
             self._kept.keep(int(found[0]), sent[:, None], slice(column, column + 1))
             self._filled[column] = int(found[-1]) + 1
             self._num_kept[column] += len(found)
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether `keep_row` takes the states of a row."""
+        return self._keeps_rows
+
+    def keep_row(self, column: int, ordinal: int, row: np.ndarray) -> None:
+        """`capture` of one row.
+
+        Args:
+            ordinal: not -1.
+            row: [width], the state as integers.
+        """
+        if ordinal >= self._filled[column]:
+            self.prepare(FRESH)
+            self._kept.put_row(ordinal, column, row)
+            self._filled[column] = ordinal + 1
+            self._num_kept[column] += 1
 
     def begin_draft(self) -> None:
         """From here on rows may be taken back, until `settle`."""

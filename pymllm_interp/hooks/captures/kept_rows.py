@@ -7,13 +7,12 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from ...utils.integers import as_integers
 from .egress.result_memory import Memory
 from .reductions.pools import Pool
 from .reductions.reduction import Reduced
 from .spec import Capture
 
-INTEGERS = {2: torch.int16, 4: torch.int32}
-"""By itemsize, the dtype that NumPy sees states as: NumPy has no bfloat16."""
 WORDS = torch.complex128
 """The dtype of copies that keep records unchanged: `ALIGNED` elements are a whole number of words."""
 ALL = slice(None)
@@ -112,6 +111,10 @@ class KeptRows:
             else:
                 self.fold(numbers, columns)
 
+    def put_row(self, ordinal: int, column: int, row: np.ndarray) -> None:
+        """`keep` of one state [width], where values are kept `unchanged`."""
+        self._values[ordinal, column] = row
+
     def begin_draft(self) -> None:
         """From here on rows may be taken back: a pool folds them when they are settled. Rows that were not are forgotten."""
         self._drafted = []
@@ -165,11 +168,6 @@ class KeptRows:
         else:
             assert self.rows is not None
             self.rows[place : place + len(rows), columns].copy_(torch.from_numpy(rows).view(self._sent_dtype))
-
-
-def as_integers(values: torch.Tensor) -> np.ndarray:
-    """The same memory, as integers of the same width."""
-    return values.view(INTEGERS[values.dtype.itemsize]).numpy()
 
 
 def _as_numbers(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:

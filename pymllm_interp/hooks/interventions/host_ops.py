@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import cache, partial
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache, partial
 from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 
 from ...core.model_spec import LOGITS, inner_site
-from ...layers.edits.host import Added, CaptureSink, HostOps, RowFunction, RowRange
+from ...layers.edits.host import Added, CaptureSink, HostOps, RowFunction, RowRange, RowSink, RowWise
 from ..captures.group import Group
 from ..declared import Declared, Fires, PlacedOp
-from ..positions import Window, ordinals_of
+from ..positions import Window, ordinal_of, ordinals_of
 from .gates import GateRead, PassFlags
 from .op import Op
 from .reference import act, gated
+from .row_edit import RowEdit, run_rows
 
 
 class RequestRows(NamedTuple):
@@ -25,12 +26,17 @@ class RequestRows(NamedTuple):
     declared: Declared
     start: int
     """First token row."""
-    positions: torch.Tensor
-    """[rows], position of each token row."""
+    positions: range
+    """Position of each token row."""
     logit_start: int
     """First row of the logits."""
     logit_rows: int
     """Number of rows of the logits; the rows are for the last positions."""
+
+    def ordinals(self, windows: tuple[Window, ...], of_logits: bool = False) -> torch.Tensor:
+        """[rows] or [logit rows], from `ordinals_of`."""
+        rows = self.positions[len(self.positions) - self.logit_rows :] if of_logits else self.positions
+        return ordinals_of(windows, torch.arange(rows.start, rows.stop))
 
 
 def host_ops(requests: Iterable[RequestRows], num_layers: int) -> HostOps | None:
@@ -40,24 +46,25 @@ def host_ops(requests: Iterable[RequestRows], num_layers: int) -> HostOps | None
     """
     logits = inner_site(num_layers, 0, LOGITS)
     acting: dict[int, list[tuple[int, RowRange, RowFunction]]] = {}  # site -> (rank among its request's ops, rows, op)
-    sinks: dict[int, list[tuple[RowRange, CaptureSink]]] = {}
-    for declared, start, positions, logit_start, logit_rows in requests:
-        rows = start, len(positions)
+    sinks: dict[int, list[tuple[RowRange, CaptureSink | RowSink]]] = {}
+    for request in requests:
+        declared, rows = request.declared, (request.start, len(request.positions))
         for group in () if declared.captures is None else declared.captures.groups:
-            ordinals = torch.from_numpy(group.ordinals)[positions]
-            if (ordinals >= 0).any():
-                for column, site in enumerate(group.sites):
-                    if site != logits:
-                        sinks.setdefault(site, []).append((rows, _capture_sink(group, column, ordinals)))
-        of_windows = cache(partial(_Selected.of, positions=positions))  # an op at many sites has the same windows
-        flags = PassFlags(positions, declared.first_fired)
-        of_logits = cache(partial(_Selected.of, positions=positions[len(positions) - logit_rows :]))
+            for column, sink in _sinks(group, request.positions):
+                if (site := group.sites[column]) != logits:
+                    sinks.setdefault(site, []).append((rows, sink))
+        chosen: dict[tuple[bool, tuple[Window, ...]], _Selected] = {}  # an op at many sites has the same windows
+        flags = None
         for site, found in declared.ops.items():
             for i, op in enumerate(found):
-                selected = of_logits(op.windows) if site == logits else of_windows(op.windows)
+                key = site == logits, op.windows
+                selected = chosen.get(key) or chosen.setdefault(key, _Selected.of(request, *key))
                 if selected.any:
+                    if op.flag is not None and flags is None:
+                        positions = torch.arange(request.positions.start, request.positions.stop)
+                        flags = PassFlags(positions, declared.first_fired)
                     function = _row_function(op, selected, flags, declared.fires, (site, i))
-                    at = (logit_start, logit_rows) if site == logits else rows
+                    at = (request.logit_start, request.logit_rows) if site == logits else rows
                     acting.setdefault(site, []).append((i, at, function))
     if not acting and not sinks:
         return None
@@ -76,29 +83,48 @@ class _Selected(NamedTuple):
     all: bool
 
     @classmethod
-    def of(cls, windows: tuple[Window, ...], positions: torch.Tensor) -> _Selected:
-        ordinals = ordinals_of(windows, positions)
+    def of(cls, request: RequestRows, of_logits: bool, windows: tuple[Window, ...]) -> _Selected:
+        if len(request.positions) == 1 and (not of_logits or request.logit_rows == 1):
+            return _of_one_row(ordinal_of(windows, request.positions.start))
+        ordinals = request.ordinals(windows, of_logits)
         rows = ordinals >= 0
         return cls(ordinals, rows, bool(rows.any()), bool(rows.all()))
 
 
-def _capture_sink(group: Group, column: int, ordinals: torch.Tensor) -> CaptureSink:
-    return lambda rows: group.capture(column, rows, ordinals)
+@lru_cache(maxsize=4096)
+def _of_one_row(ordinal: int) -> _Selected:
+    """The selection of one row; most steps have many of them. Its tensors are not to be changed."""
+    return _Selected(torch.tensor([ordinal]), torch.tensor([ordinal >= 0]), ordinal >= 0, ordinal >= 0)
+
+
+def _sinks(group: Group, positions: range) -> Iterator[tuple[int, CaptureSink | RowSink]]:
+    """(column, what takes a request's rows of it), if a row is captured."""
+    if len(positions) == 1 and group.keeps_rows:
+        if (ordinal := group.ordinals.item(positions.start)) >= 0:
+            for column in range(len(group.sites)):
+                yield column, RowSink(group.keep_row, column, ordinal)
+        return
+    ordinals = torch.from_numpy(group.ordinals[positions.start : positions.stop])
+    if (ordinals >= 0).any():
+        for column in range(len(group.sites)):
+            yield column, partial(group.capture, column, ordinals=ordinals)
 
 
 def _row_function(
-    op: PlacedOp, selected: _Selected, flags: PassFlags, fires: Fires, key: tuple[int, int]
+    op: PlacedOp, selected: _Selected, flags: PassFlags | None, fires: Fires, key: tuple[int, int]
 ) -> RowFunction:
     spec, flag = op.spec, op.flag
     if isinstance(spec, GateRead):
-        assert flag is not None
+        assert flag is not None and flags is not None
         return flags.reader(spec, flag)
+    if isinstance(spec, RowEdit):
+        return RowWise(spec.program, run_rows, selected.rows, selected.all)
     if spec.when is None and spec.addend is not None:
         return Added(spec.addend, selected.rows, selected.all)
 
     def run(rows: torch.Tensor) -> torch.Tensor:
         vectors, ordinals = [vector.to(rows.device) for vector in spec.vectors], selected.ordinals.to(rows.device)
-        if flag is not None:
+        if flag is not None and flags is not None:
             ordinals = torch.where(flags.on(flag, len(rows), rows.device), ordinals, -1)
         return counted(spec, rows, ordinals, vectors, fires, key)
 

@@ -11,7 +11,6 @@ import torch
 from ...core.model_spec import LOGITS, inner_site
 from ...utils.upload import upload
 from ..declared import Fires, PlacedOp
-from ..positions import ordinals_of
 from .device_tables import DeviceTables
 from .host_ops import RequestRows, counted
 from .op import Op
@@ -71,7 +70,7 @@ def logit_ops(requests: Iterable[RequestRows], num_layers: int, tables: DeviceTa
     found: list[tuple[int, RequestRows, PlacedOp]] = []
     parts: list[torch.Tensor] = []
     for i, rows, op in sorted(wanted, key=itemgetter(0)):
-        ordinals = ordinals_of(op.windows, rows.positions[len(rows.positions) - rows.logit_rows :])
+        ordinals = rows.ordinals(op.windows, of_logits=True)
         if (ordinals >= 0).any():
             found.append((i, rows, op))
             parts.append(ordinals)

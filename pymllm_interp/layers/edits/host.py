@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
-from ...core.forward_batch import Delta
-from ...core.model_spec import INNER_SITES, LOGITS, final_norm_site
+from ...core.forward_batch import Delta, ParallelDelta
+from ...core.model_spec import INNER_SITES, LOGITS, attention_add, final_norm_site
 from ...core.norm_kind import Norm
+from ...utils.integers import as_integers
 from .base import add_norm_apart
 
 RowRange = tuple[int, int]
@@ -26,10 +28,46 @@ class Added(NamedTuple):
     all_selected: bool
 
 
-RowFunction = Added | Callable[[torch.Tensor], torch.Tensor]
-"""An op on a request's rows: [rows, width] -> [rows, width], or an addition."""
+class Program(Protocol):
+    """What changes rows in torch, each by itself (`hooks/interventions/row_edit.py`)."""
+
+    def is_like(self, other: Any) -> bool:
+        """Whether one call can run both."""
+        ...
+
+
+class RowWise(NamedTuple):
+    """An op that runs a program on rows. Like programs of several requests are one call.
+
+    Attributes:
+        run: takes states [rows, width], which it changes, programs, and the number of rows of each.
+        selected: [rows] bool, on the CPU: the rows that it acts on.
+    """
+
+    program: Program
+    run: Callable[[torch.Tensor, Sequence[Any], Sequence[int]], None]
+    selected: torch.Tensor
+    all_selected: bool
+
+
+RowFunction = Added | RowWise | Callable[[torch.Tensor], torch.Tensor]
+"""An op on a request's rows: [rows, width] -> [rows, width], or one that is computed with other requests' ops."""
 CaptureSink = Callable[[torch.Tensor], None]
 """Receives a request's rows [rows, width]."""
+
+
+class RowSink(NamedTuple):
+    """What keeps a request's one row as it is. NumPy sees the rows of all requests as one view.
+
+    Attributes:
+        keep: takes `column`, `ordinal` and the row [width], as integers.
+    """
+
+    keep: Callable[[int, int, np.ndarray], None]
+    column: int
+    ordinal: int
+
+
 NO_INNER: frozenset[str] = frozenset()
 ALL_INNER = frozenset({*INNER_SITES, LOGITS})
 
@@ -48,11 +86,17 @@ class HostOps:
     def __init__(
         self,
         by_site: dict[int, list[tuple[RowRange, RowFunction]]],
-        capture_sinks: dict[int, list[tuple[RowRange, CaptureSink]]],
+        capture_sinks: dict[int, list[tuple[RowRange, CaptureSink | RowSink]]],
         num_layers: int,
     ) -> None:
         self.by_site, self.capture_sinks, self.num_layers = by_site, capture_sinks, num_layers
         self.final_site = final_norm_site(num_layers)
+        sites = {*by_site, *capture_sinks}
+        self._adds = {
+            min(site, self.final_site - 1) // 2 for site in sites if site <= self.final_site
+        }  # a delta, a sum
+        inner = [site - self.final_site - 1 for site in sites if site > self.final_site]
+        self._layers_within = {place // len(INNER_SITES) for place in inner}
         self.inner = ALL_INNER if any(site > self.final_site for site in (*by_site, *capture_sinks)) else NO_INNER
 
     def rows_from(self, start: int, stop: int) -> HostOps:
@@ -70,37 +114,87 @@ class HostOps:
         ops = self.by_site.get(site)
         if ops:
             value = value.clone()
-            adjacent: list[Added] = []
-            end = 0
+            together: list[tuple[RowRange, Added | RowWise]] = []
             for (start, size), op in ops:
-                if adjacent and (start != end or not isinstance(op, Added)):
-                    _add(value[0, :end], adjacent)
-                    adjacent = []
-                if isinstance(op, Added):
-                    adjacent.append(op)
+                if together and not _joins(together[-1], start, op):
+                    _act(value[0], together)
+                    together = []
+                if isinstance(op, Added | RowWise):
+                    together.append(((start, size), op))
                 else:
                     rows = value[0, start : start + size]
                     rows.copy_(op(rows))
-                end = start + size
-            if adjacent:
-                _add(value[0, :end], adjacent)
+            if together:
+                _act(value[0], together)
         return value
 
     def capture(self, site: int, value: torch.Tensor) -> None:
+        states = None
         for (start, size), sink in self.capture_sinks.get(site, ()):
-            sink(value[0, start : start + size])
+            if isinstance(sink, RowSink):
+                if states is None:
+                    states = as_integers(value[0].detach().cpu())
+                sink.keep(sink.column, sink.ordinal, states[start])
+            else:
+                sink(value[0, start : start + size])
+
+    def acts_at(self, residual_add: int, delta: Delta) -> bool:
+        """Whether there is an op or a capture at a residual add."""
+        parallel = isinstance(delta, ParallelDelta) and residual_add - 1 in self._adds
+        return parallel or residual_add in self._adds
+
+    def acts_within(self, layer: int) -> bool:
+        """Whether there is an op or a capture in a layer, behind its input and before its output."""
+        return layer in self._layers_within or attention_add(layer) in self._adds
 
     def add_norm(
         self, residual_add: int, h: torch.Tensor, delta: Delta, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.acts_at(residual_add, delta):
+            return norm.add_normalize(h, delta)
         return add_norm_apart(self, residual_add, h, delta, norm)
+
+
+def _joins(before: tuple[RowRange, Added | RowWise], start: int, op: RowFunction) -> bool:
+    """Whether an op on rows from `start` on is computed together with the one before it."""
+    (first, size), last = before
+    if isinstance(last, Added):
+        return isinstance(op, Added) and start == first + size
+    return isinstance(op, RowWise) and start >= first + size and last.program.is_like(op.program)
+
+
+def _act(value: torch.Tensor, together: Sequence[tuple[RowRange, Added | RowWise]]) -> None:
+    """Apply ops of several requests to `value` [rows, width], in place."""
+    (first, _), op = together[0]
+    (last, size), _ = together[-1]
+    if isinstance(op, Added):
+        _add(value[: last + size], [op for _, op in together if isinstance(op, Added)])
+        return
+    ops = [(at, op) for at, op in together if isinstance(op, RowWise)]
+    if all(op.all_selected for _, op in ops):
+        counts = [count for (_, count), _ in ops]
+        places = None if sum(counts) == last + size - first else _ranges([at for at, _ in ops])
+    else:
+        found = [op.selected.nonzero()[:, 0] + start for (start, _), op in ops]
+        counts, places = [len(rows) for rows in found], torch.cat(found)
+    states = value[first : last + size] if places is None else value.index_select(0, places)
+    op.run(states, [op.program for _, op in ops], counts)
+    if places is not None:
+        value.index_copy_(0, places, states)
+
+
+def _ranges(ranges: Sequence[RowRange]) -> torch.Tensor:
+    return torch.tensor([row for start, count in ranges for row in range(start, start + count)])
 
 
 def _add(value: torch.Tensor, ops: Sequence[Added]) -> None:
     """Apply the ops of adjacent requests to the last rows of `value` [rows, width], in place."""
-    count = sum([len(op.selected) for op in ops])
-    rows = value[-count:]
-    added = ops[0].vector if len(ops) == 1 else torch.cat([op.vector.expand(len(op.selected), -1) for op in ops])
+    counts = [op.selected.shape[0] for op in ops]
+    rows = value[-sum(counts) :]
+    if len(counts) == sum(counts):
+        added = torch.stack([op.vector for op in ops])
+    else:
+        added = torch.cat([op.vector.expand(count, -1) for op, count in zip(ops, counts, strict=True)])
     summed = rows.float() + added.to(rows.device)
     if not all(op.all_selected for op in ops):
         selected = torch.cat([op.selected for op in ops])[:, None].to(rows.device)

@@ -8,7 +8,10 @@ import torch
 
 from ...attention.torch_backend import decode_rows_of
 from ...core.forward_batch import ForwardBatch
+from ...core.model_spec import input_add
 from ...kernels.cpu.cpu_dispatch import cpu_kernels_for
+from ...layers.edits.base import residual_sum
+from ...layers.edits.host import HostOps
 from ...layers.gemm import Gemm
 
 
@@ -34,18 +37,22 @@ def decode_layer(
     """`FusedLayer.forward_fused` on a CPU.
 
     Returns:
-        None where the pass is no decode pass, has ops, captures, cut edges or adapters, or lacks a kernel.
+        None where the pass is no decode pass, has cut edges or adapters, or lacks a kernel. None also for a layer with ops
+        or captures behind its input.
     """
     rows, pool, attention, mlp = decode_rows_of(batch), batch.token_to_kv_pool, layer.self_attn, layer.mlp
     if (
         rows is None
         or pool is None
-        or batch.site_ops is not None
         or batch.attention_cuts is not None
         or batch.adapters is not None
         or not layer.in_one_call
     ):
         return None
+    site_ops = batch.site_ops
+    if site_ops is not None:
+        if not isinstance(site_ops, HostOps) or site_ops.acts_within(attention.layer_idx):
+            return None
     caches, norms = (
         pool.get_kv(attention.layer_idx),
         (layer.input_layernorm.weight, layer.post_attention_layernorm.weight),
@@ -53,10 +60,13 @@ def decode_layer(
     kernels = cpu_kernels_for(h, cos, sin, *caches, *norms)
     if kernels is None or not kernels.has_gemm(h.dtype) or attention.head_dim % kernels.ATTENTION_WIDTH:
         return None
-    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     gemms: Any = attention._qkv.gemm, attention.o_proj.gemm, mlp._gate_up.gemm, mlp.down_proj.gemm
     if not all(isinstance(gemm, Gemm) for gemm in gemms):  # quantised
         return None
+    add = input_add(attention.layer_idx)
+    if isinstance(site_ops, HostOps) and delta is not None and site_ops.acts_at(add, delta):
+        h, delta = residual_sum(h, delta, site_ops, add), None
+    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     return kernels.decode_layer(
         h, delta, cos, sin, *caches, batch.out_cache_loc, *rows,
         norms=norms, head_norms=None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight),

@@ -37,11 +37,12 @@ from pymllm_interp.hooks.captures.egress.result_memory import FRESH, SMALL, Fres
 from pymllm_interp.hooks.captures.egress.ring import CaptureRing
 from pymllm_interp.hooks.captures.egress.ring_allocator import RingAllocator
 from pymllm_interp.hooks.captures.group import Group
-from pymllm_interp.hooks.captures.kept_rows import INTEGERS, WORDS
+from pymllm_interp.hooks.captures.kept_rows import WORDS
 from pymllm_interp.hooks.captures.spec import Project
 from pymllm_interp.hooks.declared import Declared
 from pymllm_interp.hooks.declared_stage import DeclaredStage
 from pymllm_interp.hooks.site import Site, expand
+from pymllm_interp.utils.integers import INTEGERS
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
 

@@ -101,7 +101,7 @@ def test_a_new_op_acts_on_a_cpu_beside_others_at_its_positions_and_behind_its_ga
     declared = Declared.of(specs, INFO, PROMPT, DeclaredLimits(**LIMITS))
     (site,) = declared.ops
     rows = torch.arange(PROMPT + 1)
-    ops = host_ops([RequestRows(declared, 0, rows, 0, 0)], LAYERS)
+    ops = host_ops([RequestRows(declared, 0, range(PROMPT + 1), 0, 0)], LAYERS)
     assert ops is not None
     state = vector(4, 1, PROMPT + 1, WIDTH)
     fires = (state[0] @ vector(3) > 0) & (rows < PROMPT)

@@ -54,7 +54,7 @@ def ran(run: Callable[..., dict[str, Any]], lm: LM, prompt: list[int] = PROMPT) 
     """(saved names, tracer, the error's type and text)."""
     weights = torch.randn(lm.cfg.hidden_size, 3, generator=torch.Generator().manual_seed(0)).to(device_of(lm), lm.dtype)
     try:
-        found = run(lm, prompt, weights, {"layer": 1, "rows": [0, -1], "V": vectors_of(lm)})
+        found = run(lm, prompt, weights, {"layer": 1, "rows": [0, -1], "V": vectors_of(lm), "Z": vectors_by_width(lm)})
     except Exception as error:
         return {}, None, f"{type(error).__name__}: {str(error).partition(':')[2] or error}"
     return {k: v for k, v in found.items() if k not in ("lm", "prompt", "W", "known", "tracer")}, found["tracer"], ""
@@ -63,6 +63,14 @@ def ran(run: Callable[..., dict[str, Any]], lm: LM, prompt: list[int] = PROMPT) 
 def vectors_of(lm: LM) -> list[torch.Tensor]:
     noise = torch.Generator().manual_seed(1)
     return [torch.randn(lm.cfg.hidden_size, generator=noise).to(device_of(lm)) for _ in range(8)]
+
+
+def vectors_by_width(lm: LM) -> dict[str, list[torch.Tensor]]:
+    """Vectors of the states' width, by kind of site."""
+    widths, noise = lm.backend.lowered.model.widths, torch.Generator().manual_seed(2)
+    return {
+        kind: [torch.randn(size, generator=noise).to(device_of(lm)) for _ in range(3)] for kind, size in widths.items()
+    }
 
 
 def device_of(lm: LM) -> Any:
@@ -367,7 +375,7 @@ def test_random_blocks_in_a_small_pool_give_the_same_bits(lm_of, seed):
 
 OUT = "o = lm.lm_head.output.save()"
 IN_THE_PASS = {
-    "an edit after a read": (["h = lm.model.layers[0].output.clone().save()", "lm.model.layers[0].output[:] = 0"], "after a read"),
+    "an edit after a read": (["h = lm.model.layers[0].output.clone().save()", "lm.model.layers[0].output[:] = 0"], "after a use"),
     "two edits of one place": (
         ["lm.model.layers[0].output[:] += 1", "lm.model.layers[0].output[:] += 2", "h = lm.lm_head.output.save()"], "another edit",
     ),
@@ -382,7 +390,7 @@ IN_THE_PASS = {
     ),
     "two edits by name": (["h = lm.model.layers[0].output", "h += 1", "h += 2", OUT], "after a use"),
     "an edit of a part by name": (["h = lm.model.layers[0].output[0]", "h += 1", OUT], "edited in place"),
-    "an edit of an input by name": (["h = lm.model.layers[1].input", "h += 1", OUT], "an edit of"),
+    "an edit of a norm's input by name": (["h = lm.model.layers[1].post_attention_layernorm.input", "h += 1", OUT], "an edit of"),
     "a branch on a value": (["h = lm.model.layers[0].output.save()", "if h.sum() > 0:", "    g = h.clone().save()"], "branch"),
     "a module that is no site": (["g = lm.model.layers[0].mlp.act_fn.output.save()"], "no site"),
     "a call of a module": (["h = lm.lm_head(lm.model.layers[0].output).save()"], "call"),
@@ -392,7 +400,12 @@ IN_THE_PASS = {
     "a function with out=": (["h = lm.model.layers[0].output", "g = torch.abs(h, out=torch.empty_like(h)).save()"], "call|out="),
     "a stop": (["h = lm.model.layers[0].output.save()", "tracer.stop()"], "stop"),
     "inputs": (["h = lm.model.layers[0].inputs.save()"], "not lowered"),
-    "an edit of a layer's input": (["lm.model.layers[0].input[:] = 0", "h = lm.model.layers[1].output.save()"], "an edit of"),
+    "an edit of a norm's input": (
+        ["lm.model.layers[0].post_attention_layernorm.input[:] = 0", "h = lm.model.layers[1].output.save()"], "an edit of",
+    ),
+    "an edit of an input that was an output": (
+        ["h = lm.model.layers[0].output", "lm.model.layers[1].input[:] = 0", "h.save()"], "output before it",
+    ),
     "a long loop": (["for i in range(10**9):", "    break", "h = lm.model.layers[1].output.save()"], "not known"),
     "a dict that makes its values": (["n = made[3]", "h = lm.model.layers[n].output.save()"], "defaultdict"),
     "a while": (["n = 0", "while n < 2:", "    n += 1", "h = lm.model.layers[0].output.save()"], "while"),
@@ -482,7 +495,7 @@ def test_require_refuses_with_the_line(lm_of):
     with pytest.raises(LoweringError, match=r"line \d+: an edit in place"):
         with lm.trace(PROMPT):
             h = lm.model.layers[0].output.save()  # noqa: F841
-            lm.model.layers[1].output[:] /= 2
+            lm.model.layers[1].output[:] **= 2
 
 
 EDITS = (
@@ -492,38 +505,53 @@ PLACES = (
     "lm.model.layers[{i}].output", "lm.model.layers[{i}].output", "lm.model.layers[{i}].mlp.output",
     "lm.model.embed_tokens.output", "lm.model.layers[{i}].self_attn.output[0]",
 )  # fmt: skip
+INNER_PLACES = {
+    "q": "lm.model.layers[{i}].self_attn.q_proj.output", "k": "lm.model.layers[{i}].self_attn.k_proj.output",
+    "v": "lm.model.layers[{i}].self_attn.v_proj.output", "z": "lm.model.layers[{i}].self_attn.o_proj.input",
+    "mlp_act": "lm.model.layers[{i}].mlp.down_proj.input", "resid_pre": "lm.model.layers[{i}].input",
+    "final_norm": "lm.model.norm.output", "logits": "lm.lm_head.output",
+}  # fmt: skip
 INDEXES = ("[:]", "[:, -1]", "[0, -1]", "[0]", "[:, :]", "[:, -1, :]", "[...]")
 
 
 def random_edits(rng: random.Random, layers: int, single: bool, rows: int) -> list[str]:
     """A block that edits places of the model, and reads what comes of it."""
     i = rng.randrange(layers - 1)
-    module = place = rng.choice(PLACES).format(i=i)
+    kind = rng.choice(list(INNER_PLACES)) if rng.random() < 0.6 else ""
+    module = place = INNER_PLACES[kind].format(i=i) if kind else rng.choice(PLACES).format(i=i)
+    vectors = f"V = known['Z']['{kind}']" if kind else "V = known['V']"
+    v = i % 3
     before = []
     if rng.random() < 0.4:  # by a name
         before, place = [f"e = {module}", *(["f = e"] if rng.random() < 0.2 else [])], "e"
     index = rng.choice(
         ["[:]", "[:, -1]", "[0, -1]", "[0]", "[:, :]", "[:, -1, :]", "[...]"] + (["[0, 1]", "[:, 0]"] if single else [])
     )
-    edit = rng.choice(EDITS).format(x=place + index, i=i)
+    edit = rng.choice(EDITS).format(x=place + index, i=v)
     if rng.random() < 0.2 and place == "e":
-        edit = f"e {rng.choice(['+', '-'])}= V[{i}]"
+        edit = f"e {rng.choice(['+', '-'])}= V[{v}]"
     elif rng.random() < 0.2 and "self_attn" not in place and place != "e":
-        edit = f"{place} = {place} {rng.choice(['+', '-'])} V[{i}]"
+        edit = f"{place} = {place} {rng.choice(['+', '-'])} V[{v}]"
     after = [f"a = {place}.clone()"] if rng.random() < 0.4 else []
-    reads = [*before, edit, *after, f"h = lm.model.layers[{i + 1}].output[0, -1]"]
+    last = kind in ("final_norm", "logits")
+    reads = [
+        *before,
+        edit,
+        *after,
+        "h = lm.lm_head.output[0, -1]" if last else f"h = lm.model.layers[{i + 1}].output[0, -1]",
+    ]
     if single:
         return [
-            "V = known['V']",
+            vectors,
             *reads,
             *(["a.save()"] if after else []),
             "h.save()",
-            "out = lm.lm_head.output.save()",
+            *([] if last else ["out = lm.lm_head.output.save()"]),
         ]
     steps = rng.choice(["[:]", "[:3]", "[1:4]", "[2]", "[0]", "[3:]", "[[0, 2]]", "[[1, 3]]"])
     kept = ["kept.append(h)", *(["kept.append(a)"] if after else [])]
     lines = [
-        "V = known['V']",
+        vectors,
         "kept = list().save()",
         f"for step in tracer.iter{steps}:",
         *(f"    {line}" for line in (*reads, *kept)),
@@ -593,7 +621,7 @@ def test_a_block_beside_edits_of_other_invokes_runs_with_them(lms):
     for lm in lms:
         with lm.trace() as tracer:
             with tracer.invoke(PROMPT):
-                lm.model.layers[0].output[:] /= 2
+                lm.model.layers[0].output[:] **= 2
                 first = lm.lm_head.output[0, -1].save()
             with tracer.invoke(PROMPT):
                 second = lm.lm_head.output[0, -1].save()

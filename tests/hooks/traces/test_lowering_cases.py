@@ -345,7 +345,7 @@ def test_a_list_of_lowered_and_other_blocks_is_in_the_order_of_the_pass(lms):
 def test_lowered_blocks_beside_others_leave_nothing(lms):
     with lms[0].trace() as tracer:
         with tracer.invoke(PROMPT):
-            lms[0].model.layers[0].output[:] /= 2
+            lms[0].model.layers[0].output[:] **= 2
         with tracer.invoke(PROMPT):
             h = lms[0].model.layers[0].output.save()
     assert h.any() and [receipt.lowered for receipt in tracer.receipts] == [False, False]

@@ -13,10 +13,11 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from ....utils.integers import INTEGERS
 from ..activations import CaptureError
 from ..captures import Captures
 from ..group import SmallRow
-from ..kept_rows import INTEGERS, WORDS
+from ..kept_rows import WORDS
 from .result_memory import ResultMemory
 from .ring_allocator import RingAllocator
 

@@ -15,15 +15,21 @@ from ...site import Site
 from ..blocks.loops import AST_LOCK, with_loop_ends
 from ..nnsight_compat import Envoy
 from .plan import LAST, Edit, NotStatic
+from .row_expressions import RowExpression
 from .values import SiteRead
 
 if TYPE_CHECKING:
     from .expressions import Expressions
 
-KINDS = frozenset({"embed", "attn_out", "mlp_out", "resid_post"})
-"""Kinds of sites on the residual stream where an edit of the module's value is an edit of the site."""
+KINDS = frozenset(
+    {"embed", "attn_out", "mlp_out", "resid_pre", "resid_post", "final_norm", "q", "k", "v", "z", "mlp_act", "logits"}
+)
+"""Kinds of sites where an edit of the module's value is an edit of the site."""
 OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}
 IN_PLACE = "an edit in place"
+MAX_MADE = 512
+"""Most blocks of which the code without edits is kept."""
+_MADE: dict[tuple[str, CodeType, frozenset[tuple[int, int]]], CodeType] = {}
 
 
 class Edits:
@@ -34,10 +40,7 @@ class Edits:
 
     def augments(self, node: ast.AugAssign) -> None:
         """``layer.output[...] += v``, and ``h[...] += v`` or ``h += v`` of a name of such a value."""
-        operator = OPERATORS.get(type(node.op))
-        if operator is None:
-            raise NotStatic(IN_PLACE)
-        self._edit(node, node.target, operator, node.value)
+        self._edit(node, node.target, OPERATORS.get(type(node.op), ""), node.value)
 
     def assigns(self, node: ast.Assign) -> bool:
         """``layer.output[...] = v`` or ``layer.output = layer.output + v``; False if it is another assignment."""
@@ -53,12 +56,13 @@ class Edits:
             return True
         value = node.value
         if (
-            not isinstance(value, ast.BinOp)
-            or type(value.op) not in OPERATORS
-            or ast.unparse(value.left) != ast.unparse(target)
+            isinstance(value, ast.BinOp)
+            and type(value.op) in OPERATORS
+            and ast.unparse(value.left) == ast.unparse(target)
         ):
-            raise NotStatic("an assignment to a module")
-        self._edit(node, target, OPERATORS[type(value.op)], value.right, assigned=True)
+            self._edit(node, target, OPERATORS[type(value.op)], value.right, assigned=True)
+        else:
+            self._edit(node, target, "", value, assigned=True)
         return True
 
     def named(self, node: ast.expr) -> SiteRead | None:
@@ -106,9 +110,13 @@ class Edits:
         point = walk.points.get(location)
         if point is None or not point.site or Site.parse(point.site).kind not in KINDS or point.in_tuple != container:
             raise NotStatic(f"an edit of `{location}`")
-        if point.site in walk.read or any(edit.site == point.site for edit in walk.plan.edits) or walk.conditional:
-            raise NotStatic("an edit after a read or another edit, or in a branch")
-        operand = self._operand(walk.value(value), operator, assigned)
+        if not point.end or (assigned and point.end == "input"):
+            raise NotStatic(f"an edit of `{location}`")
+        self._stands_apart(point.site)
+        used = point.site in (walk.read if assigned or not walk.stands_at(point) else walk.used)
+        if used or any(edit.site == point.site for edit in walk.plan.edits) or walk.conditional:
+            raise NotStatic("an edit after a use, another read or another edit, or in a branch")
+        operator, operand = self._what(node, point.site, index, operator, value, assigned)
         walk.reach(location)
         walk.plan.edits += [Edit(point.site, operator, operand, where) for where in self._positions(index)]
         walk.edited.add((node.lineno, node.col_offset))
@@ -121,8 +129,9 @@ class Edits:
         """An edit of a value by its name, before anything else was made of it."""
         walk = self._walk
         point = next(point for point in walk.points.values() if point.site == read.site)
-        if Site.parse(read.site).kind not in KINDS:
+        if Site.parse(read.site).kind not in KINDS or not point.end:
             raise NotStatic(f"an edit of `{read.site}`")
+        self._stands_apart(read.site)
         edited = any(edit.site == read.site for edit in walk.plan.edits)
         if (
             edited
@@ -132,14 +141,40 @@ class Edits:
             or read.steps is not walk.steps
         ):
             raise NotStatic("an edit after a use, another read or another edit, or in a branch")
-        operand = self._operand(walk.value(value), operator, assigned=False)
+        operator, operand = self._what(node, read.site, index, operator, value, assigned=False)
         walk.plan.edits += [Edit(read.site, operator, operand, where) for where in self._positions(index)]
         walk.edited.add((node.lineno, node.col_offset))
 
-    def _operand(self, value: Any, operator: str, assigned: bool) -> Any:
+    def _what(
+        self, node: ast.stmt, site: str, index: ast.expr | None, operator: str, value: ast.expr, assigned: bool
+    ) -> tuple[str, Any]:
+        """(operator, operand) of an edit: of a declared op, or of a program of the rows."""
+        walk = self._walk
+        width = walk.model.widths[Site.parse(site).kind]
+        rows = RowExpression(walk, site, index, self._row)
+        if not rows.reads(value) and operator:
+            try:
+                return operator, self._operand(walk.value(value), width, operator, assigned)
+            except NotStatic:
+                if not walk.model.runs_rows:
+                    raise
+        if not walk.model.runs_rows:
+            raise NotStatic("an assignment to a module" if assigned and not operator else IN_PLACE)
+        return "", rows.program(node, whole=assigned)
+
+    def _stands_apart(self, site: str) -> None:
+        """Refuse an edit of a layer's input if the block has the output before it, which is the same state."""
+        kind, _, layer = site.partition(".")
+        before = f"resid_post.{int(layer) - 1}" if kind == "resid_pre" and layer != "0" else "embed"
+        walk = self._walk
+        if kind == "resid_pre" and (before in walk.read or any(edit.site == before for edit in walk.plan.edits)):
+            raise NotStatic("an edit of a layer's input after a read or an edit of the output before it")
+
+    def _operand(self, value: Any, width: int, operator: str, assigned: bool) -> Any:
         """The operand of an edit, if it exists before the block runs.
 
         Args:
+            width: of the state.
             assigned: the result is assigned, so it must have the dtype of the states.
 
         Returns:
@@ -147,10 +182,10 @@ class Edits:
         """
         model = self._walk.model
         if type(value) in (int, float) and math.isfinite(value):
-            return float(value) if operator == "*" else torch.full((model.width,), float(value))
+            return float(value) if operator == "*" else torch.full((width,), float(value))
         if type(value) is not torch.Tensor or operator == "*":
             raise NotStatic(IN_PLACE)
-        fits = 0 < value.dim() <= 3 and value.shape[-1] == model.width == value.numel()
+        fits = 0 < value.dim() <= 3 and value.shape[-1] == width == value.numel()
         dtypes = (model.dtype,) if assigned else (model.dtype, torch.float32)
         if not fits or value.dtype not in dtypes or value.requires_grad or value.device.type != model.device.type:
             raise NotStatic("an edit by a tensor that no declared op takes")
@@ -209,6 +244,15 @@ def without_edits(node: ast.With | ast.AsyncWith, code: CodeType, edited: set[tu
         code: its code.
         edited: (line, column) of the statements that edit.
     """
+    key = code.co_filename, code, frozenset(edited)
+    if (found := _MADE.get(key)) is None:
+        if len(_MADE) == MAX_MADE:
+            _MADE.clear()
+        found = _MADE[key] = _without_edits(node, code, edited)
+    return found
+
+
+def _without_edits(node: ast.With | ast.AsyncWith, code: CodeType, edited: set[tuple[int, int]]) -> CodeType:
     with AST_LOCK:
         block = copy.deepcopy(node)
         block.body = _Reads(edited).visit(ast.Module(body=block.body, type_ignores=[])).body

@@ -249,7 +249,12 @@ class Expressions:
         row = values[1] if len(values) > 1 and type(values[0]) in (int, slice) and type(values[1]) is int else None
         self.use(read, row if read.steps is None or row == LAST else None)
         basic = all(type(value) in (int, slice, type(None), type(...)) for value in values)
-        return RowRead(Row(read.site, tuple(values)), read.steps) if basic else UNKNOWN
+        if not basic:
+            return UNKNOWN
+        found = RowRead(Row(read.site, tuple(values)), read.steps)
+        if self.taken is not None:
+            self.taken.rows.append(found)
+        return found
 
     def _part(self, of: Unknown) -> Unknown:
         if isinstance(of, SiteRead):

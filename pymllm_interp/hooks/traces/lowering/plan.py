@@ -13,6 +13,7 @@ import torch
 from ....core.families import LOGITS, Family
 from ...captures.spec import Capture
 from ...interventions.op import Op
+from ...interventions.row_edit import RowEdit, RowProgram
 from ...interventions.specs import Patch, Scale, Steer
 from ...positions import Generated, Positions, Window, windows_of
 
@@ -104,8 +105,8 @@ class Edit(NamedTuple):
     """An edit of a site.
 
     Attributes:
-        operator: "+", "-", "*" or "=".
-        operand: a number, or a tensor [width].
+        operator: "+", "-", "*" or "="; "" with a program.
+        operand: a number, a tensor [width], or a `RowProgram`.
         positions: where it acts.
     """
 
@@ -116,6 +117,8 @@ class Edit(NamedTuple):
 
     def op(self) -> Op:
         """The declared op that does the same."""
+        if isinstance(self.operand, RowProgram):
+            return RowEdit(self.site, self.operand, positions=self.positions)
         number = not isinstance(self.operand, torch.Tensor)
         if self.operator == "*":
             return Scale(self.site, float(self.operand), positions=self.positions)
@@ -153,6 +156,7 @@ class StepLoop(NamedTuple):
         rows: what one step reads, each once.
         appends: (name of a list, index into `rows`), in the order of a step.
         reads: reads of one step.
+        unkept: what one step reads and does not append.
         start, stop: the steps; `stop` None for no end.
     """
 
@@ -161,6 +165,7 @@ class StepLoop(NamedTuple):
     rows: tuple[Row, ...]
     appends: tuple[tuple[str, int], ...]
     reads: int
+    unkept: tuple[Row, ...] = ()
 
 
 @dataclass
@@ -243,14 +248,16 @@ class LoweringModel(NamedTuple):
 
     Attributes:
         points: locations that are sites.
-        width: of the residual stream.
+        widths: kind of site -> width of its states.
         dtype, device: of its states.
+        runs_rows: it runs `RowEdit`.
     """
 
     points: Points
-    width: int
+    widths: Mapping[str, int]
     dtype: torch.dtype
     device: torch.device
+    runs_rows: bool = False
 
 
 Lowering = BlockPlan | NotLowered

@@ -259,6 +259,8 @@ class Replay:
         if stop - loop.start < FEWEST_STEPS:
             return None
         try:
+            for row in loop.unkept:  # an index may be out of range
+                part_of(self._site_rows(row.site).among(loop.start, stop, row.is_last), row)
             rows = [self._site_rows(row.site).among(loop.start, stop, row.is_last) for row in loop.rows]
             return taken_rows([part_of(steps, row) for steps, row in zip(rows, loop.rows, strict=True)], loop)
         except LookupError:  # which the block raises at its line

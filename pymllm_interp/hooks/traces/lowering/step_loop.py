@@ -25,11 +25,13 @@ class TakenLoop:
 
     Attributes:
         reads: of one step.
+        rows: parts of values that one step reads.
     """
 
     def __init__(self, steps: Steps | None) -> None:
         self._steps, self.reads = steps, 0
         self._appends: list[tuple[str, RowRead | SiteRead]] = []
+        self.rows: list[RowRead] = []
 
     def takes(self, statement: ast.stmt) -> bool:
         """Whether the loop may have this statement, as far as its form says. A block may bind no name."""
@@ -65,7 +67,8 @@ class TakenLoop:
         rows = tuple(read.row if isinstance(read, RowRead) else Row(read.site) for read in reads)
         appends = tuple((name, places[id(read)]) for name, read in self._appends)
         start, stop = (0, 1) if self._steps is None else (self._steps.start, self._steps.stop)
-        return StepLoop(start, stop, rows, appends, self.reads) if self.reads else None
+        unkept = tuple(read.row for read in self.rows if id(read) not in places)
+        return StepLoop(start, stop, rows, appends, self.reads, unkept) if self.reads else None
 
 
 class LoopRows(NamedTuple):

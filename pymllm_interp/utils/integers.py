@@ -1,0 +1,14 @@
+"""Memory of tensors as NumPy sees it: NumPy has no bfloat16."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+INTEGERS = {2: torch.int16, 4: torch.int32}
+"""By itemsize, the dtype that NumPy sees values as."""
+
+
+def as_integers(values: torch.Tensor) -> np.ndarray:
+    """The same memory, as integers of the same width."""
+    return values.view(INTEGERS[values.dtype.itemsize]).numpy()
