@@ -13,6 +13,7 @@ from .utils.arguments import shown
 if TYPE_CHECKING:
     import torch
 
+FP8_KV = ("fp8", "fp8_e4m3")
 DTYPE_NAMES = ("float32", "fp32", "float16", "fp16", "half", "bfloat16", "bf16")
 LOWER_TRACES = ("auto", "off", "require")
 """Names of the dtypes of models and KV pools, beside "auto"."""
@@ -83,7 +84,7 @@ class ServerConfig:
     kv_cache_tokens: int | None = None
     """Slots of the KV pool. None: derived from the free memory. More than the device holds is an error."""
     kv_cache_dtype: str = "auto"
-    """The KV pool's dtype; "auto" is the model's."""
+    """The KV pool's dtype; "auto" is the model's. "fp8" is E4M3, with a checkpoint's scales, else 1; torch's attention only."""
     page_size: int = 16
     """Slots of one KV page."""
     enable_prefix_caching: bool = True
@@ -171,12 +172,10 @@ class ServerConfig:
         _one_of(self, "lower_traces", LOWER_TRACES)
         _one_of(self, "logprobs_mode", ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"))
         _one_of(self, "attention_backend", ("auto", "torch", "flashinfer"))
-        if str(self.kv_cache_dtype).startswith(("fp8", "int8", "nvfp4")):
+        if self.kv_cache_dtype not in ("auto", *FP8_KV, *DTYPE_NAMES):
             raise ValueError(
-                f"kv_cache_dtype={self.kv_cache_dtype!r}: a quantised KV cache is not supported; 'bfloat16' takes half of float32"
+                f"kv_cache_dtype={self.kv_cache_dtype!r}: expected 'auto', 'fp8' (E4M3) or one of {sorted(DTYPE_NAMES)}"
             )
-        if self.kv_cache_dtype not in ("auto", *DTYPE_NAMES):
-            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}: expected 'auto' or one of {sorted(DTYPE_NAMES)}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization}: expected above 0 and at most 1")
         for name, unit in (("trace_step_warning", "s"), ("trace_step_timeout", "s"), ("max_itl_ms", "ms")):

@@ -24,9 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 def create_attention_backend(
-    name: str, device: str | torch.device, dtype: torch.dtype, head_dim: int | None = None
+    name: str,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    head_dim: int | None = None,
+    kv_cache_dtype: torch.dtype | None = None,
 ) -> AttentionBackend:
-    """The backend `name` ("auto", "torch" or "flashinfer") for `device` and `dtype`.
+    """The backend `name` ("auto", "torch" or "flashinfer") for `device` and `dtype`. None: K and V have the dtype, too.
 
     "auto" is FlashInfer for half precision on CUDA, if it is installed and has kernels for `head_dim`; otherwise torch.
 
@@ -51,6 +55,11 @@ def create_attention_backend(
         raise ValueError(f"attention_backend='flashinfer' needs a CUDA device, not {device}; use 'torch'")
     if head_dim is not None:
         check_head_dim(head_dim)
+    if kv_cache_dtype not in (None, dtype):
+        raise ValueError(
+            f"kv_cache_dtype={kv_cache_dtype}: attention_backend='flashinfer' wants the model's dtype, {dtype}; use "
+            "kv_cache_dtype='auto', or attention_backend='torch'"
+        )
     return FlashInferAttnBackend(device, dtype)
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from ..core.forward_batch import ForwardBatch
+from ..utils.kv_rows import read_rows
 from ..utils.upload import upload
 from .attention_backend import RadixAttention
 from .patterns import PatternRead, hidden_keys, pattern_of
@@ -180,15 +181,17 @@ class PassCuts:
             q: [tokens, heads, head_dim], rotated.
             k, v: [slots, kv_heads, head_dim] of the pool, or [tokens, ...] if a pass attends to its own K and V.
         """
+        pool = None if batch.fresh_kv_only else batch.token_to_kv_pool
+        stored = tuple(zip((k, v), (1.0, 1.0) if pool is None else pool.scales(layer.layer_id), strict=True))
         for request in self.requests:
             for cut in request.at(layer.layer_id, layer.num_heads, layer.sliding_window, q.device):
-                slots = request.slots(batch)
-                z = _attend(q[cut.rows], k[slots], v[slots], cut, layer)
+                keys, values = (read_rows(x, request.slots(batch), q.dtype, scale) for x, scale in stored)
+                z = _attend(q[cut.rows], keys, values, cut, layer)
                 shaped = out.view(-1, layer.num_heads, layer.head_dim)
                 out = shaped.index_put((cut.rows.unsqueeze(1), cut.heads), z).view_as(out)
             if layer.layer_id in request.reads:
                 with torch.no_grad():
-                    request.read_pattern(q, k[request.slots(batch)], layer)
+                    request.read_pattern(q, read_rows(k, request.slots(batch), q.dtype, stored[0][1]), layer)
         return out
 
     def hidden(self, layer: int, num_heads: int, window: int | None, device: torch.device) -> torch.Tensor | None:

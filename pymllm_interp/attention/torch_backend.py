@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from ..core.forward_batch import ForwardBatch
 from ..kernels.cpu.cpu_dispatch import cpu_kernels_for
+from ..utils.kv_rows import read_rows
 from .attention_backend import AttentionBackend, RadixAttention
 from .torch_plan import (
     AttnGroup,
@@ -51,6 +52,7 @@ class TorchAttnBackend(AttentionBackend):
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
+        scales = 1.0, 1.0
         if forward_batch.fresh_kv_only:
             k, v = k.contiguous(), v.contiguous()
         else:
@@ -59,10 +61,11 @@ class TorchAttnBackend(AttentionBackend):
             if save_kv_cache:
                 pool.set_kv(layer.layer_id, forward_batch.out_cache_loc[: len(k)], k, v)
             k, v = pool.get_kv(layer.layer_id)
+            scales = pool.scales(layer.layer_id)
         if (out := _decode_on_cpu(q, k, v, layer, forward_batch)) is not None:
             return out
         plan = self._plan(layer, forward_batch, q.dtype)
-        outs = [_attend_group(q, k, v, layer, group) for group in plan.groups]
+        outs = [_attend_group(q, k, v, layer, group, scales) for group in plan.groups]
         if not outs:
             return q.new_zeros(q.shape[0], layer.num_heads * layer.head_dim)
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
@@ -127,15 +130,13 @@ def _attend_group(
     v: torch.Tensor,  # [slots, kv_heads, head_dim]
     layer: RadixAttention,
     group: AttnGroup,
+    scales: tuple[float, float],  # of k and v
 ) -> torch.Tensor:
     """The group's outputs, [size * q_len, heads * head_dim], padding included."""
     size, kv_heads, heads_per_kv = group.size, layer.num_kv_heads, layer.num_heads // layer.num_kv_heads
     keys, values = (
-        x.view(-1, layer.head_dim)
-        .index_select(0, group.kv_index)
-        .view(size * kv_heads, group.kv_len, layer.head_dim)
-        .to(q.dtype)
-        for x in (k, v)
+        read_rows(x.view(-1, layer.head_dim), group.kv_index, q.dtype, scale).view(size * kv_heads, -1, layer.head_dim)
+        for x, scale in zip((k, v), scales, strict=True)
     )
     if group.q_index is not None:
         q = q.index_select(0, group.q_index)

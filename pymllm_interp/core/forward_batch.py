@@ -176,6 +176,10 @@ class PagedKV(Protocol):
         """Write k and v [tokens, kv_heads, head_dim] to `slots` [tokens]."""
         ...
 
+    def scales(self, layer_id: int) -> tuple[float, float]:
+        """What a layer's stored K and V are multiplied by when they are read."""
+        ...
+
     def paged(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer, each [pages, page_size, kv_heads, head_dim]."""
         ...

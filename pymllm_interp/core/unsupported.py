@@ -32,7 +32,9 @@ STRUCTURED = (
     "SamplingParams(constraint=...) with a constraint in Python"
 )
 MULTIMODAL = "multimodal inputs are not supported: the models here take text, or token ids"
-KV_QUANTISATION = "a quantised KV cache is not supported: kv_cache_dtype='bfloat16' takes half of float32"
+KV_QUANTISATION = (
+    "computing scales of K and V is not supported: kv_cache_dtype='fp8' takes those of the checkpoint, else 1"
+)
 QUANTISATION = (
     "quantised weights are not supported as an option: config.json says how a checkpoint is quantised, quantize='fp8' rounds "
     "weights at load, and a .gguf file is dequantised"

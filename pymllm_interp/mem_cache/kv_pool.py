@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from ..utils.kv_rows import memory_of, write_rows
 from .memory_pool import _num_pages
 
 
@@ -34,6 +35,7 @@ class KVPool:
         size: slots to hand out; rounded down to whole pages. The dummy page 0 comes on top.
         dtype, device: of the memory.
         page_size: slots in a page.
+        scales: of K and of V by layer, for an FP8 cache; (1, 1) for other layers.
 
     `k_buffer[layer]` and `v_buffer[layer]`: [num_slots, num_kv_heads, head_dim], contiguous.
     Rows of padding write to page 0, and no other row reads it.
@@ -48,7 +50,9 @@ class KVPool:
         dtype: torch.dtype,
         device: str | torch.device,
         page_size: int,
+        scales: Mapping[int, tuple[float, float]] | None = None,
     ) -> None:
+        self._scales = scales or {}
         self.num_layers = num_layers
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
@@ -81,19 +85,20 @@ class KVPool:
         return self.k_buffer[layer_id].view(shape), self.v_buffer[layer_id].view(shape)
 
     def set_kv(self, layer_id: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write `k` and `v` [tokens, kv_heads, head_dim] to `slots` [tokens] int64, cast to the pool's dtype.
+        """Write `k` and `v` [tokens, kv_heads, head_dim] to `slots` [tokens] int64, in the pool's dtype."""
+        for stored, rows, scale in zip(self.get_kv(layer_id), (k, v), self.scales(layer_id), strict=True):
+            write_rows(stored, slots, rows, scale)
 
-        The values are detached: the pool outlives every autograd graph.
-        """
-        self.k_buffer[layer_id].index_copy_(0, slots, k.detach().to(self.dtype))
-        self.v_buffer[layer_id].index_copy_(0, slots, v.detach().to(self.dtype))
+    def scales(self, layer_id: int) -> tuple[float, float]:
+        """What the layer's stored K and V are multiplied by when they are read."""
+        return self._scales.get(layer_id, (1.0, 1.0))
 
     def swap_out(self, slots: Sequence[int] | np.ndarray | torch.Tensor) -> HostKV:
         """A copy of the slots' K and V on the host, bit for bit. Takes the memory of one layer's on the device while it runs."""
         index = self._index(slots)
         kv = torch.empty(self.num_layers, 2, len(index), self.num_kv_heads, self.head_dim, dtype=self.dtype)
-        for layer, own in enumerate(self._kv):
-            kv[layer].copy_(own.index_select(1, index))
+        for layer, own in enumerate(memory_of(self._kv)):
+            memory_of(kv)[layer].copy_(own.index_select(1, index))
         return HostKV(kv)
 
     def swap_in(self, slots: Sequence[int] | np.ndarray | torch.Tensor, host: HostKV) -> None:
@@ -105,8 +110,8 @@ class KVPool:
         if len(slots) != host.num_tokens:
             raise ValueError(f"swap_in got {len(slots)} slots for the K and V of {host.num_tokens} tokens")
         index = self._index(slots)
-        for layer, own in enumerate(self._kv):
-            own.index_copy_(1, index, host.kv[layer].to(self.device))
+        for layer, own in enumerate(memory_of(self._kv)):
+            own.index_copy_(1, index, memory_of(host.kv)[layer].to(self.device))
 
     def copy(
         self,
@@ -117,7 +122,7 @@ class KVPool:
         if len(src_slots) != len(dst_slots):
             raise ValueError(f"copy got {len(src_slots)} source slots and {len(dst_slots)} destination slots")
         source, target = self._index(src_slots), self._index(dst_slots)
-        for own in self._kv:
+        for own in memory_of(self._kv):
             own.index_copy_(1, target, own.index_select(1, source))
 
     def _index(self, slots: Sequence[int] | np.ndarray | torch.Tensor) -> torch.Tensor:

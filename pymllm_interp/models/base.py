@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +43,7 @@ class CausalLM(nn.Module, ABC):
         fuses_ops: the fused pass calls no module, and declared ops are part of its kernels.
         why_no_graphs: why passes cannot be captured in CUDA graphs; None where they can.
         largest_step: requests and token rows of a step at most; None: as configured.
+        kv_scales: the checkpoint's scales of an FP8 cache, of K and of V by layer.
     """
 
     config: PretrainedConfig
@@ -50,6 +52,7 @@ class CausalLM(nn.Module, ABC):
     fuses_ops = True
     why_no_graphs: str | None = None
     largest_step: tuple[int, int] | None = None
+    kv_scales: Mapping[int, tuple[float, float]] = MappingProxyType({})
 
     def __call__(self, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast:
         """Run `forward` as the thread's current pass. `forward_batch` is a keyword; hooks see all arguments in their order.

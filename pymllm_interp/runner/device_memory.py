@@ -208,6 +208,7 @@ def make_kv_pool(runner: PoolOwner) -> KVPool:
             dtype=runner.kv_cache_dtype,
             device=runner.device,
             page_size=runner.server_config.page_size,
+            scales=None if runner.model is None else runner.model.kv_scales,
         ),
         f"{_described_pool(runner, tokens)} does not fit on {runner.device}{memory_left(runner.device, runner.gpu_id)}; what "
         f"helps: {smaller_pool(runner.server_config)}",

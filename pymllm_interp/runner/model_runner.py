@@ -36,6 +36,7 @@ from ..models.weights.model_state import ModelState
 from ..models.weights.source import ModelSource, resolve_model
 from ..sampling import Sampler, SamplerOutput, SamplingBatch, TokenMasks
 from ..utils.device import resolve_device, resolve_dtype
+from ..utils.kv_rows import resolve_kv_dtype
 from ..utils.out_of_memory import within_memory
 from ..utils.upload import upload
 from . import device_memory
@@ -227,7 +228,7 @@ class ModelRunner(AdaptedPasses, SeedNames):
         """
         name = self.server_config.attention_backend
         self.attn_backend = within_memory(
-            lambda: create_attention_backend(name, self.device, self.dtype, self.head_dim),
+            lambda: create_attention_backend(name, self.device, self.dtype, self.head_dim, self.kv_cache_dtype),
             f"the workspace of attention does not fit on {self.device}{memory_left(self.device, self.gpu_id)}; what "
             f"helps: {device_memory.smaller_pool(self.server_config)}",
         )
@@ -338,8 +339,7 @@ class ModelRunner(AdaptedPasses, SeedNames):
             self.max_num_tokens = min(self.max_num_tokens, self.model.largest_step[1])
 
     def _init_kv_cache_dtype(self) -> None:
-        name = self.server_config.kv_cache_dtype
-        self.kv_cache_dtype = self.dtype if name == "auto" else resolve_dtype(name, self.device)
+        self.kv_cache_dtype = resolve_kv_dtype(self.server_config.kv_cache_dtype, self.dtype, self.device)
 
     # -- steps ------------------------------------------------------------------------
 

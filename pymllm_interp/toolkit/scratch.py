@@ -10,6 +10,7 @@ import torch
 from ..core.forward_batch import ForwardBatch
 from ..runner.batch_builder import BatchBuilder
 from ..runner.interp_model_runner import InterpModelRunner
+from ..utils.kv_rows import write_rows
 
 Span = tuple[int, int]
 """(first, stop): consecutive positions of the prompt."""
@@ -29,6 +30,8 @@ class LayerKV:
 
     def __init__(self, runner: InterpModelRunner, num_slots: int) -> None:
         self.dtype, self.num_kv_heads, self.head_dim = runner.kv_cache_dtype, runner.num_kv_heads, runner.head_dim
+        assert runner.token_to_kv_pool is not None, "call initialize() first"
+        self._scales = runner.token_to_kv_pool.scales
         shape = (num_slots + 1, self.num_kv_heads, self.head_dim)
         self._kv = torch.zeros(2, *shape, dtype=self.dtype, device=runner.device)
 
@@ -42,8 +45,12 @@ class LayerKV:
 
     def set_kv(self, layer_id: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k and v [tokens, kv_heads, head_dim] to `slots` [tokens]."""
-        self._kv[0].index_copy_(0, slots, k.to(self.dtype))
-        self._kv[1].index_copy_(0, slots, v.to(self.dtype))
+        for stored, rows, scale in zip(self._kv, (k, v), self.scales(layer_id), strict=True):
+            write_rows(stored, slots, rows, scale)
+
+    def scales(self, layer_id: int) -> tuple[float, float]:
+        """The scales of the engine's pool."""
+        return self._scales(layer_id)
 
     def saved(self, count: int) -> torch.Tensor:
         """A copy of slots 1 to `count`: [2, count, kv_heads, head_dim]."""

@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 from ...attention.attention_backend import RadixAttention
 from ...core.current_pass import current_batch
 from ...core.forward_batch import ForwardBatch
+from ...utils.kv_rows import read_rows
 from .attention_method import eager_method_of
 
 PAGED = "pymllm_interp_paged"
@@ -120,7 +121,8 @@ def _by_request(
             keys, values = k[start : start + size], v[start : start + size]
         else:
             slots = table.req_to_token[batch.req_pool_indices[i], : lens[i]].to(torch.int64)
-            keys, values = (x.index_select(0, slots).to(q.dtype) for x in pool.get_kv(layer.layer_id))
+            stored = zip(pool.get_kv(layer.layer_id), pool.scales(layer.layer_id), strict=True)
+            keys, values = (read_rows(x, slots, q.dtype, scale) for x, scale in stored)
         queries = q[start : start + size]
         keys, values = keys[:, :: call.copies], values[:, :: call.copies]
         mask = causal_mask(size, len(keys), layer.sliding_window, q, call.chunk)

@@ -21,6 +21,7 @@ from transformers.masking_utils import eager_mask
 
 from ...attention.attention_backend import RadixAttention
 from ...core.forward_batch import ForwardBatch
+from ...utils.kv_rows import read_rows
 from .attention_interface import pool_rows
 
 CACHED = "pymllm_interp_cached"
@@ -145,10 +146,10 @@ class PoolCache(RequestsCache):
         rows = (pool_rows(x, layer.head_dim).repeat_interleave(copies, 1) for x in states)
         pool.set_kv(layer.layer_id, batch.out_cache_loc, *rows)
         slots = self._slots[self._first(layer_idx) :]
-        kept = (of_slots.index_select(0, slots)[:, ::copies] for of_slots in pool.get_kv(layer.layer_id))
+        stored = zip(pool.get_kv(layer.layer_id), pool.scales(layer.layer_id), states, strict=True)
         key, value = (
-            rows[..., : x.shape[-1]].to(x.dtype).transpose(0, 1).unsqueeze(0)
-            for rows, x in zip(kept, states, strict=True)
+            read_rows(rows, slots, x.dtype, scale)[:, ::copies, : x.shape[-1]].transpose(0, 1).unsqueeze(0)
+            for rows, scale, x in stored
         )
         return key, value
 

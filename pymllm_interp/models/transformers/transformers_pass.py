@@ -20,6 +20,7 @@ from ...core.forward_batch import ForwardBatch, SiteOps
 from ...core.model_spec import ModelSpec
 from ...layers.edits.base import apply_inner, capture_inner
 from ...layers.fused_qkv import FusedQKV
+from ...utils.kv_rows import read_rows
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 """Children of attentions that have a projection each for q, k and v."""
@@ -187,8 +188,11 @@ class PagedCache:
         if not self._prefix:
             return fresh
         slots = self._prefix_slots(self._spec.sliding_windows[layer_idx])
-        before = (x.index_select(0, slots).transpose(0, 1).unsqueeze(0) for x in pool.get_kv(layer_idx))
-        key, value = (torch.cat((old.to(new.dtype), new), 2) for old, new in zip(before, fresh, strict=True))
+        stored = zip(pool.get_kv(layer_idx), pool.scales(layer_idx), fresh, strict=True)
+        key, value = (
+            torch.cat((read_rows(old, slots, new.dtype, scale).transpose(0, 1).unsqueeze(0), new), 2)
+            for old, scale, new in stored
+        )
         return key, value
 
     def _prefix_slots(self, window: int | None) -> torch.Tensor:

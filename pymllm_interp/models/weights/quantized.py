@@ -10,6 +10,7 @@ Each layer is read, quantised and moved to the device in turn. The device never 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,9 @@ from .loading import MARKS, WeightsError, draw, is_harmless, load_weights
 logger = logging.getLogger(__name__)
 Part = Tensor | QuantizedWeight
 SCALES_OF_STATES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".output_scale", ".input_scale")
-"""Ends of the names of scales for rounded K, V and activations, which are left."""
+"""Ends of the names of scales for rounded states, which are no parameters."""
+KV_SCALE = re.compile(r"\.(\d+)\.\w+\.(?:[kv]_proj\.)?([kv])_scale$")
+"""The scale of a layer's K or V, of its attention module or of the projection."""
 
 
 @dataclass(slots=True)
@@ -195,8 +198,25 @@ def _rounded(part: Part, module: Any) -> Part:
     return quantized(part.to(module.weight.dtype).contiguous()) if isinstance(part, Tensor) else part
 
 
+def _kv_scales(tensors: list[tuple[str, Tensor]]) -> dict[int, tuple[float, float]]:
+    """The scales of K and of V by layer; 1 by default.
+
+    Raises:
+        WeightsError: a scale is not one positive number.
+    """
+    found: dict[int, dict[str, float]] = {}
+    for name, tensor in tensors:
+        if (at := KV_SCALE.search(name)) is None:
+            continue
+        if tensor.numel() != 1 or not 0 < float(tensor) < float("inf"):
+            raise WeightsError(f"{name} is not one positive number; download the checkpoint anew, or remove the tensor")
+        found.setdefault(int(at[1]), {})[at[2]] = float(tensor)
+    return {layer: (scales.get("k", 1.0), scales.get("v", 1.0)) for layer, scales in found.items()}
+
+
 def _load_rest(model: nn.Module, rest: list[tuple[str, Tensor]], loaded: set[str]) -> None:
     """Load the other tensors; what is loaded is not missed."""
+    model.kv_scales = _kv_scales(rest)  # pyright: ignore[reportArgumentType]
     have = [
         (name, tensor)
         for name, tensor in model.state_dict(keep_vars=True).items()
