@@ -41,6 +41,7 @@ class PoolOwner(Protocol):
     server_config: ServerConfig
     device: str
     gpu_id: int
+    model: CausalLM | None
     dtype: torch.dtype
     kv_cache_dtype: torch.dtype
     num_kv_layers: int
