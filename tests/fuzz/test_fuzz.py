@@ -17,7 +17,7 @@ from .driver import fuzz
 from .engines import FAMILIES, WAYS
 
 pytestmark = [pytest.mark.local, pytest.mark.filterwarnings("ignore::UserWarning")]
-SHORT = range(6)
+SHORT = range(5)
 LONG = range(100, 156)
 """As many as there are pairs of a family and a way."""
 INTERPRETED = 0.25

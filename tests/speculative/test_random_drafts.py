@@ -235,7 +235,8 @@ def test_random_traffic_with_random_drafts_gives_what_it_gives_without(
         assert stats["free_kv_tokens"] == lm.runner.max_total_num_tokens
 
 
-@pytest.mark.parametrize("way", ["tables", pytest.param("graphs", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["tables", "graphs"])
 def test_random_traffic_with_drafts_as_on_cuda(way: str, model_folder: Callable[[str], Path]) -> None:
     """Ops from device tables, captures through the ring, replayed steps; launched ahead."""
     with lms(way, model_folder) as load:
