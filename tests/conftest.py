@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_workers import SHARERS, share_of, take_device
 
+take_device(os.environ, torch.cuda.device_count())
 if not torch.cuda.is_available():
     # The kernels' tests run under Triton's interpreter. Triton asks when it is imported, which transformers does.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from gpu_workers import share_of
 from helpers_graphs import use_eager_graphs
 from helpers_server import CHAT_TEMPLATE, Server, serving
 from helpers_triton import quicken_the_interpreter
@@ -117,8 +118,8 @@ def device_share(workers: int) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_device() -> Iterator[None]:
-    """Several workers share the CUDA device."""
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    """Several workers share a CUDA device."""
+    workers = int(os.environ[SHARERS])
     with device_share(workers) if workers > 1 and torch.cuda.is_available() else nullcontext():
         yield
 
