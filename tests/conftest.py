@@ -17,7 +17,8 @@ import pytest
 import torch
 from gpu_workers import SHARERS, share_of, take_device
 
-take_device(os.environ, torch.cuda.device_count())
+if torch.cuda.device_count():
+    take_device(os.environ, torch.cuda.device_count())
 if not torch.cuda.is_available():
     # The kernels' tests run under Triton's interpreter. Triton asks when it is imported, which transformers does.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -119,7 +120,7 @@ def device_share(workers: int) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def shared_device() -> Iterator[None]:
     """Several workers share a CUDA device."""
-    workers = int(os.environ[SHARERS])
+    workers = int(os.environ.get(SHARERS, "1"))
     with device_share(workers) if workers > 1 and torch.cuda.is_available() else nullcontext():
         yield
 

@@ -8,7 +8,8 @@ from gpu_workers import CONTEXT_BYTES, SHARERS, WORKER_BYTES, num_workers, optio
 
 
 @pytest.mark.parametrize(
-    ("gib", "cores", "expected"), [(139, 16, 8), (139, 4, 2), (79, 64, 5), (34, 16, 2), (15, 16, 1), (8, 1, 1), (0, 16, 1)]
+    ("gib", "cores", "expected"),
+    [(139, 16, 8), (139, 4, 2), (79, 64, 5), (34, 16, 2), (15, 16, 1), (8, 1, 1), (0, 16, 1)],
 )
 def test_as_many_workers_run_as_memory_and_cores_allow(gib: int, cores: int, expected: int) -> None:
     workers = num_workers(gib << 30, cores)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -41,3 +44,18 @@ def test_a_name_that_was_not_saved_is_not_bound(lm_of, family):
                 c = lm.lm_head.output[0, -1] * 1
         assert saved is not None  # pyright: ignore[reportPossiblyUnboundVariable]
         assert not {"a", "b", "c"} & locals().keys(), "a name that nobody saved"
+
+
+def test_ids_that_were_cleared_leave_nothing_to_the_collector():
+    ids, saved, lists = SavedIds(), [torch.ones(1) for _ in range(3)], [[], []]
+    for value in (*saved, *lists):
+        ids.add(id(value))
+    ids.clear()
+    gone = weakref.ref(ids)
+    gc.disable()
+    try:
+        del ids
+        assert gone() is None
+        del saved  # their callbacks find no set
+    finally:
+        gc.enable()
