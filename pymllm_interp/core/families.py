@@ -152,6 +152,8 @@ _SCALED = frozenset({"attn_out", "mlp_out"})
 """The layer scales the outputs of attention and MLP before it adds them."""
 _LATENT = frozenset({"q", "k", "v", "z"})
 """Multi-head latent attention: the heads of q, k and v differ in size."""
+_EXPERTS = frozenset({"mlp_act"})
+"""Each expert has neurons of its own."""
 
 _SANDWICH: dict[str, Any] = {
     "attn_out": "post_attention_layernorm",
@@ -199,6 +201,7 @@ FAMILIES = {
         Family(name="mistral"),
         Family(name="qwen2"),
         Family(name="qwen3"),
+        *(Family(name=name, missing=_EXPERTS) for name in ("mixtral", "olmoe", "qwen3_moe")),
         Family(name="gpt2", **_GPT2, qkv="c_attn", missing=frozenset({"embed"}), sliding_window=False),
         Family(
             name="gpt_neox", embed="gpt_neox.embed_in", layers="gpt_neox.layers", final_norm="gpt_neox.final_layer_norm",
@@ -218,8 +221,8 @@ TRANSFORMERS_FAMILIES: dict[str, Family] = {
         *(
             Family(name=name)
             for name in (
-                "arcee", "ernie4_5", "exaone4_5", "glm", "helium", "ministral", "ministral3", "mixtral", "nemotron",
-                "olmo", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "gpt_oss",
+                "arcee", "ernie4_5", "exaone4_5", "glm", "helium", "ministral", "ministral3", "nemotron",
+                "olmo", "phimoe", "qwen2_moe", "seed_oss", "smollm3", "stablelm", "gpt_oss",
             )
         ),
         *(Family(name=name, missing=_LATENT) for name in ("deepseek_v2", "deepseek_v3")),

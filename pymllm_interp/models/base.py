@@ -21,7 +21,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..attention.attention_backend import RadixAttention
 from ..core.current_pass import current_pass
-from ..core.forward_batch import ForwardBatch, Registers
+from ..core.forward_batch import ForwardBatch, HookQuery, Registers
 from ..core.model_spec import ModelSpec, input_add
 from ..layers.edits.base import apply_at, residual_sum
 from ..layers.linear import Linear, Product
@@ -104,43 +104,33 @@ class CausalLM(nn.Module, ABC):
 
 
 class ResidualBranch(nn.Module, ABC):
-    """An attention or an MLP: the output of its last projection is added to the residual stream.
+    """An attention or an MLP: its output is added to the residual stream.
 
     Attributes:
         name: attribute of the decoder layer.
-        last_projection: attribute of the branch.
-        inner_kind: kind of the inner site between the two parts of the branch, the input of `last_projection`.
         output_site: the site of its output. None: a norm follows, and its output is added.
     """
 
     name: str
-    last_projection: str
-    inner_kind: str
     output_site: int | None = None
+    _last_path = ""
 
     def __init__(self, layer_idx: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx
-        self._last_path = f"{self.name}.{self.last_projection}"
 
     @abstractmethod
-    def inner_fused(self, *inputs: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """The input of the last projection [1, tokens, width], after its ops, without a call to a module."""
-
     def forward_fused(self, *inputs: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """`forward` without a call to a module, and without the ops at its output: [1, tokens, hidden]."""
-        inner = self.inner_fused(*inputs, batch=batch)
-        last: Product = getattr(self, self.last_projection)
-        return last.project(inner, batch)
 
     def run_segments(self, batch: ForwardBatch, **inputs: torch.Tensor) -> torch.Tensor | None:
         """`forward` as graph segments, without the ops at its output.
 
         Args:
-            inputs: the inputs of `inner_fused`, in order, by register name.
+            inputs: the inputs of `forward_fused`, in order, by register name.
 
         Returns:
-            [1, tokens, hidden]; None where a hook waits before the last projection: run module by module.
+            [1, tokens, hidden]; None where a hook waits inside: run module by module.
         """
         hook_query, layer = batch.hook_query, self.layer_idx
         if hook_query is None:
@@ -149,21 +139,61 @@ class ResidualBranch(nn.Module, ABC):
         def whole(**inputs: torch.Tensor) -> Registers:
             return {"delta": self.forward_fused(*inputs.values(), batch=batch)}
 
-        def inner(**inputs: torch.Tensor) -> Registers:
-            return {self.inner_kind: self.inner_fused(*inputs.values(), batch=batch)}
-
         if hook_query.try_fuse(layer, self.name):
             return batch.run_segment((self.name, layer), whole, **inputs)["delta"]
-        if hook_query.try_fuse(layer, self.name, but=self._last_path):
-            registers = batch.run_segment((self.inner_kind, layer), inner, **inputs)
-            return getattr(self, self.last_projection)(registers[self.inner_kind])
+        if (out := self._run_parts(batch, hook_query, inputs)) is not None:
+            return out
         if batch.segments is not None:
             hook_query.runs_eagerly(layer, self.name, but=self._last_path)
+        return None
+
+    def _run_parts(
+        self, batch: ForwardBatch, hook_query: HookQuery, inputs: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor | None:
+        """`run_segments` where a hook waits inside; None: it cannot."""
         return None
 
     def after_ops(self, out: torch.Tensor, batch: ForwardBatch | None) -> torch.Tensor:
         """The branch's output after the ops at its site, if it has one."""
         return out if batch is None or self.output_site is None else apply_at(out, batch.site_ops, self.output_site)
+
+
+class ProjectedBranch(ResidualBranch):
+    """A branch that ends with one projection.
+
+    Attributes:
+        last_projection: attribute of the branch.
+        inner_kind: kind of the inner site between the two parts of the branch, the input of `last_projection`.
+    """
+
+    last_projection: str
+    inner_kind: str
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__(layer_idx)
+        self._last_path = f"{self.name}.{self.last_projection}"
+
+    @abstractmethod
+    def inner_fused(self, *inputs: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """The input of the last projection [1, tokens, width], after its ops, without a call to a module."""
+
+    def forward_fused(self, *inputs: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        inner = self.inner_fused(*inputs, batch=batch)
+        last: Product = getattr(self, self.last_projection)
+        return last.project(inner, batch)
+
+    def _run_parts(
+        self, batch: ForwardBatch, hook_query: HookQuery, inputs: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Where a hook waits at the last projection, the part before it is one segment."""
+
+        def inner(**inputs: torch.Tensor) -> Registers:
+            return {self.inner_kind: self.inner_fused(*inputs.values(), batch=batch)}
+
+        if not hook_query.try_fuse(self.layer_idx, self.name, but=self._last_path):
+            return None
+        registers = batch.run_segment((self.inner_kind, self.layer_idx), inner, **inputs)
+        return getattr(self, self.last_projection)(registers[self.inner_kind])
 
 
 class FusedLayer(Protocol):

@@ -23,6 +23,7 @@ from .native.gpt2 import GPT2LMHeadModel
 from .native.gpt_neox import GPTNeoXForCausalLM
 from .native.llama import LlamaForCausalLM
 from .native.mistral import MistralForCausalLM
+from .native.moe import MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausalLM
 from .native.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 from .transformers.structure import config_spec
 from .weights.formats import QuantizationFormat
@@ -37,8 +38,11 @@ NATIVE: dict[str, type[DecoderForCausalLM]] = {
     "GPTNeoXForCausalLM": GPTNeoXForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
+    "MixtralForCausalLM": MixtralForCausalLM,
+    "OlmoeForCausalLM": OlmoeForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
 }
 
 
@@ -121,6 +125,11 @@ def is_native(config: PretrainedConfig, impl: str) -> bool:
         )
     if impl == "transformers" or architecture not in NATIVE or getattr(config, "use_bidirectional_attention", False):
         return False
+    cls = NATIVE[architecture]
+    if not cls.implements(config) or (getattr(config, "quantization_config", None) and not cls.reads_quantised):
+        if impl == "native":
+            raise UnsupportedModelError(f"{architecture} has no native implementation for this config: use impl='auto'")
+        return False
     return text_type in FAMILIES or impl == "native"
 
 
@@ -168,6 +177,8 @@ def load_model(
 
         return load_transformers_model(config, spec, device, folder, seed)
     cls = NATIVE[architecture_of(config)]
+    if quantize is not None and not cls.reads_quantised:
+        raise WeightsError(f"quantize={quantize!r}: the experts of {architecture_of(config)} cannot be quantised")
     if stored is None and quantize is None:
         model = cls(config, spec, device, max_positions)
         if folder is None:
@@ -190,7 +201,7 @@ def load_model(
 
 
 def _tensors(model: DecoderForCausalLM, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((model.parameter_name(name), tensor) for name, tensor in iter_safetensors(folder))
+    return model.parameters_of(iter_safetensors(folder))
 
 
 def described(config: PretrainedConfig, impl: str = "auto") -> str:

@@ -10,12 +10,9 @@ from importlib.util import find_spec
 import pytest
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="the kernels' tests need the package triton")
-SCRIPT = """
+COMPILED = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-
-from pymllm_interp.kernels import triton_quantized as kernels
-from pymllm_interp.kernels.quantized_blocks import block_of
 
 def compiled(kernel, pointers, constants, warps, stages):
     names = kernel.arg_names
@@ -24,6 +21,10 @@ def compiled(kernel, pointers, constants, warps, stages):
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
     source = ASTSource(kernel, types, values, aligned)
     assert compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages}).asm["cubin"]
+"""
+QUANTISED_SCRIPT = """
+from pymllm_interp.kernels import triton_quantized as kernels
+from pymllm_interp.kernels.quantized_blocks import block_of
 
 HALF = "*bf16"
 for kind, width, group, zeros in [("fp8", 4096, 4096, False), ("uint4", 4096, 128, True), ("fp4", 4096, 32, False)]:
@@ -45,12 +46,32 @@ parts = {"N": 4096, "PARTS": 4, "HAS_BIAS": True, "BLOCK": 512, "PDL": True}
 compiled(kernels._sum_parts, {"parts": "*fp32", "bias": HALF, "out": HALF}, parts, 4, 3)
 print("compiled")
 """
+MOE_SCRIPT = """
+from pymllm_interp.kernels import triton_moe as kernels
+
+HALF = "*bf16"
+sizes = {"EXPERTS": 128, "TOP_K": 8, "NORMALISE": True, "BLOCK": 128, "CHOICES": 8, "PDL": True}
+compiled(kernels._route, {"logits": HALF, "scores": HALF, "ids": "*i64"}, sizes, 1, 3)
+compiled(kernels._count, {"ids": "*i64", "counts": "*i32"}, {"BLOCK": 1024, "PDL": True}, 4, 3)
+pointers = {"ids": "*i64", "counts": "*i32", "order": "*i32", "owners": "*i32"}
+for tiling in kernels.TILINGS:
+    sizes = {"EXPERTS": 128, "EXPERT_BLOCK": 128, "TILE": tiling.entries, "BLOCK": 1024, "PDL": True}
+    compiled(kernels._place, pointers, sizes, 4, 3)
+    rows = {"x": HALF, "weight": HALF, "scores": HALF, "order": "*i32", "owners": "*i32", "out": HALF}
+    tile = {"ENTRIES": tiling.entries, "CHANNELS": tiling.channels, "DEPTH": tiling.depth, "PDL": True}
+    for gated, n, k in ((True, 768, 2048), (False, 2048, 768)):
+        sizes = {"N": n, "K": k, "TOP_K": 8 if gated else 1, "GATED": gated, "SCALED": not gated, **tile}
+        compiled(kernels._product, rows, sizes, tiling.warps, tiling.stages)
+compiled(kernels._combine, {"parts": HALF, "out": HALF}, {"SIZE": 2048, "TOP_K": 8, "BLOCK": 1024, "PDL": True}, 4, 3)
+print("compiled")
+"""
 
 
-def test_kernels_for_quantised_weights_compile(tmp_path) -> None:
+@pytest.mark.parametrize("script", [QUANTISED_SCRIPT, MOE_SCRIPT], ids=["quantised", "moe"])
+def test_kernels_compile(script: str, tmp_path) -> None:
     own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", COMPILED + script],
         env=own | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,

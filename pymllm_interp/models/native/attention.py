@@ -14,11 +14,11 @@ from ...core.forward_batch import ForwardBatch
 from ...core.model_spec import ModelSpec, attention_add, delta_site
 from ...layers.edits.base import apply_inner
 from ...layers.rope import apply_rope, heads_of, rope_and_write, rotation_of
-from ..base import ResidualBranch
+from ..base import ProjectedBranch
 from ..transformers.transformers_pass import set_transformers_forward
 
 
-class Attention(ResidualBranch):
+class Attention(ProjectedBranch):
     """Multi-head or grouped-query attention (Ainslie et al., 2023).
 
     Attributes:

@@ -7,7 +7,7 @@ they are bit-equal (tests/models/test_models.py). Module boundaries carry [1, to
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -134,10 +134,12 @@ class DecoderForCausalLM(CausalLM):
     Attributes:
         decoder_cls, decoder_name: the decoder's class, and the attribute that holds it.
         embedding_name: the decoder's attribute with the weight of a tied head.
+        reads_quantised: whether quantised weights can be read.
     """
 
     decoder_cls: Any
     decoder_name, embedding_name = "model", "embed_tokens"
+    reads_quantised = True
 
     def __init__(self, config: PretrainedConfig, spec: ModelSpec, device: str, max_positions: int) -> None:
         super().__init__()
@@ -151,9 +153,18 @@ class DecoderForCausalLM(CausalLM):
         self.eval()  # dropout
 
     @classmethod
+    def implements(cls, config: PretrainedConfig) -> bool:
+        """Whether this class computes what the config says."""
+        return True
+
+    @classmethod
     def parameter_name(cls, name: str) -> str:
         """The name of a checkpoint's tensor in the module tree."""
         return name
+
+    def parameters_of(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of a checkpoint, by their names in the module tree."""
+        return ((self.parameter_name(name), tensor) for name, tensor in weights)
 
     def decoder_fused(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_batch: ForwardBatch

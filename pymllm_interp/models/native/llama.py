@@ -18,7 +18,7 @@ from ...layers.edits.base import apply_and_capture, apply_at, apply_inner, captu
 from ...layers.linear import Embedding, Linear, MergedLinear
 from ...layers.norm import RMSNorm
 from ...layers.rope import RotaryEmbedding
-from ..base import ResidualBranch, Rotation, Rotations
+from ..base import ProjectedBranch, ResidualBranch, Rotation, Rotations
 from .attention import Attention
 from .cpu_layer import decode_layer
 from .decoder import Decoder, DecoderForCausalLM, DecoderLayer, causal_output, logit_rows
@@ -72,7 +72,7 @@ class LlamaAttention(Attention):
         return self._qkv.project(x, batch).view(x.shape[1], -1, self.head_dim)
 
 
-class LlamaMLP(ResidualBranch):
+class LlamaMLP(ProjectedBranch):
     """The gated MLP (Shazeer, 2020): ``down(act(gate(x)) * up(x))``."""
 
     name, last_projection, inner_kind = "mlp", "down_proj", "mlp_act"
@@ -117,16 +117,17 @@ class LlamaDecoderLayer(DecoderLayer):
     """``h = h + attention(norm(h)); h = h + mlp(norm(h))``."""
 
     attention_cls: type[LlamaAttention] = LlamaAttention
-    mlp_cls: type[LlamaMLP] = LlamaMLP
+    mlp_cls: type[ResidualBranch] = LlamaMLP
     norm_cls: type[RMSNorm] = RMSNorm
 
     def __init__(self, config: PretrainedConfig, spec: ModelSpec, layer_idx: int, device: str) -> None:
         super().__init__(layer_idx)
         self.self_attn = self.attention_cls(config, spec, layer_idx, device)
-        self.mlp = self.mlp_cls(config, spec, layer_idx, device)
+        self.mlp: Any = self.mlp_cls(config, spec, layer_idx, device)  # pyright: ignore
         self.input_layernorm = self.norm_cls(spec.hidden_size, config.rms_norm_eps, spec.dtype, device)
         self.post_attention_layernorm = self.norm_cls(spec.hidden_size, config.rms_norm_eps, spec.dtype, device)
-        self.in_one_call = self.mlp.activation_of(config) == "silu" and self.norm_cls is RMSNorm
+        dense = isinstance(self.mlp, LlamaMLP) and self.mlp.activation_of(config) == "silu"
+        self.in_one_call = dense and self.norm_cls is RMSNorm
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Rotation, forward_batch: ForwardBatch, **kwargs: Any

@@ -9,10 +9,10 @@ from ...core.model_spec import delta_site, mlp_add
 from ...layers.activation import activation, activation_module
 from ...layers.edits.base import apply_inner
 from ...layers.linear import Product
-from ..base import ResidualBranch
+from ..base import ProjectedBranch
 
 
-class MLP(ResidualBranch):
+class MLP(ProjectedBranch):
     """The base of the families' MLPs. Each family has its own `forward`.
 
     Args:

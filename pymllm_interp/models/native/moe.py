@@ -1,0 +1,214 @@
+"""Mixtral, Qwen3-MoE and OLMoE: decoders whose MLPs are mixtures of experts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+import torch
+from transformers import PretrainedConfig
+
+from ...core.current_pass import current_batch
+from ...core.forward_batch import ForwardBatch
+from ...core.model_spec import ModelSpec, delta_site, mlp_add
+from ...layers.moe import Experts, TopKRouter
+from ...layers.norm import RMSNorm
+from ..base import ResidualBranch
+from .llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from .qwen import Qwen3Attention
+
+EXPERT_WEIGHT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+
+
+class SparseMoeBlock(ResidualBranch):
+    """Each token goes through the experts that its router chooses."""
+
+    name = "mlp"
+
+    def __init__(self, config: PretrainedConfig, spec: ModelSpec, layer_idx: int, device: str) -> None:
+        super().__init__(layer_idx)
+        self.output_site = delta_site(mlp_add(layer_idx))
+        experts, hidden, dtype = self.num_experts_of(config), spec.hidden_size, spec.dtype
+        self.gate = TopKRouter(
+            experts, hidden, config.num_experts_per_tok, self.normalises(config), dtype, self.score_dtype_of(spec), device
+        )
+        self.experts = Experts(
+            layer_idx, experts, hidden, self.intermediate_size_of(config), self.activation_of(config), dtype, device
+        )
+
+    @staticmethod
+    def num_experts_of(config: PretrainedConfig) -> int:
+        """Experts of a layer."""
+        return config.num_experts
+
+    @staticmethod
+    def intermediate_size_of(config: PretrainedConfig) -> int:
+        """Neurons of an expert."""
+        return config.intermediate_size
+
+    @staticmethod
+    def normalises(config: PretrainedConfig) -> bool:
+        """Whether the scores of a token add up to 1."""
+        return config.norm_topk_prob
+
+    @staticmethod
+    def score_dtype_of(spec: ModelSpec) -> torch.dtype:
+        """The dtype of scores."""
+        return spec.dtype
+
+    @staticmethod
+    def activation_of(config: PretrainedConfig) -> str:
+        """The name of the activation function."""
+        return config.hidden_act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch = current_batch()
+        out = None if batch is None else self.run_segments(batch, x=x)
+        if out is None:
+            hidden = x.view(-1, x.shape[-1])
+            _, scores, ids = self.gate(hidden)
+            out = self.experts(hidden, ids, scores).view(x.shape)
+        return self.after_ops(out, batch)
+
+    def forward_fused(self, *inputs: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        (x,) = inputs
+        hidden = x.view(-1, x.shape[-1])
+        _, scores, ids = self.gate.route(hidden)
+        return self.experts.fused(hidden, ids, scores).view(x.shape)
+
+
+class SparseForCausalLM(LlamaForCausalLM):
+    """A decoder whose layers all have experts. Quantised experts are not read."""
+
+    reads_quantised = False
+
+    def parameters_of(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """With the weights of a layer's experts as two tensors. Checkpoints have three for each expert."""
+        sizes, waiting = {"gate_up_proj": 2 * self.num_experts, "down_proj": self.num_experts}, {}
+        for name, tensor in super().parameters_of(weights):
+            if (found := EXPERT_WEIGHT.fullmatch(name)) is None:
+                yield name, tensor
+                continue
+            experts, index, kind = found[1], int(found[2]), found[3]
+            merged = "down_proj" if kind == "down_proj" else "gate_up_proj"
+            group = waiting.setdefault(f"{experts}.{merged}", {})
+            if index >= self.num_experts or (group and tensor.shape != next(iter(group.values()))[1].shape):
+                yield name, tensor  # reported with the other tensors that do not fit
+                continue
+            group[2 * index + (kind == "up_proj") if merged == "gate_up_proj" else index] = (name, tensor)
+            if len(group) == sizes[merged]:
+                parts = torch.stack([group[i][1] for i in range(len(group))])
+                yield f"{experts}.{merged}", parts.view(self.num_experts, -1, parts.shape[-1])
+                del waiting[f"{experts}.{merged}"]
+        for group in waiting.values():
+            yield from group.values()
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer."""
+        return self.model.layers[0].mlp.gate.num_experts  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class MixtralMoe(SparseMoeBlock):
+    @staticmethod
+    def num_experts_of(config: PretrainedConfig) -> int:
+        return config.num_local_experts
+
+    @staticmethod
+    def normalises(config: PretrainedConfig) -> bool:
+        return True
+
+    @staticmethod
+    def score_dtype_of(spec: ModelSpec) -> torch.dtype:
+        return torch.float32
+
+
+class MixtralAttention(LlamaAttention):
+    @staticmethod
+    def biases(config: PretrainedConfig) -> tuple[bool, bool]:
+        return False, False
+
+
+class MixtralDecoderLayer(LlamaDecoderLayer):
+    attention_cls, mlp_cls = MixtralAttention, MixtralMoe
+
+
+class MixtralModel(LlamaModel):
+    layer_cls = MixtralDecoderLayer
+
+
+class MixtralForCausalLM(SparseForCausalLM):
+    """Jiang et al., 2024."""
+
+    decoder_cls = MixtralModel
+
+    @classmethod
+    def parameter_name(cls, name: str) -> str:
+        name = name.replace(".block_sparse_moe.", ".mlp.")
+        for own, usual in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
+            name = name.replace(f".{own}.weight", f".{usual}.weight")
+        return name
+
+
+class Qwen3MoeBlock(SparseMoeBlock):
+    @staticmethod
+    def intermediate_size_of(config: PretrainedConfig) -> int:
+        return config.moe_intermediate_size
+
+
+class Qwen3MoeDecoderLayer(LlamaDecoderLayer):
+    attention_cls, mlp_cls = Qwen3Attention, Qwen3MoeBlock
+
+
+class Qwen3MoeModel(LlamaModel):
+    layer_cls = Qwen3MoeDecoderLayer
+
+
+class Qwen3MoeForCausalLM(SparseForCausalLM):
+    """Yang et al., 2025. Models with some dense MLPs run by their class in transformers."""
+
+    decoder_cls = Qwen3MoeModel
+
+    @classmethod
+    def implements(cls, config: PretrainedConfig) -> bool:
+        return config.decoder_sparse_step == 1 and not config.mlp_only_layers and config.num_experts > 0
+
+
+class OlmoeAttention(LlamaAttention):
+    """q and k are normalised before they are split into heads."""
+
+    def __init__(self, config: PretrainedConfig, spec: ModelSpec, layer_idx: int, device: str) -> None:
+        super().__init__(config, spec, layer_idx, device)
+        self.q_norm, self.k_norm = (
+            RMSNorm(spec.width(kind), config.rms_norm_eps, spec.dtype, device) for kind in "qk"
+        )
+
+    def normed(self, projected: torch.Tensor, norm: str) -> torch.Tensor:
+        return super().normed(getattr(self, norm)(projected), norm)
+
+    def projected_fused(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        qkv = super().projected_fused(x, batch)
+        parts = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        q, k = (
+            norm.normalize(part.reshape(len(part), -1)).view(part.shape)
+            for norm, part in zip((self.q_norm, self.k_norm), parts, strict=False)
+        )
+        return torch.cat((q, k, parts[2]), dim=1)
+
+
+class OlmoeDecoderLayer(LlamaDecoderLayer):
+    attention_cls, mlp_cls = OlmoeAttention, SparseMoeBlock
+
+
+class OlmoeModel(LlamaModel):
+    layer_cls = OlmoeDecoderLayer
+
+
+class OlmoeForCausalLM(SparseForCausalLM):
+    """Muennighoff et al., 2024. Models that clamp q, k and v run by their class in transformers."""
+
+    decoder_cls = OlmoeModel
+
+    @classmethod
+    def implements(cls, config: PretrainedConfig) -> bool:
+        return config.clip_qkv is None
