@@ -16,6 +16,6 @@ def block_of(bits: int, width: int, group_size: int) -> int | None:
         group_size: inputs of a scale.
     """
     block = BLOCK_K
-    while group_size < width and group_size % block:
+    while (group_size < width and group_size % block) or (bits == 4 and width % block):
         block //= 2
-    return block if block >= MIN_BLOCK_K[bits] and width % (8 // bits) == 0 else None
+    return block if block >= MIN_BLOCK_K[bits] else None

@@ -11,6 +11,7 @@ no atomic additions. On the device a row's bits may still depend on the size of 
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,13 +25,25 @@ FULL_GRID = 264
 PART_WIDTH = 1024
 """Inputs of a part at least."""
 ROW_CHANNELS, ROW_BLOCK, ROW_WARPS, MAX_ROW_BLOCKS = 4, 1024, 4, 16
-TILES = {16: (16, 64, 4, 4), 32: (32, 64, 4, 4), 64: (64, 64, 4, 4), 256: (64, 128, 8, 3)}
-"""Rows, up to which -> (rows, channels, warps, stages) of a tile."""
+CHANNELS, DEQUANTIZE_BLOCK = 64, 1024
+TILES = {
+    "8": {16: (16, 64, 4, 4), 32: (32, 64, 4, 4), 64: (64, 64, 4, 4), 256: (64, 128, 8, 3)},
+    "4": {16: (16, 64, 4, 4), 32: (32, 64, 4, 4), 64: (64, 64, 4, 4), 256: (64, 128, 8, 3)},
+}
+"""Bits of a code -> rows, up to which -> `Tile`."""
 
 
 @triton.jit
-def _decoded(codes, zero, KIND: tl.constexpr):
-    """Codes uint8 -> float32, without the scale. `zero` broadcasts against the codes."""
+def _decoded(codes, zero, KIND: tl.constexpr, DTYPE: tl.constexpr = tl.float32):
+    """Codes uint8 -> DTYPE, exactly, without the scale. `zero`, float32, broadcasts against the codes."""
+    if KIND == "uint4" and DTYPE == tl.bfloat16:  # the code is the low bits of a bfloat16 from 128 to 143
+        return (codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - (zero + 128.0).to(tl.bfloat16)
+    return _decoded_float(codes, zero, KIND).to(DTYPE)
+
+
+@triton.jit
+def _decoded_float(codes, zero, KIND: tl.constexpr):
+    """`_decoded` in float32."""
     if KIND == "fp8":
         return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     elif KIND == "fp4":
@@ -47,8 +60,8 @@ def _decoded(codes, zero, KIND: tl.constexpr):
 def _one_row(
     x, codes, scales, zeros, bias, out,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, MIDDLE: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    PAIR: tl.constexpr, HAS_ZEROS: tl.constexpr, MIDDLE: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -63,12 +76,13 @@ def _one_row(
     for start in tl.static_range(0, K // PACKED, BLOCK):
         column = start + tl.arange(0, BLOCK)[None, :]
         inside = column < width
-        group = row[:, None] * GROUPS + column * PACKED // GROUP
+        first = column // PAIR * (2 * PAIR) + column % PAIR if PACKED == 2 else column
+        group = row[:, None] * GROUPS + first // GROUP
         zero = tl.load(zeros + group, mask=known & inside, other=0).to(tl.float32) if HAS_ZEROS else MIDDLE
         part = parts[start // BLOCK]
         if PACKED == 2:
-            low = tl.load(x + column * 2, mask=inside, other=0.0).to(tl.float32)
-            high = tl.load(x + column * 2 + 1, mask=inside, other=0.0).to(tl.float32)
+            low = tl.load(x + first, mask=inside, other=0.0).to(tl.float32)
+            high = tl.load(x + first + PAIR, mask=inside, other=0.0).to(tl.float32)
             product = _decoded(part & 15, zero, KIND) * low + _decoded(part >> 4, zero, KIND) * high
         else:
             product = _decoded(part, zero, KIND) * tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
@@ -87,7 +101,7 @@ def _one_row(
 def _few_rows(
     x, codes, scales, zeros, bias, out, rows,
     N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, MIDDLE: tl.constexpr, HAS_BIAS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+    PAIR: tl.constexpr, HAS_ZEROS: tl.constexpr, MIDDLE: tl.constexpr, HAS_BIAS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_dependents(PDL)
@@ -107,15 +121,15 @@ def _few_rows(
         group = channel * GROUPS + start // GROUP
         zero = tl.load(zeros + group, mask=known, other=0).to(tl.float32)[:, None] if HAS_ZEROS else MIDDLE
         mask = there[:, None] & inside
-        if PACKED == 2:
-            low = tl.load(x + where_x + column * 2, mask=mask, other=0.0)
-            high = tl.load(x + where_x + column * 2 + 1, mask=mask, other=0.0)
-            even, odd = _decoded(code & 15, zero, KIND).to(low.dtype), _decoded(code >> 4, zero, KIND).to(low.dtype)
-            product = tl.dot(even, tl.trans(low), input_precision="ieee")
-            product = tl.dot(odd, tl.trans(high), product, input_precision="ieee")
+        if PACKED == 2:  # a byte has an input of each half of the block
+            half = start + tl.arange(0, BLOCK_K // 2)[None, :]
+            low = tl.load(x + where_x + half, mask=mask, other=0.0)
+            high = tl.load(x + where_x + half + BLOCK_K // 2, mask=mask, other=0.0)
+            product = tl.dot(_decoded(code & 15, zero, KIND, low.dtype), tl.trans(low), input_precision="ieee")
+            product = tl.dot(_decoded(code >> 4, zero, KIND, low.dtype), tl.trans(high), product, input_precision="ieee")
         else:
             values = tl.load(x + where_x + column, mask=mask, other=0.0)
-            product = tl.dot(_decoded(code, zero, KIND).to(values.dtype), tl.trans(values), input_precision="ieee")
+            product = tl.dot(_decoded(code, zero, KIND, values.dtype), tl.trans(values), input_precision="ieee")
         if GROUPS > 1:
             product *= tl.load(scales + group, mask=known, other=0.0).to(tl.float32)[:, None]
         total += product
@@ -125,6 +139,28 @@ def _few_rows(
         total += tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)[:, None]
     where = (part * rows + row.to(tl.int64)[:, None]) * N + channel[None, :]
     tl.store(out + where, tl.trans(total).to(out.dtype.element_ty), mask=there[:, None] & known[None, :])
+
+
+@triton.jit
+def _dequantize(
+    codes, scales, zeros, out, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr,
+    PACKED: tl.constexpr, PAIR: tl.constexpr, HAS_ZEROS: tl.constexpr, MIDDLE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    launch_dependents(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < K // PACKED
+    code = tl.load(codes + row * (K // PACKED) + column, mask=inside, other=0)
+    first = column // PAIR * (2 * PAIR) + column % PAIR if PACKED == 2 else column
+    grid_wait(PDL)
+    for half in tl.static_range(PACKED):
+        place = first + half * PAIR
+        group = row * GROUPS + place // GROUP
+        zero = tl.load(zeros + group, mask=inside, other=0).to(tl.float32) if HAS_ZEROS else MIDDLE
+        own = code if PACKED == 1 else (code >> 4 * half) & 15
+        value = _decoded(own, zero, KIND) * tl.load(scales + group, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + row * K + place, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -144,29 +180,46 @@ def _sum_parts(
     tl.store(out + row * N + channel, total.to(out.dtype.element_ty), mask=channel < N)
 
 
+class Tile(NamedTuple):
+    """Of `_few_rows`: rows and channels of a block, warps, stages."""
+
+    rows: int
+    channels: int
+    warps: int
+    stages: int
+
+
 _one_row_launch = Launcher(_one_row, pdl=True, enable_fp_fusion=True)
-_few_rows_launch = {size: Launcher(_few_rows, pdl=True, num_stages=tile[3]) for size, tile in TILES.items()}
-_sum_launch = Launcher(_sum_parts, pdl=True)
+_few_rows_launch = cache(lambda stages: Launcher(_few_rows, pdl=True, num_stages=stages))
+_sum_launch, _dequantize_launch = Launcher(_sum_parts, pdl=True), Launcher(_dequantize, pdl=True, enable_fp_fusion=False)
 
 
-def parts_of(channels: int, width: int, block: int) -> tuple[int, int]:
+def tile_of(kind: str, rows: int) -> Tile:
+    """The tile for so many rows."""
+    tiles = TILES["4" if kind.endswith("4") else "8"]
+    return Tile(*tiles[next((size for size in tiles if rows <= size), max(tiles))])
+
+
+def parts_of(channels: int, width: int, block: int, full_grid: int = FULL_GRID) -> tuple[int, int]:
     """(parts, inputs of each) for a weight: enough programs for the device."""
-    tiles = -(-channels // TILES[16][1])
-    parts = max(1, min(-(-FULL_GRID // tiles), width // PART_WIDTH))
+    tiles = -(-channels // CHANNELS)
+    parts = max(1, min(-(-full_grid // tiles), width // PART_WIDTH))
     part = -(-width // (parts * block)) * block
     return -(-width // part), part
 
 
 def product(
     x: torch.Tensor, kind: str, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bias: torch.Tensor | None,
-    group_size: int,
+    group_size: int, pair: int = 1, tile: Tile | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """``x @ weight.T + bias``.
 
     Args:
         x: [..., in] float16 or bfloat16, contiguous.
-        kind, codes, scales, zeros, group_size: of `QuantizedWeight`.
+        kind, codes, scales, zeros, group_size, pair: of `QuantizedWeight`. Of 4 bits, with more than one row, `pair` is half of
+            `block_of`.
         bias: [out].
+        tile: None: by the number of rows.
 
     Returns:
         [..., out], in x's dtype. Sums in float32.
@@ -176,24 +229,38 @@ def product(
     out = x.new_empty(*x.shape[:-1], channels)
     codes = codes if codes.dtype is torch.uint8 else codes.view(torch.uint8)
     middle = float(1 << (bits - 1))
-    shape = (channels, width, group_size, scales.shape[1], kind, 8 // bits, zeros is not None, middle, bias is not None)
+    shape = (channels, width, group_size, scales.shape[1], kind, 8 // bits, pair, zeros is not None, middle, bias is not None)
     weights = x, codes, scales, codes if zeros is None else zeros, scales if bias is None else bias
-    if rows == 1 and width * bits // 8 <= ROW_BLOCK * MAX_ROW_BLOCKS:
+    if rows == 1 and tile is None and width * bits // 8 <= ROW_BLOCK * MAX_ROW_BLOCKS:
         grid = -(-channels // ROW_CHANNELS), 1, 1
         _one_row_launch(grid, (*weights, out), (), (*shape, ROW_CHANNELS, ROW_BLOCK), ROW_WARPS)
         return out
     block = block_of(bits, width, group_size)
-    assert block is not None, "the caller asks block_of"
+    assert block is not None and (bits == 8 or pair == block // 2), "the caller asks has_kernel"
     parts, part = parts_of(channels, width, block)
-    size = next((size for size in TILES if rows <= size), max(TILES))
-    tile_rows, tile_channels, warps, _ = TILES[size]
+    tile = tile or tile_of(kind, rows)
     found = out if parts == 1 else torch.empty(parts, rows, channels, dtype=torch.float32, device=x.device)
-    grid = -(-channels // tile_channels), -(-rows // tile_rows), parts
-    constants = (*shape, part, parts, tile_rows, tile_channels, block)
-    _few_rows_launch[size](grid, (*weights, found), (rows,), constants, warps)
+    grid = -(-channels // tile.channels), -(-rows // tile.rows), parts
+    constants = (*shape, part, parts, tile.rows, tile.channels, block)
+    _few_rows_launch(tile.stages)(grid, (*weights, found), (rows,), constants, tile.warps)
     if parts > 1:
         tensors = found, weights[4], out
         _sum_launch((rows, -(-channels // 512), 1), tensors, (rows,), (channels, parts, bias is not None, 512), 4)
+    return out
+
+
+def dequantize(
+    kind: str, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group_size: int, pair: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """The weight [out, in] in `dtype`: computed in float32, rounded once. Arguments as of `product`."""
+    packed = 2 if kind.endswith("4") else 1
+    codes = codes if codes.dtype is torch.uint8 else codes.view(torch.uint8)
+    rows, columns = codes.shape
+    out = torch.empty(rows, columns * packed, dtype=dtype, device=codes.device)
+    middle = 8.0 if packed == 2 else 128.0
+    shape = (rows, columns * packed, group_size, scales.shape[1], kind, packed, pair, zeros is not None, middle)
+    grid = rows, -(-columns // DEQUANTIZE_BLOCK), 1
+    _dequantize_launch(grid, (codes, scales, codes if zeros is None else zeros, out), (), (*shape, DEQUANTIZE_BLOCK), 4)
     return out
 
 

@@ -31,7 +31,7 @@ for kind, width, group, zeros in [("fp8", 4096, 4096, False), ("uint4", 4096, 12
     bits = 4 if kind.endswith("4") else 8
     pointers = {"x": HALF, "codes": "*u8", "scales": HALF, "zeros": "*u8", "bias": HALF, "out": HALF}
     shared = {
-        "N": 4096, "K": width, "GROUP": group, "GROUPS": width // group, "KIND": kind, "PACKED": 8 // bits, "HAS_ZEROS": zeros,
+        "N": 4096, "K": width, "GROUP": group, "GROUPS": width // group, "KIND": kind, "PACKED": 8 // bits, "PAIR": 64 if bits == 4 else 1, "HAS_ZEROS": zeros,
         "MIDDLE": float(1 << (bits - 1)), "HAS_BIAS": True, "PDL": True,
     }
     one = {"ROWS": kernels.ROW_CHANNELS, "BLOCK": kernels.ROW_BLOCK}
@@ -39,7 +39,10 @@ for kind, width, group, zeros in [("fp8", 4096, 4096, False), ("uint4", 4096, 12
     block = block_of(bits, width, group)
     parts, part = kernels.parts_of(4096, width, block)
     assert parts > 1
-    for rows, channels, warps, stages in kernels.TILES.values():
+    pointers_out = {name: pointers[name] for name in ("codes", "scales", "zeros", "out")}
+    sizes = {name: value for name, value in shared.items() if name != "HAS_BIAS"}
+    compiled(kernels._dequantize, pointers_out, sizes | {"BLOCK": kernels.DEQUANTIZE_BLOCK}, 4, 3)
+    for rows, channels, warps, stages in kernels.TILES[str(bits)].values():
         few = {"PART": part, "PARTS": parts, "BLOCK_M": rows, "BLOCK_N": channels, "BLOCK_K": block}
         compiled(kernels._few_rows, pointers | {"out": "*fp32"}, shared | few, warps, stages)
 parts = {"N": 4096, "PARTS": 4, "HAS_BIAS": True, "BLOCK": 512, "PDL": True}

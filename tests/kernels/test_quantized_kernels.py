@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
 from pymllm_interp.kernels.quantized_blocks import block_of
-from pymllm_interp.kernels.triton_quantized import parts_of, product
+from pymllm_interp.kernels.triton_quantized import dequantize, parts_of, product
 from pymllm_interp.layers.quantization.weight import QuantizedWeight, quantized
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,21 +26,30 @@ def weight_of(kind: str, rows: int, width: int, group: int | None, zeros: bool =
         found = quantized(made, kind, group)
         if zeros:
             found = replace(found, zeros=torch.randint(1, 16, found.scales.shape, generator=draw).to(torch.uint8))
-        return found.to(DEVICE)
+        return paired(found)
     codes = torch.randint(0, 256, (rows, width // 2), generator=draw).to(torch.uint8)
     scales = torch.exp2(torch.randint(-4, 2, (rows, width // 32), generator=draw).float()).bfloat16()
-    return QuantizedWeight("fp4", codes, scales, None, 32, torch.float32).to(DEVICE)
+    return paired(QuantizedWeight("fp4", codes, scales, None, 32, torch.float32))
+
+
+def paired(weight: QuantizedWeight) -> QuantizedWeight:
+    """On the device, as its kernels read it."""
+    if weight.kind.endswith("4"):
+        block = block_of(4, weight.shape[1], weight.group_size)
+        assert block is not None
+        weight = weight.paired(block // 2)
+    return weight.to(DEVICE)
 
 
 def multiplied(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    return product(x, weight.kind, weight.codes, weight.scales, weight.zeros, bias, weight.group_size)
+    return product(x, weight.kind, weight.codes, weight.scales, weight.zeros, bias, weight.group_size, weight.pair)
 
 
 @pytest.mark.parametrize(
     ("kind", "width", "group", "zeros"),
     [
         ("fp8", 96, None, False), ("fp8", 256, 128, False), ("fp8", 200, 128, False), ("uint8", 160, 32, True),
-        ("uint4", 256, 128, False), ("uint4", 192, 64, True), ("uint4", 72, None, False), ("fp4", 96, 32, False),
+        ("uint4", 256, 128, False), ("uint4", 192, 64, True), ("uint4", 96, None, False), ("fp4", 96, 32, False),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(("rows", "dtype"), [(1, torch.bfloat16), (3, torch.float16), (70, torch.float16), *ON_DEVICE])
@@ -75,8 +84,44 @@ def test_wide_weights_are_summed_in_parts_in_one_order(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("bits", "width", "group", "block"),
-    [(8, 4096, 4096, 128), (8, 4096, 128, 128), (4, 4096, 64, 64), (4, 4096, 32, 32), (4, 64, 16, None), (8, 64, 16, 16),
+    [(8, 4096, 4096, 128), (8, 4096, 128, 128), (4, 4096, 64, 64), (4, 4096, 32, 32), (4, 64, 16, None), (4, 96, 96, 32), (4, 72, 72, None), (8, 64, 16, 16),
      (8, 96, 24, None), (4, 33, 33, None)],
 )  # fmt: skip
 def test_blocks_do_not_cross_groups(bits: int, width: int, group: int, block: int | None) -> None:
     assert block_of(bits, width, group) == block
+
+
+@pytest.mark.parametrize("pair", [1, 16, 32])
+@pytest.mark.parametrize("kind", ["uint4", "fp4"])
+def test_a_weight_is_the_same_however_its_codes_are_paired(kind: str, pair: int) -> None:
+    weight = weight_of(kind, 5, 64, 32, zeros=kind == "uint4")
+    again = weight.paired(pair)
+    assert again.pair == pair and torch.equal(again.dequantize(torch.float32), weight.dequantize(torch.float32))
+    assert torch.equal(again.paired(weight.pair).codes, weight.codes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "width", "group", "zeros"),
+    [("fp8", 96, None, False), ("fp8", 200, 128, False), ("uint8", 160, 32, True), ("uint4", 192, 64, True), ("fp4", 96, 32, False)],
+)
+def test_the_kernel_dequantises_as_torch_does(kind: str, width: int, group: int | None, zeros: bool, dtype: torch.dtype) -> None:
+    weight = weight_of(kind, 7, width, group, zeros)
+    found = dequantize(
+        weight.kind, weight.codes, weight.scales, weight.zeros, weight.group_size, weight.pair, dtype
+    )
+    assert torch.equal(found.cpu(), weight.to("cpu").dequantize(dtype))
+
+
+def test_every_code_is_exact() -> None:
+    """In the dtype of x, too, denormal codes included."""
+    codes = torch.arange(256).to(torch.uint8)
+    for kind in ("fp8", "uint8", "uint4", "fp4"):
+        own = codes[(codes & 0x7F) != 0x7F] if kind == "fp8" else codes  # without NaN
+        own = own[: len(own) // 32 * 32].view(-1, 32).to(DEVICE)
+        width, pair = (64, 16) if kind.endswith("4") else (32, 1)
+        stored = own.view(torch.float8_e4m3fn) if kind == "fp8" else own
+        weight = QuantizedWeight(kind, stored, torch.ones(len(own), width // 32, device=DEVICE), None, 32, torch.float32, pair)
+        exact = weight.to("cpu").dequantize(torch.float32)
+        one = torch.eye(width, device=DEVICE, dtype=torch.bfloat16 if DEVICE == "cuda" else torch.float16)
+        assert torch.equal(multiplied(one, weight, None).float().cpu().T, exact), kind

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...kernels.quantized_blocks import block_of
 from ..dispatch import triton_kernels_for
 from ..gemm import HALF, Gemm
-from .weight import FP8_MAX, QuantizedWeight
+from .weight import BITS, FP8_MAX, QuantizedWeight
 
 MAX_KERNEL_ROWS = 256
 """Rows up to which a kernel that reads the codes is used: a dequantised weight is written and read again."""
@@ -47,8 +48,8 @@ class QuantizedGemm:
             from ...kernels.triton_quantized import has_kernel, product
 
             if has_kernel(weight.kind, x.shape[-1], weight.group_size, x.get_device()):
-                x = x.contiguous()
-                return product(x, weight.kind, weight.codes, weight.scales, weight.zeros, self.bias, weight.group_size)
+                parts = weight.kind, weight.codes, weight.scales, weight.zeros, self.bias, weight.group_size, weight.pair
+                return product(x.contiguous(), *parts)
         if self.rounds_rows and x.is_cuda and not torch.is_grad_enabled():
             return scaled_product(x, weight, self.bias)
         if torch.is_grad_enabled() and x.requires_grad:
@@ -57,6 +58,12 @@ class QuantizedGemm:
         if x.is_cuda:
             return F.linear(x, dequantized, self.bias)
         return Gemm([dequantized], dequantized, self.bias)(x)
+
+
+def laid_out(weight: QuantizedWeight) -> QuantizedWeight:
+    """The weight with its codes as the kernels of its device read them."""
+    block = block_of(BITS[weight.kind], weight.shape[1], weight.group_size)
+    return weight.paired(block // 2) if weight.is_cuda and BITS[weight.kind] == 4 and block is not None else weight
 
 
 def takes_rounded_rows(weight: QuantizedWeight) -> bool:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from ..dispatch import triton_kernels_for
+
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of FP4 (E2M1) by the low three bits of a code; the top bit is the sign."""
 BITS = {"fp8": 8, "uint8": 8, "uint4": 4, "fp4": 4}
@@ -31,11 +33,13 @@ class QuantizedWeight:
 
     Attributes:
         kind: of the codes: "fp8" (E4M3), "uint8", "uint4" or "fp4" (E2M1).
-        codes: [out, in] float8_e4m3fn or uint8. Of 4 bits: [out, in / 2] uint8, even inputs in the low bits.
+        codes: [out, in] float8_e4m3fn or uint8. Of 4 bits: [out, in / 2] uint8; see `pair`.
         scales: [out, groups] float32, float16 or bfloat16.
         zeros: [out, groups] uint8: the codes of zero; None: 2^(bits - 1) of integers, 0 of others.
         group_size: inputs of a group; the last group may be smaller.
         dtype: of the dequantised weight.
+        pair: of 4 bits, how far apart the two inputs of a byte are. The inputs are divided into blocks of ``2 * pair``. The first
+            half of a block is in the low bits.
     """
 
     kind: str
@@ -44,6 +48,7 @@ class QuantizedWeight:
     zeros: torch.Tensor | None
     group_size: int
     dtype: torch.dtype
+    pair: int = 1
 
     @property
     def shape(self) -> torch.Size:
@@ -77,6 +82,20 @@ class QuantizedWeight:
         """The weight with its tensors on a device, contiguous."""
         return self._mapped(lambda tensor: tensor.to(device).contiguous())
 
+    def paired(self, pair: int) -> QuantizedWeight:
+        """The same weight of 4 bits with another `pair`. ``2 * pair`` divides its inputs."""
+        codes = torch.empty_like(self.codes)
+        for start in range(0, len(codes), step := max(1, CHUNK // codes.shape[1])):
+            rows = slice(start, start + step)
+            halves = self._nibbles(rows).view(len(codes[rows]), -1, 2, pair)
+            codes[rows] = (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1)
+        return replace(self, codes=codes, pair=pair)
+
+    def _nibbles(self, rows: slice) -> torch.Tensor:
+        """Codes of 4 bits [rows, in], uint8."""
+        codes = self.codes[rows].view(len(self.codes[rows]), -1, self.pair)
+        return torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
+
     def _mapped(self, function: Any) -> QuantizedWeight:
         return replace(self, **{name: function(tensor) for name, tensor in self.tensors.items()})
 
@@ -85,6 +104,10 @@ class QuantizedWeight:
         """The weight [out, in]: computed in float32, rounded once."""
         dtype = dtype or self.dtype
         rows, width = self.shape
+        if rows and width and triton_kernels_for(self.scales) is not None:
+            from ...kernels.triton_quantized import dequantize
+
+            return dequantize(self.kind, self.codes, self.scales, self.zeros, self.group_size, self.pair, dtype)
         out = torch.empty(rows, width, dtype=dtype, device=self.device)
         step = rows if self.is_cuda else max(1, CHUNK // max(width, 1))
         for start in range(0, rows, step):
@@ -113,10 +136,8 @@ class QuantizedWeight:
             return codes.float()
         if self.kind == "fp4":
             table = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)], device=codes.device)
-            return torch.stack((table[(codes & 15).long()], table[(codes >> 4).long()]), -1).flatten(1)
-        values = torch.empty(*codes.shape, 2, device=codes.device)
-        values[..., 0], values[..., 1] = codes & 15, codes >> 4
-        return values.flatten(1)
+            return table[self._nibbles(rows).long()]
+        return self._nibbles(rows).float()
 
     def _spread(self, of_groups: torch.Tensor, width: int) -> torch.Tensor:
         """[rows, groups] -> [rows, in], or [rows, 1]."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ...layers.fused_qkv import Conv1D
 from ...layers.linear import Linear, MergedLinear, Projection
-from ...layers.quantization.gemm import QuantizedGemm, takes_rounded_rows
+from ...layers.quantization.gemm import laid_out, QuantizedGemm, takes_rounded_rows
 from ...layers.quantization.weight import QuantizedWeight, concatenated, quantized
 from .formats import LEAVES, QuantizationFormat
 from .loading import MARKS, WeightsError, draw, is_harmless, load_weights
@@ -55,7 +55,7 @@ class LinearParts:
         quantised = [part for part in parts if isinstance(part, QuantizedWeight)]
         whole = concatenated(quantised) if len(quantised) == len(parts) else None
         if whole is not None:
-            self._set_quantized(whole.to(device))
+            self._set_quantized(laid_out(whole.to(device)))
             return
         if quantised:
             logger.warning(
