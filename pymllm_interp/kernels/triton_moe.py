@@ -32,7 +32,7 @@ class Tiling(NamedTuple):
     stages: int
 
 
-TILINGS = (Tiling(16, 32, 128, 4, 4), Tiling(32, 64, 128, 4, 3), Tiling(64, 128, 64, 8, 3), Tiling(128, 128, 64, 8, 3))
+TILINGS = (Tiling(16, 32, 256, 4, 3), Tiling(32, 128, 128, 8, 3), Tiling(64, 128, 64, 4, 4), Tiling(128, 128, 64, 8, 3))
 
 
 @triton.jit
@@ -201,8 +201,8 @@ class Sorted(NamedTuple):
 
 
 def tiling_of(entries: int, experts: int) -> Tiling:
-    """The tiling for so many entries, if they are spread evenly."""
-    return next((tiling for tiling in TILINGS if entries <= tiling.entries * experts), TILINGS[-1])
+    """The tiling for so many entries: if they are spread evenly, half a tile for each expert."""
+    return next((tiling for tiling in TILINGS if 2 * entries <= tiling.entries * experts), TILINGS[-1])
 
 
 def sort_by_expert(ids: torch.Tensor, experts: int) -> Sorted:
