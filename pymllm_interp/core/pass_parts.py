@@ -87,7 +87,7 @@ class AdapterSpan(NamedTuple):
 
 
 class RowTiles(NamedTuple):
-    """Token rows in tiles of at most `TILE_ROWS`, each of one slot, as kernels read them (kernels/triton_lora.py)."""
+    """Token rows in tiles of at most `TILE_ROWS`, each of one slot, as kernels read them (kernels/products/lora.py)."""
 
     # fmt: off
     order: torch.Tensor  # [rows] int32, token rows sorted by slot

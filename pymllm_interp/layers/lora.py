@@ -144,7 +144,7 @@ class LoRASlots:
     def _by_kernels(
         self, multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, flat: torch.Tensor, tiles: RowTiles
     ) -> torch.Tensor:  # fmt: skip
-        from ..kernels.triton_lora import expand, shrink
+        from ..kernels.products.lora import expand, shrink
 
         # First: a matrix-vector kernel that follows loads its weights meanwhile.
         h = shrink(flat.contiguous(), self._a, tiles)

@@ -45,9 +45,9 @@ class TopKRouter(nn.Module):
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores and ids of logits [tokens, experts]."""
         if triton_kernels_for(logits) is not None:
-            from ..kernels import triton_moe
+            from ..kernels.products import moe
 
-            return triton_moe.route(logits, self.top_k, self.norm_topk_prob, self._score_dtype)
+            return moe.route(logits, self.top_k, self.norm_topk_prob, self._score_dtype)
         scores, ids = torch.topk(F.softmax(logits, dim=-1, dtype=torch.float32), self.top_k, dim=-1)
         if self.norm_topk_prob:
             scores = scores / scores.sum(dim=-1, keepdim=True)
@@ -57,8 +57,8 @@ class TopKRouter(nn.Module):
 class Experts(nn.Module):
     """MLPs with gates; the weights of all of them are two tensors.
 
-    On CUDA, Triton kernels multiply rows sorted by expert (kernels/triton_moe.py). Elsewhere, with gradients, and where a hook
-    waits at `act_fn`, each chosen expert multiplies its rows.
+    On CUDA, Triton kernels multiply rows sorted by expert (kernels/products/moe.py). Otherwise each chosen expert multiplies its
+    rows: on a CPU, with gradients, and where a hook waits at `act_fn`.
 
     Args:
         act: the name of the activation function.
@@ -99,9 +99,9 @@ class Experts(nn.Module):
         """x [tokens, hidden] through the experts `ids`, weighted by `scores`, both [tokens, top_k]; no call to a module."""
         (act,) = self._act
         if act is silu and triton_kernels_for(x) is not None:
-            from ..kernels import triton_moe
+            from ..kernels.products import moe
 
-            return triton_moe.experts(x.contiguous(), ids, scores, self.gate_up_proj, self.down_proj)
+            return moe.experts(x.contiguous(), ids, scores, self.gate_up_proj, self.down_proj)
         return self._one_by_one(x, ids, scores, lambda gate_up: gated(gate_up, act))
 
     def _one_by_one(

@@ -23,8 +23,8 @@ def compiled(kernel, pointers, constants, warps, stages):
     assert compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages}).asm["cubin"]
 """
 QUANTISED_SCRIPT = """
-from pymllm_interp.kernels import triton_quantized as kernels
-from pymllm_interp.kernels.quantized_blocks import block_of
+from pymllm_interp.kernels.products import quantized as kernels
+from pymllm_interp.kernels.products.quantized_blocks import block_of
 
 HALF = "*bf16"
 for kind, width, group, zeros in [("fp8", 4096, 4096, False), ("uint4", 4096, 128, True), ("fp4", 4096, 32, False)]:
@@ -50,7 +50,7 @@ compiled(kernels._sum_parts, {"parts": "*fp32", "bias": HALF, "out": HALF}, part
 print("compiled")
 """
 MOE_SCRIPT = """
-from pymllm_interp.kernels import triton_moe as kernels
+from pymllm_interp.kernels.products import moe as kernels
 
 HALF = "*bf16"
 sizes = {"EXPERTS": 128, "TOP_K": 8, "NORMALISE": True, "BLOCK": 128, "CHOICES": 8, "PDL": True}

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
 from pymllm_interp.core.pass_parts import AdapterRows, RowTiles, max_tiles, tiles_of
-from pymllm_interp.kernels.triton_lora import expand, shrink
+from pymllm_interp.kernels.products.lora import expand, shrink
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

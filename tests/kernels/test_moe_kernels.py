@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
-from pymllm_interp.kernels import triton_moe as kernels
+from pymllm_interp.kernels.products import moe as kernels
 from pymllm_interp.layers.moe import Experts, TopKRouter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

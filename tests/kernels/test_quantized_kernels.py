@@ -8,8 +8,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels' tests need the package triton")
-from pymllm_interp.kernels.quantized_blocks import block_of
-from pymllm_interp.kernels.triton_quantized import dequantize, parts_of, product
+from pymllm_interp.kernels.products.quantized_blocks import block_of
+from pymllm_interp.kernels.products.quantized import dequantize, parts_of, product
 from pymllm_interp.layers.quantization.weight import QuantizedWeight, quantized
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

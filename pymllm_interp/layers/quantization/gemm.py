@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...kernels.quantized_blocks import block_of
+from ...kernels.products.quantized_blocks import block_of
 from ..dispatch import triton_kernels_for
 from ..gemm import HALF, Gemm
 from .weight import BITS, FP8_MAX, QuantizedWeight
@@ -45,7 +45,7 @@ class QuantizedGemm:
         weight = self.weight
         rows = x.numel() // max(x.shape[-1], 1)
         if x.dtype in HALF and 0 < rows <= MAX_KERNEL_ROWS and triton_kernels_for(x) is not None:
-            from ...kernels.triton_quantized import has_kernel, product
+            from ...kernels.products.quantized import has_kernel, product
 
             if has_kernel(weight.kind, x.shape[-1], weight.group_size, x.get_device()):
                 parts = weight.kind, weight.codes, weight.scales, weight.zeros, self.bias, weight.group_size, weight.pair

@@ -105,7 +105,7 @@ class QuantizedWeight:
         dtype = dtype or self.dtype
         rows, width = self.shape
         if rows and width and triton_kernels_for(self.scales) is not None:
-            from ...kernels.triton_quantized import dequantize
+            from ...kernels.products.quantized import dequantize
 
             return dequantize(self.kind, self.codes, self.scales, self.zeros, self.group_size, self.pair, dtype)
         out = torch.empty(rows, width, dtype=dtype, device=self.device)

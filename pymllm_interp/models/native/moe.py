@@ -1,4 +1,4 @@
-"""Mixtral, Qwen3-MoE and OLMoE: decoders whose MLPs are mixtures of experts."""
+"""Mixtral, Qwen3-MoE and OLMoE: decoders with mixtures of experts as MLPs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class SparseMoeBlock(ResidualBranch):
 
 
 class SparseForCausalLM(LlamaForCausalLM):
-    """A decoder whose layers all have experts. Quantised experts are not read."""
+    """A decoder with experts in all layers. Quantised experts are not read."""
 
     reads_quantised = False
 
@@ -110,6 +110,8 @@ class SparseForCausalLM(LlamaForCausalLM):
 
 
 class MixtralMoe(SparseMoeBlock):
+    """Scores add up to 1, in float32."""
+
     @staticmethod
     def num_experts_of(config: PretrainedConfig) -> int:
         return config.num_local_experts
@@ -151,6 +153,8 @@ class MixtralForCausalLM(SparseForCausalLM):
 
 
 class Qwen3MoeBlock(SparseMoeBlock):
+    """Experts are smaller than the family's dense MLPs."""
+
     @staticmethod
     def intermediate_size_of(config: PretrainedConfig) -> int:
         return config.moe_intermediate_size

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from transformers import PretrainedConfig
 
-from ...kernels.quantized_blocks import block_of
+from ...kernels.products.quantized_blocks import block_of
 from ...layers.quantization.weight import BITS, QuantizedWeight, packed
 from .loading import MARKS, WeightsError
 

@@ -1,4 +1,4 @@
-"""Which groups of quantised weights the kernels of triton_quantized.py take. Imports no Triton."""
+"""Which groups of quantised weights the kernels of quantized.py take. Imports no Triton."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launcher, grid_wait, launch_dependents
+from ..launch import Launcher, grid_wait, launch_dependents
 from .quantized_blocks import block_of
 
 FULL_GRID = 528

@@ -4,9 +4,9 @@
 """Triton kernels for mixtures of experts: routing, and products of rows sorted by expert.
 
 An *entry* is one choice of a token: entry ``token * top_k + choice``. `sort_by_expert` lays the entries out in tiles of one expert
-each; padding fills an expert's last tile. `expert_product` multiplies each tile by its expert's weight. The number of tiles that
-it launches depends on the number of tokens only, so CUDA graphs can replay it. `combine` adds a token's entries in the order of
-its choices. So a row's result depends neither on the other rows nor on the order of blocks.
+each. Padding fills an expert's last tile. `expert_product` multiplies each tile by its expert's weight. The number of its tiles
+follows from the number of tokens, so CUDA graphs can replay it. `combine` adds a token's entries in the order of its choices.
+So a row's result depends neither on the other rows nor on the order of blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launcher, grid_wait, launch_dependents
+from ..launch import Launcher, grid_wait, launch_dependents
 
 ENTRY_BLOCK, COMBINE_BLOCK = 1024, 1024
 

@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..core.pass_parts import TILE_ROWS, RowTiles
-from .launch import Launcher, grid_wait, launch_dependents
+from ...core.pass_parts import TILE_ROWS, RowTiles
+from ..launch import Launcher, grid_wait, launch_dependents
 
 MAX_PARTS = 8
 PART_WIDTH = 512

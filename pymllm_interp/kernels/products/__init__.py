@@ -1,0 +1,1 @@
+"""Triton kernels of products other than dense ones: quantised weights, experts, adapters."""
