@@ -185,6 +185,18 @@ class PagedKV(Protocol):
         ...
 
 
+class LayerStatePool(Protocol):
+    """The convolution and recurrent states of layers, by slot (`mem_cache.state_pool.StatePool`)."""
+
+    def read(self, index: int, slots: torch.Tensor) -> torch.Tensor:
+        """A copy of a state of `slots` [batch]: [batch, *shape]."""
+        ...
+
+    def write(self, index: int, slots: torch.Tensor, value: torch.Tensor) -> None:
+        """Write a state [batch, *shape] to `slots` [batch]."""
+        ...
+
+
 class RequestTable(Protocol):
     """The KV slots of each request's positions (`mem_cache.memory_pool.ReqToTokenPool`)."""
 
@@ -239,6 +251,7 @@ class ForwardBatch:
     req_to_token_pool: RequestTable | None = None
     token_to_kv_pool:  PagedKV | None = None
     attn_backend:      PassAttention | None = None
+    state_pool:        LayerStatePool | None = None  # slots are `req_pool_indices`; None: no layer has states
 
     # Multimodal inputs: refused for text models.
     mrope_position_deltas: torch.Tensor | None = None

@@ -33,6 +33,8 @@ GRAPH_OVERHEAD_BYTES = 1 << 30
 TOKENS_PER_REQUEST = 512
 """KV tokens that a request is expected to take, where the number of running requests is derived."""
 MAX_DERIVED_REQUESTS = 1024
+MAX_TOKENS_WITHOUT_KV = 1 << 20
+"""Tokens of all requests in a model without attention: slots without memory."""
 
 
 class PoolOwner(Protocol):
@@ -161,11 +163,18 @@ def num_running_requests(runner: PoolOwner) -> int:
         return config.max_running_requests
     if config.kv_cache_tokens is not None:
         tokens = config.kv_cache_tokens
+    elif not kv_bytes_per_token(runner):
+        return MAX_DERIVED_REQUESTS
     elif runner.device.startswith("cuda"):
         tokens = int(_within_utilization(runner) // kv_bytes_per_token(runner))
     else:
         tokens = _default_cpu_kv_tokens(runner)
     return max(1, min(MAX_DERIVED_REQUESTS, tokens // min(TOKENS_PER_REQUEST, runner.context_len)))
+
+
+def pool_room(runner: PoolOwner) -> float:
+    """Bytes for KV and states."""
+    return _within_utilization(runner) if runner.device.startswith("cuda") else _host_memory() / 4
 
 
 def num_kv_tokens(runner: PoolOwner) -> int:
@@ -179,6 +188,8 @@ def num_kv_tokens(runner: PoolOwner) -> int:
     if config.kv_cache_tokens is not None:
         _check_kv_tokens(runner, config.kv_cache_tokens)
         tokens = config.kv_cache_tokens
+    elif not kv_bytes_per_token(runner):
+        tokens = min(runner.max_running_requests * runner.context_len, MAX_TOKENS_WITHOUT_KV)
     elif runner.device.startswith("cuda"):
         tokens = _profiled_kv_tokens(runner)
     else:
@@ -227,6 +238,8 @@ def _default_cpu_kv_tokens(runner: PoolOwner) -> int:
 def _check_kv_tokens(runner: PoolOwner, tokens: int) -> None:
     """Refuse a pool that exceeds the memory that is there; warn of one that exceeds `gpu_memory_utilization`."""
     kv_bytes, config, on_cuda = kv_bytes_per_token(runner), runner.server_config, runner.device.startswith("cuda")
+    if not kv_bytes:
+        return
     if on_cuda:
         room = (torch.cuda.mem_get_info(runner.gpu_id)[0] + _unused_by_tensors(runner)) // kv_bytes
     else:

@@ -25,6 +25,7 @@ from .cache_probe import FAILURES, ProbeCache, differ, mixed_requests_differ, re
 from .cache_route import CACHED
 from .graph_check import WaitsForDevice
 from .probed import AttentionCall, Probe
+from .recurrent import as_decoding
 
 PROBE = "pymllm_interp_probe"
 PROBE_TOKENS = 4
@@ -39,11 +40,12 @@ class _ProbeOfThread(local):
 _recording = _ProbeOfThread()
 
 
-def probe(model: PreTrainedModel, family: Family, spec: ModelSpec) -> Probe:
+def probe(model: PreTrainedModel, family: Family, spec: ModelSpec, has_states: bool = False) -> Probe:
     """Run `model` over a few tokens, on its own device: with an attention function, or else with a cache.
 
     Args:
         spec: what the config says.
+        has_states: the model has modules with a recurrent state, which run request by request. It may have no attention.
 
     Raises:
         UnsupportedModelError: its attention cannot run over the KV pool.
@@ -54,13 +56,14 @@ def probe(model: PreTrainedModel, family: Family, spec: ModelSpec) -> Probe:
         use_attention(model, CACHED if cached else PROBE)
         try:
             with torch.no_grad():
-                backwards = _both_ways(model, family, found, spec.num_attention_heads)
-            if found.calls and differ(found.logits, backwards.flip(1)):
+                backwards = _both_ways(model, family, found, spec.num_attention_heads, has_states)
+            is_served = bool(found.calls) or (has_states and not cached)
+            if is_served and differ(found.logits, backwards.flip(1)):
                 problem = (
                     "a token's state depends on other tokens outside of attention (recurrent layers, convolutions), or on its "
                     "place in the batch"
                 )
-            elif found.calls and not (cached and mixed_requests_differ(model, use_attention)):
+            elif is_served and not (cached and mixed_requests_differ(model, use_attention)):
                 return found
             elif found.calls:
                 problem = "attention through its cache gives a batch of requests other results than each alone"
@@ -76,7 +79,9 @@ def probe(model: PreTrainedModel, family: Family, spec: ModelSpec) -> Probe:
     raise UnsupportedModelError(f"{type(model).__name__} cannot be served: {problem}")
 
 
-def _both_ways(model: PreTrainedModel, family: Family, found: Probe, num_heads: int) -> torch.Tensor:
+def _both_ways(
+    model: PreTrainedModel, family: Family, found: Probe, num_heads: int, has_states: bool
+) -> torch.Tensor:
     """Fill `found` by a pass over a few tokens. Returns the logits of the same tokens in the opposite order."""
     positions = list(range(PROBE_TOKENS))
     with _recorded(model, family, found.states):
@@ -84,6 +89,9 @@ def _both_ways(model: PreTrainedModel, family: Family, found: Probe, num_heads: 
     again = Probe(found.context_len, found.cached, reads_rules=False)
     with WaitsForDevice() as waits:
         logits = _run(model, again, positions[::-1], num_heads)
+    if has_states:  # a decode pass begins with states, and runs other code than the first chunk of a prompt
+        with as_decoding(), WaitsForDevice() as waits:
+            _run(model, again, positions, num_heads)
     found.waits = list(waits.found)
     return logits
 

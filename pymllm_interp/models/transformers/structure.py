@@ -113,7 +113,7 @@ def model_spec(model: PreTrainedModel, family: Family, declared: ModelSpec, foun
     Raises:
         UnsupportedModelError: the pool cannot hold the heads of all its layers, or they run more than once.
     """
-    num_kv_heads = max(call.num_kv_heads for call in found.calls)
+    num_kv_heads = max((call.num_kv_heads for call in found.calls), default=declared.num_key_value_heads)
     if any(num_kv_heads % call.num_kv_heads or call.num_heads % num_kv_heads for call in found.calls):
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be served: the heads of its attention layers are no multiples of each other"
@@ -130,9 +130,9 @@ def model_spec(model: PreTrainedModel, family: Family, declared: ModelSpec, foun
         declared,
         num_hidden_layers=num_layers,
         hidden_size=resid.shape[-1],
-        num_attention_heads=max(call.num_heads for call in found.calls),
+        num_attention_heads=max((call.num_heads for call in found.calls), default=declared.num_attention_heads),
         num_key_value_heads=num_kv_heads,
-        head_dim=max(max(call.head_dims) for call in found.calls),
+        head_dim=max((max(call.head_dims) for call in found.calls), default=declared.head_dim),
         vocab_size=found.logits.shape[-1],
         sliding_windows=tuple(windows) if one_each else (None,) * num_layers,
         cuts_edges=one_each and not found.cached,

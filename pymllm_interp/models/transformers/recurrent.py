@@ -1,0 +1,346 @@
+"""Modules of transformers with a recurrent state, over the slots of a pass's requests.
+
+State-space layers, linear attention and short convolutions carry a state from token to token. Their modules take a batch of sequences
+of one length, and the pass is flat. So `RecurrentModule` stands in place of the forward of such a module. It runs the module for all
+requests with one row as one batch, and once for each other request. Everything else in the model sees the flat batch.
+
+The module's cache is a `LayerStates`: copies of the slots' states, which are written back after the module ran.
+
+Some modules ignore their state in a call with several tokens, such as Mamba's in transformers. `check_states` finds them. Later chunks
+of a prompt run token by token there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import local
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...core.current_pass import current_batch
+from ...core.forward_batch import ForwardBatch, LayerStatePool
+from ...core.unsupported import UnsupportedModelError
+from ...mem_cache.state_pool import StateKind, StateLayout
+from .cache_probe import differ, probed_positions
+
+CACHES = ("cache_params", "past_key_values")
+"""Names of the parameter that takes the cache."""
+ASKED_OF_CACHES = {"has_previous_state", "get_linear_cache"}
+"""Methods of a cache by which a module finds its state. Attention layers do not call them."""
+
+StateKey = tuple[StateKind, int]
+"""Kind of a state, and its index among the states of this kind in a layer."""
+
+
+class LayerStates:
+    """What a module takes for a cache: the states of one layer, of the requests of one call.
+
+    Args:
+        states: [batch, *shape] each; None where the requests are at their start.
+    """
+
+    record_past = False
+
+    def __init__(self, states: dict[StateKey, torch.Tensor] | None = None) -> None:
+        self._is_continued = states is not None
+        self.states = {} if states is None else states
+
+    @property
+    def conv_states(self) -> dict[int, torch.Tensor]:
+        """By index; a module may write to them in place."""
+        return {index: state for (kind, index), state in self.states.items() if kind == "conv"}
+
+    @property
+    def recurrent_states(self) -> dict[int, torch.Tensor]:
+        """By index; a module may write to them in place."""
+        return {index: state for (kind, index), state in self.states.items() if kind == "recurrent"}
+
+    @property
+    def layers(self) -> LayerStates:
+        """The cache as a list of layers: each is this one."""
+        return self
+
+    def __getitem__(self, layer_idx: int) -> LayerStates:
+        return self
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether the requests have computed positions."""
+        return self._is_continued
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Keep the last inputs of a convolution [batch, channels, tokens]. Returns them, behind those of before."""
+        key: StateKey = ("conv", state_idx)
+        if self._is_continued:
+            size, inputs = self.states[key].shape[-1], torch.cat((self.states[key], conv_states), -1)
+        else:
+            size, inputs = conv_kernel_size or conv_states.shape[-1], conv_states
+            if inputs.shape[-1] < size:
+                inputs = nn.functional.pad(inputs, (size - inputs.shape[-1], 0))
+        self.states[key] = inputs[..., -size:]
+        return inputs
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Keep a recurrent state [batch, ...]."""
+        self.states["recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        """MiniMax's name of the recurrent state."""
+        return self.states.get(("recurrent", 0))
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
+        """MiniMax's `update_recurrent_state`."""
+        self.update_recurrent_state(linear_cache, layer_idx)
+
+
+class _Probed(local):
+    continued = False
+
+
+_probed = _Probed()
+
+
+@contextmanager
+def as_decoding() -> Iterator[None]:
+    """Within the block, the tokens of a probe have states, which are zeros, as in a decode pass."""
+    _probed.continued = True
+    try:
+        yield
+    finally:
+        _probed.continued = False
+
+
+class _Part(NamedTuple):
+    """Rows of the pass that one call of a module computes."""
+
+    # fmt: off
+    rows:      torch.Tensor | slice  # of the flat batch: of several requests with one row each, or of one request
+    requests:  torch.Tensor | slice  # their indices in the batch
+    continued: bool                  # they have states
+    batched:   bool                  # [rows, 1, ...]; else [1, rows, ...]
+    # fmt: on
+
+
+class RecurrentModule:
+    """In place of the forward of a module with a recurrent state.
+
+    Attributes:
+        layouts: of its states, by key, once a first pass has shown them.
+        first: number of its first state in the pool.
+        by_token: later chunks of a prompt run token by token.
+        arguments: of its call in the first pass, by name.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._forward: Any = module.forward
+        names = list(inspect.signature(type(module).forward).parameters)[1:]
+        self._names, self._cache = names, next(name for name in CACHES if name in names)
+        self.layouts: dict[StateKey, StateLayout] = {}
+        self.first, self.by_token = 0, False
+        self.arguments: dict[str, Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        batch, probed = current_batch(), probed_positions()
+        if batch is None and probed is None:
+            return self._forward(*args, **kwargs)
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        rows = given[self._names[0]].shape[1]
+        if batch is None:
+            return self._probe(given, rows)
+        pool = None if batch.fresh_kv_only else batch.state_pool
+        parts = list(_parts(batch, pool is not None))
+        if len(parts) == 1 and not parts[0].batched:  # one request
+            return _padded(self._call(given, rows, parts[0], batch), rows)
+        outs = [(part, _flat(self._call(given, rows, part, batch), part.batched)) for part in parts]
+        if len(outs) == 1:
+            return _padded(outs[0][1], rows)
+        return _joined(outs, rows)
+
+    def _call(self, given: dict[str, Any], rows: int, part: _Part, batch: ForwardBatch) -> Any:
+        """The module's output for a part: [rows, 1, ...] where it is `batched`, else [1, rows, ...]."""
+        own = {name: _taken(value, rows, part) for name, value in given.items()}
+        pool = None if batch.fresh_kv_only else batch.state_pool
+        if pool is None:
+            return self._forward(**own | {self._cache: None})
+        slots = batch.req_pool_indices[part.requests]
+        states = LayerStates(self._read(pool, slots) if part.continued else None)
+        out = self.run(own, states)
+        for index, key in enumerate(self.layouts, self.first):
+            pool.write(index, slots, states.states[key])
+        return out
+
+    def run(self, given: dict[str, Any], states: LayerStates) -> Any:
+        """The module's output for [batch, tokens, ...]; updates `states`."""
+        tokens = given[self._names[0]].shape[1]
+        if not (self.by_token and states.has_previous_state() and tokens > 1):
+            return self._forward(**given | {self._cache: states})
+        whole = slice(0, 1)
+        outs = []
+        for token in range(tokens):
+            part = _Part(slice(token, token + 1), whole, True, False)
+            own = {name: _taken(value, tokens, part) for name, value in given.items()}
+            outs.append((part, self._forward(**own | {self._cache: states})))
+        return _joined(outs, tokens)
+
+    def _probe(self, given: dict[str, Any], rows: int) -> Any:
+        """The output where each token is a request of its own, outside of the engine's passes."""
+        every = _Part(slice(0, rows), slice(0, rows), False, True)
+        own = {name: _taken(value, rows, every) for name, value in given.items()}
+        zeros = {
+            key: torch.zeros(rows, *layout.shape, dtype=layout.dtype, device=given[self._names[0]].device)
+            for key, layout in self.layouts.items()
+        }
+        states = LayerStates(zeros if _probed.continued else None)
+        out = self._forward(**own | {self._cache: states})
+        if self.arguments is None:
+            self.arguments = given
+            for key, state in states.states.items():
+                self.layouts[key] = StateLayout(key[0], tuple(state.shape[1:]), state.dtype)
+        return _flat(out, True)
+
+    def continues(self) -> bool:
+        """Whether a chunk behind another gives the outputs and states of the whole, for the tokens of the first pass."""
+        given, ends = self.arguments, []
+        assert given is not None
+        tokens, outs = given[self._names[0]].shape[1], []
+        for sizes in ((tokens,), (1, tokens - 1)):
+            states, start, parts = LayerStates(), 0, []
+            for size in sizes:
+                part = _Part(slice(start, start + size), slice(0, 1), start > 0, False)
+                states = LayerStates(states.states if start else None)
+                own = {name: _taken(value, tokens, part) for name, value in given.items()}
+                parts.append((part, self.run(own, states)))
+                start += size
+            outs.append(_joined(parts, tokens) if len(parts) > 1 else parts[0][1])
+            ends.append(states.states)
+        first, second = (out if isinstance(out, tuple) else (out,) for out in outs)
+        pairs = [(a, b) for a, b in zip(first, second, strict=True) if isinstance(b, torch.Tensor)]
+        pairs += [(ends[0][key], ends[1][key]) for key in self.layouts]
+        return not any(differ(a, b) for a, b in pairs)
+
+    def _read(self, pool: LayerStatePool, slots: torch.Tensor) -> dict[StateKey, torch.Tensor]:
+        return {key: pool.read(index, slots) for index, key in enumerate(self.layouts, self.first)}
+
+
+def _parts(batch: ForwardBatch, with_states: bool) -> Iterator[_Part]:
+    """The calls for a pass: requests with one row that continue, then each other request."""
+    if batch.forward_mode.is_decode() and with_states:
+        every = slice(0, batch.batch_size)
+        yield _Part(every, every, True, True)
+        return
+    prefixes = batch.extend_prefix_lens_cpu or [0] * batch.batch_size
+    single, others = [], []
+    for request, ((start, size), prefix) in enumerate(zip(batch.batch_groups, prefixes, strict=True)):
+        continued = with_states and prefix > 0
+        if size == 1 and continued:
+            single.append((start, request))
+        else:
+            others.append(_Part(slice(start, start + size), slice(request, request + 1), continued, False))
+    if single:
+        rows, requests = zip(*single, strict=True)
+        if rows == tuple(range(len(rows))) == requests:  # as the scheduler has it
+            every = slice(0, len(rows))
+            yield _Part(every, every, True, True)
+        else:
+            device = batch.input_ids.device
+            yield _Part(torch.tensor(rows, device=device), torch.tensor(requests, device=device), True, True)
+    yield from others
+
+
+def _taken(value: Any, rows: int, part: _Part) -> Any:
+    """The part's rows of an argument: of tensors [1, rows, ...], also in tuples."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_taken(each, rows, part) for each in value)
+    if not isinstance(value, torch.Tensor) or value.shape[:2] != (1, rows):
+        return value
+    own = value[:, part.rows]
+    return own.transpose(0, 1) if part.batched else own
+
+
+def _flat(value: Any, batched: bool) -> Any:
+    """[rows, 1, ...] -> [1, rows, ...], also in tuples. What has no such rows is None."""
+    if isinstance(value, tuple):
+        return tuple(_flat(each, batched) for each in value)
+    if not isinstance(value, torch.Tensor) or value.ndim < 3:
+        return None
+    return value.transpose(0, 1) if batched else value
+
+
+def _padded(value: Any, rows: int) -> Any:
+    """With rows of zeros up to `rows`."""
+    if isinstance(value, tuple):
+        return tuple(_padded(each, rows) for each in value)
+    if not isinstance(value, torch.Tensor) or value.ndim < 3 or value.shape[0] != 1 or value.shape[1] >= rows:
+        return value
+    return torch.cat((value, value.new_zeros(1, rows - value.shape[1], *value.shape[2:])), 1)
+
+
+def _joined(outs: list[tuple[_Part, Any]], rows: int) -> Any:
+    """The outputs of all parts, in the order of the pass."""
+    first = outs[0][1]
+    if isinstance(first, tuple):
+        return tuple(_joined([(part, out[i]) for part, out in outs], rows) for i in range(len(first)))
+    sizes = [len(part.rows) if isinstance(part.rows, torch.Tensor) else part.rows.stop - part.rows.start for part, _ in outs]
+    if any(out is None or out.shape[1] != size for (_, out), size in zip(outs, sizes, strict=True)):
+        return None
+    if all(isinstance(part.rows, slice) for part, _ in outs):
+        return _padded(torch.cat([out for _, out in outs], 1), rows)
+    whole = first.new_zeros(1, rows, *first.shape[2:])
+    for part, out in outs:
+        whole = whole.index_copy(1, part.rows, out) if isinstance(part.rows, torch.Tensor) else _with(whole, part.rows, out)
+    return whole
+
+
+def _with(whole: torch.Tensor, rows: slice, out: torch.Tensor) -> torch.Tensor:
+    return torch.cat((whole[:, : rows.start], out, whole[:, rows.stop :]), 1)
+
+
+def serve_states(model: nn.Module) -> list[RecurrentModule]:
+    """Put a `RecurrentModule` in place of the forward of each module with a recurrent state."""
+    found = []
+    for module in model.modules():
+        forward = inspect.unwrap(type(module).forward)
+        if "forward" not in vars(module) and ASKED_OF_CACHES & set(getattr(forward, "__code__", serve_states.__code__).co_names):
+            own = module.forward = RecurrentModule(module)  # pyright: ignore[reportAttributeAccessIssue]
+            found.append(own)
+    return found
+
+
+def check_states(name: str, modules: Sequence[RecurrentModule]) -> list[StateLayout]:
+    """Find out how the states of all modules continue. A first pass has run them.
+
+    Args:
+        name: of the model's class.
+
+    Returns:
+        the states of all modules, as a pool numbers them.
+
+    Raises:
+        UnsupportedModelError: chunks of a prompt give other outputs or states than the whole.
+    """
+    layouts: list[StateLayout] = []
+    for module in modules:
+        if module.arguments is None:
+            continue  # no pass runs it
+        if not module.continues():
+            module.by_token = True
+            if not module.continues():
+                raise UnsupportedModelError(f"{name} cannot be served: {module} does not continue from its state")
+        module.arguments = None
+        module.first = len(layouts)
+        layouts += module.layouts.values()
+    return layouts
