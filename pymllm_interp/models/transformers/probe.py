@@ -27,7 +27,8 @@ from .graph_check import WaitsForDevice
 from .probed import AttentionCall, Probe
 from .recurrent import as_decoding
 
-PROBE = "pymllm_interp_probe"
+PROBE, PROBE_DECODE = "pymllm_interp_probe", "pymllm_interp_probe_decode"
+"""Attention functions of a probe. The second one has no mask function, so that models make no masks."""
 PROBE_TOKENS = 4
 NOT_SERVED = ("position_bias", "indices")
 """Arguments of attention functions that change which keys a query sees, or their scores, by the token."""
@@ -89,14 +90,17 @@ def _both_ways(
     again = Probe(found.context_len, found.cached, reads_rules=False)
     with WaitsForDevice() as waits:
         logits = _run(model, again, positions[::-1], num_heads)
-    if has_states:  # a decode pass begins with states, and runs other code than the first chunk of a prompt
+    if has_states and not found.cached:  # a decode pass begins with states, and runs other code than a prompt's first chunk
+        use_attention(model, PROBE_DECODE)
         with as_decoding(), WaitsForDevice() as waits:
-            _run(model, again, positions, num_heads)
+            _run(model, again, positions, num_heads, with_mask=False)
     found.waits = list(waits.found)
     return logits
 
 
-def _run(model: PreTrainedModel, found: Probe, positions: list[int], num_heads: int) -> torch.Tensor:
+def _run(
+    model: PreTrainedModel, found: Probe, positions: list[int], num_heads: int, with_mask: bool = True
+) -> torch.Tensor:
     """The logits [1, tokens, vocab] of tokens at these positions, each a function of its own token and position.
 
     Each token is a request of its own: attention returns the token's own values. So the order of the tokens must not matter.
@@ -106,7 +110,7 @@ def _run(model: PreTrainedModel, found: Probe, positions: list[int], num_heads: 
     _recording.probe = found
     try:
         if not found.cached:
-            return run_flat(model, ids, at)
+            return run_flat(model, ids, at, with_mask=with_mask)
         with recording_modules(model) as modules:
             cache = ProbeCache(at, lambda *call: _record_update(found, modules[-1], num_heads, *call))
             with cache.serve():
@@ -247,4 +251,5 @@ def first_tensor(value: Any) -> torch.Tensor:
 
 
 AttentionInterface.register(PROBE, _probe_attention)
+AttentionInterface.register(PROBE_DECODE, _probe_attention)
 AttentionMaskInterface.register(PROBE, _probe_mask)
