@@ -11,9 +11,10 @@ The batch is flat: the token rows of all requests are concatenated. Request ``i`
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -78,6 +79,19 @@ class HookQuery(Protocol):
 
     def at_output(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Serve the hooks at the layer's output. Returns the hidden states that the pass continues with."""
+        ...
+
+
+@runtime_checkable
+class PartQuery(Protocol):
+    """Serves hooks inside a module that runs once for each of some requests."""
+
+    def rows_inside(self, path: str) -> list[tuple[int, int]]:
+        """(first row, number of rows) of each request with a hook that waits inside the module at `path` of the model."""
+        ...
+
+    def serve_part(self, path: str, span: tuple[int, int] | None) -> AbstractContextManager[None]:
+        """Within the block, the module's call for the request with these rows; None: for other requests, without hooks."""
         ...
 
 

@@ -13,18 +13,20 @@ of a prompt run token by token there.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager, nullcontext
 from threading import local
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from ...core.current_pass import current_batch
-from ...core.forward_batch import ForwardBatch, LayerStatePool
+from ...core.forward_batch import ForwardBatch, LayerStatePool, PartQuery
 from ...core.unsupported import UnsupportedModelError
 from ...mem_cache.state_pool import StateKind, StateLayout
+from ...utils.upload import upload
 from .cache_probe import differ, probed_positions
 
 CACHES = ("cache_params", "past_key_values")
@@ -133,6 +135,12 @@ class _Part(NamedTuple):
     batched:   bool                  # [rows, 1, ...]; else [1, rows, ...]
     # fmt: on
 
+    def span(self, spans: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+        """Which of `spans`, (first row, number of rows), the part is; None: none of them."""
+        rows = self.rows
+        found = None if isinstance(rows, torch.Tensor) else (rows.start, rows.stop - rows.start)
+        return found if found in spans else None
+
 
 class RecurrentModule:
     """In place of the forward of a module with a recurrent state.
@@ -144,8 +152,8 @@ class RecurrentModule:
         arguments: of its call in the first pass, by name.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self._path = path
         self._forward: Any = module.forward
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         self._names, self._cache = names, next(name for name in CACHES if name in names)
@@ -161,14 +169,16 @@ class RecurrentModule:
         rows = given[self._names[0]].shape[1]
         if batch is None:
             return self._probe(given, rows)
-        pool = None if batch.fresh_kv_only else batch.state_pool
-        parts = list(_parts(batch, pool is not None))
+        query = batch.hook_query if isinstance(batch.hook_query, PartQuery) and batch.batch_size > 1 else None
+        apart = [] if query is None else query.rows_inside(self._path)
+        parts = _parts(batch, batch.state_pool is not None and not batch.fresh_kv_only, {start for start, _ in apart})
         if len(parts) == 1 and not parts[0].batched:  # one request
             return _padded(self._call(given, rows, parts[0], batch), rows)
-        outs = [(part, _flat(self._call(given, rows, part, batch), part.batched)) for part in parts]
-        if len(outs) == 1:
-            return _padded(outs[0][1], rows)
-        return _joined(outs, rows)
+        outs = []
+        for part in parts:
+            with query.serve_part(self._path, part.span(apart)) if query is not None else nullcontext():
+                outs.append((part, _flat(self._call(given, rows, part, batch), part.batched)))
+        return _padded(outs[0][1], rows) if len(outs) == 1 else _joined(outs, rows)
 
     def _call(self, given: dict[str, Any], rows: int, part: _Part, batch: ForwardBatch) -> Any:
         """The module's output for a part: [rows, 1, ...] where it is `batched`, else [1, rows, ...]."""
@@ -236,29 +246,33 @@ class RecurrentModule:
         return {key: pool.read(index, slots) for index, key in enumerate(self.layouts, self.first)}
 
 
-def _parts(batch: ForwardBatch, with_states: bool) -> Iterator[_Part]:
-    """The calls for a pass: requests with one row that continue, then each other request."""
-    if batch.forward_mode.is_decode() and with_states:
+def _parts(batch: ForwardBatch, with_states: bool, apart: Set[int]) -> list[_Part]:
+    """The calls for a pass: requests with one row that continue, then each other request.
+
+    Args:
+        with_states: requests have states, unless they are at their start.
+        apart: first rows of requests that come last, in calls of their own.
+    """
+    if batch.forward_mode.is_decode() and with_states and not apart:
         every = slice(0, batch.batch_size)
-        yield _Part(every, every, True, True)
-        return
-    prefixes = batch.extend_prefix_lens_cpu or [0] * batch.batch_size
-    single, others = [], []
+        return [_Part(every, every, True, True)]
+    prefixes = batch.extend_prefix_lens_cpu or [1] * batch.batch_size
+    single, others, last = [], [], []
     for request, ((start, size), prefix) in enumerate(zip(batch.batch_groups, prefixes, strict=True)):
         continued = with_states and prefix > 0
-        if size == 1 and continued:
+        if size == 1 and continued and start not in apart:
             single.append((start, request))
         else:
-            others.append(_Part(slice(start, start + size), slice(request, request + 1), continued, False))
+            part = _Part(slice(start, start + size), slice(request, request + 1), continued, False)
+            (last if start in apart else others).append(part)
+    first = []
     if single:
-        rows, requests = zip(*single, strict=True)
-        if rows == tuple(range(len(rows))) == requests:  # as the scheduler has it
-            every = slice(0, len(rows))
-            yield _Part(every, every, True, True)
+        rows, requests = (list(numbers) for numbers in zip(*single, strict=True))
+        if rows == requests == list(range(len(rows))):  # as the scheduler has it
+            first = [_Part(slice(0, len(rows)), slice(0, len(rows)), True, True)]
         else:
-            device = batch.input_ids.device
-            yield _Part(torch.tensor(rows, device=device), torch.tensor(requests, device=device), True, True)
-    yield from others
+            first = [_Part(*upload(batch.input_ids.device, np.array(rows), np.array(requests)), True, True)]
+    return [*first, *others, *last]
 
 
 def _taken(value: Any, rows: int, part: _Part) -> Any:
@@ -297,8 +311,10 @@ def _joined(outs: list[tuple[_Part, Any]], rows: int) -> Any:
     sizes = [len(part.rows) if isinstance(part.rows, torch.Tensor) else part.rows.stop - part.rows.start for part, _ in outs]
     if any(out is None or out.shape[1] != size for (_, out), size in zip(outs, sizes, strict=True)):
         return None
-    if all(isinstance(part.rows, slice) for part, _ in outs):
-        return _padded(torch.cat([out for _, out in outs], 1), rows)
+    starts = [part.rows.start for part, _ in outs if isinstance(part.rows, slice)]
+    if len(starts) == len(outs):
+        in_order = sorted(zip(starts, outs, strict=True), key=lambda entry: entry[0])
+        return _padded(torch.cat([out for _, (_, out) in in_order], 1), rows)
     whole = first.new_zeros(1, rows, *first.shape[2:])
     for part, out in outs:
         whole = whole.index_copy(1, part.rows, out) if isinstance(part.rows, torch.Tensor) else _with(whole, part.rows, out)
@@ -312,10 +328,10 @@ def _with(whole: torch.Tensor, rows: slice, out: torch.Tensor) -> torch.Tensor:
 def serve_states(model: nn.Module) -> list[RecurrentModule]:
     """Put a `RecurrentModule` in place of the forward of each module with a recurrent state."""
     found = []
-    for module in model.modules():
+    for path, module in model.named_modules():
         forward = inspect.unwrap(type(module).forward)
         if "forward" not in vars(module) and ASKED_OF_CACHES & set(getattr(forward, "__code__", serve_states.__code__).co_names):
-            own = module.forward = RecurrentModule(module)  # pyright: ignore[reportAttributeAccessIssue]
+            own = module.forward = RecurrentModule(path, module)  # pyright: ignore[reportAttributeAccessIssue]
             found.append(own)
     return found
 

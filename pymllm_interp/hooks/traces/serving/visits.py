@@ -46,7 +46,7 @@ class Location:
         self.layer, self.below, self.module_output, self.has_attention = layer, below, module_output, has_attention
         self.ends_layer = layer is not None and module_output is None and not below and name.endswith(".output")
 
-    def lies_inside(self, module: str, but: str) -> bool:
+    def liesis_inside(self, module: str, but: str) -> bool:
         """Whether it lies inside its layer's `module` ("" for the layer), and not at or inside the module `but`."""
         is_operation = self.module_output is not None
         inside = is_operation if self.below == module else self.below.startswith(module and f"{module}.")
@@ -100,7 +100,7 @@ class PassVisits:
             if layer in self._fused_layers:
                 return 1
             parts = self._fused_parts.get(layer)
-            if parts is not None and any(location.lies_inside(*part) for part in parts):
+            if parts is not None and any(location.liesis_inside(*part) for part in parts):
                 return 1
         # A module may have run without its operations being called.
         return self.counts.get(location.module_output, 0) if location.module_output is not None else 0
@@ -151,7 +151,7 @@ class VisitCounts:
 
     def skips(self, name: str) -> bool:
         """Whether the location `name` lies inside a module that is skipped in the current pass."""
-        return any(_inside(path, name) for path in self.skipping)
+        return any(is_inside(path, name) for path in self.skipping)
 
     def before_pass(self, location: Location, per_pass: dict[str, int]) -> int:
         """Visits of `location` before the current pass.
@@ -165,7 +165,7 @@ class VisitCounts:
         if per_pass:
             count *= per_pass.get(location.name, 1)
         if self._missed:
-            count -= sum(missed for path, missed in self._missed.items() if _inside(path, location.name))
+            count -= sum(missed for path, missed in self._missed.items() if is_inside(path, location.name))
         return count
 
     def occurrence(self, location: Location, visits: PassVisits) -> int:
@@ -182,6 +182,6 @@ class VisitCounts:
         return visits.event_count, self.pass_index
 
 
-def _inside(path: str, name: str) -> bool:
+def is_inside(path: str, name: str) -> bool:
     """Whether the location `name` lies inside the module at `path`, and is not its own input, skip gate or output."""
     return name.startswith(path + ".") and name[len(path) + 1 :] not in ("input", "skip", "output")
