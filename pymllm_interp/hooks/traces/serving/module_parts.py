@@ -49,18 +49,26 @@ def serve_part(interleaver: EngineInterleaver, path: str, span: tuple[int, int] 
     Args:
         span: of `rows_inside`; None: the call is for others.
     """
-    counts = interleaver.visits.counts
-    for name in [name for name in counts if is_inside(path, name)]:
-        del counts[name]  # each call is the first of its pass
+    visits, place = interleaver.visits, interleaver.points.at(f"{path}.output")
+    for name in [name for name in visits.counts if is_inside(path, name)]:
+        del visits.counts[name]  # each call is the first of its pass
+    visits.unfuse_part(place.layer, place.below)
+    try:
+        with _call(interleaver, path, span):
+            yield
+    finally:
+        if place.layer is not None:  # its locations have passed
+            visits.fuse_part(place.layer, place.below, "")
+
+
+@contextmanager
+def _call(interleaver: EngineInterleaver, path: str, span: tuple[int, int] | None) -> Iterator[None]:
     if span is None:
         thread, interleaver.thread = interleaver.thread, None
         try:
             yield
         finally:
             interleaver.thread = thread
-        place = interleaver.points.at(f"{path}.output")
-        if place.layer is not None:  # its locations have passed
-            interleaver.visits.fuse_part(place.layer, place.below, "")
         return
     own = [trace for trace in interleaver.traces if _is_at(trace, span)]
     hidden = [_hide_others(point, own) for point in _points_inside(interleaver, path)]

@@ -90,6 +90,11 @@ class PassVisits:
         """Count the locations inside a layer's `module` as visited (see `Location.lies_inside`)."""
         self._fused_parts.setdefault(layer, set()).add((module, but))
 
+    def unfuse_part(self, layer: int | None, module: str) -> None:
+        """Undo `fuse_part` of a whole module, which runs again."""
+        if layer is not None and (parts := self._fused_parts.get(layer)) is not None:
+            parts.discard((module, ""))
+
     def of(self, location: Location) -> int:
         """How many times the pass has reached `location`."""
         count = self.counts.get(location.name)
