@@ -59,10 +59,8 @@ class KVManager:
         """The pools of an initialised runner."""
         rows, allocator, kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool_allocator, runner.token_to_kv_pool
         assert rows is not None and allocator is not None and kv_pool is not None, "call initialize() first"
-        # With such RoPE the KV of a position depends on the length of its request. A state cannot be cut at a page.
-        cuts = not runner.model_spec.rope_depends_on_length and runner.gdn_pool is None
-        enabled = runner.server_config.enable_prefix_caching and cuts
-        sharing = PrefixSharing(RadixCache(allocator.page_size), runner.model_state if enabled else None)
+        why_off = _why_no_prefixes(runner)
+        sharing = PrefixSharing(RadixCache(allocator.page_size), None if why_off else runner.model_state, why_off)
         return cls(rows, allocator, kv_pool, sharing, runner.gdn_pool)
 
     # -- pages -------------------------------------------------------------------------
@@ -274,3 +272,12 @@ class KVManager:
         assert not wrong, f"rows or pages held by requests that do not run: {wrong}"
         started = [r for r in idle if r.kv_len and r.status is not RequestStatus.SWAPPED]
         assert not started, f"{[r.request_id for r in started]} wait, and have KV"
+
+
+def _why_no_prefixes(runner: InterpModelRunner) -> str:
+    """Why requests share no prefixes; "" where they do."""
+    if not runner.server_config.enable_prefix_caching:
+        return "enable_prefix_caching=False"
+    if runner.gdn_pool is not None:
+        return "a recurrent state holds the whole sequence: it cannot be cut at a page"
+    return "a position's rotation depends on its sequence's length" if runner.model_spec.rope_depends_on_length else ""

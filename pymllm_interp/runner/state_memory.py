@@ -60,8 +60,8 @@ def make_state_pool(runner: StateOwner) -> StatePool | None:
         return None
     if config.speculative is not None:
         raise UnsupportedModelError(
-            f"speculative={config.speculative!r}: {type(runner.get_model().config).__name__} is of a model with recurrent states, "
-            "which cannot take drafts back: use speculative=None"
+            f"speculative={config.speculative!r}: {runner.get_model().spec.family.name} models have recurrent states, which cannot "
+            "take drafts back: use speculative=None"
         )
     return within_memory(
         lambda: StatePool(layouts, size, state_dtype(config), runner.device),

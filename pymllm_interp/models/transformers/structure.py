@@ -104,11 +104,14 @@ def family_of(model: PreTrainedModel, spec: ModelSpec) -> Family:
     )
 
 
-def model_spec(model: PreTrainedModel, family: Family, declared: ModelSpec, found: Probe) -> ModelSpec:
+def model_spec(
+    model: PreTrainedModel, family: Family, declared: ModelSpec, found: Probe, has_states: bool = False
+) -> ModelSpec:
     """What the model is, by its first pass. Kinds of sites are left out if their values are not where the family has them.
 
     Args:
         declared: of the config.
+        has_states: it has modules with recurrent states.
 
     Raises:
         UnsupportedModelError: the pool cannot hold the heads of all its layers, or they run more than once.
@@ -135,7 +138,8 @@ def model_spec(model: PreTrainedModel, family: Family, declared: ModelSpec, foun
         head_dim=max((max(call.head_dims) for call in found.calls), default=declared.head_dim),
         vocab_size=found.logits.shape[-1],
         sliding_windows=tuple(windows) if one_each else (None,) * num_layers,
-        cuts_edges=one_each and not found.cached,
+        cuts_edges=one_each and not found.cached and not has_states,
+        has_states=has_states,
     )
     points = {point: found.states.get((point.module.format(0), point.end)) for point in family.points.values()}
     neurons = points.get(family.points["mlp_act"]) if "mlp_act" in family.points else None

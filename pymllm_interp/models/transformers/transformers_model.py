@@ -69,7 +69,7 @@ class TransformersModel(CausalLM):
         recurrent = serve_states(served)
         found = probe(served, family, declared, bool(recurrent))
         self.state_layouts = check_states(type(served).__name__, recurrent)
-        self.spec = model_spec(served, family, declared, found)
+        self.spec = model_spec(served, family, declared, found, bool(recurrent))
         self.why_no_graphs = found.why_no_graphs
         fuse_parts(served)
         self._layers = set_paged_calls(found, self.spec)
