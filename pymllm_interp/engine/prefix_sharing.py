@@ -156,8 +156,10 @@ class PrefixSharing:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Counts in tokens: asked for and found by kind of namespace, recomputed, evicted; and reasons for no reuse in requests. `off` says why
-        requests share nothing."""
+        """Counts in tokens: asked for and found by kind of namespace, recomputed, evicted; and reasons for no reuse in requests.
+
+        `off` says why requests share nothing; "" where they do.
+        """
         size, asked, cached = self.tree.page_size, dict(self._asked), dict(self._cached)
         return {
             "off": self._why_off,

@@ -241,6 +241,6 @@ def test_what_states_do_not_allow_is_refused_by_name() -> None:
     prompt = random_prompt(9, 1)
     with pytest.raises(ValueError, match=r"Knockout\(.*qwen3_next.*recurrent states.*no edges"):
         lm.generate([prompt], GREEDY, interventions=[Knockout(layer=0, from_=[3], to=[1])])
-    with pytest.raises(ValueError, match="qwen3_next.*recurrent states.*no patterns"):
+    with pytest.raises(ValueError, match=r"qwen3_next.*recurrent states.*no patterns"):
         lm.generate([prompt], GREEDY, capture=["pattern.0"])
     lm.shutdown()

@@ -80,9 +80,7 @@ def probe(model: PreTrainedModel, family: Family, spec: ModelSpec, has_states: b
     raise UnsupportedModelError(f"{type(model).__name__} cannot be served: {problem}")
 
 
-def _both_ways(
-    model: PreTrainedModel, family: Family, found: Probe, num_heads: int, has_states: bool
-) -> torch.Tensor:
+def _both_ways(model: PreTrainedModel, family: Family, found: Probe, num_heads: int, has_states: bool) -> torch.Tensor:
     """Fill `found` by a pass over a few tokens. Returns the logits of the same tokens in the opposite order."""
     positions = list(range(PROBE_TOKENS))
     with _recorded(model, family, found.states):
@@ -90,7 +88,9 @@ def _both_ways(
     again = Probe(found.context_len, found.cached, reads_rules=False)
     with WaitsForDevice() as waits:
         logits = _run(model, again, positions[::-1], num_heads)
-    if has_states and not found.cached:  # a decode pass begins with states, and runs other code than a prompt's first chunk
+    if (
+        has_states and not found.cached
+    ):  # a decode pass begins with states, and runs other code than a prompt's first chunk
         use_attention(model, PROBE_DECODE)
         with as_decoding(), WaitsForDevice() as waits:
             _run(model, again, positions, num_heads, with_mask=False)

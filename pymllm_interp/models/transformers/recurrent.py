@@ -1,13 +1,13 @@
 """Modules of transformers with a recurrent state, over the slots of a pass's requests.
 
-State-space layers, linear attention and short convolutions carry a state from token to token. Their modules take a batch of sequences
-of one length, and the pass is flat. So `RecurrentModule` stands in place of the forward of such a module. It runs the module for all
-requests with one row as one batch, and once for each other request. Everything else in the model sees the flat batch.
+State-space layers, linear attention and short convolutions carry a state from token to token. Their modules take a batch of
+sequences of one length, and the pass is flat. So `RecurrentModule` stands in place of the forward of such a module. It runs the
+module for all requests with one row as one batch, and once for each other request. All other modules see the flat batch.
 
 The module's cache is a `LayerStates`: copies of the slots' states, which are written back after the module ran.
 
-Some modules ignore their state in a call with several tokens, such as Mamba's in transformers. `check_states` finds them. Later chunks
-of a prompt run token by token there.
+Some modules ignore their state in a call with several tokens, such as Mamba's in transformers. `check_states` finds them. Later
+chunks of a prompt run token by token there.
 """
 
 from __future__ import annotations
@@ -271,7 +271,8 @@ def _parts(batch: ForwardBatch, with_states: bool, apart: Set[int]) -> list[_Par
         if rows == requests == list(range(len(rows))):  # as the scheduler has it
             first = [_Part(slice(0, len(rows)), slice(0, len(rows)), True, True)]
         else:
-            first = [_Part(*upload(batch.input_ids.device, np.array(rows), np.array(requests)), True, True)]
+            at, of = upload(batch.input_ids.device, np.array(rows), np.array(requests))
+            first = [_Part(at, of, True, True)]
     return [*first, *others, *last]
 
 
@@ -308,7 +309,9 @@ def _joined(outs: list[tuple[_Part, Any]], rows: int) -> Any:
     first = outs[0][1]
     if isinstance(first, tuple):
         return tuple(_joined([(part, out[i]) for part, out in outs], rows) for i in range(len(first)))
-    sizes = [len(part.rows) if isinstance(part.rows, torch.Tensor) else part.rows.stop - part.rows.start for part, _ in outs]
+    sizes = [
+        len(part.rows) if isinstance(part.rows, torch.Tensor) else part.rows.stop - part.rows.start for part, _ in outs
+    ]
     if any(out is None or out.shape[1] != size for (_, out), size in zip(outs, sizes, strict=True)):
         return None
     starts = [part.rows.start for part, _ in outs if isinstance(part.rows, slice)]
@@ -317,7 +320,9 @@ def _joined(outs: list[tuple[_Part, Any]], rows: int) -> Any:
         return _padded(torch.cat([out for _, (_, out) in in_order], 1), rows)
     whole = first.new_zeros(1, rows, *first.shape[2:])
     for part, out in outs:
-        whole = whole.index_copy(1, part.rows, out) if isinstance(part.rows, torch.Tensor) else _with(whole, part.rows, out)
+        whole = (
+            whole.index_copy(1, part.rows, out) if isinstance(part.rows, torch.Tensor) else _with(whole, part.rows, out)
+        )
     return whole
 
 
@@ -330,7 +335,9 @@ def serve_states(model: nn.Module) -> list[RecurrentModule]:
     found = []
     for path, module in model.named_modules():
         forward = inspect.unwrap(type(module).forward)
-        if "forward" not in vars(module) and ASKED_OF_CACHES & set(getattr(forward, "__code__", serve_states.__code__).co_names):
+        if "forward" not in vars(module) and ASKED_OF_CACHES & set(
+            getattr(forward, "__code__", serve_states.__code__).co_names
+        ):
             own = module.forward = RecurrentModule(path, module)  # pyright: ignore[reportAttributeAccessIssue]
             found.append(own)
     return found

@@ -46,7 +46,7 @@ class Location:
         self.layer, self.below, self.module_output, self.has_attention = layer, below, module_output, has_attention
         self.ends_layer = layer is not None and module_output is None and not below and name.endswith(".output")
 
-    def liesis_inside(self, module: str, but: str) -> bool:
+    def lies_inside(self, module: str, but: str) -> bool:
         """Whether it lies inside its layer's `module` ("" for the layer), and not at or inside the module `but`."""
         is_operation = self.module_output is not None
         inside = is_operation if self.below == module else self.below.startswith(module and f"{module}.")
@@ -105,7 +105,7 @@ class PassVisits:
             if layer in self._fused_layers:
                 return 1
             parts = self._fused_parts.get(layer)
-            if parts is not None and any(location.liesis_inside(*part) for part in parts):
+            if parts is not None and any(location.lies_inside(*part) for part in parts):
                 return 1
         # A module may have run without its operations being called.
         return self.counts.get(location.module_output, 0) if location.module_output is not None else 0
