@@ -87,7 +87,11 @@ class PartQuery(Protocol):
     """Serves hooks inside a module that runs once for each of some requests."""
 
     def rows_inside(self, path: str) -> list[tuple[int, int]]:
-        """(first row, number of rows) of each request with a hook that waits inside the module at `path` of the model."""
+        """(first row, number of rows) of each request with a hook that waits inside a module.
+
+        Args:
+            path: of the module in the model.
+        """
         ...
 
     def serve_part(self, path: str, span: tuple[int, int] | None) -> AbstractContextManager[None]:

@@ -3,7 +3,7 @@
 A state-space or linear-attention layer keeps one state of fixed size in place of K and V of every position. A slot holds the states
 of all such layers. Its number is the request's row in the `ReqToTokenPool`. Slot 0 is padding's: no request reads it.
 
-A slot is not cleared when it changes hands: a request's first chunk starts without a state, and writes its own.
+A slot is not cleared when it changes hands. The first chunk of a request starts without a state, and writes its own.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def architecture_of(config: PretrainedConfig) -> str:
 
 
 OWN_STATES = frozenset({"recurrent_gemma", "rwkv"})
-"""Model types with recurrent layers whose states are not in transformers' cache."""
+"""Model types with recurrent layers that keep their states outside of transformers' cache."""
 NOT_GENERATIVE = (
     "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM", "EmbeddingModel",
     "BertModel", "RobertaModel",

@@ -52,7 +52,6 @@ from .partition import BatchExecutionDescriptor, Execution, Partition
 from .request_state import RequestState
 from .seed_names import SeedNames
 from .stage import PassDemands, Stage
-from .state_memory import make_state_pool, num_running_requests
 from .step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
@@ -180,7 +179,7 @@ class ModelRunner(AdaptedPasses, SeedNames):
             ValueError: no room for a single page of KV.
             torch.OutOfMemoryError: the tables, the largest step or the KV pool do not fit.
         """
-        self.max_running_requests = num_running_requests(self)
+        self.max_running_requests = device_memory.num_served_requests(self)
         if (largest := self.get_model().largest_step) is not None:
             self.max_running_requests = min(self.max_running_requests, largest[0])
         # The tables first: the KV pool gets what they leave.
@@ -211,7 +210,7 @@ class ModelRunner(AdaptedPasses, SeedNames):
 
     def _init_tables(self) -> None:
         self.req_to_token_pool = ReqToTokenPool(self.max_running_requests, self.context_len, self.device)
-        self.gdn_pool = make_state_pool(self)
+        self.gdn_pool = device_memory.make_state_pool(self)
         self.req_states = RequestState(self.max_running_requests, self.context_len, self.device)
         # A traced prompt may be longer than all other steps.
         rows = max(self.max_num_tokens, self.max_running_requests, self.context_len)

@@ -81,7 +81,7 @@ class LayerStates:
         conv_kernel_size: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Keep the last inputs of a convolution [batch, channels, tokens]. Returns them, behind those of before."""
+        """Keep the last inputs of a convolution [batch, channels, tokens]. Returns them, behind the ones from before."""
         key: StateKey = ("conv", state_idx)
         if self._is_continued:
             size, inputs = self.states[key].shape[-1], torch.cat((self.states[key], conv_states), -1)
@@ -125,7 +125,7 @@ def as_decoding() -> Iterator[None]:
         _probed.continued = False
 
 
-class _Part(NamedTuple):
+class CallRows(NamedTuple):
     """Rows of the pass that one call of a module computes."""
 
     # fmt: off
@@ -180,7 +180,7 @@ class RecurrentModule:
                 outs.append((part, _flat(self._call(given, rows, part, batch), part.batched)))
         return _padded(outs[0][1], rows) if len(outs) == 1 else _joined(outs, rows)
 
-    def _call(self, given: dict[str, Any], rows: int, part: _Part, batch: ForwardBatch) -> Any:
+    def _call(self, given: dict[str, Any], rows: int, part: CallRows, batch: ForwardBatch) -> Any:
         """The module's output for a part: [rows, 1, ...] where it is `batched`, else [1, rows, ...]."""
         own = {name: _taken(value, rows, part) for name, value in given.items()}
         pool = None if batch.fresh_kv_only else batch.state_pool
@@ -201,14 +201,14 @@ class RecurrentModule:
         whole = slice(0, 1)
         outs = []
         for token in range(tokens):
-            part = _Part(slice(token, token + 1), whole, True, False)
+            part = CallRows(slice(token, token + 1), whole, True, False)
             own = {name: _taken(value, tokens, part) for name, value in given.items()}
             outs.append((part, self._forward(**own | {self._cache: states})))
         return _joined(outs, tokens)
 
     def _probe(self, given: dict[str, Any], rows: int) -> Any:
         """The output where each token is a request of its own, outside of the engine's passes."""
-        every = _Part(slice(0, rows), slice(0, rows), False, True)
+        every = CallRows(slice(0, rows), slice(0, rows), False, True)
         own = {name: _taken(value, rows, every) for name, value in given.items()}
         zeros = {
             key: torch.zeros(rows, *layout.shape, dtype=layout.dtype, device=given[self._names[0]].device)
@@ -230,7 +230,7 @@ class RecurrentModule:
         for sizes in ((tokens,), (1, tokens - 1)):
             states, start, parts = LayerStates(), 0, []
             for size in sizes:
-                part = _Part(slice(start, start + size), slice(0, 1), start > 0, False)
+                part = CallRows(slice(start, start + size), slice(0, 1), start > 0, False)
                 states = LayerStates(states.states if start else None)
                 own = {name: _taken(value, tokens, part) for name, value in given.items()}
                 parts.append((part, self.run(own, states)))
@@ -246,7 +246,7 @@ class RecurrentModule:
         return {key: pool.read(index, slots) for index, key in enumerate(self.layouts, self.first)}
 
 
-def _parts(batch: ForwardBatch, with_states: bool, apart: Set[int]) -> list[_Part]:
+def _parts(batch: ForwardBatch, with_states: bool, apart: Set[int]) -> list[CallRows]:
     """The calls for a pass: requests with one row that continue, then each other request.
 
     Args:
@@ -255,7 +255,7 @@ def _parts(batch: ForwardBatch, with_states: bool, apart: Set[int]) -> list[_Par
     """
     if batch.forward_mode.is_decode() and with_states and not apart:
         every = slice(0, batch.batch_size)
-        return [_Part(every, every, True, True)]
+        return [CallRows(every, every, True, True)]
     prefixes = batch.extend_prefix_lens_cpu or [1] * batch.batch_size
     single, others, last = [], [], []
     for request, ((start, size), prefix) in enumerate(zip(batch.batch_groups, prefixes, strict=True)):
@@ -263,20 +263,20 @@ def _parts(batch: ForwardBatch, with_states: bool, apart: Set[int]) -> list[_Par
         if size == 1 and continued and start not in apart:
             single.append((start, request))
         else:
-            part = _Part(slice(start, start + size), slice(request, request + 1), continued, False)
+            part = CallRows(slice(start, start + size), slice(request, request + 1), continued, False)
             (last if start in apart else others).append(part)
     first = []
     if single:
         rows, requests = (list(numbers) for numbers in zip(*single, strict=True))
         if rows == requests == list(range(len(rows))):  # as the scheduler has it
-            first = [_Part(slice(0, len(rows)), slice(0, len(rows)), True, True)]
+            first = [CallRows(slice(0, len(rows)), slice(0, len(rows)), True, True)]
         else:
             at, of = upload(batch.input_ids.device, np.array(rows), np.array(requests))
-            first = [_Part(at, of, True, True)]
+            first = [CallRows(at, of, True, True)]
     return [*first, *others, *last]
 
 
-def _taken(value: Any, rows: int, part: _Part) -> Any:
+def _taken(value: Any, rows: int, part: CallRows) -> Any:
     """The part's rows of an argument: of tensors [1, rows, ...], also in tuples."""
     if isinstance(value, (tuple, list)):
         return type(value)(_taken(each, rows, part) for each in value)
@@ -304,7 +304,7 @@ def _padded(value: Any, rows: int) -> Any:
     return torch.cat((value, value.new_zeros(1, rows - value.shape[1], *value.shape[2:])), 1)
 
 
-def _joined(outs: list[tuple[_Part, Any]], rows: int) -> Any:
+def _joined(outs: list[tuple[CallRows, Any]], rows: int) -> Any:
     """The outputs of all parts, in the order of the pass."""
     first = outs[0][1]
     if isinstance(first, tuple):

@@ -1,4 +1,4 @@
-"""Blocks inside a module that runs once for each of some requests of a pass, such as a module with a recurrent state.
+"""Blocks inside a module that runs several times in a pass, for a request each. Modules with recurrent states do.
 
 In each call the module has the rows of one request, in transformers' shape. So only this request's blocks are served inside of the
 call, with whole values. Inside of calls for several requests no block is served.
@@ -8,18 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ..blocks.trace import RequestTrace
-from .points import Point
+from .points import Point, Points
 from .rows import BatchRows, RowSpan
-from .visits import is_inside
-
-if TYPE_CHECKING:
-    from .interleaver import EngineInterleaver
+from .visits import PassVisits, is_inside
 
 
-def rows_inside(interleaver: EngineInterleaver, path: str) -> list[tuple[int, int]]:
+class PassServer(Protocol):
+    """The part of `EngineInterleaver` that this reads and sets."""
+
+    thread: int | None
+    traces: list[RequestTrace]
+    points: Points
+    visits: PassVisits
+
+
+def rows_inside(interleaver: PassServer, path: str) -> list[tuple[int, int]]:
     """(first row, number of rows) of each request with a block that waits inside the module. Blocks that see several fail.
 
     Args:
@@ -43,7 +49,7 @@ def rows_inside(interleaver: EngineInterleaver, path: str) -> list[tuple[int, in
 
 
 @contextmanager
-def serve_part(interleaver: EngineInterleaver, path: str, span: tuple[int, int] | None) -> Iterator[None]:
+def serve_part(interleaver: PassServer, path: str, span: tuple[int, int] | None) -> Iterator[None]:
     """Within the block, one call of the module.
 
     Args:
@@ -62,7 +68,7 @@ def serve_part(interleaver: EngineInterleaver, path: str, span: tuple[int, int] 
 
 
 @contextmanager
-def _call(interleaver: EngineInterleaver, path: str, span: tuple[int, int] | None) -> Iterator[None]:
+def _call(interleaver: PassServer, path: str, span: tuple[int, int] | None) -> Iterator[None]:
     if span is None:
         thread, interleaver.thread = interleaver.thread, None
         try:
@@ -86,7 +92,7 @@ def _call(interleaver: EngineInterleaver, path: str, span: tuple[int, int] | Non
             point.skips += skips
 
 
-def _points_inside(interleaver: EngineInterleaver, path: str) -> list[Point]:
+def _points_inside(interleaver: PassServer, path: str) -> list[Point]:
     return [point for name, point in interleaver.points.opened.items() if is_inside(path, name)]
 
 
