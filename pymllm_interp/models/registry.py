@@ -87,7 +87,7 @@ def check_supported(config: PretrainedConfig) -> None:
     elif config.model_type == "whisper":
         kind = "the decoder of a speech model: audio is not supported"
     elif config.model_type in OWN_STATES:
-        kind = "a model with recurrent layers: its states are not in transformers' cache"
+        kind = "a model with recurrent layers: it keeps its states outside of transformers' cache"
     elif getattr(config, "use_bidirectional_attention", None) is True:
         kind = "an encoder: bidirectional attention is not supported"
     elif architecture.endswith(NOT_GENERATIVE):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers_adapters import write_adapter
 from helpers_families import points_of, states_of
 from recurrent_configs import RECURRENT
 from registry_configs import registry_config
@@ -14,7 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from pymllm_interp import LM, Knockout, SamplingParams, Steer
 from pymllm_interp.client.handle import RequestError
+from pymllm_interp.config import ModelConfig, ServerConfig
 from pymllm_interp.core.unsupported import UnsupportedModelError
+from pymllm_interp.mem_cache.state_pool import StateLayout, StatePool, slot_bytes
+from pymllm_interp.models.adapters.peft_config import AdapterError
+from pymllm_interp.runner.model_runner import ModelRunner
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 PILOTS = "qwen3_next", "nemotron_h", "mamba", "zaya", "minimax"
@@ -191,6 +197,36 @@ def test_gradients_of_a_prompt_are_those_of_transformers() -> None:
     lm.shutdown()
 
 
+def test_r08_v50_the_pool_of_states_is_there_between_initialize_and_shutdown() -> None:
+    """R8, V50."""
+    config = ModelConfig(model="dummy", load_format="dummy", hf_config=registry_config("qwen3_next"), dtype="float32")
+    runner = ModelRunner(
+        ServerConfig(device="cpu", kv_cache_tokens=64, max_running_requests=2, max_model_len=32), config
+    )
+    assert runner.gdn_pool is None
+    runner.initialize()
+    pool = runner.gdn_pool
+    assert isinstance(pool, StatePool) and pool.size == 2 and pool.nbytes > 0
+    assert runner.get_model().spec.has_states and runner.num_kv_layers == 1
+    runner.shutdown()
+    assert runner.gdn_pool is None and pool.nbytes == 0
+
+
+def test_a_slot_holds_what_was_written_and_no_state_of_another_shape() -> None:
+    layouts = [StateLayout("conv", (3, 4), torch.float32), StateLayout("recurrent", (2, 5), torch.float32)]
+    pool = StatePool(layouts, 2, torch.bfloat16, "cpu")
+    assert pool.nbytes == 3 * slot_bytes(layouts, torch.bfloat16) == 3 * (12 * 4 + 10 * 2)
+    slots, values = torch.tensor([2, 0]), torch.randn(2, 2, 5)
+    pool.write(1, slots, values)
+    torch.testing.assert_close(pool.read(1, slots), values.bfloat16().float())
+    assert not pool.states[1][1].any()
+    host = pool.swap_out(2)
+    pool.swap_in(1, host)
+    assert torch.equal(pool.states[1][1], pool.states[1][2]) and host.nbytes == 12 * 4 + 10 * 2
+    with pytest.raises(ValueError, match=r"a state of shape \(5, 2\), but the slots have \(2, 5\)"):
+        pool.write(1, slots, values.transpose(1, 2))
+
+
 def test_states_in_half_precision_take_half_the_memory() -> None:
     pools = []
     for dtype in ("float32", "bfloat16"):
@@ -232,7 +268,7 @@ def test_requests_without_room_for_their_states_do_not_run_at_once(monkeypatch: 
     lm.shutdown()
 
 
-def test_what_states_do_not_allow_is_refused_by_name() -> None:
+def test_what_states_do_not_allow_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"speculative=.*qwen3_next.*recurrent states"):
         load("qwen3_next", speculative={"method": "ngram", "num_speculative_tokens": 2})
     with pytest.raises(ValueError, match="state_dtype='float16'"):
@@ -243,4 +279,9 @@ def test_what_states_do_not_allow_is_refused_by_name() -> None:
         lm.generate([prompt], GREEDY, interventions=[Knockout(layer=0, from_=[3], to=[1])])
     with pytest.raises(ValueError, match=r"qwen3_next.*recurrent states.*no patterns"):
         lm.generate([prompt], GREEDY, capture=["pattern.0"])
+    with pytest.raises(ValueError, match=r"linear_attn\.source.*recurrent state"):
+        lm.get("model.layers.0.linear_attn").source  # noqa: B018
+    folder = write_adapter(tmp_path, oracle_of(lm, "qwen3_next"), targets=["in_proj_ba"])
+    with pytest.raises(AdapterError, match=r"inside model\.layers\.0\.linear_attn, which has a recurrent state"):
+        lm.load_adapter("a", folder)
     lm.shutdown()

@@ -338,7 +338,7 @@ def serve_states(model: nn.Module) -> list[RecurrentModule]:
         if "forward" not in vars(module) and ASKED_OF_CACHES & set(
             getattr(forward, "__code__", serve_states.__code__).co_names
         ):
-            own = module.forward = RecurrentModule(path, module)  # pyright: ignore[reportAttributeAccessIssue]
+            own = module.recurrent_module = module.forward = RecurrentModule(path, module)  # pyright: ignore[reportAttributeAccessIssue]
             found.append(own)
     return found
 
