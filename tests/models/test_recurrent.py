@@ -180,6 +180,26 @@ def test_a_steered_request_leaves_others_as_they_are() -> None:
     lm.shutdown()
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "lfm2", "kimi_linear"])
+def test_ops_at_the_mixers_of_all_layers_are_hooks_of_transformers(name: str) -> None:
+    """Of layers with states, and of layers with attention, which return tuples."""
+    lm = load(name)
+    oracle, prompt, point = oracle_of(lm, name), random_prompt(20, 4), lm.model_spec.family.points["attn_out"]
+    plain = greedily(oracle, prompt, 6)
+
+    def edit(module: Any, args: Any, output: Any) -> Any:
+        return (output[0] + 3, *output[1:]) if isinstance(output, tuple) else output + 3
+
+    for layer in range(lm.model_spec.num_hidden_layers):
+        handle = oracle.get_submodule(point.module.format(layer)).register_forward_hook(edit)
+        expected = greedily(oracle, prompt, 6)
+        handle.remove()
+        steer = Steer(f"attn_out.{layer}", torch.full((32,), 3.0))
+        handles = [lm.submit(prompt, GREEDY, interventions=[steer]), lm.submit(prompt, GREEDY)]
+        assert [handle.result().token_ids for handle in handles] == [expected, plain] and expected != plain
+    lm.shutdown()
+
+
 def test_gradients_of_a_prompt_are_those_of_transformers() -> None:
     lm = load("nemotron_h", max_num_tokens=64)
     oracle, prompt = oracle_of(lm, "nemotron_h"), random_prompt(9, 1)

@@ -73,7 +73,7 @@ def family_of(model: PreTrainedModel, spec: ModelSpec) -> Family:
     row = _row(model.config.get_text_config())
     paths = {module: path for path, module in model.named_modules()}
     if row is not None and all(path in paths.values() for path in (row.layers, row.head)):
-        return row
+        return replace(row, mixers=_mixers_of(model, row)) if row.mixers else row
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()
     lists = [
         (path.count("."), path, module)
@@ -102,6 +102,12 @@ def family_of(model: PreTrainedModel, spec: ModelSpec) -> Family:
         attention=attention,
         missing=frozenset(known.points) - BY_STRUCTURE,
     )
+
+
+def _mixers_of(model: PreTrainedModel, row: Family) -> tuple[str, ...]:
+    """The child that mixes tokens, of each layer."""
+    layers = model.get_submodule(row.layers).children()
+    return tuple(next(name for name in row.mixers if getattr(layer, name, None) is not None) for layer in layers)
 
 
 def model_spec(
